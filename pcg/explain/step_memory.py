@@ -195,12 +195,26 @@ def _input_bytes(model: ModelGraph, layer: int) -> sympy.Expr:
 
 
 def _loss_workspace(planned: PlannedModel) -> sympy.Expr:
-    """Return the workspace of the loss: that of one chunk of tokens, and the gradients of all."""
-    options = planned.setup.options
-    tokens = options.batch * options.seq
-    chunk = min(tokens, planned.base.loss_chunk)
-    symbol = TOKENS_OF_BATCH if chunk == tokens else sympy.Integer(chunk)
-    found = transient(planned.training.epilogue, chunk, options.seq)
+    """Return the workspace of the loss: that of one chunk of tokens, and the gradients of all.
+
+    The last token of a sequence predicts nothing, and neither do virtual tokens, but for the last
+    of them where it predicts the first token.
+    """
+    setup, options = planned.setup, planned.setup.options
+    silent = min(
+        recipe.prompt_tokens + 1 - recipe.learns_first_token for recipe in setup.recipes.values()
+    )
+    if setup.context is not None or silent >= options.seq:  # a rank may have no last token
+        silent = 0
+    targets = options.batch * (options.seq - silent)
+    chunk = min(targets, planned.base.loss_chunk)
+    symbol = sympy.Integer(chunk)
+    if chunk == targets:
+        symbol = TOKENS_OF_BATCH - silent * SEQUENCES
+    # A chunk's rows are copies, which the caller holds until the chunk is done.
+    graph = planned.training.epilogue
+    held = graph.replace(outputs=(*graph.outputs, *(value.name for value in graph.inputs)))
+    found = transient(held, chunk, options.seq)
     return found.formula(symbol) + carried_bytes(planned.base)
 
 

@@ -109,11 +109,11 @@ def _draw(draw: random.Random) -> Case:
     kind = draw.choice([*ARCHITECTURES, None])
     config = draw.choice(named) if kind is None else small_config(kind, layers, draw)
     dtype = draw.choice([torch.bfloat16, torch.bfloat16, torch.float32])
-    adapter = draw.choice(METHODS)(draw, _targets(config, draw), layers)
+    adapter = draw.choice(METHODS)(draw, targets(config, draw), layers)
     return Case(config, dtype, adapter, draw.choice([1, 1, 2, 3]), draw.randint(9, 24))
 
 
-def _targets(config: Mapping[str, Any], draw: random.Random) -> list[str]:
+def targets(config: Mapping[str, Any], draw: random.Random) -> list[str]:
     """Names of some linear modules of the layers."""
     passes = pipeline(Settings(PlanOptions(dtype="float32")))
     try:

@@ -3,20 +3,27 @@
 from __future__ import annotations
 
 import dataclasses
+import random
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 
 import pcg.compiler as compiler
+from pcg.errors import PcgError
 from pcg.explain import explain as explaining
+from pcg.peft.bitfit import BitFitConfig
 from pcg.peft.lora import LoraConfig
+from pcg.peft.recipe import Recipe
+from pcg.peft.registry import recipe_from
 from pcg.runtime.data.example import Example
 from pcg.runtime.executor import Executor
 from pcg.runtime.model.merged_execution import run_single
 from pcg.runtime.training.runner import training_runner
 from pcg.runtime.training.training_pass import TrainingPass
 from tests.support import oracle
-from tests.support.families import Family
+from tests.support.eager_cases import METHODS, targets
+from tests.support.families import FAMILIES, Family
 from tests.support.live_memory import peak_of
 
 BATCH, SEQ = 2, 16
@@ -54,25 +61,98 @@ def peak_error(
     recipe: LoraConfig | None = None,
     **over_ranks: Any,
 ) -> float:
-    """Predicted peak of a step by the measured one, less 1; by default of LoRA on every layer."""
-    batch, seq = 4, 192
-    wide = {"hidden_size": 256, "intermediate_size": 512, "ffn_dim": 512, "head_dim": 64}
-    wide |= {"word_embed_proj_dim": 256, "max_position_embeddings": 256}
-    config = family.config(layers)
-    config |= {key: size for key, size in wide.items() if key in config}
+    """The error of a step of four sequences of 192 tokens; by default of LoRA on every layer."""
     excluded = tuple(family.excluded) or None
     recipe = recipe or LoraConfig(r=4, target_modules="all-linear")
     recipe = dataclasses.replace(recipe, exclude_modules=excluded)
-    options = {"memory_budget": budget, "batch": batch, "seq": seq, **over_ranks}
-    model = oracle.random_model(config, getattr(torch, dtype))
-    runner = compiler.compile(model, {"a": recipe}, **options).training_runner("a")
-    memory = explaining.explain(config, recipe, dtype=dtype, **options).memory_bytes
-    examples = [Example([3] * seq, [3] * seq)] * batch
+    step = Step(_widened(family.config(layers)), recipe, dtype, budget, batch=4, seq=192)
+    return step.peak_error(**over_ranks)
 
-    def two_micro_batches() -> None:
-        # The adapters' gradients are there through all of the second.
-        for _ in range(2):
-            runner.forward_backward(examples, 2 * batch * (seq - 1))
 
-    found = peak_of(two_micro_batches)
-    return sum(memory[kind] for kind in ("activations", "workspace", "gradients")) / found - 1
+@dataclasses.dataclass(frozen=True)
+class Step:
+    """A training step of a random model.
+
+    Attributes:
+        config: the contents of a config.json.
+        dtype: of the base model.
+        budget: the memory budget.
+        batch: sequences.
+        seq: tokens of each, virtual ones included.
+    """
+
+    config: Mapping[str, Any]
+    recipe: Recipe
+    dtype: str
+    budget: float
+    batch: int
+    seq: int
+
+    def peak_error(self, **over_ranks: Any) -> float:
+        """Predicted peak by the measured one, less 1."""
+        options = {"memory_budget": self.budget, "batch": self.batch, "seq": self.seq, **over_ranks}
+        model = oracle.random_model(self.config, getattr(torch, self.dtype))
+        runner = compiler.compile(model, {"a": self.recipe}, **options).training_runner("a")
+        memory = explaining.explain(
+            self.config, self.recipe, dtype=self.dtype, **options
+        ).memory_bytes
+        tokens = self.seq - self.recipe.prompt_tokens
+        examples = [Example([3] * tokens, [3] * tokens)] * self.batch
+
+        def two_micro_batches() -> None:
+            # The adapters' gradients are there through all of the second.
+            for _ in range(2):
+                normaliser = 2 * self.batch * (tokens - 1)
+                runner.forward_backward(examples, normaliser, dropout_seed=3)
+
+        # An LSTM without oneDNN: its workspace is the CPU's own, as in `pcg.trace.eager_memory`.
+        with torch.backends.mkldnn.flags(enabled=self.recipe.encoder is None):
+            found = peak_of(two_micro_batches)
+        predicted = sum(memory[kind] for kind in ("activations", "workspace", "gradients"))
+        return predicted / found - 1
+
+    def __str__(self) -> str:
+        return (
+            f"{self.config['model_type']} with {self.recipe}, {self.dtype}, budget {self.budget:g},"
+            f" {self.batch} x {self.seq}"
+        )
+
+
+def _widened(config: Mapping[str, Any]) -> dict[str, Any]:
+    """A family's configuration with heads of 64, whose values outweigh what is small in a step."""
+    width = 64 * next(
+        config[key]
+        for key in ("num_attention_heads", "n_head", "n_heads", "num_heads")
+        if key in config
+    )
+    names = ("hidden_size", "n_embd", "d_model", "word_embed_proj_dim")
+    wide = dict.fromkeys(names, width) | dict.fromkeys(("intermediate_size", "ffn_dim"), 2 * width)
+    wide |= {"head_dim": 64}
+    wide |= dict.fromkeys(("max_position_embeddings", "n_positions", "max_seq_len"), 256)
+    return {**config, **{key: size for key, size in wide.items() if key in config}}
+
+
+def drawn_step(seed: int) -> tuple[Step, float]:
+    """A random step of any family and method, and the error of its predicted peak.
+
+    Drawn again is what pcg refuses.
+    """
+    for attempt in range(100):
+        draw = random.Random(f"{seed} {attempt}")
+        layers = draw.choice([2, 3, 4])
+        config = _widened(draw.choice(FAMILIES).config(layers))
+        config["vocab_size"] = draw.choice([128, 2048])
+        adapter = draw.choice(METHODS)(draw, targets(config, draw), layers)
+        recipe = BitFitConfig() if adapter is None else recipe_from(adapter)
+        if recipe.prompt_tokens and any("expert" in name for name in config):
+            continue  # virtual tokens choose other experts than the rest, which are all alike
+        budget = draw.choice([1.0, 0.5, 0.0, draw.random()])
+        dtype = draw.choice(["bfloat16", "float32"])
+        step = Step(
+            config, recipe, dtype, budget, draw.choice([1, 1, 2, 3, 4]), draw.randint(33, 200)
+        )
+        try:
+            return step, step.peak_error()
+        except PcgError:
+            continue
+    raise AssertionError(f"no step can be drawn with seed {seed}")

@@ -204,7 +204,8 @@ def training_transients(
 ) -> list[tuple[Transient, Transient | None]]:
     """The transients of each plan's forward and backward, at so many tokens in sequences of `seq`.
 
-    Values that the layer saved count in its backward, which frees them as it goes. Of `cp` ranks
+    Values that the layer saved count in its backward, which frees them as it goes, and so do its
+    adapters' gradients, until they are added to those of the micro-batches before. Of `cp` ranks
     that share the tokens of sequences, these are the tokens of one.
     """
     resident = [{value.name for value in b.inputs[len(b.outputs) :]} for b in model.blocks]
@@ -215,10 +216,7 @@ def training_transients(
         forward = transient(plan.forward, tokens, seq, saved, cp)
         backward = None
         if plan.backward is not None:
-            outputs = plan.backward.outputs
-            gradients = outputs[len(outputs) - len(plan.trained) :]
-            counted = {*resident[plan.block], *gradients}
-            backward = transient(plan.backward, tokens, seq, counted, cp)
+            backward = transient(plan.backward, tokens, seq, resident[plan.block], cp)
         found.append((forward, backward))
     return found
 
