@@ -41,6 +41,7 @@ from pcg.passes.memory.plan import MemoryPlan, save_all
 from pcg.passes.pipeline import in_order
 from pcg.passes.stages import TrainedModel
 from pcg.peft.recipe import Recipe
+from pcg.runtime.memory.host_allocator import SLACK
 from pcg.runtime.training.recorded.obstacles import why_not_recorded
 
 
@@ -86,6 +87,7 @@ def build_report(planned: PlannedModel) -> Report:
         stages.append(Stage("checkpointing", total, carried, 1.0))
     trained = planned.trained
     formulas, moments = step_memory(planned, untrained)
+    memory = {kind: bytes_at(formula, at) for kind, formula in formulas.items()}
     return Report(
         model=setup.settings.model,
         architecture=str((setup.config.get("architectures") or [setup.config["model_type"]])[0]),
@@ -97,7 +99,7 @@ def build_report(planned: PlannedModel) -> Report:
         dtype=TORCH_NAMES[planned.base.dtype],
         layers=len(planned.base.layers),
         parameters={"base": parameter_count(planned.whole), "trainable": use.trainable},
-        memory_bytes={kind: bytes_at(formula, at) for kind, formula in formulas.items()},
+        memory_bytes=memory,
         activations=tuple(stages),
         formulas={name: formula_text(formula) for name, formula in formulas.items()},
         saved=tuple(_tensors(planned)),
@@ -107,6 +109,7 @@ def build_report(planned: PlannedModel) -> Report:
         optimizer=setup.optimizer.name,
         host_bytes=host_bytes(planned),
         packed_bytes=packed_copies(planned),
+        allocator_bytes=_allocator_bytes(planned, memory),
         shard_base=setup.parts,
         gathered=_gathered(planned),
         kept_bytes=_kept_bytes(planned, backend.name),
@@ -137,6 +140,17 @@ def host_bytes(planned: PlannedModel) -> dict[str, int]:
         return {}
     sizes = {"adapters": version_bytes(planned), "optimizer": state_memory(planned).host_bytes}
     return {kind: size for kind, size in sizes.items() if size}
+
+
+def _allocator_bytes(planned: PlannedModel, memory: Mapping[str, int]) -> int:
+    """Return the bytes of the holes that a CPU's heap may have beside a step's tensors.
+
+    A smaller budget than 1 makes each tensor a mapping of its own, and no holes.
+    """
+    is_in_heap = planned.setup.device == "cpu" and planned.setup.options.budget.share == 1.0
+    if not is_in_heap or planned.trained is None:
+        return 0
+    return round(SLACK * sum(memory[kind] for kind in ("gradients", "activations", "workspace")))
 
 
 def _kept_bytes(planned: PlannedModel, backend: str) -> int:

@@ -212,6 +212,7 @@ class ReportData:
     `host_bytes` has the bytes of offloaded kinds in host memory, beside a GPU's, and those of the
     served versions of the adapters, of which a GPU has copies. `packed_bytes` are
     those of oneDNN's packed copies, which `memory_bytes` counts among the weights.
+    `allocator_bytes` are those that the allocator of a CPU's process may hold beside the total.
 
     `kept_bytes` are those that a job like this one, when it has ended, may hold beside the
     `memory_bytes` of others that run: what its recorded windows save for backward (stage
@@ -259,6 +260,7 @@ class ReportData:
     optimizer: str = "adamw"
     host_bytes: Mapping[str, int] = field(default_factory=dict)
     packed_bytes: int = 0
+    allocator_bytes: int = 0
     shard_base: int = 1
     gathered: Mapping[str, int] = field(default_factory=dict)
     kept_bytes: int = 0

@@ -80,6 +80,9 @@ def _memory(report: ReportData) -> list[str]:
     if report.packed_bytes:
         copies = f"{gib(report.packed_bytes)} GiB are packed copies: --no-packed-weights"
         lines.append(f"  of the weights, {copies}")
+    if report.allocator_bytes:
+        holes = f"up to {gib(report.allocator_bytes)} GiB are holes of the allocator's heap"
+        lines.append(f"  beside the total, {holes}: none at a --memory-budget below 1")
     for kind, size in report.host_bytes.items():
         what = "the optimizer's states" if kind == "optimizer" else "versions of adapters"
         lines.append(f"  and in host memory: {gib(size)} GiB of {what}")
