@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import random
 from collections.abc import Mapping
@@ -25,6 +26,7 @@ from tests.support import oracle
 from tests.support.eager_cases import METHODS, targets
 from tests.support.families import FAMILIES, Family
 from tests.support.live_memory import peak_of
+from tests.support.saved_tensors import without_onednn
 
 BATCH, SEQ = 2, 16
 
@@ -106,7 +108,8 @@ class Step:
                 runner.forward_backward(examples, normaliser, dropout_seed=3)
 
         # An LSTM without oneDNN: its workspace is the CPU's own, as in `pcg.trace.eager_memory`.
-        with torch.backends.mkldnn.flags(enabled=self.recipe.encoder is None):
+        has_encoder = self.recipe.encoder is not None
+        with without_onednn() if has_encoder else contextlib.nullcontext():
             found = peak_of(two_micro_batches)
         predicted = sum(memory[kind] for kind in ("activations", "workspace", "gradients"))
         return predicted / found - 1

@@ -63,7 +63,7 @@ def saved_tensors(
     # Dropout as CUDA runs it, which keeps a mask of booleans; the CPU keeps one of floats.
     dropout = mock.patch("torch.nn.functional.dropout", _native_dropout)
     hooks = torch.autograd.graph.saved_tensors_hooks(pack, _no_backward)
-    with _without_onednn(), dropout, hooks, _StatisticsInFp32():
+    with without_onednn(), dropout, hooks, _StatisticsInFp32():
         output = model(input_ids=ids, labels=ids, use_cache=False)
     assert output.loss.requires_grad  # it holds what is alive
     storages = {}
@@ -85,7 +85,7 @@ def _native_dropout(
 
 
 @contextlib.contextmanager
-def _without_onednn() -> Iterator[None]:
+def without_onednn() -> Iterator[None]:
     """Without the CPU's library for LSTMs, which keeps a workspace of its own."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # about other hardware

@@ -25,7 +25,10 @@ from pcg.ir.operators.base import (
     declared,
     widened,
 )
-from pcg.ir.types import TORCH_NAMES, TensorType, promote
+from pcg.ir.types import TOKENS, TORCH_NAMES, TensorType, promote
+
+INNER_TOKENS = 64
+"""The tokens whose products exist at once where they are summed."""
 
 
 def wider_bytes(y: TensorType, vector: TensorType) -> sympy.Expr:
@@ -106,10 +109,11 @@ class Inner(VectorGradient):
         return super().infer(types, attributes)
 
     def temporaries(self, inputs: Types, outputs: Types, attributes: Attributes) -> sympy.Expr:
+        # Of one block of tokens: y - b, copies in fp32, and their products.
         wide = widened(inputs[0])
-        rest = inputs[1].size_bytes if len(inputs) == 3 else sympy.Integer(0)  # y - b
+        rest = inputs[1].size_bytes if len(inputs) == 3 else sympy.Integer(0)
         copies = sum(cast_bytes(type_, wide.dtype) for type_ in inputs[:2])
-        return rest + copies + wide.size_bytes
+        return INNER_TOKENS * (rest + copies + wide.size_bytes).subs(TOKENS, 1)
 
 
 class InnerRequest(Inner):

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pcg.ir.operators.vectors import INNER_TOKENS
 from pcg.kernels.torch.lora import by_width
 from pcg.kernels.torch.norms import widened
 
@@ -48,10 +49,12 @@ def _scaled(y: Tensor, vector: Tensor, base: Tensor | None) -> Tensor:
 
 def inner(left: Tensor, right: Tensor, base: Tensor | None = None) -> Tensor:
     """The sum over tokens of left ⊙ (right - base), [n], in fp32 at least."""
-    if base is not None:
-        right = right - base
-    left = widened(left)
-    return (left * right.to(left.dtype)).sum(0)
+    total = left.new_zeros(left.shape[1:], dtype=torch.promote_types(left.dtype, torch.float32))
+    for own, other in zip(left.split(INNER_TOKENS), right.split(INNER_TOKENS), strict=True):
+        if base is not None:
+            other = other - base
+        total += (own.to(total.dtype) * other.to(total.dtype)).sum(0)
+    return total
 
 
 def bias_add(y: Tensor, bias: Any, base: Tensor | None = None) -> Tensor:

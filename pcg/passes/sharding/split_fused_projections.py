@@ -78,7 +78,7 @@ class _Splitter:
         """Return whether a value is a weight, or comes from rows of weights alone."""
         if name in self.graph.parameters_by_name:
             return True
-        behind = self._behind(name)
+        behind = self._behind(name) or {}
         return bool(behind) and all(map(self._is_split, behind.values()))
 
     def _behind(self, name: str) -> Mapping[int, str] | None:
