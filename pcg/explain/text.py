@@ -81,8 +81,8 @@ def _memory(report: ReportData) -> list[str]:
         copies = f"{gib(report.packed_bytes)} GiB are packed copies: --no-packed-weights"
         lines.append(f"  of the weights, {copies}")
     if report.allocator_bytes:
-        holes = f"up to {gib(report.allocator_bytes)} GiB are holes of the allocator's heap"
-        lines.append(f"  beside the total, {holes}: none at a --memory-budget below 1")
+        holes = f"{gib(report.allocator_bytes)} GiB of holes in the allocator's heap"
+        lines.append(f"  and beside it up to {holes}: none below --memory-budget 1")
     for kind, size in report.host_bytes.items():
         what = "the optimizer's states" if kind == "optimizer" else "versions of adapters"
         lines.append(f"  and in host memory: {gib(size)} GiB of {what}")

@@ -21,6 +21,7 @@ from pcg.explain.report import Report
 from pcg.explain.report_data import KINDS
 from pcg.explain.text import bar, comparison
 from pcg.peft.lora import LoraConfig
+from pcg.runtime.memory.host_allocator import SLACK
 from pcg.source import resolve
 from pcg.units import gib, rounded
 
@@ -187,6 +188,17 @@ def test_ranks_above_the_number_of_kv_heads_hold_little_more_than_their_share() 
     weights = [report.memory_bytes["weights"] for report in (one, many)]
     norms = (2 * 80 + 1) * 8192 * 2 + 4 * 64
     assert weights[1] - norms <= 1.02 * (weights[0] - norms) / 16
+
+
+def test_what_a_process_on_a_cpu_has_beside_a_gpus_memory_is_named() -> None:
+    options = {"device": "cpu", "dtype": "float32"}
+    whole, half = (pcg.explain(_short(LLAMA), memory_budget=b, **options) for b in (1, 0.5))
+    step = sum(whole.memory_bytes[kind] for kind in ("gradients", "activations", "workspace"))
+    assert whole.allocator_bytes == round(SLACK * step)
+    assert half.allocator_bytes == pcg.explain(_short(LLAMA)).allocator_bytes == 0
+    assert "holes in the allocator's heap" in whole.to_text()
+    assert "holes" not in half.to_text()
+    assert "holes of the allocator" in whole.to_html()
 
 
 def test_dtype_changes_the_weights() -> None:
