@@ -168,6 +168,17 @@ def hook_before_a_module(model: Any) -> None:
     _layers(model)[2].mlp.register_forward_pre_hook(lambda _, given: (given[0] * 0.5,))
 
 
+@_case("gptj")
+def hook_that_keeps_what_it_sees(model: Any) -> None:
+    seen: dict[str, Tensor] = {}
+
+    def scale(module: Any, given: Any, out: Tensor) -> Tensor:
+        seen["given"], seen["out"] = given[0], out
+        return seen["out"] * 1.25
+
+    model.transformer.h[1].mlp.register_forward_hook(scale)
+
+
 @_case()
 def steering_vector(model: Any) -> None:
     vector = torch.linspace(-1, 1, model.config.hidden_size)
@@ -445,6 +456,12 @@ def all_layers_tied(model: Any) -> None:
         for path, module in layer.named_modules():
             if isinstance(module, nn.Linear):
                 module.weight = first.get_submodule(path).weight
+
+
+@_case()
+def all_layers_of_two_kinds_tied(model: Any) -> None:
+    all_layers_tied(model)
+    _layers(model)[1].mlp.act_fn = nn.GELU()
 
 
 @_case(refused="model.layers.1.mlp is the same module as model.layers.0.mlp")

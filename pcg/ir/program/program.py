@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import keyword
+import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from math import prod
@@ -156,8 +157,9 @@ def token_embedding(prologue: Graph) -> Node | None:
 def site_of(graph: Graph, node: Node) -> str | None:
     """The site of a linear node, where a bypass network may attach; None for any other node.
 
-    A tied head is a site by its own module, not by the embedding whose weight it reads. A module
-    that picks experts by its product is a router, which peft does not take for a linear module.
+    A tied head is a site by its own module, not by the embedding whose weight it reads, and so is a
+    module of a layer that reads another layer's weight. A module that picks experts by its product
+    is a router, which peft does not take for a linear module.
     """
     if not _is_module(graph, node):
         return None
@@ -165,6 +167,9 @@ def site_of(graph: Graph, node: Node) -> str | None:
     if parameter is None or parameter.role != "frozen":
         return None
     path = parameter.source.removesuffix(".weight")
+    tied = re.fullmatch(rf"(.+)\.\d+\.{re.escape(node.scope)}", path)
+    if tied:
+        return f"{tied[1]}.{{layer}}.{node.scope}"
     return path if "{layer}" in path else node.scope
 
 
