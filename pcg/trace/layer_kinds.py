@@ -115,9 +115,11 @@ def _described(value: object, names: Mapping[int, str], depth: int = 4) -> Hasha
         return type(value).__name__, value
     if id(value) in names:
         return "module", names[id(value)]
+    if isinstance(value, FakeTensor):
+        return type(value)  # a hook kept it while the model was traced; its sizes are symbols
     if isinstance(value, torch.Tensor):
         digest = None
-        if not value.is_meta and not isinstance(value, FakeTensor):
+        if not value.is_meta:
             data = value.detach().cpu().contiguous().flatten().view(torch.uint8)
             digest = hashlib.sha256(data.numpy().tobytes()).digest()
         return tuple(value.shape), value.dtype, digest
