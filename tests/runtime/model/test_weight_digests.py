@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 import pcg.compiler
-from pcg.runtime.model.weight_digests import base_digest
+from pcg.runtime.model.weight_digests import base_digest, row_digests
 from tests.support.small_job import make_model
 
 
@@ -25,3 +25,9 @@ def test_each_entry_changes_it_and_the_type_of_loading_does_not() -> None:
         store = pcg.compiler.compile(model, None, dtype="float32").state.weight_store
         assert base_digest(store, torch.bfloat16) != rounded, name
         entry.copy_(before)
+
+
+def test_a_number_has_a_digest() -> None:
+    digests = {row_digests(torch.tensor(number)) for number in (1.0, 2.0)}
+    assert len(digests) == 2
+    assert row_digests(torch.tensor(1.0)) == row_digests(torch.tensor([1.0]))
