@@ -91,6 +91,13 @@ class _Folder:
 
     def run(self, schedule: Sequence[int]) -> ModelGraph:
         schedule = schedule or range(self._count)
+        working = {self._region[node.name] for node in self.graph.nodes}
+        idle = sorted({*range(self._count), *schedule} - working)
+        if idle:
+            raise TraceError(
+                f"{self.layers_path}.{idle[0]}, as traced, computes nothing, as a layer that "
+                "returns its input; leave it out of the layers"
+            )
         regions = [self._with_recomputed(i) for i in range(PROLOGUE, self._count + 1)]
         reads = [self._reads(nodes) for nodes in regions]
         carried = [self._carried(reads[i + 1], i) for i in range(self._count + 1)]

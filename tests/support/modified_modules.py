@@ -464,6 +464,20 @@ def all_layers_of_two_kinds_tied(model: Any) -> None:
     _layers(model)[1].mlp.act_fn = nn.GELU()
 
 
+def _skipped(layer: Any) -> None:
+    layer.forward = lambda hidden_states, **_: hidden_states
+
+
+@_case(refused=r"model.layers.\d, as traced, computes nothing")
+def a_skipped_layer(model: Any) -> None:
+    _skipped(_layers(model)[1])
+
+
+@_case(refused=r"model.layers.\d, as traced, computes nothing")
+def a_skipped_last_layer(model: Any) -> None:
+    _skipped(_layers(model)[-1])
+
+
 @_case(refused="model.layers.1.mlp is the same module as model.layers.0.mlp")
 def one_mlp_for_all_layers(model: Any) -> None:
     for layer in _layers(model):
