@@ -2,11 +2,14 @@
 
 Dims of all tokens have the chosen positions alone, and operators that read the place of a token are
 given its position: a range, a triangle, a slice of a table. Only operators that are piecewise
-linear in positions are taken, whose corners are noted; every other is refused by name.
+linear in positions are taken, whose corners are noted; every other is refused by name. A corner
+lies where a chain of at most three numbers leads, as 48 for (i - j) * 2 + 4 < 100.
 """
 
 from __future__ import annotations
 
+import itertools
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -38,14 +41,18 @@ _LOGICAL = (
 _CORNERED = (
     "lt", "le", "gt", "ge", "eq", "ne", "less", "less_equal", "greater", "greater_equal",
     "minimum", "maximum", "max", "min", "clamp", "clamp_min", "clamp_max", "abs", "relu",
-    "floor_divide", "remainder", "floor", "sign",
+    "sign",
 )  # fmt: skip
 _LOWER_BOUNDS = ("max", "maximum", "clamp", "clamp_min")
 _HALF = (torch.bfloat16, torch.float16)
 _NEVER = -1e4
 """A bound that no score reaches."""
-MOST_NUMBERS = 12
-"""The numbers of a mask that are combined with one another."""
+_MOST_COMBINED, _MOST_CONDITIONS = 3, 64
+"""The numbers that one condition combines, and the conditions that differ by head."""
+_MOST_TURNS = 24
+"""The corners of a table."""
+_FARTHEST = 2**24
+"""The largest position at which a mask may turn."""
 
 
 def _name(node: Node) -> str:
@@ -76,7 +83,6 @@ class Subgraph:
     Attributes:
         positional: nodes whose value depends on positions, or on the number of tokens.
         scored: nodes whose value depends on the product of queries and keys.
-        cornered: nodes whose value goes through an operator that is not linear.
     """
 
     def __init__(self, traced: Traced, owner: Node, root: Node, product: Node | None) -> None:
@@ -98,10 +104,6 @@ class Subgraph:
             writers = traced.writers.get(memory_of(node) or 0, ())
             queue.extend(writer for writer in writers if order[writer] < order[owner])
         self.nodes = sorted(needed, key=order.__getitem__)
-        self.cornered: set[Node] = set()
-        for node in reversed(self.nodes):
-            if _name(node) in _CORNERED or _is_rounded(node) or node in self.cornered:
-                self.cornered.update(node.all_input_nodes)
 
 
 def _reads_a_shape(node: Node) -> bool:
@@ -119,7 +121,7 @@ class Evaluation:
 
     Attributes:
         positions: the positions, in order; all token dims have their number.
-        numbers: what positions are compared with, or with what they are scaled and moved first.
+        corners: the positions, or distances of positions, at which the value turns.
         tables: the lengths of tables that are read by the position.
     """
 
@@ -127,7 +129,8 @@ class Evaluation:
         self._subgraph = subgraph
         self._tokens = tokens
         self.positions = torch.tensor(positions)
-        self.numbers: set[float] = set()
+        self.corners: set[int] = set()
+        self._chains: dict[Node, tuple[tuple[float, ...], ...]] = {}
         self.tables: set[int] = set()
         self._values: dict[Node, Any] = {}
         self._positional: set[Node] = set()
@@ -235,7 +238,7 @@ class Evaluation:
         value = node.meta.get("val")
         if not isinstance(value, Tensor):
             if self._depends(node, self._positional):
-                self.numbers.update(a for a in node.args if isinstance(a, int | float))
+                self._note(node)
             return self._native(node)
         is_wide = any(not isinstance(size, int) for size in value.shape)
         if name == "arange":
@@ -290,7 +293,8 @@ class Evaluation:
         start, step = (values[0] if len(values) > 1 else 0), (values[2] if len(values) > 2 else 1)
         self._shape(node)
         self._positional.add(node)
-        self.numbers.update((start, step) if node in self._subgraph.cornered else ())
+        numbers = ((float(x),) for x in (start, step) if abs(x) not in (0, 1))
+        self._chains[node] = tuple(numbers)
         return (start + step * self.positions).to(dtype)
 
     def _over_tokens(self, node: Node, name: str) -> Any:
@@ -326,7 +330,7 @@ class Evaluation:
         if name in _LOGICAL and node.meta["val"].dtype == torch.bool:
             return self._native(node)
         is_reduced = name in ("max", "min") and len(node.args) < 2
-        if (name in _CORNERED and not is_reduced) or _is_rounded(node):
+        if name in _CORNERED and not is_reduced:
             return self._cornered(node, name)
         raise self._refused(node, f"its scores go through {node.target}")
 
@@ -342,7 +346,7 @@ class Evaluation:
         if sizes != [True, True]:
             raise self._refused(node, f"its mask is {name} of another number of rows than columns")
         self._positional.add(node)
-        self.numbers.add(diagonal)
+        self.corners.add(abs(diagonal))
         above = self.positions[None, :] - self.positions[:, None]
         is_kept = above <= diagonal if name == "tril" else above >= diagonal
         kept = torch.where(is_kept, x, torch.zeros((), dtype=x.dtype))
@@ -382,7 +386,7 @@ class Evaluation:
         if int(at.min()) < 0 or int(at.max()) >= x.shape[dim]:
             raise self._refused(node, f"it reads {int(at.max()) + 1} of {x.shape[dim]} entries")
         if table not in self._positional:
-            self.numbers.update(self._turns(node, x, dim))
+            self.corners |= self._turns(node, x, dim)
         return x.index_select(dim, at)
 
     def _turns(self, node: Node, x: Tensor, dim: int) -> set[int]:
@@ -400,7 +404,7 @@ class Evaluation:
         lines = lines.reshape(-1, lines.shape[-1])
         bend = (lines[:, 2:] - 2 * lines[:, 1:-1] + lines[:, :-2]).abs()
         turns = (bend > 1e-5 * lines.abs().clamp(min=1.0)[:, 1:-1]).any(0).nonzero()[:, 0] + 1
-        if len(turns) > 2 * MOST_NUMBERS:
+        if len(turns) > _MOST_TURNS:
             raise self._refused(node, "its mask is a table that is no function of the distance")
         # Neighbours are one corner: a step has two.
         places = [abs(int(turn) - zero) for turn in turns]
@@ -455,8 +459,7 @@ class Evaluation:
         condition = {"where": 0, "masked_fill": 1}.get(name)
         if condition is not None and node.args[condition] in self._scored:
             raise self._refused(node, "its mask depends on the scores")
-        if node in self._subgraph.cornered:
-            self._note(node)
+        self._note(node)
         return self._native(node)  # type: ignore[no-any-return]
 
     def _is_flag(self, node: Node) -> bool:
@@ -474,19 +477,58 @@ class Evaluation:
             if name not in _LOWER_BOUNDS or len(numbers) != 1 or numbers[0] > _NEVER:
                 raise self._refused(node, f"its scores go through {node.target}")
         self._note(node)
+        self._turn(node)
         return self._native(node)  # type: ignore[no-any-return]
 
     def _note(self, node: Node) -> None:
         """Note the numbers that a node's positions are combined with."""
-        arguments = [*node.args, *node.kwargs.values()]
-        for argument in arguments:
+        numbers: list[tuple[float, ...]] = []
+        for argument in (*node.args, *node.kwargs.values()):
             if isinstance(argument, Node) and argument in self._positional | self._scored:
+                numbers += self._chains.get(argument, ())
                 continue
             value = self._value(argument)
             if isinstance(value, Tensor):
-                self.numbers.update(value.to(torch.float64).unique().tolist())
+                value = value.to(torch.float64).unique().tolist()
             elif isinstance(value, int | float) and not isinstance(value, bool):
-                self.numbers.add(float(value))
+                value = [float(value)]
+            else:
+                continue
+            value = tuple(x for x in value if math.isfinite(x) and abs(x) not in (0.0, 1.0))
+            if value:
+                numbers.append(value)
+        self._chains[node] = tuple(dict.fromkeys(numbers))
+
+    def _turn(self, node: Node) -> None:
+        """Note where an operator that is not linear has its corner."""
+        chain = self._chains[node]
+        if len(chain) > _MOST_COMBINED:
+            raise self._refused(node, f"its mask combines {len(chain)} numbers in a condition")
+        count = math.prod(map(len, chain))
+        if count > _MOST_CONDITIONS:
+            raise self._refused(node, f"its mask has {count} conditions, as for each head")
+        for numbers in itertools.product(*chain):
+            self.corners |= combined(numbers)
+        if node.meta["val"].dtype == torch.bool:
+            self._chains[node] = ()
+
+
+def combined(numbers: Sequence[float]) -> set[int]:
+    """The positions or distances at which a chain of sums and products of numbers turns."""
+    found: set[float] = set()
+    for count in range(1, len(numbers) + 1):
+        for first, *others in itertools.permutations(numbers, count):
+            reached = {first, 1 / first}
+            for other in others:
+                reached = {
+                    result
+                    for x in reached
+                    for result in (x + other, x - other, x * other, x / other)
+                    if result
+                }
+            found |= reached
+    found = {abs(x) for x in found if 1 <= abs(x) < _FARTHEST}
+    return {whole(x) for x in found for whole in (math.floor, math.ceil)}
 
 
 def refused_attention(node: Node, why: str) -> TraceError:

@@ -9,17 +9,16 @@ its scores but for q kᵀ, is a subgraph over positions, which must be, for ever
 with visible j ≤ i, or i - window < j ≤ i. What is not of that form is refused.
 
 The subgraph is evaluated by `pcg.trace.mask_evaluation` at chosen positions. It may have only
-operators that are piecewise linear in i, j and n, so that all its corners lie where positions,
-their distances or n meet a number of the graph, or a sum, difference, product or ratio of two of
-them; the positions beside all of those are evaluated, at every such n. A table, as a mask in a
-buffer, must be a function of the position or of the distance, and its corners are counted.
+operators that are piecewise linear in i, j and n, so that it turns where positions, their distances
+or n meet a number that follows from the graph's; the positions beside all of those are evaluated,
+at every such n. A table, as a mask in a buffer, must be a function of the position or of the
+distance, and its corners are counted.
 """
 
 from __future__ import annotations
 
 import itertools
-import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,7 +28,6 @@ from torch.fx import Graph, Node
 
 from pcg.trace.mask_evaluation import (
     ADDED,
-    MOST_NUMBERS,
     Evaluation,
     Subgraph,
     Traced,
@@ -44,6 +42,9 @@ _VIEWS = ("dropout", "view", "reshape", "type_as", "contiguous", "clone", "_to_c
 _TRANSPARENT = {_aten.to.dtype, *(getattr(_aten, name).default for name in _VIEWS)}
 _HIDDEN = -5e3
 """The bias of a key that is not seen: the least that models add is -1e4."""
+_MOST_CORNERS = 200
+"""The corners that are evaluated; two of them are combined where there are few."""
+_FEW_CORNERS = 16
 _LENGTHS = (2, 3, 6, 9, 33)
 _LONG = 4096
 """The largest number of tokens that is evaluated is at least this, where no table is shorter."""
@@ -201,7 +202,12 @@ class _Prover:
         subgraph = Subgraph(self._graph, node, root, product)
         first = Evaluation(subgraph, 17, range(17))
         first.bias()
-        corners = sorted(_corners(node, first.numbers))
+        # Conditions of their own meet where two corners add up.
+        corners = set(first.corners)
+        if len(corners) <= _FEW_CORNERS:
+            corners |= {*map(sum, itertools.product(first.corners, repeat=2))}
+        if len(first.corners) > _MOST_CORNERS:
+            raise refused_attention(node, f"its mask may turn at {len(first.corners)} positions")
         # Rotary positions go on beyond those that a model is trained for.
         most = max(self._positions or 0, _LONG, 2 * max(corners, default=0) + 8)
         most = min([most, *first.tables])
@@ -228,21 +234,6 @@ def _agree(whole: _Seen, found: _Seen, tokens: int) -> bool:
     pairs = zip((whole[2], *whole[1]), (found[2], *found[1]), strict=False)
     is_close = all(abs(a - b) <= 1e-5 * max(1.0, abs(a)) for a, b in pairs)
     return window == found[0] and len(whole[1]) == len(found[1]) and is_close
-
-
-def _corners(node: Node, numbers: Iterable[float]) -> set[int]:
-    """The numbers of a mask and their combinations, as positions."""
-    base: set[float] = set()
-    for number in map(abs, numbers):
-        if number and math.isfinite(number):
-            base.add(number if number >= 1 else 1 / number)
-    base = {number for number in base if 1 < number < 2**24}
-    if len(base) > MOST_NUMBERS:
-        raise refused_attention(node, f"its mask compares positions with {len(base)} numbers")
-    pairs = list(itertools.product(base, base))
-    combined = {*base, *(a + b for a, b in pairs), *(abs(a - b) for a, b in pairs)}
-    combined |= {*(a * b for a, b in pairs), *(a / b for a, b in pairs)}
-    return {whole(c) for c in combined for whole in (math.floor, math.ceil) if 1 < c < 2**24}
 
 
 def _seen(node: Node, evaluation: Evaluation) -> _Seen:

@@ -31,7 +31,7 @@ WINDOWS: dict[str, tuple[int, Scores]] = {
         lambda s, i, j, n: s.masked_fill(i - j >= 3000, HIDDEN),
     ),
     "a window in place": (30, lambda s, i, j, n: s.masked_fill_(i - j >= 30, HIDDEN)),
-    "a window by division": (48, lambda s, i, j, n: s.masked_fill((i - j) // 8 > 5, HIDDEN)),
+    "a window by division": (48, lambda s, i, j, n: s.masked_fill((i - j) / 8 >= 6, HIDDEN)),
     "a window by a factor": (31, lambda s, i, j, n: s.masked_fill(2 * (i - j) >= 61, HIDDEN)),
     "a window by a triangle": (
         17,
@@ -41,17 +41,25 @@ WINDOWS: dict[str, tuple[int, Scores]] = {
     "a bound that nothing reaches": (0, lambda s, i, j, n: s.clamp(min=-1e30)),
 }
 REFUSED: dict[str, tuple[str, Scores]] = {
-    "chunks": ("neither causal", lambda s, i, j, n: s.masked_fill(i // 32 != j // 32, HIDDEN)),
+    "chunks": ("floor_divide", lambda s, i, j, n: s.masked_fill(i // 32 != j // 32, HIDDEN)),
+    "a notch of three numbers": (
+        "neither causal",
+        lambda s, i, j, n: s.masked_fill((i - j) * 6 + 94 == 18_094, HIDDEN),
+    ),
+    "a notch of five numbers": (
+        "combines 5 numbers",
+        lambda s, i, j, n: s.masked_fill(((i - j) * 6 + 92) * 7 + 94 == 10_618, HIDDEN),
+    ),
     "sinks and a window": (
         "neither causal",
         lambda s, i, j, n: s.masked_fill((i - j >= 260) & (j >= 4), HIDDEN),
     ),
     "a gap that comes again": (
-        "neither causal",
+        "aten.remainder",
         lambda s, i, j, n: s.masked_fill((i - j) % 100 == 99, HIDDEN),
     ),
     "every second key later": (
-        "neither causal",
+        "aten.remainder",
         lambda s, i, j, n: s.masked_fill((j % 2 == 0) & (i >= 240) & (i != j), HIDDEN),
     ),
     "a corner of both positions": (
