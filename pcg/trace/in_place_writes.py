@@ -26,12 +26,15 @@ def check_writes(graph: Graph, live: Collection[Node], skipped: Collection[Node]
         TraceError: names the operator that writes, and its module.
     """
     order = {node: place for place, node in enumerate(graph.nodes)}
+    held = {memory_of(node) for node in graph.nodes if node.op == "placeholder"} - {None}
     sharing: dict[int, list[Node]] = {}
     for node in graph.nodes:
         memory = memory_of(node)
         if memory is not None:
             sharing.setdefault(memory, []).append(node)
     for node in graph.nodes:
+        if any(memory_of(value) in held for value, _ in written(node)):
+            raise refusal(node, "it writes a buffer or an input, which a program does not")
         if node in skipped:
             continue
         for value, is_renamed in written(node):

