@@ -321,6 +321,8 @@ def _reason(error: Exception) -> str:
         line = "it branches on the values of tensors"
     elif "Constraints violated" in line or "specialized it to be a constant" in line:
         line = "what it computes changes with the number of tokens"
+    elif "fake tensor in the exported program" in line:
+        line = "it computes with tensors that cannot be traced, as of torch.autograd.grad"
     elif "'NoneType' object" in line:
         # No mask is made for the marked attention: the operator has the causal one in itself.
         line = "it reads the attention mask in code of its own"

@@ -75,4 +75,7 @@ def memory_of(node: Node) -> int | None:
     value = node.meta.get("val")
     if not isinstance(value, torch.Tensor):
         return None
-    return int(value.untyped_storage()._cdata)
+    try:
+        return int(value.untyped_storage()._cdata)
+    except NotImplementedError:  # within torch.vmap, whose tensors have no memory of their own
+        return None

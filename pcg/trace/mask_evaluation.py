@@ -535,7 +535,4 @@ def refused_attention(node: Node, why: str) -> TraceError:
     """The error that an attention is not one of those that pcg has."""
     stack = list((node.meta.get("nn_module_stack") or {}).values())
     where = stack[-1][0] if stack else node.name
-    return TraceError(
-        f"{where} has an attention that pcg cannot raise: {why}. pcg compiles causal attention, "
-        "windows and ALiBi"
-    )
+    return TraceError(f"{where} has an attention that pcg cannot raise: {why}")

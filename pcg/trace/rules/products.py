@@ -57,7 +57,7 @@ def reduction(op: str) -> Rule:
     def rule(flat: FlatGraph, node: Node) -> FlatValue:
         x, dims = flat.tensor(node.args[0]), argument(node, 1)
         keepdim = bool(argument(node, 2, False, "keepdim"))
-        if len(dims) != 1 or x.tags[dims[0]] != "d":
+        if dims is None or len(dims) != 1 or x.tags[dims[0]] != "d":
             raise refusal(node, "it reduces tokens, or several dims")
         dim = int(dims[0]) % len(x.tags)
         name = flat.add(op, x.name, dim=x.feature_dim(dim), keepdim=keepdim)
@@ -124,7 +124,9 @@ def topk(flat: FlatGraph, node: Node) -> list[FlatValue]:
 
 def experts(flat: FlatGraph, node: Node) -> FlatValue:
     inputs = [flat.tensor(a) for a in node.args]
-    count, rows, hidden = flat.builder.types[inputs[3].name].features
+    count, *rows, hidden = flat.builder.types[inputs[3].name].features
+    if len(rows) > 1:
+        raise refusal(node, "its weights are those of another layer's experts")
     # Gate and up are cut alike over ranks, as rows of a dim of their own.
-    flat.builder.see(inputs[3].name, count, 2, rows // 2, hidden)
+    flat.builder.see(inputs[3].name, count, 2, rows[0] // 2, hidden)
     return inputs[0].named(flat.add("experts", *(x.name for x in inputs)))
