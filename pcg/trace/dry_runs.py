@@ -149,6 +149,7 @@ class _Functions(TorchFunctionMode):
         super().__init__()
         self.calls: list[tuple[str, Hashable]] = []
         self._modules = _Modules(model)
+        self._is_inference = torch.is_inference_mode_enabled()
         self._held = {id(x) for x in itertools.chain(model.parameters(), model.buffers())}
 
     def __enter__(self) -> _Functions:
@@ -162,7 +163,7 @@ class _Functions(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         module = self._modules.innermost
         used = _OF_GRADIENTS.get(func)
-        if torch.is_inference_mode_enabled():
+        if torch.is_inference_mode_enabled() and not self._is_inference:
             used = "torch.inference_mode"
         if used is not None:
             raise UnsupportedError(
