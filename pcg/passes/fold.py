@@ -91,7 +91,8 @@ class _Folder:
 
     def run(self, schedule: Sequence[int]) -> ModelGraph:
         schedule = schedule or range(self._count)
-        working = {self._region[node.name] for node in self.graph.nodes}
+        # The region behind the last layer that computes something is the epilogue's.
+        working = {self._region[node.name] for node in self.graph.nodes} - {self._count}
         idle = sorted({*range(self._count), *schedule} - working)
         if idle:
             raise TraceError(
