@@ -108,24 +108,29 @@ def check_gradients(model: nn.Module, run: Callable[[int], object]) -> None:
 
 
 def calls_of_layers(
-    model: nn.Module, path: str, count: int, run: Callable[[int], object]
+    model: nn.Module, path: str, count: int, most: int, run: Callable[[int], object]
 ) -> list[Hashable]:
     """Return what each layer calls, on few tokens and on many.
 
     Layers that look alike may be told apart by what a module does not hold: an attention function
-    that knows the layers by their index, a list of the configuration.
+    that knows the layers by their index, a list of the configuration. No two layers are alike where
+    the model cannot run without data.
 
     Args:
         model: a causal LM with all its layers.
         path: module path of the list of layers.
         count: the number of layers.
+        most: the number of positions that the model has.
         run: runs its forward on a number of tokens.
     """
     calls: list[list[Hashable]] = [[] for _ in range(count)]
-    for tokens in (_TOKENS[0], _MANY):
+    for tokens in (_TOKENS[0], min(_MANY, most)):
         functions = _Functions(model)
-        with contextlib.suppress(Exception), torch.no_grad(), _without_data(model), functions:
-            run(tokens)
+        try:
+            with torch.no_grad(), _without_data(model), functions:
+                run(tokens)
+        except Exception:
+            return list(range(count))
         for module, call in functions.calls:
             place, _, inner = module.removeprefix(f"{path}.").partition(".")
             place = place.partition(" ")[0]

@@ -160,7 +160,8 @@ def _export_with(
         prepared.enter_context(of_attention(own))
         prepared.enter_context(with_modules_of_their_own(model))
         if is_given and not whole:
-            calls = calls_of_layers(model, path, len(kinds), run)
+            most = positions_of(model.config) or 2**20
+            calls = calls_of_layers(model, path, len(kinds), most, run)
             kinds = list(zip(kinds, calls, strict=True))
         schedule, chosen = schedule_of(kinds)
         if whole:

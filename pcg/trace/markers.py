@@ -9,6 +9,7 @@ import contextlib
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from pathlib import Path
+from threading import get_ident
 from typing import Any
 
 import torch
@@ -95,7 +96,8 @@ def of_attention(own: str) -> Iterator[None]:
     """Let the marker stand for an attention implementation, within transformers' own code.
 
     A sequence is traced by itself, so that packed ones are not looked for. Where a module would
-    call another function than transformers', the marker raises ValueError.
+    call another function than transformers', the marker raises ValueError. Other threads call
+    transformers' functions as they are.
     """
     from transformers import AttentionInterface, masking_utils
 
@@ -104,10 +106,9 @@ def of_attention(own: str) -> Iterator[None]:
             name = getattr(function, "__qualname__", type(function).__name__)
             raise ValueError(f"its attention {name} is not a function of transformers")
 
-    lookup, find_packed = (
-        AttentionInterface.get_interface,
-        masking_utils.find_packed_sequence_indices,
-    )
+    thread, lookup = get_ident(), AttentionInterface.get_interface
+    find_packed = masking_utils.find_packed_sequence_indices
+    by_vmap = masking_utils._vmap_expansion_sdpa
 
     def get_interface(self: Any, name: str, default: Any) -> Any:
         if name != IMPLEMENTATION:
@@ -120,7 +121,13 @@ def of_attention(own: str) -> Iterator[None]:
             checked(None if own == "eager" else self[own])
         return super(AttentionInterface, self).__getitem__(name)
 
+    def find_none(position_ids: torch.Tensor) -> Any:
+        return None if get_ident() == thread else find_packed(position_ids)
+
     def broadcast(function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+        if get_ident() != thread:
+            return by_vmap(function)  # type: ignore[no-any-return]
+
         def mask(*indices: torch.Tensor) -> torch.Tensor:
             batch, _, queries, keys = (len(index) for index in indices)
             places = masking_utils._non_vmap_expansion_sdpa(*indices)
@@ -129,11 +136,10 @@ def of_attention(own: str) -> Iterator[None]:
         return mask
 
     before = own_attention.set(own)
-    by_vmap = masking_utils._vmap_expansion_sdpa
     masking_utils._vmap_expansion_sdpa = broadcast  # tensors of vmap cannot be traced
     AttentionInterface.get_interface = get_interface
     AttentionInterface.__getitem__ = get_item
-    masking_utils.find_packed_sequence_indices = lambda position_ids: None
+    masking_utils.find_packed_sequence_indices = find_none
     try:
         yield
     finally:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import operator
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -44,6 +45,11 @@ _CORNERED = (
     "sign",
 )  # fmt: skip
 _LOWER_BOUNDS = ("max", "maximum", "clamp", "clamp_min")
+_OF_LENGTH = (
+    operator.add, operator.sub, operator.mul, operator.neg, torch.sym_max, torch.sym_min,
+    operator.getitem,
+)  # fmt: skip
+"""Functions of the number of tokens that are piecewise linear."""
 _HALF = (torch.bfloat16, torch.float16)
 _NEVER = -1e4
 """A bound that no score reaches."""
@@ -112,6 +118,10 @@ def _reads_a_shape(node: Node) -> bool:
     return name == "sym_size" or (name in _MADE and name.startswith("new_")) or "_like" in name
 
 
+def _is_product(node: Node) -> bool:
+    return node.target is operator.mul
+
+
 def _is_rounded(node: Node) -> bool:
     return _name(node) == "div" and node.kwargs.get("rounding_mode") is not None
 
@@ -122,6 +132,7 @@ class Evaluation:
     Attributes:
         positions: the positions, in order; all token dims have their number.
         corners: the positions, or distances of positions, at which the value turns.
+        conditions: the nodes that have corners by numbers.
         tables: the lengths of tables that are read by the position.
     """
 
@@ -130,6 +141,7 @@ class Evaluation:
         self._tokens = tokens
         self.positions = torch.tensor(positions)
         self.corners: set[int] = set()
+        self.conditions: set[Node] = set()
         self._chains: dict[Node, tuple[tuple[float, ...], ...]] = {}
         self.tables: set[int] = set()
         self._values: dict[Node, Any] = {}
@@ -238,6 +250,10 @@ class Evaluation:
         value = node.meta.get("val")
         if not isinstance(value, Tensor):
             if self._depends(node, self._positional):
+                varying = [x for x in node.all_input_nodes if x in self._positional]
+                if node.target not in _OF_LENGTH or (_is_product(node) and len(varying) > 1):
+                    operation = getattr(node.target, "__name__", str(node.target))
+                    raise self._refused(node, f"its mask has {operation} of the length")
                 self._note(node)
             return self._native(node)
         is_wide = any(not isinstance(size, int) for size in value.shape)
@@ -478,7 +494,27 @@ class Evaluation:
                 raise self._refused(node, f"its scores go through {node.target}")
         self._note(node)
         self._turn(node)
+        self._check_factors(node)
         return self._native(node)  # type: ignore[no-any-return]
+
+    def _check_factors(self, node: Node) -> None:
+        """Refuse a condition on two positions of different factors, as 2 j < i.
+
+        It turns on a line that is neither a position, nor a distance or a sum of two.
+        """
+        sides = [self._value(a) for a in node.args[:2]]
+        left, right = (sides[0], sides[1] if len(sides) > 1 and sides[1] is not None else 0)
+        gap = torch.as_tensor(left).to(torch.float64) - torch.as_tensor(right).to(torch.float64)
+        if gap.dim() < 2 or 1 in gap.shape[-2:] or node.args[0] in self._scored:
+            return
+        steps = self.positions.diff()
+        factors = [
+            (gap.diff(dim=dim) / steps.view(shape)).abs().unique()
+            for dim, shape in ((-2, (-1, 1)), (-1, (1, -1)))
+        ]
+        rows, columns = ({round(float(x), 6) for x in found if x > 1e-9} for found in factors)
+        if rows and columns and rows != columns:
+            raise self._refused(node, f"its mask compares positions of factors {rows | columns}")
 
     def _note(self, node: Node) -> None:
         """Note the numbers that a node's positions are combined with."""
@@ -507,6 +543,8 @@ class Evaluation:
         count = math.prod(map(len, chain))
         if count > _MOST_CONDITIONS:
             raise self._refused(node, f"its mask has {count} conditions, as for each head")
+        if chain:
+            self.conditions.add(node)
         for numbers in itertools.product(*chain):
             self.corners |= combined(numbers)
         if node.meta["val"].dtype == torch.bool:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import types
 from collections.abc import Iterator, Sequence
+from threading import get_ident
 from typing import Any
 
 import torch
@@ -169,11 +170,13 @@ def without_custom_gradients(model: nn.Module) -> Iterator[None]:
                 "does not run; remove them"
             )
     original = vars(torch.autograd.Function)["apply"]
+    thread = get_ident()
 
     @classmethod  # type: ignore[misc]
     def apply(cls: type, *args: Any, **kwargs: Any) -> Any:
         name = f"{cls.__module__}.{cls.__qualname__}"
-        if name in _TRUE_DERIVATIVES or name.startswith("torch."):
+        is_elsewhere = get_ident() != thread
+        if is_elsewhere or name in _TRUE_DERIVATIVES or name.startswith("torch."):
             return original.__get__(None, cls)(*args, **kwargs)
         raise UnsupportedError(
             f"the model calls {name}, a torch.autograd.Function, whose backward cannot be traced; "
@@ -184,7 +187,9 @@ def without_custom_gradients(model: nn.Module) -> Iterator[None]:
     enter = saved.__enter__
 
     def refuse(self: Any) -> None:
-        if type(self) is not saved:  # one of PyTorch's own, which give back what they are given
+        # PyTorch's own subclasses give back what they are given.
+        is_own = type(self) is not saved and type(self).__module__.startswith("torch.")
+        if is_own or get_ident() != thread:
             return enter(self)
         raise UnsupportedError(
             "the model uses saved_tensors_hooks, which may change gradients; a compiled program "

@@ -42,9 +42,8 @@ _VIEWS = ("dropout", "view", "reshape", "type_as", "contiguous", "clone", "_to_c
 _TRANSPARENT = {_aten.to.dtype, *(getattr(_aten, name).default for name in _VIEWS)}
 _HIDDEN = -5e3
 """The bias of a key that is not seen: the least that models add is -1e4."""
-_MOST_CORNERS = 200
-"""The corners that are evaluated; two of them are combined where there are few."""
-_FEW_CORNERS = 16
+_MOST_CORNERS = 250
+"""The corners that are evaluated at most."""
 _LENGTHS = (2, 3, 6, 9, 33)
 _LONG = 4096
 """The largest number of tokens that is evaluated is at least this, where no table is shorter."""
@@ -202,12 +201,11 @@ class _Prover:
         subgraph = Subgraph(self._graph, node, root, product)
         first = Evaluation(subgraph, 17, range(17))
         first.bias()
-        # Conditions of their own meet where two corners add up.
         corners = set(first.corners)
-        if len(corners) <= _FEW_CORNERS:
+        if len(first.conditions) > 1:  # they meet where two corners add up
             corners |= {*map(sum, itertools.product(first.corners, repeat=2))}
-        if len(first.corners) > _MOST_CORNERS:
-            raise refused_attention(node, f"its mask may turn at {len(first.corners)} positions")
+        if len(corners) > _MOST_CORNERS:
+            raise refused_attention(node, f"its mask may turn at {len(corners)} positions")
         # Rotary positions go on beyond those that a model is trained for.
         most = max(self._positions or 0, _LONG, 2 * max(corners, default=0) + 8)
         most = min([most, *first.tables])
@@ -216,8 +214,8 @@ class _Prover:
         evaluated = sorted((n for n in lengths if 2 <= n <= most), reverse=True)
         whole: _Seen | None = None
         for tokens in evaluated:
-            chosen = {p for p in beside if 0 <= p < tokens}
-            chosen |= {*range(max(0, tokens - 3), tokens)}
+            from_end = {tokens - 1 - p for p in beside}
+            chosen = {p for p in beside | from_end if 0 <= p < tokens}
             evaluation = Evaluation(subgraph, tokens, sorted(chosen))
             found = _seen(node, evaluation)
             whole = whole or found
@@ -232,7 +230,7 @@ class _Prover:
 def _agree(whole: _Seen, found: _Seen, tokens: int) -> bool:
     window = whole[0] if whole[0] < tokens else 0
     pairs = zip((whole[2], *whole[1]), (found[2], *found[1]), strict=False)
-    is_close = all(abs(a - b) <= 1e-5 * max(1.0, abs(a)) for a, b in pairs)
+    is_close = all(abs(a - b) <= 1e-5 * max(1e-4, abs(a)) for a, b in pairs)
     return window == found[0] and len(whole[1]) == len(found[1]) and is_close
 
 

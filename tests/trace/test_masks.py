@@ -42,6 +42,22 @@ WINDOWS: dict[str, tuple[int, Scores]] = {
 }
 REFUSED: dict[str, tuple[str, Scores]] = {
     "chunks": ("floor_divide", lambda s, i, j, n: s.masked_fill(i // 32 != j // 32, HIDDEN)),
+    "keys behind half of the query": (
+        "factors",
+        lambda s, i, j, n: s.masked_fill((2 * j < i) & (i > 700), HIDDEN),
+    ),
+    "a block of the length": (
+        "floordiv",
+        lambda s, i, j, n: s.masked_fill((j < n // 64 * 64) & (i != j), HIDDEN),
+    ),
+    "a distance from the end": (
+        "neither causal",
+        lambda s, i, j, n: s.masked_fill(i - j == n - 500, HIDDEN),
+    ),
+    "long sinks and a window of three numbers": (
+        "may turn at",
+        lambda s, i, j, n: s.masked_fill(((i - j) * 6 + 94 >= 18_094) & (j >= 70), HIDDEN),
+    ),
     "a notch of three numbers": (
         "neither causal",
         lambda s, i, j, n: s.masked_fill((i - j) * 6 + 94 == 18_094, HIDDEN),
@@ -85,7 +101,10 @@ REFUSED: dict[str, tuple[str, Scores]] = {
         "aten.log",
         lambda s, i, j, n: s * (torch.log(i.float() + 1) / math.log(32)).clamp(min=1),
     ),
-    "a scale by the length": ("two positions", lambda s, i, j, n: s * (1 + 0.01 * (n - 1))),
+    "a scale by the length": (
+        "sym_float of the length",
+        lambda s, i, j, n: s * (1 + 0.01 * (n - 1)),
+    ),
     "a square": ("two positions", lambda s, i, j, n: s - 1e-3 * ((i - j) * (i - j))),
     "capped scores": ("aten.tanh", lambda s, i, j, n: 5 * torch.tanh(s / 5)),
     "bounded scores": ("aten.clamp", lambda s, i, j, n: s.clamp(min=-50)),
