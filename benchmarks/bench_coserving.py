@@ -13,10 +13,10 @@ alone.
     left     seconds of a run less those that its served tokens take alone
     share    seconds that the steps of all jobs take by themselves / left
 
-A run begins once every job has completed a step, and goes on until each has completed two more, for
-at most six times `--seconds`. "gaps kept" are the gaps between tokens within the promise, by the
-engine's own log. "texts" is the share of the chats' texts that equal those without jobs; in bf16
-texts may differ at ties of logits.
+A run begins once every job has completed a step, and ends as a step completes, when each has
+completed two more, for at most six times `--seconds`. "gaps kept" are the gaps between tokens that
+are within the promise, by the engine's own log. "texts" is the share of the chats' texts that equal
+those without jobs; in bf16 texts may differ at ties of logits.
 """
 
 from __future__ import annotations
@@ -182,11 +182,13 @@ def beside(
         def wait(least: list[int], least_s: float) -> None:
             until_s = time.perf_counter() + AT_MOST * seconds
             least_s += time.perf_counter()
+            last = steps()
             while time.perf_counter() < until_s:
                 enough = all(have >= want for have, want in zip(steps(), least, strict=True))
-                if enough and time.perf_counter() >= least_s:
+                if enough and time.perf_counter() >= least_s and steps() != last:
                     return
-                time.sleep(0.1)
+                last = steps()
+                time.sleep(0.05)
 
         wait([1] * jobs, 0.0)
         first_s = time.perf_counter() - begun_s

@@ -155,7 +155,7 @@ CAUSES: tuple[Cause, ...] = (
     Cause(
         "an operator outside the table",
         "pcg compiles operators that treat each token by itself",
-        refusal=r"not in the operator table|pointwise operator takes one tensor",
+        refusal=r"not in the operator table",
     ),
 )
 """Every cause, those first that explain more; the first that is shown is told."""

@@ -8,20 +8,24 @@ from __future__ import annotations
 
 import operator as python_operator
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch.fx import Node
 
-from pcg.errors import TypeCheckError
+from pcg.errors import TraceError, TypeCheckError
 from pcg.ir.graph import Graph, Parameter, Value
 from pcg.ir.types import TOKENS, tensor
-from pcg.trace.export import Exported
+from pcg.trace.export import Exported, quiet
 from pcg.trace.flat_graph import FlatGraph, FlatValue, dtype_of, refusal, scope_of, traced_shape
-from pcg.trace.in_place_writes import check_writes
-from pcg.trace.rules.elementwise import pointwise
+from pcg.trace.in_place_writes import check_writes, written
+from pcg.trace.rules.elementwise import carried, detached
 from pcg.trace.rules.table import RULES
 from pcg.trace.score_attention import ScoreAttention, find_scores
+
+_REGION = "wrap_with_set_grad_enabled"
+"""The operator of a part that has gradients enabled or disabled."""
 
 
 def import_graph(exported: Exported) -> tuple[Graph, dict[str, torch.Tensor]]:
@@ -33,10 +37,43 @@ def import_graph(exported: Exported) -> tuple[Graph, dict[str, torch.Tensor]]:
     Raises:
         TraceError: an operator is neither in the table nor token-wise; names it and its module.
     """
-    importer = _Importer(exported)
-    graph = importer.run()
+    try:
+        importer = _Importer(exported)
+        graph = importer.run()
+    except TraceError as refused:
+        functional = _functional(exported)
+        if functional is None:
+            raise
+        try:
+            importer = _Importer(functional)
+            graph = importer.run()
+        except TraceError:
+            raise refused from None
     used = {p.name for p in graph.parameters}
     return graph, {name: value for name, value in importer.flat.constants.items() if name in used}
+
+
+def _functional(exported: Exported) -> Exported | None:
+    """The same program with new tensors in place of written ones; None if it writes buffers."""
+    program = exported.program
+    if not any(True for node in program.graph.nodes for _ in written(node)):
+        return None
+    for region in [node for node in program.graph.nodes if _is_without_gradients(node)]:
+        # PyTorch's functionalization forgets torch.no_grad().
+        for result in list(region.users):
+            with program.graph.inserting_after(result):
+                cut = program.graph.call_function(torch.ops.aten.detach.default, (result,))
+            cut.meta = dict(result.meta)
+            result.replace_all_uses_with(cut, lambda user, cut=cut: user is not cut)
+    with quiet():
+        program = program.run_decompositions({})
+    if program.graph_signature.buffers_to_mutate or program.graph_signature.user_inputs_to_mutate:
+        return None
+    return replace(exported, program=program)
+
+
+def _is_without_gradients(node: Node) -> bool:
+    return str(node.target) == _REGION and not node.args[0]
 
 
 class _Importer:
@@ -80,7 +117,7 @@ class _Importer:
     def _call(self, node: Node, module: torch.fx.GraphModule) -> Any:
         if node in self._scores:
             return self._score_attention(node)
-        if str(node.target) == "wrap_with_set_grad_enabled":
+        if str(node.target) == _REGION:
             return self._subgraph(node, module)
         if node.target is python_operator.getitem:
             return self.flat.value(node.args[0])[node.args[1]]
@@ -92,13 +129,13 @@ class _Importer:
         name = _base_name(node.target)
         if name.endswith("_") and isinstance(node.args[0], Node):
             return self._in_place(node, name.removesuffix("_"))
-        return RULES.get(name, pointwise)(self.flat, node)
+        return RULES.get(name, carried)(self.flat, node)
 
     def _in_place(self, node: Node, name: str) -> Any:
         """An operator that writes its operand; later readers see the result, of the same dtype."""
         written = node.args[0]
         assert isinstance(written, Node)
-        result = RULES.get(name, pointwise)(self.flat, node)
+        result = RULES.get(name, carried)(self.flat, node)
         if isinstance(result, FlatValue):
             result = result.named(self.flat.cast(result.name, dtype_of(node.meta["val"])))
         self.flat.values[written] = result
@@ -112,12 +149,9 @@ class _Importer:
             self.flat.values[holder] = self.flat.value(argument)
         self._run_nodes(body, set(body.graph.nodes), {})
         results = [self.flat.value(result) for result in body.graph.output_node().args[0]]
-        for result in results:
-            if not node.args[0] and self.flat.carries_gradient(getattr(result, "name", "")):
-                raise refusal(
-                    node, "torch.no_grad() around what depends on the tokens cuts gradients"
-                )
-        return results
+        if node.args[0]:
+            return results
+        return [detached(self.flat, x) if isinstance(x, FlatValue) else x for x in results]
 
     def _live_nodes(self, root: Node) -> set[Node]:
         live: set[Node] = set()
@@ -178,7 +212,9 @@ class _Importer:
         """The node computed here and now when all its tensors are constants."""
         values, data = self.flat.values, self.flat.data
         inputs = [values.get(n) for n in node.all_input_nodes]
-        if not inputs or any(not isinstance(x, FlatValue) or data(x) is None for x in inputs):
+        if any(not isinstance(x, FlatValue) or data(x) is None for x in inputs):
+            return None
+        if not inputs and not _is_made_alike(node):
             return None
         value = node.meta["val"]
         if not isinstance(value, torch.Tensor) or None in traced_shape(node):
@@ -227,6 +263,12 @@ class _Importer:
             source = producer.inputs[0]
             name = source if builder.types[source].dtype == dtype else name
         return self.flat.cast(name, dtype)
+
+
+def _is_made_alike(node: Node) -> bool:
+    """True of an operator without tensors that gives the same one each time."""
+    is_random = torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
+    return not (is_random or "empty" in _base_name(node.target))
 
 
 def _base_name(target: Any) -> str:

@@ -170,13 +170,21 @@ class Evaluation:
         self._values.clear()
         for node in self._subgraph.nodes:
             value = self._compute(node)
-            # A bias that is rounded to bf16 is not linear any more.
-            is_half = isinstance(value, Tensor) and value.dtype in _HALF
-            self._values[node] = value.float() if is_half else value
+            if isinstance(value, Tensor) and value.dtype in _HALF:
+                value = self._unrounded(node, value)
+            self._values[node] = value
         result = self._values[self._subgraph.root]
         if not isinstance(result, Tensor):
             raise self._refused(self._subgraph.root, "its mask is not a tensor")
         return result
+
+    def _unrounded(self, node: Node, value: Tensor) -> Tensor:
+        """A half-precision value in fp32: in the model's own dtype all of its bias is rounded."""
+        if node in self._positional and self._subgraph.owner.meta["val"].dtype not in _HALF:
+            raise self._refused(
+                node, f"its bias is rounded to {value.dtype}, which pcg's is in that dtype alone"
+            )
+        return value.float()
 
     def _refused(self, node: Node, why: str) -> TraceError:
         return refused_attention(self._subgraph.owner, why)

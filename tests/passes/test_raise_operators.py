@@ -502,7 +502,6 @@ BLOCKS = {
     "cohere-qk_norm": COHERE.replace("layer_norm", "3 layer_norm"),
     "falcon-40b": FALCON.replace("layer_norm", "2 layer_norm"),
     "falcon-7b": FALCON,
-    "falcon-alibi": FALCON.replace("2 rope, ", ""),
     "falcon-mha": FALCON,
     "falcon-serial": LAYER_NORM_ROPE,
     "gemma2": "4 rms_norm, 7 linear, 2 rope, attention, gelu, mul, 2 add",

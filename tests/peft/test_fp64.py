@@ -55,14 +55,13 @@ FAMILIES: Mapping[str, Mapping[str, int]] = {
     "gpt2": {},
     "gpt_neox": {},
     "falcon-40b": {},
-    "falcon-alibi": {},
     "bloom": {"hidden_size": 64, "n_head": 4},
     "phi": {},
     "phi3": {},
 }
 """By name, what the configuration has otherwise than elsewhere."""
-WITHOUT_BIASES = ("gemma2", "falcon-40b", "falcon-alibi", "phi3")
-OTHER_PREFIXES = ("falcon-40b", "falcon-alibi")
+WITHOUT_BIASES = ("gemma2", "falcon-40b", "phi3")
+OTHER_PREFIXES = ("falcon-40b",)
 """transformers keeps keys of every query head there, and pcg those of the key heads."""
 LORA = {"r": 4, "lora_alpha": 8, "target_modules": "all-linear"}
 PEFT: Mapping[str, Callable[[], peft.PeftConfig]] = {

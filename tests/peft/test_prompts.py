@@ -27,7 +27,7 @@ PROMPT = {"peft_type": "PROMPT_TUNING", "num_virtual_tokens": TOKENS}
 LORA = {"peft_type": "LORA", "r": 4, "target_modules": "all-linear"}
 # Embeddings that are scaled within their module, behind it, normalised, or have positions added;
 # windows, ALiBi, and layers of two kinds.
-FAMILIES = ["gemma2", "gemma3", "granite", "bloom", "gptj", "mistral-window", "falcon-alibi"]
+FAMILIES = ["gemma2", "gemma3", "granite", "bloom", "gptj", "mistral-window", "falcon-7b"]
 
 
 def pair(name: str, directory: Path, layers: int = 2) -> tuple[Any, Any, Executor]:

@@ -175,7 +175,6 @@ FAMILIES: tuple[Family, ...] = (
     Family("gemma3", "gemma3_text", _GEMMA, per_layer={"layer_types": _full_then_sliding}),
     Family("falcon-7b", "falcon", _FALCON),
     Family("falcon-40b", "falcon", _of(_FALCON, num_kv_heads=2, new_decoder_architecture=True)),
-    Family("falcon-alibi", "falcon", _of(_FALCON, alibi=True)),
     Family("falcon-mha", "falcon", _of(_FALCON, multi_query=False, bias=True), extra=True),
     Family(
         "falcon-serial", "falcon", _of(_FALCON, parallel_attn=False, multi_query=False), extra=True

@@ -50,7 +50,7 @@ def graphs(program: Program) -> Iterator[Graph]:
     yield training.epilogue
 
 
-USUAL = {"llama3", "qwen3", "gemma2", "opt", "gpt2", "gptj", "falcon-alibi", "cohere-qk_norm"}
+USUAL = {"llama3", "qwen3", "gemma2", "opt", "gpt2", "gptj", "falcon-7b", "cohere-qk_norm"}
 
 
 EVERY = [

@@ -197,6 +197,36 @@ def clamped_states(model: Any) -> None:
 
 
 @_case()
+def functions_of_two_tensors(model: Any) -> None:
+    bound = torch.linspace(-0.5, 0.5, model.config.hidden_size)
+
+    def bounded(_: Any, given: Any, out: Tensor) -> Tensor:
+        out = torch.maximum(out, bound) + torch.minimum(out, given[0])
+        return torch.where(out > 0.1, out, 0.3 * given[0]).masked_fill(out < -2, -2.0)
+
+    _layers(model)[1].mlp.register_forward_hook(bounded)
+
+
+@_case()
+def functions_of_rows(model: Any) -> None:
+    def of_rows(_: Any, __: Any, out: Tensor) -> Tensor:
+        scaled = functional.normalize(out, dim=-1) + out.amax(-1, keepdim=True)
+        return scaled - out.flip(-1).std(-1, keepdim=True) + functional.log_softmax(out, -1) / 9
+
+    _layers(model)[2].mlp.register_forward_hook(of_rows)
+    _layers(model)[0].mlp.register_forward_hook(lambda _, __, out: out + out.argmax(-1)[..., None])
+
+
+@_case(family="opt")
+def functions_of_the_position(model: Any) -> None:
+    def scaled(_: Any, __: Any, out: Tensor) -> Tensor:
+        places = torch.arange(out.shape[1], dtype=out.dtype)
+        return out / (1 + places // 4)[:, None] + torch.arange(3).sum()
+
+    model.model.decoder.layers[1].self_attn_layer_norm.register_forward_hook(scaled)
+
+
+@_case()
 def other_scale_of_attention(model: Any) -> None:
     _layers(model)[2].self_attn.scaling = 0.05
 
@@ -240,6 +270,17 @@ def activations_that_write_in_place(model: Any) -> None:
     _layers(model)[2].mlp.register_forward_hook(shift)
 
 
+@_case()
+def entries_that_are_written(model: Any) -> None:
+    def write(_: Any, __: Any, out: Tensor) -> Tensor:
+        out[..., 3] = 0.25
+        out[..., 5:9].mul_(2.0)
+        out[..., -4:] += out[..., :4]
+        return out
+
+    _layers(model)[1].mlp.register_forward_hook(write)
+
+
 @_case(refused="writes into memory that clone shares")
 def a_write_into_the_first_token(model: Any) -> None:
     def blank(_: Any, __: Any, out: Tensor) -> Tensor:
@@ -250,7 +291,7 @@ def a_write_into_the_first_token(model: Any) -> None:
     _layers(model)[0].register_forward_hook(blank)
 
 
-@_case(refused="writes into memory that view")
+@_case()
 def a_view_read_after_a_write(model: Any) -> None:
     def scale(_: Any, __: Any, out: Tensor) -> Tensor:
         flat = out.view(-1, out.shape[-1])
@@ -532,15 +573,15 @@ def layers_that_read_two_before(model: Any) -> None:
 # ----------------------------------------------------------------------------------- gradients
 
 
-@_case(refused="cuts the gradient")
+@_case()
 def a_cut_gradient(model: Any) -> None:
     _layers(model)[1].register_forward_hook(lambda _, given, out: out + given[0].detach())
 
 
-@_case(refused="no_grad")
+@_case()
 def a_layer_without_gradients(model: Any) -> None:
     mlp = _layers(model)[1].mlp
-    mlp.forward = torch.no_grad()(mlp.forward)
+    mlp.forward = torch.no_grad()(lambda x, own=mlp.forward: 1.5 * own(x))
 
 
 @_case(refused="torch.autograd.Function")

@@ -192,6 +192,24 @@ def unary_cases() -> list[Case]:
     for target, arguments in (("elu", "{0}, 2.0"), ("softplus", "{0}"), ("atan", "{0}")):
         attributes = {"target": f"aten.{target}.default", "arguments": arguments, "dtype": "float"}
         cases.append(Case("pointwise", (x(4),), attributes))
+    for target, operands in (
+        ("maximum", (x(2, 4), x(1, 4))),
+        ("atan2", (x(4), weight(4))),
+        ("addcmul", (x(3, 4), x(1, 4), x(3, 1))),
+    ):
+        arguments = ", ".join(f"{{{place}}}" for place in range(len(operands)))
+        attributes = {"target": f"aten.{target}.default", "arguments": arguments, "dtype": "float"}
+        cases.append(Case("pointwise", operands, attributes))
+    for target, arguments, features in (
+        ("amax.default", "{0}, [-1], True", (3, 1)),
+        ("linalg_vector_norm.default", "{0}, 2, [-2]", (4,)),
+        ("_log_softmax.default", "{0}, -1, False", (3, 4)),
+        ("logsumexp.default", "{0}, [-1, -2]", ()),
+        ("flip.default", "{0}, [-2]", (3, 4)),
+    ):
+        attributes = {"target": f"aten.{target}", "arguments": arguments, "features": features}
+        cases.append(Case("rowwise", (x(3, 4),), {**attributes, "dtype": "float"}))
+    cases.append(Case("detach", (x(4, needs=False),)))
     return cases
 
 

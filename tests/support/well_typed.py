@@ -238,12 +238,23 @@ def standardized(make: Maker, op: str) -> Sequence[str]:
     return make.add(op, *given, offset=make.draw(FINITE), centered=centered)
 
 
-def pointwise(make: Maker, op: str) -> Sequence[str]:
+def carried(make: Maker, op: str) -> Sequence[str]:
     x = make.any()
-    target, arguments = "aten.elu.default", "{0}, 2.0"
-    if op == "pointwise_backward":
-        return make.add(op, make.like(x), x, target=target, arguments=arguments)
-    return make.add(op, x, target=target, arguments=arguments, dtype=make.type(x).dtype)
+    dtype, shape = make.type(x).dtype, make.type(x).shape
+    if op == "rowwise":
+        attributes: Any = {"target": "aten.flip.default", "arguments": "{0}, [-1]"}
+        features = tuple(map(int, make.type(x).features))
+        return make.add(op, x, dtype=dtype, features=features, **attributes)
+    given = [x, *(make.of(dtype, *shape[1:]) for _ in range(make.draw(st.integers(0, 2))))]
+    target = ("aten.elu.default", "aten.maximum.default", "aten.addcmul.default")[len(given) - 1]
+    attributes = {
+        "target": target,
+        "arguments": ("{0}", "{0}, {1}", "{0}, {1}, {2}")[len(given) - 1],
+    }
+    if op == "pointwise":
+        return make.add(op, *given, dtype=dtype, **attributes)
+    place = make.draw(st.integers(0, len(given) - 1))
+    return make.add(op, make.like(x), *given, place=place, **attributes)
 
 
 def linear(make: Maker, op: str) -> Sequence[str]:
@@ -653,7 +664,7 @@ RECIPES: dict[str, Recipe] = {
     **dict.fromkeys(("layer_norm", "layer_norm_backward"), layer_norm),
     **dict.fromkeys(("rope", "rope_backward"), rope),
     **dict.fromkeys(("attention", "attention_backward", "window_attention_backward"), attention),
-    **dict.fromkeys(("pointwise", "pointwise_backward"), pointwise),
+    **dict.fromkeys(("pointwise", "rowwise", "carried_backward"), carried),
     **dict.fromkeys(
         (
             *("cross_entropy", "cross_entropy_backward"),

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import pcg.compiler as compiler
+from pcg.errors import TraceError
 from pcg.ir.verifier import verify
 from pcg.trace import TracedModel, trace
 from tests.support import oracle
@@ -58,7 +59,6 @@ def attributes_of_attention(trace: TracedModel) -> list[dict[str, object]]:
     [
         ("bloom", {"scale": 0.25, "alibi": True}),
         ("falcon-7b", {"scale": 0.25}),
-        ("falcon-alibi", {"scale": 0.25, "alibi": True}),
         ("gemma2", {"scale": 20**-0.5, "softcap": 50.0, "window": WINDOW}),
         ("gptj", {"scale": 0.25}),
         ("granite", {"scale": 0.3}),
@@ -85,8 +85,6 @@ def test_scores_scaled_by_layer_differ() -> None:
         # transformers: build_alibi_tensor for 6 heads, which is no power of two.
         ("bloom", [0.25, 0.0625, 2**-6, 2**-8, 0.5, 0.125]),
         ("mpt", [0.25, 0.0625, 2**-6, 2**-8, 0.5, 0.125]),
-        # Falcon scales its slopes as it scales its scores, and adds them once.
-        ("falcon-alibi", [2**-4, 2**-6, 2**-8, 2**-10]),
     ],
 )
 def test_slopes(name: str, slopes: list[float]) -> None:
@@ -94,10 +92,14 @@ def test_slopes(name: str, slopes: list[float]) -> None:
     assert found.tolist() == pytest.approx(slopes)
 
 
-def test_slopes_that_transformers_rounds_are_not_rounded_twice() -> None:
-    """Falcon makes its bias in bf16, where it is no line any more for slopes such as 2^-1.5."""
-    falcon = BY_NAME["falcon-alibi"].config(2, hidden_size=128, num_attention_heads=16)
-    (slopes,) = compiler.trace(falcon).constants.values()
+def test_falcons_slopes_are_rounded_in_bf16_alone() -> None:
+    """Falcon makes its bias in bf16 in every dtype: in fp32 it is another one than ALiBi's."""
+    fields = {"alibi": True, "hidden_size": 128, "num_attention_heads": 16}
+    falcon = BY_NAME["falcon-7b"].config(2, **fields)
+    with pytest.raises(TraceError, match="its bias is rounded to"):
+        compiler.trace(falcon)
+    (slopes,) = compiler.trace(falcon, "bfloat16").constants.values()
+    # Falcon scales its slopes as it scales its scores, and adds them once.
     exact = 2.0 ** (-torch.arange(1, 17) / 2) * 8**-0.5
     torch.testing.assert_close(slopes, exact, rtol=2**-8, atol=0)
 

@@ -81,9 +81,12 @@ def test_a_modified_module_is_itself(case: Modification, dtype: str, tmp_path: P
     expected_loss, gradients = oracle.loss_and_gradients(wrapped, sequences)
     # The loss is summed in fp32, as are attention's logarithms of sums.
     assert loss == pytest.approx(expected_loss, rel=1e-5)
-    assert runner.parameters.keys() == gradients.keys()
+    assert runner.parameters.keys() >= gradients.keys()
     for name, parameter in runner.parameters.items():
-        assert relative(parameter.grad, gradients[name]) < 10 * max(tolerance, 1e-7), name
+        if name in gradients:
+            assert relative(parameter.grad, gradients[name]) < 10 * max(tolerance, 1e-7), name
+        else:  # in a part without gradients
+            assert parameter.grad is None or not parameter.grad.any(), name
     assert torch.equal(oracle.logits(model, prompt), before)
 
 

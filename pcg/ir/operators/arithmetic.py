@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Iterator, Sequence
 from string import Formatter
@@ -14,7 +15,9 @@ from pcg.ir.operators.base import (
     DTYPE,
     FLAG,
     FLOAT,
+    NATURAL,
     NUMBER,
+    SIZES,
     Aligned,
     Attributes,
     Bounds,
@@ -243,64 +246,109 @@ class Cast(Unary):
         return [context.cast(context.incoming, context.input_type(0).dtype)]
 
 
-def _takes_one(arguments: object) -> bool:
-    """Return whether a template has the tensor {0}, and no other field."""
+def _takes_tensors(arguments: object) -> bool:
+    """Return whether a template has the tensors {0}, {1} and so on, and no other field."""
     if not isinstance(arguments, str):
         return False
     try:
-        return {field for _, field, _, _ in Formatter().parse(arguments) if field is not None} == {
-            "0"
-        }
+        fields = {field for _, field, _, _ in Formatter().parse(arguments) if field is not None}
     except ValueError:
         return False
+    return bool(fields) and fields == {str(place) for place in range(len(fields))}
 
 
 _TARGET = Kind(
     "an overload of PyTorch, as aten.elu.default",
     lambda value: isinstance(value, str) and re.fullmatch(r"\w+\.\w+\.\w+", value) is not None,
 )
-_ARGUMENTS = Kind("a list of arguments with {0} for the tensor", _takes_one)
+_ARGUMENTS = Kind("a list of arguments with {0} for the first tensor", _takes_tensors)
 
 
-class Pointwise(Unary):
-    """An operator outside the table that PyTorch tags pointwise, carried as it is.
+class Carried(Operator):
+    """An operator outside the table, carried as it is.
 
-    `target` is its overload, `arguments` its argument list with {0} for the tensor, and its
+    `target` is its overload, `arguments` its argument list with {0} for the first tensor, and its
     gradient is PyTorch's own.
     """
 
-    name = "pointwise"
-    attributes = declared(target=_TARGET, arguments=_ARGUMENTS, dtype=DTYPE)
-
-    def infer(self, types: Types, attributes: Attributes) -> Types:
-        return (types[0].with_dtype(attributes["dtype"]),)
-
     def source(self, inputs: Sequence[str], attributes: Attributes) -> str:
-        return f"torch.ops.{attributes['target']}({attributes['arguments'].format(inputs[0])})"
+        return f"torch.ops.{attributes['target']}({attributes['arguments'].format(*inputs)})"
 
     def gradient(self, context: Gradient) -> list[str | None]:
-        attributes = {k: v for k, v in context.attributes.items() if k != "dtype"}
-        dx = context.add("pointwise_backward", context.incoming, context.input(0), **attributes)
-        return [context.cast(dx, context.input_type(0).dtype)]
+        attributes = {key: context.attributes[key] for key in ("target", "arguments")}
+
+        def of(place: int) -> str:
+            inputs = (context.incoming, *context.inputs)
+            return context.add("carried_backward", *inputs, place=place, **attributes)
+
+        return [of(place) if need else None for place, need in enumerate(context.needs)]
 
 
-class PointwiseBackward(Operator):
-    """dx of a pointwise operator, by PyTorch's autograd."""
+class Pointwise(Carried):
+    """An operator that PyTorch tags pointwise, on up to three tensors with broadcasting."""
 
-    name = "pointwise_backward"
-    attributes = declared(target=_TARGET, arguments=_ARGUMENTS)
-    inputs = (2, 2)
+    name = "pointwise"
+    attributes = declared(target=_TARGET, arguments=_ARGUMENTS, dtype=DTYPE)
+    inputs = (1, 3)
 
     def infer(self, types: Types, attributes: Attributes) -> Types:
-        check_gradient(*types)
-        return (types[1],)
+        shape = functools.reduce(broadcast, (type_.shape for type_ in types))
+        return (tensor(attributes["dtype"], *shape),)
+
+    def aligned(self, types: Types, attributes: Attributes) -> Iterator[Aligned]:
+        return broadcast_dims(types, self.infer(types, attributes)[0])
+
+
+class Rowwise(Carried):
+    """An operator over feature dims of one tensor, counted from the end in `arguments`.
+
+    `features` are the result's.
+    """
+
+    name = "rowwise"
+    attributes = declared(target=_TARGET, arguments=_ARGUMENTS, dtype=DTYPE, features=SIZES)
+    sums_rows = True
+
+    def infer(self, types: Types, attributes: Attributes) -> Types:
+        tokens = types[0].shape[: int(types[0].is_token_wise)]
+        return (tensor(attributes["dtype"], *tokens, *attributes["features"]),)
+
+
+class CarriedBackward(Operator):
+    """The gradient of a carried operator's input `place`, by PyTorch's autograd."""
+
+    name = "carried_backward"
+    attributes = declared(target=_TARGET, arguments=_ARGUMENTS, place=NATURAL)
+    inputs = (2, 4)
+
+    def infer(self, types: Types, attributes: Attributes) -> Types:
+        dy, *inputs = types
+        dx = inputs[attributes["place"]]
+        if not (dy.is_float and dx.is_float):
+            raise TypeCheckError(f"{dx} has no gradient by {dy}")
+        return (dx,)
 
     def source(self, inputs: Sequence[str], attributes: Attributes) -> str:
-        function = f"lambda x: {Pointwise().source(['x'], attributes)}"
-        return f"torch.func.vjp({function}, {inputs[1]})[1]({inputs[0]})[0]"
+        dy, *given = inputs
+        x, place = given[attributes["place"]], attributes["place"]
+        given[place] = "x"
+        function = f"lambda x: {Carried().source(given, attributes)}"
+        return f"torch.func.vjp({function}, {x})[1]({dy})[0]"
 
     def temporaries(self, inputs: Types, outputs: Types, attributes: Attributes) -> sympy.Expr:
-        return inputs[1].size_bytes  # y
+        return inputs[0].size_bytes  # y
+
+
+class Detach(Unary):
+    """y = x, through which no gradient flows."""
+
+    name = "detach"
+    constant_in = (0,)
+    template = "{0}.detach()"
+    is_view = True
+
+    def gradient(self, context: Gradient) -> list[str | None]:
+        return [None]
 
 
 class Binary(Operator):

@@ -2,7 +2,8 @@
 
 A case has types in `T`. Elementwise operators go by class, with one case each; products have the
 shapes of a block: square, up and down by four. `embedding` and what follows from the vocabulary
-have its size. Carried operators (`pointwise`) are measured by ELU, and stand for all of their kind.
+have its size. Carried operators (`pointwise`, `rowwise`) are measured by ELU and the maximum, which
+stand for all of their kind.
 """
 
 from __future__ import annotations
@@ -89,7 +90,9 @@ def _elementwise(width: int, dtype: str) -> Iterator[Case]:
         yield Case("pack_bf16", (x,), {})
         yield Case("unpack_bf16", (tensor("u8", TOKENS, 3 * width // 2), scale), {})
     yield Case("pointwise", (x,), {**CARRIED, "dtype": dtype})
-    yield Case("pointwise_backward", (x, x), CARRIED)
+    yield Case("carried_backward", (x, x), {**CARRIED, "place": 0})
+    largest: Mapping[str, Attribute] = {"target": "aten.amax.default", "arguments": "{0}, -1, True"}
+    yield Case("rowwise", (x,), {**largest, "features": (1,), "dtype": dtype})
     yield Case("dropout", (x,), {"key": 0, "p": 0.1})
 
 

@@ -2,31 +2,100 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import itertools
+import math
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch.fx import Node
 
-from pcg.trace.flat_graph import FlatGraph, FlatValue, argument, dtype_of, refusal
+from pcg.trace.flat_graph import (
+    FlatGraph,
+    FlatValue,
+    argument,
+    dtype_of,
+    refusal,
+    traced_shape,
+)
 
 Rule = Callable[[FlatGraph, Node], Any]
 
 
-def pointwise(flat: FlatGraph, node: Node) -> FlatValue:
-    """Carry an operator outside the table that PyTorch itself tags pointwise."""
-    if torch.Tag.pointwise not in getattr(node.target, "tags", ()):
+_UNTAGGED = ("fill", "floor_divide", "log_sigmoid", "masked_fill", "where")
+"""Pointwise operators that PyTorch does not tag in all their overloads."""
+_ROWWISE = (
+    "amax", "amin", "argmax", "argmin", "cumprod", "cumsum", "flip", "glu", "linalg_vector_norm",
+    "_log_softmax", "log_softmax", "logsumexp", "prod", "roll", "std", "var",
+)  # fmt: skip
+"""Operators over the dims that their argument `dim` or `dims` names."""
+
+
+def carried(flat: FlatGraph, node: Node) -> FlatValue:
+    """Carry an operator outside the table whose result for a token is of that token alone."""
+    target = node.target
+    name = target._schema.name if isinstance(target, torch._ops.OpOverload) else ""
+    name = name.removeprefix("aten::").removesuffix("_")
+    tensors = [a for a in node.args if isinstance(flat.value(a), FlatValue)]
+    if set(node.all_input_nodes) != set(tensors) or not 1 <= len(tensors) <= 3:
+        raise refusal(node, "it is not in the operator table, and takes other than 1 to 3 tensors")
+    if name in _ROWWISE and len(tensors) == 1:
+        return _rowwise(flat, node)
+    if torch.Tag.pointwise not in getattr(target, "tags", ()) and name not in _UNTAGGED:
         raise refusal(
             node, "it is not in the operator table, and PyTorch does not tag it pointwise"
         )
-    tensors = [a for a in node.args if isinstance(a, Node)]
-    if node.kwargs or len(tensors) != 1:
-        raise refusal(node, "a generic pointwise operator takes one tensor and constants")
-    x = flat.tensor(tensors[0])
-    arguments = ", ".join("{0}" if a is tensors[0] else repr(a) for a in node.args)
-    dtype = dtype_of(node.meta["val"])
-    target = _out_of_place(node)
-    return x.named(flat.add("pointwise", x.name, target=target, arguments=arguments, dtype=dtype))
+    values = [flat.tensor(a) for a in tensors]
+    names, lies = aligned(flat, node, *values)
+    # A tensor without dims does not widen the others' dtype.
+    names = [name if x.tags else x.name for name, x in zip(names, values, strict=True)]
+    places = itertools.count()
+    given = [f"{{{next(places)}}}" if a in tensors else _literal(a) for a in node.args]
+    return lies.named(_carry(flat, node, "pointwise", names, given))
+
+
+def _rowwise(flat: FlatGraph, node: Node) -> FlatValue:
+    x, schema = flat.tensor(node.args[0]), node.target._schema  # type: ignore[union-attr]
+    place, key, default = next(
+        ((i, a.name, a.default_value) for i, a in enumerate(schema.arguments) if "dim" in a.name),
+        (0, "", None),
+    )
+    given = argument(node, place, default, key) if key else None
+    dims: list[Any] = list(given) if isinstance(given, list | tuple) else [given]
+    if not dims or any(dim is None or x.tags[dim] != "d" for dim in dims):
+        raise refusal(node, "it is over all dims, or over tokens")
+    feature_dims: Any = [x.feature_dim(dim) for dim in dims]
+    args = ["{0}", *map(_literal, node.args[1:place])]
+    args += [_literal(feature_dims if isinstance(given, list | tuple) else feature_dims[0])]
+    args += map(_literal, node.args[place + 1 :])
+    shape, reduced = traced_shape(node), {dim % len(x.tags) for dim in dims}
+    tags = x.tags
+    if len(shape) < len(tags):
+        tags = "".join(tag for i, tag in enumerate(tags) if i not in reduced)
+    lies = FlatValue("", tags, shape)
+    name = _carry(flat, node, "rowwise", [x.name], args, leave=key, features=lies.features)
+    return lies.named(name)
+
+
+def _carry(
+    flat: FlatGraph,
+    node: Node,
+    op: str,
+    inputs: Sequence[str],
+    given: Sequence[str],
+    leave: str = "",
+    **attributes: Any,
+) -> str:
+    """Add a carried operator with a list of arguments; `leave` is a keyword that is among them."""
+    by_name = [f"{key}={_literal(value)}" for key, value in node.kwargs.items() if key != leave]
+    attributes |= {"target": _out_of_place(node), "arguments": ", ".join([*given, *by_name])}
+    return flat.add(op, *inputs, dtype=dtype_of(node.meta["val"]), **attributes)
+
+
+def _literal(value: Any) -> str:
+    """The source of a constant argument."""
+    is_written = isinstance(value, float) and not math.isfinite(value)
+    return f"float('{value}')" if is_written else repr(value)
 
 
 def _out_of_place(node: Node) -> str:
@@ -69,10 +138,12 @@ def identity(flat: FlatGraph, node: Node) -> FlatValue:
 
 
 def detach(flat: FlatGraph, node: Node) -> FlatValue:
-    x = flat.tensor(node.args[0])
-    if flat.carries_gradient(x.name):
-        raise refusal(node, "it cuts the gradient, which pcg's programs would not")
-    return x
+    return detached(flat, flat.tensor(node.args[0]))
+
+
+def detached(flat: FlatGraph, x: FlatValue) -> FlatValue:
+    """The same value, through which no gradient flows."""
+    return x.named(flat.add("detach", x.name)) if flat.carries_gradient(x.name) else x
 
 
 def dropout(flat: FlatGraph, node: Node) -> FlatValue:
@@ -116,14 +187,20 @@ def _as_number(flat: FlatGraph, x: Any) -> Any:
 
 
 def broadcast(flat: FlatGraph, node: Node, op: str, left: FlatValue, right: FlatValue) -> FlatValue:
-    """x ∘ y, each reshaped so that flat broadcasting is what the trace meant."""
-    rank = max(len(left.tags), len(right.tags))
-    pads = [" " * (rank - len(x.tags)) + x.tags for x in (left, right)]
+    """x ∘ y with broadcasting."""
+    names, lies = aligned(flat, node, left, right)
+    return lies.named(flat.add(op, *names))
+
+
+def aligned(flat: FlatGraph, node: Node, *values: FlatValue) -> tuple[list[str], FlatValue]:
+    """Reshape values so that flat broadcasting is what the trace meant; the result has no name."""
+    rank = max(len(x.tags) for x in values)
+    pads = [" " * (rank - len(x.tags)) + x.tags for x in values]
     tags = "".join(
-        next((tag for tag in "tb" if tag in pair), "d") for pair in zip(*pads, strict=True)
+        next((tag for tag in "tb" if tag in dims), "d") for dims in zip(*pads, strict=True)
     )
     shape = tuple(
-        None if tag == "t" else max(_size(left, i - rank), _size(right, i - rank))
+        None if tag == "t" else max(_size(x, i - rank) for x in values)
         for i, tag in enumerate(tags)
     )
     tags = "".join(
@@ -132,13 +209,13 @@ def broadcast(flat: FlatGraph, node: Node, op: str, left: FlatValue, right: Flat
     if tags.count("t") > 1:
         raise refusal(node, "it pairs tokens with tokens")
     names = []
-    for x in (left, right):
+    for x in values:
         features = [_size(x, i - rank) for i, tag in enumerate(tags) if tag == "d"]
         if "t" not in x.tags:
             while len(features) > 1 and features[0] == 1:
                 features.pop(0)
         names.append(flat.reshape(x.name, tuple(features)))
-    return FlatValue(flat.add(op, *names), tags, shape)
+    return names, FlatValue("", tags, shape)
 
 
 def _size(x: FlatValue, dim: int) -> int:

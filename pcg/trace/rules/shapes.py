@@ -6,7 +6,14 @@ from math import prod
 
 from torch.fx import Node
 
-from pcg.trace.flat_graph import FlatGraph, FlatValue, argument, refusal, traced_shape
+from pcg.trace.flat_graph import (
+    FlatGraph,
+    FlatValue,
+    argument,
+    dtype_of,
+    refusal,
+    traced_shape,
+)
 
 
 def reshape(flat: FlatGraph, node: Node) -> FlatValue:
@@ -68,7 +75,20 @@ def unsqueeze(flat: FlatGraph, node: Node) -> FlatValue:
 
 
 def expand(flat: FlatGraph, node: Node) -> FlatValue:
-    x, shape = flat.tensor(node.args[0]), traced_shape(node)
+    return _expanded(flat, node, flat.tensor(node.args[0]))
+
+
+def copy(flat: FlatGraph, node: Node) -> FlatValue:
+    """The rule of a source with the dtype and the shape of what it is written to."""
+    x, source = flat.tensor(node.args[0]), flat.tensor(node.args[1])
+    if ("t" in x.tags) != ("t" in source.tags):
+        raise refusal(node, "it writes the same for all tokens")
+    source = _expanded(flat, node, source)
+    return source.named(flat.cast(source.name, flat.builder.types[x.name].dtype))
+
+
+def _expanded(flat: FlatGraph, node: Node, x: FlatValue) -> FlatValue:
+    shape = traced_shape(node)
     added = len(shape) - len(x.shape)
     tags = "d" * added + x.tags
     if added and "t" in x.tags:
@@ -155,6 +175,39 @@ def _sliced(
     return FlatValue(flat.add("slice", x.name, **attributes), x.tags, tuple(shape))
 
 
+def slice_scatter(flat: FlatGraph, node: Node) -> FlatValue:
+    """The rule of x with other entries from start to stop of a dim."""
+    x, source = flat.tensor(node.args[0]), flat.tensor(node.args[1])
+    dim, start, stop = argument(node, 2, 0), argument(node, 3), argument(node, 4)
+    if x.tags[dim] != "d" or argument(node, 5, 1) != 1:
+        raise refusal(node, "it writes some of the tokens, or every second entry")
+    return _placed(flat, x, source.name, dim, *slice(start, stop).indices(x.shape[dim] or 0)[:2])
+
+
+def select_scatter(flat: FlatGraph, node: Node) -> FlatValue:
+    """The rule of x with another entry of a dim."""
+    x, source = flat.tensor(node.args[0]), flat.tensor(node.args[1])
+    dim, index = int(argument(node, 2)), int(argument(node, 3))
+    if x.tags[dim] != "d":
+        raise refusal(node, "it writes some of the tokens")
+    index %= x.shape[dim] or 1
+    entry = FlatValue(
+        "", x.tags, tuple(s if i != dim % len(x.tags) else 1 for i, s in enumerate(x.shape))
+    )
+    name = flat.reshape(source.name, entry.features)
+    return _placed(flat, x, name, dim, index, index + 1)
+
+
+def _placed(
+    flat: FlatGraph, x: FlatValue, entries: str, dim: int, start: int, stop: int
+) -> FlatValue:
+    dim %= len(x.tags)
+    before = _sliced(flat, x, dim, 0, start).name
+    after = _sliced(flat, x, dim, stop, x.shape[dim] or 0).name
+    parts = [name for name in (before, entries, after) if name]
+    return x.named(flat.add("concat", *parts, dim=x.feature_dim(dim)) if parts[1:] else entries)
+
+
 def select(flat: FlatGraph, node: Node) -> FlatValue:
     x = flat.tensor(node.args[0])
     dim, index = int(argument(node, 1)), int(argument(node, 2))
@@ -162,6 +215,8 @@ def select(flat: FlatGraph, node: Node) -> FlatValue:
     tags, shape = x.tags[:dim] + x.tags[dim + 1 :], x.shape[:dim] + x.shape[dim + 1 :]
     if x.tags[dim] == "b":
         return FlatValue(x.name, tags, shape)
+    if x.tags[dim] != "d":
+        raise refusal(node, "it takes one of the tokens")
     index %= x.shape[dim]  # type: ignore[operator]
     return flat.reshaped(_sliced(flat, x, dim, index, index + 1).name, tags, shape)
 
@@ -183,6 +238,16 @@ def split(flat: FlatGraph, node: Node) -> list[FlatValue]:
         parts.append(_sliced(flat, x, dim % len(x.tags), start, start + size))
         start += size
     return parts
+
+
+def arange(flat: FlatGraph, node: Node) -> FlatValue:
+    """The rule of 0, 1, … T - 1, which are the positions."""
+    start, step = (node.args[0], argument(node, 2, 1)) if len(node.args) > 1 else (0, 1)
+    ids = next(other for other in node.graph.nodes if other.name == "input_ids")
+    (size,), tokens = node.meta["val"].shape, ids.meta["val"].shape[1]
+    if (start, step) != (0, 1) or isinstance(size, int) or size.node.expr != tokens.node.expr:
+        raise refusal(node, "it counts other than the tokens")
+    return FlatValue(flat.cast("position_ids", dtype_of(node.meta["val"])), "t", (None,))
 
 
 def embedding(flat: FlatGraph, node: Node) -> FlatValue:

@@ -31,7 +31,7 @@ NEW = 12
 (TEXT,) = prompts((45,))
 OWN = (0, 3, 7)
 """Tokens that prompts end with, behind the ones that they share."""
-MORE_FAMILIES = ("gemma2", "opt", "gpt2", "gptj", "mpt", "falcon-alibi", "stablelm", "gpt_bigcode")
+MORE_FAMILIES = ("gemma2", "opt", "gpt2", "gptj", "mpt", "falcon-7b", "stablelm", "gpt_bigcode")
 
 
 class Counted:
