@@ -40,8 +40,11 @@ class FlatValue:
 
     @property
     def features(self) -> tuple[int, ...]:
-        """Sizes of the `d` dims."""
-        return tuple(s for s, tag in zip(self.shape, self.tags, strict=True) if tag == "d")  # type: ignore[misc]
+        """Sizes of the `d` dims. TypeCheckError: one is the number of tokens."""
+        sizes = [s for s, tag in zip(self.shape, self.tags, strict=True) if tag == "d"]
+        if None in sizes:
+            raise TypeCheckError("it has as many features as there are tokens")
+        return tuple(sizes)  # type: ignore[arg-type]
 
     def feature_dim(self, dim: int) -> int:
         """A traced dim as a dim of the flat value, counted from the end."""

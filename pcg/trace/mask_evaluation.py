@@ -170,7 +170,7 @@ class Evaluation:
         self._values.clear()
         for node in self._subgraph.nodes:
             value = self._compute(node)
-            if isinstance(value, Tensor) and value.dtype in _HALF:
+            if isinstance(value, Tensor) and node.meta["val"].dtype in _HALF:
                 value = self._unrounded(node, value)
             self._values[node] = value
         result = self._values[self._subgraph.root]
@@ -181,8 +181,9 @@ class Evaluation:
     def _unrounded(self, node: Node, value: Tensor) -> Tensor:
         """A half-precision value in fp32: in the model's own dtype all of its bias is rounded."""
         if node in self._positional and self._subgraph.owner.meta["val"].dtype not in _HALF:
+            dtype = node.meta["val"].dtype
             raise self._refused(
-                node, f"its bias is rounded to {value.dtype}, which pcg's is in that dtype alone"
+                node, f"its bias is rounded to {dtype}, which pcg's is in that dtype alone"
             )
         return value.float()
 

@@ -239,7 +239,7 @@ def standardized(make: Maker, op: str) -> Sequence[str]:
 
 
 def carried(make: Maker, op: str) -> Sequence[str]:
-    x = make.any()
+    x = make.any(symbolic=op != "rowwise")
     dtype, shape = make.type(x).dtype, make.type(x).shape
     if op == "rowwise":
         attributes: Any = {"target": "aten.flip.default", "arguments": "{0}, [-1]"}
@@ -646,7 +646,7 @@ def joined(make: Maker, op: str) -> Sequence[str]:
     return make.add(op, *operands, dims=(-1,) * count, degree=2)
 
 
-UNARIES = ("neg", "exp", "rsqrt", "sqrt", "cos", "sin", "tanh", "sigmoid", "silu", "relu")
+UNARIES = ("detach", "neg", "exp", "rsqrt", "sqrt", "cos", "sin", "tanh", "sigmoid", "silu", "relu")
 RECIPES: dict[str, Recipe] = {
     **dict.fromkeys(UNARIES, unary),
     **dict.fromkeys(("gelu", "gelu_backward"), gelu),

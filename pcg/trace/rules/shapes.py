@@ -89,6 +89,8 @@ def copy(flat: FlatGraph, node: Node) -> FlatValue:
 
 def _expanded(flat: FlatGraph, node: Node, x: FlatValue) -> FlatValue:
     shape = traced_shape(node)
+    if "t" not in x.tags:  # along tokens, operators with broadcasting repeat it
+        shape = tuple(1 if size is None else size for size in shape)
     added = len(shape) - len(x.shape)
     tags = "d" * added + x.tags
     if added and "t" in x.tags:
