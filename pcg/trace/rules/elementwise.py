@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Sequence
+from operator import add
 from typing import Any
 
 import torch
@@ -36,7 +37,8 @@ def carried(flat: FlatGraph, node: Node) -> FlatValue:
     target = node.target
     name = target._schema.name if isinstance(target, torch._ops.OpOverload) else ""
     name = name.removeprefix("aten::").removesuffix("_")
-    tensors = [a for a in node.args if isinstance(flat.value(a), FlatValue)]
+    given = [*node.args, *node.kwargs.values()]
+    tensors = [a for a in given if isinstance(flat.value(a), FlatValue)]
     if set(node.all_input_nodes) != set(tensors) or not 1 <= len(tensors) <= 3:
         raise refusal(node, "it is not in the operator table, and takes other than 1 to 3 tensors")
     if name in _ROWWISE and len(tensors) == 1:
@@ -50,8 +52,10 @@ def carried(flat: FlatGraph, node: Node) -> FlatValue:
     # A tensor without dims does not widen the others' dtype.
     names = [name if x.tags else x.name for name, x in zip(names, values, strict=True)]
     places = itertools.count()
-    given = [f"{{{next(places)}}}" if a in tensors else _literal(a) for a in node.args]
-    return lies.named(_carry(flat, node, "pointwise", names, given))
+    sources = [f"{{{next(places)}}}" if a in tensors else _literal(a) for a in given]
+    keys = [*("" for _ in node.args), *(f"{key}=" for key in node.kwargs)]
+    arguments = ", ".join(map(add, keys, sources))
+    return lies.named(_carry(flat, node, "pointwise", names, arguments))
 
 
 def _rowwise(flat: FlatGraph, node: Node) -> FlatValue:
@@ -64,32 +68,29 @@ def _rowwise(flat: FlatGraph, node: Node) -> FlatValue:
     dims: list[Any] = list(given) if isinstance(given, list | tuple) else [given]
     if not dims or any(dim is None or x.tags[dim] != "d" for dim in dims):
         raise refusal(node, "it is over all dims, or over tokens")
-    feature_dims: Any = [x.feature_dim(dim) for dim in dims]
-    args = ["{0}", *map(_literal, node.args[1:place])]
-    args += [_literal(feature_dims if isinstance(given, list | tuple) else feature_dims[0])]
-    args += map(_literal, node.args[place + 1 :])
+    flat_dims = [x.feature_dim(dim) for dim in dims]
+    written = repr(flat_dims if isinstance(given, list | tuple) else flat_dims[0])
+    sources = ["{0}", *map(_literal, node.args[1:])]
+    if len(node.args) > place:
+        sources[place] = written
+    by_name = {name: _literal(value) for name, value in node.kwargs.items()}
+    if len(node.args) <= place:
+        by_name[key] = written
+    sources += [f"{name}={value}" for name, value in by_name.items()]
     shape, reduced = traced_shape(node), {dim % len(x.tags) for dim in dims}
     tags = x.tags
     if len(shape) < len(tags):
         tags = "".join(tag for i, tag in enumerate(tags) if i not in reduced)
     lies = FlatValue("", tags, shape)
-    name = _carry(flat, node, "rowwise", [x.name], args, leave=key, features=lies.features)
-    return lies.named(name)
+    arguments = ", ".join(sources)
+    return lies.named(_carry(flat, node, "rowwise", [x.name], arguments, features=lies.features))
 
 
 def _carry(
-    flat: FlatGraph,
-    node: Node,
-    op: str,
-    inputs: Sequence[str],
-    given: Sequence[str],
-    leave: str = "",
-    **attributes: Any,
+    flat: FlatGraph, node: Node, op: str, inputs: Sequence[str], arguments: str, **attributes: Any
 ) -> str:
-    """Add a carried operator with a list of arguments; `leave` is a keyword that is among them."""
-    by_name = [f"{key}={_literal(value)}" for key, value in node.kwargs.items() if key != leave]
-    attributes |= {"target": _out_of_place(node), "arguments": ", ".join([*given, *by_name])}
-    return flat.add(op, *inputs, dtype=dtype_of(node.meta["val"]), **attributes)
+    attributes |= {"target": _out_of_place(node), "dtype": dtype_of(node.meta["val"])}
+    return flat.add(op, *inputs, arguments=arguments, **attributes)
 
 
 def _literal(value: Any) -> str:
@@ -115,6 +116,8 @@ def unary(op: str, **places: int) -> Rule:
     """A rule for f(x, constants): `places` has the place of each attribute's argument."""
 
     def rule(flat: FlatGraph, node: Node) -> FlatValue:
+        if len(node.all_input_nodes) > 1:
+            return carried(flat, node)
         x = flat.tensor(node.args[0])
         attributes = {key: argument(node, place) for key, place in places.items()}
         attributes = {key: value for key, value in attributes.items() if value is not None}
@@ -124,6 +127,8 @@ def unary(op: str, **places: int) -> Rule:
 
 
 def power(flat: FlatGraph, node: Node) -> FlatValue:
+    if not isinstance(node.args[1], int | float):
+        return carried(flat, node)
     x = flat.tensor(node.args[0])
     return x.named(flat.add("pow", x.name, exponent=float(argument(node, 1))))
 
