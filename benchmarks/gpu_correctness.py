@@ -1,20 +1,15 @@
 """Whether kernels, programs and engines are right on the device: before anything is timed.
 
 The checks are those of the tests (`tests/support/on_device.py`), against transformers and peft, and
-kernels in bf16 against fp64. They run once with the assembler (ptxas) that Triton ships, and once
-with a newer one where there is one: some versions miscompile products whose operand comes from
-registers (triton PR 11781). What is timed afterwards uses the first one that is right.
+kernels in bf16 against fp64. They run once with the assembler (ptxas) that Triton takes, and once
+with the newest other one where that is newer, each in processes of its own
+(`pcg/kernels/triton/ptxas.py`). What is timed afterwards uses the first one that is right.
 """
 
 from __future__ import annotations
 
-import os
-import re
-import shutil
-import subprocess
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,60 +18,6 @@ from gpu_case import Bench, Case, Row, Setting
 
 SECONDS = (90, 60)
 """Time for the checks with the first assembler, and with another."""
-
-
-@dataclass(frozen=True)
-class Assembler:
-    """A ptxas.
-
-    Attributes:
-        path: where it is; None for the one that Triton uses by itself.
-        version: its release, such as (12, 8).
-    """
-
-    path: Path | None
-    version: tuple[int, ...]
-
-    @property
-    def name(self) -> str:
-        number = ".".join(map(str, self.version)) or "of unknown version"
-        return f"ptxas {number}{'' if self.path is None else f' ({self.path.name})'}"
-
-    @property
-    def environment(self) -> dict[str, str]:
-        """The variables with which Triton uses it."""
-        return {} if self.path is None else {"TRITON_PTXAS_PATH": str(self.path)}
-
-
-def release_of(path: Path) -> tuple[int, ...]:
-    """The release of a ptxas; empty where it does not say."""
-    try:
-        said = subprocess.run(
-            [path, "--version"], capture_output=True, text=True, timeout=10, check=False
-        ).stdout
-    except (OSError, subprocess.SubprocessError):
-        return ()
-    found = re.search(r"release (\d+)\.(\d+)", said)
-    return () if found is None else tuple(map(int, found.groups()))
-
-
-def assemblers() -> list[Assembler]:
-    """Triton's own ptxas, and the newest other one if it is newer."""
-    import triton
-
-    shipped = Path(triton.__file__).parent / "backends/nvidia/bin"
-    chosen = os.environ.get("TRITON_PTXAS_PATH")
-    own = Assembler(None, release_of(Path(chosen) if chosen else shipped / "ptxas"))
-    on_path = shutil.which("ptxas")
-    homes = (os.environ.get("CUDA_HOME"), "/usr/local/cuda")
-    others = [
-        shipped / "ptxas-blackwell",
-        *(Path(home) / "bin/ptxas" for home in homes if home),
-        *([Path(on_path)] if on_path else []),
-    ]
-    found = [Assembler(path, release_of(path)) for path in others if path.is_file()]
-    newer = [one for one in found if one.version > own.version]
-    return [own, *sorted(newer, key=lambda one: one.version)[-1:]]
 
 
 class Once:
@@ -190,7 +131,13 @@ def _check_as_near(what: str, ours: Any, theirs: Any, right: Any, times: float =
 
 def cases() -> list[Case]:
     """The checks, with each assembler."""
-    found = []
-    for one, seconds in zip(assemblers(), SECONDS, strict=False):
-        found.append(Case(f"correctness, {one.name}", seconds, settings, one.environment))
-    return found
+    import torch
+
+    from pcg.kernels.triton import CHOICE
+    from pcg.kernels.triton.ptxas import assemblers
+
+    major, minor = torch.cuda.get_device_capability()
+    return [
+        Case(f"correctness, {one.name}", seconds, settings, {CHOICE: one.path})
+        for one, seconds in zip(assemblers(10 * major + minor), SECONDS, strict=False)
+    ]

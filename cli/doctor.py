@@ -164,19 +164,17 @@ def _ptxas(gpus: list[dict[str, Any]]) -> dict[str, Any] | None:
     None where Triton cannot be imported.
     """
     try:
-        from pcg.kernels.triton.ptxas import failure, prefer_newest, used_ptxas
+        from pcg.kernels.triton.ptxas import failure, used_ptxas
     except ImportError:
         return None
     import torch
 
-    prefer_newest()
     hopper = next((i for i, gpu in enumerate(gpus) if gpu["capability"] == "9.0"), None)
-    used = used_ptxas(90)
     wrong = None if hopper is None else failure(torch.device("cuda", hopper))
+    used = used_ptxas(90)  # which the self-test may have chosen
     return {
         "path": used.path,
         "version": ".".join(map(str, used.version)),
-        "is_fixed": used.is_fixed,
         "self_test": "no Hopper GPU" if hopper is None else wrong or "passed",
     }
 
@@ -306,10 +304,7 @@ def _print(report: dict[str, Any]) -> None:
         name, _, reason = report["backend"].partition(": ")
         rows.add_row("backend", name, plain(reason))
         if (ptxas := report["ptxas"]) is not None:
-            fixed = "" if ptxas["is_fixed"] else "before 13.3, which is wrong on Hopper at times; "
-            rows.add_row(
-                "ptxas", ptxas["version"], plain(f"{fixed}self-test: {ptxas['self_test']}")
-            )
+            rows.add_row("ptxas", ptxas["version"], plain(f"self-test: {ptxas['self_test']}"))
         attention = report["attention"]
         missing = [
             f"without {one['name']}: {one['source']}"

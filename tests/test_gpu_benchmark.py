@@ -23,6 +23,7 @@ import torch
 from rich.console import Console
 
 from pcg import compiler
+from pcg.kernels.triton import ptxas
 from pcg.runtime.model import step_graphs
 from tests.support import tiny_llama
 from tests.support.interpreter import bf16
@@ -269,7 +270,7 @@ def test_parts_check_first_and_write_as_they_go(
     output = tmp_path / "new" / "gpu.json"
     asked: list[tuple[list[str], str | None]] = []
     written: list[int] = []
-    newer = {"TRITON_PTXAS_PATH": "/newer"}
+    newer = {"PCG_PTXAS": "/newer"}
     checks = [
         Case("correctness, ptxas 1", 5, gpu.CHECKS.settings),
         Case("correctness, ptxas 2 (newer)", 5, gpu.CHECKS.settings, newer),
@@ -277,7 +278,7 @@ def test_parts_check_first_and_write_as_they_go(
     monkeypatch.setattr(gpu_correctness, "cases", lambda: checks)
 
     def rows_of(command: list[str], case: str, seconds: float, variables: Any) -> Iterator[Row]:
-        asked.append((command, variables.get("TRITON_PTXAS_PATH")))
+        asked.append((command, variables.get("PCG_PTXAS")))
         if case == checks[0].name:
             yield Row.failure(case, "loss", "AssertionError: off")
         yield replace(as_on_a_gpu, case=case)
@@ -350,31 +351,19 @@ def test_it_is_refused_without_a_gpu(
 # ------------------------------------------------------------------------------------ assemblers
 
 
-def test_assemblers_are_tritons_and_a_newer_one(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    def ptxas(path: Path, release: str) -> Path:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(
-            f"#!/bin/sh\necho 'Cuda compilation tools, release {release}, V{release}.1'\n"
-        )
-        path.chmod(0o755)
-        return path
-
-    own = ptxas(tmp_path / "own/ptxas", "12.8")
-    newer = ptxas(tmp_path / "home/bin/ptxas", "99.1")
-    monkeypatch.setenv("TRITON_PTXAS_PATH", str(own))
-    monkeypatch.setenv("CUDA_HOME", str(tmp_path / "home"))
-    first, second = gpu_correctness.assemblers()
-    assert (first.name, first.environment) == ("ptxas 12.8", {})
-    assert second.name == "ptxas 99.1 (ptxas)"
-    assert second.environment == {"TRITON_PTXAS_PATH": str(newer)}
-    assert [case.name for case in gpu_correctness.cases()] == [
-        "correctness, ptxas 12.8", "correctness, ptxas 99.1 (ptxas)",
-    ]  # fmt: skip
-    ptxas(own, "99.5")
-    assert len(gpu_correctness.assemblers()) == 1
-    assert gpu_correctness.release_of(tmp_path / "none") == ()
+def test_checks_run_with_each_assembler(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each in processes of its own, with the assembler named, so that none is chosen there."""
+    there = [
+        ptxas.Ptxas("/own", (12, 8)),
+        ptxas.Ptxas("/newest", (13, 4)),
+        ptxas.Ptxas("/x", (13,)),
+    ]
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+    monkeypatch.setattr(ptxas, "assemblers", lambda architecture: there)
+    assert [(case.name, case.environment) for case in gpu_correctness.cases()] == [
+        ("correctness, ptxas 12.8", {"PCG_PTXAS": "/own"}),
+        ("correctness, ptxas 13.4", {"PCG_PTXAS": "/newest"}),
+    ]
 
 
 # ------------------------------------------------------------------------------ all cases, small

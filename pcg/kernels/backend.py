@@ -67,7 +67,7 @@ def choose_backend(
     obstacle = device_obstacle(device) or (model and model_obstacle(model))
     if obstacle:
         return BackendChoice("torch", obstacle)
-    return BackendChoice("triton", f"the device is {_device_text(device)}")
+    return BackendChoice("triton", f"the device is {_device_text(device)}, by {_assembler(device)}")
 
 
 def backend_for(device: str, model: ModelGraph) -> BackendChoice:
@@ -98,6 +98,14 @@ def product_failure(device: torch.device) -> str | None:
     from pcg.kernels.triton.ptxas import failure
 
     return failure(device)
+
+
+def _assembler(device: torch.device) -> str:
+    """Return the name of the assembler of Triton's kernels for a GPU."""
+    from pcg.kernels.triton.ptxas import used_ptxas
+
+    major, minor = torch.cuda.get_device_capability(device)
+    return used_ptxas(10 * major + minor).name
 
 
 def check_device(backend: Backend, device: torch.device) -> None:

@@ -17,6 +17,7 @@ from pcg.errors import UnsupportedError
 from pcg.ir.program.folder import load_program, save_program
 from pcg.ir.program.manifest import read_manifest
 from pcg.kernels.backend import check_device, choose_backend, machine_device
+from pcg.kernels.triton.ptxas import used_ptxas
 from tests.support.families import BY_NAME
 
 CUDA = torch.device("cuda")
@@ -124,7 +125,7 @@ def test_the_choice_is_in_the_manifest(gpu: pytest.MonkeyPatch, tmp_path: Path) 
     assert "pcg.kernels.triton" in compiled.serving.source
     save_program(compiled, tmp_path / "program")
     chosen = {
-        "backend": "triton: the device is H100 of capability 9.0",
+        "backend": f"triton: the device is H100 of capability 9.0, by {used_ptxas(90).name}",
         "attention": "own kernels",
     }
     assert read_manifest(tmp_path / "program").choices == chosen

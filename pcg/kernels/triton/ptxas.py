@@ -1,29 +1,41 @@
 """The assembler of Triton's kernels, and a check that it gets Hopper's products right.
 
-Hopper's products (WGMMA) run beside other instructions and read one side from registers. ptxas up
-to CUDA 13.2 may give those registers to other values before they are read, and the product is wrong
-(triton-lang/triton pull request 11781; CUDA 13.3's release notes). Triton ships two ptxas: up to
-3.8 it takes the older one for Hopper, so the newer one is preferred here, and `failure` runs a
-product whose bits are known before any program does.
+Hopper's products (WGMMA) run beside other instructions and read one side from registers. Some
+versions of ptxas give those registers to other values before they are read, and the product is
+wrong (triton-lang/triton pull request 11781). Which versions do differs by kernel, so nothing is
+decided by a version: `failure` runs a product whose bits are known before any program runs.
+
+Triton reads the version of its assembler once in a process, for the keys of its cache, so that the
+assembler must not change there once a kernel is compiled. It is chosen before:
+
+    PCG_PTXAS            names it, for every GPU; `TRITON_PTXAS_PATH` does, too
+    neither              Triton's own. On Hopper, where a newer one is at hand, each is tried in a
+                         process of its own, `python -m pcg.kernels.triton.ptxas cuda:0`, and the
+                         first is taken whose products are right
 """
 
 from __future__ import annotations
 
 import functools
 import os
+import shutil
+import subprocess
+import sys
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 from triton import knobs
-from triton.backends.nvidia.compiler import get_ptxas
+from triton.backends.nvidia.compiler import get_ptxas, get_ptxas_version
 
-FIXED = (13, 3)
-"""The first version of ptxas that is known to be right."""
-_PATH = "TRITON_PTXAS_PATH"
+from pcg.kernels.triton import CHOICE, TRITONS, choose_assembler
+
 _HOPPER = 90
+_TRIAL_S = 120.0
+"""Time of a trial: torch, a device's context and one kernel."""
 _ROWS, _KEYS, _SIZE, _STEPS = 64, 64, 128, 24
 """A tile of attention's product of weights and values, over so many blocks of keys."""
 
@@ -36,11 +48,12 @@ class Ptxas:
     version: tuple[int, ...]
 
     @property
-    def is_fixed(self) -> bool:
-        return self.version >= FIXED
+    def name(self) -> str:
+        """Its version in words."""
+        return f"ptxas {'.'.join(map(str, self.version))}"
 
     def __str__(self) -> str:
-        return f"ptxas {'.'.join(map(str, self.version))} ({self.path})"
+        return f"{self.name} ({self.path})"
 
 
 def used_ptxas(architecture: int) -> Ptxas:
@@ -48,25 +61,40 @@ def used_ptxas(architecture: int) -> Ptxas:
     return _tool(get_ptxas(architecture))
 
 
-def prefer_newest() -> None:
-    """Have Triton take the newer one of its two assemblers for Hopper.
+def assemblers(architecture: int) -> list[Ptxas]:
+    """Return the assembler that Triton takes, then the newer ones of this machine, newest first.
 
-    `TRITON_PTXAS_PATH`, where it is set, is left as it is: it is the user's choice.
+    Those are the ones that Triton ships, and CUDA's at `CUDA_HOME`, /usr/local/cuda and on the
+    PATH.
     """
-    if os.environ.get(_PATH):
-        return
-    newest = max((_tool(knobs.nvidia.ptxas), _tool(knobs.nvidia.ptxas_blackwell)), key=_version)
-    if newest.version > used_ptxas(_HOPPER).version:
-        os.environ[_PATH] = newest.path
+    used = used_ptxas(architecture)
+    shipped = Path(triton.__file__).parent / "backends/nvidia/bin"
+    homes = (os.environ.get("CUDA_HOME"), "/usr/local/cuda")
+    paths = [
+        *(shipped / name for name in ("ptxas", "ptxas-blackwell")),
+        *(Path(home) / "bin/ptxas" for home in homes if home),
+        *([Path(there)] if (there := shutil.which("ptxas")) else []),
+    ]
+    found: dict[tuple[int, ...], Ptxas] = {}
+    for path in paths:
+        one = _at(str(path))
+        if one is not None and one.version > used.version:
+            found.setdefault(one.version, one)
+    return [used, *(found[version] for version in sorted(found, reverse=True))]
+
+
+def _at(path: str) -> Ptxas | None:
+    """Return the assembler at a path; None where none runs."""
+    try:
+        found = knobs.NvidiaTool.from_path(path)
+    except OSError:  # of another machine, or not to be run
+        return None
+    return None if found is None else _tool(found)
 
 
 def _tool(found: object) -> Ptxas:
     path, version = (getattr(found, name) for name in ("path", "version"))
     return Ptxas(str(path), tuple(map(int, str(version).split("."))))
-
-
-def _version(ptxas: Ptxas) -> tuple[int, ...]:
-    return ptxas.version
 
 
 @triton.jit
@@ -114,19 +142,60 @@ def products(device: torch.device) -> tuple[Tensor, Tensor]:
     return out, torch.exp2(queries @ keys.mT) @ values
 
 
+def _is_right(device: torch.device) -> bool:
+    """Return whether the assembler of this process gets the product right; waits for the device."""
+    found, exact = products(device)
+    return torch.equal(found.cpu(), exact)
+
+
+def is_right_apart(one: Ptxas, device: torch.device) -> bool:
+    """Return whether an assembler gets the product right, tried in a process of its own."""
+    command = [sys.executable, "-m", __name__, str(device)]
+    path = os.pathsep.join(filter(None, sys.path))  # pcg need not be installed
+    environment = {**os.environ, CHOICE: one.path, "PYTHONPATH": path}
+    try:
+        done = subprocess.run(
+            command, env=environment, capture_output=True, timeout=_TRIAL_S, check=False
+        )
+    except (OSError, subprocess.SubprocessError):
+        return False
+    return done.returncode == 0
+
+
+def _settle(device: torch.device) -> None:
+    """Choose the assembler of this process, unless the user has, or a kernel is compiled."""
+    is_compiled = get_ptxas_version.cache_info().currsize > 0
+    if is_compiled or any(map(os.environ.get, TRITONS)):
+        return
+    there = assemblers(_HOPPER)
+    others = len(there) > 1
+    right = next((one for one in there if others and is_right_apart(one, device)), None)
+    if right is not None:
+        choose_assembler(right.path)
+
+
 @functools.cache
 def failure(device: torch.device) -> str | None:
-    """Return what is wrong with products on a GPU, and the fix; None where they are right.
+    """Return what is wrong with the assembler or its products, and the fix; None if all is right.
 
-    It waits for the device, once. GPUs before and after Hopper have other products.
+    It chooses the assembler, and waits for the device, once. GPUs before and after Hopper have
+    other products.
     """
-    if torch.cuda.get_device_capability(device)[0] != _HOPPER // 10:
-        return None
-    prefer_newest()
-    found, exact = products(device)
-    if torch.equal(found.cpu(), exact):
+    major, minor = torch.cuda.get_device_capability(device)
+    architecture = 10 * major + minor
+    if architecture == _HOPPER:
+        _settle(device)
+    for path in filter(None, map(os.environ.get, TRITONS)):
+        if _at(path) is None:  # Triton takes its own then, and says nothing, or fails
+            return f"{path} is no ptxas that runs here; set {CHOICE} to another, or to nothing"
+    if architecture != _HOPPER or _is_right(device):
         return None
     return (
-        f"{used_ptxas(_HOPPER)} gets products of Hopper's tensor cores wrong; install a Triton "
-        f"with ptxas {'.'.join(map(str, FIXED))} or later, or set {_PATH} to one"
+        f"{used_ptxas(_HOPPER)} gets products of Hopper's tensor cores wrong, as the self-test "
+        f"shows; set {CHOICE} to another ptxas, such as backends/nvidia/bin/ptxas-blackwell of "
+        "Triton 3.9, which may be used with an earlier Triton"
     )
+
+
+if __name__ == "__main__":
+    sys.exit(0 if _is_right(torch.device(sys.argv[1])) else 1)
