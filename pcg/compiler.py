@@ -22,6 +22,7 @@ from pcg.ir.program.same_model import check_same_model
 from pcg.ir.types import TORCH_NAMES
 from pcg.kernels import attention_libraries
 from pcg.kernels.backend import check_device, choose_backend, machine_device
+from pcg.kernels.devices import indexed, on_device
 from pcg.keywords import takes
 from pcg.options import Backend, CompileOptions, dtype_name
 from pcg.parallel.costs.catalog import costs_name, own_sheet
@@ -351,6 +352,7 @@ def make_executor(
     if mesh is None:
         device = own_device(device)
         mesh = join_mesh(MeshSizes(tp=program.options.tp), device)
+    device = indexed(device)
     ranks = mesh.world
     check_same_program(ranks, program)
 
@@ -369,9 +371,10 @@ def make_executor(
         "Give all ranks the same tokenizer.json, and the files beside it",
     )
     eos_ids = _eos_ids(program, tokenizer)
-    executor = Executor(
-        ModelState(program, weights, BaseSpecialiser(place), tokenizer, eos_ids, device, mesh)
-    )
+    specialiser = BaseSpecialiser(place)
+    with on_device(device):
+        state = ModelState(program, weights, specialiser, tokenizer, eos_ids, device, mesh)
+    executor = Executor(state)
     if isinstance(peft, Mapping) and not is_recipe(peft):
         for name, value in peft.items():
             executor.add_adapter(str(name), value)

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from pcg.errors import FinetuneError, GenerationError
 from pcg.ir.program.program import Program
+from pcg.kernels.devices import on_device
 from pcg.keywords import takes
 from pcg.parallel.ranks.agreement import agreed, check_call
 from pcg.parallel.ranks.group import Ranks, run_on_first
@@ -207,7 +208,8 @@ class Executor:
 
     def _run(self, requests: Sequence[Request]) -> Iterator[Chunk]:
         """Serve some requests to their ends, and nothing beside them."""
-        engine = Engine.for_requests(self.state, requests)
+        with on_device(self.device):
+            engine = Engine.for_requests(self.state, requests)
         for request in requests:
             engine.submit(request)
         engine.wait_prepared()
@@ -226,7 +228,8 @@ class Executor:
         """
         self.state.mesh.check_no_replicas("an engine")
         self.state.check_no_engine("a second engine", "close the first one, or use that")
-        return Engine(self.state, given)
+        with on_device(self.device):
+            return Engine(self.state, given)
 
     @property
     def _driving(self) -> AsyncEngine | None:
@@ -236,7 +239,10 @@ class Executor:
     def _between_steps(self, act: Callable[[], Result]) -> Result:
         """Run a function now, or between two steps of the engine that runs on a thread."""
         running = self.state.engine_thread
-        return act() if running is None else running.run(act)
+        if running is not None:
+            return running.run(act)
+        with on_device(self.device):
+            return act()
 
     def request(
         self,
@@ -362,7 +368,8 @@ class Executor:
             EngineError: an engine runs on a thread, which trains beside what it serves.
         """
         self.state.check_no_engine("Executor.finetune", "call finetune of that engine")
-        return finetune(self.state, given)
+        with on_device(self.device):
+            return finetune(self.state, given)
 
     @takes(TrainerArguments, FinetuneError)
     def trainer(self, given: TrainerArguments) -> Trainer:

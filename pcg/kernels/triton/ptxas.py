@@ -31,6 +31,7 @@ from torch import Tensor
 from triton import knobs
 from triton.backends.nvidia.compiler import get_ptxas, get_ptxas_version
 
+from pcg.kernels.devices import on_device
 from pcg.kernels.triton import CHOICE, TRITONS, choose_assembler
 
 _HOPPER = 90
@@ -144,7 +145,8 @@ def products(device: torch.device) -> tuple[Tensor, Tensor]:
 
 def _is_right(device: torch.device) -> bool:
     """Return whether the assembler of this process gets the product right; waits for the device."""
-    found, exact = products(device)
+    with on_device(device):
+        found, exact = products(device)
     return torch.equal(found.cpu(), exact)
 
 

@@ -184,7 +184,11 @@ def own_device(device: torch.device) -> torch.device:
     Raises:
         ParallelError: the machine has fewer GPUs than ranks.
     """
-    if device.type != "cuda" or device.index is not None:
+    if device.type != "cuda":
+        return device
+    if device.index is not None:
+        if present_ranks() > 1:  # NCCL works on this thread's current GPU
+            torch.cuda.set_device(device)
         return device
     local, there = int(os.environ.get("LOCAL_RANK", 0)), torch.cuda.device_count()
     if local >= there:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future, wait
 
 import torch
+
+from pcg.kernels.devices import device_pool
 
 
 class AdapterCopies:
@@ -15,7 +17,7 @@ class AdapterCopies:
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._thread = ThreadPoolExecutor(1, "pcg-copies")
+        self._thread = device_pool(device, 1, "pcg copies")
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._under_way: dict[int, Future[bool]] = {}
 

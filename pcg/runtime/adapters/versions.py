@@ -16,13 +16,15 @@ from __future__ import annotations
 import gc
 import weakref
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from threading import Lock
 from weakref import WeakKeyDictionary
 
+import torch
+
 from pcg.errors import AdapterConflictError, AdapterError
+from pcg.kernels.devices import device_pool
 from pcg.peft.adapter import Adapter
 from pcg.peft.writer import digest_of
 from pcg.units import shown
@@ -117,6 +119,7 @@ class Versions:
     """The versions of one executor's adapters; for any thread.
 
     Args:
+        device: the device of adapters that are trained.
         collects: collect garbage before adapters are listed, as over ranks: these compile one
             program, so none may miss what another has not collected yet.
 
@@ -125,7 +128,7 @@ class Versions:
             those of the first rank; None elsewhere.
     """
 
-    def __init__(self, *, collects: bool) -> None:
+    def __init__(self, device: torch.device, *, collects: bool) -> None:
         self.agreed: Callable[[list[Adapter]], list[Adapter]] | None = None
         self._collects = collects
         self._lock = Lock()
@@ -133,7 +136,7 @@ class Versions:
         self._last: dict[str, int] = {}
         self._gone: dict[str, int] = {}
         self._least = 0
-        self._hashing = ThreadPoolExecutor(1, "pcg digests")
+        self._hashing = device_pool(device, 1, "pcg digests")
         self._waiting = 0
         self._listeners: list[Callable[[str, Adapter | None], None]] = []
 

@@ -11,6 +11,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Self, cast
 
 from pcg.errors import FinetuneError
+from pcg.kernels.devices import on_device
 from pcg.keywords import takes
 from pcg.parallel.ranks.agreement import check_call, check_same
 from pcg.parallel.ranks.described import described
@@ -158,14 +159,15 @@ class Engine(EngineLoop):
             super().cancel_job(name)
 
     def step(self) -> list[Chunk]:
-        if self.driver is not None:
+        if self.driver is not None:  # whose thread has its device
             with self.driver.asked(_orders().Step()):
                 return super().step()
         # Steps that follow each other go on with what all ranks have agreed on.
         if self._compares and (self._was_called or self.is_idle):
             check_call(self.state.world, "step")
             self._was_called = False
-        return super().step()
+        with on_device(self.state.device):
+            return super().step()
 
     def _asked(
         self, order: Callable[[], orders.Call], at_once: bool = True
@@ -216,7 +218,8 @@ class Engine(EngineLoop):
             is_over()
 
         try:
-            work = callback.raising(FinetuneJob(publisher, given).work(stepped, interrupts))
+            with on_device(self.state.device):
+                work = callback.raising(FinetuneJob(publisher, given).work(stepped, interrupts))
             interrupt = functools.partial(interrupts.append, (SIGINT, None))
             made.append(Job(adapter, work, ends, interrupt, given.tenant))
             return made[0]
@@ -273,7 +276,8 @@ class Engine(EngineLoop):
 
     def calibrate(self) -> None:
         """Measure how long steps take here, to keep SLOs from the first step on."""
-        self.learn(calibrated(self.state, self.clock, self.device.graphs))
+        with on_device(self.state.device):
+            self.learn(calibrated(self.state, self.clock, self.device.graphs))
 
     def use_program(self, program: ServingProgram) -> None:
         self.when_landed(functools.partial(self.device.use, program))

@@ -16,10 +16,11 @@ import functools
 import pickle
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, InvalidStateError, ThreadPoolExecutor
-from threading import Lock, Thread
+from threading import Lock
 from typing import Any
 
 from pcg.errors import DataError, EngineError, FinetuneError, as_pcg_error
+from pcg.kernels.devices import device_pool, device_thread
 from pcg.runtime.data.cancelling import Cancelling
 from pcg.runtime.data.dataset import Dataset
 from pcg.runtime.data.limits import DataLimits, RowMeter, bytes_of
@@ -40,9 +41,9 @@ class Preparation:
         self._state = state
         self._limits = limits
         self._tokenizer = pickle.dumps(state.tokenizer)
-        self._tokenizing = ThreadPoolExecutor(limits.at_once, "pcg data")
-        self._loading = ThreadPoolExecutor(_LOADS, "pcg adapters")
-        self._compiling = ThreadPoolExecutor(1, "pcg jobs")
+        self._tokenizing = device_pool(None, limits.at_once, "pcg data")
+        self._loading = device_pool(state.device, _LOADS, "pcg adapters")
+        self._compiling = device_pool(state.device, 1, "pcg jobs")
         self._lock = Lock()
         self._jobs: set[Cancelling] = set()
         self._is_closed = False
@@ -82,7 +83,7 @@ class Preparation:
             cancelling.cancel()
         else:
             act = functools.partial(self._gather, given, cancelling, read)
-            Thread(target=act, name=f"pcg data of {given.adapter}", daemon=True).start()
+            device_thread(None, act, f"pcg data of {given.adapter}").start()
         return read
 
     def close(self) -> None:

@@ -29,11 +29,14 @@ from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
 from queue import Empty, SimpleQueue
-from threading import RLock, Thread, current_thread
+from threading import RLock, current_thread
 from typing import Self, TypeAlias, TypeVar
 from weakref import WeakSet
 
+import torch
+
 from pcg.errors import EngineError, as_pcg_error
+from pcg.kernels.devices import device_thread
 from pcg.runtime.admission.arrivals import Arrivals
 from pcg.runtime.engine.calls import Call
 from pcg.runtime.engine.loop import EngineLoop
@@ -66,13 +69,15 @@ class StepThread(ABC):
 
     Attributes:
         engine: the engine, which nobody else may call.
+        device: the device of its steps.
         ended: the error that is raised after the end; None before.
         watcher: called on the thread, with what is sent behind it, where the engine's numbers may
             have changed: once a step is planned, at its end and behind calls; None for nobody.
     """
 
-    def __init__(self, engine: EngineLoop) -> None:
+    def __init__(self, engine: EngineLoop, device: torch.device) -> None:
         self.engine = engine
+        self.device = device
         self.ended: EngineError | None = None
         self.watcher: Callable[[Wakes], None] | None = None
         self._refusal: EngineError | None = None
@@ -89,7 +94,7 @@ class StepThread(ABC):
         self._paused_until = -math.inf
         self._undelivered: deque[Chunk] = deque()
         self._failures = 0
-        self._thread = Thread(target=self._run, name="pcg engine", daemon=True)
+        self._thread = device_thread(device, self._run, "pcg engine")
         _MADE.add(self)
 
     # ------------------------------------------------------------------------------- for any thread

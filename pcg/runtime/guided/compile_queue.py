@@ -5,10 +5,11 @@ from __future__ import annotations
 import threading
 from collections import OrderedDict, deque
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from typing import Any
 
 from pcg.errors import QueueFullError
+from pcg.kernels.devices import device_pool
 from pcg.units import shown
 
 _COMPILING = 2
@@ -31,7 +32,7 @@ class CompileQueue:
         self._lock = threading.Lock()
         self._lines: OrderedDict[str, deque[tuple[Future[Any], Callable[[], Any]]]] = OrderedDict()
         self._busy: set[str] = set()
-        self._threads = ThreadPoolExecutor(_COMPILING, "pcg guides")
+        self._threads = device_pool(None, _COMPILING, "pcg guides")
 
     def submit(self, tenant: str, act: Callable[[], Any]) -> Future[Any]:
         """Have a function run; returns its result.

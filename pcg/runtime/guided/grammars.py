@@ -25,6 +25,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pcg.errors import GenerationError
+from pcg.kernels.devices import device_pool
 from pcg.runtime.guided.compile_queue import CompileQueue
 from pcg.runtime.guided.grammar import Grammar, guide_error
 from pcg.runtime.guided.guide import Guide, json_options
@@ -130,7 +131,7 @@ class Grammars:
 
     @cached_property
     def _mask_thread(self) -> ThreadPoolExecutor:
-        return ThreadPoolExecutor(1, "pcg masks")
+        return device_pool(None, 1, "pcg masks")
 
     @cached_property
     def _mask_maker(self) -> Any:

@@ -86,7 +86,7 @@ class WeightStore:
         """
         self._program = program
         self._source = source
-        self._device = device
+        self.device = device
         self._ranks = ranks
         self._loaded: dict[_Key, Tensor] = {}
         self._layout = ProductLayout(packs=program.options.packed_weights)
@@ -166,7 +166,7 @@ class WeightStore:
             def fill(key: _Key, ranges: Ranges, out: Tensor) -> None:
                 self._fill(found[key], ranges, out)
 
-            self._shards[layer] = read_shard(types, self._replicas, self._device, fill)
+            self._shards[layer] = read_shard(types, self._replicas, self.device, fill)
         places = self._shards[layer].places
         return {name: places[read.key] for name, read in reads.items() if read.key in places}
 
@@ -177,7 +177,7 @@ class WeightStore:
             return
         starts = [a for a, _ in ranges_of(read.parameter, read.whole.type.features, self._ranks)]
         moved = tuple((at + a, at + b) for at, (a, b) in zip(starts, ranges, strict=True))
-        self._read(read.whole, read.name, self._device, moved, out)
+        self._read(read.whole, read.name, self.device, moved, out)
 
     def _remote(
         self, graph: Graph, reads: Mapping[str, _Read], serves: bool
@@ -207,7 +207,7 @@ class WeightStore:
         if len(reads) < 2:
             return
         shapes, dtype = [read.parameter.type.features for read in reads], _dtype(reads[0].parameter)
-        if self._layout.packs(len(shapes[0]), dtype, self._device):
+        if self._layout.packs(len(shapes[0]), dtype, self.device):
             return
         keys = [read.key for read in reads]
         loaded = [self._loaded[key] for key in keys if key in self._loaded]
@@ -224,7 +224,7 @@ class WeightStore:
         """Read tensors into one, or copy those that are loaded; returns its parts."""
         rows = [shape[0] for shape in shapes]
         size = (sum(rows), *shapes[0][1:])
-        joined = torch.empty(size, dtype=dtype, device=self._device)
+        joined = torch.empty(size, dtype=dtype, device=self.device)
         parts: Sequence[Tensor] = joined.split(rows)
         for read, part in zip(reads, parts, strict=True):
             if read.key in self._loaded:
@@ -245,7 +245,7 @@ class WeightStore:
         for read in reads:
             if is_sharded(read.parameter) or read.parameter.role == "constant":
                 return ()
-            tensor = self._source.shared(read.name, *_place(read.whole), self._device)
+            tensor = self._source.shared(read.name, *_place(read.whole), self.device)
             if tensor is None:
                 return ()
             found.append(tensor)
@@ -275,14 +275,14 @@ class WeightStore:
         """Load what a graph reads, into `out` if it is given."""
         if parameter.role == "constant":
             constant = shard_of(self._program.constants[name], parameter, self._ranks)
-            return constant.to(self._device) if out is None else out.copy_(constant)
+            return constant.to(self.device) if out is None else out.copy_(constant)
         if not is_sharded(parameter):
-            return self._read(whole, name, self._device, out=out)
+            return self._read(whole, name, self.device, out=out)
         ranges = ranges_of(parameter, whole.type.features, self._ranks)
         if has_zeros(parameter, self._ranks):
             sizes = [stop - start for start, stop in ranges]
-            return torch.zeros(sizes, dtype=_dtype(whole), device=self._device, out=out)
-        return self._read(whole, name, self._device, ranges, out)
+            return torch.zeros(sizes, dtype=_dtype(whole), device=self.device, out=out)
+        return self._read(whole, name, self.device, ranges, out)
 
     def _read(
         self,

@@ -10,10 +10,10 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 
 import torch
 
+from pcg.kernels.devices import device_pool
 from pcg.parallel.ranks.agreement import agreed, check_same, compare
 from pcg.parallel.ranks.group import Ranks
 from pcg.runtime.model.base_weights import TensorSource
@@ -65,7 +65,8 @@ def _shares(weights: Weights, count: int) -> list[list[str]]:
 
 
 def _digests(weights: Weights, names: Sequence[str]) -> Mapping[str, bytes]:
-    with ThreadPoolExecutor(max(1, min(_MOST_THREADS, torch.get_num_threads()))) as pool:
+    threads = max(1, min(_MOST_THREADS, torch.get_num_threads()))
+    with device_pool(None, threads, "pcg digests") as pool:
         found = dict(zip(names, pool.map(weights.digest, names), strict=True))
     weights.release()
     return found

@@ -101,7 +101,7 @@ class ModelState:
         self.weight_store = WeightStore(program, weights, device, mesh.tp, mesh.parts)
         self.engine_thread: EngineThread | None = None
         self._specialiser = specialiser
-        self.versions = Versions(collects=mesh.world.size > 1)
+        self.versions = Versions(device, collects=mesh.world.size > 1)
         self._adapters: dict[str, Adapter] = {}
         self._unsettled: dict[str, Callable[[], None]] = {}
         self._trained: set[str] = set()

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from pcg.ir.graph import Parameter
+from pcg.kernels.devices import device_pool
 from pcg.kernels.torch.remote_weights import is_remote, remote_of
 from pcg.runtime.model.base_weights import WeightStore
 
@@ -40,7 +41,7 @@ def weight_digests(weights: WeightStore, dtype: torch.dtype | None = None) -> di
         return hashlib.sha256(row_digests(tensor)).hexdigest()
 
     frozen = dict(weights.frozen())
-    with hashing_threads() as pool:
+    with hashing_threads(weights.device) as pool:
         return dict(zip(frozen, pool.map(digest, frozen.items()), strict=True))
 
 
@@ -53,6 +54,11 @@ def row_digests(tensor: Tensor) -> bytes:
     return b"".join(hashlib.sha256(row).digest() for row in rows.view(torch.uint8).numpy())
 
 
-def hashing_threads() -> ThreadPoolExecutor:
-    """Return threads for `row_digests`, which runs without the interpreter's lock."""
-    return ThreadPoolExecutor(max(1, min(_MOST_THREADS, torch.get_num_threads())))
+def hashing_threads(device: torch.device) -> ThreadPoolExecutor:
+    """Return threads for `row_digests`, which runs without the interpreter's lock.
+
+    Args:
+        device: that of the tensors.
+    """
+    threads = max(1, min(_MOST_THREADS, torch.get_num_threads()))
+    return device_pool(device, threads, "pcg digests")

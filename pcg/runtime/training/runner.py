@@ -9,6 +9,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
+from pcg.kernels.devices import on_device
 from pcg.parallel.ranks.stage_link import StageLink
 from pcg.peft.adapter import Adapter
 from pcg.runtime.data.example import IGNORED, Example
@@ -47,12 +48,14 @@ class TrainingRunner(BoundTraining):
             normaliser: the number of target tokens that the loss is a mean over.
             dropout_seed: the seed of dropout; None drops nothing.
         """
-        loss = run_to_end(pass_through(self, examples, normaliser, dropout_seed)).loss_sum
-        return float(self.mesh.pp.broadcast(loss.to(self.device)))
+        with on_device(self.device):
+            loss = run_to_end(pass_through(self, examples, normaliser, dropout_seed)).loss_sum
+            return float(self.mesh.pp.broadcast(loss.to(self.device)))
 
     def evaluate(self, examples: Sequence[Example]) -> tuple[float, int]:
         """Return the sum of the target tokens' losses, of all parts of them, and their number."""
-        done = run_to_end(pass_through(self, examples))
+        with on_device(self.device):
+            done = run_to_end(pass_through(self, examples))
         own = torch.tensor([done.loss, done.targets], dtype=torch.float64, device=self.device)
         loss, targets = self.mesh.pp.broadcast(self.cp.all_reduce(own)).tolist()
         return loss, int(targets)

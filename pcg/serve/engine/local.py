@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import TypeVar, cast
 
 from pcg.errors import EngineError
+from pcg.kernels.devices import device_pool
 from pcg.keys import Keys
 from pcg.peft.adapter import Adapter
 from pcg.runtime.adapters.cache import ServedAdapter
@@ -56,7 +57,7 @@ class LocalClient:
         self._base = base
         facts = facts_of(executor, cast(Engine, engine.engine), options)
         self._facts = facts if base is None else replace(facts, split_address=base.where)
-        self._hashing = ThreadPoolExecutor(1, "pcg digests")
+        self._hashing = device_pool(executor.device, 1, "pcg digests")
         self._jobs = OrderedJobs(executor, engine, self._hashing)
         self._trainers = OrderedTrainers(executor, engine)
 

@@ -11,8 +11,8 @@ from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from threading import Thread
 
+from pcg.kernels.devices import device_thread
 from pcg.keys import Keys
 from pcg.runtime.engine.async_engine import AsyncEngine
 from pcg.runtime.executor import Executor
@@ -53,7 +53,7 @@ class ServedBase:
         self.keys = keys
         self.ended: Future[None] = Future()
         self._loop = loop
-        self._thread = Thread(target=self._run, name="pcg base", daemon=True)
+        self._thread = device_thread(None, self._run, "pcg base")
         self._thread.start()
 
     def _run(self) -> None:

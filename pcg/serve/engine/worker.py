@@ -17,7 +17,6 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
-from threading import Thread
 from types import FrameType
 from typing import Any
 
@@ -25,6 +24,7 @@ import msgspec
 import torch
 
 from pcg.errors import AdapterNotFoundError, PcgError
+from pcg.kernels.devices import device_thread
 from pcg.keys import Key, Keys
 from pcg.parent_process import end_with_parent
 from pcg.peft.adapter import Adapter
@@ -88,7 +88,7 @@ def run(
     _follow_parent()
     channel = Channel(end)
     worker = Worker(channel)
-    Thread(target=worker.read, name="pcg messages", daemon=True).start()
+    device_thread(None, worker.read, "pcg messages").start()
     if degree > 1:  # which is kept, as it has the store that they meet at
         ranks = Ranks(degree, _follow_parent, load, options, tenants, threads)
         threads = ranks.threads

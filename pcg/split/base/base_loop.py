@@ -11,7 +11,7 @@ import logging
 import secrets
 import time
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor, wait
+from concurrent.futures import wait
 from dataclasses import asdict, dataclass
 from typing import TypeVar
 
@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from pcg.errors import BaseBusyError, PcgError, RankLostError, SplitError
+from pcg.kernels.devices import device_pool, on_device
 from pcg.keys import Key, Keys, Scope, open_keys
 from pcg.split.base.base_executor import BaseExecutor
 from pcg.split.base.limited_log import LimitedLog
@@ -112,7 +113,7 @@ class BaseLoop:
         self._asked: list[tuple[bytes, Message]] = []
         self._told_s: dict[tuple[bytes, int], float] = {}
         self._next_told_s = 0.0
-        self._worker = ThreadPoolExecutor(1, "pcg base products")
+        self._worker = device_pool(base.device, 1, "pcg base products")
         self._is_stopped = False
         self.counts = Counts()
         self.is_draining = False
@@ -131,7 +132,7 @@ class BaseLoop:
         """Serve until `stop`, or until a drain has ended."""
         drained_s = None
         wait_s = 0.0
-        with self._worker:
+        with self._worker, on_device(self.base.device):
             while not self._is_stopped:
                 wait_s = self.step(wait_s)
                 if self.is_draining:

@@ -26,6 +26,7 @@ from torch import Tensor
 from pcg.errors import SplitError
 from pcg.ir.program.program import Program
 from pcg.ir.types import TORCH_NAMES
+from pcg.kernels.devices import device_thread
 from pcg.kernels.torch.products import linear, linear_backward
 from pcg.kernels.torch.remote_weights import remote_tensor
 from pcg.parallel.ranks.group import Ranks
@@ -99,7 +100,7 @@ class Shards:
     def _digests(self) -> Mapping[str, str]:
         """Hash this rank's rows, and return the digests of whole matrices."""
         found = {}
-        with hashing_threads() as pool:
+        with hashing_threads(self._device) as pool:
             own = zip(self._rows, pool.map(row_digests, self._rows.values()), strict=True)
             for name, digests in own:
                 rows = self.shapes[name][0]
@@ -146,8 +147,7 @@ class Shards:
             while not has_ended.wait(TIMEOUT_S / 5):
                 self._ask(_Do.NOTHING)
 
-        thread = threading.Thread(target=tell, name="pcg ranks", daemon=True)
-        thread.start()
+        device_thread(self._device, tell, "pcg ranks").start()
         try:
             yield
             self._ask(_Do.END)

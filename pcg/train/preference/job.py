@@ -9,10 +9,11 @@ from __future__ import annotations
 import functools
 import pickle
 from collections.abc import Callable
-from threading import Lock, Thread
+from threading import Lock
 from typing import Any
 
 from pcg.errors import EngineError, FinetuneError, FinetuneInterrupted, as_pcg_error
+from pcg.kernels.devices import device_thread
 from pcg.runtime.data.cancelling import Cancelling
 from pcg.runtime.data.limits import DataLimits
 from pcg.runtime.data.tokenizing import load_apart
@@ -48,7 +49,7 @@ class PreferenceJob:
     def begin(self) -> None:
         """Begin on a thread."""
         name = f"pcg preferences of {self._arguments['adapter']}"
-        Thread(target=self._work, name=name, daemon=True).start()
+        device_thread(self._executor.device, self._work, name).start()
 
     def stop(self) -> None:
         """End behind the step under way, with a checkpoint."""
@@ -62,7 +63,8 @@ class PreferenceJob:
         self._cancelling.cancel()
         with self._lock:
             if self._run is not None:  # which waits for the unit under way
-                Thread(target=self._run.cancel, daemon=True).start()
+                name = f"pcg end of {self._arguments['adapter']}"
+                device_thread(self._executor.device, self._run.cancel, name).start()
 
     def _work(self) -> None:
         try:

@@ -21,9 +21,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 from triton.runtime import interpreter
 
-from tests.support.interpreter.streams import GRAIN, ORDER, DeviceError, Memory
+from tests.support.interpreter.streams import DEVICE, GRAIN, ORDER, DeviceError, Memory
 
-DEVICE = torch.device("cuda", 0)
 MEMORY = Memory()
 _PINNED: dict[int, Any] = {}
 
@@ -111,6 +110,8 @@ def _run(operator: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     makes_ours, device = bool(ours), kwargs.get("device")
     if device is not None:
         makes_ours = torch.device(device).type == "cuda"
+        if makes_ours:
+            ORDER.check_device(f"what {operator} makes", device)
     if makes_ours and device is not None:
         kwargs = {**kwargs, "device": torch.device("cpu")}
     if not ours and not makes_ours:
@@ -171,6 +172,8 @@ def _to_copy(x: Tensor, **kwargs: Any) -> Tensor:
     non_blocking = kwargs.pop("non_blocking", False)
     kwargs.pop("pin_memory", None)
     host = aten._to_copy.default(_host(x), **kwargs)
+    if device.type == "cuda":
+        ORDER.check_device("a copy", device)
     to = _on_device(host) if device.type == "cuda" else host
     _sent(to, x, non_blocking)
     return to
@@ -199,6 +202,7 @@ def _sent(to: Tensor, source: Tensor, non_blocking: bool) -> None:
 
 
 def _pinned(x: Tensor) -> Tensor:
+    ORDER.check_device("the context that pins memory")
     pinned = x.clone()
     storage = pinned.untyped_storage()
     start = storage.data_ptr()
@@ -280,6 +284,7 @@ def launch(run: Callable[..., Any], grid: Any, args: Any, kwargs: Any) -> Any:
         DeviceError: it was given the host's memory, or reads or writes it.
     """
     name = grid.fn.__name__
+    ORDER.check_device(f"the launch of {name}")
     for x in tree_leaves((args, kwargs)):
         if isinstance(x, Tensor) and not isinstance(x, DeviceTensor):
             raise DeviceError(f"{name}: a pointer to memory of {x.device}")

@@ -8,6 +8,8 @@ What would go wrong on a device, and not on the CPU, is an error:
 - to wait for the device where `torch.cuda.set_sync_debug_mode("error")` or a capture forbids it;
 - to write pinned memory that the device has not read yet, or to have it write to the host's with
   nobody waiting;
+- to launch, to pin memory, or to record an event on the other of two GPUs, which is the current
+  one of a thread that has not set its device;
 - two streams that touch the same bytes, one of them to write, with nothing to order them, or
   memory that one of them frees while the other may still use it (`streams.py`).
 
@@ -19,6 +21,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -31,7 +34,7 @@ from torch.utils._pytree import tree_leaves
 from triton.runtime import interpreter
 
 from tests.support.interpreter.device_tensors import DeviceMode, DeviceTensor, launch
-from tests.support.interpreter.streams import ORDER, Event, Stream
+from tests.support.interpreter.streams import DEVICE, ORDER, Event, Stream
 from tests.support.interpreter.tape import Tape
 
 _Grid = interpreter.GridExecutor
@@ -64,10 +67,40 @@ def _on_stream(stream: Stream | None) -> Iterator[None]:
     before = ORDER.current
     ORDER.current = stream or before
     try:
-        with _on_thread():
+        with _on_gpu(DEVICE if stream else None), _on_thread():
             yield
     finally:
         ORDER.current = before
+
+
+@contextmanager
+def _on_gpu(device: Any) -> Iterator[None]:
+    """The stand-in of `torch.cuda.device`."""
+    before = ORDER.gpu
+    if device is not None:
+        ORDER.gpu = torch.device(device).index
+    try:
+        yield
+    finally:
+        ORDER.gpu = before
+
+
+def _set_device(device: Any) -> None:
+    """The stand-in of `torch.cuda.set_device`, which makes a thread ready for its tensors."""
+    ORDER.gpu = torch.device(device).index
+    if threading.current_thread() is not threading.main_thread():
+        torch._C._set_only_lift_cpu_tensors(True)
+        DeviceMode().__enter__()  # for as long as the thread lives
+
+
+def _current_stream(device: Any = None) -> Stream:
+    ORDER.check_device("the current stream", device)
+    return ORDER.current
+
+
+def _synchronize(device: Any = None) -> None:
+    ORDER.check_device("what is waited for", device)
+    ORDER.synchronize()
 
 
 @contextmanager
@@ -102,17 +135,19 @@ def _set_sync_debug_mode(mode: int | str) -> None:
 _TORCH_CUDA: dict[str, Any] = {
     "_lazy_init": lambda: None,
     "is_available": lambda: True,
-    "device_count": lambda: 1,
-    "set_device": lambda device: None,
+    "device_count": lambda: 2,
+    "current_device": lambda: ORDER.gpu,
+    "set_device": _set_device,
+    "device": _on_gpu,
     "get_device_name": lambda device=None: _PROPERTIES.name,
     "get_device_capability": lambda device=None: (9, 0),
     "get_device_properties": lambda device=None: _PROPERTIES,
     "mem_get_info": lambda device=None: (_BYTES, _BYTES),
-    "synchronize": ORDER.synchronize,
+    "synchronize": _synchronize,
     "set_sync_debug_mode": _set_sync_debug_mode,
     "get_sync_debug_mode": lambda: 0 if ORDER.may_wait else 2,
     "is_current_stream_capturing": lambda: ORDER.current in ORDER.captured,
-    "current_stream": lambda device=None: ORDER.current,
+    "current_stream": _current_stream,
     "stream": _on_stream,
     "Stream": Stream,
     "Event": Event,
@@ -172,6 +207,7 @@ def tensors_on_cuda() -> Iterator[None]:
                 stack.enter_context(patch.object(torch.cuda, name, new))
             stack.enter_context(patch.object(torch, "Generator", _Generator))
             stack.enter_context(_on_thread())
+            stack.enter_context(_on_gpu(DEVICE))
             # Its kernels may not compute anything, as where they are only compiled.
             stack.enter_context(patch("pcg.kernels.triton.ptxas.failure", lambda device: None))
             yield

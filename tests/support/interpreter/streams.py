@@ -24,6 +24,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+DEVICE = torch.device("cuda", 0)
+"""The GPU: the first one, as torch's own code takes "cuda" here."""
+OTHER = 1
+"""The index of a GPU that is not it: the current one of a thread that has not set its device, as
+GPU 0 is for CUDA where a model is on another one."""
 GRAIN = 4
 """Bytes that are watched as one."""
 
@@ -51,7 +56,8 @@ class Stream:
     """
 
     def __init__(self, device: object = None, priority: int = 0) -> None:
-        self.device = torch.device("cuda", 0)
+        ORDER.check_device("a stream", device)
+        self.device = DEVICE
         self.number = self.cuda_stream = len(ORDER.streams)
         self.clock: Clock = {}
         self.ran: list[str] = []
@@ -84,6 +90,8 @@ class Event:
         self._is_timed = enable_timing
 
     def record(self, stream: Stream | None = None) -> None:
+        if stream is None:
+            ORDER.check_device("an event")
         self.stream = stream or ORDER.current
         self.clock = dict(self.stream.clock)
         self._at = time.perf_counter()
@@ -122,6 +130,27 @@ class Order:
         self._of_thread = threading.local()
         self._sent: list[tuple[Tensor, Tensor, Clock]] = []
         self._coming: list[tuple[Tensor, Tensor, Clock]] = []
+
+    @property
+    def gpu(self) -> int:
+        """The index of this thread's current GPU."""
+        return getattr(self._of_thread, "gpu", OTHER)
+
+    @gpu.setter
+    def gpu(self, index: int) -> None:
+        self._of_thread.gpu = index
+
+    def check_device(self, what: str, device: object = None) -> None:
+        """Check that what names no GPU, or "cuda" alone, is on `DEVICE`.
+
+        Raises:
+            DeviceError: it is on the thread's current GPU, another one.
+        """
+        given = None if device is None else torch.device(device)  # type: ignore[call-overload]
+        index = self.gpu if given is None or given.index is None else given.index
+        if index != DEVICE.index:
+            name = threading.current_thread().name
+            raise DeviceError(f"{what} is on cuda:{index} in thread {name!r}, and not on {DEVICE}")
 
     @property
     def current(self) -> Stream:
@@ -218,7 +247,7 @@ class Order:
 
 ORDER = Order()
 """The order of the one GPU, for good, as tensors and streams outlive what made them."""
-Stream()
+Stream(DEVICE)
 
 
 def spoil(x: Tensor) -> None:

@@ -11,12 +11,13 @@ import contextlib
 from abc import abstractmethod
 from collections.abc import Callable
 from concurrent.futures import InvalidStateError
-from threading import Event, Thread, current_thread
+from threading import Event, current_thread
 from typing import TypeVar
 
 import torch
 
 from pcg.errors import EngineError, ParallelError, UnsupportedError
+from pcg.kernels.devices import device_thread
 from pcg.parallel.ranks.group import broadcast_from_first
 from pcg.parallel.ranks.line import LOOK_S, Line
 from pcg.runtime.data.limits import DataLimits
@@ -56,10 +57,9 @@ class RankedEngine(AsyncEngine):
         self._over = Event()
         self._has_ended = False
         self._ranks = state.world
-        self._device = state.device
         super().__init__(engine, state, prepare_job, self._no_trainer, data_limits)
         if line.has_words:
-            Thread(target=self._watch, name="pcg ranks", daemon=True).start()
+            device_thread(None, self._watch, "pcg ranks").start()
 
     # ------------------------------------------------------------------------------- refused
 
@@ -94,8 +94,6 @@ class RankedEngine(AsyncEngine):
             self._over.wait(timeout_s)
 
     def _run(self) -> None:
-        if self._device.type == "cuda":
-            torch.cuda.set_device(self._device)  # which a new thread does not inherit
         self._run_steps()
         ended = self.ended
         if ended is not None and ended.__cause__ is not None:

@@ -11,10 +11,13 @@ import functools
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
-from threading import Lock, Thread
+from threading import Lock
 from typing import Any, Protocol, Self, TypeVar
 
+import torch
+
 from pcg.errors import EngineError, FinetuneError, as_pcg_error
+from pcg.kernels.devices import device_thread
 from pcg.keywords import takes
 from pcg.runtime.engine.jobs import Job, JobState
 from pcg.runtime.engine.loop import EngineLoop
@@ -40,6 +43,7 @@ class RunsTrainers(Protocol):
     """The engine's thread, as trainers see it."""
 
     engine: EngineLoop
+    device: torch.device
 
     def call(self, act: Callable[[], Result]) -> Future[Result]:
         """Run a function between two steps."""
@@ -292,7 +296,7 @@ class AsyncTrainer:
             except EngineError as error:  # closed meanwhile
                 self._end(call, error)
         else:
-            Thread(target=act, name=f"pcg trainer {self.name}", daemon=True).start()
+            device_thread(self._thread.device, act, f"pcg trainer {self.name}").start()
 
     def _aside_done(self, call: TrainerCall[Any], error: BaseException | None, done: Any) -> None:
         if call is not self._current:

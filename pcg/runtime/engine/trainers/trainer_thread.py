@@ -29,7 +29,7 @@ class TrainerThread(StepThread):
         prepare_trainer: PrepareTrainer,
         preparation: Preparation,
     ) -> None:
-        super().__init__(engine)
+        super().__init__(engine, state.device)
         self._preparation = preparation
         self._state = state
         self._prepare_trainer = prepare_trainer

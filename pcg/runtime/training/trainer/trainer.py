@@ -10,6 +10,7 @@ from typing import Any, Self, TypeVar
 import torch
 
 from pcg.errors import FinetuneError
+from pcg.kernels.devices import on_device
 from pcg.keywords import takes
 from pcg.runtime.model.state import ModelState
 from pcg.runtime.training.trainer.commands import (
@@ -134,7 +135,7 @@ def trainer_here(state: ModelState, given: TrainerArguments) -> Trainer:
     ends = state.begin_training(given.name)
     held: list[TrainedAdapter] = []
     try:
-        with _gradients():
+        with _gradients(state.device):
             held.append(TrainedAdapter(state, given, windows=False))
     except BaseException:
         ends()
@@ -144,7 +145,7 @@ def trainer_here(state: ModelState, given: TrainerArguments) -> Trainer:
         if not held:
             raise FinetuneError(f"trainer {given.name!r} was closed; make another one")
         state.check_no_engine("a trainer that was made before", "make one by trainer() now")
-        with _gradients():
+        with _gradients(state.device):
             return run_here(command, held[0])
 
     def end() -> None:
@@ -156,9 +157,9 @@ def trainer_here(state: ModelState, given: TrainerArguments) -> Trainer:
 
 
 @contextmanager
-def _gradients() -> Iterator[None]:
-    """Have torch differentiate, whatever mode the caller is in."""
-    with torch.inference_mode(False), torch.enable_grad():
+def _gradients(device: torch.device) -> Iterator[None]:
+    """Have torch differentiate on a device, whatever mode the caller is in."""
+    with torch.inference_mode(False), torch.enable_grad(), on_device(device):
         yield
 
 

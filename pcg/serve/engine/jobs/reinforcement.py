@@ -20,9 +20,10 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from queue import SimpleQueue
-from threading import Event, Thread
+from threading import Event
 from typing import Any, cast
 
 import msgspec
@@ -36,6 +37,7 @@ from pcg.errors import (
     as_pcg_error,
 )
 from pcg.files import SUMS, is_file, seal, sync_names
+from pcg.kernels.devices import device_thread
 from pcg.peft.adapter import Adapter
 from pcg.peft.writer import write_adapter, write_adapter_files
 from pcg.records.record import RunRecord
@@ -94,7 +96,8 @@ class ReinforcementRun:
 
     def begin(self, ended: Callable[[], None]) -> None:
         """Begin on a thread; `ended` is called before the end is told."""
-        Thread(target=self._run, args=(ended,), name="pcg reinforcement", daemon=True).start()
+        act = partial(self._run, ended)
+        device_thread(self._executor.device, act, "pcg reinforcement").start()
 
     def end(self, *, interrupts: bool) -> None:
         """End behind the step that runs, with a checkpoint, or now."""
