@@ -98,6 +98,17 @@ def test_batches_over_stages(name: str, sizes: MeshSizes, options: dict[str, Any
         check_close(found, trained_alone(name))
 
 
+@pytest.mark.parametrize(("pp", "size"), [(2, 1), (2, 8), (3, 2), (3, 8)])
+def test_messages_of_a_gpu_run_one_after_the_other(pp: int, size: int) -> None:
+    """So stages that send to each other do it in one exchange; in micro-batches, few or many."""
+    compiled = program("llama3")
+    options = {"batch_size": size, "epochs": 1}
+    expected = train(make_executor(compiled, "llama3"), **options)
+    run = lambda mesh: train(make_executor(compiled, "llama3", mesh), **options)  # noqa: E731
+    for found in run_mesh(MeshSizes(pp=pp), run, wired=True):
+        check_close(found, expected)
+
+
 @pytest.mark.parametrize(
     "method",
     [

@@ -91,6 +91,10 @@ class ThreadRanks:
                 return out.copy_(self._sent[source, self.rank].get(timeout=0.1))
         raise threading.BrokenBarrierError
 
+    def exchange(self, x: Tensor, out: Tensor, other: int) -> Tensor:
+        self.begin_send(x, other)
+        return self.receive(out, other)
+
     def tell(self, word: bytes) -> list[bytes]:
         own = torch.frombuffer(bytearray(word), dtype=torch.uint8)
         return [bytes(each.numpy()) for each in self._exchange(own)]
@@ -101,6 +105,73 @@ class ThreadRanks:
 
     def begin_gather_into(self, whole: Tensor, own: Tensor) -> Callable[[], Any]:
         return lambda: whole.copy_(torch.cat(self.all_gather(own)))
+
+
+class Wire:
+    """The messages of one rank, as a GPU has them: one after the other, in all of its groups.
+
+    A message is under way until the other rank has come to it, too.
+    """
+
+    def __init__(self) -> None:
+        self._queue = ThreadPoolExecutor(1, "wire")
+
+    def begin(self, act: Callable[[], Any]) -> Callable[[], Any]:
+        return self._queue.submit(act).result
+
+
+class WiredRanks(ThreadRanks):
+    """One rank of a group whose messages and collectives each take the rank's one wire.
+
+    What waits for longer than `PATIENCE_S` waits for ever: ranks then wait for each other.
+    """
+
+    PATIENCE_S = 20.0
+
+    def __init__(self, rank: int, size: int, room: Any, wire: Wire) -> None:
+        super().__init__(rank, size, *room)
+        self._wire = wire
+
+    def _exchange(self, x: Tensor) -> list[Tensor]:
+        own = x.clone()
+        return cast("list[Tensor]", self._wire.begin(partial(super()._exchange, own))())
+
+    def begin_send(self, x: Tensor, to: int) -> Callable[[], Any]:
+        return self._begin(x, None, to)
+
+    def receive(self, out: Tensor, source: int) -> Tensor:
+        self._begin(None, out, source)()
+        return out
+
+    def exchange(self, x: Tensor, out: Tensor, other: int) -> Tensor:
+        self._begin(x, out, other)()
+        return out
+
+    def _begin(self, x: Tensor | None, out: Tensor | None, other: int) -> Callable[[], Any]:
+        if x is not None:
+            self.moved_bytes["send"] += x.nbytes
+            self.messages["send"] += 1
+
+        def act() -> None:
+            sent, came = self._sent[self.rank, other], self._sent[other, self.rank]
+            try:
+                if x is not None:
+                    sent.put(x.clone(), timeout=self.PATIENCE_S)
+                if out is not None:
+                    out.copy_(came.get(timeout=self.PATIENCE_S))
+                    came.task_done()
+                if x is not None:
+                    self._until_taken(sent)
+            except (queue.Empty, queue.Full):
+                self._barrier.abort()
+                raise TimeoutError(f"rank {self.rank} waits for rank {other} for ever") from None
+
+        return self._wire.begin(act)
+
+    def _until_taken(self, sent: queue.Queue[Tensor]) -> None:
+        with sent.all_tasks_done:
+            if not sent.all_tasks_done.wait_for(lambda: not sent.unfinished_tasks, self.PATIENCE_S):
+                raise queue.Full
 
 
 def tp_mesh(ranks: Any) -> RankMesh:
@@ -114,8 +185,12 @@ def run_ranks(size: int, run: Callable[[ThreadRanks], Any]) -> list[Any]:
     return run_mesh(MeshSizes(tp=size), lambda mesh: run(cast("ThreadRanks", mesh.world)))
 
 
-def run_mesh(sizes: MeshSizes, run: Callable[[RankMesh], Any]) -> list[Any]:
-    """What `run` gives on each rank of a mesh; an error on one ends all."""
+def run_mesh(sizes: MeshSizes, run: Callable[[RankMesh], Any], *, wired: bool = False) -> list[Any]:
+    """What `run` gives on each rank of a mesh; an error on one ends all.
+
+    With `wired`, the messages of a rank run one after the other, as on a GPU.
+    """
+    wires = [Wire() for _ in range(sizes.world)]
     groups: dict[tuple[int, ...], tuple[threading.Barrier, list[Any], Any]] = {}
     for axes in (*((axis,) for axis in AXES), ("dp", "cp"), ("pp", "tp"), ("pp", "cp", "tp"), AXES):
         for numbers in members(sizes, axes):
@@ -128,12 +203,15 @@ def run_mesh(sizes: MeshSizes, run: Callable[[RankMesh], Any]) -> list[Any]:
         if len(numbers) == 1:
             return SINGLE_RANK
         room = groups[tuple(numbers)]
-        return cast("Ranks", ThreadRanks(numbers.index(number), len(numbers), *room))
+        rank, size = numbers.index(number), len(numbers)
+        if wired:
+            return cast("Ranks", WiredRanks(rank, size, room, wires[number]))
+        return cast("Ranks", ThreadRanks(rank, size, *room))
 
     def one(number: int) -> Any:
         own = {axis: group(number, axis) for axis in AXES}
         own |= {"world": group(number, *AXES), "data": group(number, "dp", "cp")}
-        own |= {"model": group(number, "pp", "tp"), "back": own["pp"]}
+        own["model"] = group(number, "pp", "tp")
         own["replica"] = group(number, "pp", "cp", "tp")
         try:
             return run(RankMesh(sizes, **own))

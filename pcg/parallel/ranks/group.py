@@ -80,6 +80,15 @@ class Ranks:
         """Receive what another rank sends next, into a flat tensor of its shape and dtype."""
         raise ParallelError("a group of one rank has no other to receive from")
 
+    def exchange(self, x: Tensor, out: Tensor, other: int) -> Tensor:
+        """Send a flat tensor to a rank that sends one in the same exchange, and receive that.
+
+        Messages and collectives of a rank run one after the other on a GPU, and a message takes
+        until it is received: where two ranks send to each other and receive then, each waits for
+        the other for ever. So both directions are one exchange, on both ranks.
+        """
+        raise ParallelError("a group of one rank has no other to exchange with")
+
     def tell(self, word: bytes) -> list[bytes]:
         """The ranks' words, of one length, in their order; they do not count as sent."""
         return [word]
@@ -147,16 +156,34 @@ class ProcessRanks(Ranks):
         return x
 
     def begin_send(self, x: Tensor, to: int) -> PendingCollective:
-        self.moved_bytes["send"] += x.nbytes
-        self.messages["send"] += 1
-        run = partial(dist.isend, x, group=self._group, group_dst=to)
-        with self._naming_lost("a message"):
-            return partial(self._ended, run, run(), x, "a message")
+        return self._begin_messages(x, to, x)
 
     def receive(self, out: Tensor, source: int) -> Tensor:
-        with self._naming_lost("a message"):
-            dist.recv(out, group=self._group, group_src=source)
-        return out
+        return cast("Tensor", self._begin_messages(None, source, out)())
+
+    def exchange(self, x: Tensor, out: Tensor, other: int) -> Tensor:
+        return cast("Tensor", self._begin_messages(x, other, out)())
+
+    def _begin_messages(self, sent: Tensor | None, other: int, out: Tensor) -> PendingCollective:
+        """Begin to send to a rank and to receive from it, as one batch; `out` is the result."""
+        messages = []
+        if sent is not None:
+            self.moved_bytes["send"] += sent.nbytes
+            self.messages["send"] += 1
+            messages.append(dist.P2POp(dist.isend, sent, group=self._group, group_peer=other))
+        if out is not sent:
+            messages.append(dist.P2POp(dist.irecv, out, group=self._group, group_peer=other))
+        what = "a message"
+        # A batch of one, too: NCCL would have another communicator for a message by itself.
+        with self._naming_lost(what):
+            begun = dist.batch_isend_irecv(messages)
+
+        def wait() -> Tensor:
+            for work in begun:
+                self._ended(messages, work, out, what)
+            return out
+
+        return wait
 
     def tell(self, word: bytes) -> list[bytes]:
         own = torch.frombuffer(bytearray(word), dtype=torch.uint8).to(self.device)

@@ -96,8 +96,8 @@ def _mesh(sizes: MeshSizes, device: torch.device, store: Any, timeout: timedelta
     own: dict[str, Any] = {axis: group(axis) for axis in AXES}
     own |= {"world": group(*AXES), "data": group("dp", "cp"), "model": group("pp", "tp")}
     own["replica"] = group("pp", "cp", "tp")
-    made.clear()
-    return RankMesh(sizes, back=group("pp"), **own)
+    own["pp"].tell(b" ")  # the first message of a group has to be one of all its ranks
+    return RankMesh(sizes, **own)
 
 
 def _check_timeout(world: int, timeout_s: float | None) -> None:

@@ -65,8 +65,6 @@ class RankMesh:
         sizes: the number of ranks along each axis.
         world: all ranks of the job, which agree on what they are asked for.
         pp, dp, cp, tp: the ranks that differ from this one along that axis alone.
-        back: those of `pp` again, for gradients, which go the other way than activations: messages
-            of one group go in one order.
         model: those that differ along pp and tp: together they have all weights once.
         replica: those that differ along pp, cp and tp: they serve the same requests.
         data: those that differ along dp and cp: they have the same shards of adapters, and other
@@ -80,7 +78,6 @@ class RankMesh:
     dp: Ranks = SINGLE_RANK
     cp: Ranks = SINGLE_RANK
     tp: Ranks = SINGLE_RANK
-    back: Ranks = SINGLE_RANK
     model: Ranks = SINGLE_RANK
     replica: Ranks = SINGLE_RANK
     data: Ranks = SINGLE_RANK

@@ -3,7 +3,8 @@
 A stage sends on what its last layer passes to the next one, and the prologue's outputs that later
 stages read, such as the rotations of positions, in one message. Each rank sends to the one at its
 place of the next stage, so that a shard goes where it is read. What is sent stays until it has
-arrived, while this rank goes on.
+arrived, while this rank goes on. Where a stage sends to the one that it receives from next, as
+micro-batches do, both are one exchange.
 
     message = the tensors one behind the other, each from a multiple of 16 bytes on
 """
@@ -20,7 +21,7 @@ from torch import Tensor
 
 from pcg.ir.program.program import ModelGraph
 from pcg.ir.types import TORCH_NAMES, TensorType, tokens_at
-from pcg.parallel.ranks.group import PendingCollective, Ranks
+from pcg.parallel.ranks.group import PendingCollective
 from pcg.parallel.ranks.mesh import RankMesh
 from pcg.parallel.ranks.stages import Stage, Stages
 from pcg.parallel.ranks.united import padded
@@ -37,12 +38,18 @@ _DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
 
 class StageLink:
-    """The messages of one rank of a stage to and from the stages beside it."""
+    """The messages of one rank of a stage to and from the stages beside it.
+
+    Attributes:
+        exchanges: True where the stage that is sent to next is the one that is received from then,
+            which sets it alike; what is sent waits for that.
+    """
 
     def __init__(
         self, model: ModelGraph, stages: Stages, mesh: RankMesh, device: torch.device
     ) -> None:
         """Make the link of this rank's stage of a model, whose graphs are what a rank runs."""
+        self.exchanges = False
         self.stages = stages
         self.stage: Stage = stages[mesh.stage]
         self._mesh = mesh
@@ -55,6 +62,7 @@ class StageLink:
         self._types = model.prologue.types
         self._names = model.prologue.outputs
         self._under_way: dict[int, deque[tuple[Tensor, PendingCollective]]] = defaultdict(deque)
+        self._held: tuple[int, Tensor] | None = None
 
     @classmethod
     def of(
@@ -79,7 +87,7 @@ class StageLink:
         """
         places = self._shared[self.stage.index]
         types = [*self._carried, *(self._types[self._names[place]] for place in places)]
-        came = self._received(self._mesh.pp, self.stage.index - 1, types, tokens)
+        came = self._received(self.stage.index - 1, types, tokens)
         found: list[Tensor | None] = [None] * self._outputs
         for place, tensor in zip((*self._places, *places), came, strict=True):
             found[place] = tensor
@@ -94,18 +102,19 @@ class StageLink:
         places = self._shared[self.stage.index + 1]
         sent = [carried[place] for place in self._places]
         tensors = [*sent, *(one for place in places if (one := shared[place]) is not None)]
-        self._send(self._mesh.pp, self.stage.index + 1, tensors)
+        self._send(self.stage.index + 1, tensors)
 
     def receive_back(self, tokens: int) -> list[Tensor]:
         """Return the gradients of the outputs of this stage's last layer, for so many tokens."""
-        return self._received(self._mesh.back, self.stage.index + 1, self._carried, tokens)
+        return self._received(self.stage.index + 1, self._carried, tokens)
 
     def send_back(self, gradients: Sequence[Tensor]) -> None:
         """Send the gradients of the inputs of this stage's first layer to the stage before."""
-        self._send(self._mesh.back, self.stage.index - 1, gradients)
+        self._send(self.stage.index - 1, gradients)
 
     def settle(self) -> None:
         """Wait until all that was sent has arrived."""
+        self._send_held()
         for sent in self._under_way.values():
             while sent:
                 sent.popleft()[1]()
@@ -135,25 +144,42 @@ class StageLink:
         found = torch.empty(shape, dtype=_DTYPES[dtype], device=self._device)
         return self._mesh.pp.broadcast(found)
 
-    def _send(self, ranks: Ranks, stage: int, tensors: Sequence[Tensor]) -> None:
+    def _send(self, stage: int, tensors: Sequence[Tensor]) -> None:
         sizes = [padded(one.nbytes) for one in tensors]
         message = torch.zeros(sum(sizes), dtype=torch.uint8, device=self._device)
         for part, one in zip(message.split(sizes), tensors, strict=True):
             part[: one.nbytes] = one.contiguous().view(-1).view(torch.uint8)
+        self._send_held()
+        self._held = stage, message
+        if not self.exchanges:
+            self._send_held()
+
+    def _send_held(self) -> None:
+        """Begin to send what waits for an exchange."""
+        if self._held is None:
+            return
+        (stage, message), self._held = self._held, None
         sent = self._under_way[stage]
         while len(sent) >= UNDER_WAY:
             sent.popleft()[1]()
-        sent.append((message, ranks.begin_send(message, self.stage.count - 1 - stage)))
+        sent.append((message, self._mesh.pp.begin_send(message, self._rank_of(stage))))
 
-    def _received(
-        self, ranks: Ranks, stage: int, types: Sequence[TensorType], tokens: int
-    ) -> list[Tensor]:
+    def _rank_of(self, stage: int) -> int:
+        """Return the rank of another stage among those of this one's place."""
+        return self.stage.count - 1 - stage
+
+    def _received(self, stage: int, types: Sequence[TensorType], tokens: int) -> list[Tensor]:
         shapes = [_shape(type_, tokens) for type_ in types]
         dtypes = [getattr(torch, TORCH_NAMES[type_.dtype]) for type_ in types]
         wanted = [prod(s) * dtype.itemsize for s, dtype in zip(shapes, dtypes, strict=True)]
         sizes = [padded(size) for size in wanted]
         message = torch.empty(sum(sizes), dtype=torch.uint8, device=self._device)
-        ranks.receive(message, self.stage.count - 1 - stage)
+        if self._held is not None and self._held[0] == stage:
+            (_, sent), self._held = self._held, None
+            self._mesh.pp.exchange(sent, message, self._rank_of(stage))
+        else:
+            self._send_held()
+            self._mesh.pp.receive(message, self._rank_of(stage))
         parts = zip(message.split(sizes), wanted, shapes, dtypes, strict=True)
         # Each has its own memory, as some of them are kept longer than others.
         return [part[:size].clone().view(dtype).view(shape) for part, size, shape, dtype in parts]

@@ -7,12 +7,16 @@ as its loss is there. With M micro-batches a stage waits for (S - 1) / (M + S - 
     stage 0    f0 f1 f2 b0 f3 b1 …        3 stages
     stage 1       f0 f1 b0 f2 b1 …
     stage 2          f0 b0 f1 b1 …
+
+Once a stage has as many under way as it may, it sends what goes forward in one exchange with what
+comes back, and what goes back with what comes forward next. The stage on the other side does both
+at the same time: its b0 goes back when f2 comes to stage 1, as that has two under way then.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -74,6 +78,7 @@ def run_stages(
     stage, link = runner.stage, runner.link
     assert link is not None
     most = stage.count - stage.index
+    gets_gradients = runner.training.first_back < stage.layers.stop
     under_way: deque[tuple[int, TrainingPass]] = deque()
 
     def back() -> None:
@@ -82,22 +87,18 @@ def run_stages(
             oldest.run_part(oldest.load.tokens)
         losses[index] += oldest.loss_sum.to(runner.device)
 
-    for index, made in _passes(runner, parts, normaliser):
+    batches = micro_batches(parts, stage.count)
+    for number, (index, one) in enumerate(batches):
+        made = TrainingPass(runner, one.examples, normaliser, one.seed, numbers=one.numbers)
+        is_full = len(under_way) + 1 == most
+        link.exchanges = is_full and gets_gradients
         made.forward(made.remaining)
         under_way.append((index, made))
-        if len(under_way) == most:
+        if is_full:
+            link.exchanges = number + 1 < len(batches)
             back()
+    link.exchanges = False
     while under_way:
         back()
     link.settle()
     return losses
-
-
-def _passes(
-    runner: BoundTraining, parts: Sequence[BatchPart], normaliser: float
-) -> Iterator[tuple[int, TrainingPass]]:
-    for index, one in micro_batches(parts, runner.stage.count):
-        yield (
-            index,
-            TrainingPass(runner, one.examples, normaliser, one.seed, numbers=one.numbers),
-        )
