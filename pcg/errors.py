@@ -197,6 +197,10 @@ class EngineError(PcgError):
     """The engine's thread was closed, or ended by an error, with work left."""
 
 
+class DeviceMemoryError(EngineError):
+    """The device's memory does not hold what an engine needs; says the parts, and the fix."""
+
+
 class DrainingError(EngineError):
     """The engine ends what it has, and takes nothing new."""
 

@@ -104,7 +104,9 @@ class ServingOptions:
         policy: the order in which requests are admitted.
         max_num_seqs: the most requests at once.
         max_num_batched_tokens: the most tokens of a step.
-        kv_cache_gib: memory of the KV cache and the adapters in it, GiB.
+        gpu_memory_utilization: the share of a GPU's memory for the engine, from above 0 to 1.
+        kv_cache_gib: memory of the KV cache and the adapters in it, GiB, in place of what
+            `gpu_memory_utilization` leaves; 4 by default where there is no GPU.
         enable_prefix_caching: share the KV blocks of prompts that begin alike.
     """
 
@@ -115,7 +117,8 @@ class ServingOptions:
     policy: Literal["fcfs", "adapter-clustering", "early-abort", "fair-share"] = "fair-share"
     max_num_seqs: int = 256
     max_num_batched_tokens: int = 4096
-    kv_cache_gib: float = 4.0
+    gpu_memory_utilization: float = 0.9
+    kv_cache_gib: float | None = None
     enable_prefix_caching: bool = True
 
     @property
@@ -211,10 +214,12 @@ def measure(
     with busy(f"making {counted(len(names), 'adapter')}"):
         for index, name in enumerate(names):
             executor.add_adapter(name, requests.recipe(index), seed=requests.seed + index)
+    size_gib = serving.kv_cache_gib
     with busy("measuring how long steps take"):
         engine = executor.engine(
             serving.limits,
-            kv_cache_bytes=int(serving.kv_cache_gib * 2**30),
+            kv_cache_bytes=None if size_gib is None else int(size_gib * 2**30),
+            gpu_memory_utilization=serving.gpu_memory_utilization,
             policy=serving.admission(),
             sharing=training.rule,
             prefix_caching=serving.enable_prefix_caching,

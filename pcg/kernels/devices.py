@@ -36,6 +36,30 @@ def indexed(device: torch.device) -> torch.device:
     return torch.device("cuda", torch.cuda.current_device())
 
 
+def device_memory(device: torch.device) -> tuple[int, int]:
+    """Return a GPU's free memory and all of it, bytes; 0 and 0 of other devices."""
+    return torch.cuda.mem_get_info(device) if device.type == "cuda" else (0, 0)
+
+
+def own_memory(device: torch.device) -> int:
+    """Return a GPU's memory that is free or this process's tensors', bytes; 0 of other devices."""
+    free, _ = device_memory(device)
+    return free + (torch.cuda.memory_reserved(device) if device.type == "cuda" else 0)
+
+
+def is_out_of_memory(error: BaseException | None) -> bool:
+    """Return whether an error comes from too little memory of a device.
+
+    A graph that ends for it is ended by an error of its own, with the cause as its context; and the
+    driver, which keeps the launches of graphs, raises no OutOfMemoryError.
+    """
+    while error is not None:
+        if isinstance(error, torch.OutOfMemoryError) or "out of memory" in str(error):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
+
+
 def device_thread(device: torch.device | None, act: Callable[[], object], name: str) -> Thread:
     """Make a thread that does not keep the process alive.
 

@@ -54,7 +54,10 @@ class ServeOptions:
             that the token was drawn from, behind temperature, penalties, masks and filters.
         generation_config: where the defaults of sampling come from: `auto`, the model's
             generation_config.json; `vllm`, none; or a folder with such a file.
-        kv_cache_gib: memory of the KV cache and the adapters in it, GiB.
+        gpu_memory_utilization: the share of a GPU's memory for this server, from above 0 to 1; the
+            KV cache and the adapters in it get what else it needs leaves of it.
+        kv_cache_gib: memory of the KV cache and the adapters in it, GiB, in place of what
+            `gpu_memory_utilization` leaves; 4 by default where there is no GPU.
         enable_prefix_caching: share the KV blocks of a tenant's prompts that begin alike.
         warm_up: on a GPU, record steps as CUDA graphs and compile their kernels before the first
             request.
@@ -134,7 +137,8 @@ class ServeOptions:
     max_logprobs: int = 20
     logprobs_mode: Literal["raw_logprobs", "processed_logprobs"] = "raw_logprobs"
     generation_config: str = "auto"
-    kv_cache_gib: float = 4.0
+    gpu_memory_utilization: float = 0.9
+    kv_cache_gib: float | None = None
     enable_prefix_caching: bool = True
     warm_up: bool = True
     warm_jobs: Sequence[str] = ()
@@ -181,6 +185,13 @@ class ServeOptions:
             )
         if self.split_port and self.split_port == self.port:
             raise ServeError(f"port and split_port are both {self.port}; use two")
+        self._check_numbers()
+        if self.warm_jobs and not self.warm_up:
+            raise ServeError("warm_jobs are recorded by warm_up; leave them out, or record")
+        if self.ssl_keyfile is not None and self.ssl_certfile is None:
+            raise ServeError("ssl_keyfile needs its certificate; give ssl_certfile, too")
+
+    def _check_numbers(self) -> None:
         for name in (
             "max_model_len",
             "max_num_seqs",
@@ -220,10 +231,9 @@ class ServeOptions:
                 raise ServeError(f"{name}={getattr(self, name)}; use a share from 0 to below 1")
         if self.max_logprobs < 0:
             raise ServeError(f"max_logprobs={self.max_logprobs}; use at least 0")
-        if self.warm_jobs and not self.warm_up:
-            raise ServeError("warm_jobs are recorded by warm_up; leave them out, or record")
-        if self.ssl_keyfile is not None and self.ssl_certfile is None:
-            raise ServeError("ssl_keyfile needs its certificate; give ssl_certfile, too")
+        if not 0 < self.gpu_memory_utilization <= 1:
+            share = self.gpu_memory_utilization
+            raise ServeError(f"gpu_memory_utilization={share}; use a share above 0, up to 1")
 
     @property
     def max_body_bytes(self) -> int:
@@ -238,8 +248,8 @@ class ServeOptions:
         return int(self.tenant_files_gib * 2**30)
 
     @property
-    def kv_cache_bytes(self) -> int:
-        return int(self.kv_cache_gib * 2**30)
+    def kv_cache_bytes(self) -> int | None:
+        return None if self.kv_cache_gib is None else int(self.kv_cache_gib * 2**30)
 
     def queue_of(self, tenants: int) -> int:
         """The most requests of one tenant that wait, where there are so many tenants."""
@@ -272,6 +282,7 @@ class ServeOptions:
             policy=FairShare(tenant_running=running),
             queue=QueueLimits(requests=self.max_queue, tenant_requests=self.queue_of(tenants)),
             kv_cache_bytes=self.kv_cache_bytes,
+            gpu_memory_utilization=self.gpu_memory_utilization,
             prefix_caching=self.enable_prefix_caching,
             warm_up=self.warm_up,
             warm_jobs=parse_warm_jobs(self.warm_jobs),

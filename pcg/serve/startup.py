@@ -25,7 +25,8 @@ def announcement(service: Service, url: str, made_key: str | None) -> str:
         f"defaults of sampling: {service.generation}",
         f"memory: {size_text(memory.total)} = {size_text(memory.weights)} weights + "
         f"{size_text(memory.adapters)} adapters + {size_text(memory.kv_cache)} KV cache + "
-        f"{size_text(memory.workspace)} workspace",
+        f"{size_text(memory.workspace)} workspace"
+        f"{f' + {size_text(memory.recorded)} recorded' if memory.recorded else ''}",
     ]
     warmed = service.client.facts.warmed
     if warmed is not None:

@@ -308,6 +308,9 @@ def test_urls() -> None:
         ("kv_cache_gib", 0.0),
         ("max_logprobs", -1),
         ("kv_cache_gib", float("inf")),
+        ("gpu_memory_utilization", 0.0),
+        ("gpu_memory_utilization", 1.5),
+        ("gpu_memory_utilization", float("nan")),
         ("tpot_slo_ms", 0.0),
     ],
 )

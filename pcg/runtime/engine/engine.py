@@ -8,10 +8,10 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from signal import SIGINT
 from types import ModuleType
-from typing import TYPE_CHECKING, Self, cast
+from typing import TYPE_CHECKING, Self, TypeAlias, cast
 
-from pcg.errors import FinetuneError
-from pcg.kernels.devices import on_device
+from pcg.errors import DeviceMemoryError, FinetuneError
+from pcg.kernels.devices import is_out_of_memory, on_device
 from pcg.keywords import takes
 from pcg.parallel.ranks.agreement import check_call, check_same
 from pcg.parallel.ranks.described import described
@@ -24,6 +24,7 @@ from pcg.runtime.data.limits import DataLimits
 from pcg.runtime.engine.async_engine import AsyncEngine
 from pcg.runtime.engine.calibration import calibrated
 from pcg.runtime.engine.clock import MachineClock
+from pcg.runtime.engine.device_memory import DeviceParts, fitted
 from pcg.runtime.engine.jobs import Job
 from pcg.runtime.engine.limits import Limits
 from pcg.runtime.engine.loop import EngineLoop
@@ -90,32 +91,19 @@ class Engine(EngineLoop):
         self.driver: Driver | None = None
         self._compares = state.world.size > 1 and not requests
         self._was_called = True
-        page_bytes = page_bytes_of(state.serving.serving.model, state.stages)
-        pages = max(1, given.kv_cache_bytes // page_bytes)
-        # Triton kernels follow block tables, so adapters can lie in pages of the cache.
-        in_pages = state.program.options.backend == "triton"
-        types = stage_kv_types(state.serving.serving.model, state.stages, state.mesh.stage)
-        cache = KvCache(types, pages, state.device, in_pages=in_pages, page_bytes=page_bytes)
-
-        def pages_of(adapter: ServedAdapter) -> int:
-            return state.serving.tables.pages_of(cast(Adapter, adapter), page_bytes)
-
-        adapters = AdapterCache(cache.pool, pages_of)
         self.state = state
         self._data_limits = given.data_limits or DataLimits()
-        state.add_listener(self)
         limits = given.limits or Limits()
         state.most_rank = limits.lora_rank
+        runner, adapters, self.runners = _on_device(state, given, limits)
+        cache = runner.cache
+        state.add_listener(self)
         prefixes = None
         if given.prefix_caching:
             prefixes = Prefixes(cache.pool, between_tenants=given.prefixes_between_tenants)
         queue = given.queue or QueueLimits()
         scheduler = Scheduler(cache.pool, adapters, limits, given.policy, prefixes, queue)
-        runner = StepRunner(state, cache, adapters, limits)
         super().__init__(runner, scheduler, MachineClock(state.mesh.alike), given)
-        self.runners: KeptRunners[TrainingRunner] = KeptRunners()
-        if given.warm_up:
-            runner.warm_up(list(state.adapters.values()), self.runners, given.warm_jobs)
         has_slo = limits.tpot_slo_s or limits.ttft_slo_s
         if given.latencies is None and has_slo:
             self.calibrate()
@@ -291,11 +279,59 @@ class Engine(EngineLoop):
         served = (cast(Adapter, r.adapter) for r in requests if r.adapter)
         adapters = {adapter.version: adapter for adapter in served}
         sizes = [tables.pages_of(adapter, page_bytes) for adapter in adapters.values()]
-        most = max(max(needs, default=1) + max(sizes, default=0), KV_CACHE_BYTES // page_bytes)
-        count = sum(request.params.width for request in requests)
-        pages = min(max(needs, default=1) * count + sum(sizes), most)
-        size_bytes = pages * page_bytes
         # Nobody else waits, and chunks by measured times would round differently in each run.
         limits = Limits(prompt_stretch=math.inf)
+        count = sum(request.params.width for request in requests)
+        pages, most = max(needs, default=1) * count + sum(sizes), KV_CACHE_BYTES // page_bytes
+        if pages > most:
+            if state.device.type == "cuda" and state.mesh.alike.size == 1:
+                most = DeviceParts.of(state, limits, _SHARE, None).pool // page_bytes
+            pages = min(pages, max(max(needs, default=1) + max(sizes, default=0), most))
+        size_bytes = pages * page_bytes
         given = EngineArguments(limits, kv_cache_bytes=size_bytes, log=EventLog(0), queue=UNLIMITED)
         return cls(state, given, requests)
+
+
+_SHARE = EngineArguments().gpu_memory_utilization
+_OnDevice: TypeAlias = tuple[StepRunner, AdapterCache, KeptRunners[TrainingRunner]]
+
+
+def _on_device(state: ModelState, given: EngineArguments, limits: Limits) -> _OnDevice:
+    """Make what an engine has on its device, with its pool, and record what may come.
+
+    Raises:
+        DeviceMemoryError: a GPU has too little memory for all parts together.
+    """
+    model = state.serving.serving.model
+    page_bytes = page_bytes_of(model, state.stages)
+    # Triton kernels follow block tables, so adapters can lie in pages of the cache.
+    in_pages = state.program.options.backend == "triton"
+    types = stage_kv_types(model, state.stages, state.mesh.stage)
+
+    def pages_of(adapter: ServedAdapter) -> int:
+        return state.serving.tables.pages_of(cast(Adapter, adapter), page_bytes)
+
+    def make(size_bytes: int) -> _OnDevice:
+        pages = max(1, size_bytes // page_bytes)
+        cache = KvCache(types, pages, state.device, in_pages=in_pages, page_bytes=page_bytes)
+        adapters, kept = AdapterCache(cache.pool, pages_of), KeptRunners[TrainingRunner]()
+        runner = StepRunner(state, cache, adapters, limits)
+        if given.warm_up:
+            runner.warm_up(list(state.adapters.values()), kept, given.warm_jobs)
+        return runner, adapters, kept
+
+    size_bytes = given.kv_cache_bytes
+    if state.device.type != "cuda":
+        return make(KV_CACHE_BYTES if size_bytes is None else size_bytes)
+    share = given.gpu_memory_utilization if size_bytes is None else None
+    jobs = given.warm_jobs if given.warm_up else None
+    count = functools.partial(DeviceParts.of, state, limits, share, jobs)
+    if size_bytes is None:
+        least = pages_for(limits.tokens) * page_bytes
+        return fitted(make, count(), least, state.mesh.alike)
+    try:
+        return make(size_bytes)
+    except (RuntimeError, DeviceMemoryError) as error:
+        if not is_out_of_memory(error):
+            raise
+        raise count().refused(size_bytes, error) from error

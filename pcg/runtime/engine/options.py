@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from pcg.errors import EngineError
 from pcg.runtime.admission.backlog import QueueLimits
 from pcg.runtime.admission.policy import Policy
 from pcg.runtime.data.limits import DataLimits
@@ -15,7 +16,7 @@ from pcg.runtime.metrics.events import EventLog
 from pcg.runtime.training.recorded.warm_job import WarmJob
 
 KV_CACHE_BYTES = 4 * 2**30
-"""Memory for the KV cache and adapters by default."""
+"""Memory for the KV cache and adapters by default where it is not a GPU's."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,8 +54,13 @@ class EngineArguments(EngineOptions):
 
     Attributes:
         limits: the limits of a step, and the SLOs; those of `Limits()` by default.
-        kv_cache_bytes: memory of the pool for the KV cache and adapters; pages that nothing uses
+        kv_cache_bytes: memory of the pool for the KV cache and adapters; by default what a GPU has
+            left of `gpu_memory_utilization`, and 4 GiB elsewhere, of which pages that nothing uses
             are not touched.
+        gpu_memory_utilization: the share of a GPU's memory for this process, from above 0 to 1:
+            weights, adapters, steps, graphs, windows of known jobs, and the pool, which gets the
+            rest. What other processes use does not count, but as much has to be free. It is not
+            read where `kv_cache_bytes` is given.
         warm_up: record the steps that may come, and compile their kernels, when the engine is made,
             so that no request waits for that; windows of jobs, too, where the program was compiled
             for a recipe and a step. Only where steps are recorded (docs/triton.md).
@@ -64,7 +70,17 @@ class EngineArguments(EngineOptions):
     """
 
     limits: Limits | None = None
-    kv_cache_bytes: int = field(default=KV_CACHE_BYTES, kw_only=True)
+    kv_cache_bytes: int | None = field(default=None, kw_only=True)
+    gpu_memory_utilization: float = field(default=0.9, kw_only=True)
+
+    def __post_init__(self) -> None:
+        share = self.gpu_memory_utilization
+        if not isinstance(share, int | float) or not 0 < share <= 1:
+            raise EngineError(
+                f"gpu_memory_utilization={share!r}; use a share of the GPU's memory above 0, up to "
+                "1, such as 0.9"
+            )
+
     warm_up: bool = field(default=False, kw_only=True)
     warm_jobs: Sequence[WarmJob] = field(default=(), kw_only=True)
     data_limits: DataLimits | None = field(default=None, kw_only=True)

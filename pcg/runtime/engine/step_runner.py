@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from pcg.errors import GenerationError
+from pcg.kernels.devices import device_memory
 from pcg.kernels.torch.products import ProductRequest
 from pcg.kernels.triton.compilations import compiled
 from pcg.kernels.uploads import uploaded_list
@@ -138,10 +139,11 @@ class StepRunner:
         """
         if self.graphs is None or self.graphs.recorder is None:
             return
-        started, free_bytes, before = time.monotonic(), self._free_bytes(), self.graphs.recorded
+        (free_bytes, _), before = device_memory(self._device), self.graphs.recorded
+        started = time.monotonic()
         self.graphs.warm_up(adapters)
         of_jobs = record_jobs(self._state, self.cache, self._limits.tokens, kept, jobs)
-        size_bytes = max(free_bytes - self._free_bytes(), 0)
+        size_bytes = max(free_bytes - device_memory(self._device)[0], 0)
         recorded = self.graphs.recorded - before + of_jobs
         self.warmed = WarmUp(recorded, time.monotonic() - started, size_bytes)
         with torch.inference_mode():
@@ -150,10 +152,6 @@ class StepRunner:
                 for params in _WAYS_TO_CHOOSE:
                     sample(logits, [Sampler(params, (ANY_TOKEN,))], self._runner.drawing)
         self._ready = self._made
-
-    def _free_bytes(self) -> int:
-        is_gpu = self._device.type == "cuda"
-        return torch.cuda.mem_get_info(self._device)[0] if is_gpu else 0
 
     def use(self, program: ServingProgram) -> None:
         """Serve by a program for other adapter sites."""

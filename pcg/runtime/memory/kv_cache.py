@@ -101,6 +101,12 @@ class KvCache:
     def rows(self) -> int:
         return self.pool.size * PAGE_TOKENS
 
+    @property
+    def size_bytes(self) -> int:
+        """The bytes of all pages."""
+        stores = (*self.keys, *self.values) if self.pages is None else (self.pages,)
+        return sum(store.nbytes for store in stores)
+
     def copy_page(self, page: int, to: int) -> None:
         """Copy one page's keys and values to another."""
         if self.pages is not None:

@@ -8,6 +8,10 @@ from typing import Protocol
 
 import torch
 
+from pcg.errors import DeviceMemoryError
+from pcg.kernels.devices import is_out_of_memory
+from pcg.units import size_text
+
 
 @dataclass(frozen=True)
 class WarmUp:
@@ -54,6 +58,22 @@ class CudaRecorder:
         ):
             run()
         return graph.replay
+
+
+def check_memory(error: Exception, what: str, pool_bytes: int) -> None:
+    """Raise a DeviceMemoryError if something could not be recorded for lack of memory.
+
+    Args:
+        error: what ended the recording.
+        what: what was recorded, with its size.
+        pool_bytes: the bytes of the KV cache.
+    """
+    if is_out_of_memory(error):
+        raise DeviceMemoryError(
+            f"{what} cannot be recorded as a CUDA graph, as the GPU has too little memory left "
+            f"beside a KV cache of {size_text(pool_bytes)}; use a smaller one, by a lower "
+            "gpu_memory_utilization or kv_cache_gib"
+        ) from error
 
 
 def recorder_for(device: torch.device) -> Recorder | None:

@@ -25,6 +25,7 @@ from pcg.errors import (
 )
 from pcg.ir.program.program import Program, Serving, Training
 from pcg.ir.types import TORCH_NAMES
+from pcg.kernels.devices import own_memory
 from pcg.kernels.uploads import downloaded
 from pcg.parallel.ranks.agreement import check_same
 from pcg.parallel.ranks.group import Ranks
@@ -72,6 +73,8 @@ class ModelState:
     Attributes:
         mesh: this rank's groups of ranks.
         stages: the layers of each pipeline stage, of which `stage` is this rank's.
+        free_before: memory of a GPU that other processes did not use before the weights were read,
+            bytes; 0 of other devices.
         adapter_dtype: the dtype of adapters where they are trained.
         grammars: compiles what requests' outputs have to follow.
         versions: those of the adapters.
@@ -90,6 +93,7 @@ class ModelState:
         mesh: RankMesh = SINGLE_MESH,
     ) -> None:
         bound_shape_caches()
+        self.free_before = own_memory(device)
         self.program = program
         self.mesh = mesh
         self.stages = cut_stages(program.base, mesh.sizes.pp)

@@ -15,11 +15,14 @@ Without, a room is recorded when its steps have come a few times, as recording t
 as so many. When the adapters' memory has moved, graphs that read it are recorded again, each when
 a step needs it.
 
-A step without a graph runs eagerly, and `eager` counts why.
+A step without a graph runs eagerly, and `eager` counts why. A graph that the device has no memory
+for is an error of a warm-up, which is made again with a smaller pool; later it leaves its room's
+steps eager, and the others recorded.
 """
 
 from __future__ import annotations
 
+import logging
 import warnings
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Sequence
@@ -29,6 +32,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pcg.errors import DeviceMemoryError
 from pcg.ir.program.program import counts_on_host
 from pcg.kernels.batch import StepTokens
 from pcg.kernels.triton.step_lists import StepLists, sizes_of
@@ -42,9 +46,11 @@ from pcg.runtime.memory.kv_cache import KvCache
 from pcg.runtime.memory.pool import PageTable, pages_for
 from pcg.runtime.model.batch import Batch
 from pcg.runtime.model.latest_tokens import LatestTokens
-from pcg.runtime.model.recorder import Recorder, recorder_for
+from pcg.runtime.model.recorder import Recorder, check_memory, recorder_for
 from pcg.runtime.model.runner import ModelRunner
+from pcg.units import counted
 
+_LOG = logging.getLogger("pcg.engine")
 EAGER_STEPS = 4
 """Steps of a room before its graph is recorded, where none was warmed up. Recording launches
 everything twice, and the driver then prepares the graph: about the time of so many steps, so it at
@@ -117,6 +123,7 @@ class StepGraphs:
         self._warm: Sequence[StepRoom] = ()
         self._graphs: OrderedDict[StepRoom, _Graph] = OrderedDict()
         self._came: Counter[StepRoom] = Counter()
+        self._too_large: set[StepRoom] = set()
         self._serving: dict[StepRoom, StepRoom | None] = {}
         self._layout: object = None
         self._lists: StepLists | None = None
@@ -176,8 +183,9 @@ class StepGraphs:
         if room is None:
             self.eager["no room holds it"] += 1
             return None
-        if room not in self._graphs and not (self._is_time(room) and self._record(room, tokens)):
-            self.eager["its room is not recorded"] += 1
+        if room not in self._graphs and not (self._is_time(room) and self._records(room, tokens)):
+            why = "no memory is left to record its room" if room in self._too_large else _NOT_YET
+            self.eager[why] += 1
             return None
         self._graphs.move_to_end(room)
         graph = self._graphs[room]
@@ -214,8 +222,22 @@ class StepGraphs:
             for room in [room for room in self._graphs if room.adapter_tiles]:
                 del self._graphs[room]
 
+    def _records(self, room: StepRoom, tokens: StepTokens) -> bool:
+        """Record a room between steps that serve; returns False if there is no memory for it."""
+        if room in self._too_large:
+            return False
+        try:
+            return self._record(room, tokens)
+        except DeviceMemoryError as error:
+            self._too_large.add(room)
+            _LOG.warning("%s; its steps run without a graph, which takes longer", error)
+            return False
+
     def _record(self, room: StepRoom, tokens: StepTokens) -> bool:
-        """Record a room while it has these tokens; returns False if the device does not."""
+        """Record a room while it has these tokens; returns False if the device does not.
+
+        DeviceMemoryError: there is no memory for it.
+        """
         assert self.recorder is not None
         if len(self._graphs) == MOST_GRAPHS:
             gone, _ = self._graphs.popitem(last=False)
@@ -237,6 +259,8 @@ class StepGraphs:
         try:
             replay = self.recorder.record(run)
         except RuntimeError as error:
+            what = f"a step of {counted(room.tokens, 'token')}"
+            check_memory(error, what, self.cache.size_bytes)
             # Without graphs every step runs eagerly: slower, but right.
             self.recorder = None
             warnings.warn(
@@ -268,6 +292,7 @@ class StepGraphs:
         return self._outputs
 
 
+_NOT_YET = "its room is not recorded"
 _NOTHING = StepTokens((), (), (), (), (), ())
 """The tokens that rooms are recorded with at warm-up: none, so that nothing is written."""
 

@@ -74,7 +74,7 @@ def facts_of(executor: Executor, engine: Engine, options: ServeOptions) -> Model
         max_positions=executor.max_positions,
         ttft_slo_s=limits.ttft_slo_s,
         tpot_slo_s=limits.tpot_slo_s,
-        memory=serving_memory(executor, limits, options.kv_cache_bytes),
+        memory=serving_memory(executor, engine),
         warmed=engine.device.warmed,
         pid=os.getpid(),
         base_digest="" if options.data_dir is None else _digest(executor),

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 
 from pcg.explain.base_memory import base_bytes, packed_bytes
-from pcg.ir.analysis.saved_memory import transient
-from pcg.runtime.engine.limits import Limits
+from pcg.runtime.engine.device_memory import step_bytes
+from pcg.runtime.engine.engine import Engine
 from pcg.runtime.executor import Executor
 
 
@@ -19,12 +19,14 @@ class ServingMemory:
         adapters: the adapters in host memory.
         kv_cache: the pool of the KV cache and of adapters' pages, if all of it is used.
         workspace: the fullest moment of a step of as many tokens as a step may have.
+        recorded: steps and windows that a GPU has recorded before the first request.
     """
 
     weights: int
     adapters: int
     kv_cache: int
     workspace: int
+    recorded: int = 0
 
     @property
     def bytes(self) -> dict[str, int]:
@@ -33,20 +35,18 @@ class ServingMemory:
 
     @property
     def total(self) -> int:
-        return self.weights + self.adapters + self.kv_cache + self.workspace
+        return sum(self.bytes.values())
 
 
-def serving_memory(executor: Executor, limits: Limits, kv_cache_bytes: int) -> ServingMemory:
+def serving_memory(executor: Executor, engine: Engine) -> ServingMemory:
     """Return the memory that a server takes at most, without adapters."""
-    model, tokens, rows = executor.program.base, limits.tokens, limits.running
-    seq = min(tokens, executor.max_positions or tokens)
-    sizes = [transient(block, tokens, seq).size_bytes(tokens, seq) for block in model.blocks]
+    model, limits, warmed = executor.program.base, engine.scheduler.limits, engine.device.warmed
     is_packed = executor.program.options.packed_weights
     packed = packed_bytes(model, executor.device) if is_packed else 0
-    sizes.append(transient(model.epilogue, rows, 1).size_bytes(rows, 1))
     return ServingMemory(
         weights=base_bytes(model) + packed,
         adapters=0,
-        kv_cache=kv_cache_bytes,
-        workspace=max(sizes),
+        kv_cache=engine.device.cache.size_bytes,
+        workspace=step_bytes(model, limits, executor.max_positions),
+        recorded=0 if warmed is None else warmed.size_bytes,
     )

@@ -33,7 +33,7 @@ import torch
 from torch.utils._pytree import tree_leaves
 from triton.runtime import interpreter
 
-from tests.support.interpreter.device_tensors import DeviceMode, DeviceTensor, launch
+from tests.support.interpreter.device_tensors import MEMORY, DeviceMode, DeviceTensor, launch
 from tests.support.interpreter.streams import DEVICE, ORDER, Event, Stream
 from tests.support.interpreter.tape import Tape
 
@@ -122,9 +122,8 @@ class _Generator(torch.Generator):
         return super().__new__(cls, "cpu")
 
 
-_BYTES = 2**34
 _PROPERTIES = SimpleNamespace(
-    name="stand-in", total_memory=_BYTES, multi_processor_count=4, major=9, minor=0, uuid="0"
+    name="stand-in", total_memory=MEMORY.total, multi_processor_count=4, major=9, minor=0, uuid="0"
 )
 
 
@@ -142,7 +141,8 @@ _TORCH_CUDA: dict[str, Any] = {
     "get_device_name": lambda device=None: _PROPERTIES.name,
     "get_device_capability": lambda device=None: (9, 0),
     "get_device_properties": lambda device=None: _PROPERTIES,
-    "mem_get_info": lambda device=None: (_BYTES, _BYTES),
+    "mem_get_info": lambda device=None: (MEMORY.total - MEMORY.used, MEMORY.total),
+    "empty_cache": lambda: None,
     "synchronize": _synchronize,
     "set_sync_debug_mode": _set_sync_debug_mode,
     "get_sync_debug_mode": lambda: 0 if ORDER.may_wait else 2,

@@ -313,9 +313,15 @@ class Block:
 
 
 class Memory:
-    """All memory of the device that is in use."""
+    """All memory of the device that is in use.
+
+    Attributes:
+        total: the bytes that there are; as many as a test has.
+        used: the bytes of what is in use.
+    """
 
     def __init__(self) -> None:
+        self.total, self.used = 2**34, 0
         self._blocks: dict[int, Block] = {}
         self._starts: list[int] = []
         self._freed: dict[int, list[Clock]] = {}
@@ -333,6 +339,11 @@ class Memory:
             if not start or start in self._blocks:
                 return
             stream = ORDER.current
+            if self.used + storage.nbytes() > self.total:
+                raise torch.OutOfMemoryError(
+                    f"out of memory: {storage.nbytes()} bytes of {self.total - self.used} free"
+                )
+            self.used += storage.nbytes()
             self._blocks[start] = Block(start, storage.nbytes(), stream.number)
             insort(self._starts, start)
             # A graph's own memory is no other's.
@@ -351,6 +362,7 @@ class Memory:
     def _remove(self, start: int, is_captured: bool) -> None:
         with self._lock:
             block = self._blocks.pop(start)
+            self.used -= block.size
             del self._starts[bisect_right(self._starts, start) - 1]
             if not is_captured:
                 self._freed.setdefault(block.stream, []).append(block.used_by_others())

@@ -8,7 +8,7 @@ from collections.abc import Sequence as List
 from pcg.errors import GenerationError, PcgError, as_pcg_error
 from pcg.runtime.engine.scheduler import Scheduler
 from pcg.runtime.engine.steps.flight import Flight
-from pcg.runtime.engine.taken import Taken
+from pcg.runtime.engine.steps.taken import Taken
 from pcg.runtime.memory.pool import PageTable
 from pcg.runtime.metrics.events import EventLog, Kind
 from pcg.runtime.metrics.totals import Totals

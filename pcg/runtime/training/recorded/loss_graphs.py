@@ -28,11 +28,12 @@ from pcg.runtime.data.example import IGNORED
 from pcg.runtime.memory.kv_cache import KvCache
 from pcg.runtime.model.batch import Batch
 from pcg.runtime.model.merged_execution import run_single
-from pcg.runtime.model.recorder import Recorder
+from pcg.runtime.model.recorder import Recorder, check_memory
 from pcg.runtime.training.recorded.own_gradients import OwnGradients
 from pcg.runtime.training.recorded.recorded_batch import RecordedTokens
 from pcg.runtime.training.recorded.recorded_program import RecordedProgram
 from pcg.runtime.training.recorded.window_sizes import SIZES
+from pcg.units import counted
 
 
 class ComputedLoss(NamedTuple):
@@ -90,6 +91,7 @@ class LossGraphs:
         self._gradients = gradients
         self._cache = cache
         self._recorder: Recorder | None = recorder
+        self._is_warming = False
         self._losses: dict[tuple[int, bool], _Loss] = {}
         self._came: Counter[tuple[int, bool]] = Counter()
 
@@ -105,10 +107,12 @@ class LossGraphs:
         Args:
             inputs: hidden states, and what else the epilogue reads of a window.
         """
+        self._is_warming = True
         for size in reversed(SIZES[: bisect_left(SIZES, most) + 1]):
             for trains in (True, False):
                 if (size, trains) not in self._losses and self._recorder is not None:
                     self._record(size, trains, inputs)
+        self._is_warming = False
 
     def run(
         self,
@@ -188,6 +192,9 @@ class LossGraphs:
             with kept_tables() as loss.kept:
                 loss.replay = self._recorder.record(run)
         except Exception as error:
+            if self._is_warming:
+                what = f"a loss of {counted(size, 'token')}"
+                check_memory(error, what, self._cache.size_bytes)
             # Without graphs losses are computed eagerly: slower, but right.
             self._recorder = None
             warnings.warn(

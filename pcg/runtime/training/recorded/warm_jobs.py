@@ -7,9 +7,12 @@ with that recipe, whose steps are no larger, finds its windows recorded.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from pcg.errors import FinetuneError
+from pcg.ir.analysis.saved_memory import training_transients, window_memory
+from pcg.ir.analysis.storages import SEQUENCES
+from pcg.ir.types import CONTEXT
 from pcg.peft.recipe import Recipe
 from pcg.peft.registry import recipe_from, recipe_of_fields
 from pcg.runtime.memory.kv_cache import KvCache
@@ -43,13 +46,7 @@ def record_jobs(
         AdapterError, UnsupportedError: a job's recipe is not for the model.
         FinetuneError: one of `jobs` does not fit into the cache, or its windows run eagerly.
     """
-    options, count = state.program.options, 0
-    known: dict[str, tuple[Recipe, int, int]] = {}
-    if options.names_step:
-        for fields in state.program.recipes.values():
-            recipe = recipe_of_fields(fields)
-            known[repr(recipe)] = recipe, options.batch, options.seq
-    given: set[str] = set()
+    count = 0
     for job in jobs:
         pages = job.batch * pages_for(job.seq)
         if pages > cache.pool.size:
@@ -57,11 +54,8 @@ def record_jobs(
                 f"a warm job of batch={job.batch} and seq={job.seq} takes {pages} pages of the KV "
                 f"cache, which has {cache.pool.size}; use fewer tokens, or a larger cache"
             )
-        recipe = recipe_from(job.peft)
-        given.add(repr(recipe))
-        _, batch, seq = known.get(repr(recipe), (recipe, 0, 0))
-        known[repr(recipe)] = recipe, max(batch, job.batch), max(seq, job.seq)
-    for name, (recipe, batch, seq) in known.items():
+    given = {repr(recipe_from(job.peft)) for job in jobs}
+    for name, (recipe, batch, seq) in _known(state, jobs).items():
         adapter = state.for_training(state.make_adapter("warm-up", recipe))
         runner = training_runner(state, adapter, windows=True)
         graphs = runner.window_graphs(cache)
@@ -78,3 +72,41 @@ def record_jobs(
                 f"{why or 'its memory budget in bytes has steps planned anew'}; leave it out"
             )
     return count
+
+
+def windows_bytes(state: ModelState, jobs: Sequence[WarmJob]) -> int:
+    """Return the bytes of a GPU that `record_jobs` needs at most; the arguments are the same.
+
+    They are what all windows of a pass save for backward, the fullest moment of a layer forward or
+    back, and the adapter's tensors with their gradients.
+    """
+    size_bytes = 0
+    for recipe, batch, seq in _known(state, jobs).values():
+        adapter = state.make_adapter("warm-up", recipe)
+        training = state.training(adapter, windows=True)
+        saved = window_memory(training.model, training).total
+        window = min(WINDOW, batch * seq)
+        sizes = [
+            one.size_bytes(window, window)
+            for pair in training_transients(training.model, training.plans, window, window)
+            for one in pair
+            if one is not None
+        ]
+        size_bytes += int(saved.subs({SEQUENCES: batch, CONTEXT: seq})) + max(sizes)
+        size_bytes += 2 * adapter.size_bytes
+    return size_bytes
+
+
+def _known(state: ModelState, jobs: Sequence[WarmJob]) -> Mapping[str, tuple[Recipe, int, int]]:
+    """Return the recipes, sequences and tokens of each of the jobs that are known, by recipe."""
+    options = state.program.options
+    known: dict[str, tuple[Recipe, int, int]] = {}
+    if options.names_step:
+        for fields in state.program.recipes.values():
+            recipe = recipe_of_fields(fields)
+            known[repr(recipe)] = recipe, options.batch, options.seq
+    for job in jobs:
+        recipe = recipe_from(job.peft)
+        _, batch, seq = known.get(repr(recipe), (recipe, 0, 0))
+        known[repr(recipe)] = recipe, max(batch, job.batch), max(seq, job.seq)
+    return known

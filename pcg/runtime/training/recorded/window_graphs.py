@@ -43,12 +43,13 @@ from pcg.kernels.triton.attention.work import (
 from pcg.runtime.memory.kv_cache import KvCache
 from pcg.runtime.model.batch import Batch
 from pcg.runtime.model.merged_execution import run_single
-from pcg.runtime.model.recorder import Recorder
+from pcg.runtime.model.recorder import Recorder, check_memory
 from pcg.runtime.training.recorded.loss_graphs import LossGraphs
 from pcg.runtime.training.recorded.own_gradients import OwnGradients
 from pcg.runtime.training.recorded.recorded_batch import RecordedTokens
 from pcg.runtime.training.recorded.recorded_program import RecordedProgram, groups_of
 from pcg.runtime.training.recorded.window_sizes import WindowSizes
+from pcg.units import counted
 
 
 class PassSizes(NamedTuple):
@@ -213,6 +214,7 @@ class WindowGraphs:
         self.gradients = OwnGradients()
         self.loss = LossGraphs(program, self.gradients, cache, recorder)
         self._recorder: Recorder | None = recorder
+        self._is_warming = False
         self._cache = cache
         self._groups = groups_of(program.training.model)
         self._training = program.training
@@ -248,7 +250,10 @@ class WindowGraphs:
         """Record all windows of such a pass, of so many tokens, and their losses, before it.
 
         Returns the number of graphs.
+
+        DeviceMemoryError: there is no memory for them.
         """
+        self._is_warming = True
         self.sizes.begin_with(window)
         self.begin_pass(sizes)
         device = self._cache.keys[0].device
@@ -260,6 +265,7 @@ class WindowGraphs:
             last = self._slots[-1]
             inputs = self.program.loss_inputs(last.layers[-1].inputs, last.shared)
             self.loss.warm_up(inputs, self.sizes.size)
+        self._is_warming = False
         return len(self._slots) + self.recorded + self.loss.recorded
 
     def slot(self, place: int, batch: Batch, trains: bool = True) -> WindowSlot | None:
@@ -306,6 +312,9 @@ class WindowGraphs:
         try:
             slot.record_next()
         except Exception as error:
+            if self._is_warming:
+                what = f"a window of {counted(self.sizes.size, 'token')}"
+                check_memory(error, what, self._cache.size_bytes)
             # Without graphs windows run eagerly: slower, but right.
             self._recorder = None
             self._slots.remove(slot)

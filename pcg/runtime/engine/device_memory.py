@@ -1,0 +1,202 @@
+"""The memory of a GPU beside an engine's pool, and how large the pool may be.
+
+    asked    gpu_memory_utilization · all memory of the GPU
+    used     what this process has taken: weights, adapters, libraries' workspaces
+    step     the fullest moment of the largest step
+    graphs   the same in graphs' own memory, the logits that they share, `GRAPH_BYTES` of each graph
+    windows  what the windows of known jobs save for backward, and their adapters
+    pool     asked - used - step - graphs - windows
+
+These are counted before anything runs. A warm-up then shows what graphs and windows take: where it
+is more, and where a graph cannot be recorded for lack of memory, the pool is made smaller.
+"""
+
+from __future__ import annotations
+
+import gc
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+import torch
+
+from pcg.errors import DeviceMemoryError
+from pcg.ir.analysis.saved_memory import transient
+from pcg.ir.program.program import ModelGraph
+from pcg.ir.types import DTYPE_BYTES
+from pcg.kernels.devices import device_memory, is_out_of_memory
+from pcg.kernels.triton.warm_rooms import MOST_ROOMS
+from pcg.parallel.ranks.group import Ranks
+from pcg.runtime.engine.limits import Limits
+from pcg.runtime.model.state import ModelState
+from pcg.runtime.training.recorded.warm_job import WarmJob
+from pcg.runtime.training.recorded.warm_jobs import windows_bytes
+from pcg.units import size_text
+
+Made = TypeVar("Made")
+_LOG = logging.getLogger("pcg.engine")
+
+GRAPH_BYTES = 2 * 2**20
+"""What a driver keeps of a graph of some 400 launches, generously; a warm-up shows what it is."""
+SHRINKS = 16
+"""The part by which a pool is made smaller first; the next time it is twice as much, as all graphs
+are recorded again each time."""
+
+
+def step_bytes(model: ModelGraph, limits: Limits, max_positions: int | None) -> int:
+    """Return the bytes of the fullest moment of a step of as many tokens as a step may have."""
+    tokens, rows = limits.tokens, limits.running
+    seq = min(tokens, max_positions or tokens)
+    sizes = [transient(block, tokens, seq).size_bytes(tokens, seq) for block in model.blocks]
+    return max(*sizes, transient(model.epilogue, rows, 1).size_bytes(rows, 1))
+
+
+@dataclass(frozen=True)
+class DeviceParts:
+    """Bytes of a GPU by what has them, before the pool is made.
+
+    Attributes:
+        device: the GPU.
+        share: `gpu_memory_utilization`; None where the pool's size is given.
+        total: all memory of the GPU.
+        before: what other processes did not use when the model was loaded.
+        used: what was taken of that since.
+        step: the fullest moment of a step.
+        graphs: what graphs of steps take, a step's intermediate results among it.
+        windows: what windows of jobs take.
+        is_warm: True if graphs and windows are recorded before the first step.
+    """
+
+    device: torch.device
+    share: float | None
+    total: int
+    before: int
+    used: int
+    step: int
+    graphs: int
+    windows: int
+    is_warm: bool
+
+    @classmethod
+    def of(
+        cls, state: ModelState, limits: Limits, share: float | None, jobs: Sequence[WarmJob] | None
+    ) -> DeviceParts:
+        """Count the parts of an engine.
+
+        Args:
+            jobs: those that its warm-up records, beside those that the program was compiled for;
+                None without a warm-up.
+        """
+        torch.cuda.empty_cache()
+        free, total = device_memory(state.device)
+        base = state.program.base
+        step = step_bytes(base, limits, state.max_positions)
+        graphs = windows = 0
+        if state.program.options.backend == "triton" and state.mesh.alike.size == 1:
+            type_ = base.epilogue.types[base.epilogue.outputs[0]]
+            logits = limits.running * base.vocabulary * DTYPE_BYTES[type_.dtype]
+            graphs = step + logits + MOST_ROOMS * GRAPH_BYTES
+            windows = 0 if jobs is None else windows_bytes(state, jobs)
+        used = max(0, state.free_before - free)
+        own = (state.free_before, used, step, graphs, windows)
+        return cls(state.device, share, total, *own, is_warm=jobs is not None)
+
+    @property
+    def asked(self) -> int:
+        """The bytes that all parts together may have."""
+        return self.total if self.share is None else int(self.share * self.total)
+
+    @property
+    def pool(self) -> int:
+        """The bytes that are left for the pool; below 0 where the others are too large."""
+        return self.asked - self.used - self.step - self.graphs - self.windows
+
+    def check(self, least: int) -> None:
+        """Check that as much was free as is asked for, and that the pool has its least size.
+
+        Raises:
+            DeviceMemoryError: says the parts, and the fix.
+        """
+        if self.before < self.asked:
+            raise DeviceMemoryError(
+                f"gpu_memory_utilization={self.share} asks for {size_text(self.asked)} of the "
+                f"{size_text(self.total)} of {self.device}, of which other processes had left "
+                f"{size_text(self.before)} when the model was loaded; end them, or use at most "
+                f"{int(100 * self.before / self.total) / 100}"
+            )
+        if self.pool < least:
+            raise self.refused(least)
+
+    def refused(self, size_bytes: int, why: object = "the least") -> DeviceMemoryError:
+        """Return the error of a pool of so many bytes, for which there is no room."""
+        reason, _, _ = str(why).partition("\n")
+        larger = "a smaller kv_cache_gib" if self.share is None else "a larger share up to 1"
+        return DeviceMemoryError(
+            f"{self.device} has no room for a KV cache of {size_text(size_bytes)} ({reason}): "
+            f"{self}; use {larger}, a smaller max_num_batched_tokens or max_num_seqs, no warm "
+            "jobs, or more GPUs (tp)"
+        )
+
+    @property
+    def lacking(self) -> int:
+        """The bytes that are missing now that the pool is there, and what a warm-up records.
+
+        A hundredth more than `share` is taken as it is: it would take another warm-up.
+        """
+        torch.cuda.empty_cache()
+        free, _ = device_memory(self.device)
+        later = self.step + (0 if self.is_warm else self.graphs)
+        over = self.before - free + later - self.asked
+        return max(later - free, over if over > self.total // 100 else 0)
+
+    def __str__(self) -> str:
+        parts = {"weights and adapters": self.used, "steps": self.step, "graphs": self.graphs}
+        parts["windows of jobs"] = self.windows
+        listed = " + ".join(f"{size_text(size)} {name}" for name, size in parts.items() if size)
+        share = "" if self.share is None else f" and gpu_memory_utilization={self.share}"
+        return f"of {size_text(self.total)}{share}, {listed} are needed beside it"
+
+
+def fitted(make: Callable[[int], Made], parts: DeviceParts, least: int, ranks: Ranks) -> Made:
+    """Make what has the pool that the other parts leave, or a smaller one where they need more.
+
+    Args:
+        make: makes it of the pool's size, with its warm-up.
+        least: the smallest pool.
+        ranks: those that have pools of one size, which is not made smaller over several.
+    Raises:
+        DeviceMemoryError: the smallest one is too large.
+    """
+    own = max(parts.pool, 0) if parts.before >= parts.asked else 0
+    told = ranks.tell(own.to_bytes(8, "little"))
+    parts.check(least)
+    size_bytes = min(int.from_bytes(one, "little") for one in told)
+    gives = size_bytes // SHRINKS
+    while size_bytes >= least:
+        try:
+            made = make(size_bytes)
+            lacking = parts.lacking
+        except (RuntimeError, DeviceMemoryError) as error:
+            if not is_out_of_memory(error):
+                raise
+            if ranks.size > 1:
+                raise parts.refused(size_bytes, error) from error
+            lacking, why = 1, str(error).split("\n")[0]
+        else:
+            if lacking <= 0 or ranks.size > 1:
+                _LOG.info("the KV cache has %s: %s", size_text(size_bytes), parts)
+                return made
+            why = f"{size_text(lacking)} are missing"
+            del made
+        gc.collect()  # graphs, which hold each other
+        torch.cuda.empty_cache()
+        smaller, gives = size_bytes - max(lacking, gives), 2 * gives
+        _LOG.warning(
+            "a KV cache of %s leaves too little memory for the rest (%s); it gets %s",
+            size_text(size_bytes),
+            why,
+            size_text(max(smaller, 0)),
+        )
+        size_bytes = smaller
+    raise parts.refused(least)
