@@ -1,20 +1,23 @@
-"""A case of the GPU benchmark: what it gives, and how it is timed.
+"""A case of the first hour on a GPU: what it gives, and how it is timed.
 
-Times are medians between CUDA events. Before each the L2 cache is overwritten, which also gives the
-host time to launch what comes, so that small kernels are not measured by their launches. What a
-decode step runs is replayed from a CUDA graph, ours and the peers' alike, and what takes a few
-microseconds is in it several times, each with tensors of its own, as in a model's layers.
+Times of kernels are medians between CUDA events. Before each the L2 cache is overwritten, which
+also gives the host time to launch what comes, so that small kernels are not measured by their
+launches. What a decode step runs is replayed from a CUDA graph, ours and the peers' alike, and what
+takes a few microseconds is in it several times, each with tensors of its own, as in a model's
+layers.
 """
 
 from __future__ import annotations
 
+import json
 import statistics
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from time import monotonic
 from typing import Any, Protocol, TypeAlias
 
 from gpu_work import Ceilings, Work
+from measure import RESULTS
 
 FLUSH_BYTES = 256 * 2**20
 """Five times the L2 cache of an H200."""
@@ -28,19 +31,22 @@ class Row:
         setting: the measurement of the case.
         ours_us: our time; None where there is none, and `note` says why.
         floor_us: what bytes and FLOPs take at the ceilings; None where none is counted.
+        expected_us: the prediction by count: the time of all launches on this device.
         bytes: the bytes that the work cannot do without; `flops` likewise.
-        target: the time that is aimed at, in words; empty for none.
+        target: the number that is aimed at, in words; empty for none.
         ours_bytes: our peak memory; 0 where it is not measured.
         peers_bytes: peak memory of the peers, by name.
         reached: the number that the target is about.
         details: further numbers, for the file alone.
+        took_s: the time that it took to measure, compilation included.
     """
 
-    case: str
-    setting: str
+    case: str = ""
+    setting: str = ""
     ours_us: float | None = None
     peers_us: Mapping[str, float] = field(default_factory=dict)
     floor_us: float | None = None
+    expected_us: float | None = None
     bytes: int = 0
     flops: int = 0
     target: str = ""
@@ -51,22 +57,24 @@ class Row:
     note: str = ""
     details: Mapping[str, Any] = field(default_factory=dict)
     failed: bool = False
+    took_s: float = 0.0
 
     @property
-    def share(self) -> float | None:
-        """The share of the ceiling that our time reaches."""
-        return None if not (self.ours_us and self.floor_us) else self.floor_us / self.ours_us
-
-    def to_json(self) -> dict[str, Any]:
-        return {**asdict(self), "share": self.share}
-
-    @classmethod
-    def from_json(cls, fields: Mapping[str, Any]) -> Row:
-        return cls(**{key: value for key, value in fields.items() if key != "share"})
+    def predicted_us(self) -> float | None:
+        """The prediction by count: the expected time, or the floor where only that is counted."""
+        return self.expected_us or self.floor_us
 
     @classmethod
     def failure(cls, case: str, setting: str, why: str) -> Row:
         return cls(case, setting, note=why, failed=True)
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    def at_most(self, target: str, reached: float | None, most: float) -> Row:
+        """Return the row with a target; `reached` is None if the number is not known."""
+        met = None if reached is None else reached <= most
+        return replace(self, target=target, reached=reached, met=met)
 
 
 class Timer(Protocol):
@@ -82,6 +90,14 @@ class Timer(Protocol):
         """
 
 
+class Once:
+    """A timer that only runs what it is given, where kernels are checked and not timed."""
+
+    def median_us(self, run: Callable[[], object], captured: bool = False, times: int = 1) -> float:
+        run()
+        return 1.0
+
+
 class CudaTimer:
     """Times between CUDA events, the L2 cache cold.
 
@@ -89,7 +105,7 @@ class CudaTimer:
         seconds: time for the repeats of one call, about.
     """
 
-    def __init__(self, seconds: float, most: int) -> None:
+    def __init__(self, seconds: float = 0.1, most: int = 50) -> None:
         import torch
 
         self._seconds, self._most = seconds, most
@@ -141,17 +157,19 @@ class Bench:
 
     Attributes:
         ceilings: the device's, measured before.
+        known: the rows that are known, by case and setting; `measured` adds to them.
         until: time of `monotonic` from which on no setting begins.
+        device: the device of engines.
+        eager_device: the device of single kernels and of peers; the CPU where engines run on the
+            stand-in of a GPU, which has no autograd.
     """
 
     timer: Timer
     ceilings: Ceilings
-    quick: bool = False
+    known: dict[tuple[str, str], Row] = field(default_factory=dict)
     until: float = float("inf")
     device: str = "cuda"
-
-    def has_time(self) -> bool:
-        return monotonic() < self.until
+    eager_device: str = "cuda"
 
     def peers_us(
         self, peers: Mapping[str, Callable[[], object]], captured: bool = False, times: int = 1
@@ -165,65 +183,85 @@ class Bench:
                 wrong.append(f"{name}: {type(error).__name__}: {_first_line(error)}")
         return found, "; ".join(wrong)
 
-    def row(self, case: str, setting: str, ours_us: float, work: Work, **more: Any) -> Row:
+    def row(self, ours_us: float, work: Work, **more: Any) -> Row:
         """A row with its floor; `more` are further fields."""
-        floor = self.ceilings.floor_us(work)
+        floor_us = self.ceilings.floor_us(work)
         return Row(
-            case, setting, ours_us, more.pop("peers_us", {}), floor, work.bytes, work.flops, **more
-        )
+            ours_us=ours_us, floor_us=floor_us, bytes=work.bytes, flops=work.flops, **more
+        )  # fmt: skip
 
     def aimed(self, row: Row, target: str, least: float) -> Row:
-        """A row whose share of the ceiling has to be so much."""
-        assert row.share is not None
-        return replace(row, target=target, reached=row.share, met=row.share >= least)
+        """Return the row with a target for its share of the ceiling."""
+        assert row.floor_us is not None
+        assert row.ours_us is not None
+        share = row.floor_us / row.ours_us
+        return replace(row, target=target, reached=share, met=share >= least)
+
+    def expected_us(self, step: str) -> float:
+        """Predict the time of a step of results/roofline.json on this device.
+
+        time = floor here * (expected / floor), both counted for an H200
+        """
+        counted = json.loads((RESULTS / "roofline.json").read_text())["steps"][step]
+        bytes_, flops, floor_us, expected_us = (
+            counted[name]["value"] for name in ("bytes", "flops", "floor_us", "expected_us")
+        )
+        here_us = self.ceilings.floor_us(Work(bytes_, flops))
+        return float(here_us * expected_us / floor_us)
+
+    def ours_us(self, case: str, setting: str) -> float | None:
+        """Our time of a row that is known; None for another."""
+        row = self.known.get((case, setting))
+        return None if row is None else row.ours_us
 
 
 Setting: TypeAlias = tuple[str, Callable[[], Row]]
-"""A measurement in words, and the function that makes it."""
+"""A measurement in words, and the function that makes it; the row's names are put in later."""
 
 
 @dataclass(frozen=True)
 class Case:
-    """Rows that belong together, measured in a process of their own.
+    """Rows that belong together.
 
     Attributes:
-        seconds: the most that it may take, start and compilation included.
-        settings: its measurements, the most important ones first, for time may run out.
-        environment: variables of its process.
+        seconds: the time after which no setting begins while other cases wait.
+        settings: function that gives the measurements, the most valuable first.
+        alone: True if the case runs in a process of its own.
     """
 
     name: str
     seconds: float
     settings: Callable[[Bench], Iterable[Setting]]
-    environment: Mapping[str, str] = field(default_factory=dict)
+    alone: bool = False
 
 
-def measured(bench: Bench, case: Case) -> Iterator[Row]:
-    """A row for each setting of a case; where one cannot be measured, it says why."""
-    try:
-        settings = iter(case.settings(bench))
-    except Exception as error:
-        yield Row.failure(case.name, "all", _said(error))
-        return
-    while True:
-        try:
-            setting, measure = next(settings)
-        except StopIteration:
-            return
-        except Exception as error:
-            yield Row.failure(case.name, "the rest", _said(error))
-            return
-        if not bench.has_time():
-            yield Row.failure(case.name, setting, f"the case's {case.seconds:.0f} s were over")
+def measured(
+    bench: Bench, case: Case, skipped: Collection[str] = ()
+) -> Iterator[tuple[str, Row | None]]:
+    """Yield each setting of a case with None as it begins, then with its row.
+
+    The row of a setting that cannot be measured says why.
+
+    Args:
+        skipped: settings that are left out.
+    Raises:
+        TimeoutError: the bench's time is over, and settings are left.
+    """
+    settings = iter(case.settings(bench))
+    for setting, measure in settings:
+        if setting in skipped:
             continue
+        if monotonic() >= bench.until:
+            raise TimeoutError
+        yield setting, None
+        began = monotonic()
         try:
-            yield measure()
+            row = replace(measure(), case=case.name, setting=setting)
         except Exception as error:  # of whatever library: the other settings go on
-            yield Row.failure(case.name, setting, _said(error))
-
-
-def _said(error: Exception) -> str:
-    return f"{type(error).__name__}: {error}"
+            row = Row.failure(case.name, setting, f"{type(error).__name__}: {error}")
+        row = replace(row, took_s=round(monotonic() - began, 2))
+        bench.known[case.name, setting] = row
+        yield setting, row
 
 
 def _first_line(error: Exception) -> str:

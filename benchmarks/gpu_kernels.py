@@ -1,15 +1,18 @@
-"""The template kernels against their rooflines and their peers, in the sizes of Llama-3.1-8B.
+"""The template kernels against fp64, rooflines and peers, in the sizes of Llama-3.1-8B.
 
-What a case needs is imported within it: one whose kernel is not there is a failed row.
+What a setting needs is imported within it: one whose kernel is not there is a failed row.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import chain, islice
 from typing import Any
 
 import gpu_work as work
 from gpu_case import Bench, Case, Row, Setting, check_close
+from gpu_lora import lora_settings
+from gpu_training import training_settings
 
 HIDDEN, INTERMEDIATE, VOCABULARY = 4096, 14336, 128_256
 HEADS, KV_HEADS, HEAD = 32, 8, 128
@@ -20,20 +23,16 @@ LOSSES = (2048, 8192)
 """Tokens."""
 SIGNS = (8192, 16384)
 """Tokens, and OPT-6.7B's features."""
-DECODES = ((32, 4096), (128, 1024), (1, 32_768))
-"""Sequences, and keys of each."""
-PREFILLS = ((1, 4096), (8, 1024))
-"""Prompts, and tokens of each."""
+ATTENTION = ((32, 1, 4096), (1, 4096, 4096), (128, 1, 1024), (8, 1024, 1024), (1, 1, 32_768))
+"""Sequences, their last tokens that are in the batch, and keys of each."""
 DRAWN = (32, 1, 128)
 """Rows of logits."""
-CHECKED_ATTENTION = ((16, 1, 1008), (1, 1024, 1024), (4, 512, 512))
-"""Sequences, tokens and keys that are compared with fp64 first."""
 
 
 def _random(bench: Bench, *shape: int, scale: float = 1.0) -> Any:
     import torch
 
-    return torch.randn(shape, device=bench.device, dtype=torch.bfloat16) * scale
+    return torch.randn(shape, device=bench.eager_device, dtype=torch.bfloat16) * scale
 
 
 # ----------------------------------------------------------------------------------------- loss
@@ -41,75 +40,53 @@ def _random(bench: Bench, *shape: int, scale: float = 1.0) -> Any:
 
 def loss_settings(bench: Bench) -> Iterator[Setting]:
     """Linear cross-entropy: loss and the input's gradient, against whole logits and autograd."""
-    for tokens in LOSSES[:1] if bench.quick else LOSSES:
-        yield f"{tokens} tokens", lambda tokens=tokens: _loss(bench, tokens)
+    for tokens in LOSSES:
+        yield f"loss, {tokens} tokens", lambda tokens=tokens: loss(bench, tokens)
 
 
-def _loss(bench: Bench, tokens: int) -> Row:
+def loss(bench: Bench, tokens: int) -> Row:
+    """Linear cross-entropy of so many tokens, an eighth of them checked first.
+
+    Raises:
+        AssertionError: the loss or its gradient is not that of fp64.
+    """
     import torch
     import torch.nn.functional as F
 
     from pcg.kernels.triton.linear_cross_entropy import linear_cross_entropy
 
+    device = bench.eager_device
     x, weight = _random(bench, tokens, HIDDEN), _random(bench, VOCABULARY, HIDDEN, scale=0.02)
-    targets = torch.randint(VOCABULARY, (tokens,), device=bench.device)
-    slopes = torch.full((tokens,), 1 / tokens, device=bench.device)
-
-    def whole(x: torch.Tensor) -> torch.Tensor:
-        return F.cross_entropy((x @ weight.t()).float(), targets)
-
-    compiled = torch.compile(whole)
-
-    def run(loss: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[], object]:
-        leaf = x.detach().requires_grad_()
-        return lambda: torch.autograd.grad(loss(leaf), leaf)
-
-    ours_us, ours_bytes = _with_peak(
-        bench, lambda: linear_cross_entropy(x, weight, targets, slopes)
-    )
-    peers, wrong = bench.peers_us({"F.cross_entropy": run(whole), "torch.compile": run(compiled)})
-    return bench.row(
-        "loss",
-        f"{tokens} tokens",
-        ours_us,
-        work.loss_work(tokens, HIDDEN, VOCABULARY, BF16),
-        peers_us=peers,
-        ours_bytes=ours_bytes,
-        note=wrong,
-    )
-
-
-def check_loss(bench: Bench) -> None:
-    """AssertionError: the loss or its gradient is not that of fp64."""
-    import torch
-    import torch.nn.functional as F
-
-    from pcg.kernels.triton.linear_cross_entropy import linear_cross_entropy
-
-    tokens = LOSSES[0] // 8 or 1
-    x, weight = _random(bench, tokens, HIDDEN), _random(bench, VOCABULARY, HIDDEN, scale=0.02)
-    targets = torch.randint(VOCABULARY, (tokens,), device=bench.device)
-    slopes = torch.full((tokens,), 1 / tokens, device=bench.device)
-    loss, dx = linear_cross_entropy(x, weight, targets, slopes)
+    targets = torch.randint(VOCABULARY, (tokens,), device=device)
+    slopes = torch.full((tokens,), 1 / tokens, device=device)
+    some = slice(tokens // 8 or 1)
+    found, dx = linear_cross_entropy(x[some], weight, targets[some], slopes[some])
     # By hand: the engine of gradients may know no such device.
-    logits = x.double() @ weight.double().t()
-    check_close("loss", loss, F.cross_entropy(logits, targets, reduction="none"), 2e-2)
-    chosen = F.one_hot(targets, VOCABULARY)
+    logits = x[some].double() @ weight.double().t()
+    wanted = F.cross_entropy(logits, targets[some], reduction="none")
+    check_close("loss", found, wanted, 2e-2)
+    chosen = F.one_hot(targets[some], VOCABULARY)
     check_close("dx", dx, (logits.softmax(-1) - chosen) @ weight.double() / tokens, 2e-2)
+    del logits, chosen, found, dx
 
+    def whole() -> object:
+        leaf = x.detach().requires_grad_()
+        mean = F.cross_entropy((leaf @ weight.t()).float(), targets)
+        return torch.autograd.grad(mean, leaf)
 
-def _with_peak(bench: Bench, run: Callable[[], object]) -> tuple[float, int]:
-    """Return the time of a call, and the most bytes that it allocates."""
-    import torch
+    def ours() -> object:
+        return linear_cross_entropy(x, weight, targets, slopes)
 
-    run()
     torch.cuda.synchronize()
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
-    run()
+    ours()
     torch.cuda.synchronize()
     peak = torch.cuda.max_memory_allocated() - before
-    return bench.timer.median_us(run), peak
+    ours_us = bench.timer.median_us(ours)
+    peers, wrong = bench.peers_us({"F.cross_entropy": whole})
+    needed = work.loss_work(tokens, HIDDEN, VOCABULARY, BF16)
+    return bench.row(ours_us, needed, peers_us=peers, ours_bytes=peak, note=wrong)
 
 
 # ---------------------------------------------------------------------------------------- signs
@@ -117,8 +94,8 @@ def _with_peak(bench: Bench, run: Callable[[], object]) -> tuple[float, int]:
 
 def sign_settings(bench: Bench) -> Iterator[Setting]:
     """ReLU's signs."""
-    yield "pack", lambda: _signs(bench, packs=True)
-    yield "backward", lambda: _signs(bench, packs=False)
+    yield "signs, pack", lambda: _signs(bench, packs=True)
+    yield "signs, backward", lambda: _signs(bench, packs=False)
 
 
 def _signs(bench: Bench, packs: bool) -> Row:
@@ -138,13 +115,9 @@ def _signs(bench: Bench, packs: bool) -> Row:
     else:
         ours, theirs = sign_bits.relu_backward_packed, torch_ops.relu_backward_packed
         arguments, needed = (dy, signs), work.unpack_work(y.numel(), BF16)
-    compiled = torch.compile(theirs)
-    peers, wrong = bench.peers_us(
-        {"torch": lambda: theirs(*arguments), "torch.compile": lambda: compiled(*arguments)}
-    )
+    peers, wrong = bench.peers_us({"torch": lambda: theirs(*arguments)})
     ours_us = bench.timer.median_us(lambda: ours(*arguments))
-    setting = "pack" if packs else "backward"
-    row = bench.row("signs", setting, ours_us, needed, peers_us=peers, note=wrong)
+    row = bench.row(ours_us, needed, peers_us=peers, note=wrong)
     return bench.aimed(row, "85 % of copy bandwidth", 0.85)
 
 
@@ -152,31 +125,21 @@ def _signs(bench: Bench, packs: bool) -> Row:
 
 
 def attention_settings(bench: Bench) -> Iterator[Setting]:
-    """Paged attention with Llama-3.1-8B's heads, against torch's SDPA and FlexAttention."""
-    for batch, context in DECODES[:1] if bench.quick else DECODES:
-        yield (
-            f"decode, {batch} of {context} keys",
-            lambda batch=batch, context=context: _attention(bench, batch, 1, context),
-        )
-    for batch, tokens in PREFILLS[:1] if bench.quick else PREFILLS:
-        yield (
-            f"prefill, {batch} of {tokens} tokens",
-            lambda batch=batch, tokens=tokens: _attention(bench, batch, tokens, tokens),
-        )
-
-
-def check_attention(bench: Bench, batch: int, tokens: int, keys: int) -> None:
-    """AssertionError: attention of the first sequence is not that of fp64."""
-    _paged(bench, batch, tokens, keys)
+    """Paged attention with Llama-3.1-8B's heads, against torch's SDPA; checked first."""
+    for batch, tokens, keys in ATTENTION:
+        name = f"attention, {batch} of {tokens} tokens on {keys} keys"
+        yield name, lambda sizes=(batch, tokens, keys): attention(bench, *sizes)
 
 
 def _paged(
     bench: Bench, batch: int, tokens: int, keys: int
 ) -> tuple[Callable[[], Any], tuple[Any, Any, Any]]:
-    """Our attention of sequences whose last `tokens` of `keys` are in the batch, checked.
+    """Our attention of sequences whose last `tokens` of `keys` are in the batch.
 
     Returns:
         It, and queries, keys and values of each sequence side by side: [batch, heads, …, head].
+    Raises:
+        AssertionError: attention of the first sequence is not that of fp64.
     """
     import torch
 
@@ -205,8 +168,8 @@ def _paged(
     def ours() -> torch.Tensor:
         return paged_attention(q, cache, lists, Scoring(scale))[0]
 
-    row = torch.tensor(tables, device=bench.device)[:, :, None] * PAGE_TOKENS
-    rows = (row + torch.arange(PAGE_TOKENS, device=bench.device)).flatten(1)
+    row = torch.tensor(tables, device=bench.eager_device)[:, :, None] * PAGE_TOKENS
+    rows = (row + torch.arange(PAGE_TOKENS, device=bench.eager_device)).flatten(1)
     dense_k, dense_v = (x[:, rows].transpose(0, 1).contiguous() for x in (k, v))
     dense_q = q.view(batch, tokens, HEADS, HEAD).transpose(1, 2).contiguous()
     first = ours().view(batch, tokens, HEADS, HEAD)[0].double()
@@ -215,36 +178,27 @@ def _paged(
     return ours, (dense_q, dense_k, dense_v)
 
 
-def _attention(bench: Bench, batch: int, tokens: int, keys: int) -> Row:
+def attention(bench: Bench, batch: int, tokens: int, keys: int) -> Row:
+    """Attention of sequences whose last `tokens` of `keys` are in the batch.
+
+    Raises:
+        AssertionError: it is not that of fp64.
+    """
+    import torch.nn.functional as F
+
     ours, dense = _paged(bench, batch, tokens, keys)
-    peers = _attention_peers(*dense, HEAD**-0.5)
     is_decode = tokens == 1
-    peers_us, wrong = bench.peers_us(peers, captured=is_decode)
+
+    def sdpa() -> object:
+        return F.scaled_dot_product_attention(
+            *dense, is_causal=not is_decode, scale=HEAD**-0.5, enable_gqa=True
+        )
+
+    peers_us, wrong = bench.peers_us({"SDPA": sdpa}, captured=is_decode)
     ours_us = bench.timer.median_us(ours, captured=is_decode)
     needed = work.attention_work([(tokens, keys - tokens)] * batch, HEADS, KV_HEADS, HEAD, BF16)
-    kind = f"decode, {batch} of {keys} keys" if is_decode else f"prefill, {batch} of {keys} tokens"
-    found = bench.row("attention", kind, ours_us, needed, peers_us=peers_us, note=wrong)
-    return bench.aimed(found, "80 % of copy bandwidth", 0.80) if is_decode else found
-
-
-def _attention_peers(q: Any, k: Any, v: Any, scale: float) -> dict[str, Callable[[], object]]:
-    import torch
-    import torch.nn.functional as F
-    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
-
-    is_causal = q.shape[2] > 1
-    flex = torch.compile(flex_attention)
-    mask = None
-    if is_causal:
-        length = q.shape[2]
-        mask = create_block_mask(
-            lambda b, h, i, j: i >= j, None, None, length, length, device=str(q.device)
-        )
-    options = {"scale": scale, "enable_gqa": True}
-    return {
-        "SDPA": lambda: F.scaled_dot_product_attention(q, k, v, is_causal=is_causal, **options),
-        "FlexAttention": lambda: flex(q, k, v, block_mask=mask, **options),
-    }
+    row = bench.row(ours_us, needed, peers_us=peers_us, note=wrong)
+    return bench.aimed(row, "80 % of copy bandwidth", 0.80) if is_decode else row
 
 
 def _reference(q: Any, k: Any, v: Any, scale: float) -> Any:
@@ -266,11 +220,11 @@ def _reference(q: Any, k: Any, v: Any, scale: float) -> Any:
 
 def sampling_settings(bench: Bench) -> Iterator[Setting]:
     """Next tokens from logits, against the torch operators that do it."""
-    for rows in DRAWN[:1] if bench.quick else DRAWN:
-        yield f"greedy, {rows} rows", lambda rows=rows: _greedy(bench, rows)
-        yield f"draw, {rows} rows", lambda rows=rows: _draw(bench, rows)
+    for rows in DRAWN:
+        yield f"sampling, greedy, {rows} rows", lambda rows=rows: _greedy(bench, rows)
+        yield f"sampling, draw, {rows} rows", lambda rows=rows: _draw(bench, rows)
         yield (
-            f"draw of top-k, top-p, {rows} rows",
+            f"sampling, draw of top-k, top-p, {rows} rows",
             lambda rows=rows: _draw(bench, rows, top_k=50, top_p=0.9),
         )
 
@@ -286,9 +240,7 @@ def _greedy(bench: Bench, rows: int) -> Row:
     peers, wrong = bench.peers_us({"argmax": lambda: logits.argmax(-1)}, captured=True)
     ours_us = bench.timer.median_us(lambda: greedy(logits), captured=True)
     needed = work.Work(rows * (VOCABULARY * BF16 + 8))
-    return bench.row(
-        "sampling", f"greedy, {rows} rows", ours_us, needed, peers_us=peers, note=wrong
-    )
+    return bench.row(ours_us, needed, peers_us=peers, note=wrong)
 
 
 def _draw(bench: Bench, rows: int, **cut: Any) -> Row:
@@ -299,8 +251,8 @@ def _draw(bench: Bench, rows: int, **cut: Any) -> Row:
     from pcg.runtime.sampling.filters import limits_of
     from pcg.runtime.sampling.sampling_params import SamplingParams
 
-    logits = 3 * torch.randn(rows, VOCABULARY, device=bench.device)
-    uniform = torch.rand(rows, device=bench.device, dtype=torch.float64)
+    logits = 3 * torch.randn(rows, VOCABULARY, device=bench.eager_device)
+    uniform = torch.rand(rows, device=bench.eager_device, dtype=torch.float64)
     params = [SamplingParams(temperature=0.8, **cut)] * rows
     limits = limits_of(params, logits)
     tokens, are_drawn = draw(logits, limits, uniform)
@@ -311,13 +263,30 @@ def _draw(bench: Bench, rows: int, **cut: Any) -> Row:
     peers, wrong = bench.peers_us(theirs, captured=False)  # it uploads the limits
     ours_us = bench.timer.median_us(lambda: draw(logits, limits, uniform), captured=True)
     needed = work.Work(rows * (VOCABULARY * 4 + 8 + 4 + 8 + 1))
-    name = f"draw of top-k, top-p, {rows} rows" if cut else f"draw, {rows} rows"
-    return bench.row("sampling", name, ours_us, needed, peers_us=peers, note=wrong)
+    return bench.row(ours_us, needed, peers_us=peers, note=wrong)
 
 
-CASES = (
-    Case("loss", 34, loss_settings),
-    Case("attention", 62, attention_settings),
-    Case("signs", 12, sign_settings),
-    Case("sampling", 12, sampling_settings),
+# ---------------------------------------------------------------------------------------- cases
+
+_FIRST = (
+    (lora_settings, 3),
+    (attention_settings, 2),
+    (loss_settings, 1),
+    (training_settings, 3),
+    (sampling_settings, 3),
+    (sign_settings, 2),
 )
+"""The settings of each kernel, and the number of those that come before all other cases."""
+
+
+def kernel_settings(bench: Bench) -> Iterable[Setting]:
+    """The first settings of each kernel."""
+    return chain.from_iterable(islice(settings(bench), count) for settings, count in _FIRST)
+
+
+def further_settings(bench: Bench) -> Iterable[Setting]:
+    """The other sizes."""
+    return chain.from_iterable(islice(settings(bench), count, None) for settings, count in _FIRST)
+
+
+CASES = (Case("kernels", 90, kernel_settings), Case("further kernels", 60, further_settings))

@@ -1,25 +1,35 @@
-"""Whole steps of a model with the shape of Llama-3.1-8B and random bf16 weights, by pcg's calls.
+"""Steps of a model with the shape of Llama-3.1-8B and random bf16 weights, by pcg's calls.
 
-    finetune   a step, against transformers + peft: as it is, checkpointed, and compiled
-    serve      what `pcg bench serve` measures, with a finetuning job beside and without
+    decode      steps of an engine that serves, replayed from a graph
+    prefill     prompts, each whole in one step
+    finetune    steps of a job of an engine, whose windows are replayed
+    co-serving  decode steps beside such a job
+    cold        adapters that are copied from the host's memory before a request's first token
 
-Times are of the host's clock with the device idle before and after: a step's own work on the host
-is in them. Peaks are all that torch has allocated, weights among it; each contender is alone.
+Predictions are those of results/roofline.json. Peers are transformers and peft, which share the
+weights with pcg's executor. Times are taken by the host's clock over many steps, with the device
+idle before the first and after the last. Peaks are the memory that torch allocates beside weights
+and the KV cache.
 """
 
 from __future__ import annotations
 
 import gc
 import json
+import math
 import statistics
 import warnings
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
-from functools import cache
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from functools import cache, cached_property
+from itertools import pairwise
 from pathlib import Path
 from random import Random
 from time import perf_counter
 from typing import Any
+from unittest.mock import patch
 
 import gpu_work as work
 from gpu_case import Bench, Case, Row, Setting
@@ -27,13 +37,34 @@ from gpu_case import Bench, Case, Row, Setting
 CONFIG = Path(__file__).parent.parent / "pcg/configs/meta-llama--Llama-3.1-8B.json"
 RANK = 16
 RECIPE: dict[str, Any] = {"r": RANK, "lora_alpha": 2 * RANK, "target_modules": "all-linear"}
-ADAPTERS = 32
+NAMES = [f"adapter-{index}" for index in range(32)]  # as workloads have them
+PEER_ADAPTERS = 4
+"""Adapters of peft's batch. Its time grows with their number; to add one takes a second."""
+HIGH, HIGH_RANK = "high", 256
+"""An adapter of a far larger rank."""
 KV_CACHE_BYTES = 20 * 2**30
 """Size of a pool: 128 sequences of 640 tokens take 10 GiB, 32 adapters in bf16 two and a half."""
 VOCABULARY = 100_000
 """Token ids of prompts are below it."""
+BATCHES = (32, 1, 8, 128)
+"""Sequences of a decode step; steps of the first number were counted."""
+CONTEXT = 528
+"""Tokens of a prompt in decode, so that about 560 keys are seen, as in the count."""
+STEPS, EAGER_STEPS = 48, 8
+"""Decode steps that are timed, replayed and launched by the host."""
+PROMPTS = ((8, 1024), (1, 512), (1, 4096))
+"""Prompts of a step, and tokens of each; the first pair was counted."""
 FINETUNED = (4, 1024)
-"""Sequences of a step, and tokens of each."""
+"""Sequences of a finetuning step, and tokens of each."""
+SKEW = 128
+"""Limit of the tokens that the first sequence generates before the last one begins."""
+WARM_STEPS, TRAINED_STEPS = 5, 5
+"""Steps of a job before the timed ones, in which its windows are recorded, and timed steps."""
+BESIDE_STEPS = 64
+"""Least number of co-serving steps, both before the timed ones and timed."""
+TPOT_SLO_S = 0.05
+BESIDE: Mapping[str, float] = {"tpot_slo_s": TPOT_SLO_S}
+"""Limits of co-serving."""
 
 
 @cache
@@ -43,65 +74,361 @@ def config() -> dict[str, Any]:
     return found
 
 
-class DeviceWeights:
-    """Random weights that are made on the device, where eight billion take a second."""
+@dataclass
+class Model:
+    """A model of transformers with random weights, and pcg's executor of the same weights.
 
-    def load(
+    Attributes:
+        adapters: names and ranks of the executor's adapters, whose B is not zero. Those of a rank
+            have the same numbers, in host memory once; on the device each has its own copies.
+    """
+
+    bench: Bench
+    config: Mapping[str, Any]
+    adapters: Mapping[str, int] = field(default_factory=dict)
+
+    @cached_property
+    def theirs(self) -> Any:
+        """The model of transformers."""
+        import torch
+        from transformers import AutoModelForCausalLM, LlamaConfig
+
+        with torch.device(self.bench.eager_device), warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # about options of generation
+            made = AutoModelForCausalLM.from_config(
+                LlamaConfig(**self.config), dtype=torch.bfloat16
+            )
+        return made.eval()
+
+    @cached_property
+    def executor(self) -> Any:
+        """The executor, by the Triton backend."""
+        from pcg.compiler import compile_program, make_executor
+        from pcg.runtime.model.module_weights import StateDictCheckpoint
+
+        program = compile_program(self.config, "lora", dtype="bfloat16", backend="triton")
+        weights = StateDictCheckpoint(
+            self.theirs.state_dict(keep_vars=True), program.base_prefix, self.config
+        )
+        executor = make_executor(program, weights, "lora", None, self.bench.device)
+        first: dict[int, Any] = {}
+        for name, rank in self.adapters.items():
+            if rank in first:
+                executor.state.put_adapter(replace(first[rank], name=name))
+                continue
+            first[rank] = executor.add_adapter(name, {"peft_type": "LORA", **RECIPE, "r": rank})
+            for weights in first[rank].weights.values():
+                weights.b.normal_(0, 0.02)
+        return executor
+
+    @property
+    def shape(self) -> work.LlamaShape:
+        return work.LlamaShape.of(self.config)
+
+    def engine(self, sharing: Any = None, **limits: Any) -> Any:
+        """Make an engine, which only serves unless it gets a rule of sharing.
+
+        Prompts are cut by the limit of tokens or an SLO, and by nothing else.
+        """
+        from pcg.runtime.engine.limits import Limits
+        from pcg.simulate.papers.sharing_rules import InferenceOnly
+
+        _emptied()  # of the pool and the graphs of the engine before
+        return self.executor.engine(
+            Limits(prompt_stretch=math.inf, **limits),
+            kv_cache_bytes=KV_CACHE_BYTES,
+            sharing=sharing or InferenceOnly(),
+            prefix_caching=False,
+        )
+
+    def submit(
+        self, engine: Any, prompts: Sequence[Sequence[int]], names: Sequence[str], new_tokens: int
+    ) -> None:
+        """Submit prompts with these adapters in turn."""
+        for i, prompt in enumerate(prompts):
+            adapter = names[i % len(names)] if names else None
+            request = self.executor.request(
+                prompt, adapter, max_new_tokens=new_tokens, ignore_eos=True
+            )
+            engine.submit(request)
+
+    def adapter_work(self, names: Sequence[str], tokens: int = 1) -> work.Work:
+        """Count the bytes of the adapters as they are served, and FLOPs for `tokens` of each."""
+        ranks = sum(self.executor.adapters[name].recipe.rank for name in names)
+        size = self.executor.serving.tables.lora.element_bytes
+        elements = self.shape.adapter_elements(ranks)
+        return work.Work(size * elements, 2 * tokens * elements)
+
+    # -------------------------------------------------------------------------------- decode
+
+    def decoding(
         self,
-        name: str,
-        shape: Sequence[int],
-        dtype: Any,
-        transposed: bool = False,
-        device: Any = "cpu",
-        ranges: Sequence[tuple[int, int]] | None = None,
-        out: Any = None,
+        batch: int,
+        names: Sequence[str],
+        new_tokens: int,
+        sharing: Any = None,
+        **limits: float,
     ) -> Any:
-        """A tensor, or a part of it, in `out` if it is given: normal matrices, and ones."""
+        """Make an engine in which `batch` sequences decode, each for `new_tokens` at least."""
+        engine = self.engine(sharing, tokens=8192, **limits)
+        # The first sequences decode while the last prompts are read.
+        self.submit(engine, prompts_of(batch, CONTEXT), names, SKEW + new_tokens)
+        begun: set[int] = set()
+        while len(begun) < batch:
+            begun |= {chunk.index for chunk in _stepped(engine)}
+        return engine
+
+    def decode(self, batch: int, names: Sequence[str]) -> Row:
+        """Measure a decode step, replayed and launched by the host."""
+        from pcg.runtime.model import step_graphs
+
+        warm = step_graphs.EAGER_STEPS + 2  # kernels are compiled, the graph is recorded
+        engine = self.decoding(batch, names, warm + STEPS + EAGER_STEPS)
+        graphs = engine.device.graphs
+        _run(engine, warm)
+        replayed = graphs.replayed
+        ours_us = _decoded_us(engine, batch, STEPS)
+        replayed = graphs.replayed - replayed
+        if not replayed:
+            raise AssertionError(f"none of {STEPS} steps was replayed: {dict(graphs.eager)}")
+        graphs.recorder = None
+        _run(engine, 1)
+        eager_us = _decoded_us(engine, batch, EAGER_STEPS)
+        seen = CONTEXT + warm + STEPS // 2
+        needed = work.decode_work(self.shape, batch, seen, 0, 0, 0) + self.adapter_work(names)
+        note = f"{replayed} of {STEPS} steps replayed"
+        row = self.bench.row(ours_us, needed, peers_us={"our eager": eager_us}, note=note)
+        if batch != BATCHES[0]:
+            return row
+        if not names:
+            row = replace(row, expected_us=self.bench.expected_us("decode, base"))
+        elif len(names) == len(NAMES) and HIGH not in names:
+            row = replace(row, expected_us=self.bench.expected_us("decode, adapters"))
+        assert row.floor_us is not None
+        return row.at_most("at most 1.25 of the floor", ours_us / row.floor_us, 1.25)
+
+    def peer_decode(self, names: Sequence[str]) -> float:
+        """Return the microseconds of a decode step of transformers, or of peft with adapters."""
         import torch
 
-        if ranges is not None:
-            shape = [stop - start for start, stop in ranges]
-        if out is None:
-            out = torch.empty(*shape, dtype=dtype, device=device)
-        return out.fill_(1.0) if len(shape) < 2 else out.normal_(0, 0.02)
+        batch = BATCHES[0]
+        model = self.theirs if not names else _with_adapters(self.theirs, names)
+        among = {"adapter_names": [names[i % len(names)] for i in range(batch)]} if names else {}
+        ids = torch.tensor(prompts_of(batch, CONTEXT), device=self.bench.eager_device)
 
-    def shared(self, name: str, *place: object) -> None:
-        """None: no tensor is there before it is made."""
+        def step(ids: Any, cache: Any = None) -> tuple[Any, Any]:
+            out = model(
+                input_ids=ids, past_key_values=cache, use_cache=True, logits_to_keep=1, **among
+            )
+            return out.logits[:, -1:].argmax(-1), out.past_key_values
 
-    def remote(self, *_: object) -> None:
-        """None: no other process multiplies by a weight."""
+        def steps(ids: Any, cache: Any, count: int) -> tuple[Any, Any]:
+            for _ in range(count):
+                ids, cache = step(ids, cache)
+            return ids, cache
 
-    def release(self) -> None:
-        """Do nothing: no file is open."""
+        with torch.inference_mode():
+            state = steps(*step(ids), 2)
+            _, seconds = timed(lambda: steps(*state, EAGER_STEPS))
+        if names:
+            model.unload()
+        return 1e6 * seconds / EAGER_STEPS
+
+    # -------------------------------------------------------------------------------- prefill
+
+    def prefill(self, prompts: tuple[int, int], names: Sequence[str]) -> Row:
+        """Measure a step of whole prompts, once kernels are compiled and adapters are copied."""
+        batch, tokens = prompts
+        engine = self.engine(tokens=batch * tokens)
+
+        def served(count: int) -> None:
+            self.submit(engine, prompts_of(batch, tokens), names, count)
+            given = 0
+            while not engine.is_idle:
+                given += len(_stepped(engine))
+            if given != batch * count:
+                raise AssertionError(f"{batch} prompts gave {given} tokens")
+
+        served(1)
+        ours_us = 1e6 * statistics.median(timed(lambda: served(1))[1] for _ in range(3))
+        needed = work.prefill_work(self.shape, batch, tokens) + self.adapter_work(names, tokens)
+        row = self.bench.row(ours_us, needed)
+        if prompts != PROMPTS[0]:
+            return row
+        if not names:
+            return replace(row, expected_us=self.bench.expected_us("prefill, base"))
+        row = replace(row, expected_us=self.bench.expected_us("prefill, adapters"))
+        alone_us = self.bench.ours_us("8B", _prefill_setting(prompts, ()))
+        ratio = None if alone_us is None else ours_us / alone_us
+        return row.at_most("at most 1.15 of no adapters", ratio, 1.15)
+
+    def peer_prefill(self) -> float:
+        """Return the microseconds of a forward of whole prompts by transformers."""
+        import torch
+
+        ids = torch.tensor(prompts_of(*PROMPTS[0]), device=self.bench.eager_device)
+
+        def run() -> None:
+            self.theirs(input_ids=ids, use_cache=True, logits_to_keep=1)
+
+        with torch.inference_mode():
+            run()
+            return 1e6 * statistics.median(timed(run)[1] for _ in range(3))
+
+    # ------------------------------------------------------------------------------- finetune
+
+    @staticmethod
+    def finetuned(engine: Any, name: str) -> Any:
+        """Begin a job that does not end by itself."""
+        from pcg.runtime.data.example import Example
+
+        batch, tokens = FINETUNED
+        return engine.finetune(
+            [Example(row, row) for row in prompts_of(4 * batch, tokens)],
+            name,
+            peft={"peft_type": "LORA", **RECIPE},
+            max_steps=10**6,
+            batch_size=batch,
+        )
+
+    def finetune(self) -> Row:
+        """Measure a step of a job whose windows are replayed."""
+        import torch
+
+        from pcg.runtime.engine.sharing import CoServing
+
+        with job_graphs() as graphs:
+            engine = self.engine(CoServing())
+            torch.cuda.reset_peak_memory_stats()
+            left = torch.cuda.memory_allocated()
+            job = self.finetuned(engine, "trained")
+
+            def to_step(step: int) -> None:
+                while job.error is None and (job.record is None or job.record.step < step):
+                    engine.step()
+                if job.error is not None:
+                    raise job.error
+
+            to_step(WARM_STEPS)
+            before = graphs.copy()
+            _, seconds = timed(lambda: to_step(WARM_STEPS + TRAINED_STEPS))
+            done = graphs - before
+            if not done["replayed"]:
+                raise AssertionError("the steps that were timed replayed nothing")
+        peak = torch.cuda.max_memory_allocated() - left
+        engine.cancel_job(job.name)
+        needed = work.finetune_work(self.shape, *FINETUNED, RANK)
+        row = self.bench.row(1e6 * seconds / TRAINED_STEPS, needed, ours_bytes=peak)
+        return replace(
+            row,
+            expected_us=self.bench.expected_us("finetuning"),
+            note=f"{done['replayed']} replays and {done['recorded']} recordings in "
+            f"{TRAINED_STEPS} steps",
+        )
+
+    def peer_finetune(self, checkpoints: bool) -> tuple[float, int]:
+        """Return the microseconds and peak bytes of a step of transformers and peft."""
+        import torch
+        from peft import LoraConfig, get_peft_model
+
+        vars(self).pop("executor", None)
+        _emptied()
+        torch.cuda.reset_peak_memory_stats()
+        left = torch.cuda.memory_allocated()
+        model = get_peft_model(self.theirs, LoraConfig(**RECIPE)).train()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # transformers 6 will have another name for it
+            if checkpoints:
+                model.enable_input_require_grads()
+                self.theirs.gradient_checkpointing_enable({"use_reentrant": False})
+        ids = torch.tensor(prompts_of(*FINETUNED), device=self.bench.eager_device)
+        trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        optimizer = torch.optim.AdamW(trained, lr=1e-4)
+
+        def run() -> None:
+            model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+        run()
+        seconds = statistics.median(timed(run)[1] for _ in range(3))
+        peak = torch.cuda.max_memory_allocated() - left
+        model.unload()
+        return 1e6 * seconds, peak
+
+    # ----------------------------------------------------------------------------- both, cold
+
+    def co_serving(self, names: Sequence[str]) -> Row:
+        """Measure a decode step beside a job, whose share the rule of sharing chooses."""
+        from pcg.runtime.engine.sharing import CoServing
+
+        batch = BATCHES[0]
+        self.decoding(batch, names, 1)  # compiles
+        engine = self.decoding(batch, names, 16 * BESIDE_STEPS, CoServing(), **BESIDE)
+        job = self.finetuned(engine, "beside")
+        ends: list[float] = []
+
+        def run() -> int:
+            """Run steps until the job has ended one or more; return their number."""
+            began = 0 if job.record is None else job.record.step
+            ends[:] = [perf_counter()]
+            while len(ends) <= BESIDE_STEPS or job.record is None or job.record.step == began:
+                if job.error is not None:
+                    raise job.error
+                if any(chunk.completion is not None for chunk in _stepped(engine)):
+                    raise AssertionError(f"the job ended no step in {len(ends)} steps beside it")
+                ends.append(perf_counter())
+            return int(job.record.step - began)
+
+        run()
+        job_steps, seconds = timed(run)
+        engine.cancel_job(job.name)
+        steps, trained = len(ends) - 1, job_steps * math.prod(FINETUNED)
+        gaps = [end - begin for begin, end in pairwise(ends)]
+        beside_us = self.bench.expected_us("finetuning") * job_steps / steps
+        row = Row(
+            ours_us=1e6 * seconds / steps,
+            expected_us=self.bench.expected_us("decode, adapters") + beside_us,
+            note=f"{steps * batch / seconds:,.0f} tokens/s out, {trained / seconds:,.0f} trained",
+            details={"gaps_s": [round(gap, 5) for gap in gaps], "trained_tokens": trained},
+        )
+        late = sum(gap > TPOT_SLO_S for gap in gaps) / steps
+        return row.at_most(f"gaps above {1e3 * TPOT_SLO_S:.0f} ms at most 1 %", late, 0.01)
+
+    def cold(self, names: Sequence[str]) -> Row:
+        """Measure the time that copying its adapter adds to a request."""
+        prompts = prompts_of(len(names), 16)
+
+        def served(engine: Any) -> None:
+            self.submit(engine, prompts, names, 1)
+            while not engine.is_idle:
+                _stepped(engine)
+
+        served(self.engine(tokens=8192))  # compiles
+        engine = self.engine(tokens=8192)
+        cold, *warm = (timed(lambda: served(engine))[1] for _ in range(3))
+        ours_us = 1e6 * (cold - min(warm)) / len(names)
+        size = self.adapter_work(names[:1]).bytes
+        expected_us = 1e6 * size / self.bench.ceilings.host_bytes_per_s
+        row = Row(ours_us=ours_us, expected_us=expected_us, bytes=size)
+        return row.at_most("at least 300 a second", ours_us, 1e6 / 300)
 
 
-def executor_of(bench: Bench, peft: object = None, **options: Any) -> Any:
-    """An executor of the model with the triton backend."""
-    from pcg.compiler import compile_program, make_executor
-
-    program = compile_program(config(), peft, dtype="bfloat16", backend="triton", **options)
-    return make_executor(program, DeviceWeights(), peft, None, bench.device)
-
-
-def with_adapters(executor: Any, count: int, rank: int = RANK) -> list[str]:
-    """Add so many adapters whose B is not zero; their names.
-
-    They have the same numbers, in host memory once, and on the device each has its own copies.
-    """
-    kind = "adapter" if rank == RANK else f"rank-{rank}"
-    names = [f"{kind}-{index}" for index in range(count)]  # as workloads have them
-    first = executor.add_adapter(names[0], {"peft_type": "LORA", **RECIPE, "r": rank})
-    for weights in first.weights.values():
-        weights.b.normal_(0, 0.02)
-    for name in names[1:]:
-        executor.state.put_adapter(replace(first, name=name))
-    return names
+# ----------------------------------------------------------------------------------------- steps
 
 
 def prompts_of(count: int, tokens: int) -> list[list[int]]:
     """Prompts of random tokens, the same at each call."""
     drawn = Random(0)
     return [[drawn.randrange(5, VOCABULARY) for _ in range(tokens)] for _ in range(count)]
+
+
+def _emptied() -> None:
+    """Free the memory of what is no longer referenced."""
+    import torch
+
+    gc.collect()
+    torch.cuda.empty_cache()
 
 
 def timed(run: Callable[[], Any]) -> tuple[Any, float]:
@@ -115,100 +442,145 @@ def timed(run: Callable[[], Any]) -> tuple[Any, float]:
     return found, perf_counter() - started
 
 
-# -------------------------------------------------------------------------------------- finetune
+@contextmanager
+def job_graphs() -> Iterator[Counter[str]]:
+    """Count the recordings and replays of graphs of jobs that begin within."""
+    from pcg.runtime.training import bound_training
 
-PEERS = ("eager", "checkpointing", "torch.compile")
+    counts: Counter[str] = Counter()
+    recorder_for = bound_training.recorder_for
 
+    class Counting:
+        def __init__(self, recorder: Any) -> None:
+            self._recorder = recorder
 
-def finetune_settings(bench: Bench) -> Iterator[Setting]:
-    """A step of LoRA on all linears, against transformers + peft; time and peak memory."""
-    found: dict[str, tuple[float, int]] = {}
-    for peer in PEERS[:2] if bench.quick else PEERS:
-        yield f"against {peer}", lambda peer=peer: _finetune(bench, peer, found)
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self._recorder, name)
 
+        def record(self, *of: Any, **how: Any) -> Callable[[], None]:
+            replay = self._recorder.record(*of, **how)
+            counts["recorded"] += 1
 
-def _finetune(bench: Bench, peer: str, found: dict[str, tuple[float, int]]) -> Row:
-    if "ours" not in found:
-        found["ours"] = _step_of(lambda: _our_step(bench))
-    ours_us, ours_bytes = found["ours"]
-    peer_us, peer_bytes = _step_of(lambda: _peer_step(bench, peer))
-    needed = work.finetune_work(work.LlamaShape.of(config()), *FINETUNED, RANK)
-    row = bench.row("finetune", f"against {peer}", ours_us, needed, peers_us={peer: peer_us})
-    row = replace(row, ours_bytes=ours_bytes, peers_bytes={peer: peer_bytes})
-    if peer == "torch.compile":
-        return row
-    # Both have to be below: what is further from it counts.
-    reached = max(ours_us / peer_us, ours_bytes / peer_bytes)
-    return replace(
-        row, target="below its time and its peak memory", reached=reached, met=reached < 1
-    )
+            def again() -> None:
+                counts["replayed"] += 1
+                replay()
 
+            return again
 
-def _step_of(make: Callable[[], Callable[[], object]]) -> tuple[float, int]:
-    """Microseconds and peak bytes of a step; what it takes is free again behind it."""
-    import torch
+    def counting(device: Any) -> Any:
+        recorder = recorder_for(device)
+        return None if recorder is None else Counting(recorder)
 
-    gc.collect()
-    torch.cuda.empty_cache()
-    left = torch.cuda.memory_allocated()
-    run = make()
-    for _ in range(2):
-        run()
-    torch.cuda.reset_peak_memory_stats()
-    seconds = statistics.median(timed(run)[1] for _ in range(3))
-    peak = torch.cuda.max_memory_allocated() - left
-    del run
-    gc.collect()
-    torch.cuda.empty_cache()
-    return 1e6 * seconds, peak
+    with patch.object(bound_training, "recorder_for", counting):
+        yield counts
 
 
-def _our_step(bench: Bench) -> Callable[[], object]:
-    import torch
-
-    from pcg.runtime.data.example import Example
-
-    batch, tokens = FINETUNED
-    recipes = {"mine": {"peft_type": "LORA", **RECIPE}}
-    executor = executor_of(bench, recipes, batch=batch, seq=tokens)
-    runner = executor.training_runner("mine")
-    examples = [Example(row, row) for row in prompts_of(batch, tokens)]
-    optimizer = torch.optim.AdamW(list(runner.parameters.values()), lr=1e-4)
-
-    def run() -> None:
-        runner.forward_backward(examples, batch * (tokens - 1))
-        optimizer.step()
-        optimizer.zero_grad()
-
-    return run
+def _stepped(engine: Any) -> list[Any]:
+    """The chunks of a step."""
+    chunks: list[Any] = engine.step()
+    for chunk in chunks:
+        if chunk.error is not None:
+            raise chunk.error
+    return chunks
 
 
-def _peer_step(bench: Bench, how: str) -> Callable[[], object]:
-    import torch
+def _run(engine: Any, steps: int) -> int:
+    """Run steps and return their number of tokens; on a GPU they come one step late."""
+    return sum(len(_stepped(engine)) for _ in range(steps))
+
+
+def _decoded_us(engine: Any, batch: int, steps: int) -> float:
+    """Return the microseconds of a decode step; the host waits for the last one alone."""
+    tokens, seconds = timed(lambda: _run(engine, steps))
+    if tokens != steps * batch:
+        raise AssertionError(f"{steps} steps gave {tokens} tokens to {batch} sequences")
+    return 1e6 * seconds / steps
+
+
+def _with_adapters(model: Any, names: Sequence[str]) -> Any:
+    """Wrap a model by peft, with these adapters."""
     from peft import LoraConfig, get_peft_model
-    from transformers import AutoModelForCausalLM, LlamaConfig
 
-    with torch.device(bench.device):
-        base = AutoModelForCausalLM.from_config(LlamaConfig(**config()), dtype=torch.bfloat16)
-    model = get_peft_model(base, LoraConfig(**RECIPE)).train()
-    if how == "checkpointing":
-        model.enable_input_require_grads()
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # transformers 6 will have another name for it
-            base.gradient_checkpointing_enable({"use_reentrant": False})
-    if how == "torch.compile":
-        for layer in base.model.layers:  # one by one: they share what is compiled
-            layer.compile()
-    ids = torch.tensor(prompts_of(*FINETUNED), device=bench.device)
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    optimizer = torch.optim.AdamW(trained, lr=1e-4)
+    made = get_peft_model(model, LoraConfig(**RECIPE), adapter_name=names[0])
+    for name in names[1:]:
+        made.add_adapter(name, LoraConfig(**RECIPE))
+    return made.eval()
 
-    def run() -> None:
-        model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
 
-    return run
+# -------------------------------------------------------------------------------------- settings
+
+
+def _decode_setting(batch: int, names: Sequence[str]) -> str:
+    high = f", one of rank {HIGH_RANK}" if HIGH in names else ""
+    return f"decode, batch {batch}, {len(names)} adapters{high}"
+
+
+def _prefill_setting(prompts: tuple[int, int], names: Sequence[str]) -> str:
+    return f"prefill, {prompts[0]} of {prompts[1]} tokens, {len(names)} adapters"
+
+
+def model_settings(bench: Bench) -> Iterator[Setting]:
+    """Our steps, then those of peers; our executor is freed before peft trains."""
+    model = Model(bench, config(), dict.fromkeys(NAMES, RANK))
+    batch, prompts = BATCHES[0], PROMPTS[0]
+    decodes = [_decode_setting(batch, names) for names in ((), NAMES)]
+    yield decodes[0], lambda: model.decode(batch, ())
+    yield decodes[1], lambda: model.decode(batch, NAMES)
+    prefills = [_prefill_setting(prompts, names) for names in ((), NAMES[: prompts[0]])]
+    yield prefills[0], lambda: model.prefill(prompts, ())
+    yield prefills[1], lambda: model.prefill(prompts, NAMES[: prompts[0]])
+    yield "finetune", model.finetune
+    yield "co-serving", lambda: model.co_serving(NAMES)
+    yield "cold adapters", lambda: model.cold(NAMES)
+
+    def against(setting: str, name: str, us: float, size_bytes: int = 0) -> Row:
+        ours = bench.known.get(("8B", setting), Row())
+        if ours.failed:
+            ours = Row()
+        row = replace(ours, peers_us={name: us}, peers_bytes={name: size_bytes}, note="")
+        ratio = None if ours.ours_us is None else ours.ours_us / us
+        return row.at_most("below its time", ratio, 1.0)
+
+    few = NAMES[:PEER_ADAPTERS]
+    peft = f"peft, {len(few)} adapters"
+    yield (
+        f"{decodes[0]}, transformers",
+        lambda: against(decodes[0], "transformers", model.peer_decode(())),
+    )
+    yield f"{decodes[1]}, peft", lambda: against(decodes[1], peft, model.peer_decode(few))
+    yield (
+        f"{prefills[0]}, transformers",
+        lambda: against(prefills[0], "transformers", model.peer_prefill()),
+    )
+    for checkpoints in (False, True):
+        name = "peft, checkpointing" if checkpoints else "peft"
+
+        def trained(checkpoints: bool = checkpoints, name: str = name) -> Row:
+            return against("finetune", name, *model.peer_finetune(checkpoints))
+
+        yield f"finetune, {name}", trained
+
+
+def further_settings(bench: Bench) -> Iterator[Setting]:
+    """Decode steps and prompts of other sizes, the one with a large adapter first."""
+    model = Model(bench, config(), dict.fromkeys(NAMES, RANK) | {HIGH: HIGH_RANK})
+    yield (
+        _decode_setting(BATCHES[0], [*NAMES[1:], HIGH]),
+        lambda: model.decode(BATCHES[0], [*NAMES[1:], HIGH]),
+    )
+    for prompts in PROMPTS[1:]:
+        for names in ((), NAMES[: prompts[0]]):
+            yield (
+                _prefill_setting(prompts, names),
+                lambda prompts=prompts, names=names: model.prefill(prompts, names),
+            )
+    for batch in BATCHES[1:]:
+        for names in ((), NAMES[:1], NAMES):
+            if len(names) <= batch:
+                yield (
+                    _decode_setting(batch, names),
+                    lambda batch=batch, names=names: model.decode(batch, names),
+                )
 
 
 # ----------------------------------------------------------------------------------------- serve
@@ -217,22 +589,41 @@ REQUESTS_A_S = 8.0
 SERVED_S = 10.0
 PROMPT_TOKENS = (64, 512)
 NEW_TOKENS = (32, 128)
+SERVING = {"running": 64, "tokens": 2048}
+"""Limits of the engine that serves, whose steps are recorded before."""
 
 
 def serve_settings(bench: Bench) -> Iterator[Setting]:
-    """Requests of 32 adapters for ten seconds, alone and beside a finetuning job."""
-    executor = executor_of(bench, "lora")
-    with_adapters(executor, ADAPTERS)
+    """What `pcg bench serve` measures: requests of 32 adapters, alone and beside a job."""
+    model = Model(bench, config(), dict.fromkeys(NAMES, RANK))
+    engines: list[Any] = []
+
+    def serve(trains: bool) -> Row:
+        from pcg.runtime.engine.sharing import CoServing
+
+        if not engines:  # one warm-up for both
+            engines.append(_warm_engine(model, CoServing()))
+        (engine,) = engines
+        if trains:
+            model.finetuned(engine, "served")
+        return _served(model, engine)
+
     for trains in (False, True):
-        setting = "beside finetuning" if trains else "alone"
-        yield setting, lambda trains=trains: _serve(executor, trains, ADAPTERS)
+        yield "beside finetuning" if trains else "alone", lambda trains=trains: serve(trains)
 
 
-def _serve(executor: Any, trains: bool, adapters: int) -> Row:
-    from pcg.runtime.data.example import Example
+def _warm_engine(model: Model, sharing: Any) -> Any:
     from pcg.runtime.engine.limits import Limits
-    from pcg.runtime.engine.sharing import CoServing
-    from pcg.simulate.papers.sharing_rules import InferenceOnly
+
+    return model.executor.engine(
+        Limits(**SERVING, tpot_slo_s=TPOT_SLO_S, ttft_slo_s=5.0),
+        kv_cache_bytes=KV_CACHE_BYTES,
+        sharing=sharing,
+        warm_up=True,
+    )
+
+
+def _served(model: Model, engine: Any) -> Row:
     from pcg.simulate.replay import replay
     from pcg.simulate.workloads.arrivals import Poisson
     from pcg.simulate.workloads.lengths import Between
@@ -242,40 +633,27 @@ def _serve(executor: Any, trains: bool, adapters: int) -> Row:
     count = int(REQUESTS_A_S * SERVED_S)
     lengths = Between(*PROMPT_TOKENS), Between(*NEW_TOKENS)
     workload = synthetic(Poisson(REQUESTS_A_S), *lengths, seed=0, requests=count)
-    workload = assign_adapters(workload, PowerLaw(adapters, 1.0), seed=0)
-    engine = executor.engine(
-        Limits(tpot_slo_s=0.05, ttft_slo_s=5.0),
-        kv_cache_bytes=KV_CACHE_BYTES,
-        sharing=CoServing() if trains else InferenceOnly(),
-        warm_up=True,
-    )
-    if trains:
-        rows = prompts_of(16, FINETUNED[1])
-        engine.finetune(
-            [Example(row, row) for row in rows], "trained", peft={"peft_type": "LORA", **RECIPE},
-            max_steps=10**6, batch_size=2,
-        )  # fmt: skip
-    report = replay(engine, workload, executor.adapters, config()["vocab_size"])
+    workload = assign_adapters(workload, PowerLaw(len(NAMES), 1.0), seed=0)
+    report = replay(engine, workload, model.executor.adapters, model.config["vocab_size"])
     for job in list(engine.jobs):
         engine.cancel_job(job.name)
-    setting = "beside finetuning" if trains else "alone"
     found = report.to_json()
-    return Row("serve", setting, note=_summary(found), details=found)
-
-
-def _summary(report: Mapping[str, Any]) -> str:
-    """The note on a report in the table."""
-    return (
-        f"{report['output_throughput']:,.0f} tokens/s out, "
-        f"median TTFT {report['median_ttft_ms'] or 0:.0f} ms, "
-        f"TPOT {report['median_tpot_ms'] or 0:.1f} ms, "
-        f"SLOs attained {report['slo_attainment'] or 0:.1%}, "
-        f"gaps within theirs {report['gap_attainment'] or 0:.1%}, "
-        f"finetuning {report['finetuning_throughput']:,.0f} tokens/s"
+    tpot_ms = found["median_tpot_ms"]
+    asked = REQUESTS_A_S * sum(NEW_TOKENS) / 2
+    note = (
+        f"{found['output_throughput']:,.0f} tokens/s of {asked:,.0f} that are asked for, "
+        f"median TTFT {found['median_ttft_ms'] or 0:.0f} ms, "
+        f"SLOs attained {found['slo_attainment'] or 0:.1%}, "
+        f"finetuning {found['finetuning_throughput']:,.0f} tokens/s"
     )
+    row = Row(
+        ours_us=None if tpot_ms is None else 1e3 * tpot_ms,
+        expected_us=model.bench.expected_us("decode, adapters"),
+        note=note,
+        details=found,
+    )
+    return row.at_most("SLOs missed by 1 %", 1 - (found["slo_attainment"] or 0), 0.01)
 
 
-CASES = (
-    Case("finetune", 140, finetune_settings),
-    Case("serve", 70, serve_settings),
-)
+CASES = (Case("8B", 200, model_settings), Case("serve", 90, serve_settings))
+FURTHER = Case("8B, further sizes", 60, further_settings)

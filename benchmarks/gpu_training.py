@@ -1,7 +1,4 @@
-"""Adapters' products in training against PyTorch's, in the sizes of Llama-3.1-8B.
-
-What a case needs is imported within it: one whose kernel is not there is a failed row.
-"""
+"""Adapters' products in training against PyTorch's, in the sizes of Llama-3.1-8B."""
 
 from __future__ import annotations
 
@@ -10,7 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import gpu_work as work
-from gpu_case import Bench, Case, Row, Setting, check_close
+from gpu_case import Bench, Row, Setting, check_close
 
 HIDDEN, INTERMEDIATE = 4096, 14336
 RANK = 16
@@ -24,10 +21,11 @@ BACKWARDS: tuple[tuple[int, ...], ...] = ((4096,), (64,) * 8, (512,) * 4)
 
 def training_settings(bench: Bench) -> Iterator[Setting]:
     """LoRA of a gate projection: forward, and backward beside the base's product, of some jobs."""
-    yield f"forward, {FORWARD} tokens", lambda: _forward(bench, FORWARD)
-    for counts in BACKWARDS[:2] if bench.quick else BACKWARDS:
+    yield f"trained LoRA, {FORWARD} tokens", lambda: _forward(bench, FORWARD)
+    for counts in BACKWARDS:
         tokens = f"{len(counts)} of {counts[0]}" if len(counts) > 1 else str(counts[0])
-        yield f"backward, {tokens} tokens", lambda counts=counts: _backward(bench, counts)
+        name = f"trained LoRA, {tokens} tokens backward"
+        yield name, lambda counts=counts: _backward(bench, counts)
 
 
 class _Site:
@@ -39,7 +37,7 @@ class _Site:
         from pcg.peft.weights import AdapterWeight
 
         def drawn(*shape: int, dtype: Any = torch.bfloat16) -> Any:
-            return torch.randn(shape, device=bench.device, dtype=dtype)
+            return torch.randn(shape, device=bench.eager_device, dtype=dtype)
 
         self.x, self.y, self.dz = drawn(tokens, in_), drawn(tokens, out), drawn(tokens, out)
         self.s = drawn(tokens, RANK, dtype=torch.float32)
@@ -49,8 +47,6 @@ class _Site:
 
 def _forward(bench: Bench, tokens: int) -> Row:
     """Measure s = x Aᵀ and z = y + scale · s Bᵀ against the peers."""
-    import torch
-
     from pcg.kernels.torch import ops as torch_ops
     from pcg.kernels.triton import ops as triton_ops
 
@@ -60,19 +56,12 @@ def _forward(bench: Bench, tokens: int) -> Row:
     def run(ops: Any) -> Any:
         return ops.expand_add(site.y, ops.shrink(site.x, site.a), site.b)
 
-    compiled = torch.compile(lambda: run(torch_ops))
     check_close("z", run(triton_ops), run(torch_ops), 1e-2)
-    peers, wrong = bench.peers_us({"torch": lambda: run(torch_ops), "torch.compile": compiled})
+    peers, wrong = bench.peers_us({"torch": lambda: run(torch_ops)})
     ours_us = bench.timer.median_us(lambda: run(triton_ops))
     moved = BF16 * tokens * (in_ + 2 * out) + 4 * RANK * (in_ + out)
     needed = work.Work(moved, 2 * tokens * RANK * (in_ + out))
-    name = f"forward, {tokens} tokens"
-    return bench.row("training", name, ours_us, needed, peers_us=peers, note=wrong)
-
-
-def check_backward(bench: Bench) -> None:
-    """AssertionError: gradients of two jobs are not PyTorch's."""
-    _gradients(bench, [count // 8 or 1 for count in BACKWARDS[1][:2]])
+    return bench.row(ours_us, needed, peers_us=peers, note=wrong)
 
 
 def _gradients(
@@ -87,7 +76,7 @@ def _gradients(
 
     in_, out = HIDDEN, INTERMEDIATE
     sites = [_Site(bench, count, in_, out) for count in counts]
-    weight = 0.02 * torch.randn(out, in_, device=bench.device, dtype=torch.bfloat16)
+    weight = 0.02 * torch.randn(out, in_, device=bench.eager_device, dtype=torch.bfloat16)
     batch = SimpleNamespace(layer=0)
 
     def ours() -> list[tuple[Any, ...]]:
@@ -115,20 +104,12 @@ def _gradients(
 
 
 def _backward(bench: Bench, counts: Sequence[int]) -> Row:
-    import torch
-
     in_, out = HIDDEN, INTERMEDIATE
     ours, theirs = _gradients(bench, counts)
-    compiled = torch.compile(theirs)
-    peers, wrong = bench.peers_us({"torch": theirs, "torch.compile": compiled})
+    peers, wrong = bench.peers_us({"torch": theirs})
     ours_us = bench.timer.median_us(ours)
     tokens = sum(counts)
     # dz and x are read, dx is written; the base's weight, and each job's adapter and gradients.
     moved = BF16 * (tokens * (out + 2 * in_) + in_ * out) + 8 * len(counts) * RANK * (in_ + out)
     needed = work.Work(moved, 2 * tokens * (in_ * out + 2 * RANK * (in_ + out)))
-    name = f"{len(counts)} of {counts[0]}" if len(counts) > 1 else str(tokens)
-    setting = f"backward, {name} tokens"
-    return bench.row("training", setting, ours_us, needed, peers_us=peers, note=wrong)
-
-
-CASES = (Case("training", 30, training_settings),)
+    return bench.row(ours_us, needed, peers_us=peers, note=wrong)

@@ -35,10 +35,12 @@ class Ceilings:
     Attributes:
         bytes_per_s: rate of a large copy, read and written bytes together.
         flops_per_s: rate of a large product in bf16.
+        host_bytes_per_s: rate of a large copy from pinned memory of the host.
     """
 
     bytes_per_s: float
     flops_per_s: float
+    host_bytes_per_s: float
 
     def floor_us(self, work: Work) -> float:
         """The time below which the device cannot do it."""

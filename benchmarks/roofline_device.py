@@ -145,4 +145,4 @@ H200 = Gpu(
         "20 us a replay: assumed, Python and the launch of a graph of some 40 kernels in a line",
     ),
 )
-"""Rates measured, latencies assumed: `benchmarks/gpu.py` measures both where there is one."""
+"""Rates measured, latencies assumed; `benchmarks/first_hour.py` measures steps beside them."""

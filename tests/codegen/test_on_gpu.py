@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -32,7 +31,7 @@ sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
 
 import gpu_kernels
 import gpu_lora
-from gpu_case import Bench, CudaTimer
+from gpu_case import Bench, CudaTimer, Once
 from gpu_work import Ceilings
 
 pytestmark = [
@@ -141,29 +140,21 @@ def test_what_kernels_append_to_the_cache(name: str, changes: dict[str, int]) ->
     check_cache(base, executor, prompts((21, 5, 18)), in_pages=True)
 
 
-class Untimed:
-    """Calls what it is given."""
-
-    def median_us(self, run: Callable[[], object], captured: bool = False, times: int = 1) -> float:
-        run()
-        return 1.0
-
-
-BENCH = Bench(Untimed(), Ceilings(1.0, 1.0), device=DEVICE)
+BENCH = Bench(Once(), Ceilings(1.0, 1.0, 1.0))
 """Cases of the benchmark compare with fp64 before they measure."""
 
 
 @pytest.mark.parametrize("popularity", ["distinct", "uniform", "skewed", "identical"])
 @pytest.mark.parametrize("batch", [1, 7, 64])
 def test_segmented_lora(popularity: str, batch: int) -> None:
-    gpu_lora._lora(BENCH, popularity, batch)
+    gpu_lora.lora(BENCH, popularity, batch)
 
 
 @pytest.mark.parametrize(
     ("batch", "tokens", "keys"), [(1, 1, 4096), (16, 1, 1008), (1, 1024, 1024), (4, 512, 512)]
 )
 def test_paged_attention(batch: int, tokens: int, keys: int) -> None:
-    gpu_kernels._attention(BENCH, batch, tokens, keys)
+    gpu_kernels.attention(BENCH, batch, tokens, keys)
 
 
 def test_the_benchmarks_timer() -> None:
