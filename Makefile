@@ -10,7 +10,11 @@ TORCH := torch>=2.11,<2.14
 GPU_VERSIONS := torch==2.11.0 triton==3.6.0 transformers==5.17.0 peft bitsandbytes jinja2 matplotlib \
 	networkx numpy regex rich safetensors sympy tokenizers typer hypothesis pytest pytest-timeout pytest-xdist
 GPU_TESTS := tests/kernels tests/codegen tests/families tests/runtime/adapters tests/runtime/model \
-	tests/runtime/training/recorded tests/test_gpu_benchmark.py --ignore tests/codegen/test_emitted_programs.py
+	tests/runtime/training/recorded tests/test_first_hour.py --ignore tests/codegen/test_emitted_programs.py
+# What an image for GPUs lacks of what pcg imports, for its Python, and an assembler.
+DAY_PYTHON ?= 3.12
+DAY_PACKAGES ?= msgspec
+DAY_ASSEMBLER := nvidia-cuda-nvcc==13.4.92
 COOKBOOK := tinker-cookbook==0.6.1
 CLIENTS := grader-metrics guidellm instructor langchain litellm litellm-proxy lm-eval schemathesis trl
 PIP := $(BIN)/python -m pip --disable-pip-version-check
@@ -25,7 +29,7 @@ test test-clients test-cookbook test-trl test-gpu-versions bench: export OMP_NUM
 test test-clients test-cookbook test-trl test-gpu-versions: export TOKENIZERS_PARALLELISM := false
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo serve-demo test test-slow test-clients test-cookbook test-trl test-gpu-versions lint check bench clean
+.PHONY: help setup demo serve-demo test test-slow test-clients test-cookbook test-trl test-gpu-versions day lint check bench clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-18s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -72,6 +76,18 @@ test-gpu-versions: .venv-gpu-versions/.installed ## tests under the versions of 
 	@test -x $(@D)/bin/python || $(PYTHON) -m venv $(@D)
 	$(@D)/bin/python -m pip install --quiet $(GPU_VERSIONS)
 	@touch $@
+
+day: $(STAMP) ## fill .day: what benchmarks/first_hour.py takes along to a GPU
+	@mkdir -p .day && rm -rf .day/*.whl .day/packed
+	for packages in "-d .day $(DAY_PACKAGES)" "-d .day/packed $(DAY_ASSEMBLER)"; do \
+		$(PIP) download --quiet --no-deps --only-binary=:all: --python-version $(DAY_PYTHON) \
+			--implementation cp --platform manylinux_2_28_x86_64 --platform manylinux_2_17_x86_64 \
+			--platform manylinux2014_x86_64 $$packages || exit 1; done
+	$(BIN)/python -c 'import glob, lzma, zipfile; \
+		wheel = zipfile.ZipFile(*glob.glob(".day/packed/*.whl")); \
+		(ptxas,) = (name for name in wheel.namelist() if name.endswith("/bin/ptxas")); \
+		open(".day/ptxas.xz", "wb").write(lzma.compress(wheel.read(ptxas), preset=2))'
+	@rm -r .day/packed && ls -l .day
 
 test-cookbook: $(STAMP) .venv-clients/cookbook/.installed ## tinker-cookbook's trainers against `pcg serve`
 	.venv-clients/cookbook/bin/python -m pip install --quiet --no-deps "$(COOKBOOK)"
