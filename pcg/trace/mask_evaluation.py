@@ -70,13 +70,19 @@ def _name(node: Node) -> str:
 
 
 class Traced:
-    """A graph with the number of its tokens."""
+    """A graph with the number of its tokens.
+
+    Attributes:
+        is_half: True if weights are in half precision.
+    """
 
     def __init__(self, graph: Graph, constants: Mapping[str, Tensor]) -> None:
         self.nodes = list(graph.nodes)
         self.constants = constants
         ids = next(node for node in self.nodes if node.name == "input_ids")
         self.tokens = ids.meta["val"].shape[1].node.expr
+        held = [node.meta.get("val") for node in self.nodes if node.op == "placeholder"]
+        self.is_half = any(isinstance(x, Tensor) and x.dtype in _HALF for x in held)
         self.writers: dict[int, list[Node]] = {}
         for node in self.nodes:
             for value, _ in written(node):
@@ -180,7 +186,7 @@ class Evaluation:
 
     def _unrounded(self, node: Node, value: Tensor) -> Tensor:
         """A half-precision value in fp32: in the model's own dtype all of its bias is rounded."""
-        if node in self._positional and self._subgraph.owner.meta["val"].dtype not in _HALF:
+        if node in self._positional and not self._subgraph.traced.is_half:
             dtype = node.meta["val"].dtype
             raise self._refused(
                 node, f"its bias is rounded to {dtype}, which pcg's is in that dtype alone"
