@@ -1,8 +1,9 @@
 """Loads: adapters added to a running engine and removed from it, beside its steps.
 
-An adapter is read on one thread, compiled for on another and put in place by the engine's. What is
-asked of one name is done in the order of asking: each load or removal begins when those of its name
-before it have ended, as a later adapter may be read sooner. Other names do not wait.
+An adapter is read on one thread, compiled for and packed on another, and put in place by the
+engine's. What is asked of one name is done in the order of asking: each load or removal begins when
+those of its name before it have ended, as a later adapter may be read sooner. Other names do not
+wait.
 """
 
 from __future__ import annotations
@@ -77,12 +78,16 @@ class Loads:
 
         def add(adapter: Adapter) -> None:
             self._check_open()
-            put_in = partial(put, adapter, state.program_for(adapter))
+            program = state.program_for(adapter)
+            program.tables.pack(adapter)
+            put_in = partial(put, adapter, program)
             self._call(put_in).add_done_callback(partial(pass_result, end))
 
         def put(adapter: Adapter, program: ServingProgram) -> Adapter:
             check()
-            return state.put_adapter(adapter, program)
+            served = state.put_adapter(adapter, program)
+            program.tables.carry(adapter, served)
+            return served
 
         self._in_turn(name, end, lambda: threads.load(passing(end, load)))
         return end

@@ -109,6 +109,15 @@ class PaddedTables:
             size_bytes = sum(t.numel() * max(t.itemsize, dtype.itemsize) for t in adapter.tensors)
         return -(-size_bytes // page_bytes)
 
+    def pack(self, adapter: Adapter) -> None:
+        """Make in host memory what engines copy whenever an adapter comes; on any thread.
+
+        Stacks are written from the adapter's own tensors.
+        """
+
+    def carry(self, adapter: Adapter, after: Adapter) -> None:
+        """Keep for another version of the same tensors what `pack` made of this one."""
+
     @torch.inference_mode(False)
     def prefetch(self, adapters: Sequence[Adapter]) -> None:
         """Begin to copy adapters that run soon, as far as there is room, beside what runs now.

@@ -20,13 +20,9 @@ from pcg.kernels.adapter_batch import NO_SLOT, AdapterSlot, TokenSpans
 from pcg.kernels.sizes import RANK_STEP
 from pcg.parallel.ranks.group import SINGLE_RANK, Ranks
 from pcg.peft.adapter import Adapter
+from pcg.runtime.adapters.packed_rows import NO_PAGES, RowPacker
 from pcg.runtime.adapters.padded_tables import BoundAdapters, Namespace, PaddedTables
-from pcg.runtime.adapters.row_allocator import (
-    OwnRowAllocator,
-    PagedRowAllocator,
-    RowAllocator,
-    pages_of_rows,
-)
+from pcg.runtime.adapters.row_allocator import OwnRowAllocator, PagedRowAllocator, RowAllocator
 from pcg.runtime.adapters.row_memory import RowMemory
 from pcg.runtime.adapters.sites import (
     GraphSites,
@@ -56,14 +52,17 @@ class RaggedTables(PaddedTables):
         *,
         lora_dtype: torch.dtype | None = None,
         defers: bool = True,
+        packers: dict[int, RowPacker] | None = None,
     ) -> None:
         """Keep none.
 
         Args:
             lora_dtype: that of rows; by default the adapters' own.
             defers: False where layers of other ranks read what a layer passes on: LoRA is in it.
+            packers: those of other tables of the model, by the size of a page in elements.
         """
         super().__init__(model, weights, device, ranks)
+        self._packers: dict[int, RowPacker] = {} if packers is None else packers
         graphs = [(model.blocks[block], layer) for layer, block in enumerate(model.layers)]
         graphs += [(model.prologue, 0), (model.epilogue, 0)]
         sites = [
@@ -74,7 +73,8 @@ class RaggedTables(PaddedTables):
             own_dtype: torch.dtype = getattr(torch, TORCH_NAMES[sites[0].modules[0].a.type.dtype])
             dtype = own_dtype if lora_dtype is None else lora_dtype
             own = OwnRowAllocator(dtype, device) if allocator is None else allocator(dtype)
-            self.lora = RowMemory(sites, self._stacker, own)
+            self._packer = partial(RowPacker, sites, self._stacker, dtype)
+            self.lora = RowMemory(sites, self._packer_of(own.page_size), own, device)
         self._model = model
         self._lora_dtype = lora_dtype
         self._defers = defers
@@ -100,20 +100,34 @@ class RaggedTables(PaddedTables):
             allocator,
             lora_dtype=self._lora_dtype,
             defers=self._defers,
+            packers=self._packers,
         )
         self._in_pages.add(made)
         return made
 
+    def _packer_of(self, page_size: int) -> RowPacker:
+        if page_size not in self._packers:
+            self._packers[page_size] = self._packer(page_size)
+        return self._packers[page_size]
+
+    def pack(self, adapter: Adapter) -> None:
+        for page_size, packer in list(self._packers.items()):
+            if page_size != NO_PAGES:
+                packer.image(adapter)
+
+    def carry(self, adapter: Adapter, after: Adapter) -> None:
+        for packer in self._packers.values():
+            packer.carry(adapter, after)
+
     def pages_of(self, adapter: Adapter, page_bytes: int) -> int:
         if self.lora is None:
             return super().pages_of(adapter, page_bytes)
-        element_bytes = self.lora.element_bytes
-        shapes = self.lora.shapes(adapter)
-        in_rows = sum(rows * size for rows, size in shapes)
+        packer = self._packer_of(page_bytes // self.lora.element_bytes)
         # Over ranks each holds about its share of the weights that are not rows.
         own_bytes = max((tensor.itemsize for tensor in adapter.tensors), default=0)
-        others = max(adapter.size_bytes // self._stacker.ranks.size - in_rows * own_bytes, 0)
-        return pages_of_rows(shapes, page_bytes // element_bytes) + -(-others // page_bytes)
+        in_rows = packer.layout(adapter).used * own_bytes
+        others = max(adapter.size_bytes // self._stacker.ranks.size - in_rows, 0)
+        return packer.pages(adapter) + -(-others // page_bytes)
 
     @property
     def size_bytes(self) -> int:
@@ -174,6 +188,8 @@ class RaggedTables(PaddedTables):
             self._bound.clear()
         for rows in self._in_pages:
             rows.forget(adapter)
+        for packer in self._packers.values():  # whose copies, which read it, have ended
+            packer.forget(adapter)
 
     def _bind(self, start: int, chosen: Sequence[Adapter], merged: Sequence[int]) -> BoundAdapters:
         bound = super()._bind(start, chosen, merged)

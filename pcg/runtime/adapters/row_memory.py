@@ -1,12 +1,9 @@
 """Row memory: rows of the running adapters' LoRA matrices, each adapter at its true rank.
 
-Each row k of A [r, in] and of scaled Bᵀ [r, out] lies contiguous, wherever there is room. Segmented
-kernels find them by tables of their first elements (`row_table.py`), for each site A of each
-output, then B of each, and the bias.
-
-The matrices of a bottleneck adapter are stored alike, with the bias between them as a matrix of one
-row. Over ranks the rows are those of the rank's shards, of as many ranks on each
-(`WeightStacker.part`).
+An adapter's rows are copied as they were packed in host memory (`packed_rows.py`), to wherever
+there is room. Segmented kernels find them by tables of their first elements (`row_table.py`), for
+each site A of each output, then B of each, and the bias. The matrices of a bottleneck adapter are
+stored alike, with the bias between them as a matrix of one row.
 
 An adapter takes entries of the tables and memory for its rows before it first runs, and gives them
 up when others need them and it does not run (`row_allocator.py`). Both get smaller as adapters
@@ -16,30 +13,20 @@ leave.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
-from itertools import accumulate, zip_longest
+from itertools import accumulate
 
 import torch
-from torch import Tensor
 
 from pcg.kernels.adapter_batch import AdapterSlot, LoraRows, TokenSpans
-from pcg.kernels.sizes import RANK_STEP, ROW_ALIGNMENT
+from pcg.kernels.sizes import RANK_STEP
 from pcg.peft.adapter import Adapter
 from pcg.runtime.adapters.copies import AdapterCopies
+from pcg.runtime.adapters.packed_rows import RowPacker
 from pcg.runtime.adapters.row_allocator import RowAllocator
 from pcg.runtime.adapters.row_table import RowTable, width_of
 from pcg.runtime.adapters.sites import JoinedSite
-from pcg.runtime.adapters.weight_stacker import WeightStacker
-
-
-@dataclass(frozen=True)
-class _Place:
-    """An adapter's slot of the tables, and the first elements of its matrices' rows."""
-
-    slot: AdapterSlot
-    firsts: Sequence[Tensor]
-
 
 _NO_TOKENS = TokenSpans(())
 
@@ -48,11 +35,14 @@ class RowMemory:
     """The rows of the adapters that run, and tables of where they lie."""
 
     def __init__(
-        self, sites: Sequence[JoinedSite], stacker: WeightStacker, allocator: RowAllocator
+        self,
+        sites: Sequence[JoinedSite],
+        packer: RowPacker,
+        allocator: RowAllocator,
+        device: torch.device,
     ) -> None:
         self.sites = tuple(sites)
-        self._stacker = stacker
-        device = stacker.device
+        self._packer = packer
         self._allocator = allocator
         counts = [len(site.matrices) for site in self.sites]
         *self._first, matrices = accumulate(counts, initial=0)
@@ -98,12 +88,12 @@ class RowMemory:
             if key in self._copying or self._has(adapter):
                 continue
             self._drop(key)
-            place = self._place(adapter, kept, grows=False)
-            if place is None:
+            slot = self._reserve(adapter, kept, grows=False)
+            if slot is None:
                 break
             moved = True
-            self._copying[key] = place.slot
-            self._copies.begin(key, partial(self._write, adapter, place))
+            self._copying[key] = slot
+            self._copies.begin(key, partial(self._write, adapter, slot))
         return moved
 
     def is_copying(self, adapter: Adapter) -> bool:
@@ -145,14 +135,11 @@ class RowMemory:
         As long as no others come, the tables stay where they are.
         """
         self._finish_copies(wait=True)
-        self._table.reserve(slots, map(self._greatest_rank, adapters))
+        self._table.reserve(slots, map(self._packer.rank, adapters))
 
     def widest(self, adapters: Sequence[Adapter]) -> int:
         """Return the width of the widest of these adapters in the tables, at least RANK_STEP."""
-        return max(map(width_of, map(self._greatest_rank, adapters)), default=RANK_STEP)
-
-    def _greatest_rank(self, adapter: Adapter) -> int:
-        return max((rows for rows, _ in self.shapes(adapter)), default=0)
+        return max(map(width_of, map(self._packer.rank, adapters)), default=RANK_STEP)
 
     def forget(self, adapter: Adapter) -> None:
         """Free an adapter's memory: it has changed, or is gone."""
@@ -160,23 +147,6 @@ class RowMemory:
         if not self._copying:  # nothing writes to what may move
             self._table.trim()
             self._allocator.trim()
-
-    def shapes(self, adapter: Adapter) -> list[tuple[int, int]]:
-        """Return rows and elements of an adapter's matrices, in the order of the tables.
-
-        A bottleneck's bias is padded to a multiple of what kernels load at once.
-        """
-        shapes = []
-        for site in self.sites:
-            sizes = [site.in_size] * len(site.modules)
-            sizes += [one.size for one in site.modules]
-            for parameter, size in zip_longest(site.matrices, sizes):
-                module, _, kind = parameter.source.format(layer=site.layer).rpartition(".")
-                weights = adapter.weights.get(module)
-                if weights is not None and kind in weights.served:
-                    inner = self._stacker.inner_size(weights.inner_size, parameter)
-                    shapes.append((1, _aligned_size(inner)) if size is None else (inner, size))
-        return shapes
 
     @property
     def layout(self) -> object:
@@ -218,38 +188,31 @@ class RowMemory:
         """Copy an adapter now."""
         # Memory and tables may move, so nothing may write to them meanwhile.
         self._finish_copies(wait=True)
-        place = self._place(adapter, self._running, grows=True)
-        assert place is not None
-        self._write(adapter, place)
-        self._slots[adapter.version] = place.slot
+        slot = self._reserve(adapter, self._running, grows=True)
+        assert slot is not None
+        self._write(adapter, slot)
+        self._slots[adapter.version] = slot
 
-    def _place(self, adapter: Adapter, kept: set[int], *, grows: bool) -> _Place | None:
+    def _reserve(self, adapter: Adapter, kept: set[int], *, grows: bool) -> AdapterSlot | None:
         """Reserve memory for an adapter, evicting others but those kept; None if there is none."""
-        shapes = self.shapes(adapter)
-        most = self._greatest_rank(adapter)
+        layout = self._packer.layout(adapter)
 
         def drop() -> bool:
             return self._drop_idle(kept)
 
-        slot = self._table.take(most, drop, grows=grows)
+        slot = self._table.take(layout.rank, drop, grows=grows)
         if slot is None:
             return None
-        firsts = self._allocator.reserve(adapter, shapes, drop, grows=grows)
-        if firsts is None:
+        if not self._allocator.reserve(adapter, layout.elements, drop, grows=grows):
             self._table.give_back(slot)
             return None
-        return _Place(slot, firsts)
+        return slot
 
-    def _write(self, adapter: Adapter, place: _Place) -> bool:
+    def _write(self, adapter: Adapter, slot: AdapterSlot) -> bool:
         """Write an adapter's rows, and their places into the tables, on any thread."""
-        parts = [
-            _aligned(self._stacker.part(adapter, parameter, site.layer))
-            for site in self.sites
-            for parameter in site.matrices
-        ]
-        self._allocator.write(adapter, [part for part in parts if part is not None])
-        firsts = iter(place.firsts)
-        self._table.write(place.slot, [None if part is None else next(firsts) for part in parts])
+        self._allocator.write(adapter, self._packer.image(adapter))
+        layout = self._packer.layout(adapter)
+        self._table.write(slot, self._allocator.places(adapter, layout.starts), layout.ranks)
         return True
 
     def _finish_copies(self, *, wait: bool = False) -> bool:
@@ -283,14 +246,3 @@ class RowMemory:
             return False
         self._drop(key)
         return True
-
-
-def _aligned(part: Tensor | None) -> Tensor | None:
-    if part is None or _aligned_size(part.shape[1]) == part.shape[1]:
-        return part
-    return torch.nn.functional.pad(part, (0, _aligned_size(part.shape[1]) - part.shape[1]))
-
-
-def _aligned_size(size: int) -> int:
-    """Return a row's size, padded to a multiple of what kernels load at once."""
-    return -(-size // ROW_ALIGNMENT) * ROW_ALIGNMENT

@@ -10,13 +10,14 @@ adapters together: a wide one adds its own entries, and gives them up when it le
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 
 import torch
 from torch import Tensor
 
 from pcg.kernels.adapter_batch import AdapterSlot
 from pcg.kernels.sizes import RANK_STEP
+from pcg.kernels.uploads import uploaded
 from pcg.runtime.memory.free_runs import FreeRuns
 
 _LEAST_SLOTS = 16
@@ -92,17 +93,16 @@ class RowTable:
         self._free.add(slot.first // self._unit, slot.width // RANK_STEP)
         self._free_numbers.append(slot.number)
 
-    def write(self, slot: AdapterSlot, firsts: Sequence[Tensor | None]) -> None:
-        """Write the first elements of the rows of each matrix, on any thread; None for no rows."""
-        rows = torch.zeros((self._matrices, slot.width), dtype=torch.int64)
-        ranks = torch.zeros(self._matrices, dtype=torch.int32)
-        for matrix, own in enumerate(firsts):
-            if own is not None:
-                rows[matrix, : len(own)] = own
-                ranks[matrix] = len(own)
+    def write(self, slot: AdapterSlot, rows: Tensor, ranks: Tensor) -> None:
+        """Write an adapter's entries, on any thread.
+
+        Args:
+            rows: first element of each row of each matrix, [matrices, slot.width], int64.
+            ranks: rows of each matrix, [matrices], int32.
+        """
         stop = slot.first + self._matrices * slot.width
-        self.rows[slot.first : stop] = rows.view(-1).to(self._device)
-        self.ranks[:, slot.number] = ranks.to(self._device)
+        self.rows[slot.first : stop] = uploaded(rows.view(-1), self._device)
+        self.ranks[:, slot.number] = uploaded(ranks, self._device)
 
     def trim(self) -> None:
         """Halve the table of rows as long as three quarters of it are free, and not reserved."""

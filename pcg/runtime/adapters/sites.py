@@ -88,6 +88,11 @@ class JoinedSite:
         return [one.a for one in self.modules] + [one.b for one in self.modules] + biases
 
     @property
+    def row_sizes(self) -> list[int]:
+        """Elements of a row of each of the `matrices` but the bias, whose row is the inner size."""
+        return [self.in_size] * len(self.modules) + [one.size for one in self.modules]
+
+    @property
     def in_size(self) -> int:
         return int(self.modules[0].a.type.shape[-1])
 

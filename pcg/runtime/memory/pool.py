@@ -165,7 +165,7 @@ class PagePool:
         """Take back all pages of a table."""
         del self._tables[id(table)]
         self._give_spare_back(table)
-        for start, length in _runs(table.pages[table.shared :]):
+        for start, length in runs_of(table.pages[table.shared :]):
             self._take_back(start, length)
         # The last is reclaimed first: it is of no use without those before it.
         for page in reversed(table.pages[: table.shared]):
@@ -188,9 +188,9 @@ class PagePool:
         for table in tables:
             table.shared = table.spare = 0
             table._breaks = _breaks(table.pages)
-        for start, count in _runs(used):
+        for start, count in runs_of(used):
             self.on_free(start, count)
-        for start, count in _runs(sorted(set(range(self.size)) - held)):
+        for start, count in runs_of(sorted(set(range(self.size)) - held)):
             self._free.add(start, count)
 
     # ------------------------------------------------------------------------------------- sharing
@@ -301,7 +301,7 @@ def _breaks(pages: list[int]) -> int:
     return sum(after != before + 1 for before, after in pairwise(pages))
 
 
-def _runs(pages: list[int]) -> list[tuple[int, int]]:
+def runs_of(pages: list[int]) -> list[tuple[int, int]]:
     """Return the pages as runs: start and length."""
     found: list[tuple[int, int]] = []
     for page in pages:

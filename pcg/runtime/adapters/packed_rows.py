@@ -1,0 +1,219 @@
+"""Packed rows: an adapter's matrices in host memory, as they lie on the device.
+
+Each row k of A [r, in] and of scaled Bᵀ [r, out] lies contiguous in one image, in the dtype that is
+served and, where there is a GPU, in pinned memory. An adapter is packed once, when it is added to
+an engine or else when it first runs, so that it comes to the device by one copy for each run of its
+pages, however many matrices it has.
+
+Rows follow one another, and a row that does not fit into the rest of a page begins the next. Over
+ranks they are those of the rank's shards (`WeightStacker.part`).
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import zip_longest
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor
+
+from pcg.errors import UnsupportedError
+from pcg.ir.graph import Parameter
+from pcg.kernels.sizes import ROW_ALIGNMENT
+from pcg.peft.adapter import Adapter
+from pcg.runtime.adapters.row_table import width_of
+from pcg.runtime.adapters.sites import JoinedSite
+from pcg.runtime.adapters.weight_stacker import WeightStacker
+
+_LOG = logging.getLogger("pcg.adapters")
+NO_PAGES = sys.maxsize
+"""The page size of a memory without pages, whose rows all follow one another."""
+
+
+@dataclass(frozen=True)
+class RowLayout:
+    """The places of an adapter's rows in its image.
+
+    Attributes:
+        starts: first element of each row of each matrix, [matrices, width], int64; entries beyond a
+            matrix's rows are 0.
+        ranks: rows of each matrix, [matrices], int32; 0 if the adapter has nothing there.
+        rank: the greatest number of rows, of which `width` is the multiple of RANK_STEP.
+        used: elements of all rows.
+        elements: elements of the image, whole pages.
+    """
+
+    starts: Tensor
+    ranks: Tensor
+    rank: int
+    used: int
+    elements: int
+
+
+class RowPacker:
+    """Packs adapters for the sites of one program, for pages of one size.
+
+    What it keeps of an adapter goes with the adapter, or with `forget`.
+    """
+
+    def __init__(
+        self,
+        sites: Sequence[JoinedSite],
+        stacker: WeightStacker,
+        dtype: torch.dtype,
+        page_size: int = NO_PAGES,
+    ) -> None:
+        """Keep none; `page_size` is in elements of `dtype`."""
+        self.page_size = page_size
+        self._stacker = stacker
+        self._dtype = dtype
+        self._matrices = [
+            _Matrix(*_path_of(parameter, site.layer), parameter, site.layer, size)
+            for site in sites
+            for parameter, size in zip_longest(site.matrices, site.row_sizes)
+        ]
+        self._layouts: WeakKeyDictionary[Adapter, RowLayout] = WeakKeyDictionary()
+        self._images: WeakKeyDictionary[Adapter, Tensor] = WeakKeyDictionary()
+
+    def rank(self, adapter: Adapter) -> int:
+        """Return the rows of an adapter's largest matrix; 0 without any."""
+        known = self._layouts.get(adapter)
+        if known is not None:
+            return known.rank
+        return max((rows for rows, _ in self._shapes(adapter)), default=0)
+
+    def pages(self, adapter: Adapter) -> int:
+        return self.layout(adapter).elements // self.page_size
+
+    def layout(self, adapter: Adapter) -> RowLayout:
+        """Return where rows lie. UnsupportedError: one is longer than a page."""
+        found = self._layouts.get(adapter)
+        if found is None:
+            found = self._layouts[adapter] = self._laid_out(adapter)
+        return found
+
+    @torch.inference_mode(False)
+    @torch.no_grad()
+    def image(self, adapter: Adapter) -> Tensor:
+        """Return an adapter's rows, [elements]; on any thread."""
+        found = self._images.get(adapter)
+        if found is None:
+            found = self._images[adapter] = self._packed(adapter)
+        return found
+
+    def carry(self, adapter: Adapter, after: Adapter) -> None:
+        """Keep for another version of the same tensors what is kept for this one."""
+        layout, image = self._layouts.pop(adapter, None), self._images.pop(adapter, None)
+        if layout is not None:
+            self._layouts[after] = layout
+        if image is not None:
+            self._images[after] = image
+
+    def forget(self, adapter: Adapter) -> None:
+        """Drop what is kept of an adapter, whose tensors have changed; nothing copies it now."""
+        self._layouts.pop(adapter, None)
+        self._images.pop(adapter, None)
+
+    def _shapes(self, adapter: Adapter) -> list[tuple[int, int]]:
+        """Return rows and elements of a row of each matrix; no rows where there is none."""
+        found = []
+        for matrix in self._matrices:
+            weights = adapter.weights.get(matrix.module)
+            if weights is None or matrix.kind not in weights.served:
+                found.append((0, 0))
+                continue
+            inner = self._stacker.inner_size(weights.inner_size, matrix.parameter)
+            found.append((1, _aligned(inner)) if matrix.size is None else (inner, matrix.size))
+        return found
+
+    def _laid_out(self, adapter: Adapter) -> RowLayout:
+        shapes = self._shapes(adapter)
+        rank = max((rows for rows, _ in shapes), default=0)
+        starts: list[list[int]] = [[] for _ in shapes]
+        end = 0
+        for i, _, count, start in _runs(shapes, self.page_size):
+            size = shapes[i][1]
+            end = start + count * size
+            starts[i] += range(start, end, size)
+        for own in starts:
+            own += [0] * (width_of(rank) - len(own))
+        elements = end if self.page_size == NO_PAGES else -(-end // self.page_size) * self.page_size
+        ranks = torch.tensor([rows for rows, _ in shapes], dtype=torch.int32)
+        used = sum(rows * size for rows, size in shapes)
+        return RowLayout(torch.tensor(starts, dtype=torch.int64), ranks, rank, used, elements)
+
+    def _packed(self, adapter: Adapter) -> Tensor:
+        image = self._memory(self.layout(adapter).elements, adapter)
+        parts: dict[int, Tensor] = {}
+        shapes = self._shapes(adapter)
+        for i, row, count, start in _runs(shapes, self.page_size):
+            if not row:  # the first run of a matrix, which is made once
+                matrix = self._matrices[i]
+                part = self._stacker.part(adapter, matrix.parameter, matrix.layer)
+                assert part is not None
+                parts = {i: part}
+            rows = image[start : start + count * shapes[i][1]].view(count, -1)
+            rows[:, : parts[i].shape[1]].copy_(parts[i][row : row + count])
+        return image
+
+    def _memory(self, elements: int, adapter: Adapter) -> Tensor:
+        if self._stacker.device.type == "cuda":
+            try:
+                return torch.zeros(elements, dtype=self._dtype, pin_memory=True)
+            except RuntimeError as error:
+                _LOG.warning(
+                    "no %.1f MiB of pinned memory for adapter %r (%s), which steps therefore wait "
+                    "for whenever it comes; have fewer adapters, or more host memory",
+                    elements * self._dtype.itemsize / 2**20,
+                    adapter.name,
+                    str(error).partition("\n")[0],
+                )
+        return torch.zeros(elements, dtype=self._dtype)
+
+
+@dataclass(frozen=True)
+class _Matrix:
+    """A matrix of the tables: where an adapter has it, and the elements of a row.
+
+    Attributes:
+        size: elements of a row; None for a bottleneck's bias, one row as long as its width.
+    """
+
+    module: str
+    kind: str
+    parameter: Parameter
+    layer: int
+    size: int | None
+
+
+def _path_of(parameter: Parameter, layer: int) -> tuple[str, str]:
+    module, _, kind = parameter.source.format(layer=layer).rpartition(".")
+    return module, kind
+
+
+def _runs(shapes: Sequence[Sequence[int]], page_size: int) -> Iterator[tuple[int, int, int, int]]:
+    """Yield runs of rows: matrix, first row, rows, and the first element in the image."""
+    page, offset = 0, 0
+    for i, (rows, size) in enumerate(shapes):
+        if size > page_size and rows:
+            raise UnsupportedError(
+                f"an adapter's row of {size} elements is longer than a page of the KV cache, "
+                f"{page_size}; compile with backend='torch'"
+            )
+        row = 0
+        while row < rows:
+            count = min(rows - row, (page_size - offset) // size)
+            if not count:
+                page, offset = page + 1, 0
+                continue
+            yield i, row, count, page * page_size + offset
+            row, offset = row + count, offset + count * size
+
+
+def _aligned(size: int) -> int:
+    """Return a row's size, padded to a multiple of what kernels load at once."""
+    return -(-size // ROW_ALIGNMENT) * ROW_ALIGNMENT
