@@ -151,7 +151,6 @@ def test_jobs_that_go_back_together_are_one_launch(monkeypatch: pytest.MonkeyPat
 
     ours = trained("triton")
     # Down, up, gate and o of the last layer, then v of both jobs, k, and q of both; then the first.
-    # Down, up, gate and o of the last layer, then v of both jobs, k, and q of both; then the first.
     assert together == [1] * 4 + [2] + [1] + [2] + [1] * 4
     assert bottlenecks == [2] * 4  # behind attention and the MLP of both layers
     # (IA)³ of two jobs at down, v and k of both layers; the outer biases of both bottlenecks.

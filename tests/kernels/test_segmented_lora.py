@@ -378,6 +378,13 @@ def _expand(parts: int, summed: int = 1, dtype: str = "bf16") -> Kernel:
     return Kernel(_MODULE, "expand_kernel", _TYPES | types, constants, _ODD, warps, 2)
 
 
+def _unscaled(kernel: Kernel) -> Kernel:
+    """The kernel as serving launches it, whose B holds its scale."""
+    types = {name: kind for name, kind in kernel.signature.items() if name != "scales"}
+    constants = {**kernel.constants, "scales": None, "HAS_SCALES": False}
+    return replace(kernel, signature=types, constants=constants)
+
+
 def _expand_tokens(parts: int, stages: int = 1, summed: int = 1, dtype: str = "bf16") -> Kernel:
     types = {"y": "*bf16", "z": "*bf16", "z_stride": "i32", "memory": f"*{dtype}"}
     types["by_token"] = "*i32"
@@ -401,6 +408,7 @@ _KERNELS = {
     "prefill shrink": _shrink(64, 64),
     "decode expand": _expand_tokens(16),
     "prefill expand": _expand(1),
+    "prefill expand of parts, unscaled": _unscaled(_expand(8)),
     "outer": _outer("bf16"),
 }
 
@@ -408,6 +416,7 @@ _RARE_KERNELS = {
     "decode expand of wide adapters": _expand_tokens(14, 4),
     "decode expand of slices": _expand_tokens(16, 1, 3),
     "prefill expand of parts": _expand(8),
+    "prefill expand, unscaled": _unscaled(_expand(1)),
     "prefill expand of parts and slices": _expand(8, 3),
     "fp16 outer": _outer("fp16"),
     "fp16 expand": _expand(1, 1, "fp16"),
@@ -432,7 +441,7 @@ def check_code(kernels: Mapping[str, Kernel]) -> None:
             # 16 ranks by 16 tokens are too few for a wgmma.
             assert hopper.count("HMMA" if "decode shrink" in name else "HGMMA"), name
         for code in (ampere, hopper):
-            code.check_in_registers(254 if "fp16" in name else 184)
+            code.check_in_registers(254 if "fp16" in name else 184 if IS_NEW_TRITON else 200)
             assert code.shared_bytes <= 72 * 1024, name  # of 99 KiB that every sm_8x has
             # What is narrower: tables, and sums of fp32 that a thread has two of.
             assert code.count("LDG", "128") + code.count("LDGSTS", "128") >= 4, name

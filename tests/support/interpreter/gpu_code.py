@@ -45,6 +45,7 @@ class Kernel:
         odd: integers that 16 does not divide; it divides all others, and all pointers.
         warps: warps of a program.
         stages: stages of its software pipelines.
+        registers: the most of a thread, which are used freely; None leaves it to ptxas.
     """
 
     module: str
@@ -54,6 +55,7 @@ class Kernel:
     odd: Sequence[str] = ()
     warps: int = 4
     stages: int = 3
+    registers: int | None = None
 
 
 @dataclass(frozen=True)
@@ -169,7 +171,11 @@ def _code(kernel: Kernel, function: object, architecture: int) -> Code:
     }
     constants = {(names.index(name),): value for name, value in kernel.constants.items()}
     source = ASTSource(function, signature, constants, aligned)
-    options = {"num_warps": kernel.warps, "num_stages": kernel.stages}
+    options = {
+        "num_warps": kernel.warps,
+        "num_stages": kernel.stages,
+        "maxnreg": kernel.registers,
+    }
     made = triton.compile(source, target=GPUTarget("cuda", architecture, 32), options=options)
     return code_of(kernel.name, made, architecture)
 

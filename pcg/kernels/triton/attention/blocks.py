@@ -21,14 +21,32 @@ def has_wide_products(architecture: int) -> bool:
     return HOPPER <= architecture < 120
 
 
+_ALL_REGISTERS = 255
+"""Of a thread. ptxas spills a little for one more program on a processor, which small ones have no
+shared memory for: of heads above 64, two programs of four warps or one of eight."""
+
+
 class Blocks(NamedTuple):
-    """Rows, keys of a step or of a program of dk and dv, warps, stages, AHEAD of the forward."""
+    """Rows, keys of a step or of a program of dk and dv, warps, stages, AHEAD of the forward.
+
+    `registers` of a thread are used freely, up to so many; None leaves it to ptxas.
+    """
 
     rows: int
     keys: int
     warps: int
     stages: int
     ahead: bool = False
+    registers: int | None = None
+
+    @property
+    def options(self) -> dict[str, int | None]:
+        """The options of a launch."""
+        return {
+            "num_warps": self.warps,
+            "num_stages": self.stages,
+            "maxnreg": self.registers,
+        }
 
 
 def tile_blocks(size: int, dtype: torch.dtype, paged: bool, architecture: int) -> Blocks:
@@ -48,10 +66,12 @@ def tile_blocks(size: int, dtype: torch.dtype, paged: bool, architecture: int) -
         return Blocks(32, 32, 4 if size <= 64 else 8 if size <= 128 else 16, 1)
     stages = 3 if paged else 2
     ahead = architecture == HOPPER and size > 64
+    registers = _ALL_REGISTERS if architecture in SMALL and size > 64 else None
     if size > 128:
-        return Blocks(64, 32, 8, stages, ahead)
+        return Blocks(64, 32, 8, stages, ahead, registers)
     # Other products read weights and values from registers, which 64 keys of 128 would fill.
-    return Blocks(64, 64 if size <= 64 or has_wide_products(architecture) else 32, 4, stages, ahead)
+    keys = 64 if size <= 64 or has_wide_products(architecture) else 32
+    return Blocks(64, keys, 4, stages, ahead, registers)
 
 
 def split_blocks(size: int, dtype: torch.dtype, group: int) -> Blocks:
@@ -77,7 +97,7 @@ def query_blocks(size: int, dtype: torch.dtype, paged: bool, architecture: int) 
     if size <= (128 if has_wide_products(architecture) else 64):
         return Blocks(128, 64, 8, stages)
     if size > 128 and architecture in SMALL:
-        return Blocks(32, 32, 8, 2)
+        return Blocks(32, 32, 8, 2, registers=_ALL_REGISTERS)
     return Blocks(64, 64 if size <= 128 else 32, 8, stages)
 
 

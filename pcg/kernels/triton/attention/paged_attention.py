@@ -71,7 +71,7 @@ def paged_attention(
             *strides, **sizes, **options,
             BLOCK_M=blocks.rows, BLOCK_N=blocks.keys, TILE=TILE_ROWS,
             SINKS=sinks is not None, LSE=keeps, PAGED=keys.paged, AHEAD=blocks.ahead,
-            num_warps=blocks.warps, num_stages=blocks.stages,
+            **blocks.options,
         )  # fmt: skip
     if len(work.splits):
         blocks = split_blocks(size, q.dtype, sizes["G"])
@@ -83,7 +83,7 @@ def paged_attention(
             q, keys.base, values.base, totals, highest, sums, out, lse, alibi, sinks, work.parts,
             work.pages, work.splits, *strides, **sizes, **options,
             BLOCK_H=blocks.rows, BLOCK_N=blocks.keys, SINKS=sinks is not None, LSE=keeps,
-            SPLIT=SPLIT_KEYS, num_warps=blocks.warps, num_stages=blocks.stages,
+            SPLIT=SPLIT_KEYS, **blocks.options,
         )  # fmt: skip
     if len(work.splits) and not work.capacity.is_whole:
         reduce_splits[(len(work.decodes), heads)](
@@ -145,7 +145,7 @@ def paged_attention_backward(
         q, keys.base, values.base, dout, lse, delta, dq, scoring.alibi, work.parts, work.pages,
         work.tiles, *strides, work.pages.shape[1], scoring.scale, **sizes, **options,
         BLOCK_M=blocks.rows, BLOCK_N=blocks.keys, TILE=TILE_ROWS,
-        num_warps=blocks.warps, num_stages=blocks.stages,
+        **blocks.options,
     )  # fmt: skip
     blocks = key_blocks(size, q.dtype, architecture_of(q))
     keys_sum, values_sum = (None, None) if sums is None else (sums.keys, sums.values)
@@ -153,7 +153,7 @@ def paged_attention_backward(
         q, keys.base, values.base, dout, lse, delta, dk, dv, keys_sum, values_sum, scoring.alibi,
         work.parts, work.pages, work.key_blocks, *strides, work.pages.shape[1], scoring.scale,
         **sizes, **options, BLOCK_M=blocks.rows, BLOCK_N=blocks.keys, TILE=KEY_BLOCK,
-        num_warps=blocks.warps, num_stages=blocks.stages,
+        **blocks.options,
     )  # fmt: skip
     return dq, dk, dv
 
