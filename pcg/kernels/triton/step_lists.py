@@ -74,6 +74,7 @@ class StepLists:
         # replaced by then, and how many pages of it are written.
         self._written: list[tuple[BlockTable | None, int, int]] = [(None, 0, 0)] * room.sequences
         self._segments: object = None
+        self._known: dict[StepRoom, tuple[RoomLists, int]] = {}
 
     @property
     def sequences(self) -> int:
@@ -109,7 +110,7 @@ class StepLists:
 
     def fill(self, tokens: StepTokens, room: StepRoom) -> None:
         """Put tokens there that the room holds; the host does not wait."""
-        host = self._views(self._on_host, room)
+        host, size = self._on_host_of(room)
         lengths, contexts = (np.array(x, np.int64) for x in (tokens.lengths, tokens.contexts))
         starts = lengths.cumsum() - lengths
         count = len(tokens.ids)
@@ -127,10 +128,16 @@ class StepLists:
         self._fill_tiles(host, tokens, starts, room)
         self._write_tables(tokens.tables)
         # The host's memory is written again while the device may still read what was copied.
-        start, size = _places(room)[-1]
-        on_host = self._on_host[: start + size]
+        on_host = self._on_host[:size]
         on_host = on_host.pin_memory() if self._memory.is_cuda else on_host
-        self._memory[: start + size].copy_(on_host, non_blocking=True)
+        self._memory[:size].copy_(on_host, non_blocking=True)
+
+    def _on_host_of(self, room: StepRoom) -> tuple[RoomLists, int]:
+        """Return the lists of a room on the host, and the numbers that the room has."""
+        if room not in self._known:
+            start, size = _places(room)[-1]
+            self._known[room] = self._views(self._on_host, room), start + size
+        return self._known[room]
 
     def _fill_work(self, work: AttentionWork, lengths: Rows, contexts: Rows, starts: Rows) -> None:
         singles, longer = np.flatnonzero(lengths == 1), np.flatnonzero(lengths > 1)
