@@ -25,6 +25,8 @@ from math import ceil
 from gpu_work import Work
 from roofline_counts import REPLAY, Launch
 
+from pcg.parallel.costs.step_costs import HOST_LAUNCH_S
+
 BUSY_WARPS = 8
 """Warps that keep a processor's four tensor cores busy: two for each, one waits while one runs."""
 
@@ -132,7 +134,7 @@ H200 = Gpu(
     latency_s=0.8e-6,
     launch_us=0.5,
     fill_us=3.0,
-    host_us=29.0,
+    host_us=round(1e6 * HOST_LAUNCH_S, 3),
     replay_us=20.0,
     sources=(
         "limits of a processor: CUDA C++ Programming Guide, compute capability 9.0",
@@ -141,7 +143,7 @@ H200 = Gpu(
         "0.8 us of latency: assumed, about 1,400 cycles of a loaded memory",
         "0.5 us: NVIDIA, Getting Started with CUDA Graphs (2019), 3.4 us a kernel of 2.9",
         "3.0 us to fill and drain: assumed, of four loads that wait for one another",
-        "29 us: 0.53 ms of Python for a decode layer of 18 launches, on a host without GPU",
+        "29 us: `HOST_LAUNCH_S` of pcg/parallel/costs/step_costs.py, on a host without GPU",
         "20 us a replay: assumed, Python and the launch of a graph of some 40 kernels in a line",
     ),
 )

@@ -140,7 +140,7 @@ def _explained(setup: Setup, devices: Sequence[Accelerator], find_region: bool) 
         report = with_formulas(report, planned)
     costs = setup.settings.device_costs
     if planned.sharded is not None and costs is not None:
-        rows = parallel_rows(planned.sharded, costs, planned.trained)
+        rows = parallel_rows(planned.sharded, costs, planned.trained, setup.device)
         if setup.serves is not None:
             rows["serving"] = serving_rows(planned.sharded, setup.settings.serving_costs)
         if find_region:

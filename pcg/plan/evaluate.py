@@ -11,7 +11,7 @@ from functools import cached_property
 from pcg.errors import CostModelError
 from pcg.explain.report_data import KINDS
 from pcg.parallel.costs.cost_model import CostModel
-from pcg.parallel.costs.step_costs import GraphCosts
+from pcg.parallel.costs.step_costs import GraphCosts, host_seconds
 from pcg.plan.candidate import Candidate, Machine, Promise
 from pcg.plan.rank_plan import RankPlan, TrainingChoice
 from pcg.plan.serving_load import Load, Served, ServingSteps
@@ -192,7 +192,9 @@ class Replica:
     def _steps(self) -> ServingSteps:
         served = self.wanted.served
         assert served is not None
-        return ServingSteps(self._serving_costs, served)
+        costs = self._serving_costs
+        host_s = host_seconds(costs.layers) if self.plan.tp > 1 else 0.0
+        return ServingSteps(costs, served, host_s)
 
     @property
     def _serving_costs(self) -> GraphCosts:

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from pcg.parallel.costs.step_costs import host_seconds
 from pcg.plan.candidate import Candidate
 from pcg.plan.workload import MachineWorkload
 
@@ -102,8 +103,13 @@ class PlanData:
                 "ADAPTER stands for the directory of an adapter with the configuration that was "
                 "given, as save_adapter or peft writes it"
             )
-        if self.planned_for is not None and any(one.machine.tp > 1 for one in self.front):
-            notes.append(f"over ranks, adapters are parallelized for {self.planned_for}")
+        if any(one.machine.tp > 1 for one in self.front):
+            notes.append(
+                "over ranks the host launches steps, which are not recorded there: none that "
+                f"serves takes less than {1e3 * host_seconds(1):.2f} ms a layer"
+            )
+            if self.planned_for is not None:
+                notes.append(f"over ranks, adapters are parallelized for {self.planned_for}")
         notes += [f"tp={degree} cannot be: {why}" for degree, why in self.refused.items()]
         return tuple(notes)
 

@@ -12,6 +12,8 @@ j = ⌈P / most tokens of a step⌉ of these steps, alone or together with q - 1
     TTFT = TPOT / 2 + j p(n, q) (1 + ρ / (2 (1 - ρ)))           the running step, M/D/1, its own
     N = n + λ TTFT                                              requests whose pages are held
 
+Over ranks d and p are no less than the host takes to launch a step, and windows come on top.
+
 The load of a rate is the fewest n that serves it. Times are those of the cost model at batches of
 `BATCHES`, and lie on straight lines between them; as a roofline is convex, that is no less than its
 own time there. These are means: bursts, and lengths that differ, are not in them.
@@ -85,8 +87,10 @@ class Served:
 class ServingSteps:
     """The times of one replica's steps that serve."""
 
-    def __init__(self, costs: StepCosts, served: Served) -> None:
+    def __init__(self, costs: StepCosts, served: Served, host_s: float = 0.0) -> None:
+        """Take times of `costs`; a step that serves takes at least `host_s` to launch."""
         self._costs = costs
+        self._host_s = host_s
         self.served = served
         self.serving = served.serving
         self.prompt_steps = served.prompt_steps
@@ -177,7 +181,12 @@ class ServingSteps:
     def _at(self, running: int, prompts: int, trained: int) -> float:
         key = (running, prompts, trained)
         if key not in self._known:
-            self._known[key] = self._costs.step_seconds(step_shape(self.served, *key))
+            found = self._costs.step_seconds(step_shape(self.served, *key))
+            if trained:
+                alone_s = self._costs.step_seconds(step_shape(self.served, running, prompts, 0))
+                self._known[key] = found + max(0.0, self._host_s - alone_s)
+            else:
+                self._known[key] = max(found, self._host_s)
         return self._known[key]
 
 

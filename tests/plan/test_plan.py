@@ -18,6 +18,7 @@ from pcg.ir.operators.linear import Experts
 from pcg.parallel.costs.accelerators import ACCELERATORS, RESERVED_BYTES
 from pcg.parallel.costs.cost_model import SheetModel
 from pcg.parallel.costs.device_profile import DeviceProfile, OperatorTime
+from pcg.parallel.costs.step_costs import SequenceChunk, StepShape, host_seconds
 from pcg.parallel.costs.work import Work
 from pcg.plan.candidate import Candidate
 from pcg.plan.machine_plan import MachinePlan
@@ -169,8 +170,6 @@ def test_steps_cost_what_the_simulator_takes() -> None:
     assert one.load is not None
     assert one.sustained_per_s is not None
     costs = simulated_program("meta-llama/Llama-3.2-1B", "A100-80").costs
-    from pcg.parallel.costs.step_costs import SequenceChunk, StepShape
-
     alone_s = costs.step_seconds(StepShape.of([SequenceChunk(1, 250, True)]))
     # Few requests run at once, and their steps also read the others' prompts.
     assert alone_s < one.load.tpot_s < 1.2 * alone_s
@@ -185,6 +184,20 @@ def test_steps_cost_what_the_simulator_takes() -> None:
     )
     assert free.chosen is not None
     assert free.chosen.machine.replicas == 2  # one more than what one sustains
+
+
+def test_steps_over_ranks_take_no_less_than_their_launches() -> None:
+    """They are not recorded: the host launches 16 layers, which is longer than the device takes."""
+    name, load = "meta-llama/Llama-3.2-1B", "serve:4req/s:200x100"
+    one, two = (pcg.plan(name, workload=load, gpus=["H100"], tp=[tp]) for tp in (1, 2))
+    assert one.chosen is not None
+    assert two.chosen is not None
+    assert one.chosen.load is not None
+    assert two.chosen.load is not None
+    assert one.chosen.load.tpot_s < host_seconds(16) <= two.chosen.load.tpot_s
+    said = "the host launches steps"
+    assert not any(said in note for note in one.notes)
+    assert any(said in note and "0.43 ms a layer" in note for note in two.notes)
 
 
 def test_pages_are_those_of_requests_in_flight() -> None:

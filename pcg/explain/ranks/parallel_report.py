@@ -20,6 +20,7 @@ from pcg.explain.step_memory import bytes_at, step_memory
 from pcg.ir.layouts import REPLICATED, layout_of
 from pcg.parallel.costs.exchange import Exchange
 from pcg.parallel.costs.layer_costs import DeviceCosts, ring_bytes
+from pcg.parallel.costs.step_costs import host_seconds
 from pcg.parallel.costs.work import size_bytes
 from pcg.parallel.parallel_plan import ParallelPlan
 from pcg.parallel.search import Candidate, Search, SiteChoice
@@ -32,11 +33,12 @@ _TOKENS = tuple(4**power for power in range(9))
 
 
 def parallel_rows(
-    sharded: Sharded, costs: DeviceCosts, trained: TrainedModel | None
+    sharded: Sharded, costs: DeviceCosts, trained: TrainedModel | None, device: str
 ) -> dict[str, Any]:
     """Return the `parallel` object of a report, without regions.
 
     Args:
+        device: the type of the device that it runs on; a GPU waits for launches of the host.
         trained: the graphs of a rank that train the model; None where pcg cannot.
     """
     base, bypass, sent = [], [], []
@@ -75,6 +77,7 @@ def parallel_rows(
         "bypass": bypass,
         "communication": sent,
         "total": _total(sharded, costs, trained),
+        "host_ms": 1e3 * host_seconds(len(sharded.typed.layers)) if device == "cuda" else None,
         "joint": None if sharded.joint is None else _joint(sharded.joint),
     }
 

@@ -41,6 +41,11 @@ def parallel_lines(parallel: Mapping[str, Any], candidates: bool) -> list[str]:
             + _share(parallel["gradient_accumulation_steps"]),
         ]
     lines += _total_lines(parallel) + _joint_lines(parallel["joint"])
+    if parallel["host_ms"] is not None:
+        lines.append(
+            f"  the host         takes {parallel['host_ms']:.0f} ms to launch a step that decodes, "
+            "as none is recorded over ranks"
+        )
     return lines + _serving_lines(parallel.get("serving", ()))
 
 

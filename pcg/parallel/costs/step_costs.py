@@ -42,6 +42,18 @@ from pcg.parallel.costs.work import (
     works_of,
 )
 
+HOST_LAUNCH_S = 29e-6
+"""Seconds of the host for a launch of a step that is not recorded: 0.53 ms of processor time for a
+layer of 18 launches that decodes, the program's Python included, on an AMD EPYC without a GPU."""
+_LAUNCHES = 15
+"""Launches of a layer that decodes with adapters over ranks: 13 of Llama-3.1-8B, as
+`benchmarks/roofline.py` counts them, and two collectives."""
+
+
+def host_seconds(layers: int) -> float:
+    """Return the seconds in which the host launches a step over ranks, which is not recorded."""
+    return layers * _LAUNCHES * HOST_LAUNCH_S
+
 
 class SequenceChunk(NamedTuple):
     """Tokens of one sequence in a step, behind `context` others.

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from functools import cache
 
+import pytest
+
 import pcg
 from pcg.explain.ranks.parallel_report import strategies, token_regions
 from pcg.parallel.base_plan import COLUMN
@@ -82,3 +84,14 @@ def test_requests_that_are_served_beside_have_a_plan_of_their_own() -> None:
     assert "serving plan, the best of all these steps together" in text
     assert "2,048 tokens" in text
     assert "serving" not in pcg.explain(config, tp=2, seq=48).to_json()["parallel"]
+
+
+def test_launches_of_the_host_are_said_of_gpus() -> None:
+    """Steps over ranks are not recorded; a CPU has no launches to wait for."""
+    config = BY_NAME["llama3"].config(2)
+    on = {device: pcg.explain(config, tp=2, seq=48, device=device) for device in ("cuda", "cpu")}
+    text = "takes 1 ms to launch a step that decodes, as none is recorded over ranks"
+    assert text in on["cuda"].to_text()
+    assert text not in on["cpu"].to_text()
+    assert on["cuda"].to_json()["parallel"]["host_ms"] == pytest.approx(0.87)
+    assert on["cpu"].to_json()["parallel"]["host_ms"] is None
