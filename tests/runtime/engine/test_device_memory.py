@@ -51,8 +51,8 @@ MIB = 2**20
 def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Executor]]:
     """Have a GPU of so many bytes, of which others use some, and a model there."""
     gc.collect()
-    monkeypatch.setattr(MEMORY, "used", 0)
     with tensors_on_cuda():
+        monkeypatch.setattr(MEMORY, "used", 0)
 
         def make(total: int = 64 * MIB, others: int = 0, backend: Any = "torch") -> Executor:
             monkeypatch.setattr(MEMORY, "total", total)

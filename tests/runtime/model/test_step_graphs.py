@@ -293,7 +293,7 @@ def test_what_no_graph_serves() -> None:
     assert (tape.recorded, tape.replayed) == (1, 1)
 
 
-class Refusing:
+class Refusing(Tape):
     """A device that does not record."""
 
     def record(self, run: Callable[[], None]) -> Callable[[], None]:

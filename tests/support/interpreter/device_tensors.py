@@ -7,10 +7,11 @@ the interpreter. Each one's reads and writes are noted, by stream (`streams.py`)
 from __future__ import annotations
 
 import functools
+import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeAlias
 from unittest.mock import patch
 
 import numpy as np
@@ -35,6 +36,8 @@ _GIVES_NUMBERS = {
     aten.nonzero.default,
 }
 """Operators whose result the host has to know."""
+_PRODUCTS = {aten.addmm, aten.baddbmm, aten.bmm, aten.mm}
+"""Operators whose library has a workspace, which they write and read."""
 _INDEXED = {aten.index, aten.index_add_, aten.index_copy_, aten.index_put_, aten.index_select}
 _NO_WORK = {aten.alias.default, aten.detach.default, aten.lift_fresh.default}
 _Builder = interpreter.InterpreterBuilder
@@ -141,10 +144,11 @@ def _wrapped(given: Sequence[DeviceTensor], x: Any) -> Any:
     # A view is of inference as its base is, and not as the mode is.
     of_inference = bases[0].is_inference() if bases else torch.is_inference_mode_enabled()
     with torch.inference_mode(of_inference):
-        return _on_device(x)
+        return on_device(x)
 
 
-def _on_device(host: Tensor) -> DeviceTensor:
+def on_device(host: Tensor) -> DeviceTensor:
+    """Return a tensor that stands for one of the CPU."""
     MEMORY.add(host)
     return DeviceTensor(host)
 
@@ -164,6 +168,46 @@ def _is_masked(operator: Any, args: Any) -> bool:
     return any(isinstance(x, Tensor) and x.dtype == torch.bool for x in args[1])
 
 
+# ------------------------------------------------------------------------------------- workspaces
+
+Workspaces: TypeAlias = dict[tuple[int, int], DeviceTensor]
+"""Memory that products write, by thread and stream: the library's handle is a thread's."""
+_WORKSPACES: Workspaces = {}
+_OF_GRAPH = threading.local()
+
+
+def _workspace() -> DeviceTensor:
+    """Return the workspace of a product that runs now: in a graph, that of the capture."""
+    found: Workspaces = getattr(_OF_GRAPH, "workspaces", _WORKSPACES)
+    key = threading.get_ident(), ORDER.current.number
+    if found is not _WORKSPACES:
+        return next(iter(found.values()))
+    if key not in found:
+        found[key] = on_device(torch.zeros(1))
+    return found[key]
+
+
+def workspaces() -> Workspaces:
+    """Return the workspaces of products on the current stream."""
+    key = threading.get_ident(), ORDER.current.number
+    return {key: _WORKSPACES[key]} if key in _WORKSPACES else {}
+
+
+def clear_workspaces() -> None:
+    """The stand-in of `torch._C._cuda_clearCublasWorkspaces`."""
+    _WORKSPACES.clear()
+
+
+@contextmanager
+def using(of_graph: Workspaces) -> Iterator[None]:
+    """Have products of a graph use the workspaces that they were captured with."""
+    _OF_GRAPH.workspaces = of_graph
+    try:
+        yield
+    finally:
+        del _OF_GRAPH.workspaces
+
+
 # ----------------------------------------------------------------------------------------- copies
 
 
@@ -174,7 +218,7 @@ def _to_copy(x: Tensor, **kwargs: Any) -> Tensor:
     host = aten._to_copy.default(_host(x), **kwargs)
     if device.type == "cuda":
         ORDER.check_device("a copy", device)
-    to = _on_device(host) if device.type == "cuda" else host
+    to = on_device(host) if device.type == "cuda" else host
     _sent(to, x, non_blocking)
     return to
 
@@ -259,6 +303,8 @@ def _note(operator: Any, args: Any, kwargs: dict[str, Any], found: Any) -> None:
                 accesses.append(_Access(x.host, is_written, chosen))
                 writes |= is_written
     given = {_storage(access.x) for access in accesses}
+    if accesses and operator.overloadpacket in _PRODUCTS:
+        accesses.append(_Access(_workspace().host, True))
     made = [x for x in tree_leaves(found) if isinstance(x, Tensor)]
     fresh = [x for x in made if _storage(x) not in given]
     is_view = made and not fresh and not writes

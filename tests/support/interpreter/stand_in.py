@@ -11,10 +11,12 @@ What would go wrong on a device, and not on the CPU, is an error:
 - to launch, to pin memory, or to record an event on the other of two GPUs, which is the current
   one of a thread that has not set its device;
 - two streams that touch the same bytes, one of them to write, with nothing to order them, or
-  memory that one of them frees while the other may still use it (`streams.py`).
+  memory that one of them frees while the other may still use it (`streams.py`); of products of the
+  vendor's library this is so of their workspaces, too;
+- a stream that runs what another thread captures a graph of.
 
-`torch.cuda.graph` records what runs as a `Tape` does. Autograd does not run backward here, as its
-engine looks for a real device.
+A graph records what runs as a `Tape` does, in the memory of its pool. Autograd does not run
+backward here, as its engine looks for a real device.
 """
 
 from __future__ import annotations
@@ -22,8 +24,11 @@ from __future__ import annotations
 import ctypes
 import functools
 import threading
+import weakref
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from itertools import count
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -33,32 +38,103 @@ import torch
 from torch.utils._pytree import tree_leaves
 from triton.runtime import interpreter
 
-from tests.support.interpreter.device_tensors import MEMORY, DeviceMode, DeviceTensor, launch
-from tests.support.interpreter.streams import DEVICE, ORDER, Event, Stream
-from tests.support.interpreter.tape import Tape
+from tests.support.interpreter.device_tensors import (
+    MEMORY,
+    DeviceMode,
+    DeviceTensor,
+    Workspaces,
+    clear_workspaces,
+    launch,
+    using,
+    workspaces,
+)
+from tests.support.interpreter.streams import DEVICE, ORDER, Dealt, DeviceError, Event, Stream
+from tests.support.interpreter.tape import Arena, noting
 
 _Grid = interpreter.GridExecutor
+
+
+class _Pools:
+    """The memory of graphs, by its handle."""
+
+    def __init__(self) -> None:
+        self._arenas: dict[object, Arena] = {}
+        self._graphs: Counter[object] = Counter()
+        self._handles = count(1)
+
+    def handle(self) -> tuple[int, int]:
+        return 0, next(self._handles)
+
+    def begin(self, graph: Graph, handle: object) -> Arena:
+        """Return the memory that a graph takes its own from.
+
+        Raises:
+            RuntimeError: the last graph of the pool is gone, and its memory is not: so says torch.
+        """
+        if handle in self._arenas and not self._graphs[handle]:
+            raise RuntimeError("INTERNAL ASSERT FAILED: use_count > 0 of a graph's pool")
+        self._graphs[handle] += 1
+        weakref.finalize(graph, self._graphs.subtract, [handle])
+        return self._arenas.setdefault(handle, Arena())
+
+    def drop_unused(self) -> None:
+        self._arenas = {h: arena for h, arena in self._arenas.items() if self._graphs[h]}
+
+
+_POOLS = _Pools()
 
 
 class Graph:
     """The stand-in of `torch.cuda.CUDAGraph`."""
 
     def __init__(self) -> None:
-        self.notes: list[Callable[[], None]] = []
+        self._notes: list[Callable[[], None]] = []
+        self._workspaces: Workspaces = {}
+        self._capture = ExitStack()
+
+    def capture_begin(
+        self, pool: object = None, capture_error_mode: str = "global", **_: Any
+    ) -> None:
+        if ORDER.current is ORDER.streams[0]:
+            raise DeviceError("a graph is captured on the default stream")
+        arena = _POOLS.begin(self, pool or _POOLS.handle())
+        self._capture.enter_context(ORDER.capture())
+        self._notes = self._capture.enter_context(noting(arena))
+
+    def capture_end(self) -> None:
+        if ORDER.current is not ORDER.first_captured:
+            raise DeviceError("a capture ends on another stream than it began on")
+        self._workspaces = workspaces()
+        self._capture.close()
 
     def replay(self) -> None:
-        for again in self.notes:
-            again()
+        with using(self._workspaces):
+            for again in self._notes:
+                again()
 
 
 @contextmanager
 def _captured(
-    graph: Graph, pool: object = None, stream: Stream | None = None, **_: Any
+    graph: Graph,
+    pool: object = None,
+    stream: Stream | None = None,
+    capture_error_mode: str = "global",
 ) -> Iterator[None]:
     """The stand-in of `torch.cuda.graph`."""
     ORDER.synchronize()
-    with _on_stream(stream or Stream()), ORDER.capture(), Tape.noting() as graph.notes:
-        yield
+    _empty_cache()
+    with _on_stream(stream or Dealt()):
+        graph.capture_begin(pool, capture_error_mode)
+        try:
+            yield
+        finally:
+            graph.capture_end()
+
+
+def _empty_cache() -> None:
+    """Give memory back, for which the device stops."""
+    ORDER.synchronize()
+    _POOLS.drop_unused()
 
 
 @contextmanager
@@ -142,18 +218,18 @@ _TORCH_CUDA: dict[str, Any] = {
     "get_device_capability": lambda device=None: (9, 0),
     "get_device_properties": lambda device=None: _PROPERTIES,
     "mem_get_info": lambda device=None: (MEMORY.total - MEMORY.used, MEMORY.total),
-    "empty_cache": lambda: None,
+    "empty_cache": _empty_cache,
     "synchronize": _synchronize,
     "set_sync_debug_mode": _set_sync_debug_mode,
     "get_sync_debug_mode": lambda: 0 if ORDER.may_wait else 2,
     "is_current_stream_capturing": lambda: ORDER.current in ORDER.captured,
     "current_stream": _current_stream,
     "stream": _on_stream,
-    "Stream": Stream,
+    "Stream": Dealt,
     "Event": Event,
     "CUDAGraph": Graph,
     "graph": _captured,
-    "graph_pool_handle": lambda: (0, 0),
+    "graph_pool_handle": _POOLS.handle,
 }
 
 
@@ -196,8 +272,10 @@ def stand_in() -> Iterator[None]:
 
 @contextmanager
 def tensors_on_cuda() -> Iterator[None]:
-    """Have a GPU that runs torch's operators."""
+    """Have a GPU that runs torch's operators, and has nothing of the graphs of one before."""
     _let_torch_know_cuda()
+    _POOLS.drop_unused()
+    clear_workspaces()
     swaps = torch.__future__.get_swap_module_params_on_conversion()
     # A module's parameters become tensors of another class.
     torch.__future__.set_swap_module_params_on_conversion(True)
@@ -206,6 +284,8 @@ def tensors_on_cuda() -> Iterator[None]:
             for name, new in _TORCH_CUDA.items():
                 stack.enter_context(patch.object(torch.cuda, name, new))
             stack.enter_context(patch.object(torch, "Generator", _Generator))
+            clear = ("_cuda_clearCublasWorkspaces", clear_workspaces)
+            stack.enter_context(patch.object(torch._C, *clear, create=True))
             stack.enter_context(_on_thread())
             stack.enter_context(_on_gpu(DEVICE))
             # Its kernels may not compute anything, as where they are only compiled.

@@ -47,7 +47,7 @@ def join(clock: Clock, other: Clock) -> None:
 
 
 class Stream:
-    """The stand-in of `torch.cuda.Stream`.
+    """A stream of the GPU, of which `Dealt` makes 32.
 
     Attributes:
         number: its index.
@@ -55,8 +55,7 @@ class Stream:
         ran: names of its operators.
     """
 
-    def __init__(self, device: object = None, priority: int = 0) -> None:
-        ORDER.check_device("a stream", device)
+    def __init__(self) -> None:
         self.device = DEVICE
         self.number = self.cuda_stream = len(ORDER.streams)
         self.clock: Clock = {}
@@ -78,6 +77,18 @@ class Stream:
 
     def synchronize(self) -> None:
         ORDER.wait("Stream.synchronize", self.clock)
+
+
+class Dealt:
+    """The stand-in of `torch.cuda.Stream`, which gives the next one of 32, in turn."""
+
+    def __new__(cls, device: object = None, priority: int = 0) -> Stream:  # type: ignore[misc]
+        ORDER.check_device("a stream", device)
+        number = ORDER.dealt % 32
+        ORDER.dealt += 1
+        if number == len(ORDER.streams) - 1:
+            return Stream()
+        return ORDER.streams[1 + number]
 
 
 class Event:
@@ -111,6 +122,7 @@ class Order:
 
     Attributes:
         streams: all streams; the first one is torch's default.
+        dealt: how often one of the others was asked for.
         host: the operators that the host waited for.
         waits: names of its waits.
         may_wait: whether it may, as `torch.cuda.set_sync_debug_mode` says.
@@ -121,12 +133,14 @@ class Order:
 
     def __init__(self) -> None:
         self.streams: list[Stream] = []
+        self.dealt = 0
         self.host: Clock = {}
         self.waits: list[str] = []
         self.may_wait = True
         self.captured: set[Stream] = set()
         self.first_captured: Stream | None = None
         self.is_watched = True
+        self._capturing = 0
         self._of_thread = threading.local()
         self._sent: list[tuple[Tensor, Tensor, Clock]] = []
         self._coming: list[tuple[Tensor, Tensor, Clock]] = []
@@ -162,8 +176,16 @@ class Order:
         self._of_thread.stream = stream
 
     def tick(self, name: str) -> tuple[Stream, int]:
-        """Run an operator: where, and which of its stream's it is."""
+        """Run an operator: where, and which of its stream's it is.
+
+        Raises:
+            DeviceError: another thread captures a graph on the stream.
+        """
         stream = self.current
+        if stream in self.captured and threading.get_ident() != self._capturing:
+            raise DeviceError(
+                f"{name} runs on stream {stream.number}, on which a graph is captured"
+            )
         join(stream.clock, self.host)
         stream.ran.append(name)
         stream.clock[stream.number] = len(stream.ran)
@@ -176,8 +198,10 @@ class Order:
         Raises:
             DeviceError: another stream runs what nothing waits for at the end.
         """
+        if self.captured:
+            raise DeviceError("two graphs are captured at once")
         first = self.first_captured = self.current
-        self.captured = {first}
+        self.captured, self._capturing = {first}, threading.get_ident()
         try:
             yield
             for stream in self.captured:
@@ -247,7 +271,7 @@ class Order:
 
 ORDER = Order()
 """The order of the one GPU, for good, as tensors and streams outlive what made them."""
-Stream(DEVICE)
+Stream()
 
 
 def spoil(x: Tensor) -> None:
@@ -336,7 +360,7 @@ class Memory:
         storage = x.untyped_storage()
         start = storage.data_ptr()
         with self._lock:
-            if not start or start in self._blocks:
+            if not start or self.at(start) is not None:
                 return
             stream = ORDER.current
             if self.used + storage.nbytes() > self.total:
@@ -368,8 +392,10 @@ class Memory:
                 self._freed.setdefault(block.stream, []).append(block.used_by_others())
 
     def of(self, x: Tensor) -> Block:
-        """The block that a tensor lies in."""
-        return self._blocks[x.untyped_storage().data_ptr()]
+        """The block that a tensor lies in: its storage, or the memory of a pool of graphs."""
+        block = self.at(x.untyped_storage().data_ptr())
+        assert block is not None
+        return block
 
     def at(self, address: int) -> Block | None:
         """The block that a byte lies in; None in none."""
