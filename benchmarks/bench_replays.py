@@ -9,7 +9,9 @@ device takes the time that a cost model predicts, and says of each step what a G
 
     served     what is served has a room among those that are recorded at warm-up
     whole      and so has each layer of a window that runs in the step, forward or back: its place
-               in its pass was recorded, which takes one layer behind each that runs eagerly
+               in its pass was recorded. A step that runs layers eagerly records as many, and if it
+               serves requests no more than one beyond those for which the device gives the host
+               time, by the launches of a layer (benchmarks/roofline.py)
     later      as whole, of the steps of the second half, when the jobs have run for a while
     overlap    the step began before the one before was read, of all steps, those that serve nothing
                and have windows alone included; the rest of the row says why others did not
@@ -55,6 +57,8 @@ BATCH = (1024,) * 4
 JOBS = 2
 ADAPTERS = 32
 LIMITS = Limits(ttft_slo_s=5.0, tpot_slo_s=0.05)
+EAGER_LAYER_S = 53 / 2 * 29e-6
+"""The host's time for a layer of a window, forward or back: launches, and each one's of Python."""
 LONGEST = 8192
 """Tokens of the longest request, as --max-model-len."""
 
@@ -86,8 +90,8 @@ class JobWindows(WindowSizes):
             self._left.append(self._recordings)
         return place < len(self._left) and not self._left[place]
 
-    def ran_eagerly(self, layers: int) -> None:
-        """Record as many layers."""
+    def record(self, layers: int) -> None:
+        """Record so many layers, if as many are left."""
         for place, left in enumerate(self._left):
             recorded = min(left, layers)
             self.late += recorded
@@ -106,6 +110,8 @@ class Watch:
     eager: Counter[str] = field(default_factory=Counter)
     _windows: dict[tuple[int, int], bool] = field(default_factory=dict)
     _now: Counter[str] = field(default_factory=Counter)
+    _eager: Counter[JobWindows] = field(default_factory=Counter)
+    _ended_s: float = 0.0
 
     def __post_init__(self) -> None:
         device: Any = self.engine.device
@@ -153,11 +159,22 @@ class Watch:
         self._now["layers"] += layers
         self._now["eager layers"] += 0 if is_replayed else layers
         if not is_replayed:
-            whole._sizes.ran_eagerly(layers)
+            self._eager[whole._sizes] += layers
 
     def ended(self, _: int) -> None:
         """Note the end of a step."""
         now, self._now = self._now, Counter()
+        lasted_s, self._ended_s = (
+            self.engine.clock.now_s() - self._ended_s,
+            self.engine.clock.now_s(),
+        )
+        # To record is to launch twice.
+        left = int((lasted_s / EAGER_LAYER_S - now["eager layers"]) / 2)
+        for sizes, layers in self._eager.items():
+            recorded = min(layers, max(left, 1)) if now["steps"] else layers
+            sizes.record(recorded)
+            left -= recorded
+        self._eager.clear()
         self.counts["layers"] += now["layers"]
         self.counts["eager layers"] += now["eager layers"]
         if now["steps"]:

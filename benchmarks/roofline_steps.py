@@ -274,6 +274,8 @@ class _Units:
                 unit.whole.begin_window(unit.whole.fitting(self._tokens))
             elif isinstance(unit, Part):
                 unit.run()
+                if unit.whole.has_unrecorded:
+                    unit.whole.record_next()
             else:
                 for table in self._tables:
                     pool.close(table)

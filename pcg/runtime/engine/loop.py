@@ -349,6 +349,9 @@ class EngineLoop:
             with self.jobs.pages.shut() if is_after_read else nullcontext():
                 beside_s = run(self._latencies, jobs)
             flight.expect((self._read_s if is_after_read else begins_s) + takes_s + beside_s)
+        if jobs or step.units:
+            most = step.units + len(jobs) * self.device.layers
+            self.parts.record(most, flight.due_s if step.is_served else math.inf)
         if is_read_now:
             self._read(flight, why)
         else:

@@ -242,6 +242,14 @@ class TrainingPass(WindowedPass):
         return window
 
     @property
+    def has_unrecorded(self) -> bool:
+        return self._graphs is not None and self._graphs.has_unrecorded(self.trains)
+
+    def record_next(self) -> None:
+        if self._graphs is not None:
+            self._graphs.record_next(self.trains)
+
+    @property
     def is_replayed(self) -> bool:
         """True if recorded layers ran its latest window."""
         return bool(self._windows) and self._windows[-1].slot is not None
@@ -258,8 +266,6 @@ class TrainingPass(WindowedPass):
             window.saved[layer] = list(saved)
             if layer in self._restored:
                 self._put_inputs(layer, window, (None,) * len(window.carried))
-        if self._graphs is not None:
-            self._graphs.record_next(self.trains)
 
     def end(self, window: Window) -> None:
         """Note that a window has gone through all layers."""
@@ -367,8 +373,6 @@ class TrainingPass(WindowedPass):
         window.gradients = yield from self._runner.layer_backward(
             layer, window.batch, window.saved.pop(layer), gradients
         )
-        if self._graphs is not None:
-            self._graphs.record_next()
 
     def _no_gradients(self, cache: KvCache, layer: int) -> KvGradients:
         """Return zeros for the gradients of a layer's keys and values."""

@@ -98,6 +98,15 @@ class WindowedPass(ABC):
     def run_part(self, tokens: int) -> None:
         """Run the next part: one layer of one window, or the loss of so many tokens."""
 
+    @property
+    def has_unrecorded(self) -> bool:
+        """True if windows ran eagerly that `record_next` makes graphs of, for later passes."""
+        return False
+
+    def record_next(self) -> None:
+        """Record a layer of such a window."""
+        raise NotImplementedError
+
 
 @dataclass(frozen=True, eq=False)
 class Forward:

@@ -25,6 +25,7 @@ from pcg.runtime.engine.sharing.step import Step
 from pcg.runtime.executor import Executor
 from pcg.runtime.metrics.events import Kind
 from pcg.runtime.model.load import Load
+from pcg.runtime.training.training_pass import TrainingPass
 from pcg.runtime.training.work_units import Forward, Phase, Reading
 from tests.support.interpreter.stand_in import tensors_on_cuda
 from tests.support.interpreter.streams import ORDER
@@ -313,6 +314,49 @@ def test_parts_beside_a_forward_are_paid_when_they_are_launched() -> None:
             engine.step()
     assert sum(ran) > 3
     assert max(ran) <= 3  # of 4 ms each, beside 10 ms
+
+
+@pytest.mark.parametrize("sharing", [FixedParts, WholeWindows])
+@pytest.mark.parametrize("lasts_s", [0.0, 1e3])
+def test_windows_are_recorded_while_the_device_runs_what_is_served(
+    lasts_s: float, sharing: type[Sharing]
+) -> None:
+    """One layer in a step, and further ones for as long as it takes; all where nobody waits."""
+    executor = make_executor()
+    forward, back = Latency(lasts_s, 0.0, 0.0), Latency(1e-6, 0.0, 0.0)
+    limits = Limits(tokens=32, tpot_slo_s=2e3)
+    engine = executor.engine(
+        limits, kv_cache_bytes=2**20, sharing=sharing(), latencies=Latencies(forward, back)
+    )
+    order: list[str] = []
+    start, run_parts = engine.device.start, engine.device.run_parts
+
+    def started(*of: Any) -> Any:
+        order.append("start")
+        return start(*of)
+
+    def ran(parts: Any) -> None:
+        order.append("part")
+        run_parts(parts)
+
+    engine.device.start, engine.device.run_parts = started, ran  # type: ignore[method-assign]
+    engine.finetune(DATA, "trained", peft=LORA, max_steps=20, batch_size=2, learning_rate=0.01)
+    engine.submit(executor.request(prompts((5,))[0], max_new_tokens=20, ignore_eos=True))
+    with (
+        patch.object(Latency, "observe"),
+        patch.object(TrainingPass, "has_unrecorded", True),
+        patch.object(TrainingPass, "record_next", lambda whole: order.append("record")),
+    ):
+        for _ in range(20):
+            engine.step()
+        served, order[:] = " ".join(order), []
+        for _ in range(3):
+            engine.step()
+    assert served.count("start") == 20
+    assert served.count("record") > 10
+    assert ("record record" in served) == (lasts_s > 0)
+    assert "part record" not in served  # the step's forward is launched before
+    assert order.count("record") > 6
 
 
 class OpenSide:

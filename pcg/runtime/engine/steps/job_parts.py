@@ -5,6 +5,7 @@ Parts beside it run on a stream of their own. The work of guests runs before tho
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Iterator
 from collections.abc import Sequence as List
 from contextlib import contextmanager, nullcontext
@@ -16,7 +17,7 @@ from pcg.runtime.engine.latency import Latencies
 from pcg.runtime.engine.sharing import Sharing
 from pcg.runtime.engine.sharing.step import Step
 from pcg.runtime.engine.steps.guest_work import GuestWork
-from pcg.runtime.training.work_units import Forward, Part
+from pcg.runtime.training.work_units import Forward, Part, WindowedPass
 
 
 class JobParts:
@@ -30,6 +31,7 @@ class JobParts:
         self._jobs = jobs
         self._clock = clock
         self._beside: list[tuple[PartGroup, float]] = []
+        self._passes: list[WindowedPass] = []  # that ran in this step
         self.guests: GuestWork | None = None
 
     def windows(
@@ -47,6 +49,7 @@ class JobParts:
             tokens = unit.whole.fitting(min(unit.remaining, sharing.forward(step, unit)))
             if tokens > 0:
                 found.append((job, unit, tokens))
+                self._passes.append(unit.whole)
                 before = step.load
                 step.load += unit.load(tokens)
                 seconds = 0.0
@@ -76,6 +79,8 @@ class JobParts:
                 group.ran(with_update_s, step.began_s)
                 step.ran_parts(group.phase, group.load, with_update_s)
                 sharing.ran(step, with_update_s)
+            if not step.is_served:
+                self.record(len(group.parts))
 
     def _run(self, device: Device, parts: List[Part]) -> None:
         side = device.side
@@ -126,6 +131,24 @@ class JobParts:
         side.rejoin()
         return beside_s
 
+    def record(self, most: int, due_s: float = math.inf) -> None:
+        """Record up to so many layers of windows that ran eagerly, while the device runs.
+
+        What is recorded runs behind that once, and counts as nobody's part.
+
+        Args:
+            due_s: when the device has run all: one layer is recorded, and others while one more
+                would leave the host as long for the next step.
+        """
+        passes, self._passes = dict.fromkeys(self._passes), []
+        for whole in passes:
+            while most > 0 and whole.has_unrecorded:
+                began_s = self._clock.latest_s()
+                whole.record_next()
+                now_s, most = self._clock.latest_s(), most - 1
+                if now_s + 2 * (now_s - began_s) > due_s:
+                    return
+
     def settle(self, device: Device) -> None:
         """Have jobs go on by what was read: on a GPU, beside the forward that is under way."""
         jobs = self._jobs.unpaused
@@ -154,7 +177,7 @@ class JobParts:
 
     def restart(self) -> None:
         """Expect no part of a step that failed."""
-        self._beside = []
+        self._beside, self._passes = [], []
 
     def _fail(self, device: Device, group: PartGroup, error: Exception) -> None:
         if not device.fails_alike:
@@ -172,6 +195,7 @@ class JobParts:
 
     def _advance(self, step: Step, group: PartGroup) -> None:
         step.units += len(group.parts)
+        self._passes += [part.whole for part in group.parts]
         for job in group.jobs:
             job.advance()
             self._jobs.settle(job)

@@ -13,9 +13,10 @@ and writes memory that stays:
 A slot's windows have one size (`window_sizes.py`); where one has fewer tokens, the rest are tokens
 of no sequence. Their attention and all their gradients are zeros, so they add nothing.
 
-Graphs are recorded while eager passes run: after each layer that runs eagerly, one. What they are
-recorded with is such tokens alone. A slot is used once all its layers are recorded; when the size
-changes, or a pass needs more room, all is recorded again.
+Graphs are recorded while eager passes run, as many as layers ran: in a step that serves, once all
+of it is launched, for as long as the device runs it. What they are recorded with is such tokens
+alone. A slot is used once all its layers are recorded; when the size changes, or a pass needs more
+room, all is recorded again.
 
 Windows that are evaluated go through the first slot, one after the other, forward alone: nothing
 that they save is read, so what comes out of each is copied and the next one may follow.
@@ -304,10 +305,23 @@ class WindowGraphs:
                 own.work[group, backward] = own.known["attention", group, backward, True] = work
         return WindowSlot(self, own)
 
+    def _unrecorded(self, trains: bool) -> WindowSlot | None:
+        """The slot whose layers are recorded next; only forward ones unless a pass trains."""
+        if self._recorder is None:
+            return None
+        left = (
+            slot for slot in self._slots if not (slot.is_complete if trains else slot.has_forward)
+        )
+        return next(left, None)
+
+    def has_unrecorded(self, trains: bool) -> bool:
+        """Return whether windows have begun whose layers are not recorded."""
+        return self._unrecorded(trains) is not None
+
     def record_next(self, trains: bool = True) -> None:
-        """Record a layer, if some are left; a forward one alone unless the pass trains."""
-        slot = next((slot for slot in self._slots if not slot.is_complete), None)
-        if slot is None or self._recorder is None or (slot.has_forward and not trains):
+        """Record a layer, if some are left; a forward one alone unless a pass trains."""
+        slot = self._unrecorded(trains)
+        if slot is None:
             return
         try:
             slot.record_next()
