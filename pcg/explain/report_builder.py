@@ -19,7 +19,14 @@ from pcg.explain.decisions import decided_graph, decisions, sizes_at
 from pcg.explain.eager_stage import eager_account
 from pcg.explain.planned_model import PlannedModel
 from pcg.explain.report import Report
-from pcg.explain.report_data import GraphNode, LayerGroup, ParetoPoint, SavedTensor, Stage
+from pcg.explain.report_data import (
+    GraphNode,
+    LayerGroup,
+    Moment,
+    ParetoPoint,
+    SavedTensor,
+    Stage,
+)
 from pcg.explain.step_memory import (
     bytes_at,
     carried_bytes,
@@ -112,7 +119,7 @@ def build_report(planned: PlannedModel) -> Report:
         allocator_bytes=_allocator_bytes(planned, memory),
         shard_base=setup.parts,
         gathered=_gathered(planned),
-        kept_bytes=_kept_bytes(planned, backend.name),
+        kept_bytes=_kept_bytes(planned, backend.name, moments),
         backend=str(backend),
         timeline=tuple(moments),
         graph=_graph(trained, at) if trained else (),
@@ -153,10 +160,14 @@ def _allocator_bytes(planned: PlannedModel, memory: Mapping[str, int]) -> int:
     return round(SLACK * sum(memory[kind] for kind in ("gradients", "activations", "workspace")))
 
 
-def _kept_bytes(planned: PlannedModel, backend: str) -> int:
+def _kept_bytes(planned: PlannedModel, backend: str, moments: Sequence[Moment]) -> int:
     """Return the bytes that the recorded windows of a job that has ended may hold.
 
-    They are recorded in an engine, on one GPU; lists and the losses of one window come beside.
+    They are recorded in an engine, on one GPU. Each window has memory for what a layer computes of
+    its tokens; lists and the losses of one window come beside.
+
+    Args:
+        moments: those of a step that is one window.
     """
     setup, windowed = planned.setup, planned.windowed
     is_recorded = setup.device == "cuda" and backend == "triton" and setup.options.tp == 1
@@ -170,6 +181,8 @@ def _kept_bytes(planned: PlannedModel, backend: str) -> int:
     if why_not_recorded(model, windowed.restored, virtual) is not None:
         return 0
     saved = bytes_at(window_memory(model, windowed).total, setup.at)
+    of_layers = [one for one in moments if one.label.startswith(("forward", "backward"))]
+    saved += max(moment.workspace_bytes for moment in of_layers)
     return saved + 2 * DTYPE_BYTES[planned.unraised.adapter_dtype] * planned.use.trainable
 
 

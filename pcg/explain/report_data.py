@@ -216,7 +216,8 @@ class ReportData:
 
     `kept_bytes` are those that a job like this one, when it has ended, may hold beside the
     `memory_bytes` of others that run: what its recorded windows save for backward (stage
-    `token-level`), its adapter and gradients. 0 where no windows are recorded.
+    `token-level`), the workspace of a layer of them, its adapter and gradients. 0 where no windows
+    are recorded.
 
     `backend` is what `auto` stands for on such a device, and why; GPUs are of capability 8.0 or
     later here.

@@ -29,7 +29,12 @@ class WarmUp:
 
 
 class Recorder(Protocol):
-    """Makes functions that run again without the host's work."""
+    """Makes functions that run again without the host's work.
+
+    The functions of one recorder share memory: what one makes lies where one recorded before it had
+    something else, and writes it again when it is repeated. So they are repeated in the order in
+    which they were recorded, but for those whose results nobody reads any more.
+    """
 
     def record(self, run: Callable[[], None]) -> Callable[[], None]:
         """Record a function, which is called any number of times, and return one that repeats it.
@@ -37,13 +42,20 @@ class Recorder(Protocol):
         It reads and writes memory that stays, and the repetition takes its present contents.
         """
 
+    def apart(self) -> Recorder:
+        """Return a recorder whose functions are repeated in any order among those of this one."""
+
 
 class CudaRecorder:
-    """Records CUDA graphs; they share memory for intermediate tensors, as one runs at a time."""
+    """Records CUDA graphs, in a memory pool of its own."""
 
     def __init__(self, device: torch.device) -> None:
+        self._device = device
         self._stream = torch.cuda.Stream(device)
         self._pool = torch.cuda.graph_pool_handle()
+
+    def apart(self) -> CudaRecorder:
+        return CudaRecorder(self._device)
 
     def record(self, run: Callable[[], None]) -> Callable[[], None]:
         current = torch.cuda.current_stream(self._stream.device)

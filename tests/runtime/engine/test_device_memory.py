@@ -231,6 +231,9 @@ class Full:
         run()
         return run
 
+    def apart(self) -> Full:
+        return self
+
 
 def test_a_late_room_without_memory_leaves_the_others_recorded(
     caplog: pytest.LogCaptureFixture,

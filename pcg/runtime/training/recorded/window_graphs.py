@@ -18,6 +18,11 @@ of it is launched, for as long as the device runs it. What they are recorded wit
 alone. A slot is used once all its layers are recorded; when the size changes, or a pass needs more
 room, all is recorded again.
 
+Layers go back from the last window to the first, one layer after the other, and so in another order
+than slots are recorded in. Each slot has a memory pool of its own: in one for all, a window's layer
+would leave its intermediate results where another window has what it saved. Losses and updates,
+whose results are taken at once, have another pool together.
+
 Windows that are evaluated go through the first slot, one after the other, forward alone: nothing
 that they save is read, so what comes out of each is copied and the next one may follow.
 """
@@ -93,6 +98,8 @@ class WindowSlot:
     def __init__(self, graphs: WindowGraphs, batch: RecordedTokens) -> None:
         """Have memory for the tokens."""
         self._graphs = graphs
+        # What it saves is read once layers of others ran, whichever were recorded first.
+        self._recorder = graphs.recorder.apart()
         self._batch = batch
         count = len(graphs.program.training.layers)
         self.shared: Sequence[Tensor | None] = ()
@@ -126,7 +133,7 @@ class WindowSlot:
             first.inputs, self.shared = graphs.program.prologue(self._batch)
 
         with kept_tables() as kept:
-            self._prologue = graphs.recorder.record(run)
+            self._prologue = self._recorder.record(run)
         first.kept = kept
         self._prologue()  # what it makes is there from now on
 
@@ -138,7 +145,7 @@ class WindowSlot:
             after.inputs, one.saved = run_single(requests)
 
         with kept_tables() as kept:
-            one.forward = graphs.recorder.record(run)
+            one.forward = self._recorder.record(run)
         one.kept = [*one.kept, *kept]
         one.forward()  # what it makes is there from now on
 
@@ -157,7 +164,7 @@ class WindowSlot:
 
         graphs.gradients.hold(graphs.program.trained_in(layer))
         with kept_tables() as kept:
-            one.back = graphs.recorder.record(run)
+            one.back = self._recorder.record(run)
         one.kept = [*one.kept, *kept]
         one.has_below = bool(below)
 

@@ -65,9 +65,12 @@ def held_bytes(runner: TrainingRunner, tape: Tape) -> int:
     """The bytes of a runner's adapter, its gradients, and the memory of its windows and losses."""
     graphs = runner.window_graphs(runner._graphs_of)
     assert graphs is not None
-    own = reached([graphs], [tape, graphs._cache, runner, graphs.recorder])
+    own = reached([graphs], [*tape.pools, graphs._cache, runner])
     cache = {memory_of(x) for x in (*graphs._cache.keys, *graphs._cache.values)}
-    return live_bytes([*runner.adapter.tensors, *(x for x in own if memory_of(x) not in cache)])
+    own = [x for x in own if memory_of(x) not in cache]
+    beside = [x for x in own if all(pool.segment_at(x.data_ptr()) is None for pool in tape.pools)]
+    pools = sum(pool.most_bytes for pool in tape.pools)
+    return live_bytes([*runner.adapter.tensors, *beside]) + pools
 
 
 @contextmanager
@@ -107,14 +110,13 @@ def test_recorded_jobs_train_what_eager_ones_do(monkeypatch: pytest.MonkeyPatch)
     with recording() as tapes:
         found = trained(data, recipe, **options)
     (tape,) = tapes
-    # What the job would leave to the next one is what `explain` says of its windows of 48 tokens,
-    # and lists and what one layer or one loss has beside.
+    # What the job would leave to the next one is what `explain` says of its windows of 48 tokens.
     config = BY_NAME["llama3"].config(2)
     explained = explaining.explain(
         config, recipe, batch=3, seq=16, serve_tokens=48, dtype="float32"
     )
     held = held_bytes(runners.pop(), tape)
-    assert explained.kept_bytes < held < 1.5 * explained.kept_bytes
+    assert 0.8 * explained.kept_bytes < held < 1.2 * explained.kept_bytes
     replayed = [one for one in losses if one is not None]
     # Three windows' prologue and two layers, forward and back; a size of losses; and an update.
     assert tape.recorded == 3 * 5 + 1 + 2
