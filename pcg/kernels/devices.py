@@ -1,10 +1,15 @@
-"""The current device of a thread, and threads that begin with one.
+"""The current device of a thread, threads that begin with one, and streams of a GPU.
 
 CUDA has a current GPU for each thread: Triton launches there, events are recorded and memory is
 pinned by it. It is GPU 0 in a new thread, and the user's own choice in the user's threads, whatever
 device an executor has. So every thread is started by `device_thread` or `device_pool`, which set
 its device, and what a user's thread calls runs within `on_device`. Operators of PyTorch go to the
 device of their tensors by themselves.
+
+Torch has 32 streams of a GPU and deals them in turn, so that the 33rd is the first again. Where
+each object had a stream of its own, one would in time be that of something else, and a copy on the
+stream that a graph is captured on becomes a part of the graph. So there is one for each use, for
+the whole process (`stream_for`).
 """
 
 from __future__ import annotations
@@ -14,8 +19,12 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from threading import Thread
+from typing import Literal, TypeAlias
 
 import torch
+
+Use: TypeAlias = Literal["recorder", "branch", "copies", "side"]
+_STREAMS: dict[tuple[Use, int | None], torch.cuda.Stream] = {}
 
 
 def use_device(device: torch.device | None) -> None:
@@ -77,3 +86,16 @@ def device_thread(device: torch.device | None, act: Callable[[], object], name: 
 def device_pool(device: torch.device | None, threads: int, name: str) -> ThreadPoolExecutor:
     """Make a pool of up to so many threads; `device` is as of `device_thread`."""
     return ThreadPoolExecutor(threads, name, initializer=partial(use_device, device))
+
+
+def stream_for(use: Use, device: torch.device) -> torch.cuda.Stream:
+    """Return the stream of a GPU that has a use, on any thread the same one.
+
+    Args:
+        use: "recorder" captures graphs, and "branch" is beside it within one; "copies" brings
+            adapters from the host; "side" runs parts of jobs beside a step.
+    """
+    key = use, indexed(device).index
+    if key not in _STREAMS:
+        _STREAMS.setdefault(key, torch.cuda.Stream(device))
+    return _STREAMS[key]

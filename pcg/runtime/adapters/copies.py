@@ -7,18 +7,18 @@ from concurrent.futures import Future, wait
 
 import torch
 
-from pcg.kernels.devices import device_pool
+from pcg.kernels.devices import device_pool, stream_for
 
 
 class AdapterCopies:
     """Copies that run one after the other on a thread of their own, by the adapter's id.
 
-    On GPUs they have a stream of their own, too, which waits for the caller's stream first.
+    On a GPU they run on a stream beside all steps, which waits for the caller's stream first.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._thread = device_pool(device, 1, "pcg copies")
-        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._stream = stream_for("copies", device) if device.type == "cuda" else None
         self._under_way: dict[int, Future[bool]] = {}
 
     def begin(self, key: int, copy: Callable[[], bool]) -> None:

@@ -9,6 +9,7 @@ from typing import Any, Protocol
 
 import torch
 
+from pcg.kernels.devices import stream_for
 from pcg.runtime.adapters.cache import ServedAdapter
 from pcg.runtime.engine.steps.started import StartedStep
 from pcg.runtime.requests.request import Request
@@ -24,7 +25,7 @@ class SideStream:
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._stream = torch.cuda.Stream(device)
+        self._stream = stream_for("side", device)
         self._before: torch.cuda.Event | None = None
         self._timed: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
 

@@ -143,6 +143,7 @@ class StepRunner:
         started = time.monotonic()
         self.graphs.warm_up(adapters)
         of_jobs = record_jobs(self._state, self.cache, self._limits.tokens, kept, jobs)
+        torch.cuda.empty_cache()  # of what ran once before it was recorded
         size_bytes = max(free_bytes - device_memory(self._device)[0], 0)
         recorded = self.graphs.recorded - before + of_jobs
         self.warmed = WarmUp(recorded, time.monotonic() - started, size_bytes)

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
+from threading import Lock
 from typing import Protocol
 
 import torch
 
 from pcg.errors import DeviceMemoryError
-from pcg.kernels.devices import is_out_of_memory
+from pcg.kernels.devices import is_out_of_memory, stream_for
 from pcg.units import size_text
 
 
@@ -47,29 +49,66 @@ class Recorder(Protocol):
 
 
 class CudaRecorder:
-    """Records CUDA graphs, in a memory pool of its own."""
+    """Records CUDA graphs, in a memory pool of its own.
+
+    All capture on one stream of the process. To capture does not wait for the device, and frees
+    nothing of what torch has cached, unless there is no other memory.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._stream = torch.cuda.Stream(device)
         self._pool = torch.cuda.graph_pool_handle()
+        self._latest: torch.cuda.CUDAGraph | None = None
 
     def apart(self) -> CudaRecorder:
         return CudaRecorder(self._device)
 
     def record(self, run: Callable[[], None]) -> Callable[[], None]:
-        current = torch.cuda.current_stream(self._stream.device)
-        self._stream.wait_stream(current)
-        with torch.cuda.stream(self._stream):
-            run()  # compiles kernels, and has libraries make their workspaces
-        current.wait_stream(self._stream)
-        graph = torch.cuda.CUDAGraph()
-        # Other threads may read adapters or compile meanwhile.
-        with torch.cuda.graph(
-            graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"
-        ):
-            run()
+        stream = stream_for("recorder", self._device)
+        with _CAPTURING:
+            current = torch.cuda.current_stream(self._device)
+            stream.wait_stream(current)
+            with torch.cuda.stream(stream):
+                run()  # compiles kernels, and has libraries load theirs
+                graph = self._captured(run)
+            current.wait_stream(stream)
         return graph.replay
+
+    def _captured(self, run: Callable[[], None]) -> torch.cuda.CUDAGraph:
+        try:
+            return self._capture(run)
+        except RuntimeError as error:  # with which goes what its frames hold
+            if not is_out_of_memory(error):
+                raise
+        # Torch gives back what it has cached only while nothing is captured.
+        torch.cuda.synchronize(self._device)
+        torch.cuda.empty_cache()
+        return self._capture(run)
+
+    def _capture(self, run: Callable[[], None]) -> torch.cuda.CUDAGraph:
+        """Capture a function on the current stream; `torch.cuda.graph` would stop the device."""
+        graph = torch.cuda.CUDAGraph()
+        # Products have a workspace for each stream that they are launched on. Graphs that share it
+        # would both write it, where they run on two streams at once: so it is of the pool's memory.
+        torch._C._cuda_clearCublasWorkspaces()
+        try:
+            # Other threads may read adapters or compile meanwhile.
+            graph.capture_begin(self._pool, capture_error_mode="thread_local")
+            self._latest = graph  # torch takes no pool whose graphs are gone
+            try:
+                run()
+            except BaseException:
+                with suppress(RuntimeError):  # it says that there was an error before
+                    graph.capture_end()
+                raise
+            graph.capture_end()
+        finally:
+            torch._C._cuda_clearCublasWorkspaces()
+        return graph
+
+
+_CAPTURING = Lock()
+"""Held while anything is captured: torch and the stream have one capture at a time."""
 
 
 def check_memory(error: Exception, what: str, pool_bytes: int) -> None:

@@ -18,7 +18,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cache
 from typing import Any
 
 import torch
@@ -26,6 +25,7 @@ import triton
 from torch import Tensor
 
 from pcg.kernels.adapter_batch import LoraRows
+from pcg.kernels.devices import stream_for
 from pcg.kernels.triton.adapters import dispatch, segmented_lora
 from pcg.kernels.triton.adapters.rank_rows import RankRows
 from pcg.kernels.triton.adapters.token_tiles import DECODE_BLOCK, TokenTiles
@@ -123,15 +123,10 @@ def _shrunk(
     """s, and the stream that makes it."""
     if not (x.is_cuda and torch.cuda.is_current_stream_capturing()):
         return segmented_lora.shrink(x, down, tiles), None
-    beside = _other_stream(x.device)
+    beside = stream_for("branch", x.device)
     beside.wait_stream(torch.cuda.current_stream(x.device))
     with torch.cuda.stream(beside):
         return segmented_lora.shrink(x, down, tiles), beside
-
-
-@cache
-def _other_stream(device: torch.device) -> torch.cuda.Stream:
-    return torch.cuda.Stream(device)
 
 
 def with_deferred_lora(begun: BegunLora, y: Tensor, weight: Any) -> Sequence[Any]:

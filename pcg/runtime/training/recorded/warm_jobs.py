@@ -77,8 +77,8 @@ def record_jobs(
 def windows_bytes(state: ModelState, jobs: Sequence[WarmJob]) -> int:
     """Return the bytes of a GPU that `record_jobs` needs at most; the arguments are the same.
 
-    They are what all windows of a pass save for backward, the fullest moment of a layer forward or
-    back, and the adapter's tensors with their gradients.
+    They are what all windows of a pass save for backward, for each of them the fullest moment of a
+    layer forward or back, and the adapter's tensors with their gradients.
     """
     size_bytes = 0
     for recipe, batch, seq in _known(state, jobs).values():
@@ -92,8 +92,8 @@ def windows_bytes(state: ModelState, jobs: Sequence[WarmJob]) -> int:
             for one in pair
             if one is not None
         ]
-        size_bytes += int(saved.subs({SEQUENCES: batch, CONTEXT: seq})) + max(sizes)
-        size_bytes += 2 * adapter.size_bytes
+        size_bytes += int(saved.subs({SEQUENCES: batch, CONTEXT: seq}))
+        size_bytes += -(-batch * seq // window) * max(sizes) + 2 * adapter.size_bytes
     return size_bytes
 
 
