@@ -264,7 +264,7 @@ class _Units:
     def to_step(self, done: Sequence[Any], steps: int) -> None:
         """Run on until so many steps are done."""
         from pcg.runtime.memory.pool import pages_for
-        from pcg.runtime.training.work_units import Forward, Pages, Part
+        from pcg.runtime.training.work_units import Forward, Pages, Part, Release
 
         pool = self._cache.pool
         for unit in self._units:
@@ -279,7 +279,7 @@ class _Units:
                 unit.run()
                 if unit.whole.has_unrecorded:
                     unit.whole.record_next()
-            else:
+            elif isinstance(unit, Release):
                 for table in self._tables:
                     pool.close(table)
             if len(done) == steps:
