@@ -1,10 +1,10 @@
 """Measure what the peers save for backward: transformers + peft, checkpointed, and partitioned.
 
-The models have true shapes and no weights: they are `pcg.trace.peer_model`'s, of fake tensors, and
-nothing is computed. Measured are storages, each once, without parameters, buffers and the token
-ids: in `step` those that autograd holds after the forward with loss, in `Partitioner` those that
-torch's min-cut partitioner (`pcg.trace.partitioner`) passes from forward to backward of a whole
-model.
+The models have true shapes and no weights: they are those of `pcg.explain.baselines.peer_model`, of
+fake tensors, and nothing is computed. Measured are storages, each once, without parameters, buffers
+and the token ids: in `step` those that autograd holds after the forward with loss, in `Partitioner`
+those that torch's min-cut partitioner (`pcg.explain.baselines.partitioner`) passes from forward to
+backward of a whole model.
 
 FLOPs are those of matrix products and attention; a causal query sees (S + 1) / 2 keys on average.
 The recomputed FLOPs are
@@ -34,7 +34,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from pcg.trace.partitioner import (
+from pcg.explain.baselines.partitioner import (
     PRODUCTS,
     JointGraph,
     capture,
@@ -43,7 +43,7 @@ from pcg.trace.partitioner import (
     storages,
     unchanged,
 )
-from pcg.trace.peer_model import MASKLESS, UNPADDED, loss_of, peer_model, tensors_of
+from pcg.explain.baselines.peer_model import MASKLESS, UNPADDED, loss_of, peer_model, tensors_of
 
 CONFIGS = Path(__file__).parent.parent / "pcg" / "configs"
 

@@ -54,9 +54,9 @@ from rich.table import Table
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import pcg
+from pcg.explain.baselines.partitioner import attention_as_on_cuda
+from pcg.explain.baselines.peer_model import MASKLESS
 from pcg.explain.page.svg import note, svg_file
-from pcg.trace.partitioner import attention_as_on_cuda
-from pcg.trace.peer_model import MASKLESS
 
 LLAMA_8B = "meta-llama/Llama-3.1-8B"
 OPT_PROJECTIONS = ("q_proj", "k_proj", "v_proj", "out_proj")

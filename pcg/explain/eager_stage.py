@@ -11,11 +11,11 @@ from dataclasses import dataclass
 import sympy
 
 from pcg.errors import TraceError, UnsupportedError
+from pcg.explain.baselines.eager_memory import EagerMemory, EagerModel
 from pcg.explain.planned_model import PlannedModel
 from pcg.ir.analysis.storages import SEQUENCES
 from pcg.ir.types import CONTEXT, TORCH_NAMES
 from pcg.peft.recipe import Recipe
-from pcg.trace.eager_memory import EagerMemory, EagerModel
 
 
 @dataclass(frozen=True)

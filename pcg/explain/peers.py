@@ -6,11 +6,11 @@ import dataclasses
 from collections.abc import Mapping
 
 from pcg.errors import TraceError, UnsupportedError
+from pcg.explain.baselines.peers import BUDGETS, MASKLESS, PartitionedModel, torch_partitioner
 from pcg.explain.planned_model import Setup
 from pcg.explain.report import Report
 from pcg.explain.report_data import PeerPoint, Stage
 from pcg.peft.recipe import Recipe
-from pcg.trace.peers import BUDGETS, MASKLESS, PartitionedModel, torch_partitioner
 
 STAGE = "torch-partitioner"
 

@@ -19,12 +19,12 @@ from typing import Any
 import pytest
 
 import pcg
+from pcg.explain.baselines.peers import BUDGETS, MASKLESS, torch_partitioner
 from pcg.explain.peers import peer_point
 from pcg.explain.report import Report
 from pcg.ir.analysis.product_flops import graph_flops, node_flops
 from pcg.peft.lora import LoraConfig
 from pcg.source import resolve
-from pcg.trace.peers import BUDGETS, MASKLESS, torch_partitioner
 from tests.support.families import BY_NAME, FAMILIES
 from tests.support.models import raised, traced
 

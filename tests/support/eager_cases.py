@@ -11,13 +11,13 @@ import peft
 import torch
 
 from pcg.errors import PcgError
+from pcg.explain.baselines.eager_memory import EagerMemory, EagerModel
 from pcg.options import PlanOptions
 from pcg.passes.pipeline import Settings, pipeline
 from pcg.peft.bitfit import BitFitConfig
 from pcg.peft.bottleneck import BottleneckConfig
 from pcg.peft.recipe import Recipe
 from pcg.peft.registry import recipe_from
-from pcg.trace.eager_memory import EagerMemory, EagerModel
 from tests.support.architectures import ARCHITECTURES, small_config
 from tests.support.families import FAMILIES
 from tests.support.saved_tensors import Adapter, finetuned_model, saved_bytes

@@ -107,7 +107,8 @@ class Step:
                 normaliser = 2 * self.batch * (tokens - 1)
                 runner.forward_backward(examples, normaliser, dropout_seed=3)
 
-        # An LSTM without oneDNN: its workspace is the CPU's own, as in `pcg.trace.eager_memory`.
+        # An LSTM without oneDNN, whose workspace is the CPU's own, as in
+        # `pcg.explain.baselines.eager_memory`.
         has_encoder = self.recipe.encoder is not None
         with without_onednn() if has_encoder else contextlib.nullcontext():
             found = peak_of(two_micro_batches)

@@ -21,10 +21,9 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from pcg.errors import PcgError, TraceError, UnsupportedError
-from pcg.trace.export import quiet
-from pcg.trace.partitioner import JointGraph, Partition, attention_as_on_cuda
-from pcg.trace.peer_adapters import with_peft
-from pcg.trace.peer_model import (
+from pcg.explain.baselines.partitioner import JointGraph, Partition, attention_as_on_cuda
+from pcg.explain.baselines.peer_adapters import with_peft
+from pcg.explain.baselines.peer_model import (
     MASKLESS,
     UNPADDED,
     LayerCall,
@@ -33,6 +32,7 @@ from pcg.trace.peer_model import (
     tensors_of,
     without_layers,
 )
+from pcg.trace.export import quiet
 
 BUDGETS = (1.0, 0.75, 0.5, 0.25, 0.0)
 """torch's activation memory budgets; 1 is its default."""

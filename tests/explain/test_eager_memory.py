@@ -13,10 +13,10 @@ import peft
 import pytest
 import torch
 
+from pcg.explain.baselines.eager_memory import EagerModel
 from pcg.peft.lora import LoraConfig
 from pcg.peft.registry import recipe_from
 from pcg.source import resolve
-from pcg.trace.eager_memory import EagerModel
 from tests.support import oracle
 from tests.support.bottlenecks import RECIPES
 from tests.support.eager_cases import CAUSAL, Case, drawn

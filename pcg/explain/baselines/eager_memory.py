@@ -24,13 +24,13 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from pcg.errors import PcgError, TraceError
+from pcg.explain.baselines.peer_adapters import with_adapter
+from pcg.explain.baselines.peer_model import loss_of, peer_model, tensors_of
 from pcg.peft.method import Bypass
 from pcg.peft.recipe import Recipe
 from pcg.trace.computed_integers import ComputedIntegers, DropoutOfCuda, storage_key
 from pcg.trace.export import quiet
 from pcg.trace.layer_kinds import layer_kinds
-from pcg.trace.peer_adapters import with_adapter
-from pcg.trace.peer_model import loss_of, peer_model, tensors_of
 
 _TOKEN = 3
 """The id of every token, which no model takes for padding."""

@@ -1,0 +1,1 @@
+"""Baselines of an explanation: what PyTorch, transformers and peft save for backward."""
