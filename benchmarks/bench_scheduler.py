@@ -50,10 +50,9 @@ import pcg
 from pcg.parallel.costs.step_costs import SequenceChunk, StepShape
 from pcg.parallel.ranks.group import SINGLE_RANK
 from pcg.runtime.adapters.cache import AdapterCache
-from pcg.runtime.admission.adapter_clustering import AdapterClustering
-from pcg.runtime.admission.early_abort import EarlyAbort
 from pcg.runtime.admission.fair_share import FairShare
-from pcg.runtime.admission.policy import Fcfs, Policy
+from pcg.runtime.admission.policies import AdapterClustering, EarlyAbort, Fcfs
+from pcg.runtime.admission.policy import Policy
 from pcg.runtime.engine.clock import MachineClock
 from pcg.runtime.engine.device import Device
 from pcg.runtime.engine.latency import Latencies, Latency

@@ -19,6 +19,8 @@ from pcg.units import parse_bytes, shown
 
 BACKENDS = ("torch", "triton")
 Backend = Literal["auto", "torch", "triton"]
+PolicyName = Literal["fair-share", "fcfs", "adapter-clustering", "early-abort"]
+"""The names of the policies of admission (`pcg.runtime.admission.policies`)."""
 DTYPES = ("float32", "bfloat16", "float16", "float64")
 STYLES = ("colwise", "rowwise", "replicated")
 """transformers' words for how a module is sharded, which a plan over ranks may have."""

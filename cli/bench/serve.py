@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 import typer
 
-from pcg.options import CompileOptions
+from pcg.options import CompileOptions, PolicyName
 from pcg.units import counted
 
 from ..console import busy, err, out, print_json, table
@@ -24,7 +24,6 @@ from .workload import WorkloadOptions, at_least
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from pcg.runtime.admission.policy import Policy
     from pcg.runtime.engine.engine import Engine
     from pcg.runtime.engine.limits import Limits
     from pcg.runtime.engine.sharing import Sharing
@@ -114,7 +113,7 @@ class ServingOptions:
 
     ttft_slo_ms: float | None = None
     tpot_slo_ms: float | None = None
-    policy: Literal["fcfs", "adapter-clustering", "early-abort", "fair-share"] = "fair-share"
+    policy: PolicyName = "fair-share"
     max_num_seqs: int = 256
     max_num_batched_tokens: int = 4096
     gpu_memory_utilization: float = 0.9
@@ -132,21 +131,6 @@ class ServingOptions:
             ttft_slo_s=None if self.ttft_slo_ms is None else self.ttft_slo_ms / 1e3,
             tpot_slo_s=None if self.tpot_slo_ms is None else self.tpot_slo_ms / 1e3,
         )
-
-    def admission(self) -> Policy:
-        """The policy that admits requests."""
-        from pcg.runtime.admission.adapter_clustering import AdapterClustering
-        from pcg.runtime.admission.early_abort import EarlyAbort
-        from pcg.runtime.admission.fair_share import FairShare
-        from pcg.runtime.admission.policy import Fcfs
-
-        known: dict[str, type[Policy]] = {
-            "fcfs": Fcfs,
-            "adapter-clustering": AdapterClustering,
-            "early-abort": EarlyAbort,
-            "fair-share": FairShare,
-        }
-        return known[self.policy]()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -204,6 +188,7 @@ def measure(
 ) -> None:
     """Serve the workload and report; over ranks each of them does, and the first one reports."""
     from pcg.runtime.admission.backlog import UNLIMITED
+    from pcg.runtime.admission.policies import POLICIES
 
     executor = _executor(model, how, compiling, requests.seed)
     workload = requests.workload(executor.max_positions)
@@ -220,7 +205,7 @@ def measure(
             serving.limits,
             kv_cache_bytes=None if size_gib is None else int(size_gib * 2**30),
             gpu_memory_utilization=serving.gpu_memory_utilization,
-            policy=serving.admission(),
+            policy=POLICIES[serving.policy](),
             sharing=training.rule,
             prefix_caching=serving.enable_prefix_caching,
             queue=UNLIMITED,  # all requests are measured

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar, Literal
 
 from pcg.errors import ServeError
+from pcg.options import PolicyName
 
 if TYPE_CHECKING:
     from pcg.runtime.engine.options import EngineArguments
@@ -64,6 +66,7 @@ class ServeOptions:
         warm_jobs: a finetuning job that may come, whose windows `warm_up` records: JSON with the
             `batch` and `seq` of its steps and with `peft`, its adapter_config.json's fields; by
             default those of a job that gives none. Repeatable.
+        policy: the order in which waiting requests are admitted (docs/engine.md).
         ttft_slo_ms: SLO of the time to the first token, ms.
         tpot_slo_ms: SLO of each gap between two output tokens, ms.
         finetuning_floor: the least share of the time for jobs beside requests without
@@ -142,6 +145,7 @@ class ServeOptions:
     enable_prefix_caching: bool = True
     warm_up: bool = True
     warm_jobs: Sequence[str] = ()
+    policy: PolicyName = "fair-share"
     ttft_slo_ms: float | None = None
     tpot_slo_ms: float | None = None
     finetuning_floor: float = 0.1
@@ -186,6 +190,11 @@ class ServeOptions:
         if self.split_port and self.split_port == self.port:
             raise ServeError(f"port and split_port are both {self.port}; use two")
         self._check_numbers()
+        if self.tenant_seqs is not None and self.policy != "fair-share":
+            raise ServeError(
+                f"tenant_seqs={self.tenant_seqs} is a bound of policy='fair-share', which bounds "
+                f"tenants; policy='{self.policy}' does not; leave one of them out"
+            )
         if self.warm_jobs and not self.warm_up:
             raise ServeError("warm_jobs are recorded by warm_up; leave them out, or record")
         if self.ssl_keyfile is not None and self.ssl_certfile is None:
@@ -262,11 +271,15 @@ class ServeOptions:
         """
         from pcg.runtime.admission.backlog import QueueLimits
         from pcg.runtime.admission.fair_share import FairShare
+        from pcg.runtime.admission.policies import POLICIES
         from pcg.runtime.engine.limits import Limits
         from pcg.runtime.engine.options import EngineArguments
         from pcg.serve.jobs.warm_jobs import parse_warm_jobs
 
-        running = self.tenant_seqs or (None if tenants == 1 else -(-self.max_num_seqs // 2))
+        policy = POLICIES[self.policy]
+        if self.policy == "fair-share":
+            running = self.tenant_seqs or (None if tenants == 1 else -(-self.max_num_seqs // 2))
+            policy = partial(FairShare, tenant_running=running)
         return EngineArguments(
             Limits(
                 running=self.max_num_seqs,
@@ -279,7 +292,7 @@ class ServeOptions:
                 finetuning_floor=self.finetuning_floor,
                 serving_share=self.serving_share,
             ),
-            policy=FairShare(tenant_running=running),
+            policy=policy(),
             queue=QueueLimits(requests=self.max_queue, tenant_requests=self.queue_of(tenants)),
             kv_cache_bytes=self.kv_cache_bytes,
             gpu_memory_utilization=self.gpu_memory_utilization,

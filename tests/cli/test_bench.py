@@ -152,7 +152,7 @@ def test_a_trace_is_replayed(model: Path, tmp_path: Path) -> None:
     [
         (("--arrivals", "daily"), "none of gamma, constant, bursty, s-lora"),
         (("--popularity", "fame"), "none of zipf, distinct, uniform"),
-        (("--policy", "last"), "none of fcfs, adapter-clustering"),
+        (("--policy", "last"), "none of fair-share, fcfs"),
         (("--sharing", "half"), "none of co-serving, temporal"),
         (("--load-format", "pt"), "none of auto, dummy"),
         (("--sharing", "finetuning-only"), "give --finetune"),

@@ -24,6 +24,8 @@ import pytest
 
 from pcg.errors import PcgError, ServeError
 from pcg.keys import digest_of
+from pcg.runtime.admission.fair_share import FairShare
+from pcg.runtime.admission.policies import EarlyAbort
 from pcg.runtime.executor import Executor
 from pcg.serve import listening, server
 from pcg.serve.engine.local import local_client
@@ -317,6 +319,13 @@ def test_urls() -> None:
 def test_options_out_of_range(field: str, value: float) -> None:
     with pytest.raises(ServeError, match=field):
         ServeOptions(**{field: value})  # type: ignore[arg-type]
+
+
+def test_a_policy_is_chosen_by_its_name() -> None:
+    assert isinstance(ServeOptions().engine(2).policy, FairShare)
+    assert isinstance(ServeOptions(policy="early-abort").engine(2).policy, EarlyAbort)
+    with pytest.raises(ServeError, match="tenant_seqs=2 is a bound of policy='fair-share'"):
+        ServeOptions(policy="fcfs", tenant_seqs=2)
 
 
 @pytest.mark.parametrize("restarts", [True, False])

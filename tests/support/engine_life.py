@@ -7,10 +7,9 @@ from collections.abc import Callable
 from random import Random
 
 from pcg.errors import OutOfMemoryError
-from pcg.runtime.admission.adapter_clustering import AdapterClustering
-from pcg.runtime.admission.early_abort import EarlyAbort
 from pcg.runtime.admission.fair_share import FairShare
-from pcg.runtime.admission.policy import Fcfs, Policy
+from pcg.runtime.admission.policies import AdapterClustering, EarlyAbort, Fcfs
+from pcg.runtime.admission.policy import Policy
 from pcg.runtime.engine.jobs import JobState
 from pcg.runtime.engine.latency import Latencies, Latency
 from pcg.runtime.engine.limits import Limits

@@ -10,11 +10,9 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as List
-from itertools import islice
 from typing import TypeAlias
 
 from pcg.errors import GenerationError
-from pcg.runtime.admission.line import Line
 from pcg.runtime.admission.step_bound import StepBound
 from pcg.runtime.engine.latency import Latency
 from pcg.runtime.requests.sequence import Sequence
@@ -109,34 +107,3 @@ class Policy(ABC):
 
 def _priority(sequence: Sequence) -> int:
     return sequence.request.priority
-
-
-class Fcfs(Policy):
-    """First come, first served."""
-
-    def __init__(self) -> None:
-        self._line = Line()
-
-    def add(self, sequence: Sequence) -> None:
-        self._line.add(sequence)
-
-    def put_back(self, sequence: Sequence) -> None:
-        self._line.put_back(sequence)
-
-    def admit(self, sequence: Sequence, now_s: float) -> None:
-        self._line.remove(sequence)
-
-    def drop(self, sequence: Sequence, *, is_waiting: bool) -> None:
-        if is_waiting:
-            self._line.remove(sequence)
-
-    def first(self, count: int, now_s: float, running: Iterable[Sequence]) -> List[Sequence]:
-        return list(islice(self._line, count))
-
-    def waiting(self) -> set[Sequence]:
-        return set(self._line)
-
-    def restart(self, waiting: Iterable[Sequence]) -> None:
-        self._line = Line()
-        for sequence in waiting:
-            self._line.add(sequence)

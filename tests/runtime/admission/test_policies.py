@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 
 from pcg.errors import GenerationError
-from pcg.runtime.admission.adapter_clustering import AdapterClustering
-from pcg.runtime.admission.early_abort import EarlyAbort
+from pcg.runtime.admission import policies
 from pcg.runtime.admission.fair_share import FairShare
-from pcg.runtime.admission.policy import Fcfs, Policy
+from pcg.runtime.admission.policies import AdapterClustering, Fcfs
+from pcg.runtime.admission.policy import Policy
 from pcg.runtime.engine.limits import Limits
 from pcg.runtime.metrics.events import Kind
 from pcg.runtime.requests.request import Request
@@ -24,7 +24,10 @@ from pcg.simulate.simulated_device import SimulatedAdapter
 from pcg.simulate.simulated_engine import SimulatedEngine
 from tests.support.linear_costs import LinearCosts
 
-POLICIES = [Fcfs, FairShare, lambda: AdapterClustering(2), EarlyAbort]
+POLICIES = [
+    *(made for made in policies.POLICIES.values() if made is not AdapterClustering),
+    lambda: AdapterClustering(2),
+]
 
 
 def ask(tenant: str = "", prompt: int = 10, new: int = 4, **fields: Any) -> Request:

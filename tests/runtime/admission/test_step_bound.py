@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 from pcg.runtime.admission.fair_share import FairShare
-from pcg.runtime.admission.policy import Fcfs, Policy
+from pcg.runtime.admission.policies import Fcfs
+from pcg.runtime.admission.policy import Policy
 from pcg.runtime.engine.limits import Limits
 from pcg.runtime.metrics.events import Kind
 from pcg.runtime.requests.request import Request

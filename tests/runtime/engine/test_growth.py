@@ -9,10 +9,9 @@ from typing import Any
 
 import pytest
 
-from pcg.runtime.admission.adapter_clustering import AdapterClustering
-from pcg.runtime.admission.early_abort import EarlyAbort
 from pcg.runtime.admission.fair_share import FairShare
-from pcg.runtime.admission.policy import Fcfs, Policy
+from pcg.runtime.admission.policies import AdapterClustering, EarlyAbort, Fcfs
+from pcg.runtime.admission.policy import Policy
 from pcg.runtime.engine.latency import Latency
 from pcg.runtime.engine.limits import Limits
 from pcg.runtime.requests.request import Request
