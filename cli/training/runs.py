@@ -79,7 +79,7 @@ def compare_command(runs: Runs, page: ComparisonPage, json: Json = False) -> Non
     if page.html is not None:
         check_page(page.html)
     from pcg.records.comparison import compare
-    from pcg.records.page.texts import text_of
+    from pcg.records.texts import text_of
 
     compared = compare([_read(one) for one in runs])
     if json:
@@ -92,7 +92,7 @@ def compare_command(runs: Runs, page: ComparisonPage, json: Json = False) -> Non
                 rows.add_row(_printable(name), *(_printable(text_of(value)) for value in values))
         _print(rows)
     if page.html is not None:
-        from pcg.records.page.page import comparison_page
+        from pcg.records.page import comparison_page
 
         size = write_page(page.html, comparison_page(compared))
         # With --json the one object is alone on standard output.

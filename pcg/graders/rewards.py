@@ -10,7 +10,7 @@ from pcg.errors import GraderError, GradingError
 from pcg.graders.grader import Grade, Grader, all_of
 from pcg.graders.host import Answer, GradingHost, Question
 from pcg.graders.sample import Sample
-from pcg.graders.sandbox.runner import run_grader
+from pcg.graders.sandbox_runner import run_grader
 
 Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")

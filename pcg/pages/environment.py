@@ -8,9 +8,9 @@ from pcg.units import gib
 
 
 def page_environment(package: str) -> Environment:
-    """Return the environment of the templates in `package`'s folder `page`, and in this folder."""
+    """Return the environment of the templates in a package's folder, and in this one."""
     environment = Environment(
-        loader=ChoiceLoader([PackageLoader(package, "page"), PackageLoader("pcg.pages", ".")]),
+        loader=ChoiceLoader([PackageLoader(package, "."), PackageLoader("pcg.pages", ".")]),
         autoescape=True,
         undefined=StrictUndefined,
         trim_blocks=True,

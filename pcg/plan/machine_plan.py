@@ -14,7 +14,7 @@ class MachinePlan(PlanData):
 
     def to_html(self) -> str:
         """Return the plan as one HTML page that needs no other file, `pcg plan --html`."""
-        from pcg.plan.page.page import page  # its plotting library takes a second to import
+        from pcg.plan.page import page  # its plotting library takes a second to import
 
         return page(self)
 

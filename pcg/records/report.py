@@ -17,7 +17,7 @@ def write_report(folder: Path) -> Path:
     Raises:
         RecordError: there is no record, it is damaged, or the page cannot be written.
     """
-    from pcg.records.page.page import run_page  # its templates take a while to import
+    from pcg.records.page import run_page  # its templates take a while to import
 
     path = folder / REPORT
     write_whole(path, run_page(read_run(folder)))

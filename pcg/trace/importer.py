@@ -17,11 +17,11 @@ from torch.fx import Node
 from pcg.errors import TraceError, TypeCheckError
 from pcg.ir.graph import Graph, Parameter, Value
 from pcg.ir.types import TOKENS, tensor
+from pcg.trace.elementwise_rules import carried, detached
 from pcg.trace.export import Exported, quiet
 from pcg.trace.flat_graph import FlatGraph, FlatValue, dtype_of, refusal, scope_of, traced_shape
 from pcg.trace.in_place_writes import check_writes, written
-from pcg.trace.rules.elementwise import carried, detached
-from pcg.trace.rules.table import RULES
+from pcg.trace.rules import RULES
 from pcg.trace.score_attention import ScoreAttention, find_scores
 
 _REGION = "wrap_with_set_grad_enabled"

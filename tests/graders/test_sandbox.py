@@ -9,7 +9,7 @@ import pytest
 
 from pcg.errors import GradingError
 from pcg.graders.sample import Sample
-from pcg.graders.sandbox.runner import check_sandbox, run_grader
+from pcg.graders.sandbox_runner import check_sandbox, run_grader
 
 SAMPLE = Sample('{"a": 3}', {"b": 4})
 

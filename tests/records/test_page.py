@@ -12,8 +12,8 @@ import pytest
 
 from pcg.errors import RecordError
 from pcg.records.comparison import compare
-from pcg.records.page.curves import Axis, Curve, figure, smoothed, thinned, tick_text
-from pcg.records.page.page import comparison_page, run_page
+from pcg.records.curves import Axis, Curve, figure, smoothed, thinned, tick_text
+from pcg.records.page import comparison_page, run_page
 from pcg.records.record import RunRecord
 from pcg.records.run import find_runs, read_run
 from tests.support.browser import open_tab

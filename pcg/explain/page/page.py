@@ -51,7 +51,7 @@ SECTIONS = {
 
 def page(report: ReportData) -> str:
     """Return the whole page, which refers to no other file."""
-    environment = page_environment("pcg.explain")
+    environment = page_environment("pcg.explain.page")
     environment.filters |= {"mib": _mib, "kib": _kib, "count": rounded}
     given = _heading(report) | _memory(report) | _plots(report) | _tensors(report)
     return environment.get_template("page.html").render(given, report=report)

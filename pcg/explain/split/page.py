@@ -20,5 +20,5 @@ def split_page(report: SplitData) -> str:
         f"{report.link.bytes_per_s * 8 / 1e9:g} Gbit/s",
         "sent": "linear operators alone" if report.privacy else "whatever is cheapest",
     }
-    template = page_environment("pcg.explain").get_template("split.html")
+    template = page_environment("pcg.explain.page").get_template("split.html")
     return template.render(report=report, facts=facts, step_words=STEPS, tokens_per_s=tokens_per_s)

@@ -9,7 +9,7 @@ from weakref import WeakValueDictionary
 
 from pcg.errors import GradingError
 from pcg.graders.sample import Sample
-from pcg.graders.sandbox.runner import check_sandbox, run_grader
+from pcg.graders.sandbox_runner import check_sandbox, run_grader
 
 _PROCESSES = 2
 """Sandboxes at once, one of a tenant's."""

@@ -10,7 +10,7 @@ from fastapi import APIRouter, Depends, Response
 from fastapi.responses import HTMLResponse
 
 from pcg.keys import Scope
-from pcg.records.page.page import run_page
+from pcg.records.page import run_page
 from pcg.records.report import MOST_BYTES
 from pcg.records.run import read_run
 from pcg.records.run_files import METRICS, has_run

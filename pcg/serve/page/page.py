@@ -17,7 +17,7 @@ from pcg.pages.environment import page_environment
 @cache
 def live_page() -> bytes:
     """Return the whole page, which refers to no other file."""
-    return page_environment("pcg.serve").get_template("live.html").render().encode()
+    return page_environment("pcg.serve.page").get_template("live.html").render().encode()
 
 
 @cache

@@ -15,8 +15,8 @@ import time
 from typing import Any
 
 from pcg.errors import GradingError, UnsupportedError
+from pcg.graders import sandbox_inside as inside
 from pcg.graders.sample import Sample
-from pcg.graders.sandbox import inside
 
 WALL_S, CPU_S = 10.0, 5
 MEMORY_BYTES = 2**29

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from pcg.pages.environment import page_environment
+from pcg.plan.figure import front_figure
 from pcg.plan.front_table import MACHINE, front_columns, price_words
-from pcg.plan.page.figure import front_figure
 from pcg.plan.plan_data import PlanData
 
 KINDS = {

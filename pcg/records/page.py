@@ -10,9 +10,9 @@ from markupsafe import Markup
 
 from pcg.pages.environment import page_environment
 from pcg.records.comparison import Comparison
-from pcg.records.page.curves import Curve, figure
-from pcg.records.page.texts import text_of, time_text
+from pcg.records.curves import Curve, figure
 from pcg.records.run import EVALUATION, Run, flat
+from pcg.records.texts import text_of, time_text
 from pcg.units import counted, duration_text, size_text
 
 _FIRST = ("loss", "reward")

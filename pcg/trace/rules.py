@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from pcg.trace.rules import elementwise, products, shapes
-from pcg.trace.rules.elementwise import Rule, binary, unary
-from pcg.trace.rules.products import reduction
+from pcg.trace import elementwise_rules as elementwise
+from pcg.trace import product_rules as products
+from pcg.trace import shape_rules as shapes
+from pcg.trace.elementwise_rules import Rule, binary, unary
+from pcg.trace.product_rules import reduction
 
 _UNARY = ("cos", "exp", "neg", "relu", "rsqrt", "sigmoid", "silu", "sin", "sqrt", "tanh")
 _BINARY = ("add", "div", "mul", "sub")

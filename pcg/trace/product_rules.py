@@ -8,8 +8,8 @@ import torch
 from torch.fx import Node
 
 from pcg.ir.graph import Value
+from pcg.trace.elementwise_rules import Rule, broadcast
 from pcg.trace.flat_graph import FlatGraph, FlatValue, argument, dtype_of, refusal, traced_shape
-from pcg.trace.rules.elementwise import Rule, broadcast
 
 
 def linear(flat: FlatGraph, node: Node) -> FlatValue:

@@ -1,1 +1,0 @@
-"""The sandbox of python graders: a process that can compute, and nothing else."""

@@ -1,1 +1,0 @@
-"""A machine plan as one HTML page: `page.page(plan)`."""

@@ -1,1 +1,0 @@
-"""Pages of records: a run with its curves, and several over each other."""
