@@ -32,7 +32,7 @@ from pcg.runtime.admission.recent_use import AHEAD, RecentUse
 from pcg.runtime.admission.step_bound import StepBound
 from pcg.runtime.engine.latency import Latency
 from pcg.runtime.requests.sequence import Sequence
-from pcg.runtime.sampling.value_checks import require_int, require_number
+from pcg.value_checks import require_int, require_number
 
 _REMEMBERED = 64
 """The number of tenants without requests whose counters are kept without looking at them."""

@@ -8,13 +8,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from pcg.errors import GenerationError
-from pcg.runtime.sampling.value_checks import (
+from pcg.units import shown
+from pcg.value_checks import (
     require_at_most,
     require_bool,
     require_texts,
     require_unicode,
 )
-from pcg.units import shown
 
 LONGEST_GUIDE = 32_768
 """Characters of a schema, a choice or a grammar: compiling takes seconds for the worst of them."""

@@ -10,7 +10,8 @@ from typing import Any, Literal, TypeAlias, TypedDict, get_args
 from pcg.errors import GenerationError
 from pcg.keywords import check_names
 from pcg.runtime.guided.guide import Guide, guide_of
-from pcg.runtime.sampling.value_checks import (
+from pcg.units import shown
+from pcg.value_checks import (
     require_at_most,
     require_bool,
     require_int,
@@ -19,7 +20,6 @@ from pcg.runtime.sampling.value_checks import (
     require_token_ids,
     require_unicode,
 )
-from pcg.units import shown
 
 MOST_STOP_STRINGS = 128
 MOST_STOP_TOKENS = 1_024
