@@ -22,12 +22,12 @@ from pcg.version import __version__
 
 from .bench.serve import serve_command as bench_serve_command
 from .compile import compile_command
-from .console import fail
 from .data import check_command
 from .doctor import doctor_command
 from .explain import explain_command
 from .models import models_command
 from .opt import opt_command
+from .options.console import fail
 from .options.fields import with_options
 from .plan import plan_command
 from .profile import profile_command

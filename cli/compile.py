@@ -14,9 +14,9 @@ from pcg.files import check_writable, expanded, is_there
 from pcg.options import CompileOptions
 from pcg.units import counted, duration_text, size_text
 
-from .console import busy, err, print_json, table
-from .executors import SPLIT, PlaceOptions, open_executor
 from .options.arguments import Json, Model
+from .options.console import busy, err, print_json, table
+from .options.executors import SPLIT, PlaceOptions, open_executor
 from .options.fields import Given
 from .options.method import Method
 

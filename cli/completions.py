@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from .console import out
+from .options.console import out
 
 if TYPE_CHECKING:
     from pcg.runtime.requests.request import Chunk, Completion

@@ -9,7 +9,7 @@ import typer
 
 from pcg.units import counted
 
-from .console import err
+from .options.console import err
 
 
 def check_command(

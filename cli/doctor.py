@@ -18,8 +18,8 @@ import typer
 from pcg.units import size_text
 from pcg.version import __version__
 
-from .console import busy, out, plain, print_json, table
 from .options.arguments import Json, complete_model
+from .options.console import busy, out, plain, print_json, table
 
 NVIDIA = Path("/proc/driver/nvidia/version")
 

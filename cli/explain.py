@@ -13,11 +13,11 @@ import typer
 from pcg.options import ExplainOptions, SplitOptions
 from pcg.units import size_text
 
-from .console import busy, print_json
 from .options.arguments import Json, Model
+from .options.console import busy, print_json
 from .options.fields import Given, flags_of
 from .options.method import Method, adapter_or_none
-from .pages import check_page, write_page
+from .options.pages import check_page, write_page
 
 if TYPE_CHECKING:
     from pcg.explain.report import Report

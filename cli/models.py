@@ -6,22 +6,12 @@ import json as json_module
 from collections.abc import Mapping
 from typing import Any
 
-from .console import out, plain, print_json, table
 from .options.arguments import Json
+from .options.console import out, plain, print_json, table
+from .options.executors import FIELDS
+
 
 # What the families call one thing.
-FIELDS: Mapping[str, tuple[str, ...]] = {
-    "type": ("model_type",),
-    "layers": ("num_hidden_layers", "n_layer", "n_layers"),
-    "hidden": ("hidden_size", "n_embd", "d_model"),
-    "heads": ("num_attention_heads", "n_head", "n_heads"),
-    "kv_heads": ("num_key_value_heads", "num_kv_heads"),
-    "vocabulary": ("vocab_size",),
-    "positions": ("max_position_embeddings", "n_positions", "max_seq_len"),
-    "dtype": ("dtype", "torch_dtype"),
-}
-
-
 def models_command(json: Json = False) -> None:
     """List the models whose configs ship with pcg.
 

@@ -12,11 +12,11 @@ from pcg.plan.options import MachineOptions
 from pcg.plan.workload import parse_workload
 from pcg.units import size_text
 
-from .console import busy, print_json
 from .options.arguments import Json, Model
+from .options.console import busy, print_json
 from .options.fields import Given
 from .options.method import Method
-from .pages import check_page, write_page
+from .options.pages import check_page, write_page
 
 
 @dataclass(frozen=True, kw_only=True)

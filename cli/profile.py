@@ -13,8 +13,8 @@ import typer
 from pcg.units import counted
 from pcg.version import __version__
 
-from .console import err, out, print_json, table
 from .options.arguments import Json
+from .options.console import err, out, print_json, table
 
 if TYPE_CHECKING:
     import torch

@@ -22,9 +22,9 @@ from .completions import (
     summary_of,
     wait_completions,
 )
-from .console import err, print_json
-from .executors import PlaceOptions, degree_of, on_ranks, open_executor
 from .options.arguments import Json, Runnable
+from .options.console import err, print_json
+from .options.executors import PlaceOptions, degree_of, on_ranks, open_executor
 from .options.fields import Given, Only, flags_of
 from .options.method import Method
 

@@ -17,8 +17,9 @@ from pcg.options import CompileOptions
 from pcg.serve.options import ServeOptions
 from pcg.split.base.options import BaseOptions
 
-from .console import err
-from .executors import (
+from .options.arguments import Runnable
+from .options.console import err
+from .options.executors import (
     SPLIT,
     PlaceOptions,
     check_alone,
@@ -27,7 +28,6 @@ from .executors import (
     on_ranks,
     open_executor,
 )
-from .options.arguments import Runnable
 from .options.fields import Given, Only
 from .run import SERVING
 

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from .bench.workload import at_least
-from .console import busy, out, print_json, table
 from .options.arguments import Json
+from .options.console import busy, out, print_json, table
 
 if TYPE_CHECKING:
     from pcg.runtime.metrics.metrics import ServingReport

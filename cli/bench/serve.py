@@ -15,9 +15,9 @@ import typer
 from pcg.options import CompileOptions, PolicyName
 from pcg.units import counted
 
-from ..console import busy, err, out, print_json, table
-from ..executors import PlaceOptions, degree_of, on_ranks, open_executor
 from ..options.arguments import Json, Model
+from ..options.console import busy, err, out, print_json, table
+from ..options.executors import PlaceOptions, degree_of, on_ranks, open_executor
 from ..options.fields import Given, Only
 from .workload import WorkloadOptions, at_least
 

@@ -15,14 +15,14 @@ from pcg.ir.program.manifest import is_program_folder
 from pcg.options import CompileOptions
 from pcg.runtime.training.options import FinetuneOptions
 
-from ..executors import (
+from ..options.arguments import Json, Runnable
+from ..options.executors import (
     PlaceOptions,
     TrainingRanks,
     on_ranks,
     open_executor,
     shards_and_replicas,
 )
-from ..options.arguments import Json, Runnable
 from ..options.fields import Given
 from ..options.method import Method
 from .lines import step_lines

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from pcg.units import counted, duration_text
 
-from ..console import err, print_json
+from ..options.console import err, print_json
 
 if TYPE_CHECKING:
     from pcg.runtime.training.result import FinetuneResult

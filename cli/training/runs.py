@@ -12,9 +12,9 @@ import typer
 from pcg.errors import RecordError
 from pcg.units import duration_text, size_text
 
-from ..console import err, out, plain, print_json, table
 from ..options.arguments import Json
-from ..pages import check_page, write_page
+from ..options.console import err, out, plain, print_json, table
+from ..options.pages import check_page, write_page
 
 if TYPE_CHECKING:
     from rich.table import Table

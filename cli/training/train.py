@@ -7,8 +7,8 @@ from typing import Annotated
 
 import typer
 
-from ..executors import check_alone
 from ..options.arguments import Json
+from ..options.executors import check_alone
 from .lines import step_lines
 from .report import print_preferences, print_result
 from .rewards import print_rewards, print_update

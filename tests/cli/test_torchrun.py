@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import typer
 
-from cli.executors import PlaceOptions, check_alone, degree_of, shards_and_replicas
+from cli.options.executors import PlaceOptions, check_alone, degree_of, shards_and_replicas
 
 
 @pytest.fixture

@@ -16,7 +16,7 @@ from pcg.runtime.model.recorder import WarmUp
 from pcg.serve.generation_config import read_generation_config
 from pcg.serve.service import Service
 from pcg.serve.startup import announcement
-from pcg_cli.executors import PlaceOptions, files_of
+from pcg_cli.options.executors import PlaceOptions, files_of
 from tests.support import serving
 
 NAMES = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "max_new_tokens")

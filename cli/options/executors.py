@@ -19,13 +19,22 @@ from pcg.ir.program.manifest import is_program_folder, read_manifest
 from pcg.options import PlanOptions
 
 from .console import busy
-from .models import FIELDS
-from .options.fields import flags_of
+from .fields import flags_of
 
 if TYPE_CHECKING:
     from pcg.runtime.executor import Executor
 
-
+FIELDS: Mapping[str, tuple[str, ...]] = {
+    "type": ("model_type",),
+    "layers": ("num_hidden_layers", "n_layer", "n_layers"),
+    "hidden": ("hidden_size", "n_embd", "d_model"),
+    "heads": ("num_attention_heads", "n_head", "n_heads"),
+    "kv_heads": ("num_key_value_heads", "num_kv_heads"),
+    "vocabulary": ("vocab_size",),
+    "positions": ("max_position_embeddings", "n_positions", "max_seq_len"),
+    "dtype": ("dtype", "torch_dtype"),
+}
+"""The names that families have for one field of their config.json."""
 _CONNECTIONS = ExitStack()
 """Closes connections to base executors at the end of a command's work."""
 SPLIT = "split://"
