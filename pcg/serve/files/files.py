@@ -55,7 +55,7 @@ class Files:
 
         def act(connection: sqlite3.Connection) -> FileRecord:
             self.quota.check(connection, record.tenant, record.size_bytes)
-            records.insert(connection, record)
+            records.FILES.insert(connection, record)
             return record
 
         return await self.put(content, act)

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import sqlite3
-from dataclasses import astuple, dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
 from pcg.serve.store.holdings import held_bytes
+from pcg.serve.store.table import Table
 
 RESULTS = "fine-tune-results"
 """The purpose of files that jobs make."""
@@ -32,23 +33,13 @@ class FileRecord:
     digest: str
 
 
-_COLUMNS = ", ".join(field.name for field in fields(FileRecord))
-_PLACES = ", ".join("?" for _ in fields(FileRecord))
-_LIVES = "(expires_s IS NULL OR expires_s > ?)"
-
-
-def insert(connection: sqlite3.Connection, record: FileRecord) -> None:
-    """Add a file."""
-    connection.execute(f"INSERT INTO files ({_COLUMNS}) VALUES ({_PLACES})", astuple(record))
+FILES = Table("files", FileRecord)
+_LIVES = "expires_s IS NULL OR expires_s > ?"
 
 
 def find(connection: sqlite3.Connection, tenant: str, id: str, now_s: int) -> FileRecord | None:
     """Return a tenant's file; None if there is none of the id, or it has expired."""
-    row = connection.execute(
-        f"SELECT {_COLUMNS} FROM files WHERE tenant = ? AND id = ? AND {_LIVES}",
-        (tenant, id, now_s),
-    ).fetchone()
-    return None if row is None else FileRecord(*row)
+    return FILES.find(connection, _LIVES, (now_s,), tenant=tenant, id=id)
 
 
 @dataclass(frozen=True)
@@ -82,35 +73,25 @@ def listed(
 ) -> list[FileRecord]:
     """Return a page of a tenant's files, and one more where there are others."""
     behind, values = page.condition()
-    of_purpose = "1" if purpose is None else "purpose = ?"
-    rows = connection.execute(
-        f"SELECT {_COLUMNS} FROM files "
-        f"WHERE tenant = ? AND {_LIVES} AND {behind} AND {of_purpose} {page.order}",
-        (tenant, now_s, *values, *([] if purpose is None else [purpose])),
-    )
-    return [FileRecord(*row) for row in rows]
+    equal = {} if purpose is None else {"purpose": purpose}
+    condition = f"({_LIVES}) AND {behind}"
+    return FILES.select(connection, condition, (now_s, *values), page.order, tenant=tenant, **equal)
 
 
 def delete(connection: sqlite3.Connection, tenant: str, id: str, now_s: int) -> str | None:
     """Delete a tenant's file; returns its digest, or None if there is none."""
-    record = find(connection, tenant, id, now_s)
-    if record is None:
-        return None
-    connection.execute("DELETE FROM files WHERE id = ?", (id,))
-    return record.digest
+    deleted = FILES.delete(connection, _LIVES, (now_s,), tenant=tenant, id=id)
+    return deleted[0].digest if deleted else None
 
 
 def used(connection: sqlite3.Connection, tenant: str, now_s: int) -> tuple[int, int]:
     """Count what a tenant keeps or was promised room for: files, and bytes with those of jobs."""
-    kept = connection.execute(
-        f"SELECT COUNT(*), COALESCE(SUM(size_bytes), 0) FROM files WHERE tenant = ? AND {_LIVES}",
+    sizes = "COUNT(*), COALESCE(SUM(size_bytes), 0)"
+    kept = FILES.read(connection, sizes, _LIVES, (now_s,), tenant=tenant)[0]
+    (pending,) = connection.execute(
+        f"SELECT {sizes} FROM uploads WHERE tenant = ? AND status = 'pending' AND expires_s > ?",
         (tenant, now_s),
-    ).fetchone()
-    pending = connection.execute(
-        "SELECT COUNT(*), COALESCE(SUM(size_bytes), 0) FROM uploads "
-        "WHERE tenant = ? AND status = 'pending' AND expires_s > ?",
-        (tenant, now_s),
-    ).fetchone()
+    )
     held = held_bytes(connection, tenant, now_s)
     return kept[0] + pending[0], kept[1] + pending[1] + held
 
@@ -127,7 +108,7 @@ def expire(connection: sqlite3.Connection, now_s: int) -> list[str]:
         )
     ]
     over = "SELECT id FROM uploads WHERE status = 'pending' AND expires_s <= ?"
-    connection.execute("DELETE FROM files WHERE expires_s <= ?", (now_s,))
+    FILES.delete(connection, "expires_s <= ?", (now_s,))
     connection.execute(f"DELETE FROM upload_parts WHERE upload IN ({over})", (now_s,))
     connection.execute(
         "UPDATE uploads SET status = 'expired' WHERE status = 'pending' AND expires_s <= ?",

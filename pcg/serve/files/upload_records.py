@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import sqlite3
-from dataclasses import astuple, dataclass, fields
+from dataclasses import dataclass
+
+from pcg.serve.store.table import Table
 
 PENDING, COMPLETED, CANCELLED, EXPIRED = "pending", "completed", "cancelled", "expired"
 MOST_OVER = 1000
@@ -44,19 +46,13 @@ class PartRecord:
     digest: str
 
 
-def _columns(kind: type) -> str:
-    return ", ".join(field.name for field in fields(kind))
-
-
-def _insert(connection: sqlite3.Connection, table: str, record: UploadRecord | PartRecord) -> None:
-    values = astuple(record)
-    places = ", ".join("?" for _ in values)
-    connection.execute(f"INSERT INTO {table} ({_columns(type(record))}) VALUES ({places})", values)
+UPLOADS = Table("uploads", UploadRecord)
+PARTS = Table("upload_parts", PartRecord)
 
 
 def insert(connection: sqlite3.Connection, record: UploadRecord) -> None:
     """Add an upload; of its tenant's that are over the newest stay."""
-    _insert(connection, "uploads", record)
+    UPLOADS.insert(connection, record)
     connection.execute(
         "DELETE FROM uploads WHERE tenant = ?1 AND status != 'pending' AND id NOT IN (SELECT id "
         "FROM uploads WHERE tenant = ?1 AND status != 'pending' ORDER BY id DESC LIMIT ?2)",
@@ -64,25 +60,9 @@ def insert(connection: sqlite3.Connection, record: UploadRecord) -> None:
     )
 
 
-def insert_part(connection: sqlite3.Connection, record: PartRecord) -> None:
-    """Add a part."""
-    _insert(connection, "upload_parts", record)
-
-
-def find(connection: sqlite3.Connection, tenant: str, id: str) -> UploadRecord | None:
-    """Return a tenant's upload; None if there is none of the id."""
-    row = connection.execute(
-        f"SELECT {_columns(UploadRecord)} FROM uploads WHERE tenant = ? AND id = ?", (tenant, id)
-    ).fetchone()
-    return None if row is None else UploadRecord(*row)
-
-
 def parts(connection: sqlite3.Connection, upload: str) -> dict[str, PartRecord]:
     """Return the parts of an upload, by id."""
-    rows = connection.execute(
-        f"SELECT {_columns(PartRecord)} FROM upload_parts WHERE upload = ?", (upload,)
-    )
-    return {row["id"]: PartRecord(*row) for row in rows}
+    return {part.id: part for part in PARTS.select(connection, upload=upload)}
 
 
 def to_come(connection: sqlite3.Connection, tenant: str) -> int:
@@ -99,7 +79,6 @@ def to_come(connection: sqlite3.Connection, tenant: str) -> int:
 
 def end(connection: sqlite3.Connection, id: str, status: str, file: str | None = None) -> list[str]:
     """End an upload; returns the digests that its parts had."""
-    digests = [part.digest for part in parts(connection, id).values()]
-    connection.execute("UPDATE uploads SET status = ?, file = ? WHERE id = ?", (status, file, id))
-    connection.execute("DELETE FROM upload_parts WHERE upload = ?", (id,))
+    digests = [part.digest for part in PARTS.delete(connection, upload=id)]
+    UPLOADS.change(connection, {"status": status, "file": file}, id=id)
     return digests

@@ -168,7 +168,7 @@ async def create_part(
                         f"{upload.size_bytes} in at most {_MOST_PARTS} parts.",
                         param="data",
                     )
-                upload_records.insert_part(connection, part)
+                upload_records.PARTS.insert(connection, part)
 
             await files.put(content, act)
         finally:
@@ -239,7 +239,7 @@ async def _completed(
 
         def act(connection: sqlite3.Connection) -> list[str]:
             _still_pending(connection, caller.tenant, upload.id)
-            records.insert(connection, record)
+            records.FILES.insert(connection, record)
             return upload_records.end(connection, upload.id, COMPLETED, record.id)
 
         return await files.put(content, act)
@@ -261,7 +261,7 @@ async def _pending(service: Service, caller: Caller, id: str) -> UploadRecord:
 
 def _still_pending(connection: sqlite3.Connection, tenant: str, id: str) -> UploadRecord:
     """Return a tenant's upload that parts may be added to. ApiError: it is none."""
-    record = upload_records.find(connection, tenant, id)
+    record = upload_records.UPLOADS.find(connection, tenant=tenant, id=id)
     if record is None:
         raise missing("Upload", id)
     status = _status(record)
@@ -277,7 +277,7 @@ def _status(record: UploadRecord) -> str:
 
 async def _upload(service: Service, caller: Caller, id: str) -> Upload:
     def act(connection: sqlite3.Connection) -> Upload:
-        record = upload_records.find(connection, caller.tenant, id)
+        record = upload_records.UPLOADS.find(connection, tenant=caller.tenant, id=id)
         if record is None:
             raise missing("Upload", id)
         file = record.file and records.find(connection, caller.tenant, record.file, now())

@@ -11,6 +11,7 @@ from typing import Any
 from pcg.serve.files.records import Page
 from pcg.serve.files.wire import now
 from pcg.serve.store.ids import new_key
+from pcg.serve.store.table import Table
 
 MESSAGE, METRICS, CHECKPOINT = "message", "metrics", "checkpoint"
 """Types of events; those of checkpoints are messages for clients."""
@@ -38,6 +39,10 @@ class CheckpointRecord:
     step: int
     model: str
     metrics: str
+
+
+_EVENTS = Table("job_events", EventRecord)
+_CHECKPOINTS = Table("job_checkpoints", CheckpointRecord)
 
 
 def say(connection: sqlite3.Connection, job: str, message: str, level: str = "info") -> None:
@@ -76,19 +81,12 @@ def add(
 def listed(connection: sqlite3.Connection, job: str, page: Page) -> list[EventRecord]:
     """Return a page of a job's events, and one more where there are others."""
     behind, values = page.condition()
-    rows = connection.execute(
-        "SELECT id, created_s, level, type, message, data FROM job_events "
-        f"WHERE job = ? AND {behind} {page.order}",
-        (job, *values),
-    )
-    return [EventRecord(*row) for row in rows]
+    return _EVENTS.select(connection, behind, values, page.order, job=job)
 
 
 def metrics(connection: sqlite3.Connection, job: str) -> list[dict[str, Any]]:
     """Return the metrics of a job's steps, in the order of the steps."""
-    rows = connection.execute(
-        "SELECT data FROM job_events WHERE job = ? AND type = ? ORDER BY step", (job, METRICS)
-    )
+    rows = _EVENTS.read(connection, "data", order="ORDER BY step", job=job, type=METRICS)
     return [json.loads(data) for (data,) in rows]
 
 
@@ -99,11 +97,8 @@ def add_checkpoint(
     message = f"Checkpoint created at step {step}"
     if not add(connection, job, CHECKPOINT, message, {"step": step}, step=step):
         return False
-    connection.execute(
-        "INSERT INTO job_checkpoints (id, job, created_s, step, model, metrics) "
-        "VALUES (?, ?, ?, ?, ?, ?)",
-        (new_key("ftckpt_"), job, now(), step, model, json.dumps(found)),
-    )
+    record = CheckpointRecord(new_key("ftckpt_"), job, now(), step, model, json.dumps(found))
+    _CHECKPOINTS.insert(connection, record)
     return True
 
 
@@ -112,15 +107,16 @@ def checkpoints(
 ) -> list[CheckpointRecord]:
     """Return a page of a job's checkpoints, or all, that of the last step first."""
     page = Page(None, 2**31, is_rising=False) if page is None else page
-    rows = connection.execute(
-        "SELECT id, job, created_s, step, model, metrics FROM job_checkpoints WHERE job = ?1 AND "
-        "(?2 IS NULL OR step < (SELECT step FROM job_checkpoints WHERE id = ?2)) "
-        "ORDER BY step DESC LIMIT ?3",
-        (job, page.after, page.limit + 1),
+    behind = "step < (SELECT step FROM job_checkpoints WHERE id = ?)"
+    return _CHECKPOINTS.select(
+        connection,
+        "1" if page.after is None else behind,
+        () if page.after is None else (page.after,),
+        f"ORDER BY step DESC LIMIT {page.limit + 1}",
+        job=job,
     )
-    return [CheckpointRecord(*row) for row in rows]
 
 
 def remove_checkpoint(connection: sqlite3.Connection, id: str) -> None:
     """Forget a checkpoint."""
-    connection.execute("DELETE FROM job_checkpoints WHERE id = ?", (id,))
+    _CHECKPOINTS.delete(connection, id=id)

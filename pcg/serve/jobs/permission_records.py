@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import sqlite3
-from dataclasses import astuple, dataclass, fields
+from dataclasses import dataclass
 
 from pcg.serve.errors import ApiError
 from pcg.serve.files.records import Page
+from pcg.serve.store.table import Table
 
 _MOST = 256
 """The most permissions of a model."""
@@ -28,7 +29,7 @@ class PermissionRecord:
     created_s: int
 
 
-_COLUMNS = ", ".join(field.name for field in fields(PermissionRecord))
+PERMISSIONS = Table("checkpoint_permissions", PermissionRecord)
 
 
 def insert(
@@ -39,21 +40,12 @@ def insert(
     ApiError: the model would have too many.
     """
     made = []
-    for one in permissions:
-        connection.execute(
-            f"INSERT OR IGNORE INTO checkpoint_permissions ({_COLUMNS}) VALUES (?, ?, ?, ?, ?)",
-            astuple(one),
-        )
-        row = connection.execute(
-            f"SELECT {_COLUMNS} FROM checkpoint_permissions "
-            "WHERE tenant = ? AND model = ? AND project = ?",
-            (one.tenant, one.model, one.project),
-        ).fetchone()
-        made.append(PermissionRecord(*row))
-    (count,) = connection.execute(
-        "SELECT COUNT(*) FROM checkpoint_permissions WHERE tenant = ? AND model = ?",
-        (permissions[0].tenant, permissions[0].model),
-    ).fetchone()
+    for permission in permissions:
+        PERMISSIONS.insert(connection, permission, "OR IGNORE")
+        named = {key: getattr(permission, key) for key in ("tenant", "model", "project")}
+        made += PERMISSIONS.select(connection, **named)
+    first = permissions[0]
+    count = PERMISSIONS.count(connection, tenant=first.tenant, model=first.model)
     if count > _MOST:
         raise ApiError(
             400,
@@ -68,21 +60,14 @@ def listed(
 ) -> list[PermissionRecord]:
     """Return a page of a model's permissions, and one more where there are others."""
     behind, values = page.condition()
-    rows = connection.execute(
-        f"SELECT {_COLUMNS} FROM checkpoint_permissions WHERE tenant = ?1 AND model = ?2 "
-        f"AND (?3 IS NULL OR project = ?3) AND {behind.replace('?', '?4')} {page.order}",
-        (tenant, model, project, *values),
+    equal = {} if project is None else {"project": project}
+    return PERMISSIONS.select(
+        connection, behind, values, page.order, tenant=tenant, model=model, **equal
     )
-    return [PermissionRecord(*row) for row in rows]
 
 
 def delete(
     connection: sqlite3.Connection, tenant: str, model: str, id: str
 ) -> PermissionRecord | None:
     """Remove a permission; returns it, or None if there is none."""
-    row = connection.execute(
-        f"DELETE FROM checkpoint_permissions WHERE tenant = ? AND model = ? AND id = ? "
-        f"RETURNING {_COLUMNS}",
-        (tenant, model, id),
-    ).fetchone()
-    return None if row is None else PermissionRecord(*row)
+    return next(iter(PERMISSIONS.delete(connection, tenant=tenant, model=model, id=id)), None)

@@ -5,10 +5,11 @@ from __future__ import annotations
 import json
 import sqlite3
 from collections.abc import Mapping, Sequence
-from dataclasses import astuple, dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
 from pcg.serve.files.records import Page
+from pcg.serve.store.table import Table
 
 QUEUED, RUNNING, PAUSED = "queued", "running", "paused"
 SUCCEEDED, FAILED, CANCELLED = "succeeded", "failed", "cancelled"
@@ -57,22 +58,12 @@ class JobRecord:
         return found
 
 
-_COLUMNS = ", ".join(field.name for field in fields(JobRecord))
-
-
-def insert(connection: sqlite3.Connection, record: JobRecord) -> None:
-    """Add a job."""
-    values = astuple(record)
-    places = ", ".join("?" for _ in values)
-    connection.execute(f"INSERT INTO jobs ({_COLUMNS}) VALUES ({places})", values)
+JOBS = Table("jobs", JobRecord)
 
 
 def find(connection: sqlite3.Connection, id: str, tenant: str | None = None) -> JobRecord | None:
     """Return a job, of a tenant's own if one is given; None without."""
-    row = connection.execute(
-        f"SELECT {_COLUMNS} FROM jobs WHERE id = ?1 AND (?2 IS NULL OR tenant = ?2)", (id, tenant)
-    ).fetchone()
-    return None if row is None else JobRecord(*row)
+    return JOBS.find(connection, id=id, **({} if tenant is None else {"tenant": tenant}))
 
 
 def listed(
@@ -97,39 +88,27 @@ def listed(
             "WHERE json_each.key = ? AND json_each.value = ?)"
         )
         more += [key, value]
-    where = " AND ".join(["tenant = ?", behind, *conditions])
-    rows = connection.execute(
-        f"SELECT {_COLUMNS} FROM jobs WHERE {where} {page.order}", (tenant, *values, *more)
-    )
-    return [JobRecord(*row) for row in rows]
+    condition = " AND ".join([behind, *conditions])
+    return JOBS.select(connection, condition, (*values, *more), page.order, tenant=tenant)
 
 
 def of_status(connection: sqlite3.Connection, statuses: Sequence[str]) -> list[JobRecord]:
     """Return all tenants' jobs of some statuses, the oldest first."""
-    places = ", ".join("?" for _ in statuses)
-    rows = connection.execute(
-        f"SELECT {_COLUMNS} FROM jobs WHERE status IN ({places}) ORDER BY id", tuple(statuses)
-    )
-    return [JobRecord(*row) for row in rows]
+    return JOBS.select(connection, _among(statuses), statuses, "ORDER BY id")
 
 
 def count_unfinished(connection: sqlite3.Connection, tenant: str) -> int:
     """Count a tenant's jobs that are not over."""
-    places = ", ".join("?" for _ in UNFINISHED)
-    found = connection.execute(
-        f"SELECT COUNT(*) FROM jobs WHERE tenant = ? AND status IN ({places})",
-        (tenant, *UNFINISHED),
-    )
-    return int(found.fetchone()[0])
+    return JOBS.count(connection, _among(UNFINISHED), UNFINISHED, tenant=tenant)
+
+
+def _among(statuses: Sequence[str]) -> str:
+    return f"status IN ({', '.join('?' for _ in statuses)})"
 
 
 def change(
     connection: sqlite3.Connection, id: str, before: Sequence[str], **columns: str | int | None
 ) -> JobRecord | None:
     """Change a job that is of one of some statuses; returns it, or None if it is of another."""
-    record = find(connection, id)
-    if record is None or record.status not in before:
-        return None
-    assigned = ", ".join(f"{name} = ?" for name in columns)
-    connection.execute(f"UPDATE jobs SET {assigned} WHERE id = ?", (*columns.values(), id))
-    return find(connection, id)
+    changed = JOBS.change(connection, columns, _among(before), before, id=id)
+    return find(connection, id) if changed else None

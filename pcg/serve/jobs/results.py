@@ -7,9 +7,8 @@ import sqlite3
 
 from pcg.serve.adapters import kept_models
 from pcg.serve.adapters.kept_models import KeptModel, new_model
-from pcg.serve.files import records as file_records
 from pcg.serve.files.files import Files, new_file
-from pcg.serve.files.records import RESULTS
+from pcg.serve.files.records import FILES, RESULTS
 from pcg.serve.files.wire import now
 from pcg.serve.jobs import event_records, records
 from pcg.serve.jobs.folders import JobFolder
@@ -49,7 +48,7 @@ async def keep_results(
             )
             if changed is None:
                 raise _Over
-            file_records.insert(connection, result)
+            FILES.insert(connection, result)
             kept_models.insert(connection, model)
             said = f"New fine-tuned model created: {job.name}"
             event_records.say(connection, job.id, said)

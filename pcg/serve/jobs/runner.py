@@ -159,7 +159,7 @@ class JobRunner:
             remove_old(connection, now(), self._keep_days)
             check_count(records.count_unfinished(connection, job.tenant), most)
             self.files.quota.check_bytes(connection, job.tenant, job.config_bytes)
-            records.insert(connection, job)
+            records.JOBS.insert(connection, job)
             holdings.hold_data(connection, job.id, job.tenant, data)
             for message in (
                 f"Created fine-tuning job: {job.id}",

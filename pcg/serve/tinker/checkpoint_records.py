@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import re
 import sqlite3
-from dataclasses import astuple, dataclass, fields
+from dataclasses import dataclass
 
 from pcg.errors import FinetuneError
 from pcg.serve.engine.trainer_orders import LoraOrder
+from pcg.serve.store.table import Table
 from pcg.serve.tinker.model_records import lora_of
 
 WEIGHTS, SAMPLER, EXTERNAL = "weights", "sampler_weights", "external_weights"
@@ -47,7 +48,8 @@ class CheckpointRecord:
         return lora_of(self.lora)
 
 
-_COLUMNS = ", ".join(field.name for field in fields(CheckpointRecord))
+CHECKPOINTS = Table("tinker_checkpoints", CheckpointRecord)
+LIVES = "(expires_s IS NULL OR expires_s > ?)"
 
 
 def path_of(model: str, kind: str, name: str) -> str:
@@ -62,41 +64,28 @@ def path_of(model: str, kind: str, name: str) -> str:
 
 def insert(connection: sqlite3.Connection, record: CheckpointRecord) -> None:
     """Add a checkpoint, or put it in the place of the one that has its path."""
-    values = astuple(record)
-    places = ", ".join("?" for _ in values)
-    connection.execute(
-        f"INSERT OR REPLACE INTO tinker_checkpoints ({_COLUMNS}) VALUES ({places})", values
-    )
+    CHECKPOINTS.insert(connection, record, "OR REPLACE")
 
 
 def find(
     connection: sqlite3.Connection, path: str, tenant: str, now_s: int
 ) -> CheckpointRecord | None:
     """Return a checkpoint that a tenant may load: its own, or a public one; None without."""
-    row = connection.execute(
-        f"SELECT {_COLUMNS} FROM tinker_checkpoints WHERE path = ? "
-        "AND (tenant = ? OR is_public) AND (expires_s IS NULL OR expires_s > ?)",
-        (path, tenant, now_s),
-    ).fetchone()
-    return None if row is None else CheckpointRecord(*row)
+    condition = f"(tenant = ? OR is_public) AND {LIVES}"
+    return CHECKPOINTS.find(connection, condition, (tenant, now_s), path=path)
 
 
 def last(connection: sqlite3.Connection, model: str) -> str | None:
     """Return the path of the last state that was saved of a model, or None."""
-    row = connection.execute(
-        "SELECT path FROM tinker_checkpoints WHERE model = ? AND kind = ? "
-        "ORDER BY created_s DESC, rowid DESC LIMIT 1",
-        (model, WEIGHTS),
-    ).fetchone()
-    return None if row is None else str(row[0])
+    latest = "ORDER BY created_s DESC, rowid DESC LIMIT 1"
+    rows = CHECKPOINTS.read(connection, "path", order=latest, model=model, kind=WEIGHTS)
+    return str(rows[0][0]) if rows else None
 
 
 def used(connection: sqlite3.Connection, tenant: str) -> tuple[int, int]:
     """Return the number of a tenant's checkpoints, and the bytes of all weights that it saved."""
-    row = connection.execute(
-        "SELECT COUNT(*), COALESCE(SUM(size_bytes), 0) FROM tinker_checkpoints WHERE tenant = ?",
-        (tenant,),
-    ).fetchone()
+    sizes = "COUNT(*), COALESCE(SUM(size_bytes), 0)"
+    (row,) = CHECKPOINTS.read(connection, sizes, tenant=tenant)
     (own,) = connection.execute(
         "SELECT COALESCE(SUM(size_bytes), 0) FROM tinker_samplers WHERE tenant = ?", (tenant,)
     ).fetchone()
@@ -105,12 +94,9 @@ def used(connection: sqlite3.Connection, tenant: str) -> tuple[int, int]:
 
 def expire(connection: sqlite3.Connection, now_s: int) -> list[str]:
     """Remove what has expired; returns the folders."""
-    rows = connection.execute(
-        "DELETE FROM tinker_checkpoints WHERE expires_s <= ? RETURNING folder", (now_s,)
-    )
-    return [str(row[0]) for row in rows]
+    return [row.folder for row in CHECKPOINTS.delete(connection, "expires_s <= ?", (now_s,))]
 
 
 def folders(connection: sqlite3.Connection) -> set[str]:
     """Return the folders that rows name."""
-    return {str(row[0]) for row in connection.execute("SELECT folder FROM tinker_checkpoints")}
+    return {str(folder) for (folder,) in CHECKPOINTS.read(connection, "folder")}

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import sqlite3
 import time
-from dataclasses import astuple, dataclass, fields
+from dataclasses import dataclass
+from typing import Any
+
+from pcg.serve.store.table import Table
 
 PENDING, DONE, FAILED = "pending", "done", "failed"
 JSON, PROTOBUF = "application/json", "application/x-protobuf"
@@ -55,46 +58,19 @@ class FutureRecord:
         return ROW_BYTES + sum(kept)
 
 
-_COLUMNS = ", ".join(field.name for field in fields(FutureRecord))
-
-
-def insert(connection: sqlite3.Connection, record: FutureRecord) -> None:
-    """Add a future."""
-    values = astuple(record)
-    places = ", ".join("?" for _ in values)
-    connection.execute(f"INSERT INTO tinker_futures ({_COLUMNS}) VALUES ({places})", values)
-
-
-def find(connection: sqlite3.Connection, id: str, tenant: str) -> FutureRecord | None:
-    """Return a tenant's future; None without."""
-    row = connection.execute(
-        f"SELECT {_COLUMNS} FROM tinker_futures WHERE id = ? AND tenant = ?", (id, tenant)
-    ).fetchone()
-    return None if row is None else FutureRecord(*row)
-
-
-def at(connection: sqlite3.Connection, stream: str, seq: int) -> FutureRecord | None:
-    """Return the future at a place of a stream; None without."""
-    row = connection.execute(
-        f"SELECT {_COLUMNS} FROM tinker_futures WHERE stream = ? AND seq = ?", (stream, seq)
-    ).fetchone()
-    return None if row is None else FutureRecord(*row)
+FUTURES = Table("tinker_futures", FutureRecord)
 
 
 def places(connection: sqlite3.Connection, stream: str, behind: int) -> list[tuple[int, str, str]]:
     """Return place, state and kind of the futures of a stream behind a place, in order."""
-    rows = connection.execute(
-        "SELECT seq, state, kind FROM tinker_futures WHERE stream = ? AND seq > ? ORDER BY seq",
-        (stream, behind),
-    )
+    columns, order = "seq, state, kind", "ORDER BY seq"
+    rows = FUTURES.read(connection, columns, "seq > ?", (behind,), order, stream=stream)
     return [(seq, state, kind) for seq, state, kind in rows]
 
 
 def pending(connection: sqlite3.Connection, kind: str) -> list[tuple[str, str]]:
     """Return id and tenant of the futures of a kind that are not settled."""
-    rows = connection.execute(
-        "SELECT id, tenant FROM tinker_futures WHERE state = ? AND kind = ?", (PENDING, kind)
-    )
+    rows = FUTURES.read(connection, "id, tenant", state=PENDING, kind=kind)
     return [(id, tenant) for id, tenant in rows]
 
 
@@ -107,12 +83,9 @@ def settle(
     category: str | None,
 ) -> bool:
     """Note what came of a pending future; returns False if it is settled already, or gone."""
-    done = connection.execute(
-        "UPDATE tinker_futures SET state = ?, media_type = ?, result = ?, category = ?, "
-        "finished_s = ? WHERE id = ? AND state = ?",
-        (state, media_type, result, category, int(time.time()), id, PENDING),
-    )
-    return done.rowcount > 0
+    settled: dict[str, Any] = {"state": state, "media_type": media_type, "result": result}
+    settled |= {"category": category, "finished_s": int(time.time())}
+    return FUTURES.change(connection, settled, id=id, state=PENDING) > 0
 
 
 def fail_left(connection: sqlite3.Connection) -> None:
@@ -138,11 +111,8 @@ def used(connection: sqlite3.Connection) -> dict[str, tuple[int, int]]:
 
 def forget_requests(connection: sqlite3.Connection, stream: str, first: int, last: int) -> None:
     """Drop the bodies of the settled requests of a stream between two places, both included."""
-    connection.execute(
-        "UPDATE tinker_futures SET request = NULL "
-        "WHERE stream = ? AND seq BETWEEN ? AND ? AND state <> ?",
-        (stream, first, last, PENDING),
-    )
+    condition = "seq BETWEEN ? AND ? AND state <> ?"
+    FUTURES.change(connection, {"request": None}, condition, (first, last, PENDING), stream=stream)
 
 
 def expire(connection: sqlite3.Connection, before_s: int) -> None:

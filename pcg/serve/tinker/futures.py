@@ -20,7 +20,7 @@ from pcg.serve.files.wire import now
 from pcg.serve.store.database import Database
 from pcg.serve.store.ids import new_key
 from pcg.serve.tinker import future_records as records
-from pcg.serve.tinker.future_records import DONE, FAILED, SERVER, USER, FutureRecord
+from pcg.serve.tinker.future_records import DONE, FAILED, FUTURES, SERVER, USER, FutureRecord
 
 Found = TypeVar("Found")
 Beside: TypeAlias = Callable[[sqlite3.Connection], None]
@@ -92,7 +92,7 @@ class Futures:
         )  # fmt: skip
 
         def act(connection: sqlite3.Connection) -> tuple[FutureRecord, bool]:
-            there = records.at(connection, stream, seq)
+            there = FUTURES.find(connection, stream=stream, seq=seq)
             if there is not None:
                 if there.kind != kind:
                     raise ApiError(
@@ -103,7 +103,7 @@ class Futures:
                     )
                 return there, False
             self._check(tenant, record.size_bytes)
-            records.insert(connection, record)
+            FUTURES.insert(connection, record)
             if beside is not None:
                 beside(connection)
             return record, True
@@ -232,7 +232,7 @@ class Futures:
                 del self._waiting[id]
 
     async def _find(self, tenant: str, id: str) -> FutureRecord:
-        found = await self.read(lambda one: records.find(one, id, tenant))
+        found = await self.read(lambda one: FUTURES.find(one, id=id, tenant=tenant))
         if found is None:
             raise ApiError(
                 410, f"There is no request {id[:128]}, or none any more.", code="expired"

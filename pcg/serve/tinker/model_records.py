@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 import sqlite3
-from dataclasses import astuple, dataclass, fields
+from dataclasses import dataclass
 
 from pcg.serve.engine.trainer_orders import LoraOrder
+from pcg.serve.store.table import Table
 
 OPEN, CLOSED = "open", "closed"
 COPIES = "copy-"
@@ -53,47 +54,9 @@ def lora_of(text: str) -> LoraOrder:
     return LoraOrder(**json.loads(text))
 
 
-_COLUMNS = ", ".join(field.name for field in fields(ModelRecord))
-
-
-def insert(connection: sqlite3.Connection, record: ModelRecord) -> None:
-    """Add a model."""
-    values = astuple(record)
-    places = ", ".join("?" for _ in values)
-    connection.execute(f"INSERT INTO tinker_models ({_COLUMNS}) VALUES ({places})", values)
-
-
-def find(connection: sqlite3.Connection, id: str, tenant: str) -> ModelRecord | None:
-    """Return a tenant's model; None without."""
-    row = connection.execute(
-        f"SELECT {_COLUMNS} FROM tinker_models WHERE id = ? AND tenant = ?", (id, tenant)
-    ).fetchone()
-    return None if row is None else ModelRecord(*row)
-
-
-def all_open(connection: sqlite3.Connection) -> list[ModelRecord]:
-    """Return the open models of all tenants."""
-    rows = connection.execute(
-        f"SELECT {_COLUMNS} FROM tinker_models WHERE status = ? ORDER BY id", (OPEN,)
-    )
-    return [ModelRecord(*row) for row in rows]
-
-
-def count_open(connection: sqlite3.Connection, tenant: str) -> int:
-    """Count a tenant's open models."""
-    found = connection.execute(
-        "SELECT COUNT(*) FROM tinker_models WHERE tenant = ? AND status = ?", (tenant, OPEN)
-    )
-    return int(found.fetchone()[0])
-
-
-def change(connection: sqlite3.Connection, id: str, **columns: str | int | None) -> None:
-    """Change columns of a model."""
-    assigned = ", ".join(f"{name} = ?" for name in columns)
-    connection.execute(f"UPDATE tinker_models SET {assigned} WHERE id = ?", (*columns.values(), id))
+MODELS = Table("tinker_models", ModelRecord)
 
 
 def states(connection: sqlite3.Connection) -> set[str]:
     """Return the folders of states that rows name."""
-    rows = connection.execute("SELECT state FROM tinker_models WHERE state IS NOT NULL")
-    return {str(row[0]) for row in rows}
+    return {str(state) for (state,) in MODELS.read(connection, "state", "state IS NOT NULL")}

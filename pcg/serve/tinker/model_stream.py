@@ -18,7 +18,14 @@ from pcg.runtime.metrics.status import EngineState
 from pcg.serve.engine.client import EngineClient
 from pcg.serve.errors import LOG, ApiError
 from pcg.serve.tinker import future_records as records
-from pcg.serve.tinker.future_records import DONE, FAILED, PENDING, USER, FutureRecord
+from pcg.serve.tinker.future_records import (
+    DONE,
+    FAILED,
+    FUTURES,
+    PENDING,
+    USER,
+    FutureRecord,
+)
 from pcg.serve.tinker.futures import Futures
 from pcg.serve.tinker.model_records import ModelRecord
 from pcg.serve.tinker.model_run import ModelRun
@@ -119,7 +126,7 @@ class ModelStream:
                 self.put(seq)
             elif state == FAILED:
                 self._failed_early.add(seq)
-        first = await self._futures.read(lambda one: records.at(one, self.model.id, 0))
+        first = await self._futures.read(lambda one: FUTURES.find(one, stream=self.model.id, seq=0))
         if first is not None and first.state == FAILED:
             self._broken = _BROKEN
 
@@ -127,7 +134,9 @@ class ModelStream:
         return await self._futures.read(lambda one: records.places(one, self.model.id, behind))
 
     async def _at(self, seq: int) -> FutureRecord:
-        found = await self._futures.read(lambda one: records.at(one, self.model.id, seq))
+        found = await self._futures.read(
+            lambda one: FUTURES.find(one, stream=self.model.id, seq=seq)
+        )
         assert found is not None
         return found
 

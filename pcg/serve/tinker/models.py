@@ -23,7 +23,7 @@ from pcg.serve.tinker.checkpoint_records import CheckpointRecord
 from pcg.serve.tinker.folders import Folders
 from pcg.serve.tinker.future_records import USER, FutureRecord
 from pcg.serve.tinker.futures import Futures
-from pcg.serve.tinker.model_records import CLOSED, OPEN, ModelRecord
+from pcg.serve.tinker.model_records import CLOSED, MODELS, OPEN, ModelRecord
 from pcg.serve.tinker.model_stream import ModelStream
 from pcg.serve.tinker.operations import Operations
 from pcg.serve.tinker.sampling import records as samplers
@@ -72,7 +72,7 @@ class Models:
         def read(connection: sqlite3.Connection) -> tuple[list[ModelRecord], set[str]]:
             named = model_records.states(connection) | checkpoint_records.folders(connection)
             own = samplers.own_folders(connection)
-            return model_records.all_open(connection), named | own
+            return MODELS.select(connection, order="ORDER BY id", status=OPEN), named | own
 
         def end(connection: sqlite3.Connection) -> None:
             future_records.fail_left(connection)
@@ -102,7 +102,7 @@ class Models:
 
         def act(connection: sqlite3.Connection) -> None:
             id, last = stream.model.id, stream.model.done_seq
-            model_records.change(connection, id, status=CLOSED, state=None)
+            MODELS.change(connection, {"status": CLOSED, "state": None}, id=id)
             future_records.forget_requests(connection, id, 0, last)
 
         await self._futures.write(act, may_use_reserve=True)
@@ -144,7 +144,7 @@ class Models:
         )  # fmt: skip
 
         def beside(connection: sqlite3.Connection) -> None:
-            count = model_records.count_open(connection, tenant)
+            count = MODELS.count(connection, tenant=tenant, status=OPEN)
             if count >= self._most:
                 raise ApiError(
                     400,
@@ -152,9 +152,9 @@ class Models:
                     "session, or unload a model.",
                     code="too_many_models",
                 )
-            if model_records.find(connection, id, tenant) is not None:
+            if MODELS.find(connection, id=id, tenant=tenant) is not None:
                 raise ApiError(400, f"{id} is a copy of a checkpoint.", param="model_seq_id")
-            model_records.insert(connection, model)
+            MODELS.insert(connection, model)
 
         kind, body = request
         future, is_new = await self._futures.promise(
@@ -198,7 +198,7 @@ class Models:
         def beside(connection: sqlite3.Connection) -> None:
             if place <= stream.model.done_seq:  # it was done, and its result is gone
                 raise ApiError(410, f"The request {place} was long ago.", code="expired")
-            model_records.change(connection, model_id, asked_s=now())
+            MODELS.change(connection, {"asked_s": now()}, id=model_id)
 
         with stream.coming(place):
             future, is_new = await self._futures.promise(
@@ -223,7 +223,7 @@ class Models:
 
     async def find(self, tenant: str, model_id: str) -> ModelRecord:
         """Return a tenant's model. ApiError: there is none."""
-        found = await self._futures.read(lambda one: model_records.find(one, model_id, tenant))
+        found = await self._futures.read(lambda one: MODELS.find(one, id=model_id, tenant=tenant))
         if found is None:
             raise ApiError(404, f"There is no model {model_id[:256]}.", param="model_id")
         return found
@@ -265,9 +265,9 @@ class Models:
         )  # fmt: skip
 
         def act(connection: sqlite3.Connection) -> bool:
-            there = model_records.find(connection, id, tenant)
+            there = MODELS.find(connection, id=id, tenant=tenant)
             if there is None:
-                model_records.insert(connection, model)
+                MODELS.insert(connection, model)
                 self._operations.put(connection, copied, overwrites=False)
                 return True
             is_copy = there.status == CLOSED and there.done_seq < 0

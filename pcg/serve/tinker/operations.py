@@ -31,16 +31,17 @@ from pcg.serve.files.wire import now
 from pcg.serve.store import removals
 from pcg.serve.store.ids import new_key
 from pcg.serve.tinker import checkpoint_records as checkpoints
-from pcg.serve.tinker import future_records, model_records, session_records
+from pcg.serve.tinker import future_records
 from pcg.serve.tinker.checkpoint_records import EXTERNAL, SAMPLER, WEIGHTS, CheckpointRecord
 from pcg.serve.tinker.folders import Folders, adapter_name, checkpoint_origin
 from pcg.serve.tinker.future_records import JSON, PROTOBUF, FutureRecord
 from pcg.serve.tinker.futures import Futures
 from pcg.serve.tinker.losses import records as losses
-from pcg.serve.tinker.model_records import CLOSED, ModelRecord
+from pcg.serve.tinker.model_records import CLOSED, MODELS, ModelRecord
 from pcg.serve.tinker.passes import call_of, json_result, loss_id_of, order_of, proto_result
 from pcg.serve.tinker.sampling import records as samplers
 from pcg.serve.tinker.sampling.records import SamplerRecord
+from pcg.serve.tinker.session_records import OPEN, SESSIONS
 
 CREATE, LOAD_MODEL, UNLOAD = "create_model", "load_model", "unload_model"
 PASS, PASS_JSON = "forward_backward", "forward_backward_json"
@@ -203,7 +204,9 @@ class Operations:
         return Outcome(await asyncio.to_thread(proto_result, call, reply), PROTOBUF)
 
     async def _graph(self, model: ModelRecord, loss_id: str) -> LossGraph:
-        found = await self._futures.read(lambda one: losses.find(one, loss_id, model.session))
+        found = await self._futures.read(
+            lambda one: losses.LOSSES.find(one, id=loss_id, session=model.session)
+        )
         if found is None:
             raise FinetuneError(
                 f"there is no custom loss {loss_id[:128]!r} in this session; make one by "
@@ -268,12 +271,13 @@ class Operations:
             raise
 
         def also(connection: sqlite3.Connection) -> None:
-            if not session_records.is_open(connection, model.session):  # which took them with it
+            # A session that ended took them with it.
+            if not SESSIONS.count(connection, id=model.session, status=OPEN):
                 raise FinetuneError("the session has ended, and weights for it with it")
             if samplers.insert(connection, record) != record:
                 raise FinetuneError(f"the session has a sampling session {seq} already")
             if oldest is not None:
-                samplers.delete(connection, oldest.id)
+                samplers.SAMPLERS.delete(connection, id=oldest.id)
             self._check_used(connection, model.tenant)
 
         told = {"sampling_session_id": record.id, "type": SAVE_SAMPLER}
@@ -335,7 +339,7 @@ def settle_row(model: ModelRecord, future: FutureRecord, outcome: Outcome | None
             future_records.forget_requests(connection, model.id, 0, future.seq)
         elif outcome is None or future.kind not in REPLAYED:
             future_records.forget_requests(connection, model.id, future.seq, future.seq)
-        model_records.change(connection, model.id, **columns)
+        MODELS.change(connection, columns, id=model.id)
 
     return act
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import sqlite3
 import time
-from dataclasses import astuple, dataclass, fields
+from dataclasses import dataclass
 
+from pcg.serve.store.table import Table
 from pcg.serve.tinker.folders import run_folder
 from pcg.serve.tinker.model_records import COPIES
 
@@ -33,55 +34,13 @@ class SessionRecord:
     ended_s: int | None = None
 
 
-_COLUMNS = ", ".join(field.name for field in fields(SessionRecord))
-
-
-def insert(connection: sqlite3.Connection, record: SessionRecord) -> None:
-    """Add a session."""
-    values = astuple(record)
-    places = ", ".join("?" for _ in values)
-    connection.execute(f"INSERT INTO tinker_sessions ({_COLUMNS}) VALUES ({places})", values)
-
-
-def find(connection: sqlite3.Connection, id: str, tenant: str) -> SessionRecord | None:
-    """Return a tenant's session; None without."""
-    row = connection.execute(
-        f"SELECT {_COLUMNS} FROM tinker_sessions WHERE id = ? AND tenant = ?", (id, tenant)
-    ).fetchone()
-    return None if row is None else SessionRecord(*row)
-
-
-def all_open(connection: sqlite3.Connection) -> list[SessionRecord]:
-    """Return the open sessions of all tenants."""
-    rows = connection.execute(
-        f"SELECT {_COLUMNS} FROM tinker_sessions WHERE status = ? ORDER BY id", (OPEN,)
-    )
-    return [SessionRecord(*row) for row in rows]
-
-
-def is_open(connection: sqlite3.Connection, id: str) -> bool:
-    """Return True if a session has not ended."""
-    found = connection.execute(
-        "SELECT 1 FROM tinker_sessions WHERE id = ? AND status = ?", (id, OPEN)
-    )
-    return found.fetchone() is not None
-
-
-def count_open(connection: sqlite3.Connection, tenant: str) -> int:
-    """Count a tenant's open sessions."""
-    found = connection.execute(
-        "SELECT COUNT(*) FROM tinker_sessions WHERE tenant = ? AND status = ?", (tenant, OPEN)
-    )
-    return int(found.fetchone()[0])
+SESSIONS = Table("tinker_sessions", SessionRecord)
 
 
 def end(connection: sqlite3.Connection, id: str, status: str) -> bool:
     """End a session; returns False if it has ended already."""
-    done = connection.execute(
-        "UPDATE tinker_sessions SET status = ?, ended_s = ? WHERE id = ? AND status = ?",
-        (status, int(time.time()), id, OPEN),
-    )
-    return done.rowcount > 0
+    ended = {"status": status, "ended_s": int(time.time())}
+    return SESSIONS.change(connection, ended, id=id, status=OPEN) > 0
 
 
 def forget(connection: sqlite3.Connection, before_s: float, most: int) -> list[str]:

@@ -13,7 +13,7 @@ from pcg.serve.files.wire import now
 from pcg.serve.store.database import Database
 from pcg.serve.store.ids import new_key
 from pcg.serve.tinker import session_records
-from pcg.serve.tinker.session_records import OPEN, SessionRecord
+from pcg.serve.tinker.session_records import OPEN, SESSIONS, SessionRecord
 from pcg.serve.tinker.wire import SessionBody
 
 MOST_SESSIONS = 256
@@ -39,7 +39,9 @@ class Sessions:
         self.on_end: list[OnEnd] = []
         self._database = database
         self._life_s = life_s
-        found = database.read(session_records.all_open).result()
+        found = database.read(
+            lambda connection: SESSIONS.select(connection, order="ORDER BY id", status=OPEN)
+        ).result()
         # Nobody could beat while there was no server.
         self._open = {one.id: (one, time.monotonic()) for one in found}
 
@@ -58,14 +60,14 @@ class Sessions:
         )
 
         def act(connection: sqlite3.Connection) -> None:
-            count = session_records.count_open(connection, tenant)
+            count = SESSIONS.count(connection, tenant=tenant, status=OPEN)
             if count >= MOST_SESSIONS:
                 raise ApiError(
                     429,
                     f"You have {count} open sessions; finish some, or wait until they expire.",
                     code="too_many_sessions",
                 )
-            session_records.insert(connection, record)
+            SESSIONS.insert(connection, record)
 
         await asyncio.wrap_future(self._database.write(act))
         self._open[record.id] = record, time.monotonic()
@@ -98,7 +100,7 @@ class Sessions:
         """End a session; nothing happens if it has ended. ApiError: 404, the tenant has none."""
 
         def find(connection: sqlite3.Connection) -> SessionRecord | None:
-            return session_records.find(connection, id, tenant)
+            return SESSIONS.find(connection, id=id, tenant=tenant)
 
         record = await asyncio.wrap_future(self._database.read(find))
         if record is None:

@@ -38,13 +38,13 @@ def test_what_tinkers_clients_trained_is_of_one_base(tmp_path: Path) -> None:
     with open_store(tmp_path) as store:
         check_base(store, OTHER)
         check_base(store, FIRST)  # nothing was trained on the other one
-        keep(store, lambda one: model_records.insert(one, model))
+        keep(store, lambda one: model_records.MODELS.insert(one, model))
         keep(store, lambda one: checkpoint_records.insert(one, saved))
         keep(store, lambda one: sampler_records.insert(one, sampler))
         for count, removed in (
-            (3, lambda one: model_records.change(one, model.id, status=CLOSED)),
+            (3, lambda one: model_records.MODELS.change(one, {"status": CLOSED}, id=model.id)),
             (2, lambda one: one.execute("UPDATE tinker_checkpoints SET expires_s = ?", (now(),))),
-            (1, lambda one: sampler_records.delete(one, sampler.id)),
+            (1, lambda one: sampler_records.SAMPLERS.delete(one, id=sampler.id)),
         ):
             for _ in range(2):  # what is refused is not noted
                 with pytest.raises(ServeError, match=f"has {count} models, .* of 'first'"):

@@ -47,7 +47,7 @@ def made(store: Store, id: str, status: str | None, *, named: bool = True) -> Jo
     )
 
     def act(connection: sqlite3.Connection) -> None:
-        records.insert(connection, job)
+        records.JOBS.insert(connection, job)
         holdings.hold_data(connection, id, "t", [("digest", 5)])
         holdings.hold_folder(connection, id, "t", 10**6)
         for name in ("model", "checkpoints/step-00000002") if named else ():

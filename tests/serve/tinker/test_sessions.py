@@ -145,14 +145,14 @@ def test_what_ended_has_ended_after_a_crash(tmp_path: Path) -> None:
 
     async def act(futures: Futures) -> None:
         asked, _ = await futures.promise("t", "ended", "m", 3, UNLOAD, b"{}")
-        await futures.write(lambda one: model_records.insert(one, model))
+        await futures.write(lambda one: model_records.MODELS.insert(one, model))
         await futures.resolve(asked, b"{}", JSON, settle_row(model, asked, Outcome(b"{}")))
-        found = await futures.read(lambda one: model_records.find(one, "m", "t"))
+        found = await futures.read(lambda one: model_records.MODELS.find(one, id="m", tenant="t"))
         assert found is not None
         assert (found.status, found.state, found.done_seq) == ("closed", None, 3)
         for session, status in (("ended", "success"), ("lives", "open")):
             made = SessionRecord(session, "t", 0, status, "[]", None, None, "")
-            await futures.write(partial(session_records.insert, record=made))
+            await futures.write(partial(session_records.SESSIONS.insert, row=made))
             for path, folder in ((None, f"tinker/{session}"), ("tinker://m", "tinker/saved")):
                 key = f"{session} {path}"
                 row = SamplerRecord(key, "t", session, len(key), "tiny", path, folder, 0)

@@ -64,7 +64,7 @@ class Losses:
 
     async def _settle(self, future: FutureRecord) -> None:
         def act(connection: sqlite3.Connection) -> LossRecord | None:
-            return records.at(connection, future.session, future.seq)
+            return records.LOSSES.find(connection, session=future.session, seq=future.seq)
 
         found = await self._futures.read(act)
         assert found is not None  # it was written with the promise

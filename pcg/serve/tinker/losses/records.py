@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import sqlite3
-from dataclasses import astuple, dataclass, fields
+from dataclasses import dataclass
 
 import msgspec
 
 from pcg.runtime.training.losses.loss_graph import LossGraph
 from pcg.serve.errors import ApiError
+from pcg.serve.store.table import Table
 from pcg.serve.tinker.session_records import OPEN
 
 MOST_OF_SESSION = 64
@@ -39,7 +40,7 @@ class LossRecord:
         return msgspec.json.decode(self.graph, type=LossGraph)
 
 
-_COLUMNS = ", ".join(field.name for field in fields(LossRecord))
+LOSSES = Table("tinker_losses", LossRecord)
 
 
 def insert(connection: sqlite3.Connection, record: LossRecord) -> None:
@@ -53,34 +54,11 @@ def insert(connection: sqlite3.Connection, record: LossRecord) -> None:
         ("session", record.session, MOST_OF_SESSION),
         ("tenant", record.tenant, MOST_OF_TENANT),
     ):
-        (count,) = connection.execute(
-            f"SELECT COUNT(*) FROM tinker_losses WHERE {of} = ?", (value,)
-        ).fetchone()
+        count = LOSSES.count(connection, **{of: value})
         if count >= most:
             raise ApiError(
                 400,
                 f"Your {of} has {count} custom losses, and {most} are the most; use one of them.",
                 code="too_many_losses",
             )
-    values = astuple(record)
-    places = ", ".join("?" for _ in values)
-    connection.execute(f"INSERT INTO tinker_losses ({_COLUMNS}) VALUES ({places})", values)
-
-
-def find(connection: sqlite3.Connection, id: str, session: str) -> LossRecord | None:
-    """Return a loss of a session; None without."""
-    return _one(connection, "id = ? AND session = ?", (id, session))
-
-
-def at(connection: sqlite3.Connection, session: str, seq: int) -> LossRecord | None:
-    """Return the loss of a number of a session; None without."""
-    return _one(connection, "session = ? AND seq = ?", (session, seq))
-
-
-def _one(
-    connection: sqlite3.Connection, where: str, values: tuple[str, str | int]
-) -> LossRecord | None:
-    row = connection.execute(
-        f"SELECT {_COLUMNS} FROM tinker_losses WHERE {where}", values
-    ).fetchone()
-    return None if row is None else LossRecord(*row)
+    LOSSES.insert(connection, record)

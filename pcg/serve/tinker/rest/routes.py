@@ -17,7 +17,6 @@ from pcg.serve.errors import ApiError
 from pcg.serve.long_body import LongBodyRoute
 from pcg.serve.security.caller import Caller
 from pcg.serve.service import Service, ServiceDependency
-from pcg.serve.tinker import session_records
 from pcg.serve.tinker.checkpoint_records import EXTERNAL, SAMPLER, WEIGHTS, CheckpointRecord
 from pcg.serve.tinker.model_records import ModelRecord
 from pcg.serve.tinker.rest import records
@@ -37,6 +36,7 @@ from pcg.serve.tinker.rest.wire import (
     texts_of,
 )
 from pcg.serve.tinker.sampling import records as sampler_records
+from pcg.serve.tinker.session_records import SESSIONS
 from pcg.serve.tinker.session_routes import PREFIX, Trainer
 
 router = APIRouter(prefix=PREFIX, tags=["tinker"], route_class=LongBodyRoute)
@@ -251,7 +251,7 @@ async def get_session(
 ) -> SessionDetails:
     """Return what was made in a session."""
     futures, tenant = service.tinker.futures, caller.tenant
-    found = await futures.read(lambda one: session_records.find(one, session_id, tenant))
+    found = await futures.read(lambda one: SESSIONS.find(one, id=session_id, tenant=tenant))
     if found is None:
         raise ApiError(404, f"There is no session {session_id[:128]}.")
     return SessionDetails(

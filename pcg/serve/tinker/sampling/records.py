@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import sqlite3
 import time
-from dataclasses import astuple, dataclass, fields
+from dataclasses import dataclass
 
 from pcg.serve.errors import ApiError
+from pcg.serve.store.table import Table
+from pcg.serve.tinker import checkpoint_records
+from pcg.serve.tinker.future_records import FUTURES
 from pcg.serve.tinker.session_records import OPEN
 
 
@@ -37,7 +40,8 @@ class SamplerRecord:
 
 MOST_SAMPLERS = 65_536
 """The most sampling sessions of a client's session."""
-_COLUMNS = ", ".join(field.name for field in fields(SamplerRecord))
+SAMPLERS = Table("tinker_samplers", SamplerRecord)
+_OWN = "path IS NULL AND folder IS NOT NULL"
 
 
 def insert(connection: sqlite3.Connection, record: SamplerRecord) -> SamplerRecord:
@@ -46,35 +50,17 @@ def insert(connection: sqlite3.Connection, record: SamplerRecord) -> SamplerReco
     Raises:
         ApiError: the client's session has too many.
     """
-    there = count(connection, record.session)
+    there = SAMPLERS.count(connection, session=record.session)
     if there >= MOST_SAMPLERS:
         raise ApiError(429, f"The session has {there} sampling sessions; open another session.")
-    values = astuple(record)
-    places = ", ".join("?" for _ in values)
-    connection.execute(
-        f"INSERT OR IGNORE INTO tinker_samplers ({_COLUMNS}) VALUES ({places})", values
-    )
-    row = connection.execute(
-        f"SELECT {_COLUMNS} FROM tinker_samplers WHERE session = ? AND seq = ?",
-        (record.session, record.seq),
-    ).fetchone()
-    return SamplerRecord(*row)
-
-
-def find(connection: sqlite3.Connection, id: str, tenant: str) -> SamplerRecord | None:
-    """Return a tenant's sampling session; None without."""
-    row = connection.execute(
-        f"SELECT {_COLUMNS} FROM tinker_samplers WHERE id = ? AND tenant = ?", (id, tenant)
-    ).fetchone()
-    return None if row is None else SamplerRecord(*row)
+    SAMPLERS.insert(connection, record, "OR IGNORE")
+    (session,) = SAMPLERS.select(connection, session=record.session, seq=record.seq)
+    return session
 
 
 def of_session(connection: sqlite3.Connection, session: str) -> list[str]:
     """Return the ids of the sampling sessions of a client's session."""
-    rows = connection.execute(
-        "SELECT id FROM tinker_samplers WHERE session = ? ORDER BY seq", (session,)
-    )
-    return [id for (id,) in rows]
+    return [id for (id,) in SAMPLERS.read(connection, "id", order="ORDER BY seq", session=session)]
 
 
 MOST_EPHEMERAL = 64
@@ -83,64 +69,32 @@ MOST_EPHEMERAL = 64
 
 def surplus(connection: sqlite3.Connection, session: str) -> SamplerRecord | None:
     """Return the oldest sampling session with weights of its own, if there are enough of them."""
-    rows = connection.execute(
-        f"SELECT {_COLUMNS} FROM tinker_samplers WHERE session = ? AND path IS NULL "
-        "AND folder IS NOT NULL ORDER BY id DESC LIMIT 1 OFFSET ?",
-        (session, MOST_EPHEMERAL - 1),
-    ).fetchone()
-    return None if rows is None else SamplerRecord(*rows)
-
-
-def delete(connection: sqlite3.Connection, id: str) -> None:
-    """Remove a sampling session."""
-    connection.execute("DELETE FROM tinker_samplers WHERE id = ?", (id,))
+    order = f"ORDER BY id DESC LIMIT 1 OFFSET {MOST_EPHEMERAL - 1}"
+    return next(iter(SAMPLERS.select(connection, _OWN, order=order, session=session)), None)
 
 
 def end(connection: sqlite3.Connection, session: str) -> list[str]:
     """Remove the sampling sessions with weights of their own; returns the folders of these."""
-    rows = connection.execute(
-        "DELETE FROM tinker_samplers WHERE session = ? AND path IS NULL AND folder IS NOT NULL "
-        "RETURNING folder",
-        (session,),
-    )
-    return [folder for (folder,) in rows]
+    return [str(row.folder) for row in SAMPLERS.delete(connection, _OWN, session=session)]
 
 
 def end_left(connection: sqlite3.Connection) -> None:
     """Remove those with weights of their own that a crash left of sessions which have ended."""
-    connection.execute(
-        "DELETE FROM tinker_samplers WHERE path IS NULL AND folder IS NOT NULL "
-        "AND session NOT IN (SELECT id FROM tinker_sessions WHERE status = ?)",
-        (OPEN,),
-    )
-
-
-def count(connection: sqlite3.Connection, session: str) -> int:
-    """Count the sampling sessions of a client's session."""
-    found = connection.execute(
-        "SELECT COUNT(*) FROM tinker_samplers WHERE session = ?", (session,)
-    ).fetchone()
-    return int(found[0])
+    condition = f"{_OWN} AND session NOT IN (SELECT id FROM tinker_sessions WHERE status = ?)"
+    SAMPLERS.delete(connection, condition, (OPEN,))
 
 
 def checkpoint(connection: sqlite3.Connection, path: str, tenant: str) -> tuple[str, str] | None:
     """Return the folder and the base of a checkpoint that a tenant may read; None without."""
-    row = connection.execute(
-        "SELECT folder, base_model FROM tinker_checkpoints WHERE path = ? "
-        "AND (tenant = ? OR is_public) AND (expires_s IS NULL OR expires_s > ?)",
-        (path, tenant, int(time.time())),
-    ).fetchone()
-    return None if row is None else (row[0], row[1])
+    found = checkpoint_records.find(connection, path, tenant, int(time.time()))
+    return None if found is None else (found.folder, found.base_model)
 
 
 def forget_request(connection: sqlite3.Connection, future: str) -> None:
     """Drop the body of a request that is done."""
-    connection.execute("UPDATE tinker_futures SET request = NULL WHERE id = ?", (future,))
+    FUTURES.change(connection, {"request": None}, id=future)
 
 
 def own_folders(connection: sqlite3.Connection) -> set[str]:
     """Return the folders of weights that were saved for a sampling session alone."""
-    rows = connection.execute(
-        "SELECT folder FROM tinker_samplers WHERE path IS NULL AND folder IS NOT NULL"
-    )
-    return {str(row[0]) for row in rows}
+    return {str(folder) for (folder,) in SAMPLERS.read(connection, "folder", _OWN)}

@@ -118,7 +118,9 @@ class Samplers:
 
     async def find(self, tenant: str, id: str) -> SamplerRecord:
         """Return a tenant's sampling session. ApiError: 404, there is none."""
-        found = await self._tinker.futures.read(lambda one: records.find(one, id, tenant))
+        found = await self._tinker.futures.read(
+            lambda one: records.SAMPLERS.find(one, id=id, tenant=tenant)
+        )
         if found is None:
             raise ApiError(404, f"There is no sampling session {id[:128]}.")
         return found
