@@ -30,10 +30,10 @@ from pcg.serve.jobs.grading import Grading
 from pcg.serve.jobs.runner import JobRunner
 from pcg.serve.metrics.engine_metrics import EngineMetrics, Served
 from pcg.serve.observers import open_observers
-from pcg.serve.openai.chat.support import ChatSupport
+from pcg.serve.openai.chat.tool_use import ChatSupport
+from pcg.serve.openai.logprobs import TokenTexts
 from pcg.serve.openai.responses.store import ResponseStore
 from pcg.serve.openai.text_bound import check_length
-from pcg.serve.openai.token_texts import TokenTexts
 from pcg.serve.options import ServeOptions
 from pcg.serve.record import note_requests
 from pcg.serve.security.caller import Caller

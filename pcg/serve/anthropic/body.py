@@ -8,13 +8,11 @@ from typing import Annotated, Any, Literal, TypeAlias
 from pydantic import BeforeValidator, ConfigDict, Discriminator, Field, Tag
 
 from pcg.serve.errors import UNSUPPORTED, ApiError
-from pcg.serve.openai.absent_fields import Nothing, Only
 from pcg.serve.openai.chat.body import ChatBody
 from pcg.serve.openai.chat.messages import MOST_MESSAGES, check_parts, text_or_list
-from pcg.serve.openai.chat.tools import MOST_TOOLS, FunctionName
-from pcg.serve.openai.field_names import FieldNames
+from pcg.serve.openai.chat.tool_use import MOST_TOOLS, FunctionName
 from pcg.serve.openai.sampling_fields import Share, Temperature, Whole
-from pcg.serve.openai.wire import WireModel
+from pcg.serve.openai.wire import FieldNames, Nothing, Only, WireModel
 
 
 class Block(WireModel):

@@ -21,7 +21,7 @@ from pcg.runtime.requests.request import Chunk, Completion
 from pcg.serve.errors import MESSAGES, as_api_error
 from pcg.serve.json_bytes import json_bytes
 from pcg.serve.openai.chat.message_reader import MessageReader
-from pcg.serve.openai.chat.tool_calls.pieces import ArgumentsPiece, CallPiece, Piece, TextPiece
+from pcg.serve.openai.chat.tool_format import ArgumentsPiece, CallPiece, Piece, TextPiece
 from pcg.serve.openai.chat.tool_use import ToolUse
 from pcg.serve.openai.event_stream import Events, check_ended
 

@@ -15,7 +15,7 @@ from pcg.runtime.requests.request import Completion, RequestFields
 from pcg.serve.adapters.catalog import ServedModel
 from pcg.serve.metrics.load_report import ASKED, load_headers
 from pcg.serve.openai.event_stream import Events, EventStream, Sending, all_completions, begun
-from pcg.serve.openai.field_names import FieldNames
+from pcg.serve.openai.wire import FieldNames
 from pcg.serve.security.caller import Caller
 from pcg.serve.service import Prompt, Service, Submitted
 

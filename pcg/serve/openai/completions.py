@@ -1,31 +1,291 @@
-"""/v1/completions: continuations of prompts."""
+"""POST /v1/completions.
+
+Usage: the tokens of a reply.
+
+Places of tokens in a completion's text.
+
+The events of a streamed completion.
+
+    data: {"id", "object", "created", "model", "choices": [{"index", "text", "logprobs",
+           "finish_reason", "stop_reason"}], "usage": null}
+    data: {…, "choices": [], "usage": {…}}                    with stream_options.include_usage
+    data: [DONE]
+
+All events of one step of the engine are sent together.
+
+/v1/completions: continuations of prompts.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Annotated, Any, Literal
 
-from fastapi import APIRouter, Depends, Request
+from fastapi import APIRouter, Depends
+from fastapi import Request as HttpRequest
 from pydantic import BaseModel, Field
 from starlette.responses import Response
 
 from pcg.keys import Scope
-from pcg.runtime.requests.request import Completion, RequestFields
+from pcg.runtime.requests.request import Chunk, Completion, Request, RequestFields
+from pcg.runtime.sampling.logprobs import TokenLogprobs
+from pcg.runtime.text.tokenizer import Tokenizer
 from pcg.serve.errors import ApiError
 from pcg.serve.json_bytes import json_bytes
 from pcg.serve.long_body import LongBodyRoute
-from pcg.serve.openai.absent_fields import AbsentOfCompletions
 from pcg.serve.openai.call import Call
-from pcg.serve.openai.chat.response_format import ResponseFormat, content_schema
-from pcg.serve.openai.completion_events import CompletionEvents, Wanted
-from pcg.serve.openai.completion_texts import ChoiceText
-from pcg.serve.openai.field_names import FieldNames
-from pcg.serve.openai.logprobs import CompletionLogprobs, TokenNames, prompt_logprobs
-from pcg.serve.openai.sampling_fields import SamplingBody, SamplingDefaults, Whole
-from pcg.serve.openai.usage import Usage, usage_of
-from pcg.serve.openai.wire import Prompts, StreamOptions
+from pcg.serve.openai.event_stream import Events, check_ended, event
+from pcg.serve.openai.logprobs import (
+    CompletionLogprobs,
+    TokenNames,
+    completion_logprobs,
+    prompt_logprobs,
+)
+from pcg.serve.openai.sampling_fields import (
+    ResponseFormat,
+    SamplingBody,
+    SamplingDefaults,
+    Whole,
+    content_schema,
+)
+from pcg.serve.openai.wire import AbsentOfCompletions, FieldNames, Prompts, StreamOptions
 from pcg.serve.security.caller import Caller, requires
 from pcg.serve.service import Service, ServiceDependency, Submitted, new_id
+
+# -------------------------------------------------------------------------------------------- usage
+
+
+class PromptTokensDetails(BaseModel):
+    """Tokens of prompts that the KV cache had."""
+
+    cached_tokens: int
+
+
+class Usage(BaseModel):
+    """The tokens of a reply; a prompt counts once, whatever its continuations are."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: PromptTokensDetails
+
+
+def usage_of(groups: Iterable[list[Completion]]) -> dict[str, Any]:
+    """Return the usage of several prompts, each with its continuations, as JSON."""
+    prompt = output = cached = 0
+    for group in groups:
+        prompt += group[0].prompt_tokens
+        cached += group[0].cached_tokens
+        output += sum(len(one.token_ids) for one in group)
+    return counted(prompt, output, cached)
+
+
+def counted(prompt: int, output: int, cached: int) -> dict[str, Any]:
+    """Return the usage of so many tokens, as JSON."""
+    return {
+        "prompt_tokens": prompt,
+        "completion_tokens": output,
+        "total_tokens": prompt + output,
+        "prompt_tokens_details": {"cached_tokens": cached},
+    }
+
+
+# --------------------------------------------------------------------------------- completion texts
+
+
+class ChoiceText:
+    """The text of a continuation, with its prompt's before it if that is echoed.
+
+    Args:
+        tokenizer: None for a model without one, whose tokens are all at place 0.
+    """
+
+    def __init__(self, tokenizer: Tokenizer | None, request: Request) -> None:
+        self._tokenizer = tokenizer
+        self._request = request
+
+    def logprobs(self, done: Completion, names: TokenNames) -> dict[str, Any]:
+        """Return the logprobs of a whole continuation, as JSON; under `echo` the prompt's, too."""
+        tokens = list(zip(done.token_ids, done.logprobs or (), strict=True))
+        offsets = [min(place, len(done.text)) for place in self._of_output(done.token_ids)]
+        before, places = self.echoed(done.prompt_logprobs)
+        return completion_logprobs([*before, *tokens], [*places, *offsets], names)
+
+    def echoed(
+        self, found: Sequence[TokenLogprobs | None] | None
+    ) -> tuple[list[tuple[int, TokenLogprobs | None]], list[int]]:
+        """Return the prompt's tokens with their logprobs, and their places; none without echo."""
+        request = self._request
+        if not request.params.echo or found is None:
+            return [], []
+        tokens = list(zip(request.prompt_ids, found, strict=True))
+        return tokens, list(self._places(request.prompt_ids, (), 0))
+
+    @property
+    def start(self) -> int:
+        """The place where the output begins."""
+        request = self._request
+        if not request.params.echo or self._tokenizer is None:
+            return 0
+        text = request.text
+        return len(self._tokenizer.decode(request.prompt_ids) if text is None else text)
+
+    def _of_output(self, tokens: Sequence[int]) -> Iterator[int]:
+        return self._places(tokens, self._request.prompt_ids, self.start)
+
+    def _places(self, tokens: Sequence[int], before: Sequence[int], place: int) -> Iterator[int]:
+        decoder = None
+        if self._tokenizer is not None:
+            skips = self._request.params.skip_special_tokens
+            decoder = self._tokenizer.stream(before, skips)
+        for token in tokens:
+            yield place
+            place += 0 if decoder is None else len(decoder.push(token))
+
+
+# -------------------------------------------------------------------------------- completion events
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """The parts of events that a request asks for.
+
+    Attributes:
+        token_ids: ids of tokens.
+        prompt_logprobs: logprobs of the prompt's tokens, as vLLM has them.
+        usage: the usage in the last event; `running_usage` in every event, too.
+    """
+
+    token_ids: bool
+    prompt_logprobs: bool
+    usage: bool
+    running_usage: bool
+
+    @classmethod
+    def of(cls, token_ids: bool, prompt_logprobs: bool, options: StreamOptions | None) -> Wanted:
+        options = options or StreamOptions()
+        usage = bool(options.include_usage)
+        return cls(
+            token_ids, prompt_logprobs, usage, usage and bool(options.continuous_usage_stats)
+        )
+
+
+class CompletionEvents(Events):
+    """Makes events of chunks.
+
+    Args:
+        head: the fields that all events have.
+        submitted: the requests, one for each prompt.
+    """
+
+    def __init__(
+        self,
+        service: Service,
+        head: dict[str, Any],
+        submitted: Sequence[Submitted],
+        names: TokenNames,
+        wanted: Wanted,
+    ) -> None:
+        self._texts = service.token_texts
+        self._choices = [ChoiceText(service.client.tokenizer, o.request) for o in submitted]
+        self._head = {**head, "choices": [], **({"usage": None} if wanted.usage else {})}
+        self._submitted = submitted
+        self._names = names
+        self._wanted = wanted
+        self._places: dict[tuple[int, int], int] = {}
+        self._prompt = sum(len(one.request.prompt_ids) for one in submitted)
+        self._output = 0
+        self._cached = [0] * len(submitted)
+        has_more = wanted.token_ids or wanted.prompt_logprobs or wanted.running_usage
+        asked = (one.request.params.logprobs for one in submitted)
+        self._is_text_alone = not has_more and all(one is None for one in asked)
+        self._written: dict[int, tuple[bytes, bytes]] = {}
+
+    def step(self, place: int, chunks: Sequence[Chunk]) -> bytes:
+        if len(chunks) == 1:
+            return self._event(place, chunks[0])
+        return b"".join([self._event(place, chunk) for chunk in chunks])
+
+    def end(self) -> bytes:
+        usage = event({**self._head, "usage": self._usage()}) if self._wanted.usage else b""
+        return usage + super().end()
+
+    def _event(self, place: int, chunk: Chunk) -> bytes:
+        if self._is_text_alone and chunk.completion is None:
+            return self._text_event(place, chunk)
+        done, key = chunk.completion, (place, chunk.choice)
+        is_first = key not in self._places
+        if chunk.token_id is not None:
+            self._output += 1
+        if done is not None:
+            check_ended(done)
+            self._cached[place] = done.cached_tokens
+        choice: dict[str, Any] = {
+            "index": place * self._submitted[place].request.params.n + chunk.choice,
+            "text": chunk.text,
+            "logprobs": self._logprobs(place, chunk, is_first),
+            "finish_reason": None if done is None else done.finish_reason,
+            "stop_reason": None if done is None else done.stop_reason,
+        }
+        self._add_wanted(choice, place, chunk, is_first)
+        if is_first:
+            self._places[key] = 0
+        self._places[key] += len(chunk.text)
+        says_nothing = not chunk.text and done is None and choice["logprobs"] is None
+        if says_nothing and not self._wanted.token_ids:
+            return b""
+        content = {**self._head, "choices": [choice]}
+        if self._wanted.running_usage:
+            content["usage"] = self._usage()
+        return event(content)
+
+    def _text_event(self, place: int, chunk: Chunk) -> bytes:
+        """Return an event that has nothing but text, of which the rest was written once."""
+        if chunk.token_id is not None:
+            self._output += 1
+        if not chunk.text:
+            return b""
+        index = place * self._submitted[place].request.params.n + chunk.choice
+        written = self._written.get(index)
+        if written is None:
+            choice = {"index": index, "text": "", "logprobs": None}
+            choice |= {"finish_reason": None, "stop_reason": None}
+            # Within a text of JSON every quotation mark has a backslash before it.
+            before, _, after = event({**self._head, "choices": [choice]}).partition(b'"text":""')
+            written = self._written[index] = before + b'"text":', after
+        return written[0] + json_bytes(chunk.text) + written[1]
+
+    def _logprobs(self, place: int, chunk: Chunk, is_first: bool) -> dict[str, Any] | None:
+        if self._submitted[place].request.params.logprobs is None:
+            return None
+        tokens: list[Any] = []
+        places: list[int] = []
+        start = self._places.get((place, chunk.choice), 0)
+        if is_first:
+            choice = self._choices[place]
+            tokens, places = choice.echoed(chunk.prompt_logprobs)
+            start = choice.start
+        if chunk.token_id is not None:
+            tokens.append((chunk.token_id, chunk.logprobs))
+            places.append(start)
+        return completion_logprobs(tokens, places, self._names) if tokens else None
+
+    def _add_wanted(self, choice: dict[str, Any], place: int, chunk: Chunk, is_first: bool) -> None:
+        if self._wanted.token_ids:
+            choice["token_ids"] = [] if chunk.token_id is None else [chunk.token_id]
+            if is_first:
+                choice["prompt_token_ids"] = list(self._submitted[place].request.prompt_ids)
+        if self._wanted.prompt_logprobs and is_first and chunk.prompt_logprobs is not None:
+            choice["prompt_logprobs"] = prompt_logprobs(chunk.prompt_logprobs, self._texts)
+
+    def _usage(self) -> dict[str, Any]:
+        return counted(self._prompt, self._output, sum(self._cached))
+
+
+# -------------------------------------------------------------------------------------- completions
+
 
 router = APIRouter(prefix="/v1", tags=["completions"], route_class=LongBodyRoute)
 
@@ -52,7 +312,7 @@ class CompletionBody(SamplingBody, AbsentOfCompletions):
         names = {"max_new_tokens": "max_tokens", "guided_json": "response_format"}
         return FieldNames("prompt", {**names, **self.guide_names()})
 
-    def fields(self, request: Request, defaults: SamplingDefaults) -> RequestFields:
+    def fields(self, request: HttpRequest, defaults: SamplingDefaults) -> RequestFields:
         """Return the fields of the engine's requests.
 
         Raises:
@@ -126,7 +386,7 @@ STREAMED = {
 @router.post("/completions", response_model=CompletionReply, responses={200: STREAMED})
 async def create_completion(
     body: CompletionBody,
-    request: Request,
+    request: HttpRequest,
     service: ServiceDependency,
     caller: Annotated[Caller, Depends(requires(Scope.INFER))],
 ) -> Response:

@@ -24,11 +24,9 @@ from pcg.runtime.requests.request import Completion, Pooling, RequestFields
 from pcg.serve.engine.facts import ModelFacts
 from pcg.serve.errors import ApiError
 from pcg.serve.long_body import LongBodyRoute
-from pcg.serve.openai.absent_fields import AbsentOfEmbeddings
 from pcg.serve.openai.call import Call
-from pcg.serve.openai.field_names import FieldNames
 from pcg.serve.openai.sampling_fields import Truncation
-from pcg.serve.openai.wire import Prompts
+from pcg.serve.openai.wire import AbsentOfEmbeddings, FieldNames, Prompts
 from pcg.serve.security.caller import Caller, requires
 from pcg.serve.service import ServiceDependency, new_id
 

@@ -21,11 +21,18 @@ from pcg.runtime.requests.request import Completion, Pooling, RequestFields
 from pcg.serve.errors import ApiError
 from pcg.serve.json_bytes import json_bytes
 from pcg.serve.long_body import LongBodyRoute
-from pcg.serve.openai.absent_fields import EmptyObject, Nothing, On, Only
 from pcg.serve.openai.call import Call
-from pcg.serve.openai.field_names import FieldNames
 from pcg.serve.openai.sampling_fields import Truncation, Whole
-from pcg.serve.openai.wire import MOST_PROMPTS, RequestName, WireModel
+from pcg.serve.openai.wire import (
+    MOST_PROMPTS,
+    EmptyObject,
+    FieldNames,
+    Nothing,
+    On,
+    Only,
+    RequestName,
+    WireModel,
+)
 from pcg.serve.security.caller import Caller, requires
 from pcg.serve.service import Service, ServiceDependency, new_id
 

@@ -20,11 +20,9 @@ from pcg.serve.json_bytes import json_bytes
 from pcg.serve.long_body import LongBodyRoute
 from pcg.serve.openai.chat.generation import Chat, prepared
 from pcg.serve.openai.chat.messages import Messages
-from pcg.serve.openai.chat.tool_use import AskedTools
-from pcg.serve.openai.chat.tools import Tools
-from pcg.serve.openai.field_names import FieldNames
+from pcg.serve.openai.chat.tool_use import AskedTools, Tools
 from pcg.serve.openai.text_bound import check_count, check_length
-from pcg.serve.openai.wire import WireModel
+from pcg.serve.openai.wire import FieldNames, WireModel
 from pcg.serve.security.caller import Caller, requires
 from pcg.serve.service import Service, ServiceDependency
 

@@ -1,7 +1,30 @@
-"""Parts of bodies that several endpoints have in common."""
+"""Bodies of OpenAI's protocol: their parts, names and absent fields.
+
+Parts of bodies that several endpoints have in common.
+
+Errors in the words of the client: fields have other names on the wire than in the engine.
+
+max_new_tokens      max_tokens, max_completion_tokens, max_output_tokens
+guided_json, …      response_format, structured_outputs.json, text.format, …
+logprobs            top_logprobs in chats
+ttft_slo_s=0.05     ttft_slo_ms=50
+a prompt            prompt, messages, input
+
+Fields of other servers that this one does not have.
+
+Clients write whole bodies out, so null and a value that asks for what is done anyway are taken.
+Every other value would change the answer, and is refused by name.
+
+Source: openai 3.54's types of parameters, and the protocol.py files of vllm/entrypoints/openai.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import json
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Annotated, Any
 
 from pydantic import (
@@ -9,11 +32,20 @@ from pydantic import (
     ConfigDict,
     Field,
     GetCoreSchemaHandler,
+    GetJsonSchemaHandler,
     PlainValidator,
     WithJsonSchema,
     model_validator,
 )
-from pydantic_core import CoreSchema
+from pydantic.json_schema import JsonSchemaValue
+from pydantic_core import CoreSchema, PydanticCustomError, core_schema
+
+from pcg.errors import GenerationError
+from pcg.runtime.requests.request import RequestFields
+from pcg.serve.errors import UNSUPPORTED, ApiError, as_api_error
+
+# --------------------------------------------------------------------------------------------- wire
+
 
 MOST_PROMPTS = 4096
 """The most prompts of a request; each is one of the engine's."""
@@ -134,3 +166,196 @@ _PROMPT_SCHEMA = {
 
 Prompts = Annotated[list[str | list[int]], PlainValidator(_prompts), WithJsonSchema(_PROMPT_SCHEMA)]
 """A text, texts, token ids or lists of them, as a list of prompts."""
+
+
+# -------------------------------------------------------------------------------------- field names
+
+
+_FIELD = "|".join(sorted(RequestFields.__annotations__, key=len, reverse=True))
+_WORD = re.compile(rf"(?<!\w)(?:'(?:[^'\\]|\\.)*'|\"(?:[^\"\\]|\\.)*\")|\b({_FIELD})\b")
+"""A value in quotation marks, which stays as it is, or a field's name."""
+_REFUSED = re.compile(rf"(?:an? \w+ of )?({_FIELD})\b")
+"""The beginning of a message that refuses a field's value."""
+_SLO = re.compile(r"\b([a-z]+_slo)_s=([-+.\w]+)")
+"""An SLO and its seconds; the wire has milliseconds."""
+_SLO_NAMES = {"ttft_slo_s": "ttft_slo_ms", "tpot_slo_s": "tpot_slo_ms"}
+_PROMPT = re.compile(r"(?:request '[^']*-(\d+)'|prompt (\d+))(?= )|the text (?=has)")
+"""The beginning of one that refuses a prompt."""
+_OF_SCHEMA = re.compile(r"cannot be followed: .*failed to compile JSON schema: (.*?)( \d+ \|.*|)$")
+"""The library's reason within a grammar, with the lines of the grammar behind it."""
+
+
+@dataclass(frozen=True)
+class FieldNames:
+    """The names that a client gave to what it sent.
+
+    Attributes:
+        prompt: the field that the prompt is made of.
+        names: fields by the engine's names, where they differ.
+        words: texts that stand for some of these in messages.
+    """
+
+    prompt: str = "prompt"
+    names: Mapping[str, str] = field(default_factory=dict)
+    words: Mapping[str, str] = field(default_factory=dict)
+
+    def with_tools(self, words: str) -> FieldNames:
+        """Return the names where a grammar is made of the request's tools, which `words` call."""
+        return replace(
+            self,
+            names={**self.names, "guided_grammar": "tools"},
+            words={**self.words, "guided_grammar": words},
+        )
+
+    def named(self, error: Exception) -> Exception:
+        """Return an error in the client's words; errors of no field and no prompt as they are."""
+        if not isinstance(error, GenerationError | ApiError):
+            return error
+        given = as_api_error(error)
+        message, param = _OF_SCHEMA.sub(r"cannot be followed: \1", given.detail), given.param
+        if found := _PROMPT.match(message):
+            if number := found[1] or found[2]:
+                message = f"{self.prompt} {number}{message[found.end() :]}"
+            param = self.prompt
+        elif found := _REFUSED.match(message):
+            param = param or found[1]
+        names = {**_SLO_NAMES, **self.names}
+        param = self.prompt if param == "prompt" else names.get(param or "", param)
+        message = _SLO.sub(_in_milliseconds, message)
+        return ApiError(
+            given.status_code,
+            _WORD.sub(self._word, message),
+            param=param,
+            code=given.code,
+            type=given.type,
+            headers=given.headers,
+        )
+
+    def _word(self, found: re.Match[str]) -> str:
+        name = found[1]
+        return found[0] if name is None else self.words.get(name) or self.names.get(name, name)
+
+    @contextlib.contextmanager
+    def naming(self) -> Iterator[None]:
+        """Raise what is raised within in the client's words."""
+        try:
+            yield
+        except (GenerationError, ApiError) as error:
+            raise self.named(error) from error
+
+
+def _in_milliseconds(found: re.Match[str]) -> str:
+    return f"{found[1]}_ms={float(found[2]) * 1e3:g}"
+
+
+# ------------------------------------------------------------------------------------ absent fields
+
+
+@dataclass(frozen=True, eq=False)  # 1 and True are equal, and would be one annotation
+class Only:
+    """The annotation of a field that has null and a few other values."""
+
+    values: tuple[Any, ...]
+
+    def __get_pydantic_core_schema__(self, _: Any, __: GetCoreSchemaHandler) -> CoreSchema:
+        return core_schema.no_info_plain_validator_function(self._checked)
+
+    def __get_pydantic_json_schema__(
+        self, _: CoreSchema, __: GetJsonSchemaHandler
+    ) -> JsonSchemaValue:
+        return {"enum": [None, *self.values]}
+
+    def _checked(self, value: Any) -> None:
+        """Return nothing for a value that is taken, as all of them say the same."""
+        if value is None or any(_is_same(value, one) for one in self.values):
+            return
+        shown = [json.dumps(one) for one in self.values]
+        fix = " or ".join(["leave it out", *(f"send {one}" for one in shown)])
+        raise PydanticCustomError(UNSUPPORTED, "{fix}", {"fix": fix})
+
+
+def _is_same(value: Any, other: Any) -> bool:
+    return value == other and isinstance(value, bool) is isinstance(other, bool)
+
+
+Nothing = Annotated[Any, Only(())]
+Empty = Annotated[Any, Only(([],))]
+EmptyObject = Annotated[Any, Only(({},))]
+Off = Annotated[Any, Only((False,))]
+On = Annotated[Any, Only((True,))]
+One = Annotated[Any, Only((1,))]
+
+
+class AbsentFields(WireModel):
+    """Fields of vLLM's bodies; `session_id` names what belongs together, and has no effect."""
+
+    ec_transfer_params: Nothing = None
+    early_stopping: Off = None
+    guided_decoding_backend: Nothing = None
+    kv_transfer_params: Nothing = None
+    length_penalty: One = None
+    logits_processors: Empty = None
+    logprob_token_ids: Nothing = None
+    mm_processor_kwargs: Nothing = None
+    repetition_detection: Nothing = None
+    return_mm_kwargs: On = None
+    return_token_offsets: Off = None
+    routed_experts_prompt_start: Annotated[Any, Only((0,))] = None
+    session_id: str | None = None
+    spaces_between_special_tokens: On = None
+    stream_interval: One = None
+    thinking_token_budget: Annotated[Any, Only((-1,))] = None
+    truncation_side: Annotated[Any, Only(("left",))] = None
+    use_beam_search: Off = None
+    vllm_xargs: EmptyObject = None
+    watermarking: Off = None
+
+
+class AbsentOfCompletions(WireModel):
+    """Fields of completions' bodies."""
+
+    prompt_embeds: Nothing = None
+    suffix: Annotated[Any, Only(("",))] = None
+
+
+class AbsentOfChats(WireModel):
+    """Fields of chats' bodies."""
+
+    audio: Nothing = None
+    echo: Off = None
+    function_call: Annotated[Any, Only(("none",))] = None
+    functions: Empty = None
+    include_reasoning: On = None
+    media_io_kwargs: Nothing = None
+    moderation: Nothing = None
+    return_prompt_text: Off = None
+    web_search_options: Nothing = None
+
+
+class AbsentOfResponses(WireModel):
+    """Fields of responses' bodies, and those of other bodies that a response has no place for."""
+
+    access_programs: Nothing = None
+    background: Off = None
+    background_options: Nothing = None
+    context_management: Empty = None
+    conversation: Nothing = None
+    enable_response_messages: Off = None
+    image: Nothing = None
+    moderation: Nothing = None
+    previous_input_messages: Nothing = None
+    previous_response: Nothing = None
+    prompt: Nothing = None
+    truncation: Annotated[Any, Only(("disabled",))] = None
+
+
+class AbsentOfEmbeddings(WireModel):
+    """Fields of embeddings' bodies; numbers are fp32, the lowest byte first."""
+
+    embed_dtype: Annotated[Any, Only(("float32",))] = None
+    endianness: Annotated[Any, Only(("native", "little"))] = None
+    mm_processor_kwargs: Nothing = None
+    request_id: RequestName | None = None
+    session_id: str | None = None
+    truncation_side: Annotated[Any, Only(("left",))] = None
+    use_activation: On = None

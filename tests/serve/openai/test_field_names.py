@@ -12,7 +12,7 @@ import pytest
 from pcg.errors import GenerationError
 from pcg.runtime.engine.latency import Latencies, Latency
 from pcg.serve.errors import ApiError
-from pcg.serve.openai.field_names import FieldNames
+from pcg.serve.openai.wire import FieldNames
 from pcg.serve.service import Service
 from tests.support import chat_templates, serving
 

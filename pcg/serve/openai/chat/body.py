@@ -9,15 +9,17 @@ from pydantic import Field
 
 from pcg.runtime.requests.request import RequestFields
 from pcg.serve.errors import ApiError
-from pcg.serve.openai.absent_fields import AbsentOfChats
 from pcg.serve.openai.chat.generation import Chat
 from pcg.serve.openai.chat.messages import Messages
-from pcg.serve.openai.chat.response_format import ResponseFormat, content_schema
-from pcg.serve.openai.chat.tool_use import AskedTools
-from pcg.serve.openai.chat.tools import ToolChoice, Tools
-from pcg.serve.openai.field_names import FieldNames
-from pcg.serve.openai.sampling_fields import SamplingBody, SamplingDefaults, Whole
-from pcg.serve.openai.wire import StreamOptions, WireModel
+from pcg.serve.openai.chat.tool_use import AskedTools, ToolChoice, Tools
+from pcg.serve.openai.sampling_fields import (
+    ResponseFormat,
+    SamplingBody,
+    SamplingDefaults,
+    Whole,
+    content_schema,
+)
+from pcg.serve.openai.wire import AbsentOfChats, FieldNames, StreamOptions, WireModel
 
 
 class ChatFieldsWithoutEffect(WireModel):

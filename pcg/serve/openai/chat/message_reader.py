@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from pcg.serve.openai.chat.tool_calls.pieces import ArgumentsPiece, CallPiece, Piece, TextPiece
+from pcg.serve.openai.chat.tool_format import ArgumentsPiece, CallPiece, Piece, TextPiece
 from pcg.serve.openai.chat.tool_use import ToolUse
 
 

@@ -1,27 +1,186 @@
-"""The tools of one request: which the model is shown, which it may call, and whether it has to."""
+"""Tools of a chat.
+
+Tools on the wire, as a chat's body has them.
+
+Tools, calls and results as texts of messages, for chat templates that write none of them.
+
+A template without tools would leave them out of the prompt without a word: a model that has to call
+a tool would not know which there are, and one that called a tool would read a result of nothing.
+
+The tools of one request: which the model is shown, which it may call, and whether it has to.
+
+The chats that a server can serve: their template, the format of tool calls, what is allowed.
+"""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+from pathlib import Path
+from typing import Annotated, Any, Literal, TypeAlias
 
+from pydantic import Field
+
+from pcg.errors import ConfigError
+from pcg.files import read_text
 from pcg.runtime.requests.request import RequestFields
 from pcg.runtime.text.tokenizer import Tokenizer
 from pcg.serve.errors import ApiError
-from pcg.serve.openai.chat.tool_calls.formats import (
+from pcg.serve.openai.chat.tool_format import (
+    CallGuide,
+    GuidedTool,
+    Notation,
+    ToolFormat,
+    ToolParser,
+)
+from pcg.serve.openai.chat.tool_formats import (
     FORMATS,
     format_of,
     reads_tools,
     writes_calls,
 )
-from pcg.serve.openai.chat.tool_calls.guide import CallGuide, GuidedTool
-from pcg.serve.openai.chat.tool_calls.notation import Notation
-from pcg.serve.openai.chat.tool_calls.pieces import ToolParser
-from pcg.serve.openai.chat.tool_calls.tool_format import ToolFormat
-from pcg.serve.openai.chat.tool_prompt import with_calls, with_tools
-from pcg.serve.openai.chat.tools import AllowedToolsChoice, NamedTool, Tool, ToolChoice
+from pcg.serve.openai.sampling_fields import bare
+from pcg.serve.openai.wire import WireModel
+
+# -------------------------------------------------------------------------------------------- tools
+
+
+FunctionName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]{1,128}$")]
+MOST_TOOLS = 128
+"""As OpenAI's."""
+
+
+class Function(WireModel):
+    """A function that the model may call; without parameters it takes none."""
+
+    name: FunctionName
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+    @property
+    def schema_of_arguments(self) -> dict[str, Any]:
+        """The JSON schema of the arguments, without descriptions."""
+        if self.parameters:
+            found: dict[str, Any] = bare(self.parameters, "tools")
+            return found
+        return {"type": "object", "properties": {}, "additionalProperties": False}
+
+
+class Tool(WireModel):
+    """A tool; only functions are supported."""
+
+    type: Literal["function"]
+    function: Function
+
+
+class FunctionRef(WireModel):
+    """A function's name."""
+
+    name: FunctionName
+
+
+class NamedTool(WireModel):
+    """The choice of one tool."""
+
+    type: Literal["function"]
+    function: FunctionRef
+
+
+class AllowedTools(WireModel):
+    """Some of the tools, and whether one has to be called."""
+
+    mode: Literal["auto", "required"]
+    tools: Annotated[list[NamedTool], Field(min_length=1, max_length=MOST_TOOLS)]
+
+
+class AllowedToolsChoice(WireModel):
+    """The choice among some of the tools."""
+
+    type: Literal["allowed_tools"]
+    allowed_tools: AllowedTools
+
+
+ToolChoice: TypeAlias = Literal["none", "auto", "required"] | NamedTool | AllowedToolsChoice
+Tools: TypeAlias = Annotated[list[Tool], Field(max_length=MOST_TOOLS)]
+
+
+# -------------------------------------------------------------------------------------- tool prompt
+
+
+Messages = list[dict[str, Any]]
+
+
+def with_tools(
+    messages: Messages, tools: Sequence[Mapping[str, Any]], format: ToolFormat
+) -> Messages:
+    """Return messages of which the first, if it is a system's, ends with the tools.
+
+    Without a system's message the first one begins with them, as not all templates have the role.
+    """
+    listed = "\n".join(json.dumps(tool, ensure_ascii=False) for tool in tools)
+    call = format.written("<name of the function>", "<its arguments as a JSON object>")
+    text = (
+        f"You may call functions. These are their signatures:\n<tools>\n{listed}\n</tools>\n"
+        f"To call a function, write:\n{call}"
+    )
+    first, *rest = messages
+    match first["role"]:
+        case "system" | "developer":
+            return [_with_content(first, [first["content"], text]), *rest]
+        case "user":
+            return [_with_content(first, [text, first["content"]]), *rest]
+        case _:
+            return [{"role": "system", "content": text}, *messages]
+
+
+def with_calls(messages: Messages, format: ToolFormat) -> Messages:
+    """Return messages whose tool calls are contents, and whose results are a user's.
+
+    Results that follow each other are one message, as some templates have users and assistants
+    take turns.
+    """
+    found: Messages = []
+    is_behind_result = False
+    for message in messages:
+        is_result = message["role"] == "tool"
+        if is_result:
+            content = ["<tool_response>", message["content"], "</tool_response>"]
+            message = _with_content({"role": "user"}, content, between="\n")
+            if is_behind_result:
+                contents = [found.pop()["content"], message["content"]]
+                message = _with_content(message, contents, between="\n")
+        elif "tool_calls" in message:
+            message = _without_calls(message, format)
+        found.append(message)
+        is_behind_result = is_result
+    return found
+
+
+def _without_calls(message: dict[str, Any], format: ToolFormat) -> dict[str, Any]:
+    functions = [call["function"] for call in message["tool_calls"]]
+    calls = [
+        format.written(one["name"], json.dumps(one["arguments"], ensure_ascii=False))
+        for one in functions
+    ]
+    rest = {key: value for key, value in message.items() if key != "tool_calls"}
+    return _with_content(rest, [message["content"], *calls], between="\n")
+
+
+def _with_content(
+    message: dict[str, Any], contents: Sequence[str | list[dict[str, str]]], between: str = "\n\n"
+) -> dict[str, Any]:
+    """Return a message of several contents, each a text or text parts."""
+    texts = [
+        one if isinstance(one, str) else "\n".join(part["text"] for part in one) for one in contents
+    ]
+    return {**message, "content": between.join(text for text in texts if text)}
+
+
+# ----------------------------------------------------------------------------------------- tool use
+
 
 _FALLBACK = FORMATS["hermes"]
 """The format of forced calls where the template shows none."""
@@ -200,3 +359,46 @@ class AskedTools:
                     param="tool_choice",
                 )
         return [by_name[name] for name in names]
+
+
+# ------------------------------------------------------------------------------------------ support
+
+
+class ChatSupport:
+    """The chats of one model.
+
+    Args:
+        tokenizer: None for a model without one.
+        chat_template: a file with a template in place of the model's.
+        tool_call_parser: the format of tool calls; None to see it in the template.
+        trusts_templates: True if requests may bring templates.
+
+    Raises:
+        ConfigError: the file cannot be read, or the template does not compile.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer | None,
+        *,
+        chat_template: Path | None = None,
+        tool_call_parser: str | None = None,
+        trusts_templates: bool = False,
+    ) -> None:
+        if tokenizer is not None and chat_template is not None:
+            tokenizer = tokenizer.with_template(read_text(chat_template, ConfigError))
+        self.tokenizer = tokenizer
+        self.tools = ToolSupport(tokenizer, tool_call_parser)
+        self.trusts_templates = trusts_templates
+
+    @cached_property
+    def knows_developer(self) -> bool:
+        """True if the template has the role."""
+        if self.tokenizer is None or self.tokenizer.chat_template is None:
+            return False
+        return any("developer" in one for one in self.tokenizer.chat_template.sources.values())
+
+    @cached_property
+    def reads_parts(self) -> bool:
+        """True if the template writes contents that are lists of parts."""
+        return self.tokenizer is not None and self.tokenizer.reads_parts()

@@ -18,14 +18,13 @@ from pcg.serve.json_bytes import json_bytes
 from pcg.serve.long_body import LongBodyRoute
 from pcg.serve.openai.call import Call
 from pcg.serve.openai.chat.generation import Chat, submit_chat
-from pcg.serve.openai.chat.logprobs import LogprobWriter
 from pcg.serve.openai.chat.messages import Message
 from pcg.serve.openai.completions import STREAMED
-from pcg.serve.openai.responses.body import ResponseBody
-from pcg.serve.openai.responses.events import ResponseEvents
-from pcg.serve.openai.responses.items import InputItem, as_json, memory_of, messages_of
-from pcg.serve.openai.responses.output import OutputItems
-from pcg.serve.openai.responses.reply import (
+from pcg.serve.openai.logprobs import LogprobWriter
+from pcg.serve.openai.responses.body import InputItem, ResponseBody, as_json, memory_of, messages_of
+from pcg.serve.openai.responses.output import (
+    OutputItems,
+    ResponseEvents,
     ResponseReply,
     begun_response,
     ended_response,

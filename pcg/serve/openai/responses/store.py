@@ -11,7 +11,7 @@ from collections import OrderedDict, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from pcg.serve.openai.responses.items import InputItem
+from pcg.serve.openai.responses.body import InputItem
 
 MOST_RESPONSES = 1_024
 MOST_BYTES = 32 * 2**20

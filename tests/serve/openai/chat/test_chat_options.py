@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from pcg.errors import ConfigError
-from pcg.serve.openai.chat.support import ChatSupport
+from pcg.serve.openai.chat.tool_use import ChatSupport
 from pcg.serve.service import Service
 from tests.support import chat_templates, serving, tiny_llama, toy_tokenizers
 

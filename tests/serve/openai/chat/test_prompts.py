@@ -14,9 +14,7 @@ from transformers import PreTrainedTokenizerFast
 from pcg.runtime.text.tokenizer import Tokenizer
 from pcg.serve.openai.chat.generation import Chat, prepared
 from pcg.serve.openai.chat.messages import Message
-from pcg.serve.openai.chat.support import ChatSupport
-from pcg.serve.openai.chat.tool_use import AskedTools
-from pcg.serve.openai.chat.tools import Tool
+from pcg.serve.openai.chat.tool_use import AskedTools, ChatSupport, Tool
 from tests.support import chat_templates, toy_tokenizers
 
 PLAIN = (

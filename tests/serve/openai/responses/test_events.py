@@ -16,9 +16,7 @@ from pcg.runtime.requests.request import Chunk, Completion
 from pcg.serve.openai.chat.tool_use import ToolUse
 from pcg.serve.openai.event_stream import Chunks, EventStream, Sending
 from pcg.serve.openai.responses.body import ResponseBody
-from pcg.serve.openai.responses.events import ResponseEvents
-from pcg.serve.openai.responses.output import OutputItems
-from pcg.serve.openai.responses.reply import begun_response
+from pcg.serve.openai.responses.output import OutputItems, ResponseEvents, begun_response
 from pcg.serve.openai.sampling_fields import SamplingDefaults
 
 GIVEN_UP = Completion("a dog", (1, 2), "timed_out", None, 3)

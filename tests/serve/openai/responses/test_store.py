@@ -13,7 +13,7 @@ import pytest
 from pcg.keys import Keys
 from pcg.serve.openai.chat.messages import Message
 from pcg.serve.openai.responses import routes
-from pcg.serve.openai.responses.items import InputItem, memory_of, messages_of
+from pcg.serve.openai.responses.body import InputItem, memory_of, messages_of
 from pcg.serve.openai.responses.store import KeptResponse, ResponseStore
 from tests.support import serving
 

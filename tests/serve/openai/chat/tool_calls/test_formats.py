@@ -12,12 +12,15 @@ from tokenizers import AddedToken
 from pcg.runtime.guided.grammars import Grammars
 from pcg.runtime.guided.guide import Guide
 from pcg.runtime.text.tokenizer import Tokenizer
-from pcg.serve.openai.chat.tool_calls.formats import FORMATS, format_of, reads_tools
-from pcg.serve.openai.chat.tool_calls.guide import CallGuide, GuidedTool
-from pcg.serve.openai.chat.tool_calls.mistral import Mistral
-from pcg.serve.openai.chat.tool_calls.notation import Notation
-from pcg.serve.openai.chat.tool_calls.pieces import ArgumentsPiece, CallPiece
-from pcg.serve.openai.chat.tool_calls.tool_format import ToolFormat
+from pcg.serve.openai.chat.tool_format import (
+    ArgumentsPiece,
+    CallGuide,
+    CallPiece,
+    GuidedTool,
+    Notation,
+    ToolFormat,
+)
+from pcg.serve.openai.chat.tool_formats import FORMATS, Mistral, format_of, reads_tools
 from pcg.serve.options import ServeOptions
 from tests.support import chat_templates, toy_tokenizers
 

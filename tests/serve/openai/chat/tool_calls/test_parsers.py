@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pcg.serve.openai.chat.tool_calls.formats import FORMATS
-from pcg.serve.openai.chat.tool_calls.pieces import ArgumentsPiece, CallPiece, Piece, TextPiece
+from pcg.serve.openai.chat.tool_format import ArgumentsPiece, CallPiece, Piece, TextPiece
+from pcg.serve.openai.chat.tool_formats import FORMATS
 
 NAMES = ("search", "add")
 SEARCH = ("search", '{"query": "a \\"b\\" {c}", "n": [1, {"m": 2}]}')

@@ -1,1 +1,0 @@
-"""Tool calls in a model's text: formats of model families, their parsers and their grammars."""
