@@ -36,10 +36,10 @@ from pcg.serve.service import Service
 from pcg.serve.tinker import future_routes as tinker_futures
 from pcg.serve.tinker import model_routes as tinker_models
 from pcg.serve.tinker import session_routes as tinker_sessions
+from pcg.serve.tinker import training_routes as tinker_training
 from pcg.serve.tinker.rest import copy_routes as tinker_copies
 from pcg.serve.tinker.rest import routes as tinker_rest
 from pcg.serve.tinker.sampling import routes as tinker_sampling
-from pcg.serve.tinker.training import routes as tinker_training
 from pcg.version import __version__
 
 ROUTERS: tuple[APIRouter, ...] = (

@@ -1,21 +1,58 @@
-"""Liveness, and the version."""
+"""The health of the server, and its schema.
+
+The schema of the API: what FastAPI knows of the routes, and the keys that they need.
+
+Liveness, and the version.
+"""
 
 from __future__ import annotations
 
 import asyncio
-from typing import Annotated
+from collections.abc import Collection
+from typing import Annotated, Any
 
-from fastapi import APIRouter, Depends, Request
+from fastapi import APIRouter, Depends, FastAPI, Request
 from fastapi.responses import JSONResponse
 from pydantic import BaseModel
 
 from pcg.keys import Scope
 from pcg.runtime.metrics.status import EngineState
 from pcg.serve.errors import ApiError
-from pcg.serve.schema import schema_of
 from pcg.serve.security.caller import Caller, requires
 from pcg.serve.service import ServiceDependency
 from pcg.version import __version__
+
+# ------------------------------------------------------------------------------------------- schema
+
+
+_KEYS: dict[str, dict[str, str]] = {
+    "basic": {"type": "http", "scheme": "basic"},
+    "bearer": {"type": "http", "scheme": "bearer"},
+    "header": {"type": "apiKey", "in": "header", "name": "X-API-Key"},
+}
+"""The ways to send a key, of which one is enough."""
+
+
+def schema_of(app: FastAPI, public: Collection[str]) -> dict[str, Any]:
+    """Return the schema of an application, as OpenAPI has it.
+
+    Args:
+        public: the paths that need no key.
+    """
+    schema = app.openapi()
+    paths: dict[str, Any] = {
+        path: {method: {**operation, "security": []} for method, operation in operations.items()}
+        if path in public
+        else operations
+        for path, operations in schema["paths"].items()
+    }
+    components = {**schema.get("components", {}), "securitySchemes": _KEYS}
+    security: list[dict[str, list[str]]] = [{name: []} for name in _KEYS]
+    return {**schema, "paths": paths, "components": components, "security": security}
+
+
+# ------------------------------------------------------------------------------------------- health
+
 
 router = APIRouter(tags=["server"])
 

@@ -20,7 +20,7 @@ from pcg.runtime.engine.jobs import JobState
 from pcg.runtime.metrics.histogram import Histogram
 from pcg.runtime.metrics.status import AdapterStatus, EngineNumbers, JobStatus
 from pcg.runtime.metrics.totals import Promised, Totals
-from pcg.serve.adapters.owned import Owned
+from pcg.serve.adapters.engine_names import Owned
 from pcg.serve.engine.client import EngineStatus
 from pcg.serve.security.caller import Caller, requires
 from pcg.serve.service import Service, ServiceDependency

@@ -14,7 +14,7 @@ import pytest
 
 from pcg.serve.app import create_app
 from pcg.serve.errors import in_json
-from pcg.serve.schema import schema_of
+from pcg.serve.health import schema_of
 from tests.support import serving
 
 WRONG: tuple[Any, ...] = (True, -1, 10**30, "", "\ud800", [""], [[]], {}, {"a": {}})

@@ -14,8 +14,8 @@ import transformers
 from pcg.errors import ConfigError
 from pcg.runtime.model.recorder import WarmUp
 from pcg.serve.generation_config import read_generation_config
+from pcg.serve.server import announcement
 from pcg.serve.service import Service
-from pcg.serve.startup import announcement
 from pcg_cli.options.executors import PlaceOptions, files_of
 from tests.support import serving
 

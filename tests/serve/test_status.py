@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from pcg.keys import Keys
-from pcg.serve.adapters.owned import Owned
+from pcg.serve.adapters.engine_names import Owned
 from pcg.serve.service import Service
 from tests.support import serving
 

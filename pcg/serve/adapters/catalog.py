@@ -15,13 +15,11 @@ from pcg.errors import AdapterError
 from pcg.keys import Scope
 from pcg.runtime.adapters.cache import ServedAdapter
 from pcg.runtime.adapters.versions import AdapterVersion
-from pcg.serve.adapters.engine_names import engine_name, owned
+from pcg.serve.adapters.engine_names import Owned, engine_name, owned
 from pcg.serve.adapters.kept_models import KeptModels
 from pcg.serve.adapters.loader import Loader, Origin
 from pcg.serve.adapters.modules import parse_modules
-from pcg.serve.adapters.owned import Owned
-from pcg.serve.adapters.resolver import Resolver
-from pcg.serve.adapters.roots import Roots
+from pcg.serve.adapters.roots import Resolver, Roots
 from pcg.serve.engine.client import EngineClient
 from pcg.serve.errors import not_found
 from pcg.serve.options import ServeOptions

@@ -1,4 +1,8 @@
-"""The engine's names of adapters: those of tenants never meet, nor those of the operator.
+"""Names of adapters, in the engine and for their owners.
+
+The owner of an adapter or a job, and its name there, of the engine's name for it.
+
+The engine's names of adapters: those of tenants never meet, nor those of the operator.
 
 the operator's  name                     everyone's: --lora-modules, --lora-roots, shared loads
 a tenant's      @tenant/name             with the tenant in percent encoding, without a slash
@@ -6,11 +10,36 @@ a tenant's      @tenant/name             with the tenant in percent encoding, wi
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TypeAlias
 from urllib.parse import quote, unquote
 
 from pcg.errors import AdapterError
 from pcg.peft.adapter import check_name
-from pcg.serve.adapters.owned import Owned
+
+# -------------------------------------------------------------------------------------------- owned
+
+
+@dataclass(frozen=True)
+class Owned:
+    """An adapter or a job by its owner.
+
+    Attributes:
+        tenant: the owner; "" for the operator, whose adapters are everyone's.
+        name: its name in the owner's requests.
+    """
+
+    tenant: str
+    name: str
+
+
+OwnedName: TypeAlias = Callable[[str], Owned]
+"""Returns whose an adapter or a job is, of the engine's name for it."""
+
+
+# ------------------------------------------------------------------------------------- engine names
+
 
 _MARK = "@"
 

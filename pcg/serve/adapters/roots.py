@@ -1,19 +1,33 @@
-"""Roots: the folders from which adapters may be loaded, and no others.
+"""Folders of adapters, and the adapters that are loaded from them by name.
+
+Roots: the folders from which adapters may be loaded, and no others.
 
 A name becomes one folder right under a root. A path of a client lies under a root, or is a static
 module's, after all links are followed; so do the files that are read. What is elsewhere does not
 exist: clients learn nothing of the machine's files.
+
+The resolver: adapters under `--lora-roots`, loaded when a request first names them.
+
+A name is one folder right under a root (`roots.py`). Requests that name it while it is loaded wait
+for the one load; one that failed is tried again after a while, so that asking again costs nothing.
 """
 
 from __future__ import annotations
 
+import asyncio
 import os
+import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from pcg.errors import ServeError
+from pcg.errors import AdapterConflictError, ServeError
 from pcg.files import SUMS
 from pcg.peft.reader import CONFIG, WEIGHTS
+from pcg.runtime.adapters.cache import ServedAdapter
+from pcg.serve.adapters.loader import Loader, Origin, refusal
+from pcg.serve.errors import ApiError
+
+# -------------------------------------------------------------------------------------------- roots
 
 
 class Roots:
@@ -76,3 +90,58 @@ def _has_files_within(directory: Path, root: Path) -> bool:
     """Return True if a folder has a configuration, and no file that is read lies elsewhere."""
     files = [Path(os.path.realpath(directory / name)) for name in (CONFIG, WEIGHTS, SUMS)]
     return files[0].is_file() and all(file.is_relative_to(root) for file in files)
+
+
+# ----------------------------------------------------------------------------------------- resolver
+
+
+_AGAIN_S = 5.0
+"""Time after which an adapter that could not be loaded is tried again, seconds."""
+_FAILED = 1024
+"""Names whose failures are remembered."""
+
+
+class Resolver:
+    """Finds and loads the operator's adapters by their names; for one event loop."""
+
+    def __init__(self, loader: Loader, roots: Roots) -> None:
+        self._loader = loader
+        self._roots = roots
+        self._loading: dict[str, asyncio.Task[ServedAdapter | None]] = {}
+        self._failed: dict[str, tuple[float, str]] = {}
+
+    async def resolve(self, name: str, tenant: str) -> ServedAdapter | None:
+        """Return the adapter of that name, for a tenant that asks; None if no root has one.
+
+        Raises:
+            ApiError: 400, it is there and cannot be loaded; 503, there is no room for it.
+        """
+        if not self._roots:
+            return None
+        until, message = self._failed.get(name, (0.0, ""))
+        if time.monotonic() < until:
+            raise refusal(message)
+        task = self._loading.get(name)
+        if task is None:
+            task = self._loading[name] = asyncio.create_task(self._load(name, tenant))
+            task.add_done_callback(lambda done: self._end(name, done))
+        return await asyncio.shield(task)
+
+    async def _load(self, name: str, tenant: str) -> ServedAdapter | None:
+        directory = await asyncio.to_thread(self._roots.named, name)
+        if directory is None:
+            return None
+        origin = Origin(name, int(time.time()), is_found=True)
+        try:
+            return await self._loader.load(name, directory, origin, tenant=tenant)
+        except AdapterConflictError:  # somebody loaded it by hand meanwhile
+            return self._loader.adapters.get(name)
+
+    def _end(self, name: str, done: asyncio.Task[ServedAdapter | None]) -> None:
+        del self._loading[name]
+        error = None if done.cancelled() else done.exception()
+        self._failed.pop(name, None)
+        if isinstance(error, ApiError) and error.status_code == 400:
+            if len(self._failed) == _FAILED:
+                del self._failed[next(iter(self._failed))]
+            self._failed[name] = time.monotonic() + _AGAIN_S, str(error.detail)

@@ -1,11 +1,16 @@
-"""The progress of a job in its rows: steps, checkpoints and their models.
+"""The progress of a job, and its results.
+
+The progress of a job in its rows: steps, checkpoints and their models.
 
 A step may be run twice, before a crash and behind it; its first event stays. One whose event was
 not written before the crash is in the state of the checkpoint, from which `catch_up` writes it.
+
+The results of jobs that succeed: the file of their metrics, and the model.
 """
 
 from __future__ import annotations
 
+import asyncio
 import csv
 import io
 import sqlite3
@@ -18,11 +23,17 @@ import msgspec
 from pcg.serve.adapters import kept_models
 from pcg.serve.adapters.kept_models import KeptModel, new_model
 from pcg.serve.engine.jobs.news import TRAIN_REWARD, VALID_REWARD, JobStep
+from pcg.serve.files.files import Files, new_file
+from pcg.serve.files.records import FILES, RESULTS
+from pcg.serve.files.wire import now
 from pcg.serve.jobs import event_records, records
 from pcg.serve.jobs.event_records import METRICS
 from pcg.serve.jobs.folders import JobFolder, step_of
-from pcg.serve.jobs.records import UNFINISHED, JobRecord
+from pcg.serve.jobs.records import SUCCEEDED, UNFINISHED, JobRecord
 from pcg.serve.store.holdings import hold_folder
+
+# ----------------------------------------------------------------------------------------- progress
+
 
 KEPT_CHECKPOINTS = 3
 """The checkpoints that stay, as at OpenAI."""
@@ -155,3 +166,52 @@ def _has_column(name: str) -> bool:
 
 def _shown(value: float | None) -> float | str:
     return "" if value is None else value
+
+
+# ------------------------------------------------------------------------------------------ results
+
+
+class _Over(Exception):
+    """The job was cancelled meanwhile: nothing of it is kept."""
+
+
+async def keep_results(
+    files: Files, job: JobRecord, folder: JobFolder, tokens: int | None
+) -> KeptModel | None:
+    """Keep what a job ended with, all of it or nothing; returns its model.
+
+    None for a job that was cancelled meanwhile.
+    """
+    store = files.store
+    told = await files.read(lambda one: event_records.metrics(one, job.id))
+    content = await asyncio.to_thread(store.contents.begin)
+    try:
+        await asyncio.to_thread(content.write, table_of(told))
+        await asyncio.to_thread(content.finish)
+        result = new_file(job.tenant, "step_metrics.csv", RESULTS, content, None)
+        model = new_model(job.name, job.tenant, folder.relative(folder.model), job.base)
+
+        def act(connection: sqlite3.Connection) -> KeptModel:
+            changed = records.change(
+                connection,
+                job.id,
+                UNFINISHED,
+                status=SUCCEEDED,
+                finished_s=now(),
+                trained_tokens=tokens,
+                result_file=result.id,
+            )
+            if changed is None:
+                raise _Over
+            FILES.insert(connection, result)
+            kept_models.insert(connection, model)
+            said = f"New fine-tuned model created: {job.name}"
+            event_records.say(connection, job.id, said)
+            event_records.say(connection, job.id, "The job has successfully completed")
+            return model
+
+        return await files.put(content, act)
+    except _Over:
+        return None
+    finally:
+        content.drop()

@@ -1,4 +1,12 @@
-"""The runner of jobs: those that are queued begin on the engine, and what comes of them is kept.
+"""Jobs from their queue to their end.
+
+Orders of jobs to the engine, made of their rows.
+
+The endings of jobs: errors of those that fail, and of changes that come too late.
+
+Rows of jobs that are over: removed by their tenants, or after a time.
+
+The runner of jobs: those that are queued begin on the engine, and what comes of them is kept.
 
 A job's state is in the store alone; the engine's process has what runs. So a job is paused by
 interrupting it with a checkpoint, and goes on, after a pause as after a crash, from its last one.
@@ -7,10 +15,12 @@ interrupting it with a checkpoint, and goes on, after a pause as after a crash, 
 from __future__ import annotations
 
 import asyncio
+import json
 import sqlite3
 from collections import Counter
 from collections.abc import Callable, Coroutine, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from shutil import rmtree
@@ -18,24 +28,31 @@ from typing import Any, TypeVar
 
 from pcg.errors import AdapterError, EngineError, PcgError, StoreFullError
 from pcg.runtime.metrics.status import EngineState
+from pcg.serve.adapters import kept_models
 from pcg.serve.adapters.catalog import Catalog
 from pcg.serve.adapters.engine_names import engine_name
 from pcg.serve.adapters.kept_models import KeptModels
 from pcg.serve.engine.client import EngineClient
-from pcg.serve.engine.jobs.news import JobEnd, JobNews, JobSamples, JobStep
+from pcg.serve.engine.jobs.news import (
+    REINFORCEMENT,
+    SUPERVISED,
+    JobEnd,
+    JobNews,
+    JobOrder,
+    JobSamples,
+    JobStep,
+)
 from pcg.serve.errors import LOG, ApiError
 from pcg.serve.files.files import Files
 from pcg.serve.files.wire import now
 from pcg.serve.jobs import event_records, records
-from pcg.serve.jobs.cleaning import clean_folders, remove_job, remove_old, tidy_job
-from pcg.serve.jobs.endings import Failure, check_count, failure_of, in_status
-from pcg.serve.jobs.folders import JobFolder, folder_of, folders_of
+from pcg.serve.jobs.folders import JobFolder, Rows, folder_of, folders_of, sweep
 from pcg.serve.jobs.grading import Grading, graded
-from pcg.serve.jobs.orders import order_of
 from pcg.serve.jobs.progress import (
     Changes,
     add_step,
     catch_up,
+    keep_results,
     unnamed_checkpoints,
 )
 from pcg.serve.jobs.records import (
@@ -49,9 +66,178 @@ from pcg.serve.jobs.records import (
     UNFINISHED,
     JobRecord,
 )
-from pcg.serve.jobs.results import keep_results
 from pcg.serve.options import ServeOptions
-from pcg.serve.store import holdings
+from pcg.serve.store import holdings, removals
+
+# ------------------------------------------------------------------------------------------- orders
+
+
+def order_of(job: JobRecord, folder: JobFolder) -> JobOrder:
+    """Return the order of a job."""
+    resolved = job.resolved
+    method, options = resolved.get("method", SUPERVISED), resolved["options"]
+    told = {"seed": job.seed, "progress": False, "record": str(folder.record)}
+    made: dict[str, Any] = {**options, **told}
+    if method == REINFORCEMENT:
+        grpo = {**options["grpo"], "seed": job.seed}
+        made = {**options, "grpo": grpo, "record": told["record"]}
+    return JobOrder(
+        engine_name(job.tenant, job.name),
+        str(folder.training),
+        str(folder.validation) if job.validation_file else None,
+        resolved["peft"],
+        str(folder.checkpoints),
+        str(folder.model),
+        made,
+        method,
+        None if resolved.get("start") is None else str(folder.start),
+    )
+
+
+# ------------------------------------------------------------------------------------------ endings
+
+
+_CODES = {
+    "DataError": ("invalid_training_file", "training_file"),
+    "OutOfMemoryError": ("out_of_memory", None),
+    "RecordError": ("storage_full", None),
+    "StoreFullError": ("storage_full", None),
+    "UnsupportedError": ("unsupported", None),
+}
+
+
+@dataclass(frozen=True)
+class Failure:
+    """The error of a job, as clients see it."""
+
+    code: str
+    message: str
+    param: str | None
+
+    @property
+    def json(self) -> str:
+        return json.dumps({"code": self.code, "message": self.message, "param": self.param})
+
+
+def failure_of(end: JobEnd, folder: JobFolder) -> Failure:
+    """Return the error of a job that failed, without names of the server's folders."""
+    code, param = _CODES.get(end.kind or "", ("job_failed", None))
+    text = folder.without_paths(end.text or "The job failed.")
+    if param is not None and text.startswith(folder.validation.name):
+        code, param = "invalid_validation_file", "validation_file"
+    return Failure(code, text, param)
+
+
+def in_status(id: str, status: str, wanted: Sequence[str]) -> ApiError:
+    """Return the error of a change that a job's status does not allow."""
+    return ApiError(
+        400,
+        f"Job {id} is {status}; this can be done to one that is {' or '.join(wanted)}.",
+        code="invalid_job_status",
+    )
+
+
+def check_count(count: int, most: int) -> None:
+    """Raise an ApiError if a tenant may not have one more job that is not over."""
+    if count >= most:
+        raise ApiError(
+            429,
+            f"You have {count} jobs that are not over, and may have {most}: wait, or cancel some.",
+            code="too_many_jobs",
+            headers={"x-should-retry": "false"},
+        )
+
+
+# ----------------------------------------------------------------------------------------- cleaning
+
+
+OVER = (SUCCEEDED, FAILED, CANCELLED)
+_DAY_S = 86_400
+
+
+def remove_job(connection: sqlite3.Connection, job: JobRecord) -> None:
+    """Remove a job that is over, with its events and checkpoints; its models stay.
+
+    ApiError: it is not over.
+    """
+    found = records.find(connection, job.id)
+    if found is not None and found.status not in OVER:
+        raise in_status(job.id, found.status, OVER)
+    connection.execute("DELETE FROM jobs WHERE id = ?", (job.id,))
+
+
+def remove_old(connection: sqlite3.Connection, now_s: int, days: float) -> None:
+    """Remove the jobs and uploads that have been over for so many days."""
+    before_s = now_s - int(days * _DAY_S)
+    places = ", ".join("?" for _ in OVER)
+    connection.execute(
+        f"DELETE FROM jobs WHERE status IN ({places}) AND finished_s < ?", (*OVER, before_s)
+    )
+    connection.execute(
+        "DELETE FROM uploads WHERE status != 'pending' AND expires_s < ?", (before_s,)
+    )
+
+
+async def clean_folders(files: Files, folders: Sequence[Path], days: float) -> None:
+    """Remove rows that have been over for so many days, and what no row needs of folders.
+
+    Args:
+        folders: those of jobs.
+    """
+
+    def act(connection: sqlite3.Connection) -> Rows:
+        remove_old(connection, now(), days)
+        going_on = {one.id for one in records.of_status(connection, UNFINISHED)}
+        return Rows(
+            going_on,
+            {id for (id,) in connection.execute("SELECT id FROM jobs")} - going_on,
+            holdings.holds_data(connection) - going_on,
+            holdings.folders(connection),
+            kept_models.folders(connection),
+        )
+
+    left = await asyncio.to_thread(
+        sweep, files.store, folders, await files.write(act, may_use_reserve=True)
+    )
+
+    def note(connection: sqlite3.Connection) -> None:
+        for job, size in left.items():
+            holdings.release_data(connection, job)
+            holdings.resize_folder(connection, job, size)
+
+    await files.write(note, may_use_reserve=True)
+
+
+async def tidy_job(files: Files, job: JobRecord, folder: JobFolder) -> None:
+    """Remove what nobody needs of a job that is over, and note what is left; again after a crash.
+
+    Of a job whose row is gone models and checkpoints alone are left.
+    """
+    found = await files.read(lambda one: records.find(one, job.id))
+    if found is not None and found.status in UNFINISHED:
+        return
+    named = await files.read(kept_models.folders)
+
+    def remove() -> int:
+        if found is None:
+            folder.strip()
+        else:
+            folder.tidy()
+        for path in folder.unnamed(named):
+            removals.remove(path)
+        return folder.held_bytes()
+
+    size = await asyncio.to_thread(remove)
+
+    def note(connection: sqlite3.Connection) -> None:
+        holdings.release_data(connection, job.id)
+        holdings.hold_folder(connection, job.id, job.tenant, size)
+
+    await files.write(note, may_use_reserve=True)
+
+
+# ------------------------------------------------------------------------------------------- runner
+
 
 Result = TypeVar("Result")
 _AGAIN_S = 5.0

@@ -22,7 +22,7 @@ from pcg.serve.tinker.model_wire import (
 from pcg.serve.tinker.operations import CREATE, LOAD, LOAD_MODEL, UNLOAD
 from pcg.serve.tinker.session_routes import PREFIX, Trainer
 from pcg.serve.tinker.tinker import promise_of
-from pcg.serve.tinker.training.placed_route import PlacedRoute
+from pcg.serve.tinker.training_routes import PlacedRoute
 from pcg.serve.tinker.wire import Promise
 
 router = APIRouter(prefix=PREFIX, tags=["tinker"], route_class=PlacedRoute)

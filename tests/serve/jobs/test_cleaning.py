@@ -12,9 +12,9 @@ from pcg.serve.files.files import Files
 from pcg.serve.files.quota import Quota
 from pcg.serve.files.wire import now
 from pcg.serve.jobs import records
-from pcg.serve.jobs.cleaning import clean_folders, tidy_job
 from pcg.serve.jobs.folders import OPTIMIZER, STATE, JobFolder, folder_of, folders_of
 from pcg.serve.jobs.records import RUNNING, SUCCEEDED, JobRecord
+from pcg.serve.jobs.runner import clean_folders, tidy_job
 from pcg.serve.options import ServeOptions
 from pcg.serve.store import holdings
 from pcg.serve.store.store import Store, open_store

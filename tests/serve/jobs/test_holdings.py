@@ -16,7 +16,7 @@ import pytest
 from pcg.errors import ServeError
 from pcg.serve.files import records as file_records
 from pcg.serve.files.wire import now
-from pcg.serve.jobs import cleaning
+from pcg.serve.jobs import runner
 from pcg.serve.jobs.bases import check_base
 from pcg.serve.store.contents import Incoming
 from pcg.serve.store.holdings import held_bytes
@@ -223,7 +223,7 @@ def test_rows_that_are_over_go_after_their_time(server: serving.Served) -> None:
     database = server.service.files.store.database
 
     def counts(connection: sqlite3.Connection, days: float) -> tuple[int, int]:
-        cleaning.remove_old(connection, now() + 7200, days)
+        runner.remove_old(connection, now() + 7200, days)
         tables = ("jobs", "uploads")
         found = [connection.execute(f"SELECT COUNT(*) FROM {one}").fetchone()[0] for one in tables]
         return found[0], found[1]

@@ -385,7 +385,7 @@ def test_a_job_that_cannot_begin_or_end_leaves_its_place(
         failed = ended(client, begin(client, epochs=1).id)
     assert (failed.status, failed.error.message) == ("failed", "The job failed.")
     with monkeypatch.context() as patch:
-        patch.setattr("pcg.serve.jobs.results.table_of", breaks)
+        patch.setattr("pcg.serve.jobs.progress.table_of", breaks)
         made = begin(client, epochs=1)
         until(lambda: f"the end of job {made.id} cannot be kept" in caplog.text)
     assert ended(client, begin(client, epochs=1).id).status == "succeeded"

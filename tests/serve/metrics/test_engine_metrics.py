@@ -19,7 +19,7 @@ from pcg.runtime.engine.async_engine import AsyncEngine
 from pcg.runtime.engine.limits import Limits
 from pcg.runtime.executor import Executor
 from pcg.runtime.metrics.metrics import serving_report
-from pcg.serve.adapters.owned import Owned
+from pcg.serve.adapters.engine_names import Owned
 from pcg.serve.engine.local import LocalClient
 from pcg.serve.metrics.engine_metrics import EngineMetrics, Served
 from pcg.serve.options import ServeOptions
