@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from pcg.graders.similarity.stems import stem
+from pcg.graders.similarity.meteor import stem
 from pcg.graders.similarity.subsequence import longest_common
 from pcg.graders.text_similarity import METRICS
 

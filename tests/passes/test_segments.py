@@ -18,7 +18,7 @@ from pcg.explain import explain as explaining
 from pcg.explain.report import Report
 from pcg.ir.program.folder import load_program, save_program
 from pcg.ir.types import TOKENS
-from pcg.passes.memory.segments import most_shared, shared_inputs
+from pcg.passes.memory.plan import most_shared, shared_inputs
 from pcg.peft.lora import LoraConfig
 from pcg.runtime.data.example import Example
 from pcg.runtime.executor import Executor

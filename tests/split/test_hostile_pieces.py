@@ -8,7 +8,7 @@ import torch
 import pcg.compiler as compiler
 from pcg.errors import SplitError
 from pcg.ir.types import TORCH_NAMES
-from pcg.split.base.graph_pieces import GraphPieces
+from pcg.split.base.base_executor import GraphPieces
 from pcg.split.base.piece_rules import read_piece
 from pcg.split.messages import VERSION, Message
 from pcg.split.pieces import GRAPH, Piece, graph_digest

@@ -2,24 +2,174 @@
 
 It is `Place` for a program that runs: the client's layers call the base for the pieces of the cut.
 The prologue and the epilogue stay as they are, as each of their products is a round trip by itself.
+
+The client's graphs of a cut: its own nodes, and a call of the base for each piece.
+
+They run as the search has it: the client's nodes as soon as they can, and then a call, whose values
+let further nodes run. What runs before the rest of the model is the new forward, and what runs
+behind it the new backward, which may make values of the old forward that it did not need. Views,
+and what frozen weights alone make, are made where they are first read.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
 
 from pcg.errors import CostModelError, UnsupportedError
-from pcg.ir.graph import Graph
+from pcg.ir.graph import Graph, Node, Parameter, Value
+from pcg.ir.operators.linear import BasePiece
 from pcg.passes.differentiate import Differentiated
 from pcg.passes.pass_base import Pass
-from pcg.passes.placement.client_graphs import client_graphs
 from pcg.passes.placement.cut import GraphCut, cut_graph
-from pcg.passes.placement.exact_cut import exact_cut
+from pcg.passes.placement.exact_cut import Cut, RoundTrip, exact_cut
+from pcg.passes.placement.piece_graph import piece_graph
+from pcg.passes.placement.piece_text import piece_text
 from pcg.passes.placement.split_costs import SplitCosts
-from pcg.passes.placement.split_graph import split_problem
+from pcg.passes.placement.split_graph import LINEAR, SplitGraph, split_problem
+from pcg.passes.placement.split_problem import bits, mask_of
 from pcg.passes.stages import Gradients
+
+# ------------------------------------------------------------------------------------ client graphs
+
+
+def client_graphs(split: SplitGraph, cut: Cut) -> tuple[Graph, Graph | None]:
+    """Return the client's forward, and its backward where the split problem has one.
+
+    Raises:
+        UnsupportedError: a piece reads no matrix of the base, or too many values.
+    """
+    return _Writer(split, cut).run()
+
+
+@dataclass
+class _Part:
+    """The client's forward or backward as far as it is written."""
+
+    nodes: list[Node] = field(default_factory=list)
+    made: set[str] = field(default_factory=set)
+    read: set[str] = field(default_factory=set)
+
+    def append(self, node: Node) -> None:
+        self.nodes.append(node)
+        self.made.update(value.name for value in node.outputs)
+
+
+class _Writer:
+    def __init__(self, split: SplitGraph, cut: Cut) -> None:
+        self.split, self.cut, self.problem = split, cut, split.problem
+        graphs = split.graphs
+        self.types = {key: type_ for one in reversed(graphs) for key, type_ in one.types.items()}
+        self.makers = {key: node for one in graphs for key, node in one.producers.items()}
+        self.parameters = {key: p for one in graphs for key, p in one.parameters_by_name.items()}
+        self.placed = {node.name for node in split.nodes if node is not None}
+        self.parts = [_Part()]
+
+    def run(self) -> tuple[Graph, Graph | None]:
+        problem = self.problem
+        own = mask_of(range(len(problem.nodes)))
+        for trip in self.cut.trips:
+            own &= ~trip.nodes
+        has = mask_of(v for v in range(len(problem.values)) if v not in problem.makers)
+        own, has = self._client(own, has)
+        for trip in self.cut.trips:
+            self._call(trip)
+            has |= trip.returned
+            _, has = self._client(trip.again, has)
+            own, has = self._client(own, has)
+        assert not own, "a cut leaves no node out"
+        forward, *backward = self.split.graphs
+        written = self._forward(forward, self.parts[0], self.parts[1:])
+        return written, self._backward(backward[0]) if backward else None
+
+    def _client(self, waiting: int, has: int) -> tuple[int, int]:
+        """Run the nodes that find what they read; returns those that do not, and what is there."""
+        for number in bits(waiting):
+            node = self.problem.nodes[number]
+            if mask_of(node.reads) & ~has:
+                continue
+            if len(self.parts) == 1 and number >= self.split.first_backward:
+                continue
+            waiting &= ~(1 << number)
+            has |= mask_of(node.makes)
+            origin = self.split.nodes[number]
+            if origin is None:
+                self.parts.append(_Part())
+            else:
+                self._append(origin)
+        return waiting, has
+
+    def _append(self, node: Node) -> None:
+        """Write a node behind all that it reads."""
+        for name in node.inputs:
+            self._provide(name)
+        self.parts[-1].append(node)
+
+    def _provide(self, name: str) -> None:
+        """Have a value in the part that is written, by views and by what weights alone make."""
+        part = self.parts[-1]
+        if name in part.made or name in self.parameters:
+            return
+        if name not in self.makers or (part is not self.parts[0] and name in self.parts[0].made):
+            part.read.add(name)
+            return
+        maker = self.makers[name]
+        assert maker.name not in self.placed, f"%{name} is not there where the client reads it"
+        self._append(maker)
+
+    def _call(self, trip: RoundTrip) -> None:
+        """Write the call of a piece."""
+        names = self.problem.values
+        nodes = [self.problem.nodes[n].name for n in bits(trip.nodes | trip.repeated)]
+        sent = [names[value].name for value in bits(trip.sent)]
+        returned = [names[value].name for value in bits(trip.returned)]
+        graph = piece_graph("piece", self.split.graphs, nodes, sent, returned)
+        piece = piece_text(graph)
+        matrices = [node.inputs[1] for node in graph.nodes if node.op in LINEAR]
+        if not matrices:
+            raise UnsupportedError(f"the piece of {', '.join(nodes)} has no matrix of the base")
+        for name in piece.inputs:
+            self._provide(name)
+        outputs = tuple(Value(name, self.types[name]) for name in piece.outputs)
+        attributes = (("text", piece.text),)
+        call = Node(BasePiece.name, (*piece.inputs, matrices[0]), outputs, attributes)
+        self.parts[-1].append(call)
+
+    def _forward(self, graph: Graph, part: _Part, later: Iterable[_Part]) -> Graph:
+        for name in graph.outputs:
+            if name not in part.made and name in self.makers:
+                self._at_end(part, name)
+        return graph.replace(nodes=tuple(part.nodes), parameters=self._read(part.nodes))
+
+    def _backward(self, graph: Graph) -> Graph:
+        part = self.parts[1]
+        for name in graph.outputs:
+            if name not in part.made and name in self.makers:
+                self._at_end(part, name)
+        part.read.update(name for name in graph.outputs if name not in part.made)
+        incoming = [value for value in graph.inputs if value.name in part.read]
+        known = {value.name for value in incoming}
+        forward = self.split.graphs[0]
+        order = [*(v.name for v in forward.inputs), *(n for n in self.types if n in self.makers)]
+        others = [n for n in order if n in part.read and n not in known]
+        inputs = (*incoming, *(Value(name, self.types[name]) for name in others))
+        return graph.replace(
+            inputs=inputs, nodes=tuple(part.nodes), parameters=self._read(part.nodes)
+        )
+
+    def _at_end(self, part: _Part, name: str) -> None:
+        """Write a view that is an output."""
+        kept, self.parts = self.parts, self.parts[: self.parts.index(part) + 1]
+        self._provide(name)
+        self.parts = kept
+
+    def _read(self, nodes: Iterable[Node]) -> tuple[Parameter, ...]:
+        read = {name for node in nodes for name in node.inputs}
+        return tuple(one for name, one in self.parameters.items() if name in read)
+
+
+# -------------------------------------------------------------------------------------- call pieces
 
 
 @dataclass(frozen=True)

@@ -8,20 +8,295 @@
     attention over repeated KV heads              attention over the KV heads themselves
 
 Rules go by the arithmetic, never by the model's name.
+
+A rule that raises activations: they are recognised by their values.
+
+Rules that raise rotary embedding: half or interleaved, on a part of the head.
+
+Rules that raise norms: RMS norm with its roundings and offset, and layer norm written out.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import lru_cache
+from typing import cast
 
 from pcg.ir.graph import Graph, Node
+from pcg.ir.operators import operator
 from pcg.ir.program.program import ModelGraph
+from pcg.ir.types import TOKENS
 from pcg.passes.naming import readable_names
 from pcg.passes.pass_base import ModelPass
-from pcg.passes.raising.activations import activation
-from pcg.passes.raising.norms import layer_norm, plain_rms_norm, rms_norm
 from pcg.passes.raising.rewriter import NewName, Rewriter, orders, rewrite
-from pcg.passes.raising.rotary import partial_rope, rope
+
+# -------------------------------------------------------------------------------------------- norms
+
+
+def _normalised(rewriter: Rewriter, name: str) -> tuple[str, float] | None:
+    """The x before its cast to fp32, and eps, where the value is x / sqrt(mean(x²) + eps)."""
+    for wide, scale in orders(rewriter.producer(name, "mul")):
+        eps = _inverse_root_mean_square(rewriter, scale, wide)
+        if eps is not None:
+            return _before_widening(rewriter, wide), eps
+    return None
+
+
+def _inverse_root_mean_square(rewriter: Rewriter, name: str, wide: str) -> float | None:
+    """eps, where the value is rsqrt(mean(wide²) + eps)."""
+    root = rewriter.producer(name, "rsqrt")
+    total = root and rewriter.producer(root.inputs[0], "add")
+    mean = total and rewriter.producer(total.inputs[0], "mean")
+    if not (total and mean) or len(total.inputs) != 1 or mean.get("dim") != -1:
+        return None
+    square = rewriter.producer(mean.inputs[0], "pow", "mul")
+    if square is None or any(name != wide for name in square.inputs):
+        return None
+    if square.op == "pow" and square.get("exponent") != 2.0:
+        return None
+    return float(cast("float", total.attribute("scalar")))
+
+
+def _before_widening(rewriter: Rewriter, name: str) -> str:
+    node = rewriter.producer(name, "cast")
+    return node.inputs[0] if node and node.get("dtype") == "f32" else name
+
+
+def rms_norm(rewriter: Rewriter, node: Node) -> NewName | None:
+    """W · normalised(x), whatever is rounded when."""
+    types = rewriter.graph.types
+    for weight, value in _factors(rewriter, node):
+        rounding = rewriter.producer(value, "cast")
+        found = _normalised(rewriter, rounding.inputs[0] if rounding else value)
+        scale = _norm_weight(rewriter, weight)
+        if found is None or scale is None:
+            continue
+        (x, eps), (parameter, offset) = found, scale
+        if types[x] != node.output.type or types[parameter].shape != types[x].shape[-1:]:
+            return None
+        # Without a cast in between nothing is rounded, so either order is the same.
+        first = rounding is not None or (node.op == "mul" and node.output.type.dtype == "f32")
+        return rewriter.add("rms_norm", x, parameter, eps=eps, offset=offset, round_first=first)
+    return None
+
+
+def _factors(rewriter: Rewriter, node: Node) -> tuple[tuple[str, str], ...]:
+    """The factors of a product, cast or not, in both orders."""
+    return orders(rewriter.producer(node.inputs[0] if node.op == "cast" else node.name, "mul"))
+
+
+def _norm_weight(rewriter: Rewriter, name: str) -> tuple[str, float] | None:
+    """The parameter and the offset of w or (offset + w), cast or not."""
+    offset = 0.0
+    if (shifted := rewriter.producer(name, "add")) and len(shifted.inputs) == 1:
+        offset, name = float(cast("float", shifted.attribute("scalar"))), shifted.inputs[0]
+    name = rewriter.through(name, "cast")
+    return (name, offset) if rewriter.is_parameter(name) else None
+
+
+def plain_rms_norm(rewriter: Rewriter, node: Node) -> NewName | None:
+    """normalised(x) that no weight follows."""
+    name = node.inputs[0] if node.op == "cast" else node.name
+    found = _normalised(rewriter, name)
+    if found is None or rewriter.graph.types[found[0]] != node.output.type:
+        return None
+    return rewriter.add("rms_norm", found[0], eps=found[1], offset=0.0, round_first=True)
+
+
+def layer_norm(rewriter: Rewriter, node: Node) -> NewName | None:
+    """W · (x - mean(x)) · rsqrt(mean((x - mean(x))²) + eps), as Cohere writes it out."""
+    for weight, value in _factors(rewriter, node):
+        parameter = rewriter.through(weight, "cast")
+        if not rewriter.is_parameter(parameter):
+            continue
+        for centred, scale in orders(rewriter.producer(value, "mul")):
+            eps = _inverse_root_mean_square(rewriter, scale, centred)
+            wide = _centred(rewriter, centred)
+            if eps is None or wide is None:
+                continue
+            x = _before_widening(rewriter, wide)
+            if rewriter.graph.types[x] == node.output.type:
+                return rewriter.add("layer_norm", x, parameter, eps=eps, weight=True, bias=False)
+    return None
+
+
+def _centred(rewriter: Rewriter, name: str) -> str | None:
+    """x, where the value is x - mean(x)."""
+    node = rewriter.producer(name, "sub")
+    mean = node and len(node.inputs) == 2 and rewriter.producer(node.inputs[1], "mean")
+    if node and mean and mean.inputs[0] == node.inputs[0] and mean.get("dim") == -1:
+        return node.inputs[0]
+    return None
+
+
+# ---------------------------------------------------------------------------------- raise operators
+
+
+# ------------------------------------------------------------------------------------------- rotary
+
+
+def rope(rewriter: Rewriter, node: Node) -> NewName | None:
+    """X · cos + rotate(x) · sin over the whole of x."""
+    if node.op != "add" or len(node.output.type.dims) != 3:
+        return None
+    for plain, turned in orders(node):
+        for rotated, sin in orders(rewriter.producer(turned, "mul")):
+            found = _rotation(rewriter, rotated)
+            if found is None:
+                continue
+            style, x = found
+            for same, cos in orders(rewriter.producer(plain, "mul")):
+                if same != x or not _keeps_dtype(rewriter, node, x):
+                    continue
+                tables = [_table(rewriter, table) for table in (cos, sin)]
+                size = int(node.output.type.shape[-1])
+                return rewriter.add("rope", x, *tables, style=style, rotary_dim=size)
+    return None
+
+
+def _keeps_dtype(rewriter: Rewriter, node: Node, x: str) -> bool:
+    """Return whether a node has the dtype of x, or is rounded to it by all that read it."""
+    dtype = rewriter.graph.types[x].dtype
+    readers = rewriter.graph.consumers.get(node.name, ())
+    return node.output.type.dtype == dtype or (
+        node.name not in rewriter.graph.outputs
+        and all(reader.op == "cast" and reader.get("dtype") == dtype for reader in readers)
+    )
+
+
+def _rotation(rewriter: Rewriter, name: str) -> tuple[str, str] | None:
+    """Style and x, where the value is rotate(x)."""
+    pairs = rewriter.producer(name, "reshape")
+    joined = rewriter.producer(pairs.inputs[0] if pairs else name, "concat")
+    if joined is None:
+        return None
+    size = int(rewriter.graph.types[name].shape[-1])
+    if pairs:
+        parts = [rewriter.through(part, "reshape") for part in joined.inputs]
+        style, turned = "interleaved", [(True, 1, size, 2), (False, 0, size, 2)]
+    else:
+        parts = [*joined.inputs]
+        style, turned = "half", [(True, size // 2, size, 1), (False, 0, size // 2, 1)]
+    slices = [_slice_of(rewriter, part) for part in parts]
+    sources = {found[0] for found in slices if found}
+    if len(sources) == 1 and [found and found[1:] for found in slices] == turned:
+        return style, sources.pop()
+    return None
+
+
+def _slice_of(rewriter: Rewriter, name: str) -> tuple[str, bool, int, int, int] | None:
+    """(x, negated, start, stop, step), where the value is ± x[..., start:stop:step]."""
+    negative = rewriter.producer(name, "neg")
+    node = rewriter.producer(negative.inputs[0] if negative else name, "slice")
+    if node is None or node.get("dim") != -1:
+        return None
+    start, stop = (cast("int", node.attribute(key)) for key in ("start", "stop"))
+    step = cast("int", node.get("step", 1))
+    return node.inputs[0], negative is not None, start, stop, step
+
+
+def _table(rewriter: Rewriter, name: str) -> str:
+    """A [T, 1, n] table of cosines as [T, n]."""
+    view = rewriter.producer(name, "reshape")
+    shape = rewriter.graph.types[name].shape
+    if view and rewriter.graph.types[view.inputs[0]].shape == (TOKENS, shape[-1]):
+        return view.inputs[0]
+    return rewriter.add("reshape", name, shape=(-1, int(shape[-1])))
+
+
+def partial_rope(rewriter: Rewriter, node: Node) -> NewName | None:
+    """The first dims of each head turned, the rest as they are."""
+    if node.op != "concat" or len(node.inputs) != 2 or node.get("dim") != -1:
+        return None
+    rope = rewriter.producer(node.inputs[0], "rope")
+    rest = _slice_of(rewriter, node.inputs[1])
+    first = rope and _slice_of(rewriter, rope.inputs[0])
+    if not (rope and rest and first) or rest[0] != first[0]:
+        return None
+    n, size = int(rope.output.type.shape[-1]), int(node.output.type.shape[-1])
+    if first[1:] != (False, 0, n, 1) or rest[1:] != (False, n, size, 1):
+        return None
+    return rewriter.add(
+        "rope", first[0], *rope.inputs[1:], scope=node.scope, **dict(rope.attributes)
+    )
+
+
+# ---------------------------------------------------------------------------------- raise operators
+
+
+# -------------------------------------------------------------------------------------- activations
+
+
+def activation(rewriter: Rewriter, node: Node) -> NewName | None:
+    """A product that is gelu(x) or silu(x) by value, though written out."""
+    if node.op != "mul" or len(node.inputs) != 2:
+        return None
+    nodes, leaves = _elementwise_cone(rewriter, node)
+    ops = {n.op for n in nodes}
+    if len(leaves) != 1 or not ops & {"tanh", "sigmoid", "pointwise"}:
+        return None
+    (leaf,) = leaves
+    if rewriter.graph.types[leaf] != node.output.type:
+        return None
+    # BLOOM has √(2/π) to eight digits: gelu in fp32, a function of its own in fp64.
+    tolerance = 1e-13 if node.output.type.dtype == "f64" else 1e-7
+    for name, attributes in _ACTIVATIONS:
+        if _same_function(tuple(nodes), leaf, node.name, name, attributes, tolerance):
+            return rewriter.add(name, leaf, **dict(attributes))
+    return None
+
+
+_ACTIVATIONS: tuple[tuple[str, tuple[tuple[str, str], ...]], ...] = (
+    ("gelu", (("approximate", "none"),)),
+    ("gelu", (("approximate", "tanh"),)),
+    ("silu", ()),
+)
+_ARITHMETIC = ("add", "div", "mul", "neg", "pointwise", "pow", "sigmoid", "tanh")
+
+
+def _elementwise_cone(rewriter: Rewriter, root: Node) -> tuple[list[Node], set[str]]:
+    """The arithmetic above a node back to its leaves, as far as one activation goes."""
+    nodes: list[Node] = []
+    leaves: set[str] = set()
+
+    def visit(name: str) -> None:
+        node = rewriter.producer(name, *_ARITHMETIC)
+        if node is None or len(nodes) > 16:
+            leaves.add(name)
+        elif node not in nodes:
+            for source in node.inputs:
+                visit(source)
+            nodes.append(node)
+
+    visit(root.name)
+    return nodes, leaves
+
+
+@lru_cache(maxsize=256)
+def _same_function(
+    nodes: tuple[Node, ...],
+    leaf: str,
+    root: str,
+    name: str,
+    attributes: tuple[tuple[str, str], ...],
+    tolerance: float,
+) -> bool:
+    """Return whether the nodes compute a known activation, to a tolerance on a grid in fp64."""
+    import torch
+    import torch.nn.functional as F
+
+    grid = torch.linspace(-8, 8, 257, dtype=torch.float64)
+    namespace = {"torch": torch, "F": F}
+    values = {leaf: grid}
+    for node in nodes:
+        arguments = [f"values[{source!r}]" for source in node.inputs]
+        source = operator(node.op).source(arguments, dict(node.attributes))
+        values[node.name] = eval(source, namespace, {"values": values})
+    known = eval(operator(name).source(["grid"], dict(attributes)), namespace, {"grid": grid})
+    return bool((values[root] - known).abs().max() < tolerance)
+
+
+# ---------------------------------------------------------------------------------- raise operators
 
 
 class RaiseOperators(ModelPass):

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from pcg.runtime.executor import Executor
-from pcg.train.grpo.numbers import update_numbers
+from pcg.train.grpo.loop import update_numbers
 from pcg.train.grpo.objective import Objective
 from pcg.train.grpo.options import GrpoOptions
 from pcg.train.grpo.prompts import Prompt
