@@ -247,8 +247,7 @@ def _draw(bench: Bench, rows: int, **cut: Any) -> Row:
     import torch
 
     from pcg.kernels.triton.sampling import draw
-    from pcg.runtime.sampling.drawing import PYTORCH
-    from pcg.runtime.sampling.filters import limits_of
+    from pcg.runtime.sampling.drawing import PYTORCH, limits_of
     from pcg.runtime.sampling.sampling_params import SamplingParams
 
     logits = 3 * torch.randn(rows, VOCABULARY, device=bench.eager_device)

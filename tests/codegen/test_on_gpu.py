@@ -16,8 +16,7 @@ from pcg.kernels.token_limits import TokenLimits
 from pcg.kernels.triton.linear_cross_entropy import linear_cross_entropy
 from pcg.kernels.triton.sampling import draw, greedy, keep
 from pcg.kernels.triton.sign_bits import pack_signs, relu_backward_packed
-from pcg.runtime.sampling.drawing import Drawing
-from pcg.runtime.sampling.filters import filtered
+from pcg.runtime.sampling.drawing import Drawing, filtered
 from pcg.runtime.sampling.sampler import Sampler
 from pcg.runtime.sampling.sampling import sample
 from pcg.runtime.sampling.sampling_params import SamplingParams

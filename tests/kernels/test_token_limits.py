@@ -14,8 +14,7 @@ from torch import Tensor
 from pcg.kernels.triton import sampling, token_limits
 from pcg.kernels.triton.sampling import draw, greedy, keep
 from pcg.kernels.triton.token_limits import limited
-from pcg.runtime.sampling.drawing import Drawing
-from pcg.runtime.sampling.filters import filtered, limits_of
+from pcg.runtime.sampling.drawing import Drawing, filtered, limits_of
 from pcg.runtime.sampling.sampler import Sampler
 from pcg.runtime.sampling.sampling import sample, scored
 from pcg.runtime.sampling.sampling_params import SamplingParams

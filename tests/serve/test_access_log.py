@@ -18,7 +18,7 @@ import pytest
 
 from pcg.errors import ServeError
 from pcg.keys import Keys
-from pcg.serve.access_log import AccessLog
+from pcg.serve.observers import AccessLog
 from pcg.serve.record import Record
 from tests.support import serving
 from tests.support.step_gate import StepGate
@@ -119,7 +119,7 @@ def test_nobody_writes_a_line_or_speaks_to_a_terminal(tmp_path: Path, hostile: s
 def test_lines_that_nobody_takes_are_dropped_and_counted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("pcg.serve.access_log._MOST_WAITING", 2)
+    monkeypatch.setattr("pcg.serve.observers._MOST_WAITING", 2)
     log = AccessLog(str(tmp_path / "log"))
     emit, is_open = log._emit, Event()
 

@@ -1,7 +1,22 @@
-"""Drawing: one token of each row, at a number u of its cumulative distribution."""
+"""Drawing: one token of each row, at a number u of its cumulative distribution.
+
+Filters of the tokens that a row may draw: temperature, top-k, top-p and min-p.
+
+    temperature          l / T
+    top-k                keep l >= the k-th largest
+    top-p                keep the smallest set of most likely tokens whose probability reaches p;
+                         of equally likely ones the last
+    min-p                keep p >= min_p * max p
+
+`filtered` sorts rows; a program's kernels `draw` and `keep` find the same tokens without, by what
+`limits_of` tells them.
+
+Source: transformers `generation/logits_process.py`, which the tests compare against.
+"""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -11,8 +26,85 @@ import torch
 from torch import Tensor
 
 from pcg.kernels.token_limits import TokenLimits
-from pcg.runtime.sampling.filters import filtered, limits_of
+from pcg.kernels.uploads import uploaded, uploaded_list
 from pcg.runtime.sampling.sampling_params import SamplingParams
+
+# ------------------------------------------------------------------------------------------ filters
+
+
+_LEAST_TEMPERATURE = 1e-30
+"""The least temperature that fp32 divides by; the likeliest token has all probability there."""
+
+
+def filtered(logits_SV: Tensor, params: Sequence[SamplingParams]) -> Tensor:
+    """Apply temperature, top-k, top-p and min-p; other tokens become -inf. [S, V] fp32."""
+    device = logits_SV.device
+
+    def indices(rows: Sequence[int]) -> Tensor:
+        return uploaded_list(rows, torch.int64, device)
+
+    def column(values: Sequence[float]) -> Tensor:
+        return uploaded_list(values, torch.float32, device)[:, None]
+
+    # The largest logit becomes 0, so that no temperature, however small, divides to infinity.
+    logits_SV = logits_SV.float()
+    logits_SV = logits_SV - logits_SV.amax(dim=-1, keepdim=True)
+    if any(p.temperature != 1.0 for p in params):
+        logits_SV = logits_SV / column([max(p.temperature, _LEAST_TEMPERATURE) for p in params])
+
+    vocab = logits_SV.shape[-1]
+    top_k = {row: p.top_k for row, p in enumerate(params) if p.top_k and p.top_k < vocab}
+    if top_k:
+        rows = indices(list(top_k))
+        part = logits_SV[rows]
+        largest = part.topk(max(top_k.values()), dim=-1).values
+        kth = largest.gather(1, indices([k - 1 for k in top_k.values()])[:, None])
+        logits_SV[rows] = part.masked_fill(part < kth, -math.inf)
+
+    top_p = {row: p.top_p for row, p in enumerate(params) if p.top_p is not None and p.top_p < 1.0}
+    if top_p:
+        rows = indices(list(top_p))
+        part = logits_SV[rows]
+        ascending, order = part.sort(dim=-1, stable=True)
+        removed = ascending.softmax(dim=-1).cumsum(dim=-1) <= 1.0 - column(list(top_p.values()))
+        removed[:, -1] = False
+        removed = removed.scatter(1, order, removed)
+        logits_SV[rows] = part.masked_fill(removed, -math.inf)
+
+    min_p = {row: p.min_p for row, p in enumerate(params) if p.min_p}
+    if min_p:
+        rows = indices(list(min_p))
+        part = logits_SV[rows]
+        # p / max p = exp(l - max l), and max l is 0.
+        logits_SV[rows] = part.masked_fill(part.exp() < column(list(min_p.values())), -math.inf)
+    return logits_SV
+
+
+def limits_of(params: Sequence[SamplingParams], logits: Tensor) -> TokenLimits:
+    """Return the limits of each row of logits [S, V], for kernels; one copy to their device."""
+    vocab = logits.shape[-1]
+    top_k = [p.top_k if p.top_k and p.top_k < vocab else 0 for p in params]
+    top_p = [1.0 if p.top_p is None else p.top_p for p in params]
+    # Each list begins at 16 bytes: kernels would be compiled anew for a number of rows that is odd.
+    count = len(params)
+    numbers = torch.zeros((4, -(-count // 4) * 4), dtype=torch.float32)
+    numbers[:, :count] = torch.tensor(
+        [
+            [max(p.temperature, _LEAST_TEMPERATURE) for p in params],
+            top_k,
+            top_p,
+            [p.min_p or 0.0 for p in params],
+        ],
+        dtype=torch.float32,
+    )
+    numbers[2] = 1.0 - numbers[2]
+    temperatures, kept, tails, min_p = uploaded(numbers, logits.device)[:, :count].unbind()
+    is_cut = any(top_k) or any(p < 1.0 for p in top_p)
+    return TokenLimits(temperatures, kept, tails, min_p, is_cut)
+
+
+# ------------------------------------------------------------------------------------------ drawing
+
 
 DrawKernel: TypeAlias = Callable[[Tensor, TokenLimits, Tensor], tuple[Tensor, Tensor]]
 """Draws tokens from logits, limits and numbers u, as `Drawing.draw` does."""

@@ -1,20 +1,143 @@
-"""The sampler of a request: its parameters, and what its tokens so far make of them."""
+"""The sampler of a request: its parameters, and what its tokens so far make of them.
+
+Token counts: how often a request generated each token, for penalties.
+
+Bad words: sequences of tokens that an output does not have.
+
+The last token of a sequence is removed where the output ends with those before it.
+
+Source: vLLM `apply_bad_words`; transformers `NoBadWordsLogitsProcessor`, which looks at the prompt,
+too.
+"""
 
 from __future__ import annotations
 
+import copy
 import dataclasses
+from collections import defaultdict, deque
 from collections.abc import Iterable, Sequence
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from pcg.errors import GenerationError
 from pcg.runtime.guided.grammar import Grammar
 from pcg.runtime.guided.grammars import check_guided
-from pcg.runtime.sampling.bad_words import BadWords, words_of
 from pcg.runtime.sampling.sampling_params import SamplingParams
-from pcg.runtime.sampling.token_counts import TokenCounts
 from pcg.runtime.text.tokenizer import Tokenizer
+from pcg.units import shown
+
+# ---------------------------------------------------------------------------------------- bad words
+
+
+Word = tuple[int, ...]
+
+
+class BadWords:
+    """The bad words of one request, and the end of its output."""
+
+    def __init__(self, words: Sequence[Word]) -> None:
+        self._always = [word[0] for word in words if len(word) == 1]
+        self._after: dict[int, list[Word]] = defaultdict(list)
+        for word in words:
+            if len(word) > 1:
+                self._after[word[-2]].append(word)
+        self._latest: deque[int] = deque(maxlen=max(map(len, words)) - 1)
+
+    def anew(self) -> BadWords:
+        """Return the same words for another output, which has no token yet."""
+        found = copy.copy(self)
+        found._latest = deque(maxlen=self._latest.maxlen)
+        return found
+
+    def add(self, token: int) -> None:
+        """Note a generated token."""
+        self._latest.append(token)
+
+    def tokens(self) -> list[int]:
+        """Return the tokens that would end a bad word now."""
+        if not self._latest:
+            return self._always
+        latest = tuple(self._latest)
+        words = self._after.get(latest[-1], ())
+        return self._always + [w[-1] for w in words if latest[1 - len(w) :] == w[:-1]]
+
+
+def words_of(bad_words: Sequence[str | Word], tokenizer: Tokenizer | None) -> tuple[Word, ...]:
+    """Return bad words as tokens; a text stands for itself, and for itself after a space.
+
+    Raises:
+        GenerationError: a text without a tokenizer, or one that has no tokens.
+    """
+    words: list[Word] = []
+    for word in bad_words:
+        if isinstance(word, tuple):
+            words.append(word)
+            continue
+        if tokenizer is None:
+            raise GenerationError(
+                f"bad_words has the text {shown(word)}, and the model came without a "
+                "tokenizer.json; give sequences of token ids"
+            )
+        bare = word.lstrip(" ") or word
+        plain = tuple(tokenizer.encode(bare, add_special_tokens=False))
+        spaced = tuple(tokenizer.encode(" " + bare, add_special_tokens=False))
+        if not plain:
+            raise GenerationError(f"bad_words has the text {shown(word)}, which has no tokens")
+        words.append(plain)
+        if len(spaced) == len(plain) and spaced[0] != plain[0]:
+            words.append(spaced)
+    return tuple(words)
+
+
+# ------------------------------------------------------------------------------------------ sampler
+
+
+# ------------------------------------------------------------------------------------- token counts
+
+
+class TokenCounts:
+    """The tokens of a request, each once, and how often each was generated.
+
+    They are arrays that grow, so that a step reads them without going through the tokens again.
+    """
+
+    def __init__(self, prompt_ids: Sequence[int] = ()) -> None:
+        """Count nothing yet; the prompt's tokens are there, generated 0 times."""
+        self._tokens = np.unique(np.asarray(prompt_ids, dtype=np.int64))
+        self._counts = np.zeros(len(self._tokens), dtype=np.float32)
+        self._places = {token: place for place, token in enumerate(self._tokens.tolist())}
+
+    def copy(self) -> TokenCounts:
+        """Return counts of their own with the same tokens."""
+        found = TokenCounts()
+        found._tokens, found._counts = self._tokens.copy(), self._counts.copy()
+        found._places = self._places.copy()
+        return found
+
+    def add(self, token: int) -> None:
+        """Count a generated token."""
+        place = self._places.setdefault(token, len(self._places))
+        if place == len(self._tokens):
+            room = max(16, place)
+            self._tokens = np.append(self._tokens, np.zeros(room, dtype=np.int64))
+            self._counts = np.append(self._counts, np.zeros(room, dtype=np.float32))
+        self._tokens[place] = token
+        self._counts[place] += 1
+
+    @property
+    def tokens(self) -> NDArray[np.int64]:
+        return self._tokens[: len(self._places)]
+
+    @property
+    def counts(self) -> NDArray[np.float32]:
+        """The times that each of `tokens` was generated; 0 for one of the prompt alone."""
+        return self._counts[: len(self._places)]
+
+
+# ------------------------------------------------------------------------------------------ sampler
+
 
 Tokens = NDArray[np.int64]
 _MANY = 1024

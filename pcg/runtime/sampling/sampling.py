@@ -15,19 +15,146 @@ request's tokens depend neither on the rest of the batch nor on the device, and 
 a few bytes that move with it.
 
 Shapes: R rows, V vocabulary, S rows that are sampled.
+
+Penalties of tokens that a request has already.
+
+    repetition   l < 0: l · r, else l / r        tokens of the prompt and of the output
+    frequency    l - f · (times generated)       tokens of the output
+    presence     l - p                           tokens of the output
+
+Source: transformers `RepetitionPenaltyLogitsProcessor`; OpenAI's reference of chat completions for
+the other two, as in vLLM `apply_penalties`, whose order this is.
+
+Masks and biases: tokens that a row may not generate, and numbers added to its logits.
+
+    a guide                      l = -inf for tokens with which the output could not follow it
+    allowed_token_ids            l = -inf for all other tokens
+    bad_words, min_tokens        l = -inf for the tokens that would end a word, or the output
+    logit_bias                   l + b
+
+Source: the order, and what the fields mean, is vLLM's (`v1/sample/sampler.py`).
+
+Places in a step's logits: many pairs of a row and a token, read and written by one operator.
 """
 
+from __future__ import annotations
+
+import math
 from collections.abc import Sequence
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from pcg.errors import GenerationError
-from pcg.kernels.uploads import uploaded_list
+from pcg.kernels.uploads import uploaded, uploaded_list
+from pcg.runtime.guided.grammars import masks_of
 from pcg.runtime.sampling.drawing import PYTORCH, Drawing
-from pcg.runtime.sampling.masks import add_biases, guided, restrict
-from pcg.runtime.sampling.penalties import penalize
 from pcg.runtime.sampling.sampler import Sampler
+
+# ------------------------------------------------------------------------------------------- places
+
+
+Found = Sequence[tuple[int, NDArray[np.int64]]]
+"""Rows, and the tokens of each."""
+
+
+def places(found: Found, logits: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the rows [K] and the tokens [K] that index the logits [R, V]."""
+    rows = np.repeat([row for row, _ in found], [len(tokens) for _, tokens in found])
+    tokens = np.concatenate([tokens for _, tokens in found])
+    return sent(rows, logits), sent(tokens, logits)
+
+
+def sent(values: NDArray[np.generic], logits: Tensor) -> Tensor:
+    """Copy an array to the device of the logits."""
+    return uploaded(torch.from_numpy(values), logits.device)
+
+
+# ----------------------------------------------------------------------------------------- sampling
+
+
+# -------------------------------------------------------------------------------------------- masks
+
+
+def guided(logits: Tensor, samplers: Sequence[Sampler]) -> Tensor:
+    """Return a copy of the logits [R, V] in fp32, without tokens that rows' guides rule out."""
+    grammars = {row: each.grammar for row, each in enumerate(samplers) if each.grammar is not None}
+    if not grammars:
+        return logits.to(torch.float32, copy=True)
+    ruled_out = uploaded(torch.from_numpy(masks_of(list(grammars.values()))), logits.device)
+    nothing = torch.full((), -math.inf, device=logits.device)
+    if len(grammars) == len(logits):
+        return torch.where(ruled_out, nothing, logits.float())
+    logits = logits.to(torch.float32, copy=True)
+    rows = uploaded_list(list(grammars), torch.int64, logits.device)
+    logits[rows] = torch.where(ruled_out, nothing, logits[rows])
+    return logits
+
+
+def restrict(logits: Tensor, samplers: Sequence[Sampler]) -> None:
+    """Remove what each row's fields rule out from its logits [R, V], in place."""
+    vocabulary = logits.shape[-1]
+    masked = [
+        (row, each.ruled_out.mask(vocabulary))
+        for row, each in enumerate(samplers)
+        if each.ruled_out is not None
+    ]
+    if masked:
+        rows = uploaded_list([row for row, _ in masked], torch.int64, logits.device)
+        mask = torch.from_numpy(np.stack([mask for _, mask in masked]))
+        logits[rows] = logits[rows].masked_fill(uploaded(mask, logits.device), -math.inf)
+    allowed = [(row, each.allowed) for row, each in enumerate(samplers) if each.allowed is not None]
+    if allowed:
+        at = places(allowed, logits)
+        rows = uploaded_list([row for row, _ in allowed], torch.int64, logits.device)
+        kept = logits[at]
+        logits.index_fill_(0, rows, -math.inf)
+        logits[at] = kept
+    found = [(row, each.forbidden()) for row, each in enumerate(samplers) if not each.is_plain]
+    forbidden = [(row, np.array(tokens, dtype=np.int64)) for row, tokens in found if tokens]
+    if forbidden:
+        logits.index_put_(places(forbidden, logits), logits.new_full((), -math.inf))
+
+
+def add_biases(logits: Tensor, samplers: Sequence[Sampler]) -> None:
+    """Add each row's biases to its logits [R, V], in place."""
+    biases = [(row, each.bias) for row, each in enumerate(samplers) if each.bias is not None]
+    if biases:
+        at = places([(row, tokens) for row, (tokens, _) in biases], logits)
+        logits[at] += sent(np.concatenate([values for _, (_, values) in biases]), logits)
+
+
+# ----------------------------------------------------------------------------------------- sampling
+
+
+# ---------------------------------------------------------------------------------------- penalties
+
+
+def penalize(logits: Tensor, samplers: Sequence[Sampler]) -> None:
+    """Apply each row's penalties to its logits [R, V], in place."""
+    counts = {row: one.counts for row, one in enumerate(samplers) if one.counts is not None}
+    found = [(row, each.tokens) for row, each in counts.items()]
+    if not sum(len(tokens) for _, tokens in found):
+        return
+    at = places(found, logits)
+    params = [samplers[row].params for row in counts]
+    sizes = [len(tokens) for _, tokens in found]
+
+    def each(values: list[float]) -> Tensor:
+        return sent(np.repeat(np.array(values, dtype=np.float32), sizes), logits)
+
+    score, repetition = logits[at], each([p.repetition_penalty for p in params])
+    score = torch.where(score < 0, score * repetition, score / repetition)
+    generated = sent(np.concatenate([each.counts for each in counts.values()]), logits)
+    score -= each([p.frequency_penalty for p in params]) * generated
+    score -= each([p.presence_penalty for p in params]) * (generated > 0)
+    logits[at] = score
+
+
+# ----------------------------------------------------------------------------------------- sampling
+
 
 UNDRAWN = -1
 """The result where no token could be drawn."""

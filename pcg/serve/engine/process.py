@@ -2,10 +2,16 @@
 
 In one process the engine's steps and the event loop take turns at the interpreter's lock. In two
 they do not: a step's chunks come in one message, which the event loop reads.
+
+The start of an engine's process, which imports nothing before the garbage collector rests.
+
+Next to nothing of what is imported, traced and loaded becomes garbage; going through all of it
+again and again took a fifth of the processor time of a start (`benchmarks/bench_startup.py`).
 """
 
 from __future__ import annotations
 
+import gc
 import itertools
 import signal
 import socket
@@ -55,7 +61,6 @@ from pcg.serve.engine.messages import (
 from pcg.serve.engine.numbers import numbers_of
 from pcg.serve.engine.remote_adapters import RemoteAdapter, RemoteAdapters
 from pcg.serve.engine.split_base import SplitAccess
-from pcg.serve.engine.start import start
 from pcg.serve.engine.trainer_orders import LoraOrder, TrainerOrder, TrainerReply
 from pcg.serve.engine.translation import (
     PromptLogprobs,
@@ -69,6 +74,20 @@ from pcg.serve.engine.translation import (
 from pcg.serve.engine.watched_numbers import WatchedNumbers
 from pcg.serve.engine.worker import SIGNALS
 from pcg.serve.options import ServeOptions
+
+# -------------------------------------------------------------------------------------------- start
+
+
+def start(*arguments: Any) -> None:
+    """Run an engine; arguments as of `pcg.serve.engine.worker.run`, which has it collect again."""
+    gc.disable()
+    from pcg.serve.engine.worker import run
+
+    run(*arguments)
+
+
+# ------------------------------------------------------------------------------------------ process
+
 
 Result = TypeVar("Result")
 

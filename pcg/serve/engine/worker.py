@@ -2,6 +2,11 @@
 
 Signals are the server's: Ctrl-C and SIGTERM go to all processes of a terminal or a service, and the
 server drains. When the server is gone, however that came, this process ends at once.
+
+The ranks of a server's engine: processes beside the engine's own, which is the first rank.
+
+They load the same model, make the same engine, and follow the first one's; where that process ends,
+the system ends them.
 """
 
 from __future__ import annotations
@@ -16,18 +21,23 @@ import traceback
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from functools import partial
+from multiprocessing import get_context
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
 import msgspec
 import torch
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from pcg.errors import AdapterNotFoundError, PcgError
 from pcg.kernels.devices import device_thread
 from pcg.keys import Key, Keys
+from pcg.parallel.ranks.launch import LOOPBACK, mute_others
 from pcg.parent_process import end_with_parent
 from pcg.peft.adapter import Adapter
+from pcg.runtime.engine.engine import Engine
+from pcg.runtime.engine.ranks.following_engine import FollowingEngine
 from pcg.runtime.executor import Executor
 from pcg.runtime.metrics.status import JobStatus
 from pcg.serve.engine.channel import Channel
@@ -56,12 +66,92 @@ from pcg.serve.engine.messages import (
 )
 from pcg.serve.engine.numbers import plain
 from pcg.serve.engine.outbox import Outbox
-from pcg.serve.engine.ranks import Ranks
 from pcg.serve.engine.reports import Reports
 from pcg.serve.engine.split_base import SplitAccess
 from pcg.serve.engine.trainer_orders import LoraOrder, TrainerOrder, TrainerReply, then
 from pcg.serve.engine.translation import fault_of, name_of, request_of, tokenizer_data
 from pcg.serve.options import ServeOptions
+
+# -------------------------------------------------------------------------------------------- ranks
+
+
+class Ranks:
+    """The other ranks of an engine, which this process has started, as the first one.
+
+    Attributes:
+        threads: the number of threads for tensors that each rank has.
+    """
+
+    def __init__(
+        self,
+        degree: int,
+        begin: Callable[[], None],
+        load: Callable[[], Executor],
+        options: ServeOptions,
+        tenants: int,
+        threads: int,
+    ) -> None:
+        """Start them.
+
+        Args:
+            degree: the number of ranks, with this process.
+            begin: called first in each of them.
+            load: loads the model; it is pickled, as what multiprocessing starts is.
+            options, tenants: those of the engine.
+            threads: the number of threads of all ranks together.
+        """
+        self.threads = max(1, threads // degree)
+        self._store = TCPStore(LOOPBACK, 0, is_master=True, wait_for_workers=False)
+        context = get_context("spawn")
+        for rank in range(1, degree):
+            environment = _environment(rank, degree, self._store.port)
+            arguments = (begin, environment, load, options, tenants, self.threads)
+            name = f"pcg rank {rank}"
+            context.Process(target=_follow, args=arguments, name=name, daemon=True).start()
+        os.environ.update(_environment(0, degree, self._store.port))
+
+
+def _environment(rank: int, degree: int, port: int) -> dict[str, str]:
+    """Return torchrun's environment of a rank, with a store that is there already."""
+    return {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(degree),
+        "LOCAL_WORLD_SIZE": str(degree),
+        "MASTER_ADDR": LOOPBACK,
+        "MASTER_PORT": str(port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+    }
+
+
+def _follow(
+    begin: Callable[[], None],
+    environment: Mapping[str, str],
+    load: Callable[[], Executor],
+    options: ServeOptions,
+    tenants: int,
+    threads: int,
+) -> None:
+    """Follow the first rank to its end; its process says what went wrong."""
+    begin()
+    os.environ.update(environment)
+    mute_others()
+    torch.set_num_threads(threads)
+    code = 0
+    try:
+        engine = Engine(load().state, options.engine(tenants)).start()
+        assert isinstance(engine, FollowingEngine)
+        engine.follow()
+    except Exception as error:
+        if not isinstance(error, PcgError):
+            traceback.print_exc()
+        code = 1
+    sys.stderr.flush()
+    os._exit(code)  # threads that still hash are not waited for
+
+
+# ------------------------------------------------------------------------------------------- worker
+
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 """The signals that the server obeys, and this process does not."""

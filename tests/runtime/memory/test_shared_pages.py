@@ -5,8 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pcg.errors import PcgError
-from pcg.runtime.memory.pool import UNREAD_SHARE, PagePool, PageTable
-from pcg.runtime.memory.shared_pages import SharedPages
+from pcg.runtime.memory.pool import UNREAD_SHARE, PagePool, PageTable, SharedPages
 
 OPERATIONS = ["open", "extend", "share", "adopt", "forget", "close"]
 

@@ -12,7 +12,7 @@ from pcg.records.run import read_run
 from pcg.runtime.engine.async_engine import AsyncEngine
 from pcg.serve.engine.jobs import rollouts
 from pcg.serve.engine.jobs.news import JobStep
-from pcg.serve.engine.jobs.reinforcement_record import add_step, opened
+from pcg.serve.engine.jobs.reinforcement import add_step, opened
 from pcg.serve.engine.jobs.rollouts import Rollouts
 from pcg.train.grpo.result import Sample
 

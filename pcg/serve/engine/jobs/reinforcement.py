@@ -7,6 +7,8 @@ grades.
 A checkpoint is a folder that has the adapter, which can be served, the trainer's state, and the
 numbers of the last steps; it is there under its name once it is whole. A run goes on behind it,
 with the prompts and seeds that a run from the beginning would have had.
+
+The record of a run of reinforcement: the numbers of its steps, and some of its completions.
 """
 
 from __future__ import annotations
@@ -18,8 +20,8 @@ import shutil
 import statistics
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from queue import SimpleQueue
@@ -41,6 +43,7 @@ from pcg.kernels.devices import device_thread
 from pcg.peft.adapter import Adapter
 from pcg.peft.writer import write_adapter, write_adapter_files
 from pcg.records.record import RunRecord
+from pcg.records.run_files import Status
 from pcg.runtime.data.rows import read_rows
 from pcg.runtime.engine.async_engine import AsyncEngine
 from pcg.runtime.engine.trainers.async_trainer import AsyncTrainer
@@ -57,13 +60,79 @@ from pcg.serve.engine.jobs.news import (
     Tell,
     start_of,
 )
-from pcg.serve.engine.jobs.reinforcement_record import add_step, end_cancelled, opened
 from pcg.serve.engine.jobs.rollouts import Rollouts
 from pcg.train.grpo.loop import GrpoLoop, Task
 from pcg.train.grpo.options import GrpoOptions
 from pcg.train.grpo.prompts import Prompt
 from pcg.train.grpo.result import Sample
 from pcg.train.grpo.rewards import Rewards
+
+# ----------------------------------------------------------------------------- reinforcement record
+
+
+_TWICE = (TRAIN_REWARD, VALID_REWARD)
+"""Numbers that the record has by other names."""
+_SAMPLED, _LONGEST = 200, 2000
+"""Steps of a run that have samples, and at most twice as many, and the characters of their texts:
+the page reads them all."""
+
+
+@contextmanager
+def opened(
+    folder: str, config: Mapping[str, Any], name: str, told: Sequence[JobStep]
+) -> Iterator[RunRecord]:
+    """Open the record of a run for a block, with the steps that a checkpoint has.
+
+    Args:
+        told: the last of these steps.
+    Raises:
+        RecordError: it cannot be written.
+    """
+    done = told[-1].step if told else 0
+    with RunRecord(
+        folder, config, name=name, kind="grpo", done=done, waits_for_page=False
+    ) as record:
+        for news in told:
+            if news.step > record.last_step:
+                add_step(record, news)
+        yield record
+
+
+def add_step(record: RunRecord, news: JobStep, samples: Sequence[Sample] = ()) -> None:
+    """Add a step, and completions of it. RecordError: it cannot be written."""
+    more = {name: value for name, value in news.more.items() if name not in _TWICE}
+    if VALID_REWARD in news.more:
+        more["eval_reward"] = news.more[VALID_REWARD]
+    record.log(
+        news.step,
+        loss=news.loss,
+        **more,
+        learning_rate=news.learning_rate,
+        gradient_norm=news.gradient_norm,
+        tokens=news.tokens,
+        tokens_per_second=round(news.tokens_per_second, 3),
+    )
+    if samples and news.step % max(1, news.total_steps // _SAMPLED) == 0:
+        record.samples(news.step, [_short(one.row) for one in samples])
+
+
+def _short(row: Mapping[str, object]) -> dict[str, object]:
+    """Return a row of samples with its texts cut."""
+    texts = {
+        name: value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+        for name, value in row.items()
+        if name in ("prompt", "completion")
+    }
+    return {**row, **{name: text[:_LONGEST] for name, text in texts.items()}}
+
+
+def end_cancelled(record: RunRecord) -> None:
+    """End the record of a run that was cancelled."""
+    record.end(Status.CANCELLED)
+
+
+# ------------------------------------------------------------------------------------ reinforcement
+
 
 _LOG = logging.getLogger("pcg.serve")
 _TOLD = 1024
