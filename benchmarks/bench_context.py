@@ -22,9 +22,9 @@ import torch
 from bench_pipeline import executor_over, seconds_of
 from measure import write
 
-from pcg.parallel.ranks.join import join_mesh
-from pcg.parallel.ranks.launch import launch
-from pcg.parallel.ranks.mesh import SINGLE_MESH, MeshSizes
+from pcg.ranks.join import join_mesh
+from pcg.ranks.launch import launch
+from pcg.ranks.mesh import SINGLE_MESH, MeshSizes
 from pcg.runtime.data.example import Example
 from pcg.runtime.executor import Executor
 from pcg.runtime.training.runner import training_runner

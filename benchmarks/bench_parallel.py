@@ -45,9 +45,6 @@ from pcg.options import PlanOptions
 from pcg.parallel.costs.catalog import find_cost_model
 from pcg.parallel.costs.layer_costs import DeviceCosts
 from pcg.parallel.parallel_plan import ParallelPlan
-from pcg.parallel.ranks.group import Ranks
-from pcg.parallel.ranks.join import join_group
-from pcg.parallel.ranks.launch import launch
 from pcg.parallel.search import Search, SearchResult
 from pcg.parallel.sharder import shard
 from pcg.passes.bypasses import Bypasses
@@ -59,6 +56,9 @@ from pcg.passes.sharding.localize import Localize
 from pcg.passes.sharding.overlap import Overlap
 from pcg.passes.sharding.shard import Shard
 from pcg.peft.lora import LoraBypass
+from pcg.ranks.group import Ranks
+from pcg.ranks.join import join_group
+from pcg.ranks.launch import launch
 from pcg.runtime.model.batch import Batch, whole_sequences
 
 CONFIG = {

@@ -26,11 +26,11 @@ import torch
 from measure import write
 
 from pcg import compiler
-from pcg.parallel.ranks import stage_link
-from pcg.parallel.ranks.join import join_mesh
-from pcg.parallel.ranks.launch import launch
-from pcg.parallel.ranks.mesh import SINGLE_MESH, MeshSizes, RankMesh
 from pcg.peft.lora import LoraConfig
+from pcg.ranks import stage_link
+from pcg.ranks.join import join_mesh
+from pcg.ranks.launch import launch
+from pcg.ranks.mesh import SINGLE_MESH, MeshSizes, RankMesh
 from pcg.runtime.data.example import Example
 from pcg.runtime.executor import Executor
 from pcg.runtime.model.weights import RandomWeights

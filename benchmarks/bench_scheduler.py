@@ -48,7 +48,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 import pcg
 from pcg.parallel.costs.step_costs import SequenceChunk, StepShape
-from pcg.parallel.ranks.group import SINGLE_RANK
+from pcg.ranks.group import SINGLE_RANK
 from pcg.runtime.adapters.cache import AdapterCache
 from pcg.runtime.admission.fair_share import FairShare
 from pcg.runtime.admission.policies import AdapterClustering, EarlyAbort, Fcfs

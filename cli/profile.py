@@ -55,7 +55,7 @@ def profile_command(options: ProfileOptions, json: Json = False) -> None:
 
     The profile is a cost model for parallel plans. It is cached by device and versions.
     """
-    from pcg.parallel.ranks.join import started_ranks
+    from pcg.ranks.join import started_ranks
 
     where = _device(options.device)
     base_dtype = _dtype(options.dtype, where)
@@ -93,8 +93,8 @@ def _of_machine(where: torch.device, base_dtype: str, options: ProfileOptions) -
 def _of_ranks(where: torch.device, base_dtype: str, options: ProfileOptions) -> KeptProfile:
     """The profile of the ranks that torchrun has started, on one machine or on several."""
     from pcg.parallel.costs.kept_profiles import profile_of_ranks
-    from pcg.parallel.ranks.join import join_group, own_device, started_ranks
-    from pcg.parallel.ranks.launch import mute_others
+    from pcg.ranks.join import join_group, own_device, started_ranks
+    from pcg.ranks.launch import mute_others
 
     degree = started_ranks()
     if options.tp not in (1, degree):

@@ -27,17 +27,17 @@ from pcg.keywords import takes
 from pcg.options import Backend, CompileOptions, dtype_name
 from pcg.parallel.costs.catalog import costs_name, own_sheet
 from pcg.parallel.costs.kept_profiles import own_profile
-from pcg.parallel.ranks.agreement import agreed, check_same
-from pcg.parallel.ranks.join import check_started, join_mesh, own_device, started_ranks
-from pcg.parallel.ranks.mesh import MeshSizes, RankMesh
-from pcg.parallel.ranks.rank_options import RankOptions
-from pcg.parallel.ranks.same_program import check_same_program
 from pcg.passes.pipeline import pipeline
 from pcg.passes.placement.call_pieces import CallPieces
 from pcg.passes.specialiser import BaseSpecialiser, settings_of
 from pcg.passes.stage import PassRecord
 from pcg.peft.reader import is_recipe, recipes_of
 from pcg.peft.registry import recipe_fields, recipe_of_fields
+from pcg.ranks.agreement import agreed, check_same
+from pcg.ranks.join import check_started, join_mesh, own_device, started_ranks
+from pcg.ranks.mesh import MeshSizes, RankMesh
+from pcg.ranks.rank_options import RankOptions
+from pcg.ranks.same_program import check_same_program
 from pcg.runtime.model.base_weights import TensorSource
 from pcg.runtime.model.module_weights import StateDictCheckpoint
 from pcg.runtime.model.same_weights import check_same_weights

@@ -45,7 +45,7 @@ def test_no_module_is_left_alone(imports: networkx.DiGraph) -> None:
 
 
 def test_groups_of_processes_stand_on_graphs_and_errors_alone(imports: networkx.DiGraph) -> None:
-    room = "pcg.parallel.ranks"
+    room = "pcg.ranks"
     below = (f"{room}.", "pcg.ir.", "pcg.errors", "pcg.version")
     for importer, imported in imports.edges:
         if importer.startswith(room):

@@ -290,7 +290,7 @@ def torchrun_ranks() -> int:
     """The number of processes that torchrun has started, with this one; 1 without it."""
     if "RANK" not in os.environ:
         return 1  # without importing torch
-    from pcg.parallel.ranks.join import started_ranks
+    from pcg.ranks.join import started_ranks
 
     return started_ranks()
 
@@ -360,8 +360,8 @@ def on_ranks(
         stops: signals that ranks are told, and end by in order.
     """
     if degree > 1:
-        from pcg.parallel.ranks.join import started_ranks
-        from pcg.parallel.ranks.launch import launch, mute_others
+        from pcg.ranks.join import started_ranks
+        from pcg.ranks.launch import launch, mute_others
 
         if started_ranks() == 1:
             launch(degree, act, arguments, stops)

@@ -23,10 +23,10 @@ from pcg.keywords import takes
 from pcg.options import ExplainOptions
 from pcg.parallel.costs.accelerators import Accelerator, find_accelerator
 from pcg.parallel.costs.catalog import costs_name, find_cost_model
-from pcg.parallel.ranks.context_parallel import most_rows
-from pcg.parallel.ranks.mesh import MeshSizes
 from pcg.passes.pipeline import Settings, pipeline
 from pcg.peft.reader import recipes_of
+from pcg.ranks.context_parallel import most_rows
+from pcg.ranks.mesh import MeshSizes
 from pcg.runtime.training.torch_optimizers import Optimizer
 
 

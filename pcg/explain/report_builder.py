@@ -41,13 +41,13 @@ from pcg.ir.analysis.saved_memory import saved_memory, window_memory
 from pcg.ir.types import DTYPE_BYTES, TORCH_NAMES
 from pcg.kernels.backend import backend_for
 from pcg.kernels.torch.attention_math import BLOCK_BYTES
-from pcg.parallel.ranks.layer_shards import part_bytes
 from pcg.passes.compress import Compress
 from pcg.passes.differentiate import LayerKind
 from pcg.passes.memory.plan import MemoryPlan, save_all
 from pcg.passes.pipeline import in_order
 from pcg.passes.stages import TrainedModel
 from pcg.peft.recipe import Recipe
+from pcg.ranks.layer_shards import part_bytes
 from pcg.runtime.memory.host_allocator import SLACK
 from pcg.runtime.training.recorded.obstacles import why_not_recorded
 

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from pcg.kernels.adapter_batch import AdapterSlot
-from pcg.parallel.ranks.context_parallel import TokenParts
-from pcg.parallel.ranks.group import Ranks
+from pcg.ranks.context_parallel import TokenParts
+from pcg.ranks.group import Ranks
 
 
 class BlockTable(Protocol):

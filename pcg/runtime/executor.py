@@ -15,10 +15,10 @@ from pcg.errors import FinetuneError, GenerationError
 from pcg.ir.program.program import Program
 from pcg.kernels.devices import on_device
 from pcg.keywords import takes
-from pcg.parallel.ranks.agreement import agreed, check_call
-from pcg.parallel.ranks.group import Ranks, run_on_first
 from pcg.peft.adapter import Adapter
 from pcg.peft.writer import write_adapter
+from pcg.ranks.agreement import agreed, check_call
+from pcg.ranks.group import Ranks, run_on_first
 from pcg.runtime.engine.async_engine import AsyncEngine
 from pcg.runtime.engine.engine import Engine
 from pcg.runtime.engine.options import EngineArguments

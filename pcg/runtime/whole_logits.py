@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from pcg.errors import GenerationError
-from pcg.parallel.ranks.agreement import check_same
+from pcg.ranks.agreement import check_same
 from pcg.runtime.model.batch import whole_sequences
 from pcg.runtime.model.state import ModelState, NamedAdapter
 from pcg.runtime.requests.compared import sequence_facts

@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from pcg.errors import FinetuneInterrupted, UnsupportedError
-from pcg.parallel.ranks.data_parallel import shares, sum_gradients
-from pcg.parallel.ranks.group import SINGLE_RANK
-from pcg.parallel.ranks.mesh import MeshSizes, RankMesh, members
 from pcg.peft.lora import LoraConfig
+from pcg.ranks.data_parallel import shares, sum_gradients
+from pcg.ranks.group import SINGLE_RANK
+from pcg.ranks.mesh import MeshSizes, RankMesh, members
 from pcg.runtime.training.result import StepRecord
 from tests.support import ranked
 from tests.support.meshes import Trained, check_close, train

@@ -11,12 +11,12 @@ import torch
 
 from pcg.errors import FinetuneError, FinetuneInterrupted, ParallelError, UnsupportedError
 from pcg.ir.program.program import Program
-from pcg.parallel.ranks import stage_link
-from pcg.parallel.ranks.group import Ranks
-from pcg.parallel.ranks.mesh import MeshSizes, RankMesh
-from pcg.parallel.ranks.united import united
 from pcg.peft.lora import LoraConfig
 from pcg.peft.prompt import PromptEncoderConfig, PromptTuningConfig
+from pcg.ranks import stage_link
+from pcg.ranks.group import Ranks
+from pcg.ranks.mesh import MeshSizes, RankMesh
+from pcg.ranks.united import united
 from pcg.runtime.engine.calibration import calibrated
 from pcg.runtime.engine.clock import MachineClock
 from pcg.runtime.engine.served_batch import ServedBatch

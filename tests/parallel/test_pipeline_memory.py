@@ -14,8 +14,8 @@ from pcg.compiler import compile_program
 from pcg.errors import ParallelError
 from pcg.explain import explain as explaining
 from pcg.ir.program.program import Program
-from pcg.parallel.ranks.mesh import MeshSizes, RankMesh
-from pcg.parallel.ranks.stages import Stages, cut_stages
+from pcg.ranks.mesh import MeshSizes, RankMesh
+from pcg.ranks.stages import Stages, cut_stages
 from pcg.runtime.data.example import Example
 from pcg.runtime.memory.stage_pages import stage_kv_types
 from pcg.runtime.training.stages.micro_batches import BatchPart, micro_batches

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from pcg.parallel.ranks.group import COLLECTIVES
 from pcg.peft.reader import read_adapter
+from pcg.ranks.group import COLLECTIVES
 from tests.support import tiny_llama
 from tests.support.ranked import (
     check_same,

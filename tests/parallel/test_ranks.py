@@ -19,11 +19,11 @@ from pcg.errors import (
     PcgError,
     RankLostError,
 )
-from pcg.parallel.ranks import join
-from pcg.parallel.ranks.group import ProcessRanks, run_on_first
-from pcg.parallel.ranks.join import check_own_gpu
-from pcg.parallel.ranks.rank_errors import RankError, read_errors
 from pcg.peft.lora import LoraConfig
+from pcg.ranks import join
+from pcg.ranks.group import ProcessRanks, run_on_first
+from pcg.ranks.join import check_own_gpu
+from pcg.ranks.rank_errors import RankError, read_errors
 from pcg.runtime.executor import Executor
 from tests.support.parallelized import PLAN
 from tests.support.ranked import make_executor, make_program
@@ -167,7 +167,7 @@ def test_a_lost_rank_is_named_as_far_as_it_is_known(
     def broken(*args: object, **options: object) -> None:
         raise RuntimeError("connection closed")
 
-    monkeypatch.setattr("pcg.parallel.ranks.group.ROLL_CALL_S", 0.1)
+    monkeypatch.setattr("pcg.ranks.group.ROLL_CALL_S", 0.1)
     monkeypatch.setattr(dist, "all_reduce", broken)
     store = None if there is None else dist.HashStore()
     for rank in there or ():

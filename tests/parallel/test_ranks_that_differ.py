@@ -51,7 +51,7 @@ def test_each_way_to_differ_is_named_on_all_ranks(folder: Path) -> None:
 @pytest.mark.dist
 @pytest.mark.slow
 def test_each_way_is_named_over_processes(folder: Path) -> None:
-    from pcg.parallel.ranks.launch import launch
+    from pcg.ranks.launch import launch
 
     launch(2, differing_ranks.run, {"folder": str(folder)})
     first, second = (json.loads((folder / f"rank-{rank}.json").read_text()) for rank in range(2))

@@ -16,7 +16,7 @@ import pcg.compiler as compiler
 from pcg.errors import FinetuneInterrupted, ParallelError, ProgramError, UnsupportedError
 from pcg.explain import explain as explaining
 from pcg.ir.analysis.layer_order import ROOMS, GatherOrder, layers_of_pass
-from pcg.parallel.ranks.mesh import MeshSizes, RankMesh
+from pcg.ranks.mesh import MeshSizes, RankMesh
 from pcg.runtime.model.weights import Checkpoint
 from pcg.runtime.training.result import StepRecord
 from pcg.source import resolve

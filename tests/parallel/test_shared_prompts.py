@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from pcg.errors import UnsupportedError
-from pcg.parallel.ranks import stage_link
-from pcg.parallel.ranks.mesh import MeshSizes, RankMesh
 from pcg.peft.prompt import PromptTuningConfig
+from pcg.ranks import stage_link
+from pcg.ranks.mesh import MeshSizes, RankMesh
 from pcg.runtime.engine.limits import Limits
 from pcg.runtime.engine.served_batch import ServedBatch
 from pcg.runtime.executor import Executor

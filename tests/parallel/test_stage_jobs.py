@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 
-from pcg.parallel.ranks import stage_link
-from pcg.parallel.ranks.mesh import MeshSizes
-from pcg.parallel.ranks.stages import Stages
 from pcg.peft.lora import LoraConfig
 from pcg.peft.prefix import PrefixTuningConfig
 from pcg.peft.prompt import PromptTuningConfig
+from pcg.ranks import stage_link
+from pcg.ranks.mesh import MeshSizes
+from pcg.ranks.stages import Stages
 from pcg.runtime.engine.engine import Engine
 from pcg.runtime.engine.limits import Limits
 from pcg.runtime.training.stages.backward_order import BackwardOrder, Turn

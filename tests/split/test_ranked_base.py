@@ -14,7 +14,7 @@ import torch
 
 import pcg
 import pcg.compiler as compiler
-from pcg.parallel.ranks.mesh import SINGLE_MESH
+from pcg.ranks.mesh import SINGLE_MESH
 from pcg.runtime.data.example import Example
 from pcg.runtime.executor import Executor
 from pcg.runtime.model.module_weights import StateDictCheckpoint

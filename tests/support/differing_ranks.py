@@ -15,9 +15,9 @@ import torch
 import pcg.compiler as compiler
 from pcg.errors import ParallelError, PcgError
 from pcg.ir.program.program import Program
-from pcg.parallel.ranks.group import Ranks
-from pcg.parallel.ranks.join import join_group
 from pcg.peft.lora import LoraConfig
+from pcg.ranks.group import Ranks
+from pcg.ranks.join import join_group
 from pcg.runtime.data.example import Example
 from pcg.runtime.engine.limits import Limits
 from pcg.runtime.executor import Executor
@@ -164,7 +164,7 @@ NOT_ON_THREADS = ("versions of libraries",)
 
 
 def _version(world: World) -> None:
-    from pcg.parallel.ranks import same_program
+    from pcg.ranks import same_program
 
     version = same_program.version
     if world.rank:

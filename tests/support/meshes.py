@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pcg.parallel.ranks.mesh import RankMesh
+from pcg.ranks.mesh import RankMesh
 from pcg.runtime.executor import Executor
 from tests.support import ranked
 from tests.support.ranked import EXAMPLES, JOB, make_executor, make_program

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from pcg.errors import FinetuneInterrupted
-from pcg.parallel.ranks.join import join_group
+from pcg.ranks.join import join_group
 from pcg.runtime.training.result import StepRecord
 
 DEGREE = 2
@@ -50,8 +50,8 @@ def job(output: str, sequence_parallel: bool) -> None:
 
 def train_over_mesh(output: str, sizes: str, count: str) -> None:
     """Train an adapter of each of the first ones of `CASES` over a mesh such as dp2-tp2."""
-    from pcg.parallel.ranks.join import join_mesh
-    from pcg.parallel.ranks.mesh import MeshSizes
+    from pcg.ranks.join import join_mesh
+    from pcg.ranks.mesh import MeshSizes
     from tests.support.meshes import CASES, train_case
 
     own = {word[:2]: int(word[2:]) for word in sizes.split("-")}
@@ -63,8 +63,8 @@ def train_over_mesh(output: str, sizes: str, count: str) -> None:
 
 def train_parts_by_triton(output: str) -> None:
     """Train a step by kernels for Triton, over two ranks that share the tokens."""
-    from pcg.parallel.ranks.join import join_mesh
-    from pcg.parallel.ranks.mesh import MeshSizes
+    from pcg.ranks.join import join_mesh
+    from pcg.ranks.mesh import MeshSizes
     from tests.support.meshes import train
     from tests.support.ranked import make_executor, make_program
 
@@ -179,7 +179,7 @@ if __name__ == "__main__":
     elif sys.argv[1] in ("lose_one", "lose_one_meanwhile"):
         globals()[sys.argv[1]]()
     else:
-        from pcg.parallel.ranks.launch import launch
+        from pcg.ranks.launch import launch
         from tests.support import rank_process
 
         given = dict(word.split("=") for word in sys.argv[3:])

@@ -13,13 +13,13 @@ from torch import Tensor
 import pcg.compiler as compiler
 from pcg.explain import explain as explaining
 from pcg.ir.program.program import Program
-from pcg.parallel.ranks.group import Ranks
-from pcg.parallel.ranks.mesh import SINGLE_MESH, RankMesh
 from pcg.peft.adalora import AdaLoraConfig
 from pcg.peft.adapter import Adapter
 from pcg.peft.loha import LoHaConfig
 from pcg.peft.lora import LoraConfig
 from pcg.peft.registry import recipe_of_fields
+from pcg.ranks.group import Ranks
+from pcg.ranks.mesh import SINGLE_MESH, RankMesh
 from pcg.runtime.data.example import Example
 from pcg.runtime.executor import Executor
 from pcg.runtime.model.module_weights import StateDictCheckpoint

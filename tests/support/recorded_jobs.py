@@ -20,8 +20,8 @@ from torch import Tensor
 
 from pcg.ir.types import TOKENS, tensor
 from pcg.kernels.torch.products import ProductRequest
-from pcg.parallel.ranks.mesh import SINGLE_MESH
-from pcg.parallel.ranks.stages import Stages
+from pcg.ranks.mesh import SINGLE_MESH
+from pcg.ranks.stages import Stages
 from pcg.runtime.data.example import Example
 from pcg.runtime.memory.kv_cache import KvCache
 from pcg.runtime.memory.pool import pages_for

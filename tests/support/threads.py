@@ -14,12 +14,12 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from pcg.parallel.ranks.group import COLLECTIVES, SINGLE_RANK, Ranks
-from pcg.parallel.ranks.mesh import AXES, MeshSizes, RankMesh, members
+from pcg.ranks.group import COLLECTIVES, SINGLE_RANK, Ranks
+from pcg.ranks.mesh import AXES, MeshSizes, RankMesh, members
 
 
 class ThreadRanks:
-    """One rank of a group of threads, `pcg.parallel.ranks.group.Ranks`.
+    """One rank of a group of threads, `pcg.ranks.group.Ranks`.
 
     Attributes:
         device: of the tensors that they exchange.

@@ -22,8 +22,8 @@ from pcg.ir.analysis.saved_memory import SavedMemory, saved_memory
 from pcg.ir.graph import Graph, Value
 from pcg.ir.program.program import ModelGraph
 from pcg.options import ExplainOptions
-from pcg.parallel.ranks.stage_link import UNDER_WAY, link_bytes
-from pcg.parallel.ranks.stages import Stage, Stages, cut_stages
+from pcg.ranks.stage_link import UNDER_WAY, link_bytes
+from pcg.ranks.stages import Stage, Stages, cut_stages
 from pcg.runtime.training.stages.micro_batches import parts_of_batch
 
 

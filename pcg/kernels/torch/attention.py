@@ -36,7 +36,7 @@ from pcg.kernels.torch.varlen_attention import (
     ends_of,
     is_flash,
 )
-from pcg.parallel.ranks.context_parallel import TokenParts, TokenSums
+from pcg.ranks.context_parallel import TokenParts, TokenSums
 
 _attend_fused = torch.nn.functional.scaled_dot_product_attention
 

@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 
 from pcg.kernels.batch import ProgramBatch
-from pcg.parallel.ranks.group import PendingCollective, Ranks
-from pcg.parallel.ranks.token_shards import gathered_rows, placed_rows, rows_of_rank
 from pcg.peft.weights import AdapterWeight
+from pcg.ranks.group import PendingCollective, Ranks
+from pcg.ranks.token_shards import gathered_rows, placed_rows, rows_of_rank
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ from torch.multiprocessing.spawn import spawn
 
 from pcg.errors import CostModelError
 from pcg.parallel.costs.device_profile import CollectiveTime
-from pcg.parallel.ranks.group import Ranks
+from pcg.ranks.group import Ranks
 
 SIZES = tuple(2**power for power in range(6, 25, 3))
 """Sizes of the whole tensor, up to 16 MiB."""

@@ -23,7 +23,7 @@ from pcg.parallel.costs import operator_profiler
 from pcg.parallel.costs.collective_profiler import exchanges_between
 from pcg.parallel.costs.device_profile import DeviceProfile
 from pcg.parallel.costs.operator_profiler import device_name
-from pcg.parallel.ranks.group import Ranks
+from pcg.ranks.group import Ranks
 from pcg.version import __version__
 
 _LOG = logging.getLogger("pcg.costs")

@@ -27,8 +27,8 @@ from pcg.kernels.torch import ops as torch_ops
 from pcg.parallel.costs.device_profile import OperatorTime
 from pcg.parallel.costs.profile_cases import CPU_GRID, GPU_GRID, QUICK, Case, Grid, cases
 from pcg.parallel.costs.work import work_of
-from pcg.parallel.ranks.group import Ranks
 from pcg.peft.weights import AdapterWeight
+from pcg.ranks.group import Ranks
 
 HALVES = ("bf16", "f16")
 

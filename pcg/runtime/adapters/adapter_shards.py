@@ -30,11 +30,11 @@ from pcg.errors import ParallelError
 from pcg.ir.graph import Parameter
 from pcg.ir.layouts import PRE_REDUCE, REPLICATED
 from pcg.ir.program.program import ModelGraph, python_name
-from pcg.parallel.ranks.group import SINGLE_RANK, Ranks
-from pcg.parallel.ranks.shards import Ranges, part_of, ranges_of, shard_of
-from pcg.parallel.ranks.united import united
 from pcg.peft.adapter import Adapter
 from pcg.peft.weights import AdapterWeight
+from pcg.ranks.group import SINGLE_RANK, Ranks
+from pcg.ranks.shards import Ranges, part_of, ranges_of, shard_of
+from pcg.ranks.united import united
 
 _Parts: TypeAlias = Sequence[Tensor]
 

@@ -25,8 +25,8 @@ from torch import Tensor
 from pcg.ir.graph import Graph
 from pcg.ir.program.program import ModelGraph
 from pcg.kernels.adapter_batch import Segments
-from pcg.parallel.ranks.group import SINGLE_RANK, Ranks
 from pcg.peft.adapter import Adapter
+from pcg.ranks.group import SINGLE_RANK, Ranks
 from pcg.runtime.adapters.copies import AdapterCopies
 from pcg.runtime.adapters.sites import GraphSites
 from pcg.runtime.adapters.slots import AdapterSlots

@@ -18,8 +18,8 @@ from pcg.ir.program.program import ModelGraph
 from pcg.ir.types import TORCH_NAMES
 from pcg.kernels.adapter_batch import NO_SLOT, AdapterSlot, TokenSpans
 from pcg.kernels.sizes import RANK_STEP
-from pcg.parallel.ranks.group import SINGLE_RANK, Ranks
 from pcg.peft.adapter import Adapter
+from pcg.ranks.group import SINGLE_RANK, Ranks
 from pcg.runtime.adapters.packed_rows import NO_PAGES, RowPacker
 from pcg.runtime.adapters.padded_tables import BoundAdapters, Namespace, PaddedTables
 from pcg.runtime.adapters.row_allocator import OwnRowAllocator, PagedRowAllocator, RowAllocator

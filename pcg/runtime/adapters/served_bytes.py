@@ -14,9 +14,9 @@ from torch import Tensor
 from pcg.ir.program.program import ModelGraph
 from pcg.ir.types import TORCH_NAMES
 from pcg.options import CompileOptions
-from pcg.parallel.ranks.group import Ranks
 from pcg.peft.adapter import Adapter
 from pcg.peft.method import Shape
+from pcg.ranks.group import Ranks
 from pcg.runtime.adapters.padded_tables import PaddedTables
 from pcg.runtime.adapters.ragged_tables import RaggedTables
 from pcg.runtime.adapters.served_dtype import served_dtype

@@ -13,12 +13,12 @@ from torch import Tensor
 
 from pcg.errors import AdapterError
 from pcg.ir.graph import Parameter
-from pcg.parallel.ranks.group import Ranks
-from pcg.parallel.ranks.shards import has_zeros, is_sharded, part_of
 from pcg.peft.adapter import Adapter
 from pcg.peft.method import Shape
 from pcg.peft.registry import parameter_kind
 from pcg.peft.weights import Around, ModuleWeights
+from pcg.ranks.group import Ranks
+from pcg.ranks.shards import has_zeros, is_sharded, part_of
 
 
 class ServedWeights:

@@ -22,7 +22,7 @@ from functools import partial
 import torch
 
 from pcg.kernels.batch import Span
-from pcg.parallel.ranks.group import broadcast_from_first
+from pcg.ranks.group import broadcast_from_first
 from pcg.runtime.engine.clock import Clock
 from pcg.runtime.engine.latency import Knee, Latencies, Latency
 from pcg.runtime.engine.served_batch import cut, hidden_requests

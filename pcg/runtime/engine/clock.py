@@ -7,7 +7,7 @@ from typing import Protocol
 
 import torch
 
-from pcg.parallel.ranks.group import SINGLE_RANK, Ranks, broadcast_from_first
+from pcg.ranks.group import SINGLE_RANK, Ranks, broadcast_from_first
 
 
 class Clock(Protocol):

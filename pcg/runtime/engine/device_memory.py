@@ -27,7 +27,7 @@ from pcg.ir.program.program import ModelGraph
 from pcg.ir.types import DTYPE_BYTES
 from pcg.kernels.devices import device_memory, is_out_of_memory
 from pcg.kernels.triton.warm_rooms import MOST_ROOMS
-from pcg.parallel.ranks.group import Ranks
+from pcg.ranks.group import Ranks
 from pcg.runtime.engine.limits import Limits
 from pcg.runtime.model.state import ModelState
 from pcg.runtime.training.recorded.warm_job import WarmJob

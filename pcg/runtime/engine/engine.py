@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, Self, TypeAlias, cast
 from pcg.errors import DeviceMemoryError, FinetuneError
 from pcg.kernels.devices import is_out_of_memory, on_device
 from pcg.keywords import takes
-from pcg.parallel.ranks.agreement import check_call, check_same
-from pcg.parallel.ranks.described import described
-from pcg.parallel.ranks.line import Line
 from pcg.peft.adapter import Adapter
+from pcg.ranks.agreement import check_call, check_same
+from pcg.ranks.described import described
+from pcg.ranks.line import Line
 from pcg.runtime.adapters.cache import AdapterCache, ServedAdapter
 from pcg.runtime.adapters.versions import AdapterVersion
 from pcg.runtime.admission.backlog import UNLIMITED, QueueLimits

@@ -12,9 +12,9 @@ from torch import Tensor
 from pcg.kernels.batch import Span
 from pcg.kernels.torch.products import ProductRequest
 from pcg.kernels.uploads import uploaded_list
-from pcg.parallel.ranks.context_parallel import TokenParts
-from pcg.parallel.ranks.group import SINGLE_RANK, Ranks
 from pcg.peft.adapter import Adapter
+from pcg.ranks.context_parallel import TokenParts
+from pcg.ranks.group import SINGLE_RANK, Ranks
 from pcg.runtime.adapters.padded_tables import BoundAdapters, PaddedTables
 from pcg.runtime.memory.kv_cache import KvCache
 from pcg.runtime.memory.pool import PageTable

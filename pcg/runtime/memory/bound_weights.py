@@ -15,8 +15,8 @@ from torch import Tensor
 from pcg.ir.analysis.layer_order import ROOMS, GatherOrder
 from pcg.ir.graph import Graph
 from pcg.ir.program.program import ModelGraph, python_name
-from pcg.parallel.ranks.group import PendingCollective, Ranks
-from pcg.parallel.ranks.layer_shards import FlatPlace
+from pcg.ranks.group import PendingCollective, Ranks
+from pcg.ranks.layer_shards import FlatPlace
 from pcg.runtime.model.product_weights import ProductWeights, as_group, joined
 
 

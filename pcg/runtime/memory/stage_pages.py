@@ -8,7 +8,7 @@ from __future__ import annotations
 from pcg.errors import UnsupportedError
 from pcg.ir.program.program import ModelGraph
 from pcg.ir.types import TensorType
-from pcg.parallel.ranks.stages import Stages
+from pcg.ranks.stages import Stages
 from pcg.runtime.memory.kv_cache import bytes_of_page, kv_types
 
 

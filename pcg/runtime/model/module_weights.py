@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from pcg.errors import WeightsError
-from pcg.parallel.ranks.shards import Ranges
+from pcg.ranks.shards import Ranges
 from pcg.runtime.model.weights import DTYPE_NAMES, Weights, slices_of
 from pcg.tensor_file import TensorInfo
 

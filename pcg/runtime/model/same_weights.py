@@ -14,8 +14,8 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from pcg.kernels.devices import device_pool
-from pcg.parallel.ranks.agreement import agreed, check_same, compare
-from pcg.parallel.ranks.group import Ranks
+from pcg.ranks.agreement import agreed, check_same, compare
+from pcg.ranks.group import Ranks
 from pcg.runtime.model.base_weights import TensorSource
 from pcg.runtime.model.weights import Weights
 

@@ -27,12 +27,6 @@ from pcg.ir.program.program import Program, Serving, Training
 from pcg.ir.types import TORCH_NAMES
 from pcg.kernels.devices import own_memory
 from pcg.kernels.uploads import downloaded
-from pcg.parallel.ranks.agreement import check_same
-from pcg.parallel.ranks.group import Ranks
-from pcg.parallel.ranks.mesh import SINGLE_MESH, RankMesh
-from pcg.parallel.ranks.same_program import serving_text
-from pcg.parallel.ranks.stage_link import StageLink
-from pcg.parallel.ranks.stages import cut_stages
 from pcg.peft.adapter import (
     Adapter,
     check_biases,
@@ -44,6 +38,12 @@ from pcg.peft.adapter import (
 )
 from pcg.peft.reader import read_adapter
 from pcg.peft.registry import is_shorthand, recipe_from
+from pcg.ranks.agreement import check_same
+from pcg.ranks.group import Ranks
+from pcg.ranks.mesh import SINGLE_MESH, RankMesh
+from pcg.ranks.same_program import serving_text
+from pcg.ranks.stage_link import StageLink
+from pcg.ranks.stages import cut_stages
 from pcg.runtime.adapters.padded_tables import PaddedTables
 from pcg.runtime.adapters.ragged_tables import RaggedTables
 from pcg.runtime.adapters.served_dtype import served_dtype

@@ -38,8 +38,8 @@ from pcg.kernels.batch import StepTokens
 from pcg.kernels.triton.step_lists import StepLists, sizes_of
 from pcg.kernels.triton.step_rooms import StepRoom, StepRooms
 from pcg.kernels.triton.warm_rooms import expected_us, rooms_within
-from pcg.parallel.ranks.group import SINGLE_RANK
 from pcg.peft.adapter import Adapter
+from pcg.ranks.group import SINGLE_RANK
 from pcg.runtime.adapters.padded_tables import BoundAdapters, PaddedTables
 from pcg.runtime.adapters.ragged_tables import RaggedTables
 from pcg.runtime.memory.kv_cache import KvCache

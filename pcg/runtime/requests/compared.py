@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from pcg.parallel.ranks.described import described, fields_of, tensor_digest, tokens_digest
 from pcg.peft.adapter import Adapter
+from pcg.ranks.described import described, fields_of, tensor_digest, tokens_digest
 from pcg.runtime.adapters.cache import ServedAdapter
 from pcg.runtime.requests.request import Request
 from pcg.runtime.text.tokenizer import Tokenizer

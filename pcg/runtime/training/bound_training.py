@@ -16,11 +16,11 @@ from torch import Tensor
 from pcg.ir.analysis.layer_order import layers_of_pass
 from pcg.ir.program.program import Training, python_name
 from pcg.kernels.torch.products import ProductRequest, Result
-from pcg.parallel.ranks.mesh import SINGLE_MESH, RankMesh
-from pcg.parallel.ranks.stage_link import StageLink
-from pcg.parallel.ranks.stages import Stages
 from pcg.peft.adapter import Adapter
 from pcg.peft.prompt_encoder import EncodedTraining
+from pcg.ranks.mesh import SINGLE_MESH, RankMesh
+from pcg.ranks.stage_link import StageLink
+from pcg.ranks.stages import Stages
 from pcg.runtime.adapters.adapter_shards import AdapterShards
 from pcg.runtime.data.example import IGNORED, Example
 from pcg.runtime.memory.bound_weights import BaseWeights

@@ -18,9 +18,9 @@ import torch
 
 from pcg.errors import FinetuneError, FinetuneInterrupted, RecordError, UnsupportedError
 from pcg.files import check_writable, damage_of, expanded
-from pcg.parallel.ranks.agreement import agreed
-from pcg.parallel.ranks.group import broadcast_from_first, run_on_first
 from pcg.peft.adapter import Adapter
+from pcg.ranks.agreement import agreed
+from pcg.ranks.group import broadcast_from_first, run_on_first
 from pcg.runtime.data.dataset import Dataset
 from pcg.runtime.data.order import Batches
 from pcg.runtime.model.state import ModelState

@@ -17,8 +17,8 @@ from torch.nn.utils.rnn import pad_sequence
 
 from pcg.kernels.torch.products import ProductRequest
 from pcg.kernels.uploads import uploaded
-from pcg.parallel.ranks.group import Ranks
-from pcg.parallel.ranks.token_shards import shard_rows
+from pcg.ranks.group import Ranks
+from pcg.ranks.token_shards import shard_rows
 from pcg.runtime.data.example import IGNORED
 from pcg.runtime.model.batch import Batch
 from pcg.runtime.model.cut_execution import CutExecution

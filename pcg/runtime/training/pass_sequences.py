@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from pcg.kernels.batch import Span
-from pcg.parallel.ranks.context_parallel import Piece, TokenParts
-from pcg.parallel.ranks.group import Ranks
+from pcg.ranks.context_parallel import Piece, TokenParts
+from pcg.ranks.group import Ranks
 from pcg.runtime.data.example import IGNORED
 from pcg.runtime.memory.pool import PageTable
 from pcg.runtime.model.batch import Batch

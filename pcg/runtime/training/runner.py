@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from pcg.kernels.devices import on_device
-from pcg.parallel.ranks.stage_link import StageLink
 from pcg.peft.adapter import Adapter
+from pcg.ranks.stage_link import StageLink
 from pcg.runtime.data.example import IGNORED, Example
 from pcg.runtime.memory.host_allocator import SLACK, FreedMemory, return_freed_memory
 from pcg.runtime.model.state import ModelState

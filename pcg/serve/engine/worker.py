@@ -33,9 +33,9 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from pcg.errors import AdapterNotFoundError, PcgError
 from pcg.kernels.devices import device_thread
 from pcg.keys import Key, Keys
-from pcg.parallel.ranks.launch import LOOPBACK, mute_others
 from pcg.parent_process import end_with_parent
 from pcg.peft.adapter import Adapter
+from pcg.ranks.launch import LOOPBACK, mute_others
 from pcg.runtime.engine.engine import Engine
 from pcg.runtime.engine.ranks.following_engine import FollowingEngine
 from pcg.runtime.executor import Executor

@@ -21,8 +21,8 @@ from pcg.ir.graph import Parameter
 from pcg.ir.program.program import Program
 from pcg.ir.types import TORCH_NAMES
 from pcg.kernels.torch.remote_weights import remote_tensor
-from pcg.parallel.ranks.mesh import SINGLE_MESH
-from pcg.parallel.ranks.shards import Ranges
+from pcg.ranks.mesh import SINGLE_MESH
+from pcg.ranks.shards import Ranges
 from pcg.runtime.executor import Executor
 from pcg.runtime.model.product_weights import multiplied
 from pcg.runtime.model.weight_digests import row_digests

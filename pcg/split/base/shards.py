@@ -29,9 +29,9 @@ from pcg.ir.types import TORCH_NAMES
 from pcg.kernels.devices import device_thread
 from pcg.kernels.torch.products import linear, linear_backward
 from pcg.kernels.torch.remote_weights import remote_tensor
-from pcg.parallel.ranks.group import Ranks
-from pcg.parallel.ranks.join import TIMEOUT_S
-from pcg.parallel.ranks.shards import Ranges
+from pcg.ranks.group import Ranks
+from pcg.ranks.join import TIMEOUT_S
+from pcg.ranks.shards import Ranges
 from pcg.runtime.model.product_weights import multiplied
 from pcg.runtime.model.weight_digests import hashing_threads, row_digests
 from pcg.runtime.model.weights import Weights

@@ -15,7 +15,7 @@ import torch
 import pcg.compiler as compiler
 from pcg.errors import DeviceMemoryError, EngineError
 from pcg.kernels.devices import is_out_of_memory
-from pcg.parallel.ranks.group import SINGLE_RANK
+from pcg.ranks.group import SINGLE_RANK
 from pcg.runtime.engine import device_memory
 from pcg.runtime.engine.device_memory import DeviceParts, fitted, step_bytes
 from pcg.runtime.engine.limits import Limits

@@ -8,7 +8,7 @@ import pytest
 import transformers
 
 import pcg.compiler as compiler
-from pcg.parallel.ranks.group import Ranks
+from pcg.ranks.group import Ranks
 from pcg.runtime.data.example import Example
 from pcg.runtime.engine.limits import Limits
 from pcg.runtime.executor import Executor

@@ -10,10 +10,10 @@ from pathlib import Path
 import torch
 
 from pcg.files import expanded
-from pcg.parallel.ranks.agreement import agreed
 from pcg.peft.adapter import Adapter
 from pcg.peft.reader import CONFIG, WEIGHTS
 from pcg.peft.registry import is_shorthand, recipe_fields, recipe_from, recipe_of_fields
+from pcg.ranks.agreement import agreed
 from pcg.runtime.engine.ranks.orders import Put
 from pcg.runtime.model.state import ModelState
 from pcg.runtime.requests.compared import adapter_facts

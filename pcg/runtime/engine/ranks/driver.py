@@ -12,8 +12,8 @@ from contextlib import contextmanager
 import msgspec
 
 from pcg.errors import GenerationError, RankLostError
-from pcg.parallel.ranks.line import Line
 from pcg.peft.adapter import Adapter
+from pcg.ranks.line import Line
 from pcg.runtime.engine.ranks.known_versions import ToldVersions
 from pcg.runtime.engine.ranks.orders import End, Message, Order, Submit, encode
 from pcg.runtime.model.state import ModelState

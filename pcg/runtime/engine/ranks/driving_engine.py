@@ -14,8 +14,8 @@ from queue import Empty
 
 import torch
 
-from pcg.parallel.ranks.line import BEAT_S, Line
 from pcg.peft.adapter import Adapter
+from pcg.ranks.line import BEAT_S, Line
 from pcg.runtime.adapters.loads import Loads, begun, pass_result, passing
 from pcg.runtime.data.limits import DataLimits
 from pcg.runtime.engine.calls import Call

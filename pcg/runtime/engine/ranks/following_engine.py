@@ -15,8 +15,8 @@ from concurrent.futures import Future
 from typing import Any, NoReturn, TypeVar
 
 from pcg.errors import EngineError, ParallelError
-from pcg.parallel.ranks.line import Line
 from pcg.peft.adapter import Adapter
+from pcg.ranks.line import Line
 from pcg.runtime.data.limits import DataLimits
 from pcg.runtime.engine.jobs import Job
 from pcg.runtime.engine.loop import EngineLoop

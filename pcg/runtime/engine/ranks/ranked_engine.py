@@ -18,8 +18,8 @@ import torch
 
 from pcg.errors import EngineError, ParallelError, UnsupportedError
 from pcg.kernels.devices import device_thread
-from pcg.parallel.ranks.group import broadcast_from_first
-from pcg.parallel.ranks.line import LOOK_S, Line
+from pcg.ranks.group import broadcast_from_first
+from pcg.ranks.line import LOOK_S, Line
 from pcg.runtime.data.limits import DataLimits
 from pcg.runtime.engine.async_engine import AsyncEngine
 from pcg.runtime.engine.jobs import Job

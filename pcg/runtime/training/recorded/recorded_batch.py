@@ -7,7 +7,7 @@ from torch import Tensor
 
 from pcg.kernels.batch import DroppedTokens
 from pcg.kernels.triton.attention.work import AttentionWork
-from pcg.parallel.ranks.group import SINGLE_RANK
+from pcg.ranks.group import SINGLE_RANK
 from pcg.runtime.memory.kv_cache import KvCache
 from pcg.runtime.model.batch import Batch
 

@@ -19,7 +19,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from pcg.parallel.ranks.stages import Stage, Stages
+from pcg.ranks.stages import Stage, Stages
 
 
 class Turn(NamedTuple):

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from pcg.parallel.ranks.data_parallel import shares
+from pcg.ranks.data_parallel import shares
 from pcg.runtime.data.example import Example
 from pcg.runtime.training.bound_training import BoundTraining
 from pcg.runtime.training.training_pass import TrainingPass

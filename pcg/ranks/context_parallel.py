@@ -26,7 +26,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from pcg.parallel.ranks.group import Ranks
+from pcg.ranks.group import Ranks
 
 LEAST_TOKENS = 128
 """The fewest tokens of prompts in a step for which ranks share it."""

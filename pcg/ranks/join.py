@@ -13,8 +13,8 @@ import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
 from pcg.errors import ParallelError
-from pcg.parallel.ranks.group import ROLL_CALL_S, SINGLE_RANK, ProcessRanks, Ranks
-from pcg.parallel.ranks.mesh import AXES, SINGLE_MESH, MeshSizes, RankMesh, members
+from pcg.ranks.group import ROLL_CALL_S, SINGLE_RANK, ProcessRanks, Ranks
+from pcg.ranks.mesh import AXES, SINGLE_MESH, MeshSizes, RankMesh, members
 
 TIMEOUT_S = 300
 """The longest time that a rank waits for the others, which may load their weights more slowly, if

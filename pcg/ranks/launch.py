@@ -20,7 +20,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, P
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from pcg.errors import ParallelError
-from pcg.parallel.ranks.rank_errors import RankError, read_errors
+from pcg.ranks.rank_errors import RankError, read_errors
 
 LOOPBACK = "127.0.0.1"
 ENDING_S = 300

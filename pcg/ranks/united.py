@@ -9,7 +9,7 @@ from math import prod
 import torch
 from torch import Tensor
 
-from pcg.parallel.ranks.group import Ranks
+from pcg.ranks.group import Ranks
 
 _ALIGNMENT = 16
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from pcg.parallel.ranks.join import sizes_of
-from pcg.parallel.ranks.mesh import MeshSizes
+from pcg.ranks.join import sizes_of
+from pcg.ranks.mesh import MeshSizes
 
 
 @dataclass(frozen=True, kw_only=True)

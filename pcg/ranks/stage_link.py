@@ -21,10 +21,10 @@ from torch import Tensor
 
 from pcg.ir.program.program import ModelGraph
 from pcg.ir.types import TORCH_NAMES, TensorType, tokens_at
-from pcg.parallel.ranks.group import PendingCollective
-from pcg.parallel.ranks.mesh import RankMesh
-from pcg.parallel.ranks.stages import Stage, Stages
-from pcg.parallel.ranks.united import padded
+from pcg.ranks.group import PendingCollective
+from pcg.ranks.mesh import RankMesh
+from pcg.ranks.stages import Stage, Stages
+from pcg.ranks.united import padded
 
 UNDER_WAY = 2
 """Messages of one direction that may be under way before the first of them is waited for: as a

@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from pcg.parallel.ranks.group import Ranks
+from pcg.ranks.group import Ranks
 
 
 def shares(batches: Sequence[Sequence[int]], replicas: int) -> list[list[list[int]]]:

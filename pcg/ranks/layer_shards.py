@@ -22,8 +22,8 @@ from torch import Tensor
 
 from pcg.ir.analysis.layer_order import ROOMS
 from pcg.ir.graph import Parameter
-from pcg.parallel.ranks.group import Ranks
-from pcg.parallel.ranks.shards import Ranges
+from pcg.ranks.group import Ranks
+from pcg.ranks.shards import Ranges
 
 Key = TypeVar("Key")
 _ALIGNMENT = 16

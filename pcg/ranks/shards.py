@@ -15,7 +15,7 @@ from torch import Tensor
 
 from pcg.ir.graph import Parameter
 from pcg.ir.layouts import PRE_REDUCE
-from pcg.parallel.ranks.group import Ranks
+from pcg.ranks.group import Ranks
 
 Ranges = tuple[tuple[int, int], ...]
 """The first entry and the end of the part of each dim of a tensor."""

@@ -15,8 +15,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 
 from pcg.errors import ParallelError, UnsupportedError
-from pcg.parallel.ranks.agreement import check_same
-from pcg.parallel.ranks.group import SINGLE_RANK, Ranks
+from pcg.ranks.agreement import check_same
+from pcg.ranks.group import SINGLE_RANK, Ranks
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from pcg.errors import ParallelError
-from pcg.parallel.ranks.group import Ranks
+from pcg.ranks.group import Ranks
 
 Result = TypeVar("Result")
 

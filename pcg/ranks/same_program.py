@@ -15,9 +15,9 @@ import torch
 
 from pcg.ir.printer import print_graphs
 from pcg.ir.program.program import ModelGraph, Program, Serving, Training
-from pcg.parallel.ranks.agreement import check_same
-from pcg.parallel.ranks.described import described, fields_of
-from pcg.parallel.ranks.group import Ranks
+from pcg.ranks.agreement import check_same
+from pcg.ranks.described import described, fields_of
+from pcg.ranks.group import Ranks
 from pcg.version import __version__
 
 PROGRAM_FIX = (

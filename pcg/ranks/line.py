@@ -16,8 +16,8 @@ import torch
 import torch.distributed as dist
 
 from pcg.errors import ParallelError
-from pcg.parallel.ranks.group import ProcessRanks, Ranks
-from pcg.parallel.ranks.join import TIMEOUT_S
+from pcg.ranks.group import ProcessRanks, Ranks
+from pcg.ranks.join import TIMEOUT_S
 
 BEAT_S = 1.0
 """The time after which the first rank sends a message though there is none, so that the others'
