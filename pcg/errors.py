@@ -34,6 +34,7 @@ PcgError
 │   ├── OutOfMemoryError       the memory pool is too small for it
 │   └── QueueFullError         too much waits already
 ├── EngineError                the engine's thread was closed, or ended by an error
+│   ├── DeviceMemoryError      the device's memory does not hold what an engine needs
 │   └── DrainingError          the engine ends its work, and takes nothing new
 ├── ServeError                 the server cannot start: its address, keys or options
 ├── StoreError                 what a server keeps cannot be read or written

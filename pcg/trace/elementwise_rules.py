@@ -83,7 +83,17 @@ def _rowwise(flat: FlatGraph, node: Node) -> FlatValue:
         tags = "".join(tag for i, tag in enumerate(tags) if i not in reduced)
     lies = FlatValue("", tags, shape)
     arguments = ", ".join(sources)
-    return lies.named(_carry(flat, node, "rowwise", [x.name], arguments, features=lies.features))
+    return lies.named(
+        _carry(
+            flat,
+            node,
+            "rowwise",
+            [x.name],
+            arguments,
+            reads=x.features,
+            features=lies.features,
+        )
+    )
 
 
 def _carry(

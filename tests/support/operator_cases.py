@@ -208,7 +208,8 @@ def unary_cases() -> list[Case]:
         ("flip.default", "{0}, [-2]", (3, 4)),
     ):
         attributes = {"target": f"aten.{target}", "arguments": arguments, "features": features}
-        cases.append(Case("rowwise", (x(3, 4),), {**attributes, "dtype": "float"}))
+        further = {"reads": (3, 4), "dtype": "float"}
+        cases.append(Case("rowwise", (x(3, 4),), {**attributes, **further}))
     cases.append(Case("detach", (x(4, needs=False),)))
     return cases
 

@@ -244,7 +244,7 @@ def carried(make: Maker, op: str) -> Sequence[str]:
     if op == "rowwise":
         attributes: Any = {"target": "aten.flip.default", "arguments": "{0}, [-1]"}
         features = tuple(map(int, make.type(x).features))
-        return make.add(op, x, dtype=dtype, features=features, **attributes)
+        return make.add(op, x, dtype=dtype, reads=features, features=features, **attributes)
     given = [x, *(make.of(dtype, *shape[1:]) for _ in range(make.draw(st.integers(0, 2))))]
     target = ("aten.elu.default", "aten.maximum.default", "aten.addcmul.default")[len(given) - 1]
     attributes = {

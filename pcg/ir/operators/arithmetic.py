@@ -275,7 +275,11 @@ class Carried(Operator):
         return f"torch.ops.{attributes['target']}({attributes['arguments'].format(*inputs)})"
 
     def gradient(self, context: Gradient) -> list[str | None]:
-        attributes = {key: context.attributes[key] for key in ("target", "arguments")}
+        attributes = {
+            key: value
+            for key, value in context.attributes.items()
+            if key in CarriedBackward.attributes
+        }
 
         def of(place: int) -> str:
             inputs = (context.incoming, *context.inputs)
@@ -302,14 +306,18 @@ class Pointwise(Carried):
 class Rowwise(Carried):
     """An operator over feature dims of one tensor, counted from the end in `arguments`.
 
-    `features` are the result's.
+    `reads` are the feature dims of its input, `features` the result's.
     """
 
     name = "rowwise"
-    attributes = declared(target=_TARGET, arguments=_ARGUMENTS, dtype=DTYPE, features=SIZES)
+    attributes = declared(
+        target=_TARGET, arguments=_ARGUMENTS, dtype=DTYPE, reads=SIZES, features=SIZES
+    )
     sums_rows = True
 
     def infer(self, types: Types, attributes: Attributes) -> Types:
+        if types[0].features != attributes["reads"]:
+            raise TypeCheckError(f"{types[0]} has not the features {attributes['reads']}")
         tokens = types[0].shape[: int(types[0].is_token_wise)]
         return (tensor(attributes["dtype"], *tokens, *attributes["features"]),)
 
@@ -318,12 +326,20 @@ class CarriedBackward(Operator):
     """The gradient of a carried operator's input `place`, by PyTorch's autograd."""
 
     name = "carried_backward"
-    attributes = declared(target=_TARGET, arguments=_ARGUMENTS, place=NATURAL)
+    attributes = declared(
+        target=_TARGET, arguments=_ARGUMENTS, place=NATURAL, features=optional(SIZES)
+    )
     inputs = (2, 4)
 
     def infer(self, types: Types, attributes: Attributes) -> Types:
         dy, *inputs = types
+        if attributes["place"] >= len(inputs):
+            raise TypeCheckError(f"{len(inputs)} inputs have none at place {attributes['place']}")
         dx = inputs[attributes["place"]]
+        shape = functools.reduce(broadcast, (type_.shape for type_ in inputs))
+        if "features" in attributes:
+            shape = (*dx.shape[: int(dx.is_token_wise)], *attributes["features"])
+        check_gradient(dy, dy.with_shape(shape))
         if not (dy.is_float and dx.is_float):
             raise TypeCheckError(f"{dx} has no gradient by {dy}")
         return (dx,)

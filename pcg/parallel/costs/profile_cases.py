@@ -92,7 +92,7 @@ def _elementwise(width: int, dtype: str) -> Iterator[Case]:
     yield Case("pointwise", (x,), {**CARRIED, "dtype": dtype})
     yield Case("carried_backward", (x, x), {**CARRIED, "place": 0})
     largest: Mapping[str, Attribute] = {"target": "aten.amax.default", "arguments": "{0}, -1, True"}
-    yield Case("rowwise", (x,), {**largest, "features": (1,), "dtype": dtype})
+    yield Case("rowwise", (x,), {**largest, "reads": (width,), "features": (1,), "dtype": dtype})
     yield Case("dropout", (x,), {"key": 0, "p": 0.1})
 
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 import sqlite3
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, TypeAlias, TypeVar
 
 Row = TypeVar("Row")
+Cell: TypeAlias = str | int | bytes | None
 
 
 class Table(Generic[Row]):
@@ -35,10 +36,10 @@ class Table(Generic[Row]):
         connection: sqlite3.Connection,
         condition: str = "1",
         values: Sequence[Any] = (),
-        **equal: Any,
+        **equal: Cell,
     ) -> Row | None:
         """Return the first row that fits; None without."""
-        return next(iter(self.select(connection, condition, values, **equal)), None)
+        return next(iter(self.select(connection, condition, values, "", **equal)), None)
 
     def select(
         self,
@@ -46,7 +47,7 @@ class Table(Generic[Row]):
         condition: str = "1",
         values: Sequence[Any] = (),
         order: str = "",
-        **equal: Any,
+        **equal: Cell,
     ) -> list[Row]:
         """Return the rows that fit; `order` is the end of the statement."""
         rows = self.read(connection, self.columns, condition, values, order, **equal)
@@ -59,7 +60,7 @@ class Table(Generic[Row]):
         condition: str = "1",
         values: Sequence[Any] = (),
         order: str = "",
-        **equal: Any,
+        **equal: Cell,
     ) -> list[tuple[Any, ...]]:
         """Return some columns, or aggregates of them, of the rows that fit."""
         where, given = _where(condition, values, equal)
@@ -71,10 +72,10 @@ class Table(Generic[Row]):
         connection: sqlite3.Connection,
         condition: str = "1",
         values: Sequence[Any] = (),
-        **equal: Any,
+        **equal: Cell,
     ) -> int:
         """Count the rows that fit."""
-        return int(self.read(connection, "COUNT(*)", condition, values, **equal)[0][0])
+        return int(self.read(connection, "COUNT(*)", condition, values, "", **equal)[0][0])
 
     def change(
         self,
@@ -82,7 +83,7 @@ class Table(Generic[Row]):
         columns: Mapping[str, Any],
         condition: str = "1",
         values: Sequence[Any] = (),
-        **equal: Any,
+        **equal: Cell,
     ) -> int:
         """Set columns of the rows that fit; returns their number."""
         where, given = _where(condition, values, equal)
@@ -95,7 +96,7 @@ class Table(Generic[Row]):
         connection: sqlite3.Connection,
         condition: str = "1",
         values: Sequence[Any] = (),
-        **equal: Any,
+        **equal: Cell,
     ) -> list[Row]:
         """Remove the rows that fit, and return them."""
         where, given = _where(condition, values, equal)
@@ -104,7 +105,7 @@ class Table(Generic[Row]):
 
 
 def _where(
-    condition: str, values: Sequence[Any], equal: Mapping[str, Any]
+    condition: str, values: Sequence[Any], equal: Mapping[str, Cell]
 ) -> tuple[str, list[Any]]:
     conditions = [f"({condition})", *(f"{name} = ?" for name in equal)]
     return " AND ".join(conditions), [*values, *equal.values()]

@@ -140,7 +140,8 @@ def test_a_part_of_an_embedding_needs_a_model_that_was_trained_for_it(
             max_positions=None,
         )
         engine = SimpleNamespace(
-            scheduler=SimpleNamespace(limits=Limits()), device=SimpleNamespace(warmed=None)
+            scheduler=SimpleNamespace(limits=Limits()),
+            device=SimpleNamespace(warmed=None, cache=SimpleNamespace(size_bytes=0)),
         )
         return facts_of(executor, engine, ServeOptions())  # type: ignore[arg-type]
 
