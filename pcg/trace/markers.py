@@ -14,6 +14,8 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.fx import Node
+from torch.fx.experimental import proxy_tensor
 from torch.overrides import TorchFunctionMode
 
 from pcg.errors import TraceError, UnsupportedError
@@ -122,7 +124,10 @@ def of_attention(own: str) -> Iterator[None]:
         return super(AttentionInterface, self).__getitem__(name)
 
     def find_none(position_ids: torch.Tensor) -> Any:
-        return None if get_ident() == thread else find_packed(position_ids)
+        if get_ident() != thread:
+            return find_packed(position_ids)
+        _check_consecutive(position_ids)
+        return None
 
     def broadcast(function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
         if get_ident() != thread:
@@ -148,6 +153,37 @@ def of_attention(own: str) -> Iterator[None]:
         masking_utils.find_packed_sequence_indices = find_packed
         masking_utils._vmap_expansion_sdpa = by_vmap
         own_attention.reset(before)
+
+
+_CONSECUTIVE = (
+    "add", "sub", "alias", "clone", "contiguous", "expand", "squeeze", "to", "_to_copy",
+    "unsqueeze", "view", "reshape", "lift_fresh_copy", "detach",
+)  # fmt: skip
+"""Operators that leave positions which go up by one as such; of two operands, one is a number."""
+
+
+def _check_consecutive(position_ids: torch.Tensor) -> None:
+    """Refuse traced positions that may not go up by one: transformers begins a sequence there."""
+    mode = proxy_tensor.get_proxy_mode()
+    if mode is None:
+        return
+    slot = proxy_tensor.get_proxy_slot(position_ids, mode.tracer, None)
+    node = None if slot is None else slot.proxy.node
+    while node is not None and node.op == "call_function":
+        target = node.target
+        name = target._schema.name if isinstance(target, torch._ops.OpOverload) else str(target)
+        name = name.removeprefix("aten::")
+        if name == "arange":
+            return
+        nodes = [x for x in node.args if isinstance(x, Node)]
+        tensors = [x for x in nodes if isinstance(x.meta.get("val"), torch.Tensor)]
+        if name not in _CONSECUTIVE or len(tensors) != 1:
+            raise UnsupportedError(
+                f"the model is given positions that are computed by {name}; where they do not go "
+                "up by one, transformers begins another sequence, which pcg does not; change what "
+                "is made of positions, as rotary tables, and leave position_ids as they are"
+            )
+        node = tensors[0]
 
 
 def _is_of_transformers(function: Any) -> bool:

@@ -206,7 +206,24 @@ def functions_of_two_tensors(model: Any) -> None:
         out = out + (2 + bound).pow(torch.sigmoid(out))
         return torch.where(out > 0.1, out, 0.3 * given[0]).masked_fill(out < -2, -2.0)
 
+    def leaky(_: Any, given: Any) -> Any:
+        return torch.where(given[0] > 0, given[0], 0.3 * given[0]), *given[1:]
+
     _layers(model)[1].mlp.register_forward_hook(bounded)
+    _layers(model)[2].register_forward_pre_hook(leaky)
+
+
+@_case(refused="positions that are computed by clamp")
+def positions_that_stop_going_up(model: Any) -> None:
+    """transformers begins a sequence of one token at each of them."""
+    original = model.model.forward
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        places = torch.arange(kwargs["input_ids"].shape[1])[None]
+        return original(*args, **{**kwargs, "position_ids": places.clamp(max=100)})
+
+    forward.__signature__ = inspect.signature(original)  # type: ignore[attr-defined]
+    model.model.forward = forward
 
 
 @_case()

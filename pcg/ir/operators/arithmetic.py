@@ -346,9 +346,11 @@ class CarriedBackward(Operator):
 
     def source(self, inputs: Sequence[str], attributes: Attributes) -> str:
         dy, *given = inputs
-        x, place = given[attributes["place"]], attributes["place"]
-        given[place] = "x"
-        function = f"lambda x: {Carried().source(given, attributes)}"
+        place, name = attributes["place"], "value"
+        while name in given:
+            name += "_"
+        x, given[place] = given[place], name
+        function = f"lambda {name}: {Carried().source(given, attributes)}"
         return f"torch.func.vjp({function}, {x})[1]({dy})[0]"
 
     def temporaries(self, inputs: Types, outputs: Types, attributes: Attributes) -> sympy.Expr:
