@@ -59,7 +59,8 @@ def check_weights(model: nn.Module) -> None:
 def check_logits(executor: Executor, model: nn.Module) -> None:
     """Compare an executor with the module that it was compiled from, by the module's own attention.
 
-    Logits of one token and of a few, and the tokens that greedy decoding then gives.
+    Logits of one token, of a few and of fewer than a window, where transformers gives no mask to
+    the module's code, and the tokens that greedy decoding then gives.
 
     Raises:
         LogitsError: they differ by more than rounding.
@@ -81,7 +82,15 @@ def check_logits(executor: Executor, model: nn.Module) -> None:
             )
         return logits
 
-    for tokens in (ids, ids[:1]):
+    attentions = [
+        node
+        for block in executor.state.program.serving.model.blocks
+        for node in block.nodes
+        if node.op == "attention"
+    ]
+    windows = {window for node in attentions if isinstance(window := node.attribute("window"), int)}
+    shorter = sorted(window - 1 for window in windows if 2 < window <= _TOKENS)
+    for tokens in (ids, ids[:1], *(ids[:count] for count in shorter)):
         error = _relative_error(executor.logits(tokens).cpu().double(), expected(tokens))
         if error > allowed:
             raise _is_another(

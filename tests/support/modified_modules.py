@@ -213,6 +213,19 @@ def functions_of_two_tensors(model: Any) -> None:
     _layers(model)[2].register_forward_pre_hook(leaky)
 
 
+@_case(family="mistral-window", refused="logits of")
+def a_mask_where_there_is_none(model: Any) -> None:
+    """transformers gives none below the window."""
+
+    def see_all(_: Any, args: Any, kwargs: Any) -> Any:
+        tokens, mask = kwargs["hidden_states"].shape[1], kwargs["attention_mask"]
+        mask = torch.zeros(1, 1, tokens, tokens) if mask is None else mask
+        return args, {**kwargs, "attention_mask": mask}
+
+    for layer in _layers(model):
+        layer.self_attn.register_forward_pre_hook(see_all, with_kwargs=True)
+
+
 @_case(refused="positions that are computed by clamp")
 def positions_that_stop_going_up(model: Any) -> None:
     """transformers begins a sequence of one token at each of them."""
