@@ -40,7 +40,10 @@ def carried(flat: FlatGraph, node: Node) -> FlatValue:
     given = [*node.args, *node.kwargs.values()]
     tensors = [a for a in given if isinstance(flat.value(a), FlatValue)]
     if set(node.all_input_nodes) != set(tensors) or not 1 <= len(tensors) <= 3:
-        raise refusal(node, "it is not in the operator table, and takes other than 1 to 3 tensors")
+        raise refusal(
+            node,
+            "it is not in the operator table, and only operators of 1 to 3 tensors are carried",
+        )
     if name in _ROWWISE and len(tensors) == 1:
         return _rowwise(flat, node)
     if torch.Tag.pointwise not in getattr(target, "tags", ()) and name not in _UNTAGGED:
@@ -67,7 +70,7 @@ def _rowwise(flat: FlatGraph, node: Node) -> FlatValue:
     given = argument(node, place, default, key) if key else None
     dims: list[Any] = list(given) if isinstance(given, list | tuple) else [given]
     if not dims or any(dim is None or x.tags[dim] != "d" for dim in dims):
-        raise refusal(node, "it is over all dims, or over tokens")
+        raise refusal(node, "it runs over all dims, or over tokens")
     flat_dims = [x.feature_dim(dim) for dim in dims]
     written = repr(flat_dims if isinstance(given, list | tuple) else flat_dims[0])
     sources = ["{0}", *map(_literal, node.args[1:])]

@@ -248,7 +248,7 @@ def arange(flat: FlatGraph, node: Node) -> FlatValue:
     ids = next(other for other in node.graph.nodes if other.name == "input_ids")
     (size,), tokens = node.meta["val"].shape, ids.meta["val"].shape[1]
     if (start, step) != (0, 1) or isinstance(size, int) or size.node.expr != tokens.node.expr:
-        raise refusal(node, "it counts other than the tokens")
+        raise refusal(node, "its range is not that of the tokens")
     return FlatValue(flat.cast("position_ids", dtype_of(node.meta["val"])), "t", (None,))
 
 
