@@ -35,7 +35,7 @@ from measure import write
 from torch import Tensor
 
 from pcg.errors import TypeCheckError
-from pcg.ir.analysis.in_flight import collective_of, waits
+from pcg.ir.analysis.dataflow import collective_of, waits
 from pcg.ir.graph import Graph, Node
 from pcg.ir.layouts import REPLICATED
 from pcg.ir.operators import operator

@@ -21,7 +21,7 @@ from pcg.explain.graph_costs import graph_costs
 from pcg.explain.planned_model import PlannedModel, Setup, plan_model
 from pcg.explain.step_memory import memory_bytes
 from pcg.given_module import source_of
-from pcg.ir.analysis.layer_order import gathers_of_step, layers_of_pass
+from pcg.ir.program.layer_order import gathers_of_step, layers_of_pass
 from pcg.options import PlanOptions
 from pcg.parallel.costs.catalog import find_cost_model
 from pcg.parallel.costs.cost_model import CostModel

@@ -30,8 +30,8 @@ def group_graphs(model: Any) -> list[Any]:
     """The groups of a model's programs, each different one as a graph of its own."""
     from pcg.codegen.group_kernel import group_kernel
     from pcg.compiler import compile_program
+    from pcg.ir.analysis.kernel_group import group_of
     from pcg.ir.graph import Value
-    from pcg.ir.kernel_group import group_of
     from pcg.passes.fusion.group_kernels import GroupKernels
 
     program = compile_program(model, "lora", dtype="bfloat16")

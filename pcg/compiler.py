@@ -17,8 +17,7 @@ from pcg.files import expanded
 from pcg.given_module import VERIFIED_PARAMETERS, check_logits, check_weights, source_of
 from pcg.ir.program.folder import load_program
 from pcg.ir.program.manifest import MANIFEST, read_manifest
-from pcg.ir.program.program import Program
-from pcg.ir.program.same_model import check_same_model
+from pcg.ir.program.program import Program, check_same_model
 from pcg.ir.types import TORCH_NAMES
 from pcg.kernels import attention_libraries
 from pcg.kernels.backend import check_device, choose_backend, machine_device

@@ -16,7 +16,7 @@ from pcg.codegen.group_kernel import GroupKernel
 from pcg.codegen.lines import WIDTH, statement, wrapped
 from pcg.codegen.program_functions import Function
 from pcg.errors import CodegenError
-from pcg.ir.analysis.in_flight import collective_of, waits
+from pcg.ir.analysis.dataflow import collective_of, waits
 from pcg.ir.graph import Graph, Node
 from pcg.ir.operators import operator
 from pcg.ir.printer import scope_text

@@ -21,7 +21,7 @@ from pcg.codegen.tile_kernel import (
     unspecialised,
 )
 from pcg.codegen.tile_layout import TileShape
-from pcg.ir.kernel_group import KernelGroup
+from pcg.ir.analysis.kernel_group import KernelGroup
 from pcg.ir.program.program import python_name
 
 

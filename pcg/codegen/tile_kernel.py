@@ -15,8 +15,8 @@ from math import prod
 
 from pcg.codegen.lines import filled, statement, wrapped
 from pcg.codegen.tile_layout import TilePosition, TileShape, position_read
+from pcg.ir.analysis.kernel_group import KernelGroup
 from pcg.ir.graph import Node
-from pcg.ir.kernel_group import KernelGroup
 from pcg.ir.operators import operator
 from pcg.ir.operators.base import Tile
 from pcg.ir.printer import scope_text

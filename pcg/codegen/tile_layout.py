@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import prod
 
-from pcg.ir.kernel_group import KernelGroup
+from pcg.ir.analysis.kernel_group import KernelGroup
 from pcg.ir.types import TensorType
 
 _TILE = 2048

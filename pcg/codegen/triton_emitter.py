@@ -11,8 +11,8 @@ from pcg.codegen.function_emitter import Item
 from pcg.codegen.group_kernel import group_kernel
 from pcg.codegen.program_functions import Function
 from pcg.errors import CodegenError
+from pcg.ir.analysis.kernel_group import KernelGroup, items_of
 from pcg.ir.graph import KernelGraph
-from pcg.ir.kernel_group import KernelGroup, items_of
 from pcg.ir.operators import operator
 
 IMPORTS = """import torch

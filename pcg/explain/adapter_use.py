@@ -8,8 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from pcg.ir.program.program import ModelGraph
-from pcg.ir.shapes import Shape, Shapes, elements
-from pcg.ir.types import TORCH_NAMES
+from pcg.ir.types import TORCH_NAMES, Shape, Shapes, elements
 from pcg.passes.bypasses import Bypasses, bypasses_of
 from pcg.peft.adapter import Adapter, new_adapter
 from pcg.peft.recipe import Recipe

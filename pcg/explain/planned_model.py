@@ -13,9 +13,9 @@ import torch
 
 from pcg.errors import UnsupportedError
 from pcg.explain.adapter_use import AdapterUse, adapter_use, shaped_adapters
-from pcg.ir.analysis.saved_memory import SavedMemory, saved_memory
 from pcg.ir.analysis.storages import SEQUENCES
 from pcg.ir.program.program import ModelGraph
+from pcg.ir.program.saved_memory import SavedMemory, saved_memory
 from pcg.ir.types import CONTEXT
 from pcg.options import CompileOptions, PlanOptions
 from pcg.passes.differentiate import LayerKind

@@ -36,8 +36,8 @@ from pcg.explain.step_memory import (
     step_memory,
     version_bytes,
 )
-from pcg.ir.analysis.layer_order import gathers_of_step, layers_of_pass
-from pcg.ir.analysis.saved_memory import saved_memory, window_memory
+from pcg.ir.program.layer_order import gathers_of_step, layers_of_pass
+from pcg.ir.program.saved_memory import saved_memory, window_memory
 from pcg.ir.types import DTYPE_BYTES, TORCH_NAMES
 from pcg.kernels.backend import backend_for
 from pcg.kernels.torch.attention_math import BLOCK_BYTES

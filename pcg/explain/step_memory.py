@@ -28,13 +28,12 @@ import torch
 from pcg.explain.base_memory import base_bytes, packed_bytes
 from pcg.explain.planned_model import PlannedModel
 from pcg.explain.report_data import KINDS, Moment
-from pcg.ir.analysis.saved_memory import SavedMemory, training_transients, transient
+from pcg.ir.analysis.dataflow import trained
 from pcg.ir.analysis.storages import SEQUENCES, TOKENS_OF_BATCH
-from pcg.ir.analysis.trainable import trained
 from pcg.ir.layouts import layout_of
 from pcg.ir.program.program import ModelGraph
-from pcg.ir.shapes import Shapes, elements
-from pcg.ir.types import DTYPE_BYTES, TOKENS, TORCH_NAMES
+from pcg.ir.program.saved_memory import SavedMemory, training_transients, transient
+from pcg.ir.types import DTYPE_BYTES, TOKENS, TORCH_NAMES, Shapes, elements
 from pcg.passes.memory.plan import MemoryPlan
 from pcg.runtime.memory.kv_cache import bytes_of_token
 from pcg.runtime.training.torch_optimizers import StateMemory

@@ -18,11 +18,15 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
+from math import prod
 from typing import TypeAlias
 
 import sympy
 
 from pcg.errors import TypeCheckError
+
+# -------------------------------------------------------------------------------------------- types
+
 
 TOKENS = sympy.Symbol("T", integer=True, positive=True)
 CONTEXT = sympy.Symbol("S", integer=True, positive=True)
@@ -231,3 +235,15 @@ def broadcast(left: tuple[Size, ...], right: tuple[Size, ...]) -> tuple[Size, ..
             raise TypeCheckError(f"shapes {list(left)} and {list(right)} do not broadcast")
         sizes.append(b if a == 1 else a)
     return tuple(sizes)
+
+
+# ------------------------------------------------------------------------------------------- shapes
+
+
+Shape: TypeAlias = tuple[int, ...]
+Shapes: TypeAlias = tuple[Shape, ...]
+
+
+def elements(shapes: Shapes) -> int:
+    """Numbers of tensors of these shapes."""
+    return sum(prod(shape) for shape in shapes)

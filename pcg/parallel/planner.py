@@ -22,7 +22,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from pcg.errors import TypeCheckError
-from pcg.ir.analysis.trainable import reachable, trained
+from pcg.ir.analysis.dataflow import reachable, trained
 from pcg.ir.graph import Graph, Node, Parameter
 from pcg.ir.layouts import PRE_REDUCE, REPLICATED, WHOLE, Layout, Sharding, token_part
 from pcg.ir.operators import operator

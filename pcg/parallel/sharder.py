@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from pcg.ir.builder import Builder
+from pcg.ir.analysis.builder import Builder
 from pcg.ir.graph import Graph, Node, Parameter, Value
 from pcg.ir.layouts import REPLICATED, WHOLE, Layout
 from pcg.parallel.parallel_plan import NodePlan, ParallelPlan, Reshard, is_saved

@@ -24,7 +24,7 @@ from dataclasses import dataclass
 import sympy
 
 from pcg.errors import UnsupportedError
-from pcg.ir.builder import Builder
+from pcg.ir.analysis.builder import Builder
 from pcg.ir.graph import Attribute, Graph, Node, Parameter, Value
 from pcg.ir.module_paths import EACH_LAYER, WHOLE_MODEL
 from pcg.ir.program.program import ModelGraph, computed_site, site_of, sites_of, token_embedding

@@ -17,7 +17,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Container, Mapping
 
-from pcg.ir.builder import Builder
+from pcg.ir.analysis.builder import Builder
 from pcg.ir.graph import Graph, Value
 from pcg.passes.differentiate import Differentiated, GradientPass, with_nodes
 

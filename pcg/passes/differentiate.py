@@ -12,8 +12,8 @@ from __future__ import annotations
 from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass
 
-from pcg.ir.analysis.trainable import reachable, trained
-from pcg.ir.builder import Builder
+from pcg.ir.analysis.builder import Builder
+from pcg.ir.analysis.dataflow import reachable, trained
 from pcg.ir.graph import Graph, Node, Value
 from pcg.ir.operators import Gradient, operator
 from pcg.ir.program.interfaces import check_backward, gradient_name

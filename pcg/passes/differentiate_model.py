@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from pcg.errors import UnsupportedError
-from pcg.ir.analysis.trainable import trained
-from pcg.ir.builder import Builder
+from pcg.ir.analysis.builder import Builder
+from pcg.ir.analysis.dataflow import trained
 from pcg.ir.graph import Graph
 from pcg.ir.program.interfaces import TARGETS
 from pcg.ir.program.program import ModelGraph

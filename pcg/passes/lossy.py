@@ -21,7 +21,7 @@ import dataclasses
 from collections.abc import Container, Iterable, Sequence
 from math import prod
 
-from pcg.ir.builder import Builder
+from pcg.ir.analysis.builder import Builder
 from pcg.ir.graph import Attribute, Graph, Node, Value
 from pcg.ir.operators import operator
 from pcg.ir.operators.lossy import Decoder

@@ -22,12 +22,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from pcg.errors import PassError
+from pcg.ir.analysis.verifier import verify
 from pcg.ir.graph import Graph
 from pcg.ir.parser import parse_graphs
 from pcg.ir.printer import print_graphs
 from pcg.ir.program.interfaces import check_model
 from pcg.ir.program.program import ModelGraph
-from pcg.ir.verifier import verify
 from pcg.passes.compress import Compress
 from pcg.passes.differentiate import Differentiate, Differentiated, GradientPass
 from pcg.passes.fold import Fold

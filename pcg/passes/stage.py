@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any, Generic, Protocol, TypeAlias, TypeVar, cast
 
 from pcg.errors import BrokenGraphError, IrError, PassError, PcgError
+from pcg.ir.analysis.verifier import verify
 from pcg.ir.graph import Graph
 from pcg.ir.printer import print_graphs
-from pcg.ir.verifier import verify
 from pcg.passes.pass_base import Pass
 
 Before = TypeVar("Before")

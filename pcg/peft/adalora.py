@@ -26,7 +26,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from pcg.errors import AdapterError, FinetuneError
-from pcg.ir.shapes import Shapes
+from pcg.ir.types import Shapes
 from pcg.peft.lora import LORA_FIELDS, MadeLoraBypass
 from pcg.peft.method import Place, Shape, Shards, TrainingBeside, low_rank
 from pcg.peft.rank_allocator import RankAllocator, Schedule

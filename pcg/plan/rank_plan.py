@@ -16,8 +16,8 @@ from pcg.explain.graph_costs import graph_costs
 from pcg.explain.planned_model import PlannedModel, Setup, fused_serving, plan_model
 from pcg.explain.report_data import KINDS
 from pcg.explain.step_memory import memory_bytes
-from pcg.ir.analysis.layer_order import gathers_of_step, layers_of_pass
 from pcg.ir.graph import Graph, Parameter
+from pcg.ir.program.layer_order import gathers_of_step, layers_of_pass
 from pcg.ir.program.program import ModelGraph
 from pcg.ir.types import DTYPE_BYTES
 from pcg.options import CompileOptions

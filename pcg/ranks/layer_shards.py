@@ -20,8 +20,8 @@ from typing import Generic, TypeVar
 import torch
 from torch import Tensor
 
-from pcg.ir.analysis.layer_order import ROOMS
 from pcg.ir.graph import Parameter
+from pcg.ir.program.layer_order import ROOMS
 from pcg.ranks.group import Ranks
 from pcg.ranks.shards import Ranges
 

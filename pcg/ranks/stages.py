@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from pcg.errors import ParallelError
-from pcg.ir.analysis.product_flops import graph_flops
+from pcg.ir.analysis.dataflow import graph_flops
 from pcg.ir.graph import Graph
 from pcg.ir.program.program import ModelGraph
 

@@ -8,10 +8,10 @@ from dataclasses import dataclass, replace
 from pcg.errors import CostModelError, OutOfMemoryError
 from pcg.explain.graph_costs import graph_costs
 from pcg.explain.step_memory import bytes_at
-from pcg.ir.analysis.saved_memory import saved_memory
 from pcg.ir.analysis.storages import SEQUENCES
 from pcg.ir.graph import Graph
 from pcg.ir.program.program import ModelGraph
+from pcg.ir.program.saved_memory import saved_memory
 from pcg.ir.types import CONTEXT, DTYPE_BYTES
 from pcg.options import PlanOptions
 from pcg.parallel.costs.accelerators import find_accelerator

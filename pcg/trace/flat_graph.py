@@ -16,7 +16,7 @@ import torch
 from torch.fx import Node
 
 from pcg.errors import TraceError, TypeCheckError
-from pcg.ir.builder import Builder
+from pcg.ir.analysis.builder import Builder
 from pcg.ir.graph import Attribute, Parameter, Value
 from pcg.ir.graph import Node as IrNode
 from pcg.ir.types import TORCH_NAMES, tensor

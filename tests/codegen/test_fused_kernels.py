@@ -15,7 +15,7 @@ import torch
 import pcg.compiler as compiler
 from pcg.codegen.group_kernel import group_kernel
 from pcg.codegen.tile_kernel import arguments_of, deferred_numbers
-from pcg.ir.kernel_group import KernelGroup, items_of
+from pcg.ir.analysis.kernel_group import KernelGroup, items_of
 from pcg.ir.program.program import python_name
 from pcg.runtime.data.example import Example
 from tests.support import oracle

@@ -22,7 +22,7 @@ import pcg
 from pcg.explain.baselines.peers import BUDGETS, MASKLESS, torch_partitioner
 from pcg.explain.peers import peer_point
 from pcg.explain.report import Report
-from pcg.ir.analysis.product_flops import graph_flops, node_flops
+from pcg.ir.analysis.dataflow import graph_flops, node_flops
 from pcg.peft.lora import LoraConfig
 from pcg.source import resolve
 from tests.support.families import BY_NAME, FAMILIES

@@ -3,12 +3,12 @@
 import pytest
 
 from pcg.errors import IrError, TypeCheckError, VerifyError
-from pcg.ir.builder import Builder
+from pcg.ir.analysis.builder import Builder
+from pcg.ir.analysis.verifier import verify
 from pcg.ir.graph import Graph, Node, Parameter, Value
 from pcg.ir.parser import parse_graph
 from pcg.ir.printer import print_graph
 from pcg.ir.types import TOKENS, tensor
-from pcg.ir.verifier import verify
 
 X = tensor("bf16", TOKENS, 64)
 W = Parameter(Value("w", tensor("bf16", 64, 64)), "frozen", "w.weight")

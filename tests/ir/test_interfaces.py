@@ -15,6 +15,7 @@ import pytest
 
 from pcg.compiler import compile_program
 from pcg.errors import BrokenGraphError, ProgramError, TypeCheckError, VerifyError
+from pcg.ir.analysis.verifier import verify
 from pcg.ir.graph import Graph, Node, Value
 from pcg.ir.module_paths import WHOLE_MODEL
 from pcg.ir.operators import OPERATORS
@@ -24,7 +25,6 @@ from pcg.ir.program.files import SERVING_IR, files_of, program_from
 from pcg.ir.program.interfaces import check_model
 from pcg.ir.program.manifest import Manifest
 from pcg.ir.program.program import ModelGraph, Program, TrainingGraph
-from pcg.ir.verifier import verify
 from pcg.options import PlanOptions
 from pcg.passes.bypasses import Bypasses
 from pcg.passes.fusion.fuse_linears import FuseLinears

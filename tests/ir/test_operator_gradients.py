@@ -18,11 +18,11 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from pcg.errors import UnsupportedError
-from pcg.ir.builder import Builder
+from pcg.ir.analysis.builder import Builder
+from pcg.ir.analysis.verifier import verify
 from pcg.ir.graph import Attribute, Graph
 from pcg.ir.operators import OPERATORS, Gradient, Operator, operator
 from pcg.ir.types import TOKENS, TORCH_NAMES, tensor
-from pcg.ir.verifier import verify
 from tests.support.operator_cases import (
     CASES,
     COUNT,

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
+from pcg.ir.analysis.builder import Builder
 from pcg.ir.analysis.storages import Storages
-from pcg.ir.builder import Builder
 from pcg.ir.types import TOKENS, tensor
 
 

@@ -10,11 +10,11 @@ import sympy
 from hypothesis import given, settings
 
 from pcg.errors import VerifyError
+from pcg.ir.analysis.verifier import verify
 from pcg.ir.graph import Graph, Node, Parameter, Value
 from pcg.ir.operators import OPERATORS
 from pcg.ir.parser import parse_graph
 from pcg.ir.types import TOKENS, Dim, State, TensorType, tensor
-from pcg.ir.verifier import verify
 from tests.support.well_typed import graphs
 
 GOOD = """graph @mlp(%x: bf16[T, 64], %ids: i64[T]) {

@@ -24,9 +24,9 @@ from pcg.codegen.emit import emit_module
 from pcg.codegen.group_kernel import group_kernel
 from pcg.codegen.program_functions import Function
 from pcg.codegen.tile_kernel import arguments_of
-from pcg.ir.builder import Builder
+from pcg.ir.analysis.builder import Builder
+from pcg.ir.analysis.kernel_group import group_of
 from pcg.ir.graph import Graph, Parameter, Value
-from pcg.ir.kernel_group import group_of
 from pcg.ir.program.program import python_name
 from pcg.ir.types import TOKENS, TORCH_NAMES, tensor
 from pcg.kernels.batch import Span

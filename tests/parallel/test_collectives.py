@@ -9,11 +9,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from pcg.ir.builder import Builder
+from pcg.ir.analysis.builder import Builder
+from pcg.ir.analysis.verifier import verify
 from pcg.ir.graph import Attribute, Graph
 from pcg.ir.layouts import PRE_REDUCE, REPLICATED, WHOLE, Layout, dual, partitioned
 from pcg.ir.types import TOKENS, part_of_tokens, tensor
-from pcg.ir.verifier import verify
 from pcg.kernels.torch import ops as torch_ops
 from pcg.passes.differentiate import Differentiate
 from tests.support.evaluate import evaluate

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from pcg.errors import TypeCheckError
-from pcg.ir.analysis.trainable import trained
+from pcg.ir.analysis.dataflow import trained
 from pcg.ir.layouts import PRE_REDUCE, REPLICATED, WHOLE, Layout, Sharding
 from pcg.ir.program.program import ModelGraph
 from pcg.parallel.base_plan import COLUMN, ROW

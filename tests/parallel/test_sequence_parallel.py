@@ -14,11 +14,11 @@ from hypothesis import strategies as st
 import pcg
 from pcg.errors import ParallelError
 from pcg.explain import explain as explaining
+from pcg.ir.analysis.verifier import verify
 from pcg.ir.layouts import partitioned
 from pcg.ir.parser import parse_graph
 from pcg.ir.printer import print_graph
 from pcg.ir.program.folder import load_program, save_program
-from pcg.ir.verifier import verify
 from pcg.ranks.token_shards import gathered_rows, placed_rows, rows_of_rank
 from pcg.runtime.data.example import Example
 from pcg.runtime.model.merged_execution import run_single

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 import pcg.compiler as compiler
 from pcg.errors import FinetuneInterrupted, ParallelError, ProgramError, UnsupportedError
 from pcg.explain import explain as explaining
-from pcg.ir.analysis.layer_order import ROOMS, GatherOrder, layers_of_pass
+from pcg.ir.program.layer_order import ROOMS, GatherOrder, layers_of_pass
 from pcg.ranks.mesh import MeshSizes, RankMesh
 from pcg.runtime.model.weights import Checkpoint
 from pcg.runtime.training.result import StepRecord

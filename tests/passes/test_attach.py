@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from pcg.errors import AdapterError
+from pcg.ir.analysis.verifier import verify
 from pcg.ir.parser import parse_graph
 from pcg.ir.printer import print_graph
-from pcg.ir.verifier import verify
 from pcg.passes.attach import attach
 from pcg.passes.bypasses import Bypasses, bypasses_of
 from pcg.peft.lora import LoraConfig

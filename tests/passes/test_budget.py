@@ -8,9 +8,9 @@ from peft import LoraConfig
 import pcg
 from pcg.compiler import compile_program
 from pcg.errors import MemoryBudgetError
-from pcg.ir.analysis.saved_memory import saved_memory
 from pcg.ir.analysis.storages import SEQUENCES
 from pcg.ir.program.program import Training
+from pcg.ir.program.saved_memory import saved_memory
 from pcg.ir.types import CONTEXT
 from tests.support.families import BY_NAME
 

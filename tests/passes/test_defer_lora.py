@@ -11,9 +11,9 @@ from triton.runtime import interpreter
 
 from pcg import compiler
 from pcg.compiler import compile_program
+from pcg.ir.analysis.verifier import verify
 from pcg.ir.graph import Graph
 from pcg.ir.program.program import ModelGraph
-from pcg.ir.verifier import verify
 from pcg.passes.fusion.defer_lora import DeferLora
 from tests.support import oracle
 from tests.support.emitted_programs import METHODS

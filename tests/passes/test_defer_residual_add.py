@@ -10,8 +10,8 @@ import torch
 
 from pcg import compiler
 from pcg.compiler import compile_program
+from pcg.ir.analysis.verifier import verify
 from pcg.ir.program.program import ModelGraph
-from pcg.ir.verifier import verify
 from pcg.passes.fusion.defer_residual_add import DeferResidualAdd
 from pcg.passes.pass_base import On
 from pcg.passes.pipeline import Pipeline, Settings, pipeline

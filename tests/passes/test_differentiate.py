@@ -10,12 +10,12 @@ import torch
 from hypothesis import given
 
 from pcg.errors import UnsupportedError
+from pcg.ir.analysis.verifier import verify
 from pcg.ir.graph import Graph
 from pcg.ir.module_paths import WHOLE_MODEL
 from pcg.ir.parser import parse_graph
 from pcg.ir.printer import print_graph
 from pcg.ir.program.program import ModelGraph
-from pcg.ir.verifier import verify
 from pcg.passes.attach import attach
 from pcg.passes.bypasses import Bypasses
 from pcg.passes.differentiate import Differentiate, Differentiated, LayerKind

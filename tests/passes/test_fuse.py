@@ -7,8 +7,8 @@ import re
 import pytest
 
 from pcg.errors import VerifyError
+from pcg.ir.analysis.verifier import verify
 from pcg.ir.parser import parse_graph
-from pcg.ir.verifier import verify
 from pcg.passes.registry import run_text
 
 Q_AND_V = """\

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from pcg.compiler import compile_program
+from pcg.ir.analysis.verifier import verify
 from pcg.ir.graph import Graph
 from pcg.ir.operators import operator
-from pcg.ir.verifier import verify
 from pcg.passes.fusion.fuse_gradients import FuseGradients
 from pcg.passes.registry import run_text
 from tests.support.families import BY_NAME

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from pcg.compiler import compile_program
+from pcg.ir.analysis.verifier import verify
 from pcg.ir.graph import Graph
-from pcg.ir.verifier import verify
 from pcg.passes.fusion.fuse_gradients import FuseGradients
 from pcg.passes.fusion.join_lora import JoinLora
 from tests.support.families import BY_NAME

@@ -11,9 +11,9 @@ from typing import Literal
 import pytest
 
 from pcg.errors import TypeCheckError
-from pcg.ir.analysis.saved_memory import outside_bytes, saved_memory
 from pcg.ir.analysis.storages import SEQUENCES, Storages
 from pcg.ir.program.program import ModelGraph
+from pcg.ir.program.saved_memory import outside_bytes, saved_memory
 from pcg.ir.types import CONTEXT
 from pcg.options import MemoryBudget, PlanOptions
 from pcg.parallel.costs.catalog import find_cost_model

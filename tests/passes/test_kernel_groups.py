@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from pcg.compiler import compile_program
+from pcg.ir.analysis.kernel_group import KernelGroup
 from pcg.ir.graph import Graph, Node
-from pcg.ir.kernel_group import KernelGroup
 from pcg.ir.operators import operator
 from pcg.ir.parser import parse_graph
 from tests.support.families import BY_NAME

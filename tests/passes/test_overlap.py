@@ -8,13 +8,13 @@ from hypothesis import strategies as st
 
 from pcg.codegen.function_emitter import emit_function
 from pcg.codegen.program_functions import Function
-from pcg.ir.analysis.in_flight import collective_of, waits
-from pcg.ir.analysis.saved_memory import transient
-from pcg.ir.builder import Builder
+from pcg.ir.analysis.builder import Builder
+from pcg.ir.analysis.dataflow import collective_of, waits
+from pcg.ir.analysis.verifier import verify
 from pcg.ir.graph import Graph
 from pcg.ir.parser import parse_graph
+from pcg.ir.program.saved_memory import transient
 from pcg.ir.types import TOKENS, tensor
-from pcg.ir.verifier import verify
 from pcg.passes.registry import run_text
 from pcg.passes.sharding.overlap import MORE, Overlap
 

@@ -15,11 +15,11 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 import pcg
 from pcg.compiler import compile_program
 from pcg.errors import CostModelError, ParallelError
+from pcg.ir.analysis.verifier import verify
 from pcg.ir.layouts import REPLICATED, WHOLE, Layout, partitioned
 from pcg.ir.parser import parse_graph
 from pcg.ir.printer import print_graph
 from pcg.ir.program.program import ModelGraph
-from pcg.ir.verifier import verify
 from pcg.options import PlanOptions
 from pcg.parallel.base_plan import COLUMN, ROW, base_plan, partitioned_attentions
 from pcg.parallel.costs.layer_costs import ByteCosts

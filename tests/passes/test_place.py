@@ -10,9 +10,9 @@ import torch
 from pcg.errors import UnsupportedError
 from pcg.explain.adapter_use import adapter_use
 from pcg.given_module import source_of
+from pcg.ir.analysis.verifier import verify
 from pcg.ir.parser import parse_graphs
 from pcg.ir.program.program import ModelGraph
-from pcg.ir.verifier import verify
 from pcg.options import PlanOptions, SplitLink
 from pcg.parallel.costs.catalog import find_cost_model
 from pcg.passes.differentiate import Differentiate

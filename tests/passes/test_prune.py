@@ -6,10 +6,10 @@ import networkx
 from hypothesis import given
 from hypothesis import strategies as st
 
+from pcg.ir.analysis.verifier import verify
 from pcg.ir.graph import Graph
 from pcg.ir.parser import parse_graph
 from pcg.ir.printer import print_graph
-from pcg.ir.verifier import verify
 from pcg.passes.attach import attach
 from pcg.passes.differentiate import Differentiate, Differentiated
 from pcg.passes.prune import Prune

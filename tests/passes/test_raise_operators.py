@@ -12,10 +12,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from pcg.ir.analysis.verifier import verify
 from pcg.ir.graph import Graph
 from pcg.ir.operators import operator
 from pcg.ir.parser import parse_graph
-from pcg.ir.verifier import verify
 from pcg.passes.raising.raise_operators import raise_graph
 from pcg.passes.registry import run_text
 from pcg.runtime.model.batch import whole_sequences

@@ -10,11 +10,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pcg.ir.analysis.product_flops import graph_flops, node_flops
+from pcg.ir.analysis.dataflow import graph_flops, node_flops
 from pcg.ir.analysis.storages import Storages
+from pcg.ir.analysis.verifier import verify
 from pcg.ir.graph import Graph
 from pcg.ir.operators import operator
-from pcg.ir.verifier import verify
 from pcg.options import MemoryBudget
 from pcg.passes.attach import attach
 from pcg.passes.compress import Compress

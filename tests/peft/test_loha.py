@@ -16,9 +16,9 @@ from safetensors.torch import load_file, save_file
 import pcg
 import pcg.compiler as compiler
 from pcg.errors import AdapterError, UnsupportedError
+from pcg.ir.analysis.verifier import verify
 from pcg.ir.parser import parse_graph
 from pcg.ir.printer import print_graph
-from pcg.ir.verifier import verify
 from pcg.passes.attach import attach
 from pcg.passes.bypasses import Bypasses
 from pcg.passes.registry import run_graphs

@@ -6,10 +6,10 @@ from collections.abc import Iterator
 
 import pytest
 
+from pcg.ir.analysis.kernel_group import KernelGroup, items_of
+from pcg.ir.analysis.verifier import verify
 from pcg.ir.graph import Graph, KernelGraph, Node
-from pcg.ir.kernel_group import KernelGroup, items_of
 from pcg.ir.program.program import Program
-from pcg.ir.verifier import verify
 from pcg.passes.fusion.group_kernels import GroupKernels
 from pcg.passes.fusion.order_kernels import OrderKernels
 from pcg.passes.fusion.side_by_side import SideBySide

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from pcg.ir.builder import Builder
+from pcg.ir.analysis.builder import Builder
 from pcg.ir.graph import Attribute, Graph, Parameter, Value
 from pcg.ir.operators import Gradient, operator
 from pcg.ir.types import TOKENS, TORCH_NAMES, Size, tensor

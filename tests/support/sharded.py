@@ -7,10 +7,10 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
+from pcg.ir.analysis.verifier import verify
 from pcg.ir.graph import Graph, Parameter
 from pcg.ir.layouts import Layout, State
 from pcg.ir.types import TOKENS
-from pcg.ir.verifier import verify
 from pcg.parallel.parallel_plan import ParallelPlan
 from pcg.parallel.search import Search, SearchResult
 from pcg.parallel.sharder import shard

@@ -15,7 +15,7 @@ import sympy
 from hypothesis import strategies as st
 from hypothesis.strategies import DrawFn, SearchStrategy
 
-from pcg.ir.builder import Builder
+from pcg.ir.analysis.builder import Builder
 from pcg.ir.graph import Attribute, Graph, Parameter, Value
 from pcg.ir.operators.bypass import Activate
 from pcg.ir.types import (

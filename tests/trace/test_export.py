@@ -10,7 +10,7 @@ import torch
 
 import pcg.compiler as compiler
 from pcg.errors import TraceError
-from pcg.ir.verifier import verify
+from pcg.ir.analysis.verifier import verify
 from pcg.trace import TracedModel, trace
 from tests.support import oracle
 from tests.support.families import BY_NAME, FAMILIES, WINDOW

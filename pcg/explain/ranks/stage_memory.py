@@ -18,9 +18,9 @@ from pcg.explain.report import Report
 from pcg.explain.report_builder import host_bytes
 from pcg.explain.report_data import KINDS
 from pcg.explain.step_memory import bytes_at, state_memory, step_memory, timeline
-from pcg.ir.analysis.saved_memory import SavedMemory, saved_memory
 from pcg.ir.graph import Graph, Value
 from pcg.ir.program.program import ModelGraph
+from pcg.ir.program.saved_memory import SavedMemory, saved_memory
 from pcg.options import ExplainOptions
 from pcg.ranks.stage_link import UNDER_WAY, link_bytes
 from pcg.ranks.stages import Stage, Stages, cut_stages

@@ -1,59 +1,28 @@
-"""The operator table: everything there is to know of each operator, in one place."""
+"""The operator table: all facts about each operator, one class per operator in this folder."""
 
 from __future__ import annotations
 
 import difflib
+import importlib
+import pkgutil
 from collections.abc import Iterator
 
 from pcg.errors import IrError
-from pcg.ir.operators import (
-    activations,
-    arithmetic,
-    attention,
-    bypass,
-    collectives,
-    deferred,
-    linear,
-    lora,
-    lora_groups,
-    lora_variants,
-    lossy,
-    norms,
-    reductions,
-    rope,
-    shape,
-    vectors,
-    virtual_tokens,
-    vocabulary,
-)
 from pcg.ir.operators.base import Gradient, Operator
+from pcg.ir.operators.collectives import TRANSITIONS
 
 __all__ = ["OPERATORS", "Gradient", "Operator", "operator"]
 
 
 def _entries() -> Iterator[Operator]:
-    """An entry for each class of these modules that has a name of its own, and the transitions."""
-    for module in (
-        *(activations, arithmetic, attention, bypass, collectives, deferred, linear),
-        *(
-            lora,
-            lora_groups,
-            lora_variants,
-            lossy,
-            norms,
-            reductions,
-            rope,
-            shape,
-            vectors,
-            virtual_tokens,
-        ),
-        *(vocabulary,),
-    ):
-        for found in vars(module).values():
-            is_own = isinstance(found, type) and found.__module__ == module.__name__
-            if is_own and issubclass(found, Operator) and "name" in vars(found):
-                yield found()
-    yield from collectives.TRANSITIONS
+    """Instantiate each class of this folder's modules with a name, and the transitions."""
+    for info in pkgutil.iter_modules(__path__):
+        module = importlib.import_module(f"{__name__}.{info.name}")
+        for value in vars(module).values():
+            is_local = isinstance(value, type) and value.__module__ == module.__name__
+            if is_local and issubclass(value, Operator) and "name" in vars(value):
+                yield value()
+    yield from TRANSITIONS
 
 
 OPERATORS: dict[str, Operator] = {

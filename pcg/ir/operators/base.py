@@ -347,7 +347,7 @@ class Tile(Protocol):
 
 
 class GraphBuilder(Protocol):
-    """The part of `pcg.ir.builder.Builder` that gradient rules use."""
+    """The part of `pcg.ir.analysis.builder.Builder` that gradient rules use."""
 
     types: dict[str, TensorType]
     reserved: Container[str]

@@ -2,11 +2,29 @@
 
 They take *adapter* parameters: in a batch of many adapters each token uses its own adapter's
 weights (segmented products: Punica §4, S-LoRA §5.3). The scale α/r is the adapter's, no attribute.
+
+Programs for Triton leave LoRA's summand of a product to the kernel that reads the sum:
+
+    y, d = lora_linear(x, W, A, B) {deferred=True}      z = add_deferred(y, d)
+
+d is scale · (x Aᵀ) Bᵀ, held as s = x Aᵀ and the place of B, from which the kernel of z computes it.
+d is empty where the runtime has added LoRA to y already: for long prompts, and for adapters that
+are no rows.
+
+Programs for Triton that train join the LoRA of several sites in one operator:
+
+    s_i = shrink(x, A_i)                         shrink_group(x, A…)
+    z_i = expand_add(y_i, s_i, B_i)              expand_add_group(y…, s…, B…)
+    dx = Σ_i dz_i W_i + ds_i A_i                 lora_group_backward(dz…, W…, A…, B…, s…)
+    dA_i = outer(ds_i, x)                        asked_outer_group(ds…, x)
+
+A group runs as many launches as one site; its sums equal those of the operators that it replaces.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import TypeVar
 
 import sympy
 
@@ -15,6 +33,7 @@ from pcg.ir.layouts import PRE_REDUCE, REPLICATED, Sharding, partitioned, shardi
 from pcg.ir.operators.base import (
     COUNT,
     FLAG,
+    NATURAL,
     PRESENT,
     SIZES,
     TEXT,
@@ -22,11 +41,14 @@ from pcg.ir.operators.base import (
     Attributes,
     Bounds,
     Gradient,
+    Operator,
+    Tile,
     Types,
     cast_bytes,
     check_gradient,
     declared,
     optional,
+    same_dims,
 )
 from pcg.ir.operators.linear import (
     CONTRACTED,
@@ -39,6 +61,8 @@ from pcg.ir.operators.linear import (
     weight_name,
 )
 from pcg.ir.types import TensorType
+
+# --------------------------------------------------------------------------------------------- lora
 
 
 class Shrink(Product):
@@ -217,7 +241,7 @@ class LoraLinear(Product):
     Inputs: x, the `count` weights, their biases where `bias`, then all A, then all B. Where some
     outputs have no LoRA, `adapted` are the indices of those that have, and A and B are theirs.
     With `deferred`, LoRA's summands of these are outputs of their own, behind the others; see
-    `pcg.ir.operators.deferred`.
+    `pcg.ir.operators.lora`.
     """
 
     name = "lora_linear"
@@ -310,3 +334,153 @@ class LoraLinearBackward(Product):
 
     def flops(self, inputs: Types, outputs: Types, attributes: Attributes) -> sympy.Expr:
         return 2 * outputs[2].elements * inputs[0].shape[-1]
+
+
+# ----------------------------------------------------------------------------------------- deferred
+
+
+class AddDeferred(Operator):
+    """z = y + d, for y [T, n] and LoRA's summand d of it."""
+
+    name = "add_deferred"
+    linear_in = ((0, 1),)
+    inputs = (2, 2)
+
+    def infer(self, types: Types, attributes: Attributes) -> Types:
+        y, deferred = types
+        same = (y.dtype, y.shape) == (deferred.dtype, deferred.shape)
+        if not same or len(y.dims) != 2:
+            raise TypeCheckError(f"add_deferred of {deferred} to {y}; expected two of [T, n]")
+        return (y,)
+
+    def aligned(self, types: Types, attributes: Attributes) -> Iterator[Aligned]:
+        return same_dims(types[0], 2)
+
+    def tile(self, tile: Tile, attributes: Attributes) -> str:
+        return f"{tile.read(0)} + {tile.read(1)}"
+
+
+class NothingDeferred(Operator):
+    """The summand d = 0 of something [T, n], for the first layer."""
+
+    name = "nothing_deferred"
+    template = "K.{name}()"
+
+    def source(self, inputs: Sequence[str], attributes: Attributes) -> str:
+        return f"K.{self.name}()"
+
+    def aligned(self, types: Types, attributes: Attributes) -> Iterator[Aligned]:
+        return same_dims(types[0])
+
+
+# -------------------------------------------------------------------------------------- lora groups
+
+
+Item = TypeVar("Item")
+
+MOST_SITES = 3
+"""Sites of one operator, at most: q, k and v; the kernels take so many tensors of each kind."""
+
+
+class ShrinkGroup(Product):
+    """s_i = x A_iᵀ, down to each rank: `x: [T, in]`, `A_i: [r, in]` give `[T, r]` each."""
+
+    name = "shrink_group"
+    inputs = (3, 1 + MOST_SITES)
+
+    def infer(self, types: Types, attributes: Attributes) -> Types:
+        x, *every = types
+        return tuple(Shrink().infer((x, a), {})[0] for a in every)
+
+    def source(self, inputs: Sequence[str], attributes: Attributes) -> str:
+        return f"K.{self.name}({inputs[0]}, {tuple_source(inputs[1:])})"
+
+
+class ExpandAddGroup(Product):
+    """z_i = y_i + scale · s_i B_iᵀ, in y's dtype; inputs are all y, all s and all B."""
+
+    name = "expand_add_group"
+    inputs = (6, 3 * MOST_SITES)
+
+    def infer(self, types: Types, attributes: Attributes) -> Types:
+        return tuple(ExpandAdd().infer(own, {})[0] for own in zip(*by_kind(types, 3), strict=True))
+
+    def source(self, inputs: Sequence[str], attributes: Attributes) -> str:
+        return f"K.{self.name}({', '.join(map(tuple_source, by_kind(inputs, 3)))})"
+
+    def flops(self, inputs: Types, outputs: Types, attributes: Attributes) -> sympy.Expr:
+        each = zip(*by_kind(inputs, 3), strict=True)
+        return sum((ExpandAdd().flops(own, own[:1], {}) for own in each), sympy.Integer(0))
+
+
+class LoraGroupBackward(Product):
+    """The gradients of linear operators of one input with LoRA, without A's.
+
+    Inputs are all dz, all W, all A, all B and all s; outputs all ds, all dB, and the sum dx. The
+    last `plain` operators have no LoRA, and so neither A, B nor s.
+    """
+
+    name = "lora_group_backward"
+    attributes = declared(plain=NATURAL)
+    inputs = (10, 5 * MOST_SITES)
+    computes_in_first = True
+
+    def infer(self, types: Types, attributes: Attributes) -> Types:
+        dz, weights, *rest = by_site(types, int(attributes["plain"]))
+        adapted = zip(dz, weights, *rest, strict=False)
+        ds, db, _ = zip(*(LoraLinearBackward().infer(own, {}) for own in adapted), strict=True)
+        dx = [LinearBackward().infer(own, {})[0] for own in zip(dz, weights, strict=True)]
+        if len(set(dx)) > 1:
+            raise TypeCheckError(f"{self.name} sums gradients {dx} of different types")
+        return (*ds, *db, dx[0])
+
+    def source(self, inputs: Sequence[str], attributes: Attributes) -> str:
+        groups = by_site(inputs, int(attributes["plain"]))
+        names = tuple_source([f'"{weight_name(weight)}"' for weight in groups[1]])
+        rest = ", ".join(map(tuple_source, groups))
+        return f"yield from K.{self.name}(batch, {names}, {rest})"
+
+    def flops(self, inputs: Types, outputs: Types, attributes: Attributes) -> sympy.Expr:
+        width = sum(dz.shape[-1] for dz in by_site(inputs, int(attributes["plain"]))[0])
+        return 2 * outputs[-1].elements * width
+
+
+class OuterRequestGroup(Product):
+    """dA_i = ds_iᵀ x of the same x, requested from the caller for the value that `of` names first.
+
+    Inputs are all ds, and x.
+    """
+
+    name = "asked_outer_group"
+    attributes = declared(of=TEXT)
+    inputs = (3, MOST_SITES + 1)
+
+    def infer(self, types: Types, attributes: Attributes) -> Types:
+        *every, x = types
+        return tuple(Outer().infer((ds, x), {})[0] for ds in every)
+
+    def source(self, inputs: Sequence[str], attributes: Attributes) -> str:
+        *every, x = inputs
+        return f"yield from K.{self.name}(batch, {attributes['of']!r}, {tuple_source(every)}, {x})"
+
+    def flops(self, inputs: Types, outputs: Types, attributes: Attributes) -> sympy.Expr:
+        *every, x = inputs
+        return 2 * sum(ds.elements for ds in every) * x.shape[-1]
+
+
+def by_kind(items: Sequence[Item], count: int) -> list[Sequence[Item]]:
+    """Items of as many kinds as `count`, by kind. TypeCheckError: some kind has more of them."""
+    if len(items) % count:
+        raise TypeCheckError(f"{len(items)} inputs are not as many of each of {count} kinds")
+    size = len(items) // count
+    return [items[kind * size : (kind + 1) * size] for kind in range(count)]
+
+
+def by_site(items: Sequence[Item], plain: int) -> list[Sequence[Item]]:
+    """All dz, W, A, B and s of `lora_group_backward`; the last `plain` have only dz and W."""
+    first = len(items) - 2 * plain
+    adapted, rest = divmod(first, 5)
+    if rest or adapted < 1:
+        raise TypeCheckError(f"{len(items)} inputs are not 5 a site, and 2 of each of {plain}")
+    starts = [0, adapted + plain, *(2 * (adapted + plain) + kind * adapted for kind in range(3))]
+    return [items[start:end] for start, end in zip(starts, [*starts[1:], len(items)], strict=True)]

@@ -19,6 +19,7 @@ import sympy
 
 from pcg.errors import IrError, PcgError, ProgramError
 from pcg.files import json_object
+from pcg.ir.analysis.verifier import verify
 from pcg.ir.graph import Graph
 from pcg.ir.parser import parse_graphs
 from pcg.ir.printer import print_graph
@@ -26,7 +27,6 @@ from pcg.ir.program.interfaces import check_model, check_training
 from pcg.ir.program.manifest import AGAIN, Manifest, json_text
 from pcg.ir.program.program import ModelGraph, Program, Serving, Training, TrainingGraph
 from pcg.ir.types import TORCH_NAMES
-from pcg.ir.verifier import verify
 from pcg.options import CompileOptions, MemoryBudget
 from pcg.units import shown
 

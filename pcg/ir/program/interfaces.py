@@ -7,7 +7,7 @@
                                       gradients of inputs and parameters
     forward → backward                likewise, where the values are those that forward saves
 
-An error names both sides. The rules of a single graph are the verifier's (`pcg.ir.verifier`).
+An error names both sides. `pcg.ir.analysis.verifier` checks the rules of a single graph.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ from functools import lru_cache
 
 import sympy
 
-from pcg.ir.builder import Builder
+from pcg.ir.analysis.builder import Builder
 from pcg.ir.graph import Attribute, Graph, Node, Value
 from pcg.ir.layouts import Layout, Sharding, local_type, partitioned
 from pcg.ir.operators import operator

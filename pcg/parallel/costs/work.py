@@ -23,8 +23,9 @@ from pcg.ir.operators.bypass import Activate
 from pcg.ir.operators.collectives import Collective, Transition
 from pcg.ir.operators.lora import (
     LoraLinear,
+    by_kind,
+    by_site,
 )
-from pcg.ir.operators.lora_groups import by_kind, by_site
 from pcg.ir.types import CONTEXT, TOKENS, Size, TensorType
 
 OPEN_RANK = 16

@@ -22,7 +22,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Collection, Iterable, Mapping, Sequence
 
-from pcg.ir.analysis.in_flight import waits
+from pcg.ir.analysis.dataflow import waits
 from pcg.ir.graph import Graph, Node
 from pcg.ir.operators.bypass import Activate
 from pcg.passes.pass_base import GraphPass

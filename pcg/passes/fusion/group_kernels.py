@@ -19,8 +19,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from math import prod
 
 from pcg.errors import PassError
+from pcg.ir.analysis.kernel_group import KernelGroup, names_of
 from pcg.ir.graph import Graph, KernelGraph, Node
-from pcg.ir.kernel_group import KernelGroup, names_of
 from pcg.ir.operators import operator
 from pcg.ir.types import TensorType
 from pcg.passes.pass_base import GraphPass

@@ -16,9 +16,9 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 
-from pcg.ir.analysis.in_flight import waits
+from pcg.ir.analysis.dataflow import waits
 from pcg.ir.graph import Graph, Node, Value
-from pcg.ir.operators.lora_groups import MOST_SITES
+from pcg.ir.operators.lora import MOST_SITES
 from pcg.passes.fusion.fuse_gradients import depends, in_order, sums_of
 from pcg.passes.pass_base import GraphPass
 

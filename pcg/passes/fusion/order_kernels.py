@@ -6,8 +6,8 @@ import dataclasses
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
+from pcg.ir.analysis.kernel_group import KernelGroup, group_of
 from pcg.ir.graph import Graph, KernelGraph, Node
-from pcg.ir.kernel_group import KernelGroup, group_of
 from pcg.passes.fusion.group_kernels import grouped
 from pcg.passes.pass_base import GraphPass
 

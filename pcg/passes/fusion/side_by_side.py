@@ -13,8 +13,8 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 
+from pcg.ir.analysis.kernel_group import KernelGroup, group_of, names_of
 from pcg.ir.graph import Graph, KernelGraph
-from pcg.ir.kernel_group import KernelGroup, group_of, names_of
 from pcg.ir.operators import operator
 from pcg.passes.fusion.group_kernels import MOST_VALUES, grouped
 from pcg.passes.fusion.order_kernels import dependencies

@@ -25,10 +25,10 @@ from itertools import pairwise
 from math import isqrt
 
 from pcg.errors import MemoryBudgetError
-from pcg.ir.analysis.product_flops import graph_flops
-from pcg.ir.analysis.saved_memory import outside_bytes
+from pcg.ir.analysis.dataflow import graph_flops
 from pcg.ir.analysis.storages import Storages
 from pcg.ir.program.program import ModelGraph, TrainingGraph
+from pcg.ir.program.saved_memory import outside_bytes
 from pcg.ir.types import TOKENS
 from pcg.options import MemoryBudget
 from pcg.parallel.costs.rank_costs import RankCosts

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 
-from pcg.ir.builder import Builder
+from pcg.ir.analysis.builder import Builder
 from pcg.ir.graph import Graph, Node, Value
 from pcg.ir.operators.collectives import OwnPart, TakenPart
 from pcg.ir.program.interfaces import gradient_name

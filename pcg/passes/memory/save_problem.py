@@ -40,7 +40,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple
 
-from pcg.ir.analysis.product_flops import node_flops
+from pcg.ir.analysis.dataflow import node_flops
 from pcg.ir.analysis.storages import Storage, Storages
 from pcg.ir.graph import Graph, Node
 from pcg.ir.operators import operator

@@ -33,7 +33,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from pcg.errors import TypeCheckError
-from pcg.ir.builder import Builder
+from pcg.ir.analysis.builder import Builder
 from pcg.ir.graph import Graph
 from pcg.ir.layouts import Layout
 from pcg.ir.program.program import ModelGraph

@@ -22,11 +22,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
-from pcg.ir.analysis.in_flight import collective_of, first_reader, waits
-from pcg.ir.analysis.product_flops import node_flops
-from pcg.ir.analysis.saved_memory import Alive
+from pcg.ir.analysis.dataflow import collective_of, first_reader, node_flops, waits
 from pcg.ir.graph import Graph, Node
 from pcg.ir.program.program import TrainingGraph
+from pcg.ir.program.saved_memory import Alive
 from pcg.ir.types import TOKENS
 from pcg.passes.pass_base import GraphPass, LayerPass
 

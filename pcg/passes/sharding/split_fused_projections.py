@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from math import prod
 from typing import cast
 
-from pcg.ir.builder import Builder
+from pcg.ir.analysis.builder import Builder
 from pcg.ir.graph import Graph, Node, Parameter, Value
 from pcg.ir.operators import operator
 from pcg.ir.types import TensorType

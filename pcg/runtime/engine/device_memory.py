@@ -22,8 +22,8 @@ from typing import TypeVar
 import torch
 
 from pcg.errors import DeviceMemoryError
-from pcg.ir.analysis.saved_memory import transient
 from pcg.ir.program.program import ModelGraph
+from pcg.ir.program.saved_memory import transient
 from pcg.ir.types import DTYPE_BYTES
 from pcg.kernels.devices import device_memory, is_out_of_memory
 from pcg.kernels.triton.warm_rooms import MOST_ROOMS

@@ -1,7 +1,7 @@
 """The frozen weights that emitted functions read, bound to one program.
 
 Layers that lie in shards over replicas are gathered into two rooms, in the order of
-`pcg.ir.analysis.layer_order`.
+`pcg.ir.program.layer_order`.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from types import SimpleNamespace
 
 from torch import Tensor
 
-from pcg.ir.analysis.layer_order import ROOMS, GatherOrder
 from pcg.ir.graph import Graph
+from pcg.ir.program.layer_order import ROOMS, GatherOrder
 from pcg.ir.program.program import ModelGraph, python_name
 from pcg.ranks.group import PendingCollective, Ranks
 from pcg.ranks.layer_shards import FlatPlace

@@ -16,9 +16,9 @@ from typing import Protocol
 
 import sympy
 
-from pcg.ir.analysis.saved_memory import saved_memory, window_memory
 from pcg.ir.analysis.storages import SEQUENCES
 from pcg.ir.program.program import ModelGraph, Program, Serving, Training
+from pcg.ir.program.saved_memory import saved_memory, window_memory
 from pcg.ir.types import CONTEXT
 from pcg.peft.adapter import Adapter
 from pcg.peft.recipe import Recipe

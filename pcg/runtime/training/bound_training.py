@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pcg.ir.analysis.layer_order import layers_of_pass
+from pcg.ir.program.layer_order import layers_of_pass
 from pcg.ir.program.program import Training, python_name
 from pcg.kernels.torch.products import ProductRequest, Result
 from pcg.peft.adapter import Adapter

@@ -22,7 +22,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Self
 
 from pcg.errors import FinetuneError
-from pcg.ir.shapes import Shape
+from pcg.ir.types import Shape
 from pcg.units import is_finite
 
 if TYPE_CHECKING:

@@ -2,7 +2,7 @@
 
     text         short; every type is of plain sizes, so that reading it takes no algebra; as
                  `pcg.passes.placement.piece_text` writes it, so that no name is the client's
-    graph        the IR's own rules (`pcg.ir.verifier`), few nodes, inputs and outputs
+    graph        the IR's own rules (`pcg.ir.analysis.verifier`), few nodes, inputs and outputs
     operators    those of `PIECE_OPERATORS`, by which a token's result depends on it alone, with
                  attributes that are small numbers or words of their own
     values       have a row for each token, and no more numbers in it than a few of the base's
@@ -27,11 +27,11 @@ from math import prod
 from torch import Tensor
 
 from pcg.errors import IrError, SplitError
+from pcg.ir.analysis.verifier import verify
 from pcg.ir.graph import Attribute, Graph, Node, Parameter
 from pcg.ir.layouts import WHOLE
 from pcg.ir.parser import parse_graph
 from pcg.ir.types import DTYPE_BYTES, TORCH_NAMES, TensorType
-from pcg.ir.verifier import verify
 from pcg.kernels.torch.remote_weights import is_remote
 from pcg.passes.placement.piece_text import piece_text
 from pcg.passes.placement.split_graph import LINEAR, PIECE_OPERATORS

@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import pcg.compiler as compiler
+from pcg.ir.analysis.verifier import verify
 from pcg.ir.parser import parse_graph
-from pcg.ir.verifier import verify
 from pcg.kernels.adapter_batch import AdapterSlot, LoraRows, TokenSpans
 from pcg.peft.adapter import Adapter
 from pcg.runtime.adapters.ragged_tables import RaggedTables

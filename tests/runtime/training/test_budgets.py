@@ -11,8 +11,8 @@ import torch
 import pcg
 import pcg.compiler as compiler
 from pcg.errors import MemoryBudgetError
-from pcg.ir.analysis.saved_memory import window_memory
 from pcg.ir.analysis.storages import SEQUENCES
+from pcg.ir.program.saved_memory import window_memory
 from pcg.ir.types import CONTEXT
 from pcg.peft.lora import LoraConfig
 from pcg.runtime.data.example import Example

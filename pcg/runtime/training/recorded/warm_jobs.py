@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from pcg.errors import FinetuneError
-from pcg.ir.analysis.saved_memory import training_transients, window_memory
 from pcg.ir.analysis.storages import SEQUENCES
+from pcg.ir.program.saved_memory import training_transients, window_memory
 from pcg.ir.types import CONTEXT
 from pcg.peft.recipe import Recipe
 from pcg.peft.registry import recipe_from, recipe_of_fields

@@ -19,7 +19,7 @@ from typing import Protocol
 
 import sympy
 
-from pcg.ir.analysis.in_flight import collective_of, waits
+from pcg.ir.analysis.dataflow import collective_of, waits
 from pcg.ir.analysis.storages import TOKENS_OF_BATCH, Storage, Storages
 from pcg.ir.graph import Attribute, Graph, Node
 from pcg.ir.operators import operator

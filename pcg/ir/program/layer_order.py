@@ -15,7 +15,7 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 
 from pcg.errors import ProgramError
-from pcg.ir.analysis.saved_memory import Planned
+from pcg.ir.program.saved_memory import Planned
 
 ROOMS = 2
 """The layers that are gathered at a time."""

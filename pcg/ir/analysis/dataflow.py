@@ -1,0 +1,111 @@
+"""Data flow in a graph: gradients, collectives in flight, and the operations of products.
+
+A collective in flight overlaps other nodes:
+
+    s = all_reduce.begin(x)      begins where the node stands
+    y = linear(z, W)             runs meanwhile
+    s = s()                      is waited for right before its first reader, or the end
+    t = neg(s)
+
+All ranks run one program, so all begin, and wait for, the same collectives in the same order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Protocol
+
+from pcg.ir.graph import Graph, Node
+from pcg.ir.operators import operator
+from pcg.ir.operators.collectives import Collective
+from pcg.ir.types import CONTEXT, TOKENS
+
+# ---------------------------------------------------------------------------------------- trainable
+
+
+def trained(graph: Graph) -> tuple[str, ...]:
+    """Adapters' parameters that a gradient of an output flows back to.
+
+    VeRA's shared matrices are an adapter's, and are not trained: operators take them for constants.
+    """
+    found = set(graph.outputs)
+    for node in reversed(graph.nodes):
+        if any(value.name in found for value in node.outputs):
+            constants = operator(node.op).constant_in
+            found.update(name for i, name in enumerate(node.inputs) if i not in constants)
+    return tuple(p.name for p in graph.parameters if p.role == "adapter" and p.name in found)
+
+
+def reachable(graph: Graph, sources: Iterable[str]) -> frozenset[str]:
+    """The sources, and the values through which a gradient flows back to them."""
+    found = set(sources)
+    for node in graph.nodes:
+        constants = operator(node.op).constant_in
+        if any(name in found for i, name in enumerate(node.inputs) if i not in constants):
+            found.update(value.name for value in node.outputs if value.type.is_float)
+    return frozenset(found)
+
+
+# ---------------------------------------------------------------------------------------- in flight
+
+
+class Reader(Protocol):
+    """A node, or a launch of several."""
+
+    @property
+    def inputs(self) -> tuple[str, ...]: ...
+
+
+def collective_of(item: Reader) -> Collective | None:
+    """The operator of a node that communicates; None for other nodes."""
+    if not isinstance(item, Node):
+        return None
+    entry = operator(item.op)
+    return entry if isinstance(entry, Collective) and entry.rounds else None
+
+
+def waits(items: Sequence[Reader]) -> dict[int, int]:
+    """The place where each collective that has work beside it is waited for, by its own place.
+
+    That is the place of the first item that reads its outputs; the end where none does.
+    """
+    found = {}
+    for place, item in enumerate(items):
+        if not isinstance(item, Node) or collective_of(item) is None:
+            continue
+        first = first_reader(items, place, item)
+        if any(_is_work(other) for other in items[place + 1 : first]):
+            found[place] = first
+    return found
+
+
+def first_reader(items: Sequence[Reader], place: int, node: Node) -> int:
+    """The place of the first item behind a node that reads its outputs; the end where none does."""
+    made = {value.name for value in node.outputs}
+    later = range(place + 1, len(items))
+    return next((i for i in later if not made.isdisjoint(items[i].inputs)), len(items))
+
+
+def _is_work(item: Reader) -> bool:
+    """Return whether a node computes: a view does not, and a collective takes the same links."""
+    if not isinstance(item, Node):
+        return True
+    return not operator(item.op).is_view and collective_of(item) is None
+
+
+# ------------------------------------------------------------------------------------ product flops
+
+
+def node_flops(graph: Graph, node: Node, tokens: int, seq: int) -> int:
+    """Operations of a matrix product or attention; 0 for any other operator."""
+    entry = operator(node.op)
+    if not entry.is_product:
+        return 0
+    types = tuple(graph.types[name] for name in node.inputs)
+    formula = entry.flops(types, tuple(v.type for v in node.outputs), dict(node.attributes))
+    return int(formula.subs({TOKENS: tokens, CONTEXT: seq}))
+
+
+def graph_flops(graph: Graph, tokens: int, seq: int) -> int:
+    """Operations of a graph's matrix products and attention."""
+    return sum(node_flops(graph, node, tokens, seq) for node in graph.nodes)
