@@ -35,7 +35,7 @@ from bench_serving import KV_CACHE_BYTES, MIXED, PROMPTS, recipe
 from measure import interleave, medians, ratio, write
 
 import pcg
-from pcg.kernels.native import sgmv
+from pcg.kernels import sgmv
 from pcg.runtime.engine.limits import Limits
 from pcg.runtime.requests.request import Request
 from pcg.runtime.sampling.sampling_params import SamplingParams

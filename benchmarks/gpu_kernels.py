@@ -102,18 +102,18 @@ def _signs(bench: Bench, packs: bool) -> Row:
     import torch
 
     from pcg.kernels.torch import ops as torch_ops
-    from pcg.kernels.triton import sign_bits
+    from pcg.kernels.triton import elementwise
 
     y, dy = _random(bench, *SIGNS), _random(bench, *SIGNS)
-    signs = sign_bits.pack_signs(y)
+    signs = elementwise.pack_signs(y)
     if not torch.equal(signs, torch_ops.pack_signs(y)):
         raise AssertionError("our signs are not torch's")
     if packs:
-        ours, theirs = sign_bits.pack_signs, torch_ops.pack_signs
+        ours, theirs = elementwise.pack_signs, torch_ops.pack_signs
         arguments: tuple[Any, ...] = (y,)
         needed = work.pack_work(y.numel(), BF16)
     else:
-        ours, theirs = sign_bits.relu_backward_packed, torch_ops.relu_backward_packed
+        ours, theirs = elementwise.relu_backward_packed, torch_ops.relu_backward_packed
         arguments, needed = (dy, signs), work.unpack_work(y.numel(), BF16)
     peers, wrong = bench.peers_us({"torch": lambda: theirs(*arguments)})
     ours_us = bench.timer.median_us(lambda: ours(*arguments))

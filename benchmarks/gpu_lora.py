@@ -178,7 +178,7 @@ def _table(firsts: Sequence[Any]) -> Any:
 
 def _slots(ranks: Sequence[int]) -> Sequence[Any]:
     """Where that table has each adapter."""
-    from pcg.kernels.adapter_batch import AdapterSlot
+    from pcg.kernels.batch import AdapterSlot
     from pcg.kernels.sizes import RANK_STEP
 
     widths = [-(-rank // RANK_STEP) * RANK_STEP for rank in ranks]

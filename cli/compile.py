@@ -83,7 +83,7 @@ def compile_command(
         from pcg import compiler
         from pcg.explain import explain as explaining
         from pcg.ir.program.folder import save_program
-        from pcg.kernels.backend import choose_backend, machine_device
+        from pcg.kernels.triton.backend import choose_backend, machine_device
         from pcg.passes.pipeline import Settings, pipeline
         from pcg.passes.stage import dump_to
     backend = choose_backend(asked.backend, machine_device())

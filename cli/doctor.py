@@ -121,8 +121,8 @@ def _torch_machine() -> dict[str, Any]:
     import torch
 
     from pcg.kernels.attention_libraries import LIBRARIES, choose_libraries, is_ready
-    from pcg.kernels.backend import choose_backend, machine_device
     from pcg.kernels.torch.products import has_onednn
+    from pcg.kernels.triton.backend import choose_backend, machine_device
     from pcg.options import DTYPES
 
     gpus = []

@@ -20,8 +20,8 @@ from pcg.ir.program.manifest import MANIFEST, read_manifest
 from pcg.ir.program.program import Program, check_same_model
 from pcg.ir.types import TORCH_NAMES
 from pcg.kernels import attention_libraries
-from pcg.kernels.backend import check_device, choose_backend, machine_device
 from pcg.kernels.devices import indexed, on_device
+from pcg.kernels.triton.backend import check_device, choose_backend, machine_device
 from pcg.keywords import takes
 from pcg.options import Backend, CompileOptions, dtype_name
 from pcg.parallel.costs.catalog import costs_name, own_sheet

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 import pcg
-from pcg.kernels.torch import rope
+from pcg.kernels.torch import base_operators
 from pcg.runtime.data.example import Example
 from pcg.runtime.executor import Executor
 from pcg.split.transports import zeromq, zeromq_client
@@ -49,7 +49,7 @@ def listed() -> list[object]:
     """The tensors that may outlive the mode, each with its reason."""
     return [
         # It stands for the very `sin` that it was made of, and no other step has that.
-        *([] if rope._last_signed is None else rope._last_signed),
+        *([] if base_operators._last_signed is None else base_operators._last_signed),
     ]
 
 

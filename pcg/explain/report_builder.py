@@ -39,8 +39,8 @@ from pcg.explain.step_memory import (
 from pcg.ir.program.layer_order import gathers_of_step, layers_of_pass
 from pcg.ir.program.saved_memory import saved_memory, window_memory
 from pcg.ir.types import DTYPE_BYTES, TORCH_NAMES
-from pcg.kernels.backend import backend_for
 from pcg.kernels.torch.attention_math import BLOCK_BYTES
+from pcg.kernels.triton.backend import backend_for
 from pcg.passes.compress import Compress
 from pcg.passes.differentiate import LayerKind
 from pcg.passes.memory.plan import MemoryPlan, save_all

@@ -19,7 +19,7 @@ import torch
 from pcg.errors import UnsupportedError
 from pcg.ir.graph import Graph, Node
 from pcg.ir.types import TensorType
-from pcg.kernels.backend import LEAST_CAPABILITY
+from pcg.kernels.sizes import LEAST_CAPABILITY
 
 OWN = "own"
 """The word for none of them."""

@@ -1,27 +1,29 @@
-"""The current device of a thread, threads that begin with one, and streams of a GPU.
+"""Devices: the current one of a thread, streams of a GPU, and copies and tables there.
 
 CUDA has a current GPU for each thread: Triton launches there, events are recorded and memory is
-pinned by it. It is GPU 0 in a new thread, and the user's own choice in the user's threads, whatever
+pinned by it. It is GPU 0 in a new thread, and the user's choice in the user's threads, whatever
 device an executor has. So every thread is started by `device_thread` or `device_pool`, which set
-its device, and what a user's thread calls runs within `on_device`. Operators of PyTorch go to the
+its device, and a call of a user's thread runs within `on_device`. Operators of PyTorch go to the
 device of their tensors by themselves.
 
-Torch has 32 streams of a GPU and deals them in turn, so that the 33rd is the first again. Where
-each object had a stream of its own, one would in time be that of something else, and a copy on the
-stream that a graph is captured on becomes a part of the graph. So there is one for each use, for
-the whole process (`stream_for`).
+Torch has 32 streams of a GPU and deals them in turn, so that the 33rd is the first again. If each
+object had its own stream, two objects would in time share one, and a copy on the stream that a
+graph is captured on becomes a part of the graph. So there is one stream for each use, for the whole
+process (`stream_for`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, nullcontext
-from functools import partial
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextvars import ContextVar
+from functools import lru_cache, partial, wraps
 from threading import Thread
-from typing import Literal, TypeAlias
+from typing import Literal, TypeAlias, TypeVar, cast
 
 import torch
+from torch import Tensor
 
 Use: TypeAlias = Literal["recorder", "branch", "copies", "side"]
 _STREAMS: dict[tuple[Use, int | None], torch.cuda.Stream] = {}
@@ -99,3 +101,62 @@ def stream_for(use: Use, device: torch.device) -> torch.cuda.Stream:
     if key not in _STREAMS:
         _STREAMS.setdefault(key, torch.cuda.Stream(device))
     return _STREAMS[key]
+
+
+def uploaded(x: Tensor, device: torch.device) -> Tensor:
+    """Copy a CPU tensor to a device.
+
+    A GPU reads it from pinned memory, which torch keeps until then; the host would wait for a copy
+    from any other memory.
+    """
+    if device.type != "cuda":
+        return x.to(device)
+    return x.pin_memory().to(device, non_blocking=True)
+
+
+def uploaded_list(values: Sequence[float], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Copy numbers to a device, [n]."""
+    return uploaded(torch.tensor(values, dtype=dtype), device)
+
+
+def downloaded(x: Tensor) -> Tensor:
+    """Copy a tensor to the host, to be read once an event is over that is recorded afterwards.
+
+    A GPU writes it into pinned memory.
+    """
+    if x.device.type != "cuda":
+        return x
+    found = torch.empty(x.shape, dtype=x.dtype, device="cpu", pin_memory=True)
+    return found.copy_(x, non_blocking=True)
+
+
+Make = TypeVar("Make", bound=Callable[..., object])
+_MOST = 256
+
+_KEPT: ContextVar[list[object] | None] = ContextVar("kept tables", default=None)
+
+
+def table_cache(make: Make) -> Make:
+    """Cache what a function makes of its arguments: the tables that were used last."""
+    cached = lru_cache(maxsize=_MOST)(make)
+
+    @wraps(cached)
+    def table(*args: Hashable) -> object:
+        found = cached(*args)
+        kept = _KEPT.get()
+        if kept is not None:
+            kept.append(found)
+        return found
+
+    return cast(Make, table)
+
+
+@contextmanager
+def kept_tables() -> Iterator[list[object]]:
+    """Note the tables that are used: whoever records their addresses keeps them."""
+    kept: list[object] = []
+    token = _KEPT.set(kept)
+    try:
+        yield kept
+    finally:
+        _KEPT.reset(token)

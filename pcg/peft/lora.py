@@ -209,7 +209,7 @@ class LoraWeights(LowRankWeights):
     def _norm(self, around: Around) -> Tensor:
         """||W + scale · B A|| of each output, [out], in the adapter's dtype; made by the base."""
         base = around.base()
-        remote: Any = getattr(base, "remote", None)  # of `pcg.kernels.torch.remote_weights`
+        remote: Any = getattr(base, "remote", None)  # of `pcg.kernels.torch.products`
         if remote is not None:
             return remote.adapted_lengths(self.a, self.b, self.scale)  # type: ignore[no-any-return]
         a, b = self.a.to(base.device), self.b.to(base.device)

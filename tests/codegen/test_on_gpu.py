@@ -12,10 +12,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import pcg.compiler as compiler
-from pcg.kernels.token_limits import TokenLimits
+from pcg.kernels.batch import TokenLimits
+from pcg.kernels.triton.elementwise import pack_signs, relu_backward_packed
 from pcg.kernels.triton.linear_cross_entropy import linear_cross_entropy
 from pcg.kernels.triton.sampling import draw, greedy, keep
-from pcg.kernels.triton.sign_bits import pack_signs, relu_backward_packed
 from pcg.runtime.sampling.drawing import Drawing, filtered
 from pcg.runtime.sampling.sampler import Sampler
 from pcg.runtime.sampling.sampling import sample

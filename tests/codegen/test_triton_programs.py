@@ -16,8 +16,11 @@ import pcg.compiler as compiler
 from pcg.errors import UnsupportedError
 from pcg.kernels.torch import input_gradient
 from pcg.kernels.torch import ops as torch_ops
-from pcg.kernels.triton.adapters.trained_adapters import BottleneckGradients, LoraGradients
-from pcg.kernels.triton.adapters.trained_vectors import VectorGradient
+from pcg.kernels.triton.adapters.trained_adapters import (
+    BottleneckGradients,
+    LoraGradients,
+    VectorGradient,
+)
 from pcg.runtime.data.example import Example
 from pcg.runtime.engine.limits import Limits
 from pcg.runtime.executor import Executor

@@ -16,7 +16,7 @@ from pcg.compiler import compile_program
 from pcg.errors import UnsupportedError
 from pcg.ir.program.folder import load_program, save_program
 from pcg.ir.program.manifest import read_manifest
-from pcg.kernels.backend import check_device, choose_backend, machine_device
+from pcg.kernels.triton.backend import check_device, choose_backend, machine_device
 from pcg.kernels.triton.ptxas import used_ptxas
 from tests.support.families import BY_NAME
 

@@ -14,10 +14,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from pcg.kernels.adapter_batch import NO_SLOT, AdapterSlot, LoraRows, TokenSpans
+from pcg.kernels.batch import NO_SLOT, AdapterSlot, LoraRows, TokenSpans
 from pcg.kernels.triton import ops
-from pcg.kernels.triton.adapters.deferred_lora import MOST_WIDTH, DeferredLora
-from pcg.kernels.triton.adapters.deferred_rows import deferred_rows
+from pcg.kernels.triton.adapters.deferred_lora import MOST_WIDTH, DeferredLora, deferred_rows
 from tests.support.interpreter import bf16
 from tests.support.interpreter.sanitizer import sanitized
 from tests.support.interpreter.stand_in import stand_in

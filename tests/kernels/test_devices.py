@@ -12,8 +12,7 @@ import triton
 import triton.language as tl
 
 import pcg
-from pcg.kernels.devices import device_pool, device_thread, indexed
-from pcg.kernels.uploads import uploaded
+from pcg.kernels.devices import device_pool, device_thread, indexed, uploaded
 from pcg.runtime.data.example import Example
 from pcg.runtime.engine.limits import Limits
 from tests.support.interpreter import bf16

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from pcg.kernels.triton import dropout as template
-from pcg.kernels.triton.dropout import dropout
+from pcg.kernels.triton import elementwise as template
+from pcg.kernels.triton.elementwise import dropout
 from pcg.runtime.model.batch import Batch, whole_sequences
 from tests.support.interpreter import bf16
 from tests.support.interpreter.gpu_code import Kernel, compiled

@@ -11,9 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from pcg.kernels.adapter_batch import JoinedLora, LoraRun, Segments
-from pcg.kernels.native import sgmv
-from pcg.kernels.native.sgmv import FEW_TOKENS, add_lora_of_few, is_native
+from pcg.kernels import sgmv
+from pcg.kernels.batch import JoinedLora, LoraRun, Segments
+from pcg.kernels.sgmv import FEW_TOKENS, add_lora_of_few, is_native
 from pcg.kernels.torch import lora as torch_lora
 
 CPU = torch.device("cpu")

@@ -14,9 +14,8 @@ from pcg.errors import UnsupportedError
 from pcg.kernels.batch import Span
 from pcg.kernels.torch.attention_math import Scoring
 from pcg.kernels.triton.attention import paged_attention as launcher
-from pcg.kernels.triton.attention.blocks import Blocks
 from pcg.kernels.triton.attention.cache_rows import CacheRows, KvRows, append
-from pcg.kernels.triton.attention.paged_attention import paged_attention
+from pcg.kernels.triton.attention.paged_attention import Blocks, paged_attention
 from pcg.kernels.triton.attention.work import (
     KEY_BLOCK,
     MOST_SPLITS,

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from pcg.kernels.sizes import PAGE_TOKENS
-from pcg.kernels.triton.attention.blocks import (
+from pcg.kernels.triton.attention.paged_attention import (
     Blocks,
     key_blocks,
     query_blocks,

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pcg.kernels.token_limits import TokenLimits
+from pcg.kernels.batch import TokenLimits
 from pcg.kernels.triton import sampling as template
 from pcg.kernels.triton.sampling import draw, greedy
 from pcg.runtime.sampling.sampler import Sampler, make_generator

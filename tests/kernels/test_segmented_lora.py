@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from pcg.errors import CodegenError
-from pcg.kernels.adapter_batch import NO_SLOT, AdapterSlot
+from pcg.kernels.batch import NO_SLOT, AdapterSlot
 from pcg.kernels.triton.adapters.rank_rows import RankRows, rank_rows
 from pcg.kernels.triton.adapters.segmented_lora import expand_add, segment_outer, shrink
 from pcg.kernels.triton.adapters.token_tiles import TileCapacity, TokenTiles, token_tiles

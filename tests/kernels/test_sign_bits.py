@@ -10,8 +10,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pcg.kernels.triton import sign_bits as template
-from pcg.kernels.triton.sign_bits import pack_signs, relu_backward_packed
+from pcg.kernels.triton import elementwise as template
+from pcg.kernels.triton.elementwise import pack_signs, relu_backward_packed
 from tests.support.interpreter import bf16
 from tests.support.interpreter.gpu_code import Code, Kernel, compiled
 from tests.support.interpreter.sanitizer import sanitized

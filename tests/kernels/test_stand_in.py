@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from pcg.kernels.uploads import uploaded
+from pcg.kernels.devices import uploaded
 from tests.support import on_device
 from tests.support.interpreter import bf16
 from tests.support.interpreter.stand_in import stand_in

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 
-from pcg.kernels.table_cache import kept_tables, table_cache
+from pcg.kernels.devices import kept_tables, table_cache
 
 
 class Table:

@@ -11,9 +11,8 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from pcg.kernels.triton import sampling, token_limits
-from pcg.kernels.triton.sampling import draw, greedy, keep
-from pcg.kernels.triton.token_limits import limited
+from pcg.kernels.triton import sampling
+from pcg.kernels.triton.sampling import draw, greedy, keep, limited
 from pcg.runtime.sampling.drawing import Drawing, filtered, limits_of
 from pcg.runtime.sampling.sampler import Sampler
 from pcg.runtime.sampling.sampling import sample, scored
@@ -61,7 +60,7 @@ def test_the_set_is_that_of_sorting(
     logits = logits.masked_fill(torch.rand(logits.shape) < removed, -INF)
     params = SamplingParams(temperature=temperature, top_k=k or None, top_p=top_p)
     limits = limits_of([params] * 2, logits)
-    with sanitized(), mock.patch.object(token_limits, "SEARCH_BLOCK", block):
+    with sanitized(), mock.patch.object(sampling, "SEARCH_BLOCK", block):
         least, last = limited(logits, limits)
     top = logits.amax(-1, keepdim=True).clamp(min=-1e30)
     x = (logits - top) / limits.temperatures[:, None]
@@ -149,8 +148,8 @@ def test_machine_code() -> None:
         "logits": "*fp32", "temperatures": "*fp32", "top_k": "*fp32", "tails": "*fp32",
         "least": "*fp32", "last": "*i32", "V": "i32", "stride": "i32",
     }  # fmt: skip
-    constants = {"BLOCK": token_limits.SEARCH_BLOCK}
-    kernel = Kernel(token_limits.__name__, "limit_rows", signature, constants, warps=32)
+    constants = {"BLOCK": sampling.SEARCH_BLOCK}
+    kernel = Kernel(sampling.__name__, "limit_rows", signature, constants, warps=32)
     for code in compiled([kernel]):
         code.check_in_registers(64)  # of 65,536 that 1,024 threads share
         assert code.count("LDG", "128") >= 8

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from pcg.kernels.torch import ops as torch_ops
-from pcg.kernels.triton.adapters import trained_rows, trained_vectors
+from pcg.kernels.triton.adapters import trained_adapters, trained_rows
 from pcg.peft.weights import AdapterWeight
 from pcg.runtime.model.merged_execution import run_merged
 from tests.support.interpreter import bf16
@@ -49,22 +49,22 @@ def test_of_one_and_of_several_jobs(
         bias = AdapterWeight(drawn(size), 0.5 + job) if kind == "sum of a bias" else None
         if kind.startswith("inner"):
             wide = None if base is None else base.double()
-            asking.append(trained_vectors.asked_inner(batch, "dv", dz, y, base))
+            asking.append(trained_adapters.asked_inner(batch, "dv", dz, y, base))
             expected.append(torch_ops.inner(dz.double(), y.double(), wide))
             each = y.double() if wide is None else y.double() - wide
             magnitudes.append((dz.double() * each).abs().sum(0))
-            one = trained_vectors.inner(dz, y, base)
+            one = trained_adapters.inner(dz, y, base)
         else:
-            asking.append(trained_vectors.asked_sum_tokens(batch, "dv", dz, bias))
+            asking.append(trained_adapters.asked_sum_tokens(batch, "dv", dz, bias))
             expected.append(torch_ops.sum_tokens(dz.double(), bias))
             magnitudes.append((0.5 + job) * dz.double().abs().sum(0))
-            one = trained_vectors.sum_tokens(dz, bias)
+            one = trained_adapters.sum_tokens(dz, bias)
         assert ((one - expected[-1]).abs() <= ROUNDING * magnitudes[-1] + 1e-12).all()
     launches = []
-    run = trained_vectors.segment_inner
+    run = trained_adapters.segment_inner
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(
-            trained_vectors, "segment_inner", lambda *given: (launches.append(given), run(*given))
+            trained_adapters, "segment_inner", lambda *given: (launches.append(given), run(*given))
         )
         if not are_small:
             patch.setattr(trained_rows, "_MOST_JOINED", 0)
@@ -79,7 +79,7 @@ def test_of_one_and_of_several_jobs(
 def test_vectors_of_other_bases_are_not_joined() -> None:
     batch: Any = SimpleNamespace(layer=0)
     dz, y, bases = torch.ones(3, 8), torch.ones(3, 8), torch.tensor([[2.0], [3.0]]).expand(2, 8)
-    asking = [trained_vectors.asked_inner(batch, "dv", dz, y, base.contiguous()) for base in bases]
+    asking = [trained_adapters.asked_inner(batch, "dv", dz, y, base.contiguous()) for base in bases]
     first, second = run_merged(asking)
     assert first.tolist() == [-3.0] * 8
     assert second.tolist() == [-6.0] * 8
@@ -90,8 +90,8 @@ def test_what_the_kernels_do_not_read() -> None:
     batch: Any = SimpleNamespace(layer=0)
     dz = torch.ones(3, 5, dtype=torch.float64)
     asking = [
-        trained_vectors.asked_inner(batch, "dv", dz, 2 * dz),
-        trained_vectors.asked_sum_tokens(batch, "db", dz),
+        trained_adapters.asked_inner(batch, "dv", dz, 2 * dz),
+        trained_adapters.asked_sum_tokens(batch, "db", dz),
     ]
     first, second = run_merged(asking)
     assert first.tolist() == [6.0] * 5

@@ -6,8 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from pcg.kernels.triton.step_rooms import StepRoom, StepRooms
-from pcg.kernels.triton.warm_rooms import MOST_ROOMS, rooms_within
+from pcg.kernels.triton.step_rooms import MOST_ROOMS, StepRoom, StepRooms, rooms_within
 
 ROOMS = StepRooms(64, 512, 64, 512, 4, has_adapters=True)
 

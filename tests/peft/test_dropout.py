@@ -13,7 +13,7 @@ from torch import Tensor
 
 import pcg.compiler as compiler
 from pcg.kernels.torch import ops as torch_ops
-from pcg.kernels.triton import dropout as kernels
+from pcg.kernels.triton import elementwise as kernels
 from pcg.passes.attach import attach
 from pcg.runtime.data.example import Example
 from pcg.runtime.executor import Executor

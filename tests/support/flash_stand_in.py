@@ -10,7 +10,7 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 
-from pcg.kernels.torch import attention_math, varlen_attention
+from pcg.kernels.torch import attention_math
 
 
 def bound(operator: Any, args: Any, kwargs: Any) -> dict[str, Any]:
@@ -103,11 +103,11 @@ def attention_of_a_gpu(*, has_flash: bool, block_bytes: int) -> Iterator[list[st
         return called
 
     with (
-        patch.object(varlen_attention, "has_flash", lambda q: has_flash),
-        patch.object(varlen_attention, "_DTYPES", (torch.float64, torch.float32)),
-        patch.object(varlen_attention, "_capability", lambda q: (9, 0)),
-        patch.object(varlen_attention, "_forward", noted(_forward)),
-        patch.object(varlen_attention, "_backward", noted(_backward)),
+        patch.object(attention_math, "has_flash", lambda q: has_flash),
+        patch.object(attention_math, "_DTYPES", (torch.float64, torch.float32)),
+        patch.object(attention_math, "_capability", lambda q: (9, 0)),
+        patch.object(attention_math, "_forward", noted(_forward)),
+        patch.object(attention_math, "_backward", noted(_backward)),
         patch.object(attention_math, "BLOCK_BYTES", block_bytes),
         patch("pcg.kernels.torch.attention_math.is_host", lambda q: False),
         patch("pcg.kernels.torch.attention.is_host", lambda q: False),

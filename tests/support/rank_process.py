@@ -77,7 +77,7 @@ def train_parts_by_triton(output: str) -> None:
 def share_base(output: str) -> None:
     """Load a base in parts, train over it, and write the bytes that are alive and sent."""
     import pcg.compiler as compiler
-    from pcg.kernels.torch import rope
+    from pcg.kernels.torch import base_operators
     from tests.support.live_tensors import REMEMBERED, live_bytes, memory_of, new_tensors, reached
     from tests.support.meshes import train
     from tests.support.ranked import SEQUENCES
@@ -87,7 +87,7 @@ def share_base(output: str) -> None:
         executor = compiler.compile(f"{output}/model", None, dp=2, shard_base=True, **options)
         state, constants = executor.state, executor.program.constants.values()
         stop = (state.weight_store, state.program, state.serving.runner)
-        roots = [state.serving.tables, state.adapters, rope._last_signed, *REMEMBERED]
+        roots = [state.serving.tables, state.adapters, base_operators._last_signed, *REMEMBERED]
         theirs = {memory_of(tensor) for tensor in reached(roots, stop)}
         own = [tensor for tensor in live() if memory_of(tensor) not in theirs]
         held = live_bytes([*own, *constants])

@@ -13,8 +13,8 @@ from torch import Tensor
 
 import pcg.compiler as compiler
 from pcg.kernels.batch import Span
+from pcg.kernels.devices import uploaded_list
 from pcg.kernels.sizes import PAGE_TOKENS
-from pcg.kernels.uploads import uploaded_list
 from pcg.runtime.executor import Executor
 from pcg.runtime.memory.kv_cache import KvCache, kv_types
 from pcg.runtime.memory.pool import PageTable

@@ -9,7 +9,7 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
-from pcg.kernels.adapter_batch import NO_SLOT, AdapterSlot
+from pcg.kernels.batch import NO_SLOT, AdapterSlot
 from pcg.kernels.triton.adapters.rank_rows import RankRows, rank_rows
 from pcg.kernels.triton.adapters.token_tiles import TileCapacity, TokenTiles, token_tiles
 

@@ -25,16 +25,14 @@ from pcg.kernels.torch.attention_math import (
     Scoring,
     attend,
     attend_backward,
-    flash,
-    flash_backward,
-    is_host,
-    lse_dtype,
-)
-from pcg.kernels.torch.varlen_attention import (
     attend_flash,
     attend_flash_backward,
     ends_of,
+    flash,
+    flash_backward,
     is_flash,
+    is_host,
+    lse_dtype,
 )
 from pcg.ranks.context_parallel import TokenParts, TokenSums
 

@@ -19,8 +19,13 @@ import torch
 from torch import Tensor
 
 from pcg.kernels.batch import ProgramBatch
-from pcg.kernels.torch.products import Product, ProductRequest, joined_tokens, linear_backward
-from pcg.kernels.torch.remote_weights import is_remote
+from pcg.kernels.torch.products import (
+    Product,
+    ProductRequest,
+    is_remote,
+    joined_tokens,
+    linear_backward,
+)
 
 
 class InputGradientTerm(ABC):

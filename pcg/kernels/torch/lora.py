@@ -1,6 +1,6 @@
-"""Products by low-rank adapters, each token by its own.
+"""Products by low-rank adapters, each token by its own, and the matrices of LoRA's variants.
 
-Shapes: T tokens, r rank. Weights are those of `pcg.kernels.adapter_batch`.
+Shapes: T tokens, r rank. Weights are those of `pcg.kernels.batch`.
 """
 
 from __future__ import annotations
@@ -12,11 +12,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from pcg.kernels.adapter_batch import JoinedLora, LoraRun, Segments
-from pcg.kernels.batch import ProgramBatch
-from pcg.kernels.native.sgmv import add_lora_of_few
+from pcg.kernels.batch import JoinedLora, LoraRun, ProgramBatch, Segments
+from pcg.kernels.sgmv import add_lora_of_few
 from pcg.kernels.torch.collectives import own_part
-from pcg.kernels.torch.products import linear
+from pcg.kernels.torch.products import is_remote, linear, remote_of
 from pcg.peft.weights import AdapterWeight
 
 
@@ -233,3 +232,91 @@ def _products(x: Tensor, weight: Tensor) -> Tensor:
         # CPUs read a matrix of few rows twice as fast from the left.
         return torch.bmm(weight.transpose(1, 2), x.transpose(1, 2)).view(n, 1, -1)
     return torch.bmm(x, weight)
+
+
+def column_norm(weight: Tensor, a: AdapterWeight, b: AdapterWeight) -> Tensor:
+    """||W + scale · B A|| of each output, [out], in A's dtype."""
+    if is_remote(weight):
+        return remote_of(weight).adapted_lengths(a.weight, b.weight, b.scale)
+    if b.weight.device.type != "cpu" or b.weight.is_inference() or a.weight.is_inference():
+        return _column_norm(weight, a, b)  # a recorded step has to compute it each time
+    # All windows of a pass have the same norm, which takes as long as 100 tokens of a layer.
+    places = [one.data_ptr() for one in (weight, a.weight, b.weight)]
+    of = (*places, a.weight._version, b.weight._version, b.scale)
+    kept: tuple[object, Tensor] | None = getattr(b.weight, "column_norm", None)
+    if kept is None or kept[0] != of:
+        kept = of, _column_norm(weight, a, b)
+        b.weight.column_norm = kept  # type: ignore[attr-defined]
+    return kept[1]
+
+
+def _column_norm(weight: Tensor, a: AdapterWeight, b: AdapterWeight) -> Tensor:
+    norm: Tensor = torch.linalg.vector_norm(_adapted(weight, a, b), dim=1)
+    return norm
+
+
+def _adapted(weight: Tensor, a: AdapterWeight, b: AdapterWeight) -> Tensor:
+    """W + scale · B A in A's dtype: the only tensor of the weight's size that is made."""
+    if weight.dtype == a.weight.dtype:
+        return torch.addmm(weight, b.weight, a.weight, alpha=b.scale)
+    return weight.to(a.weight.dtype).addmm_(b.weight, a.weight, alpha=b.scale)
+
+
+def column_norm_part(
+    weight: Tensor, a: AdapterWeight, b: AdapterWeight, batch: ProgramBatch
+) -> Tensor:
+    """||W + scale · B A|| where each rank has columns of the weight, and of A."""
+    return batch.ranks.all_reduce(_adapted(weight, a, b).square_().sum(1)).sqrt()
+
+
+def column_factor(magnitude: AdapterWeight, norm: Tensor) -> Tensor:
+    """The magnitude in units of the length, [out]."""
+    return magnitude.weight / norm
+
+
+def vera_down(shared: AdapterWeight, size: int) -> Tensor:
+    """A site's A [r, in]: the shared matrix's first columns."""
+    return shared.weight[:, :size]
+
+
+def vera_up(shared: AdapterWeight, lambda_b: AdapterWeight, lambda_d: AdapterWeight) -> Tensor:
+    """A site's B [out, r]: the shared matrix's first rows, λ_b ⊙ B ⊙ λ_d."""
+    b: Tensor = shared.weight[: len(lambda_b.weight)] * lambda_d.weight
+    return b.mul_(lambda_b.weight.unsqueeze(-1))
+
+
+def vera_up_backward(
+    gradient: Tensor, shared: AdapterWeight, lambda_b: AdapterWeight, lambda_d: AdapterWeight
+) -> tuple[Tensor, Tensor]:
+    """dλ_b [out] and dλ_d [r] of vera_up."""
+    product = gradient * shared.weight[: len(lambda_b.weight)]
+    return product @ lambda_d.weight, lambda_b.weight @ product
+
+
+def singular_down(a: AdapterWeight, e: AdapterWeight) -> Tensor:
+    """E ⊙ A, [r, in]."""
+    return a.weight * e.weight
+
+
+def singular_down_backward(
+    gradient: Tensor, a: AdapterWeight, e: AdapterWeight
+) -> tuple[Tensor, Tensor]:
+    """dA [r, in] and dE [r, 1] of singular_down."""
+    return gradient * e.weight, (gradient * a.weight).sum(1, keepdim=True)
+
+
+def khatri_rao(p: AdapterWeight, q: AdapterWeight, dim: int) -> Tensor:
+    """scale · P_j ⊙ Q_k of each pair of rows [r, n] (dim -2) or columns [n, r] (dim -1)."""
+    pairs: Tensor = p.weight.unsqueeze(dim) * q.weight.unsqueeze(dim - 1)
+    return pairs.flatten(dim - 1, dim).mul_(p.scale * q.scale)
+
+
+def khatri_rao_backward(
+    gradient: Tensor, p: AdapterWeight, q: AdapterWeight, dim: int
+) -> tuple[Tensor, Tensor]:
+    """dP and dQ of khatri_rao, of their shapes."""
+    pairs = gradient.unflatten(dim, (p.weight.shape[dim], q.weight.shape[dim]))
+    equation = "jkn,kn->jn jkn,jn->kn" if dim == -2 else "njk,nk->nj njk,nj->nk"
+    scale, (of_p, of_q) = p.scale * q.scale, equation.split()
+    dp, dq = torch.einsum(of_p, pairs, q.weight), torch.einsum(of_q, pairs, p.weight)
+    return dp.mul_(scale), dq.mul_(scale)

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from pcg.kernels.torch.norms import widened
+from pcg.kernels.torch.base_operators import widened
 
 BLOCK = 128
 _BIAS = 127

@@ -6,8 +6,35 @@ They are the reference meaning of the operators of `pcg.ir.operators`, in files 
 from __future__ import annotations
 
 from pcg.kernels.torch.attention import attention, attention_backward
-from pcg.kernels.torch.base_pieces import base_piece, requested_piece
-from pcg.kernels.torch.bypass import activate, dropout
+from pcg.kernels.torch.base_operators import (
+    cross_entropy,
+    cross_entropy_backward,
+    cross_entropy_part,
+    cross_entropy_part_backward,
+    embedding_part,
+    layer_norm,
+    layer_norm_backward,
+    pack_signs,
+    relu_backward_packed,
+    rms_norm,
+    rms_norm_backward,
+    rope_half,
+    rope_half_backward,
+    rope_interleaved,
+    rope_interleaved_backward,
+    slice_backward,
+)
+from pcg.kernels.torch.bypass import (
+    activate,
+    bias_add,
+    dropout,
+    inner,
+    scale,
+    sum_tokens,
+    virtual_tokens,
+    virtual_tokens_backward,
+    without_virtual,
+)
 from pcg.kernels.torch.collectives import (
     all_gather,
     all_gathers,
@@ -17,25 +44,22 @@ from pcg.kernels.torch.collectives import (
     placed_part,
     reduce_scatter,
 )
-from pcg.kernels.torch.elementwise import pack_signs, relu_backward_packed, slice_backward
 from pcg.kernels.torch.input_gradient import product_backward
 from pcg.kernels.torch.lora import (
     add_lora,
+    column_factor,
+    column_norm,
+    column_norm_part,
     expand_add,
     expand_add_part,
     expand_backward,
+    khatri_rao,
+    khatri_rao_backward,
     lora_linear,
     outer,
     scaled_outer,
     shrink,
     shrink_backward,
-)
-from pcg.kernels.torch.lora_variants import (
-    column_factor,
-    column_norm,
-    column_norm_part,
-    khatri_rao,
-    khatri_rao_backward,
     singular_down,
     singular_down_backward,
     vera_down,
@@ -52,31 +76,13 @@ from pcg.kernels.torch.lossy import (
     standardized_backward,
     unpack_bf16,
 )
-from pcg.kernels.torch.norms import layer_norm, layer_norm_backward, rms_norm, rms_norm_backward
 from pcg.kernels.torch.products import (
+    base_piece,
     experts,
     experts_backward,
     linear,
     linear_backward,
     linear_group,
     product,
-)
-from pcg.kernels.torch.rope import (
-    rope_half,
-    rope_half_backward,
-    rope_interleaved,
-    rope_interleaved_backward,
-)
-from pcg.kernels.torch.vectors import bias_add, inner, scale, sum_tokens
-from pcg.kernels.torch.virtual_tokens import (
-    virtual_tokens,
-    virtual_tokens_backward,
-    without_virtual,
-)
-from pcg.kernels.torch.vocabulary import (
-    cross_entropy,
-    cross_entropy_backward,
-    cross_entropy_part,
-    cross_entropy_part_backward,
-    embedding_part,
+    requested_piece,
 )

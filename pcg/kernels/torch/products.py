@@ -1,9 +1,14 @@
 """Products by the base's weights, which an emitted function requests from its caller.
 
 Such a function is a generator: it yields a `Product`, and goes on when that was run. So functions
-that run in the same step, such as the one that serves a batch and the window of a finetuning job,
-run the products that they have in common once, over the tokens of all of them: the base executor of
-Symbiosis, in one process. Experts are not among them: a function runs its own.
+that run in the same step, such as one that serves a batch and the window of a finetuning job, run
+their common products once, over the tokens of all of them: the base executor of Symbiosis, in one
+process. Experts are not among them: a function runs its own.
+
+A weight may be in another process. An emitted function is then given a tensor of the weight's shape
+and dtype on the device `meta`, which has no memory. It carries the `RemoteWeight` that asks for
+products by it, so that reading the tensor otherwise is an error, never a wrong number. Pieces of a
+layer's graph run there, too.
 """
 
 from __future__ import annotations
@@ -12,14 +17,61 @@ import dataclasses
 from abc import ABC, abstractmethod
 from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Self, TypeAlias, TypeVar
+from typing import Any, ClassVar, Protocol, Self, TypeAlias, TypeVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from pcg.kernels.batch import ProgramBatch
-from pcg.kernels.torch.remote_weights import is_remote, remote_of
+
+
+class RemoteWeight(Protocol):
+    """A weight W [out, in] that is not in this process."""
+
+    def linear(self, x: Tensor, others: Sequence[Self]) -> Tensor:
+        """Return x Wᵀ by this weight and others, side by side: [T, outs], in memory of its own."""
+
+    def joined(self, others: Sequence[Self]) -> Self:
+        """Return this weight and others as one, [outs, in]."""
+
+    def input_gradient(self, dy: Tensor) -> Tensor:
+        """Return dy W, [T, in]."""
+
+    def adapted_lengths(self, a: Tensor, b: Tensor, scale: float) -> Tensor:
+        """Return ||W + scale · B A|| of each output, [out], in A's dtype."""
+
+    def piece(self, text: str, layer: int, inputs: Sequence[Tensor]) -> Sequence[Tensor]:
+        """Return a piece's outputs: a graph as text, that runs where the weight is."""
+
+    def digest(self) -> str:
+        """Return the SHA-256 of the SHA-256 of all rows."""
+
+
+def remote_tensor(shape: Sequence[int], dtype: torch.dtype, weight: RemoteWeight) -> Tensor:
+    """Return a tensor without memory that stands for a remote weight."""
+    tensor = torch.empty(tuple(shape), dtype=dtype, device="meta")
+    tensor.remote = weight  # type: ignore[attr-defined]
+    return tensor
+
+
+def is_remote(tensor: Tensor | None) -> bool:
+    """Return whether a tensor stands for a weight of another process."""
+    return tensor is not None and tensor.is_meta
+
+
+def remote_of(tensor: Any) -> RemoteWeight:
+    """Return the weight that a tensor stands for."""
+    found: RemoteWeight = tensor.remote
+    return found
+
+
+def remote_group(tensors: Sequence[Tensor]) -> Tensor:
+    """Return a tensor that stands for some remote weights of the same inputs as one."""
+    first, *others = map(remote_of, tensors)
+    shape = (sum(len(one) for one in tensors), *tensors[0].shape[1:])
+    return remote_tensor(shape, tensors[0].dtype, first.joined(others))
+
 
 Result = TypeVar("Result")
 ProductRequest: TypeAlias = Generator["Product", None, Result]
@@ -309,3 +361,62 @@ def _chosen(indices: Tensor, count: int) -> Iterator[tuple[int, Tensor, Tensor]]
     for expert, places in enumerate(parts):
         if len(places):
             yield expert, places, places // indices.shape[-1]
+
+
+@dataclass(slots=True, eq=False)
+class PieceCall(Product):
+    """A piece on the tokens of one function, or of several that call the same.
+
+    Attributes:
+        weight: stands for a weight of the base that holds the piece's.
+        text: the piece.
+        layer: the index of the layer.
+        inputs: the tensors that are sent, [T, …] each.
+    """
+
+    weight: Tensor = field(kw_only=True)
+    text: str = field(kw_only=True)
+    layer: int = field(kw_only=True)
+    inputs: Sequence[Tensor] = field(kw_only=True)
+
+    def run(self) -> None:
+        self._x = None
+        inputs, self.inputs = self.inputs, ()
+        self._outputs = remote_of(self.weight).piece(self.text, self.layer, inputs)
+
+    def run_with(self, others: Sequence[PieceCall]) -> None:
+        every = (self, *others)
+        counts = [len(one.inputs[0]) for one in every]
+        inputs = [torch.cat(parts) for parts in zip(*(one.inputs for one in every), strict=True)]
+        outputs = remote_of(self.weight).piece(self.text, self.layer, inputs)
+        own = zip(*(output.split(counts) for output in outputs), strict=True)
+        for one, rows in zip(every, own, strict=True):
+            one._x, one.inputs = None, ()
+            # Each has memory of its own, which goes when it needs it no more.
+            one._outputs = [row.clone() for row in rows]
+
+
+def requested_piece(
+    batch: ProgramBatch, text: str, weight: Tensor, *inputs: Tensor
+) -> ProductRequest[Sequence[Tensor]]:
+    """Request a piece of a base executor; returns its outputs.
+
+    Args:
+        text: the piece, a graph as text.
+        weight: stands for a weight of that base.
+        inputs: the piece's inputs, [T, …] each.
+    """
+    call = PieceCall(
+        (batch.layer, text),
+        inputs[0],
+        weight=weight,
+        text=text,
+        layer=batch.layer,
+        inputs=inputs,
+    )
+    return call.requested()
+
+
+def base_piece(batch: ProgramBatch, text: str, weight: Tensor, *inputs: Tensor) -> Sequence[Tensor]:
+    """Call a piece of a base executor at once; the arguments are those of `requested_piece`."""
+    return remote_of(weight).piece(text, batch.layer, inputs)

@@ -10,10 +10,10 @@ from typing import Any
 from pcg.kernels.torch import ops as torch_ops
 from pcg.kernels.triton.adapters.deferred_lora import (
     begun_lora,
+    deferred_rows,
     nothing_deferred,
     with_deferred_lora,
 )
-from pcg.kernels.triton.adapters.deferred_rows import deferred_rows
 from pcg.kernels.triton.adapters.dispatch import (
     activate,
     add_lora,
@@ -23,29 +23,26 @@ from pcg.kernels.triton.adapters.dispatch import (
     shrink,
 )
 from pcg.kernels.triton.adapters.trained_adapters import (
+    asked_inner,
     asked_outer,
     asked_outer_group,
+    asked_sum_tokens,
     bottleneck_backward,
     expand_add_group,
     expand_backward,
+    inner,
     lora_group_backward,
     lora_linear_backward,
     outer,
     scaled_outer,
     shrink_group,
-)
-from pcg.kernels.triton.adapters.trained_vectors import (
-    asked_inner,
-    asked_sum_tokens,
-    inner,
     sum_tokens,
 )
 from pcg.kernels.triton.attention.dispatch import attention, attention_backward
-from pcg.kernels.triton.dropout import dropout
+from pcg.kernels.triton.elementwise import dropout, pack_signs, relu_backward_packed
 from pcg.kernels.triton.fused import FusedPart, fused, side_by_side
 from pcg.kernels.triton.linear_cross_entropy import linear_cross_entropy
 from pcg.kernels.triton.sampling import draw, greedy, keep
-from pcg.kernels.triton.sign_bits import pack_signs, relu_backward_packed
 
 
 def __getattr__(name: str) -> Any:

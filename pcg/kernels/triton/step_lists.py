@@ -23,8 +23,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from pcg.kernels.adapter_batch import AdapterSlot
-from pcg.kernels.batch import BlockTable, StepTokens
+from pcg.kernels.batch import AdapterSlot, BlockTable, StepTokens
+from pcg.kernels.devices import uploaded
 from pcg.kernels.sizes import PAGE_TOKENS, RANK_STEP
 from pcg.kernels.triton.adapters import token_tiles
 from pcg.kernels.triton.adapters.token_tiles import DECODE_BLOCK, TileSpan, TokenTiles
@@ -36,7 +36,6 @@ from pcg.kernels.triton.attention.work import (
     split_lists,
 )
 from pcg.kernels.triton.step_rooms import StepRoom, StepSizes
-from pcg.kernels.uploads import uploaded
 
 ALIGNMENT = 4
 """Numbers that a part of the memory is a multiple of: 16 bytes, as kernels expect."""

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from pcg.ir.graph import Graph
 from pcg.ir.program.program import ModelGraph
-from pcg.kernels.adapter_batch import Segments
+from pcg.kernels.batch import Segments
 from pcg.peft.adapter import Adapter
 from pcg.ranks.group import SINGLE_RANK, Ranks
 from pcg.runtime.adapters.copies import AdapterCopies

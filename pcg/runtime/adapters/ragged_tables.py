@@ -16,7 +16,7 @@ from torch import Tensor
 from pcg.ir.graph import Graph
 from pcg.ir.program.program import ModelGraph
 from pcg.ir.types import TORCH_NAMES
-from pcg.kernels.adapter_batch import NO_SLOT, AdapterSlot, TokenSpans
+from pcg.kernels.batch import NO_SLOT, AdapterSlot, TokenSpans
 from pcg.kernels.sizes import RANK_STEP
 from pcg.peft.adapter import Adapter
 from pcg.ranks.group import SINGLE_RANK, Ranks

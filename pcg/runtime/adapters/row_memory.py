@@ -19,7 +19,7 @@ from itertools import accumulate
 
 import torch
 
-from pcg.kernels.adapter_batch import AdapterSlot, LoraRows, TokenSpans
+from pcg.kernels.batch import AdapterSlot, LoraRows, TokenSpans
 from pcg.kernels.sizes import RANK_STEP
 from pcg.peft.adapter import Adapter
 from pcg.runtime.adapters.copies import AdapterCopies

@@ -15,9 +15,9 @@ from collections.abc import Callable, Iterable
 import torch
 from torch import Tensor
 
-from pcg.kernels.adapter_batch import AdapterSlot
+from pcg.kernels.batch import AdapterSlot
+from pcg.kernels.devices import uploaded
 from pcg.kernels.sizes import RANK_STEP
-from pcg.kernels.uploads import uploaded
 from pcg.runtime.memory.free_runs import FreeRuns
 
 _LEAST_SLOTS = 16

@@ -11,7 +11,7 @@ import torch
 from pcg.errors import UnsupportedError
 from pcg.ir.program.program import ModelGraph
 from pcg.ir.types import TORCH_NAMES
-from pcg.kernels.native.sgmv import check_native, is_native
+from pcg.kernels.sgmv import check_native, is_native
 from pcg.kernels.torch.products import has_onednn
 from pcg.options import CompileOptions
 

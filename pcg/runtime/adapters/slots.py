@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
-from pcg.kernels.adapter_batch import Segments
+from pcg.kernels.batch import Segments
 from pcg.peft.adapter import Adapter
 from pcg.runtime.adapters.copies import AdapterCopies
 from pcg.runtime.adapters.sites import GraphSites

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from pcg.ir.graph import Parameter
-from pcg.kernels.adapter_batch import JoinedLora, LoraRun, SegmentedWeight, Segments
-from pcg.kernels.native.sgmv import is_native
+from pcg.kernels.batch import JoinedLora, LoraRun, SegmentedWeight, Segments
+from pcg.kernels.sgmv import is_native
 from pcg.peft.adapter import Adapter
 from pcg.peft.registry import parameter_kind
 from pcg.runtime.adapters.sites import GraphSites, LoraModule

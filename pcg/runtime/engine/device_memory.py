@@ -26,7 +26,7 @@ from pcg.ir.program.program import ModelGraph
 from pcg.ir.program.saved_memory import transient
 from pcg.ir.types import DTYPE_BYTES
 from pcg.kernels.devices import device_memory, is_out_of_memory
-from pcg.kernels.triton.warm_rooms import MOST_ROOMS
+from pcg.kernels.triton.step_rooms import MOST_ROOMS
 from pcg.ranks.group import Ranks
 from pcg.runtime.engine.limits import Limits
 from pcg.runtime.model.state import ModelState

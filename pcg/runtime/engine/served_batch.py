@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from pcg.kernels.batch import Span
+from pcg.kernels.devices import uploaded_list
 from pcg.kernels.torch.products import ProductRequest
-from pcg.kernels.uploads import uploaded_list
 from pcg.peft.adapter import Adapter
 from pcg.ranks.context_parallel import TokenParts
 from pcg.ranks.group import SINGLE_RANK, Ranks

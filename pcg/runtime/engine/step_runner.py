@@ -11,10 +11,9 @@ import torch
 from torch import Tensor
 
 from pcg.errors import GenerationError
-from pcg.kernels.devices import device_memory
+from pcg.kernels.devices import device_memory, uploaded_list
 from pcg.kernels.torch.products import ProductRequest
-from pcg.kernels.triton.compilations import compiled
-from pcg.kernels.uploads import uploaded_list
+from pcg.kernels.triton.backend import compiled
 from pcg.peft.adapter import Adapter
 from pcg.runtime.adapters.cache import AdapterCache, ServedAdapter
 from pcg.runtime.adapters.versions import AdapterVersion

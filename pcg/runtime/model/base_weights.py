@@ -18,7 +18,7 @@ from torch import Tensor
 from pcg.ir.graph import Graph, Parameter
 from pcg.ir.program.program import ModelGraph, Program, python_name, site_of
 from pcg.ir.types import TORCH_NAMES
-from pcg.kernels.torch.remote_weights import is_remote, remote_group
+from pcg.kernels.torch.products import is_remote, remote_group
 from pcg.ranks.group import SINGLE_RANK, Ranks
 from pcg.ranks.layer_shards import FlatPlace, LayerShard, is_in_shards, read_shard
 from pcg.ranks.shards import Ranges, has_zeros, is_sharded, ranges_of, shard_of

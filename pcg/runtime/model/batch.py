@@ -22,7 +22,7 @@ from pcg.kernels.batch import (
     ProgramBatch,
     Span,
 )
-from pcg.kernels.uploads import uploaded, uploaded_list
+from pcg.kernels.devices import uploaded, uploaded_list
 from pcg.ranks.context_parallel import Piece, TokenParts
 from pcg.ranks.group import SINGLE_RANK, Ranks
 from pcg.runtime.memory.kv_cache import KvCache

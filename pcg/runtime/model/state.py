@@ -25,8 +25,7 @@ from pcg.errors import (
 )
 from pcg.ir.program.program import Program, Serving, Training
 from pcg.ir.types import TORCH_NAMES
-from pcg.kernels.devices import own_memory
-from pcg.kernels.uploads import downloaded
+from pcg.kernels.devices import downloaded, own_memory
 from pcg.peft.adapter import (
     Adapter,
     check_biases,

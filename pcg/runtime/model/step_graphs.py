@@ -36,8 +36,7 @@ from pcg.errors import DeviceMemoryError
 from pcg.ir.program.program import counts_on_host
 from pcg.kernels.batch import StepTokens
 from pcg.kernels.triton.step_lists import StepLists, sizes_of
-from pcg.kernels.triton.step_rooms import StepRoom, StepRooms
-from pcg.kernels.triton.warm_rooms import expected_us, rooms_within
+from pcg.kernels.triton.step_rooms import StepRoom, StepRooms, expected_us, rooms_within
 from pcg.peft.adapter import Adapter
 from pcg.ranks.group import SINGLE_RANK
 from pcg.runtime.adapters.padded_tables import BoundAdapters, PaddedTables

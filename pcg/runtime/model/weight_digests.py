@@ -11,7 +11,7 @@ from torch import Tensor
 
 from pcg.ir.graph import Parameter
 from pcg.kernels.devices import device_pool
-from pcg.kernels.torch.remote_weights import is_remote, remote_of
+from pcg.kernels.torch.products import is_remote, remote_of
 from pcg.runtime.model.base_weights import WeightStore
 
 _MOST_THREADS = 8

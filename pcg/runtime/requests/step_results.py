@@ -8,7 +8,7 @@ from typing import TypeAlias
 
 from torch import Tensor
 
-from pcg.kernels.uploads import downloaded
+from pcg.kernels.devices import downloaded
 from pcg.runtime.requests.request import Chunk
 from pcg.runtime.requests.sequence import Sequence
 from pcg.runtime.sampling.logprobs import Logprobs, TokenLogprobs

@@ -25,8 +25,8 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
-from pcg.kernels.token_limits import TokenLimits
-from pcg.kernels.uploads import uploaded, uploaded_list
+from pcg.kernels.batch import TokenLimits
+from pcg.kernels.devices import uploaded, uploaded_list
 from pcg.runtime.sampling.sampling_params import SamplingParams
 
 # ------------------------------------------------------------------------------------------ filters

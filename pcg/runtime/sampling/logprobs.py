@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from pcg.errors import GenerationError
-from pcg.kernels.uploads import downloaded
+from pcg.kernels.devices import downloaded
 
 _BLOCK = 64
 """Tokens of a block; the fastest of 16 to 128 for 16 rows of 32,000."""

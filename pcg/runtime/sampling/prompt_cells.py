@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from pcg.kernels.uploads import uploaded_list
+from pcg.kernels.devices import uploaded_list
 from pcg.runtime.sampling.sampling_params import SamplingParams
 
 _NONE = -1

@@ -48,7 +48,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from pcg.errors import GenerationError
-from pcg.kernels.uploads import uploaded, uploaded_list
+from pcg.kernels.devices import uploaded, uploaded_list
 from pcg.runtime.guided.grammars import masks_of
 from pcg.runtime.sampling.drawing import PYTORCH, Drawing
 from pcg.runtime.sampling.sampler import Sampler

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
+from pcg.kernels.devices import uploaded
 from pcg.kernels.torch.products import ProductRequest
-from pcg.kernels.uploads import uploaded
 from pcg.ranks.group import Ranks
 from pcg.ranks.token_shards import shard_rows
 from pcg.runtime.data.example import IGNORED

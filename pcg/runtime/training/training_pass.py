@@ -25,8 +25,8 @@ import torch
 from torch import Tensor
 
 from pcg.kernels.batch import KvGradients
+from pcg.kernels.devices import uploaded_list
 from pcg.kernels.torch.products import ProductRequest
-from pcg.kernels.uploads import uploaded_list
 from pcg.runtime.data.example import Example
 from pcg.runtime.memory.kv_cache import KvCache
 from pcg.runtime.memory.pool import PageTable

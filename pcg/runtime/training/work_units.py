@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, TypeAlias, TypeVar
 import torch
 from torch import Tensor
 
-from pcg.kernels.uploads import downloaded
+from pcg.kernels.devices import downloaded
 from pcg.runtime.memory.pool import PageTable
 from pcg.runtime.model.load import Load
 

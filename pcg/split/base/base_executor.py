@@ -31,8 +31,7 @@ from pcg.files import is_file
 from pcg.ir.graph import Graph
 from pcg.ir.program.program import python_name
 from pcg.ir.types import TORCH_NAMES
-from pcg.kernels.torch.products import linear, linear_backward
-from pcg.kernels.torch.remote_weights import is_remote
+from pcg.kernels.torch.products import is_remote, linear, linear_backward
 from pcg.parallel.costs.catalog import own_sheet
 from pcg.parallel.costs.own_rates import own_rates
 from pcg.passes.fusion.fuse_linears import FuseLinears

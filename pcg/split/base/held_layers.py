@@ -20,7 +20,7 @@ from pcg.errors import SplitError
 from pcg.ir.graph import Parameter
 from pcg.ir.program.program import Program
 from pcg.ir.types import TORCH_NAMES
-from pcg.kernels.torch.remote_weights import remote_tensor
+from pcg.kernels.torch.products import remote_tensor
 from pcg.ranks.mesh import SINGLE_MESH
 from pcg.ranks.shards import Ranges
 from pcg.runtime.executor import Executor

@@ -32,7 +32,7 @@ from pcg.ir.graph import Attribute, Graph, Node, Parameter
 from pcg.ir.layouts import WHOLE
 from pcg.ir.parser import parse_graph
 from pcg.ir.types import DTYPE_BYTES, TORCH_NAMES, TensorType
-from pcg.kernels.torch.remote_weights import is_remote
+from pcg.kernels.torch.products import is_remote
 from pcg.passes.placement.piece_text import piece_text
 from pcg.passes.placement.split_graph import LINEAR, PIECE_OPERATORS
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from pcg.compiler import compile_program, make_executor
 from pcg.ir.program.program import Program
-from pcg.kernels.backend import machine_device
+from pcg.kernels.triton.backend import machine_device
 from pcg.ranks.join import join_group, own_device
 from pcg.ranks.mesh import SINGLE_MESH
 from pcg.ranks.same_program import check_same_program

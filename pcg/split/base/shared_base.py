@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from pcg.errors import SplitError
-from pcg.kernels.torch.remote_weights import is_remote
+from pcg.kernels.torch.products import is_remote
 from pcg.runtime.engine.async_engine import AsyncEngine
 from pcg.runtime.engine.steps.guest_work import RowWork
 from pcg.runtime.executor import Executor

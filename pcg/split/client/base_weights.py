@@ -13,7 +13,7 @@ from torch import Tensor
 from pcg.errors import SplitError, WeightsError
 from pcg.ir.operators.linear import piece_of
 from pcg.ir.types import TORCH_NAMES
-from pcg.kernels.torch.remote_weights import remote_tensor
+from pcg.kernels.torch.products import remote_tensor
 from pcg.ranks.shards import Ranges
 from pcg.runtime.model.weights import DTYPE_NAMES, Weights, slices_of
 from pcg.split.client.caller import Caller

@@ -18,7 +18,7 @@ from pcg.compiler import compile_program, make_executor
 from pcg.errors import SplitError
 from pcg.ir.program.folder import load_program, save_program
 from pcg.ir.program.program import Program
-from pcg.kernels.backend import machine_device
+from pcg.kernels.triton.backend import machine_device
 from pcg.keys import VARIABLE
 from pcg.keywords import takes
 from pcg.options import SplitLink, dtype_name

@@ -16,7 +16,7 @@ from pcg.compiler import compile_program
 from pcg.errors import AdapterError, UnsupportedError
 from pcg.files import SUMS
 from pcg.ir.program.folder import save_program
-from pcg.kernels.native import sgmv
+from pcg.kernels import sgmv
 from pcg.kernels.torch.products import has_onednn
 from pcg.options import CompileOptions
 from pcg.runtime.adapters.ragged_tables import RaggedTables

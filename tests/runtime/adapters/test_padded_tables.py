@@ -8,8 +8,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from peft import PeftModel
 
-from pcg.kernels.adapter_batch import SegmentedWeight, Segments
-from pcg.kernels.native import sgmv
+from pcg.kernels import sgmv
+from pcg.kernels.batch import SegmentedWeight, Segments
 from pcg.kernels.torch.ops import expand_add, shrink
 from pcg.passes.pipeline import Settings, pipeline
 from pcg.passes.stages import Base

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 import pcg.compiler as compiler
 from pcg.ir.analysis.verifier import verify
 from pcg.ir.parser import parse_graph
-from pcg.kernels.adapter_batch import AdapterSlot, LoraRows, TokenSpans
+from pcg.kernels.batch import AdapterSlot, LoraRows, TokenSpans
 from pcg.peft.adapter import Adapter
 from pcg.runtime.adapters.ragged_tables import RaggedTables
 from pcg.runtime.adapters.row_memory import RowMemory

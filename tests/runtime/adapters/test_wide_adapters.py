@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import pcg
-from pcg.kernels.adapter_batch import LoraRows
+from pcg.kernels.batch import LoraRows
 from pcg.kernels.triton.adapters.dispatch import expand_add, shrink
 from pcg.peft.adapter import Adapter
 from pcg.runtime.adapters.ragged_tables import RaggedTables

@@ -15,7 +15,7 @@ import pcg.compiler as compiler
 from pcg.errors import UnsupportedError
 from pcg.explain import explain as explaining
 from pcg.ir.program.folder import save_program
-from pcg.kernels.torch import rope
+from pcg.kernels.torch import base_operators
 from pcg.kernels.torch.products import has_onednn
 from pcg.options import CompileOptions
 from pcg.peft.lora import LoraConfig
@@ -57,7 +57,7 @@ class Loaded:
         """The live bytes beside adapters, the tables that serve them, and what kernels remember."""
         state = self.executor.state
         stop = (state.weight_store, state.program, state.serving.runner)
-        roots = [state.serving.tables, state.adapters, rope._last_signed, *REMEMBERED]
+        roots = [state.serving.tables, state.adapters, base_operators._last_signed, *REMEMBERED]
         theirs = {memory_of(tensor) for tensor in reached(roots, stop)}
         own = [tensor for tensor in self._live() if memory_of(tensor) not in theirs]
         # Traces that were made before keep their constants.

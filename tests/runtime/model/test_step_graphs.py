@@ -12,8 +12,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 import pcg.compiler as compiler
-from pcg.kernels.adapter_batch import NO_SLOT, AdapterSlot
-from pcg.kernels.batch import Span, StepTokens
+from pcg.kernels.batch import NO_SLOT, AdapterSlot, Span, StepTokens
 from pcg.kernels.sizes import PAGE_TOKENS
 from pcg.kernels.triton.adapters.token_tiles import DECODE_BLOCK, TileCapacity, token_tiles
 from pcg.kernels.triton.attention.work import AttentionWork

@@ -2,16 +2,19 @@
 
     begun_lora           s = x Aᵀ
     with_deferred_lora   the product's outputs, and what is left to be added to each
+    deferred_rows        d[token, column] = Σ_k s[token, k] · Bᵀ[k, column],   s = Σ_part s_part
 
 Where a step is recorded s is made on another stream, and so is a branch of the graph beside the
 base's product: small as it is, it begins and ends under that. What one fork gave back to the memory
 of that stream was read before the next fork, which waits for it. Eager steps have no second stream,
 as events would take the host as long as launches.
 
-It is so where tokens decode (`token_tiles.DECODE_BLOCK`): as decode's expand, such a kernel reads B
-for each token by itself. For the many tokens of prompts, for adapters that are no rows, and where a
-token's adapter is wider than `MOST_WIDTH`, LoRA is added to the product at once, and nothing is
-left.
+Tokens that decode take this way (`token_tiles.DECODE_BLOCK`). Each has its own adapter or none: a
+program reads the columns of B that it needs for each of its tokens, 8 ranks at once, or 4 of more
+than 4096 columns, and multiplies in fp32 without tensor cores. So a tile may have several tokens,
+and a part of the columns twice. For the many tokens of prompts, for adapters that are no rows, and
+where a token's adapter is wider than `MOST_WIDTH`, LoRA is added to the product at once, and
+nothing is left.
 """
 
 from __future__ import annotations
@@ -22,9 +25,10 @@ from typing import Any
 
 import torch
 import triton
+import triton.language as tl
 from torch import Tensor
 
-from pcg.kernels.adapter_batch import LoraRows
+from pcg.kernels.batch import LoraRows
 from pcg.kernels.devices import stream_for
 from pcg.kernels.triton.adapters import dispatch, segmented_lora
 from pcg.kernels.triton.adapters.rank_rows import RankRows
@@ -138,3 +142,41 @@ def with_deferred_lora(begun: BegunLora, y: Tensor, weight: Any) -> Sequence[Any
         torch.cuda.current_stream(y.device).wait_stream(begun.beside)
     sizes = weight.group_sizes
     return *(y.split(sizes, -1) if len(sizes) > 1 else (y,)), *begun.left
+
+
+@triton.jit
+def deferred_rows(
+    by_token, s, memory, rows, ranks, matrix, first_rank, first_sum, part_stride, parts,
+    token, column, in_rows, inside,
+    PARTS: tl.constexpr,
+):  # fmt: skip
+    """d of tokens [R, 1] and columns [1, C] or [R, C], fp32; 0 where not inside.
+
+    Args:
+        by_token, s, memory, rows, ranks, matrix, first_rank, first_sum: see the module.
+        part_stride: elements of a part of s, of which there are `parts`, at most PARTS.
+        token: [R, 1], int64; `in_rows` says which are there.
+        inside: the condition of elements, [R, 1] or [R, C].
+    """
+    of_16_bytes: tl.constexpr = 128 // memory.dtype.element_ty.primitive_bitwidth
+    by_token += 4 * token
+    slot = tl.load(by_token, in_rows, -1)
+    has_adapter = slot >= 0
+    rank = tl.load(ranks + first_rank + slot, has_adapter, 0)
+    width = tl.load(by_token + 1, has_adapter, 0)
+    entries = rows + tl.load(by_token + 2, has_adapter, 0) + matrix * width
+    own_s = s + first_sum + tl.load(by_token + 3, has_adapter, 0)
+    total = tl.zeros(inside.shape, tl.float32) * tl.zeros(column.shape, tl.float32)
+    part = tl.arange(0, PARTS)[None, :, None]
+    # Of wider tiles registers hold fewer: 32 warps have 64 each for a thread.
+    AT_ONCE: tl.constexpr = 8 if column.shape[1] <= 4096 else 4
+    for first in range(0, tl.max(rank), AT_ONCE):
+        k = first + tl.arange(0, AT_ONCE)[None, :]
+        kept = k < rank
+        row = tl.multiple_of(tl.load(entries + k, kept, 0), [of_16_bytes, of_16_bytes])
+        at = row[:, :, None] + column[:, None, :]
+        b = tl.load(memory + at, kept[:, :, None] & inside[:, None, :], 0.0)
+        each = (own_s + k)[:, None, :] + part * part_stride
+        own = tl.sum(tl.load(each, kept[:, None, :] & (part < parts), 0.0), 1)
+        total += tl.sum(b.to(tl.float32) * own[:, :, None], 1)
+    return total

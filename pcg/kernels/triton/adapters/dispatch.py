@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pcg.kernels.adapter_batch import AdapterSlot, LoraRows, SegmentedWeight
+from pcg.kernels.batch import AdapterSlot, LoraRows, SegmentedWeight
 from pcg.kernels.sizes import ROW_ALIGNMENT
 from pcg.kernels.torch import ops as torch_ops
 from pcg.kernels.torch.lora import by_width

@@ -20,8 +20,8 @@ import torch
 from torch import Tensor
 
 from pcg.errors import CodegenError
+from pcg.kernels.devices import uploaded
 from pcg.kernels.sizes import ROW_ALIGNMENT
-from pcg.kernels.uploads import uploaded
 
 
 @dataclass(frozen=True)

@@ -34,9 +34,9 @@ import torch
 from torch import Tensor
 
 from pcg.errors import CodegenError
-from pcg.kernels.adapter_batch import AdapterSlot
+from pcg.kernels.batch import AdapterSlot
+from pcg.kernels.devices import uploaded
 from pcg.kernels.sizes import RANK_STEP
-from pcg.kernels.uploads import uploaded
 
 DECODE_BLOCK = 16
 """Places of a tile where segments have few tokens: the least that a tensor core's product takes."""

@@ -1,15 +1,17 @@
-"""Products by adapters in training, by the segmented kernels: one job's, or several jobs' at once.
+"""Adapters in training, by the segmented kernels: one job's, or several jobs' at once.
 
     s = x Aᵀ                   z = y + scale · s Bᵀ
     ds = scale · dz B          dB = scale · dzᵀ s          dA = dsᵀ x          dx = dz W + ds A
+    Σ dz ⊙ (y - b)             of what scales y: (IA)³, DoRA
+    scale · Σ dz               of what is added: biases
 
 A bottleneck adapter's products are the same, around σ(s + scale · d).
 
-Adapters are fp32 over activations of 16 bits, which these read as they are, where PyTorch makes
-tensors of tokens in fp32; ds A alone is PyTorch's where it is not added to the base's dx at once. A
-parameter is its own memory of rows, and B [out, r] of columns, read and its gradient written as
-they lie (`RankRows.turned`); those of several jobs are joined, for which B is turned, which is
-little beside their tokens.
+Adapters are fp32 over activations of 16 bits, which the kernels read as they are, where PyTorch
+makes fp32 tensors of tokens; ds A alone is PyTorch's where it is not added to the base's dx at
+once. A parameter is its own memory of rows, and B [out, r] of columns, read and its gradient
+written as they lie (`RankRows.turned`); those of several jobs are joined, for which B is turned,
+which is little beside their tokens.
 """
 
 from __future__ import annotations
@@ -29,6 +31,7 @@ from pcg.kernels.torch.lora import as_weight
 from pcg.kernels.torch.products import Product, ProductRequest, fulfilled, joined_tokens
 from pcg.kernels.triton.adapters import segmented_lora
 from pcg.kernels.triton.adapters.segmented_activate import segment_sum, segmented_activate
+from pcg.kernels.triton.adapters.segmented_vectors import segment_inner
 from pcg.kernels.triton.adapters.token_tiles import DECODE_BLOCK, TokenTiles
 from pcg.kernels.triton.adapters.trained_rows import (
     are_few,
@@ -368,3 +371,84 @@ def _outers(
 
 def _fp32(shape: tuple[int, ...], like: Tensor) -> Tensor:
     return torch.empty(shape, dtype=torch.float32, device=like.device)
+
+
+def inner(dz: Tensor, y: Tensor, base: Tensor | None = None) -> Tensor:
+    """The sum over tokens of dz ⊙ (y - base), [n], in fp32 at least."""
+    if not (is_tokens(dz) and is_tokens(y)):
+        return torch_ops.inner(dz, y, base)
+    return _sums([len(dz)], dz, y, base, None)[0]
+
+
+def sum_tokens(dz: Tensor, bias: Any = None) -> Tensor:
+    """The sum over tokens, in fp32 at least; scaled as a bias is."""
+    if not is_tokens(dz):
+        return torch_ops.sum_tokens(dz, bias)
+    scales = None if bias is None else scales_of([[as_weight(bias)]], dz.device)
+    return _sums([len(dz)], dz, None, None, scales)[0]
+
+
+def asked_inner(
+    batch: ProgramBatch, name: str, dz: Tensor, y: Tensor, base: Tensor | None = None
+) -> ProductRequest[Any]:
+    """Request `inner` of dz, y [T, n] and base [n]; `name` is the gradient's in its layer."""
+    if not (is_tokens(dz) and is_tokens(y)):
+        return fulfilled(torch_ops.inner(dz, y, base))
+    return VectorGradient((batch.layer, name), dz, y, base, None).requested()
+
+
+def asked_sum_tokens(
+    batch: ProgramBatch, name: str, dz: Tensor, bias: Any = None
+) -> ProductRequest[Any]:
+    """Request `sum_tokens` of dz [T, n]; `name` is the gradient's in its layer."""
+    if not is_tokens(dz):
+        return fulfilled(torch_ops.sum_tokens(dz, bias))
+    return VectorGradient((batch.layer, name), dz, None, None, bias).requested()
+
+
+@dataclass(slots=True, eq=False)
+class VectorGradient(Product):
+    """The gradient of one job's vector; those of one key all have y and a bias, or none."""
+
+    _y: Tensor | None
+    _base: Tensor | None
+    _bias: Any
+    is_own: ClassVar[bool] = True
+
+    def run(self) -> None:
+        (self._outputs,) = self._made((self,))
+
+    def run_with(self, others: Sequence[VectorGradient]) -> None:
+        """Run it and others as one launch, where they are small; else one after the other."""
+        every = (self, *others)
+        tensors = 1 if self._y is None else 2
+        of_one_base = all(one._base is self._base for one in others)
+        counts = [tensors * len(one._x) for one in every if one._x is not None]
+        if of_one_base and are_few(counts):
+            for one, gradient in zip(every, self._made(every), strict=True):
+                one._outputs = gradient.clone()
+        else:
+            for one in every:
+                one.run()
+
+    def _made(self, every: Sequence[VectorGradient]) -> Sequence[Tensor]:
+        dz, counts = joined_tokens(every)
+        y = self._y
+        if y is not None and len(every) > 1:
+            y = torch.cat([one._y for one in every if one._y is not None])
+        for one in every:
+            one._y = None
+        scales = None
+        if self._bias is not None:
+            scales = scales_of([[as_weight(one._bias) for one in every]], dz.device)
+        return _sums(counts, dz, y, self._base, scales)
+
+
+def _sums(
+    counts: Sequence[int], dz: Tensor, y: Tensor | None, base: Tensor | None, scales: Tensor | None
+) -> Sequence[Tensor]:
+    """The sum over the tokens of each job, [n] each, in fp32."""
+    sums = torch.zeros((len(counts), dz.shape[1]), dtype=torch.float32, device=dz.device)
+    rows = rows_of(sums.split(1), sums)
+    segment_inner(dz, y, rows, segments_of(counts, [1] * len(counts), dz.device), base, scales)
+    return [*sums]

@@ -15,12 +15,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from pcg.kernels.adapter_batch import AdapterSlot
+from pcg.kernels.batch import AdapterSlot
+from pcg.kernels.devices import table_cache, uploaded
 from pcg.kernels.sizes import RANK_STEP, ROW_ALIGNMENT
-from pcg.kernels.table_cache import table_cache
 from pcg.kernels.triton.adapters.rank_rows import RankRows, int32_on, rank_rows
 from pcg.kernels.triton.adapters.token_tiles import DECODE_BLOCK, TokenTiles, tiles_on
-from pcg.kernels.uploads import uploaded
 
 MOST_RANK = 256
 """Beyond, products are PyTorch's: a guess of where a library's tiles pay, until it is measured."""

@@ -20,11 +20,10 @@ import torch
 from torch import Tensor
 
 from pcg.kernels.batch import ProgramBatch, Span
+from pcg.kernels.devices import uploaded, uploaded_list
 from pcg.kernels.sizes import PAGE_TOKENS
-from pcg.kernels.torch.attention_math import Scoring
-from pcg.kernels.torch.varlen_attention import ends_of
+from pcg.kernels.torch.attention_math import Scoring, ends_of
 from pcg.kernels.triton.attention.cache_rows import KvRows
-from pcg.kernels.uploads import uploaded, uploaded_list
 
 _WORKSPACE_BYTES = 128 * 2**20
 """Memory for the split keys of FlashInfer, as its documentation has it."""

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from pcg.errors import UnsupportedError
 from pcg.kernels.batch import Span
-from pcg.kernels.uploads import uploaded
+from pcg.kernels.devices import uploaded
 
 TILE_ROWS = 128
 """Rows of a tile; kernels may cut it further."""

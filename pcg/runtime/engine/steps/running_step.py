@@ -10,7 +10,7 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from pcg.kernels.uploads import uploaded_list
+from pcg.kernels.devices import uploaded_list
 from pcg.runtime.guided.grammars import Grammars
 from pcg.runtime.model.latest_tokens import LatestTokens
 from pcg.runtime.model.runner import ModelRunner

@@ -23,7 +23,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from pcg.kernels.table_cache import kept_tables
+from pcg.kernels.devices import kept_tables
 from pcg.runtime.data.example import IGNORED
 from pcg.runtime.memory.kv_cache import KvCache
 from pcg.runtime.model.batch import Batch

@@ -38,7 +38,7 @@ import torch
 from torch import Tensor
 
 from pcg.kernels.batch import KvGradients
-from pcg.kernels.table_cache import kept_tables
+from pcg.kernels.devices import kept_tables
 from pcg.kernels.triton.attention.work import (
     KEY_BLOCK,
     SPLIT_KEYS,

@@ -1,14 +1,19 @@
-"""Dropout by counted random numbers, so that a recorded layer drops anew in each replay.
+"""Element-wise kernels: dropout by counted random numbers, and packed signs of ReLU.
 
     y[t, c] = x[t, c] / (1 - p)  if u(t, c) >= p, else 0
     u(t, c) = Philox-4x32-10(key; c, position of t, sequence of t, layer and operator) / 2^32
 
-The key is the pass's and lies on the device. So what is dropped of a token depends neither on how
-its sequence is cut into windows nor on whether these are recorded, and backward draws it again.
+The key is the pass's and lies on the device, so that a recorded layer drops other elements in each
+replay. What is dropped of a token depends neither on how its sequence is cut into windows nor on
+whether these are recorded, and backward draws it again.
 Philox: Salmon et al., Parallel Random Numbers: As Easy as 1, 2, 3 (SC 2011).
 
-Shapes: x, y: [T, n]; positions, sequences: [T]; key: [2], the key, and 0 if nothing is dropped.
-Grid: a program for ROWS tokens and COLUMNS features.
+    signs_i = Σ_j (y_{8i + j} > 0) · 2^j
+    dx_{8i + j} = dy_{8i + j} if bit j of signs_i is set, else 0
+
+Shapes: x, y, dy, dx: [T, n]; positions, sequences: [T]; key: [2], the key, and 0 if nothing is
+dropped; signs: [.., n / 8], u8. Grids: a program for ROWS tokens and COLUMNS features; one for
+BLOCK bytes of signs, which are 8 BLOCK elements.
 """
 
 from __future__ import annotations
@@ -95,3 +100,58 @@ def dropout(batch: ProgramBatch, x: Tensor, p: float, key: int) -> Tensor:
             COLUMNS=columns,
         )
     return y
+
+
+PROGRAM_BYTES = 16384
+"""Bytes of y or dy of a program of 4 warps: eight loads of 16 bytes a thread are under way."""
+
+
+@triton.jit
+def pack(y, signs, count, BLOCK: tl.constexpr):
+    """Signs of `count` bytes."""
+    byte = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    bit = tl.arange(0, 8)
+    inside = byte < count
+    value = tl.load(y + byte[:, None] * 8 + bit[None, :], inside[:, None], other=0.0)
+    bits = (value > 0).to(tl.int32) << bit[None, :]
+    tl.store(signs + byte, tl.sum(bits, 1).to(tl.uint8), inside)
+
+
+@triton.jit
+def unpack(dy, signs, dx, count, BLOCK: tl.constexpr):
+    """dy where the bit is set."""
+    byte = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    bit = tl.arange(0, 8)
+    inside = byte < count
+    place = byte[:, None] * 8 + bit[None, :]
+    packed = tl.load(signs + byte, inside, other=0).to(tl.int32)
+    is_set = ((packed[:, None] >> bit[None, :]) & 1) != 0
+    value = tl.load(dy + place, inside[:, None], other=0.0)
+    tl.store(dx + place, tl.where(is_set, value, 0.0), inside[:, None])
+
+
+def pack_signs(y: Tensor) -> Tensor:
+    """Bits of the positive elements of y [.., n]: u8 [.., n / 8], the first in the lowest bit."""
+    y = y.contiguous()
+    signs = y.new_empty((*y.shape[:-1], y.shape[-1] // 8), dtype=torch.uint8)
+    count = signs.numel()
+    if count:
+        block = _block(y)
+        pack[(triton.cdiv(count, block),)](y, signs, count, BLOCK=block)
+    return signs
+
+
+def relu_backward_packed(dy: Tensor, signs: Tensor) -> Tensor:
+    """dx [.., n]: dy where the packed sign is set, else 0."""
+    dy = dy.contiguous()
+    dx = torch.empty_like(dy)
+    count = signs.numel()
+    if count:
+        block = _block(dy)
+        unpack[(triton.cdiv(count, block),)](dy, signs, dx, count, BLOCK=block)
+    return dx
+
+
+def _block(y: Tensor) -> int:
+    """Bytes of signs of a program."""
+    return PROGRAM_BYTES // (8 * y.element_size())

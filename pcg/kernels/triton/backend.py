@@ -6,11 +6,14 @@ kernels know the model's heads and dtype; else for torch, and the reason says wh
 
 from __future__ import annotations
 
+import functools
 import importlib
 import importlib.util
 import os
+from collections import Counter
 from dataclasses import dataclass
 from math import prod
+from typing import Any
 
 import torch
 
@@ -18,11 +21,9 @@ from pcg.errors import UnsupportedError
 from pcg.ir.graph import Graph
 from pcg.ir.program.program import ModelGraph, sites_of
 from pcg.ir.types import DTYPE_BYTES, TORCH_NAMES
-from pcg.kernels.sizes import HEAD_SIZES, KERNEL_DTYPES, PAGE_TOKENS
+from pcg.kernels.sizes import HEAD_SIZES, KERNEL_DTYPES, LEAST_CAPABILITY, PAGE_TOKENS
 from pcg.options import Backend
 
-LEAST_CAPABILITY = (8, 0)
-"""That of Ampere, the first with bfloat16 in tensor cores and with copies to shared memory."""
 _KERNELS = "pcg.kernels.triton.ops"
 _NO_GPU = "the device is {}, not an NVIDIA GPU"
 _WIDEST_ROW_BYTES = 4
@@ -176,3 +177,22 @@ def _import_obstacle() -> str | None:
     except ImportError as error:
         return f"{_KERNELS} cannot be imported ({error})"
     return None
+
+
+@functools.cache
+def compiled() -> Counter[str]:
+    """Return how often each kernel was compiled, or read from Triton's cache on disk.
+
+    It counts in this process from the first call on.
+    """
+    from triton import knobs
+
+    found: Counter[str] = Counter()
+    before = knobs.runtime.jit_post_compile_hook
+
+    def note(*given: Any, fn: Any, **named: Any) -> Any:
+        found[fn.name] += 1
+        return None if before is None else before(*given, fn=fn, **named)
+
+    knobs.runtime.jit_post_compile_hook = note
+    return found

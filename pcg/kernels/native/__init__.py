@@ -1,1 +1,0 @@
-"""Kernels in C++ for CPUs, compiled on the machine that runs them."""
