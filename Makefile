@@ -16,7 +16,7 @@ DAY_PYTHON ?= 3.12
 DAY_PACKAGES ?= msgspec
 DAY_ASSEMBLER := nvidia-cuda-nvcc==13.4.92
 COOKBOOK := tinker-cookbook==0.6.1
-CLIENTS := grader-metrics guidellm instructor langchain litellm litellm-proxy lm-eval schemathesis trl
+CLIENTS := guidellm instructor langchain litellm litellm-proxy lm-eval schemathesis trl
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 
 # The first of these that is Python 3.11 or newer; `make setup PYTHON=…` overrides.

@@ -1,5 +1,5 @@
-"""Graders: OpenAI's, which score what a model wrote; as rewards and behind HTTP.
+"""Graders: OpenAI's, which score the output of a model; as rewards and behind HTTP.
 
-A grader is read by `reader.grader_from`, scores a `sample.Sample` by `Grader.grade`, and has what
-it cannot do by itself, such as asking a judge, done by a `host.GradingHost`.
+A grader is read by `reader.grader_from` and scores a `sample.Sample` by `Grader.grade`. A
+`grader.GradingHost` asks judges and runs source for it.
 """

@@ -61,10 +61,10 @@ class Formula:
         """Read a formula.
 
         Args:
-            where: the field that it is given in, which errors name.
+            where: its field, which errors name.
             known: the names that it may have.
         Raises:
-            GraderError: it is no such formula, or too large.
+            GraderError: it is not a formula, or too large.
         """
         if len(text) > MOST_CHARACTERS:
             raise GraderError(f"{where} has {len(text)} characters; use at most {MOST_CHARACTERS}")
@@ -85,7 +85,7 @@ class Formula:
                     f"{where} is too large; use at most {MOST_NODES} operations and numbers, "
                     f"{MOST_DEPTH} in each other"
                 )
-            waiting += [(one, depth + 1) for one in _checked(node, where)]
+            waiting += [(part, depth + 1) for part in _checked(node, where)]
             if isinstance(node, ast.Name):
                 names.add(node.id)
         if unknown := sorted(names - set(known)):
@@ -101,16 +101,16 @@ class Formula:
             GradingError: it has none, as with a division by zero, or one that is too large.
         """
         try:
-            found = _value(self.tree, values)
+            value = _value(self.tree, values)
         except (ArithmeticError, ValueError) as error:
-            found, reason = math.nan, str(error)
+            value, reason = math.nan, str(error)
         else:
-            reason = f"its value is {found}"
-        if not math.isfinite(found):
+            reason = f"its value is {value}"
+        if not math.isfinite(value):
             shown = ", ".join(f"{name}={values[name]:g}" for name in sorted(self.names))
-            said = f"calculate_output cannot be computed with {shown}: {reason}"
-            raise GradingError(said, "formula_parse_error")
-        return found
+            message = f"calculate_output cannot be computed with {shown}: {reason}"
+            raise GradingError(message, "formula_parse_error")
+        return value
 
 
 def _checked(node: ast.expr, where: str) -> list[ast.expr]:
@@ -128,8 +128,8 @@ def _checked(node: ast.expr, where: str) -> list[ast.expr]:
         case ast.Call(func=ast.Name(id=name), keywords=[]) if name in FUNCTIONS:
             count = FUNCTIONS[name][1]
             if not node.args or (count is not None and len(node.args) != count):
-                said = "at least one argument" if count is None else f"{count} argument"
-                raise GraderError(f"{where}: give {name} {said}")
+                wanted = "at least one argument" if count is None else f"{count} argument"
+                raise GraderError(f"{where}: give {name} {wanted}")
             return node.args
     raise GraderError(
         f"{where} has what is no arithmetic: {type(node).__name__}; use numbers, names of graders, "
@@ -146,9 +146,8 @@ def _value(node: ast.expr, values: Mapping[str, float]) -> float:
         case ast.UnaryOp():
             return _UNARY[type(node.op)](_value(node.operand, values))
         case ast.BinOp():
-            one, other = _value(node.left, values), _value(node.right, values)
-            return _BINARY[type(node.op)](one, other)
+            return _BINARY[type(node.op)](_value(node.left, values), _value(node.right, values))
         case ast.Call(func=ast.Name(id=name)):
-            arguments = [_value(one, values) for one in node.args]
+            arguments = [_value(argument, values) for argument in node.args]
             return float(FUNCTIONS[name][0](*arguments))
     raise AssertionError(node)

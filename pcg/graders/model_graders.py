@@ -1,246 +1,203 @@
-"""The graders `score_model` and `label_model`: a served model is the judge.
-
-Messages of model graders: a chat with templates, for a judge.
-"""
+"""The graders `score_model` and `label_model`: a served model is the judge."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, ClassVar
+from collections.abc import Sequence
+from typing import Annotated, Any
 
-from pcg.errors import GraderError, GradingError
-from pcg.graders.fields import MOST_TEXT, Fields, number
-from pcg.graders.grader import Grader, Score
-from pcg.graders.host import GradingHost, Question
-from pcg.graders.sample import Sample
-from pcg.graders.template import Template
+import msgspec
+from msgspec import Meta, Struct
 
-# ----------------------------------------------------------------------------------------- messages
-
+from pcg.errors import GradingError
+from pcg.graders.grader import Grade, Grader, GradingHost, Question
+from pcg.graders.sample import Sample, Template
+from pcg.graders.text_graders import require_word
 
 MOST_MESSAGES = 64
-_ROLES = ("user", "assistant", "system", "developer")
-_TEXTS = ("input_text", "output_text")
 MOST_CHARACTERS = 2**20
-"""The most characters of all messages, filled in."""
+"""Characters of all messages, filled in."""
+MOST_ANSWER_TOKENS = 4096
+_ANSWER_TOKENS = 64
+"""Tokens of an answer by default: an object with one number, or a label."""
+_STEP = 0.001
+"""Scores of a range of 1 or more are multiples of it: some judges write digits without end."""
+_ROLES = ("user", "assistant", "system", "developer")
+_EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
+
+_Bound = Annotated[float, Meta(ge=-1e6, le=1e6)]
+_ModelName = Annotated[str, Meta(max_length=512)]
+_Labels = Annotated[
+    tuple[Annotated[str, Meta(min_length=1, max_length=128)], ...],
+    Meta(min_length=1, max_length=64),
+]
 
 
-@dataclass(frozen=True)
-class ModelMessage:
-    """A message of a chat; the texts of its parts are joined."""
+class _TextPart(Struct, frozen=True, forbid_unknown_fields=True):
+    type: str
+    text: str
+
+
+class Content:
+    """The content of a message: a text or parts of it, which are joined.
+
+    Raises:
+        ValueError: it cannot be.
+    """
+
+    def __init__(self, value: object) -> None:
+        parts = value if isinstance(value, list) else [value]
+        if not 0 < len(parts) <= MOST_MESSAGES:
+            raise ValueError(f"use a list of 1 to {MOST_MESSAGES}")
+        self.parts = tuple(map(_text, parts))
+
+
+def _text(part: Any) -> Template:
+    if isinstance(part, dict):
+        kind = part.get("type")
+        if kind not in ("input_text", "output_text"):
+            shown = repr(kind)[:64]
+            raise ValueError(f"it has a part of the type {shown}; judges read texts alone")
+        part = msgspec.convert(part, _TextPart).text
+    return Template(part)
+
+
+class ModelMessage(Struct, frozen=True, forbid_unknown_fields=True):
+    """A message of the chat with a judge."""
 
     role: str
-    parts: tuple[Template, ...]
+    content: Content
+    type: str | None = None
+
+    def __post_init__(self) -> None:
+        require_word("role", self.role, _ROLES)
+        if self.type is not None:
+            require_word("type", self.type, ("message",))
 
 
-def read_messages(given: Fields) -> tuple[ModelMessage, ...]:
-    """Return the messages of `input`. GraderError: they cannot be."""
-    found = []
-    for index, one in enumerate(given.items("input", MOST_MESSAGES)):
-        where = f"{given.where}.input.{index}"
-        message = Fields.of(one, where, ("role", "content", "type"))
-        if "type" in message:
-            message.one_of("type", ("message",))
-        role = message.one_of("role", _ROLES)
-        content = message.required("content")
-        parts = content if isinstance(content, list) else [content]
-        if not 0 < len(parts) <= MOST_MESSAGES:
-            raise GraderError(f"{where}.content: use a list of 1 to {MOST_MESSAGES}")
-        texts = (_text(part, f"{where}.content") for part in parts)
-        found.append(ModelMessage(role, tuple(Template.of(text, where) for text in texts)))
-    return tuple(found)
+_Messages = Annotated[list[ModelMessage], Meta(min_length=1, max_length=MOST_MESSAGES)]
 
 
 def fill_messages(messages: Sequence[ModelMessage], sample: Sample) -> list[dict[str, str]]:
     """Return the chat for a sample. GradingError: a name is not there, or it is too long."""
-    made = []
+    chat = []
     length = 0
     for message in messages:
-        content = "".join(part.fill(sample) for part in message.parts)
+        content = "".join(part.fill(sample) for part in message.content.parts)
         length += len(content)
         if length > MOST_CHARACTERS:
-            raise GradingError(
-                f"the judge's chat has more than {MOST_CHARACTERS} characters; use shorter items",
-                "other_error",
-            )
-        made.append({"role": message.role, "content": content})
-    return made
+            text = f"the judge's chat has more than {MOST_CHARACTERS} characters; use shorter items"
+            raise GradingError(text, "other_error")
+        chat.append({"role": message.role, "content": content})
+    return chat
 
 
-def _text(part: Any, where: str) -> str:
-    if isinstance(part, str):
-        text: Any = part
-    else:
-        fields = Fields.of(part, where, _part_fields(part))
-        kind = fields.text("type", 64)
-        if kind not in _TEXTS:
-            raise GraderError(f"{where} has a part of the type {kind!r}; judges read texts alone")
-        text = fields.text("text")
-    if len(text) > MOST_TEXT:
-        raise GraderError(f"{where} has {len(text)} characters; use at most {MOST_TEXT}")
-    return str(text)
+class Sampling(Struct, frozen=True, forbid_unknown_fields=True):
+    """The fields of a judge's request."""
+
+    max_completions_tokens: Annotated[int, Meta(ge=1, le=MOST_ANSWER_TOKENS)] | None = None
+    seed: Annotated[int, Meta(ge=0, le=2**53)] | None = None
+    temperature: Annotated[float, Meta(ge=0, le=2)] | None = None
+    top_p: Annotated[float, Meta(ge=1e-6, le=1)] | None = None
+    reasoning_effort: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.reasoning_effort is not None:
+            require_word("reasoning_effort", self.reasoning_effort, _EFFORTS)
+
+    @property
+    def fields(self) -> dict[str, Any]:
+        """The fields as `Question` has them."""
+        fields = {
+            "max_new_tokens": self.max_completions_tokens or _ANSWER_TOKENS,
+            "temperature": 1.0 if self.temperature is None else self.temperature,
+            "seed": self.seed,
+            "top_p": self.top_p,
+        }
+        return {name: value for name, value in fields.items() if value is not None}
 
 
-def _part_fields(part: Any) -> tuple[str, ...]:
-    """Return the fields that a part may have: those of images and audio are refused by type."""
-    if isinstance(part, dict) and part.get("type") not in _TEXTS:
-        return tuple(map(str, part))
-    return ("type", "text")
-
-
-# ------------------------------------------------------------------------------------ model graders
-
-
-MOST_ANSWER_TOKENS = 4096
-_ANSWER_TOKENS = 64
-"""The tokens of an answer by default: an object with one number, or a label."""
-_MOST_LABELS = 64
-_WIDEST = 1e6
-_STEP = 0.001
-"""What scores of a range of 1 or more are multiples of: some judges write digits without end."""
-_MOST_NAME = 512
-_EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
-_SAMPLING = ("max_completions_tokens", "seed", "temperature", "top_p", "reasoning_effort")
-
-
-@dataclass(frozen=True)
-class ScoreModel(Grader):
-    """A judge that gives a number, within a range, as the field `result` of a JSON object.
+class ScoreModel(Grader, tag="score_model", frozen=True, kw_only=True):
+    """A judge that gives a number within a range, as the field `result` of a JSON object.
 
     Attributes:
-        model: the judge's name.
-        messages: what it is asked.
-        range: the least and the greatest score.
-        sampling: fields of its request.
-        effort: a word for its chat template; None to leave it out.
+        range: the least and the greatest score; 0 and 1 by default.
     """
 
-    type: ClassVar[str] = "score_model"
-    fields: ClassVar[tuple[str, ...]] = (
-        "type",
-        "name",
-        "model",
-        "input",
-        "range",
-        "sampling_params",
-    )
+    model: _ModelName
+    input: _Messages
+    range: tuple[_Bound, _Bound] | None = None
+    sampling_params: Sampling | None = None
 
-    name: str
-    model: str
-    messages: tuple[ModelMessage, ...]
-    range: tuple[float, float]
-    sampling: Mapping[str, Any]
-    effort: str | None
+    def __post_init__(self) -> None:
+        low, high = self._bounds
+        if not low < high:
+            raise ValueError(f"range is {low:g} to {high:g}; use a lesser number first")
 
-    @classmethod
-    def read(cls, given: Fields) -> ScoreModel:
-        """Return the grader of some fields. GraderError: it cannot be."""
-        low, high = 0.0, 1.0
-        if "range" in given:
-            bounds = given.items("range", 2)
-            if len(bounds) != 2:
-                raise GraderError(f"{given.where}.range has {len(bounds)} numbers; use two")
-            low, high = (number(one, f"{given.where}.range", -_WIDEST, _WIDEST) for one in bounds)
-            if low >= high:
-                raise GraderError(f"{given.where}.range is {low:g} to {high:g}; use a lesser first")
-        sampling, effort = _read_sampling(given)
-        model = given.text("model", _MOST_NAME)
-        return cls(given.name(), model, read_messages(given), (low, high), sampling, effort)
+    @property
+    def _bounds(self) -> tuple[float, float]:
+        return self.range or (0.0, 1.0)
 
     @property
     def judge(self) -> str:
         return self.model
 
-    async def score(self, sample: Sample, host: GradingHost) -> Score:
-        low, high = self.range
-        asked: dict[str, object] = {"type": "number", "minimum": low, "maximum": high}
+    async def score(self, sample: Sample, host: GradingHost) -> Grade:
+        low, high = self._bounds
+        result: dict[str, object] = {"type": "number", "minimum": low, "maximum": high}
         if high - low >= 1:
-            asked["multipleOf"] = _STEP
+            result["multipleOf"] = _STEP
         schema = {
             "type": "object",
-            "properties": {"result": asked},
+            "properties": {"result": result},
             "required": ["result"],
             "additionalProperties": False,
         }
-        messages = await host.beside(fill_messages, self.messages, sample)
+        messages = await host.beside(fill_messages, self.input, sample)
+        sampling = self.sampling_params or Sampling()
+        effort = sampling.reasoning_effort
         answer = await host.ask(
-            Question(self.model, messages, self.sampling, schema, reasoning_effort=self.effort)
+            Question(self.model, messages, sampling.fields, schema, reasoning_effort=effort)
         )
-        tokens = {self.model: answer.tokens}
         try:
-            result = float(json.loads(answer.text)["result"])
+            score = float(json.loads(answer.text)["result"])
         except (ValueError, TypeError, LookupError, OverflowError, RecursionError):
             raise GradingError(
                 f"the judge's answer is no object with a number 'result': {answer.text[:128]!r}; "
                 "give more sampling_params.max_completions_tokens if it was cut",
                 "model_grader_parse_error",
             ) from None
-        if not low <= result <= high:
-            said = f"the judge's score {result} is not from {low:g} to {high:g}"
-            raise GradingError(said, "model_grader_parse_error")
-        return Score(result, tokens=tokens)
+        if not low <= score <= high:
+            message = f"the judge's score {score} is not from {low:g} to {high:g}"
+            raise GradingError(message, "model_grader_parse_error")
+        return Grade(self, score, tokens={self.model: answer.tokens})
 
 
-@dataclass(frozen=True)
-class LabelModel(Grader):
-    """A judge that picks a label: 1 if it is a passing one, else 0."""
+class LabelModel(Grader, tag="label_model", frozen=True, kw_only=True):
+    """A judge that picks a label: 1 for a passing label, else 0."""
 
-    type: ClassVar[str] = "label_model"
-    fields: ClassVar[tuple[str, ...]] = (
-        "type",
-        "name",
-        "model",
-        "input",
-        "labels",
-        "passing_labels",
-    )
+    model: _ModelName
+    input: _Messages
+    labels: _Labels
+    passing_labels: _Labels
 
-    name: str
-    model: str
-    messages: tuple[ModelMessage, ...]
-    labels: tuple[str, ...]
-    passing: frozenset[str]
-
-    @classmethod
-    def read(cls, given: Fields) -> LabelModel:
-        """Return the grader of some fields. GraderError: it cannot be."""
-        labels = given.texts("labels", _MOST_LABELS)
-        passing = given.texts("passing_labels", _MOST_LABELS)
-        if not set(passing) <= set(labels):
-            raise GraderError(f"{given.where}.passing_labels has some that are not in labels")
-        model = given.text("model", _MOST_NAME)
-        return cls(given.name(), model, read_messages(given), labels, frozenset(passing))
+    def __post_init__(self) -> None:
+        for name, labels in (("labels", self.labels), ("passing_labels", self.passing_labels)):
+            if len(set(labels)) < len(labels):
+                raise ValueError(f"{name} has a text twice; name each once")
+        if not set(self.passing_labels) <= set(self.labels):
+            raise ValueError("passing_labels has some that are not in labels")
 
     @property
     def judge(self) -> str:
         return self.model
 
-    async def score(self, sample: Sample, host: GradingHost) -> Score:
-        messages = await host.beside(fill_messages, self.messages, sample)
+    async def score(self, sample: Sample, host: GradingHost) -> Grade:
+        messages = await host.beside(fill_messages, self.input, sample)
         sampling = {"temperature": 0.0, "max_new_tokens": MOST_ANSWER_TOKENS}
         answer = await host.ask(Question(self.model, messages, sampling, choices=self.labels))
         if answer.text not in self.labels:
-            said = f"the judge's answer {answer.text[:128]!r} is none of the labels"
-            raise GradingError(said, "model_grader_parse_error")
-        return Score(float(answer.text in self.passing), tokens={self.model: answer.tokens})
-
-
-def _read_sampling(given: Fields) -> tuple[dict[str, Any], str | None]:
-    found: dict[str, Any] = {"max_new_tokens": _ANSWER_TOKENS, "temperature": 1.0}
-    if "sampling_params" not in given:
-        return found, None
-    where = f"{given.where}.sampling_params"
-    fields = Fields.of(given.given["sampling_params"], where, _SAMPLING)
-    if "max_completions_tokens" in fields:
-        most = fields.whole("max_completions_tokens", 1, MOST_ANSWER_TOKENS)
-        found["max_new_tokens"] = most
-    if "seed" in fields:
-        found["seed"] = fields.whole("seed", 0, 2**53)
-    if "temperature" in fields:
-        found["temperature"] = fields.number("temperature", 0, 2)
-    if "top_p" in fields:
-        found["top_p"] = fields.number("top_p", 1e-6, 1)
-    is_set = "reasoning_effort" in fields
-    return found, fields.one_of("reasoning_effort", _EFFORTS) if is_set else None
+            message = f"the judge's answer {answer.text[:128]!r} is none of the labels"
+            raise GradingError(message, "model_grader_parse_error")
+        passes = answer.text in self.passing_labels
+        return Grade(self, float(passes), tokens={self.model: answer.tokens})

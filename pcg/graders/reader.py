@@ -1,31 +1,59 @@
-"""Graders read from JSON, as OpenAI has them."""
+"""Graders read from OpenAI's JSON, and the grader `multi`: a formula of other graders' rewards."""
 
 from __future__ import annotations
 
-from typing import Any, TypeAlias
+import asyncio
+from collections import Counter
+from typing import Any
+
+import msgspec
 
 from pcg.errors import GraderError
-from pcg.graders.fields import Fields
-from pcg.graders.formula import MOST_CHARACTERS, Formula
-from pcg.graders.grader import Grader
+from pcg.graders.formula import Formula
+from pcg.graders.grader import Grade, Grader, GradingHost
 from pcg.graders.model_graders import LabelModel, ScoreModel
-from pcg.graders.multi import MOST_GRADERS, Multi
-from pcg.graders.python_grader import PythonGrader
-from pcg.graders.string_check import StringCheck
-from pcg.graders.text_similarity import TextSimilarity
+from pcg.graders.sample import Sample
+from pcg.graders.text_graders import PythonGrader, StringCheck, TextSimilarity
 
-_Single: TypeAlias = (
-    type[StringCheck] | type[TextSimilarity] | type[PythonGrader] | type[ScoreModel]
-    | type[LabelModel]
-)  # fmt: skip
-_SINGLE: dict[str, _Single] = {
-    kind.type: kind for kind in (StringCheck, TextSimilarity, PythonGrader, ScoreModel, LabelModel)
-}
+MOST_GRADERS = 16
 _MOST_KEY = 64
 
 
+class Multi(Grader, tag="multi", frozen=True, kw_only=True):
+    """A formula of graders, each by its key.
+
+    Where a grader fails, the formula fails, too: it would compute a reward from a missing one.
+    """
+
+    graders: dict[str, Any]
+    calculate_output: Any
+
+    @property
+    def parts(self) -> tuple[Grader, ...]:
+        return tuple(self.graders.values())
+
+    async def score(self, sample: Sample, host: GradingHost) -> Grade:
+        grades = await asyncio.gather(*(part.grade(sample, host) for part in self.parts))
+        subs = dict(zip(self.graders, grades, strict=True))
+        tokens: Counter[str] = Counter()
+        for grade in grades:
+            tokens.update(grade.tokens)
+        failures = tuple(failure for grade in grades for failure in grade.failures)
+        if failures:
+            return Grade(self, 0.0, subs, tokens, failures)
+        rewards = {name: grade.reward for name, grade in subs.items()}
+        formula: Formula = self.calculate_output
+        return Grade(self, formula.compute(rewards), subs, tokens)
+
+
+_KINDS: dict[str, type[Grader]] = {
+    str(kind.__struct_config__.tag): kind
+    for kind in (StringCheck, TextSimilarity, PythonGrader, ScoreModel, LabelModel, Multi)
+}
+
+
 def grader_from(given: Any, where: str = "grader") -> Grader:
-    """Return the grader that some JSON says.
+    """Return the grader of some JSON.
 
     Args:
         where: its place, which errors name.
@@ -33,31 +61,36 @@ def grader_from(given: Any, where: str = "grader") -> Grader:
         GraderError: it cannot be; which field, and why.
     """
     kind = _kind(given, where)
-    return _multi(given, where) if kind == Multi.type else _single(given, where)
+    return _multi(given, where) if kind is Multi else _converted(given, kind, where)
 
 
-def _kind(given: Any, where: str) -> str:
+def _kind(given: Any, where: str) -> type[Grader]:
     if not isinstance(given, dict):
         raise GraderError(f"{where} has to be an object, with its type and name")
     kind = given.get("type")
-    known = (*_SINGLE, Multi.type)
-    if not isinstance(kind, str) or kind not in known:
+    if not isinstance(kind, str) or kind not in _KINDS:
         shown = repr(kind)[:64]
-        raise GraderError(f"{where}.type={shown}; use {', '.join(known)}")
-    return kind
+        raise GraderError(f"{where}.type={shown}; use {', '.join(_KINDS)}")
+    return _KINDS[kind]
+
+
+def _converted(given: dict[str, Any], kind: type[Grader], where: str) -> Grader:
+    try:
+        return msgspec.convert(given, kind, dec_hook=lambda part, value: part(value))
+    except msgspec.ValidationError as error:
+        text, _, path = str(error).partition(" - at `$")
+        raise GraderError(f"{where}{path.rstrip('`')}: {text[:512]}") from None
 
 
 def _single(given: Any, where: str) -> Grader:
     kind = _kind(given, where)
-    if kind == Multi.type:
+    if kind is Multi:
         raise GraderError(f"{where} is a multi grader in another one; give its graders there")
-    found = _SINGLE[kind]
-    return found.read(Fields.of(given, where, found.fields))
+    return _converted(given, kind, where)
 
 
-def _multi(given: Any, where: str) -> Grader:
-    fields = Fields.of(given, where, Multi.fields)
-    inner, place = fields.required("graders"), f"{where}.graders"
+def _multi(given: dict[str, Any], where: str) -> Grader:
+    inner, place = given.get("graders"), f"{where}.graders"
     if not isinstance(inner, dict):
         raise GraderError(f"{place} has to be an object of graders by name")
     if isinstance(inner.get("type"), str):  # one grader, by its own name
@@ -71,7 +104,9 @@ def _multi(given: Any, where: str) -> Grader:
                     f"{place} has the name {name[:_MOST_KEY]!r}, which no formula can have; use "
                     f"up to {_MOST_KEY} letters, digits and _"
                 )
-        graders = {name: _single(one, f"{place}.{name}") for name, one in inner.items()}
-    text = fields.text("calculate_output", MOST_CHARACTERS)
+        graders = {name: _single(part, f"{place}.{name}") for name, part in inner.items()}
+    text = given.get("calculate_output")
+    if not isinstance(text, str):
+        raise GraderError(f"{where}.calculate_output is missing or no text; give a formula")
     formula = Formula.of(text, f"{where}.calculate_output", graders)
-    return Multi(fields.name(), graders, formula)
+    return _converted({**given, "graders": graders, "calculate_output": formula}, Multi, where)

@@ -7,8 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ParamSpec, TypeVar
 
 from pcg.errors import GraderError, GradingError
-from pcg.graders.grader import Grade, Grader, all_of
-from pcg.graders.host import Answer, GradingHost, Question
+from pcg.graders.grader import Answer, Grade, Grader, GradingHost, Question, all_of
 from pcg.graders.sample import Sample
 from pcg.graders.sandbox_runner import run_grader
 
@@ -27,11 +26,11 @@ async def rewards_of(grader: Grader, samples: Sequence[Sample], host: GradingHos
     """
     turns = asyncio.Semaphore(_AT_ONCE)
 
-    async def one(sample: Sample) -> Grade:
+    async def graded(sample: Sample) -> Grade:
         async with turns:
             return await grader.grade(sample, host)
 
-    grades = await asyncio.gather(*map(one, samples))
+    grades = await asyncio.gather(*map(graded, samples))
     if grades and all(grade.failures for grade in grades):
         raise GraderError(f"no completion can be graded: {grades[0].failures[0].text}")
     return [grade.reward for grade in grades]
@@ -47,7 +46,7 @@ class GraderReward:
     """
 
     def __init__(self, grader: Grader) -> None:
-        judges = [one for one in all_of(grader) if one.judge is not None]
+        judges = [part for part in all_of(grader) if part.judge is not None]
         if judges:
             raise GraderError(
                 f"the grader {judges[0].name!r} asks the judge {judges[0].judge!r}, and there is "
@@ -67,7 +66,7 @@ class GraderReward:
         """Return a reward for each completion."""
         values: Mapping[str, Sequence[Any]] = {"prompt": prompts, **columns}
         rows = [dict(zip(values, row, strict=True)) for row in zip(*values.values(), strict=True)]
-        texts = [one if isinstance(one, str) else str(one[0]["content"]) for one in completions]
+        texts = [text if isinstance(text, str) else str(text[0]["content"]) for text in completions]
         samples = [Sample(text, row) for text, row in zip(texts, rows, strict=True)]
         return await rewards_of(self._grader, samples, _LocalHost())
 

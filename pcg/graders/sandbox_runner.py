@@ -118,17 +118,17 @@ def _score(outcome: bytes) -> float:
     """Return the score of an outcome, of which the source may have written every byte."""
     try:
         # As floats, integers have no bound of their digits.
-        found: Any = json.loads(outcome, parse_int=float)
+        reply: Any = json.loads(outcome, parse_int=float)
     except (ValueError, RecursionError):
-        found = None
-    match found:
+        reply = None
+    match reply:
         case {"score": float(score)}:
             return score
         case {"error": str(text)}:
             raise GradingError(_sendable(text[:1024]), _FAILED)
         case {"broken": str(text)}:
-            said = f"the sandbox cannot be made: {_sendable(text[:256])}"
-            raise GradingError(said, _BROKEN)
+            message = f"the sandbox cannot be made: {_sendable(text[:256])}"
+            raise GradingError(message, _BROKEN)
     raise GradingError(
         f"the grader ended without a score: it took more than {CPU_S} s of processor time or "
         f"{MEMORY_BYTES >> 20} MiB, ended its process, or wrote where its score goes",

@@ -58,7 +58,7 @@ def test_graders_that_cannot_reward(tmp_path: Path) -> None:
     }
     for content, said in (
         (json.dumps(judge), "asks the judge 'm', and there is no server to ask"),
-        (json.dumps({**CHECK, "operation": "x"}), "grader.json.operation='x'"),
+        (json.dumps({**CHECK, "operation": "x"}), "grader.json: operation='x'"),
         ("{", "grader.json"),
     ):
         (tmp_path / "grader.json").write_text(content)

@@ -8,11 +8,10 @@ from collections.abc import Callable
 from typing import Any, ParamSpec, TypeVar
 
 from pcg.errors import GradingError, PcgError, QueueFullError, UnsupportedError
-from pcg.graders.grader import Grader, all_of
-from pcg.graders.host import Answer, Question
-from pcg.graders.python_grader import PythonGrader
+from pcg.graders.grader import Answer, Grader, Question, all_of
 from pcg.graders.reader import grader_from
 from pcg.graders.sample import Sample
+from pcg.graders.text_graders import PythonGrader
 from pcg.keys import Scope
 from pcg.runtime.requests.request import Completion, RequestFields
 from pcg.serve.errors import ApiError, as_api_error

@@ -12,7 +12,7 @@ import openai
 import pytest
 
 from pcg.errors import GradingError, QueueFullError
-from pcg.graders.host import Answer, Question
+from pcg.graders.grader import Answer, Question
 from pcg.graders.sample import Sample
 from pcg.keys import Keys
 from pcg.serve.errors import ApiError
@@ -116,8 +116,8 @@ def test_python_graders(graders: Any) -> None:
 def test_graders_are_validated(graders: Any) -> None:
     assert graders.validate(grader=CHECK).grader.model_dump() == CHECK
     for grader, said in (
-        ({**CHECK, "operation": "match"}, "grader.operation='match'"),
-        ({**CHECK, "input": "{{sample.audio}}"}, "grader.input names"),
+        ({**CHECK, "operation": "match"}, "grader: operation='match'"),
+        ({**CHECK, "input": "{{sample.audio}}"}, "grader.input: it names"),
         ({"type": "cosine"}, "grader.type='cosine'"),
     ):
         with pytest.raises(openai.BadRequestError) as refused:

@@ -1,1 +1,0 @@
-"""Metrics of how alike two texts are, each from 0 to 1."""
