@@ -34,8 +34,8 @@ from pcg.ranks.mesh import SINGLE_MESH, MeshSizes, RankMesh
 from pcg.runtime.data.example import Example
 from pcg.runtime.executor import Executor
 from pcg.runtime.model.weights import RandomWeights
-from pcg.runtime.training.stages import micro_batches
-from pcg.runtime.training.stages.micro_batches import BatchPart, run_stages
+from pcg.runtime.training import step
+from pcg.runtime.training.step import BatchPart, run_stages
 
 CONFIG = {
     "model_type": "llama",
@@ -73,7 +73,7 @@ def rank_main(output: str, rounds: int, sequences: int, tokens: int) -> None:
     runner_alone = None if alone is None else alone.training_runner("a")
 
     def train(per_stage: int) -> None:
-        micro_batches.PARTS_PER_STAGE = per_stage
+        step.PARTS_PER_STAGE = per_stage
         run_stages(runner, [BatchPart(examples, 0, range(sequences))], sequences * tokens)
 
     def train_alone() -> None:

@@ -261,7 +261,7 @@ def _trained(
     from pcg.runtime.engine.limits import Limits
     from pcg.runtime.training import bound_training
     from pcg.runtime.training.recorded.warm_job import WarmJob
-    from pcg.runtime.training.recorded.warm_jobs import record_jobs
+    from pcg.runtime.training.warm_jobs import record_jobs
 
     executor = pcg.compile(
         base, {"mine": start}, backend="triton", device=torch.device(bench.device)

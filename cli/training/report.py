@@ -12,7 +12,7 @@ from pcg.units import counted, duration_text
 from ..options.console import err, print_json
 
 if TYPE_CHECKING:
-    from pcg.runtime.training.result import FinetuneResult
+    from pcg.runtime.training.options import FinetuneResult
     from pcg.train.preference.records import PreferenceResult
 
 
@@ -56,7 +56,7 @@ def print_preferences(result: PreferenceResult, output: Path, *, as_json: bool) 
 
 
 def _print(result: FinetuneResult, program: str, output: Path, replaces: bool) -> None:
-    from pcg.runtime.training.result import LossChange
+    from pcg.runtime.training.options import LossChange
 
     console = err()
     steps = counted(result.steps, "step")

@@ -49,7 +49,7 @@ from pcg.passes.stages import TrainedModel
 from pcg.peft.recipe import Recipe
 from pcg.ranks.layer_shards import part_bytes
 from pcg.runtime.memory.host_allocator import SLACK
-from pcg.runtime.training.recorded.obstacles import why_not_recorded
+from pcg.runtime.training.recorded.warm_job import why_not_recorded
 
 
 def build_report(planned: PlannedModel) -> Report:

@@ -2,7 +2,7 @@
 
     attention_backward(dout, out, lse, q, k, v)   →   window_attention_backward(dout, out, lse, q)
 
-Token-level finetuning (`pcg.runtime.training.training_pass`) has all keys and values of its
+Token-level finetuning (`pcg.runtime.training.runner`) has all keys and values of its
 sequences in the cache, as later windows attend to them, so that they need not be saved for backward
 a second time. Where one product makes queries, keys and values, these are views of one tensor,
 which is saved whole for the queries' sake.

@@ -38,10 +38,9 @@ from pcg.runtime.requests.request import (
 from pcg.runtime.sampling.sampling_params import SamplingFields
 from pcg.runtime.text.tokenizer import Tokenizer
 from pcg.runtime.training.finetuning import finetune
-from pcg.runtime.training.options import FinetuneArguments
-from pcg.runtime.training.result import FinetuneResult
+from pcg.runtime.training.options import FinetuneArguments, FinetuneResult
 from pcg.runtime.training.runner import TrainingRunner, training_runner
-from pcg.runtime.training.trainer.options import TrainerArguments
+from pcg.runtime.training.trainer.datum import TrainerArguments
 from pcg.runtime.training.trainer.trainer import Trainer, trainer_here
 from pcg.runtime.whole_logits import whole_logits
 

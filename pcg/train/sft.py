@@ -17,8 +17,7 @@ from typing import Any, ClassVar
 from pcg.errors import FinetuneError
 from pcg.options import CompileOptions
 from pcg.runtime.executor import Executor
-from pcg.runtime.training.options import FinetuneOptions
-from pcg.runtime.training.result import FinetuneResult
+from pcg.runtime.training.options import FinetuneOptions, FinetuneResult
 from pcg.train.config_file import ConfigFile
 from pcg.train.model import ModelOptions, open_model
 from pcg.train.outputs import CHECKPOINTS, RECORD, OutputOptions

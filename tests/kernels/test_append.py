@@ -34,8 +34,7 @@ from pcg.runtime.data.example import Example
 from pcg.runtime.memory.kv_cache import KvCache, kv_types
 from pcg.runtime.model.batch import Batch, whole_sequences
 from pcg.runtime.model.runner import load_functions
-from pcg.runtime.training.runner import training_runner
-from pcg.runtime.training.training_pass import TrainingPass
+from pcg.runtime.training.runner import TrainingPass, training_runner
 from pcg.runtime.training.work_units import Part
 from tests.support import oracle
 from tests.support.append_cases import check_cache, rows_of, tables_of

@@ -23,7 +23,7 @@ from pcg.ranks.group import COLLECTIVES
 from pcg.ranks.mesh import MeshSizes, RankMesh
 from pcg.runtime.data.example import Example
 from pcg.runtime.executor import Executor
-from pcg.runtime.training.result import StepRecord
+from pcg.runtime.training.options import StepRecord
 from tests.support import ranked
 from tests.support.measured_memory import BATCH, SEQ, measured
 from tests.support.meshes import Trained, check_close, train, train_case

@@ -17,7 +17,7 @@ from pcg.peft.lora import LoraConfig
 from pcg.ranks.data_parallel import shares, sum_gradients
 from pcg.ranks.group import SINGLE_RANK
 from pcg.ranks.mesh import MeshSizes, RankMesh, members
-from pcg.runtime.training.result import StepRecord
+from pcg.runtime.training.options import StepRecord
 from tests.support import ranked
 from tests.support.meshes import Trained, check_close, train
 from tests.support.ranked import SEQUENCES, make_executor, make_program

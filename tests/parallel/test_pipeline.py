@@ -20,7 +20,7 @@ from pcg.ranks.united import united
 from pcg.runtime.engine.calibration import calibrated
 from pcg.runtime.engine.clock import MachineClock
 from pcg.runtime.engine.served_batch import ServedBatch
-from pcg.runtime.training.result import StepRecord
+from pcg.runtime.training.options import StepRecord
 from tests.support.meshes import Trained, check_close, train
 from tests.support.ranked import (
     EXAMPLES,

@@ -18,8 +18,8 @@ from pcg.ranks.mesh import MeshSizes, RankMesh
 from pcg.ranks.stages import Stages, cut_stages
 from pcg.runtime.data.example import Example
 from pcg.runtime.memory.stage_pages import stage_kv_types
-from pcg.runtime.training.stages.micro_batches import BatchPart, micro_batches
-from pcg.runtime.training.training_pass import TrainingPass
+from pcg.runtime.training.runner import TrainingPass
+from pcg.runtime.training.step import BatchPart, micro_batches
 from tests.support.families import BY_NAME
 from tests.support.prompts import prompts
 from tests.support.ranked import (

@@ -22,8 +22,8 @@ from pcg.ir.program.folder import load_program, save_program
 from pcg.ranks.token_shards import gathered_rows, placed_rows, rows_of_rank
 from pcg.runtime.data.example import Example
 from pcg.runtime.model.merged_execution import run_single
-from pcg.runtime.training.loss_chunks import LossChunks
-from pcg.runtime.training.training_pass import TrainingPass
+from pcg.runtime.training.runner import TrainingPass
+from pcg.runtime.training.windows import LossChunks
 from tests.support.families import BY_NAME
 from tests.support.parallelized import (
     attached,

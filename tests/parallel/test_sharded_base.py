@@ -18,7 +18,7 @@ from pcg.explain import explain as explaining
 from pcg.ir.program.layer_order import ROOMS, GatherOrder, layers_of_pass
 from pcg.ranks.mesh import MeshSizes, RankMesh
 from pcg.runtime.model.weights import Checkpoint
-from pcg.runtime.training.result import StepRecord
+from pcg.runtime.training.options import StepRecord
 from pcg.source import resolve
 from tests.support import oracle
 from tests.support.families import BY_NAME

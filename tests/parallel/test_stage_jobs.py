@@ -15,8 +15,8 @@ from pcg.ranks.mesh import MeshSizes
 from pcg.ranks.stages import Stages
 from pcg.runtime.engine.engine import Engine
 from pcg.runtime.engine.limits import Limits
-from pcg.runtime.training.stages.backward_order import BackwardOrder, Turn
-from pcg.runtime.training.training_pass import TrainingPass
+from pcg.runtime.training.runner import TrainingPass
+from pcg.runtime.training.windows import BackwardOrder, Turn
 from pcg.runtime.training.work_units import Forward, Part
 from tests.support.families import BY_NAME
 from tests.support.ranked import make_executor, make_program, recipes

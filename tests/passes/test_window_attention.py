@@ -15,9 +15,8 @@ from pcg.runtime.executor import Executor
 from pcg.runtime.memory.kv_cache import KvCache, kv_types
 from pcg.runtime.memory.pool import pages_for
 from pcg.runtime.model.batch import Batch
-from pcg.runtime.training.pass_sequences import Window
-from pcg.runtime.training.runner import training_runner
-from pcg.runtime.training.training_pass import TrainingPass
+from pcg.runtime.training.runner import TrainingPass, training_runner
+from pcg.runtime.training.windows import Window
 from tests.support import oracle
 from tests.support.families import BY_NAME
 

@@ -31,8 +31,7 @@ from pcg.runtime.data.example import Example
 from pcg.runtime.executor import Executor
 from pcg.runtime.memory.kv_cache import KvCache, kv_types
 from pcg.runtime.memory.pool import pages_for
-from pcg.runtime.training.runner import TrainingRunner, training_runner
-from pcg.runtime.training.training_pass import TrainingPass
+from pcg.runtime.training.runner import TrainingPass, TrainingRunner, training_runner
 from pcg.runtime.training.work_units import Part
 from tests.support import oracle
 from tests.support.biases import biases

@@ -31,8 +31,7 @@ from pcg.runtime.executor import Executor
 from pcg.runtime.model.load import Load
 from pcg.runtime.model.module_weights import StateDictCheckpoint
 from pcg.runtime.training.bound_training import BoundTraining
-from pcg.runtime.training.runner import pass_through, training_runner
-from pcg.runtime.training.training_pass import TrainingPass
+from pcg.runtime.training.runner import TrainingPass, pass_through, training_runner
 from pcg.runtime.training.work_units import Forward, Part, Phase
 from tests.support import oracle
 from tests.support.families import BY_NAME

@@ -19,7 +19,7 @@ from pcg.peft.registry import SHORTHANDS
 from pcg.runtime.admission.fair_share import FairShare
 from pcg.runtime.data.example import Example
 from pcg.runtime.executor import Executor
-from pcg.runtime.training.result import StepRecord
+from pcg.runtime.training.options import StepRecord
 from pcg.split.client.connect import SplitExecutor
 from tests.support import oracle
 from tests.support.families import BY_NAME

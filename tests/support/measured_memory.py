@@ -20,8 +20,7 @@ from pcg.peft.registry import recipe_from
 from pcg.runtime.data.example import Example
 from pcg.runtime.executor import Executor
 from pcg.runtime.model.merged_execution import run_single
-from pcg.runtime.training.runner import training_runner
-from pcg.runtime.training.training_pass import TrainingPass
+from pcg.runtime.training.runner import TrainingPass, training_runner
 from tests.support import oracle
 from tests.support.eager_cases import METHODS, targets
 from tests.support.families import FAMILIES, Family

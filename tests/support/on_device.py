@@ -22,10 +22,10 @@ from pcg.runtime.sampling.sampler import Sampler
 from pcg.runtime.sampling.sampling import UNDRAWN, sample
 from pcg.runtime.sampling.sampling_params import SamplingParams
 from pcg.runtime.training import bound_training
-from pcg.runtime.training.recorded.update_graphs import UpdateGraphs
+from pcg.runtime.training.recorded.loss_graphs import UpdateGraphs
 from pcg.runtime.training.recorded.warm_job import WarmJob
-from pcg.runtime.training.recorded.warm_jobs import record_jobs
 from pcg.runtime.training.recorded.window_graphs import WindowGraphs
+from pcg.runtime.training.warm_jobs import record_jobs
 from pcg.runtime.training.work_units import Reading
 from tests.support import oracle
 from tests.support.families import BY_NAME

@@ -11,7 +11,7 @@ import torch
 
 from pcg.errors import FinetuneInterrupted
 from pcg.ranks.join import join_group
-from pcg.runtime.training.result import StepRecord
+from pcg.runtime.training.options import StepRecord
 
 DEGREE = 2
 

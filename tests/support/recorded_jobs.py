@@ -32,9 +32,8 @@ from pcg.runtime.training import optimizer as optimizers
 from pcg.runtime.training.optimizer import make_optimizer, set_rate
 from pcg.runtime.training.recorded import window_sizes
 from pcg.runtime.training.recorded.window_graphs import PassSizes
-from pcg.runtime.training.runner import TrainingRunner
+from pcg.runtime.training.runner import TrainingPass, TrainingRunner
 from pcg.runtime.training.torch_optimizers import Optimizer
-from pcg.runtime.training.training_pass import TrainingPass
 from pcg.runtime.training.work_units import Phase
 
 _WIDTH, _VOCABULARY, _PAGES = 6, 11, 64

@@ -19,7 +19,7 @@ from pcg.runtime.engine.engine import Engine
 from pcg.runtime.engine.limits import Limits
 from pcg.runtime.executor import Executor
 from pcg.runtime.metrics.events import Kind
-from pcg.runtime.training.result import OnStep, StepRecord
+from pcg.runtime.training.options import OnStep, StepRecord
 
 WAITING = "waiting"
 VOCABULARY = 100

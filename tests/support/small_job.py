@@ -9,7 +9,7 @@ import transformers
 
 from pcg.runtime.data.example import Example
 from pcg.runtime.executor import Executor
-from pcg.runtime.training.result import FinetuneResult, StepRecord
+from pcg.runtime.training.options import FinetuneResult, StepRecord
 
 LORA = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "down_proj"]}
 

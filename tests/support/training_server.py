@@ -13,7 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from pcg.runtime.training.result import StepRecord
+from pcg.runtime.training.options import StepRecord
 from pcg.serve.engine.local import LocalClient, local_client
 from pcg.serve.options import ServeOptions
 from pcg.serve.server import Server, serve

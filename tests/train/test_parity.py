@@ -15,8 +15,7 @@ import pcg
 from pcg.runtime.data.example import Example
 from pcg.runtime.data.order import Batches
 from pcg.runtime.executor import Executor
-from pcg.runtime.training.options import FinetuneOptions
-from pcg.runtime.training.schedules import make_schedule
+from pcg.runtime.training.options import FinetuneOptions, make_schedule
 from pcg.runtime.training.training_data import training_data
 from tests.support import preference_oracle as peft_model
 from tests.support import serving, tinker_client

@@ -4,7 +4,7 @@
     workspace   = the rest of the peak, and the messages to and from the stages beside
 
 A stage of S, from 0, has at most n = S - stage micro-batches under way
-(`pcg.runtime.training.stages.micro_batches`).
+(`pcg.runtime.training.step`).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from pcg.ir.program.saved_memory import SavedMemory, saved_memory
 from pcg.options import ExplainOptions
 from pcg.ranks.stage_link import UNDER_WAY, link_bytes
 from pcg.ranks.stages import Stage, Stages, cut_stages
-from pcg.runtime.training.stages.micro_batches import parts_of_batch
+from pcg.runtime.training.step import parts_of_batch
 
 
 def pipeline_step(options: ExplainOptions) -> PipelineStep:

@@ -31,7 +31,7 @@ from pcg.ranks.group import Ranks
 from pcg.runtime.engine.limits import Limits
 from pcg.runtime.model.state import ModelState
 from pcg.runtime.training.recorded.warm_job import WarmJob
-from pcg.runtime.training.recorded.warm_jobs import windows_bytes
+from pcg.runtime.training.warm_jobs import windows_bytes
 from pcg.units import size_text
 
 Made = TypeVar("Made")

@@ -42,15 +42,13 @@ from pcg.runtime.model.state import ModelState
 from pcg.runtime.requests.compared import option_facts, request_facts
 from pcg.runtime.requests.request import Chunk, Request
 from pcg.runtime.training.finetuning import FinetuneJob
-from pcg.runtime.training.interrupts import Interrupt
-from pcg.runtime.training.options import JobArguments
+from pcg.runtime.training.options import JobArguments, StepRecord
 from pcg.runtime.training.publishers import VersionPublisher
-from pcg.runtime.training.recorded.kept_runners import KeptRunners
-from pcg.runtime.training.result import StepRecord
 from pcg.runtime.training.runner import TrainingRunner
-from pcg.runtime.training.trainer.options import TrainerArguments
-from pcg.runtime.training.trainer.results import Stepped
+from pcg.runtime.training.trainer.datum import Stepped, TrainerArguments
 from pcg.runtime.training.trainer.trained_adapter import TrainedAdapter
+from pcg.runtime.training.warm_jobs import KeptRunners
+from pcg.runtime.training.work_units import Interrupt
 
 if TYPE_CHECKING:
     from pcg.runtime.engine.ranks import orders

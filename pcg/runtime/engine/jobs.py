@@ -23,7 +23,7 @@ from pcg.runtime.engine.steps.late_readings import LateReadings
 from pcg.runtime.memory.pool import PageTable
 from pcg.runtime.metrics.events import Kind
 from pcg.runtime.model.load import Load
-from pcg.runtime.training.result import StepRecord
+from pcg.runtime.training.options import StepRecord
 from pcg.runtime.training.work_units import (
     Forward,
     Pages,

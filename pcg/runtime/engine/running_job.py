@@ -13,7 +13,7 @@ from pcg.runtime.data.cancelling import Cancelling
 from pcg.runtime.engine.jobs import Job, JobState
 from pcg.runtime.engine.loop import EngineLoop
 from pcg.runtime.metrics.status import JobStatus
-from pcg.runtime.training.result import FinetuneResult
+from pcg.runtime.training.options import FinetuneResult
 
 
 class RunningJob:

@@ -38,11 +38,9 @@ from pcg.runtime.sampling.prompt_cells import PromptCells
 from pcg.runtime.sampling.sampler import Sampler, resolved
 from pcg.runtime.sampling.sampling import sample
 from pcg.runtime.sampling.sampling_params import SamplingParams
-from pcg.runtime.training.recorded.kept_runners import KeptRunners
 from pcg.runtime.training.recorded.warm_job import WarmJob
-from pcg.runtime.training.recorded.warm_jobs import record_jobs
-from pcg.runtime.training.runner import TrainingRunner
-from pcg.runtime.training.training_pass import TrainingPass
+from pcg.runtime.training.runner import TrainingPass, TrainingRunner
+from pcg.runtime.training.warm_jobs import KeptRunners, record_jobs
 from pcg.runtime.training.work_units import Forward, Part, Phase
 from pcg.units import shown
 

@@ -29,11 +29,10 @@ from pcg.runtime.memory.kv_cache import KvCache
 from pcg.runtime.model.batch import Batch
 from pcg.runtime.model.recorder import recorder_for
 from pcg.runtime.model.runner import LayerInputs, is_sequence_parallel, load_functions
-from pcg.runtime.training.loss_chunks import LossChunk, LossChunks, WindowLoss
-from pcg.runtime.training.recorded.obstacles import drops_in, why_not_recorded
-from pcg.runtime.training.recorded.update_graphs import UpdateGraphs
+from pcg.runtime.training.recorded.loss_graphs import UpdateGraphs
+from pcg.runtime.training.recorded.warm_job import drops_in, why_not_recorded
 from pcg.runtime.training.recorded.window_graphs import WindowGraphs
-from pcg.runtime.training.stages.backward_order import layers_back
+from pcg.runtime.training.windows import LossChunk, LossChunks, WindowLoss, layers_back
 
 _ALL_TOKENS = 2**31
 

@@ -26,27 +26,38 @@ from pcg.runtime.data.order import Batches
 from pcg.runtime.model.state import ModelState
 from pcg.runtime.model.weight_digests import base_digest
 from pcg.runtime.training.checkpoints import Checkpoint, CheckpointStore, TrainerState
-from pcg.runtime.training.interrupts import Interrupt, deferred_interrupts, noted_interrupts
-from pcg.runtime.training.options import FinetuneArguments
-from pcg.runtime.training.publishers import InPlacePublisher, Publisher
-from pcg.runtime.training.reports.job_record import JobRecord, job_config
-from pcg.runtime.training.reports.reports import Reports
-from pcg.runtime.training.result import FinetuneResult, LossChange, OnStep, StepRecord
-from pcg.runtime.training.runner import evaluation_pass
-from pcg.runtime.training.step import TrainingStep
-from pcg.runtime.training.training_copy import (
+from pcg.runtime.training.options import (
+    FinetuneArguments,
+    FinetuneResult,
+    LossChange,
+    OnStep,
+    StepRecord,
+)
+from pcg.runtime.training.publishers import (
+    InPlacePublisher,
+    Publisher,
     overwrite,
     owned,
     start_adapter,
     start_facts,
 )
+from pcg.runtime.training.reports import JobRecord, Reports, job_config
+from pcg.runtime.training.runner import evaluation_pass
+from pcg.runtime.training.step import TrainingStep
 from pcg.runtime.training.training_data import (
     check_with_prompt,
     job_data,
     total_steps,
     with_planned_batch,
 )
-from pcg.runtime.training.work_units import Reading, Work, run_to_end
+from pcg.runtime.training.work_units import (
+    Interrupt,
+    Reading,
+    Work,
+    deferred_interrupts,
+    noted_interrupts,
+    run_to_end,
+)
 
 _LOG = logging.getLogger("pcg.finetuning")
 

@@ -1,4 +1,21 @@
-"""The training runner: losses, gradients and evaluation of one adapter."""
+"""Training passes and the runner of an adapter: sequences go through windows, forward and back.
+
+Token-level finetuning (FlexLLM v2 §6.1, algorithm 2). The tokens of all sequences, one after the
+other, go forward in windows of any size; later windows read the keys and values of earlier ones
+from the KV cache:
+
+    forward    for windows j from the first:  for layers l from the first:  save for backward
+    loss       for windows j from the last:   with its gradient by the hidden states; no logits stay
+    backward   for layers l from the last:    for windows j from the last:
+                   add dK, dV of all tokens that j attended to, to the layer's sums; those of j's
+                   own tokens are then final, as every later window has added its part
+
+Over pipeline stages windows go back stage by stage (`windows.py`).
+
+Other work may run between any two (layer, window) pairs, forward and back, and within the loss:
+between any tokens or, on CPUs, rows of the head (`pcg/runtime/model/cut_execution.py`). Without a
+cache all sequences are one window, and attention saves keys and values itself.
+"""
 
 from __future__ import annotations
 
@@ -9,24 +26,456 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from pcg.kernels.devices import on_device
+from pcg.errors import UnsupportedError
+from pcg.ir.program.program import Training
+from pcg.kernels.batch import KvGradients
+from pcg.kernels.devices import on_device, uploaded_list
+from pcg.kernels.torch.products import ProductRequest
 from pcg.peft.adapter import Adapter
 from pcg.ranks.stage_link import StageLink
 from pcg.runtime.data.example import IGNORED, Example
 from pcg.runtime.memory.host_allocator import SLACK, FreedMemory, return_freed_memory
+from pcg.runtime.memory.kv_cache import KvCache
+from pcg.runtime.memory.pool import PageTable
+from pcg.runtime.model.batch import ANY_TOKEN, Batch
+from pcg.runtime.model.load import Load
+from pcg.runtime.model.merged_execution import run_single
 from pcg.runtime.model.state import ModelState
 from pcg.runtime.training.bound_training import BoundTraining
-from pcg.runtime.training.stages.checks import check_stages
-from pcg.runtime.training.training_pass import TrainingPass
+from pcg.runtime.training.recorded.window_graphs import PassSizes
+from pcg.runtime.training.windows import (
+    BackwardOrder,
+    HasTokens,
+    PassLoss,
+    PassSequences,
+    Window,
+    WindowLoss,
+)
 from pcg.runtime.training.work_units import (
     Forward,
     Pages,
     Part,
+    Phase,
     Release,
+    Stage,
     StepBeginsAgain,
+    WindowedPass,
     Work,
     run_to_end,
 )
+
+# ------------------------------------------------------------------------------------ training pass
+
+
+class TrainingPass(WindowedPass):
+    """One mini-batch, or a part of one, from its first token to its gradients.
+
+    Attributes:
+        tokens: number of tokens of all sequences, virtual ones included.
+        targets: number of target tokens, of those that this rank has.
+        forwarded: number of tokens that went forward.
+        loss_sum: the sum of these target tokens' losses, fp64, on the device, once all are there.
+        trains: True if gradients are computed.
+        is_done: True once the gradients are complete.
+    """
+
+    def __init__(
+        self,
+        runner: BoundTraining,
+        examples: Sequence[HasTokens],
+        normaliser: float | None = None,
+        dropout_seed: int | None = None,
+        cache: KvCache | None = None,
+        tables: Sequence[PageTable] = (),
+        numbers: Sequence[int] | None = None,
+    ) -> None:
+        """Begin before the first token of whole sequences.
+
+        Args:
+            normaliser: the number of target tokens that the loss is a mean over; None to evaluate
+                without gradients.
+            dropout_seed: the seed of dropout; None drops nothing.
+            cache: the KV cache; None to run all sequences as one window without.
+            tables: the sequences' pages in the cache.
+            numbers: the place of each sequence in its mini-batch; these are all of it by default.
+        Raises:
+            MemoryBudgetError: training on the sequences needs more than the memory budget.
+        """
+        self._runner = runner
+        self.trains = normaliser is not None
+        self._weight = None if normaliser is None else 1.0 / normaliser
+        self._dropout_seed = dropout_seed
+        self._cache = cache
+        self._virtual = runner.adapter.prompt_tokens
+        self._sequences = PassSequences(self._virtual)
+        for i, example in enumerate(examples):
+            ids = [*[ANY_TOKEN] * self._virtual, *example.ids]
+            table = tables[i] if cache is not None else None
+            number = i if numbers is None else numbers[i]
+            self._sequences.add(ids, self.targets_of(example), table, number)
+        self._sequences.share(runner.cp, runner.device)
+        self.tokens = self._sequences.tokens
+        if self.trains:
+            runner.plan_for(len(examples), self._sequences.most_tokens)
+        self._restored = frozenset(runner.training.restored)
+        self._graphs = None
+        if cache is not None:
+            self._graphs = runner.window_graphs(cache)
+        if self._graphs is not None:
+            pages = max(len(table.pages) for table in tables)
+            self._graphs.begin_pass(PassSizes(self.tokens, len(examples), pages))
+        self.targets = self._sequences.targets
+        self.forwarded = 0
+        self.is_done = False
+        self._windows: list[Window] = []
+        self._begun = self._next = 0
+        self._open: Window | None = None
+        self.loss_sum = torch.zeros((), dtype=torch.float64)
+        self._loss: PassLoss | None = None
+        self._loss_left = self.targets
+        self._count = len(runner.training.layers)
+        self._link, self._own = runner.link, runner.stage
+        self.layers = runner.layers_back if self.trains else 0
+        self._order: BackwardOrder | None = None
+        self._sums: dict[int, KvGradients] = {}  # by layer, while windows go back through it
+
+    @property
+    def loss(self) -> float:
+        """`loss_sum`, for which the host waits."""
+        return float(self.loss_sum)
+
+    def targets_of(self, example: HasTokens) -> list[int]:
+        """Return what each token of a sequence must predict, virtual ones first."""
+        assert isinstance(example, Example)
+        return self._runner.targets_of(example)
+
+    @property
+    def stage(self) -> Stage | None:
+        if self._begun:
+            return Stage(Phase.FORWARD, self._count - self._next)
+        if self.remaining:
+            return None
+        if self._order is None:
+            return Stage(Phase.LOSS, 0)
+        return Stage(Phase.BACKWARD, self._order.left)
+
+    @property
+    def row(self) -> int:
+        return self._sequences.row
+
+    def window_load(self, tokens: int) -> Load:
+        end = min(self.forwarded + tokens, self.tokens)
+        pieces = self._sequences.pieces(self.forwarded, end)
+        return sum((Load.of(stop - start, start) for _, start, stop in pieces), Load())
+
+    @property
+    def load(self) -> Load:
+        if self._begun:
+            return self.window_load(self._begun)
+        if self._order is None:
+            return Load(max(self._loss_left, 1))
+        # Of what stages run at once, the most.
+        batches = [self._windows[place].batch for place in self._order.under_way]
+        spans = max(batches, key=lambda batch: batch.tokens).spans
+        chunks = (Load.of(span.length, span.context) for span in spans)
+        return sum(chunks, Load(ends=int(self._order.ends_window)))
+
+    def run_part(self, tokens: int) -> None:
+        with torch.no_grad():
+            if not self._begun and self._order is None:
+                self._run_loss(tokens)
+            else:
+                run_single(self.part_requests())
+
+    def part_requests(self) -> ProductRequest[None]:
+        """Do as `run_part` does with a layer, requesting the base's products from the caller."""
+        return self._layer_forward() if self._begun else self.backward_requests()
+
+    # --------------------------------------------------------------------------------- forward
+
+    @torch.no_grad()
+    def forward(self, tokens: int) -> None:
+        run_single(self.forward_requests(tokens))
+
+    def forward_requests(self, tokens: int) -> ProductRequest[None]:
+        """Do as `forward` does, requesting the base's products from the caller.
+
+        Over pipeline stages the tokens are several windows, of which each stage has another.
+        """
+        windows = 1 if self._link is None or self._cache is None else self._link.parts_of(tokens)
+        end = min(self.forwarded + tokens, self.tokens)
+        for left in range(windows, 0, -1):
+            window = self.begin(-(-(end - self.forwarded) // left))
+            for layer in self._own.layers:
+                yield from self.layer_requests(layer, window)
+            self._send(window)
+            self.end(window)
+
+    def begin_window(self, tokens: int) -> None:
+        self._begun, self._next = tokens, 0
+
+    def _layer_forward(self) -> ProductRequest[None]:
+        """Take the window that has begun through its next layer, if that is of this stage."""
+        layer, own = self._next, self._own.layers
+        if layer == own.start == 0:
+            self._open = self.begin(self._begun)
+        if layer in own:
+            assert self._open is not None
+            yield from self.layer_requests(layer, self._open)
+            if layer == own[-1]:
+                self._send(self._open)
+        self._next += 1
+        if self._next == own.start:
+            self._open = self.begin(self._begun)
+        if self._next == self._count:
+            assert self._open is not None
+            self.end(self._open)
+            self._open, self._begun = None, 0
+
+    @property
+    def remaining(self) -> int:
+        return self.tokens - self.forwarded
+
+    def fitting(self, tokens: int) -> int:
+        if self._graphs is None or not tokens:
+            return tokens
+        return self._graphs.sizes.fitting(tokens, self.remaining)
+
+    @property
+    def context(self) -> int:
+        return self._sequences.context(self.forwarded)
+
+    @torch.no_grad()
+    def begin(self, tokens: int) -> Window:
+        """Make a window of the next tokens, and run its prologue."""
+        if not self.forwarded:
+            self._runner.begin_pass(self.trains)
+        end = min(self.forwarded + tokens, self.tokens)
+        spans, ids, targets = self._sequences.window(self.forwarded, end)
+        device = self._runner.device
+        input_ids = uploaded_list(ids, torch.int64, device)
+        batch = Batch(input_ids, spans, self._cache, keeps=True)
+        batch.ranks, batch.parts = self._runner.ranks, self._sequences.parts
+        batch.dropout_seed = self._dropout_seed
+        window = Window(batch, torch.tensor(targets), end)
+        if self._graphs is not None:
+            before = len(self._windows) if self.trains else 0
+            window.slot = self._graphs.slot(before, batch, self.trains)
+        if window.slot is not None:
+            window.shared = window.slot.shared
+        else:
+            window.carried, window.shared = self._runner.prologue(batch)
+        return window
+
+    @property
+    def has_unrecorded(self) -> bool:
+        return self._graphs is not None and self._graphs.has_unrecorded(self.trains)
+
+    def record_next(self) -> None:
+        if self._graphs is not None:
+            self._graphs.record_next(self.trains)
+
+    @property
+    def is_replayed(self) -> bool:
+        """True if recorded layers ran its latest window."""
+        return bool(self._windows) and self._windows[-1].slot is not None
+
+    def layer_requests(self, layer: int, window: Window) -> ProductRequest[None]:
+        """Take a window through one layer."""
+        if window.slot is not None:
+            window.slot.forward(layer)
+            return
+        window.carried, saved = yield from self._runner.layer(
+            layer, window.batch, window.carried, window.shared
+        )
+        if self.trains:
+            window.saved[layer] = list(saved)
+            if layer in self._restored:
+                self._put_inputs(layer, window, (None,) * len(window.carried))
+
+    def end(self, window: Window) -> None:
+        """Note that a window has gone through all layers."""
+        if window.slot is not None:
+            window.carried = window.slot.outputs
+            if not self.trains:  # the next window overwrites them
+                window.carried = [x.clone() for x in window.carried]
+                window.shared = [None if x is None else x.clone() for x in window.shared]
+        self._windows.append(window)
+        self.forwarded = window.end
+
+    def _send(self, window: Window) -> None:
+        """Send a window to the next stage, if there is one."""
+        if self._link is not None and not self._own.is_last:
+            self._link.send(window.carried, window.shared)
+            window.carried = ()
+
+    # --------------------------------------------------------------------------------- loss
+
+    def _run_loss(self, tokens: int) -> None:
+        """Compute the loss of so many tokens, in the last window first; the last stage does."""
+        self._loss_left = 0
+        if self._own.is_last:
+            if self._loss is None:
+                self._loss = PassLoss(self._runner, self.window_losses())
+                if self.trains:
+                    self._runner.hold_gradients()
+            self._loss.run(tokens)
+            self._loss_left = self._loss.left
+        # Without a cache no parts run beside it, and stages go on with other passes.
+        if self._link is not None and self._cache is not None:
+            self._loss_left = self._link.told(self._loss_left)
+        if self._loss_left:
+            return
+        if self._loss is None:
+            self._begin_backward()
+        else:
+            self.end_loss(self._loss)
+            self._loss_left = 0 if self._loss is None else self._loss.left
+
+    def window_losses(self) -> list[WindowLoss]:
+        """Return the windows as their losses are computed, the last one first."""
+        return [
+            WindowLoss(one.batch, one.targets, one.carried, one.shared, self._weight)
+            for one in reversed(self._windows)
+        ]
+
+    def end_loss(self, computed: PassLoss) -> None:
+        """Take what the loss of all windows gave; backward comes next, if anything is trained."""
+        self.loss_sum = computed.total
+        losses = [loss for loss in computed.windows if loss.first is None]
+        for window, loss in zip(reversed(self._windows), losses, strict=True):
+            window.gradients, window.carried = loss.gradients, ()
+        self._loss = None
+        self._begin_backward()
+
+    def _begin_backward(self) -> None:
+        """Go on behind the loss: it is over here, or on the last stage."""
+        if not self.trains:
+            self._windows.clear()
+            self.is_done = True
+            return
+        for window in () if self._restored else self._windows:
+            window.shared = ()
+        stages, first = self._runner.stages, self._runner.training.first_back
+        self._order = BackwardOrder(stages, self._own, first, len(self._windows))
+        if self._order.is_over:
+            self._end_backward()
+
+    # --------------------------------------------------------------------------------- backward
+
+    def backward_requests(self) -> ProductRequest[None]:
+        """Take the next window back through the next layer, or wait where the other stages do."""
+        order = self._order
+        assert order is not None
+        turn, arriving = order.turn, order.arriving
+        if turn is not None:
+            window = self._windows[turn.window]
+            yield from self._layer_back(turn.layer, window)
+            if order.is_sent:
+                assert self._link is not None
+                self._link.send_back(window.gradients)
+                window.gradients = []
+            if not turn.window:
+                self._sums.pop(turn.layer, None)
+        if arriving is not None:
+            assert self._link is not None
+            window = self._windows[arriving]
+            window.gradients = self._link.receive_back(window.batch.tokens)
+        order.number += 1
+        if order.is_over:
+            self._end_backward()
+
+    def _layer_back(self, layer: int, window: Window) -> ProductRequest[None]:
+        """Take a window back through a layer."""
+        if self._cache is not None and layer not in self._sums:
+            self._sums[layer] = self._no_gradients(self._cache, layer)
+        window.batch.gradients = self._sums.get(layer)
+        if layer in self._restored and window.saved[layer][self._input_places(layer)[0]] is None:
+            self._restore(layer, window)
+        gradients, window.gradients = window.gradients, []
+        if window.slot is not None:
+            window.gradients = window.slot.back(layer, gradients)
+            return
+        window.gradients = yield from self._runner.layer_backward(
+            layer, window.batch, window.saved.pop(layer), gradients
+        )
+
+    def _no_gradients(self, cache: KvCache, layer: int) -> KvGradients:
+        """Return zeros for the gradients of a layer's keys and values."""
+        if self._graphs is not None:
+            return self._graphs.no_sums(layer)
+        return KvGradients(cache.keys[layer], cache.values[layer], self.tokens)
+
+    def _end_backward(self) -> None:
+        if self._own.is_first:
+            for window in self._windows:
+                self._runner.prologue_backward(window.batch, window.gradients)
+        self._windows.clear()
+        self._runner.encode_prompts_backward()
+        self.is_done = True
+
+    def _restore(self, layer: int, window: Window) -> None:
+        """Recompute a layer's input from that of the nearest layer before it that saved its own."""
+        first = layer
+        while first in self._restored:
+            first -= 1
+        carried: Sequence[Tensor] = [
+            window.saved[first][index] for index in self._input_places(first)
+        ]
+        for i in range(first, layer):
+            carried, _ = run_single(self._runner.layer(i, window.batch, carried, window.shared))
+            self._put_inputs(i + 1, window, carried)
+
+    def _put_inputs(self, layer: int, window: Window, carried: Sequence[Tensor | None]) -> None:
+        """Put a layer's inputs in their places among the tensors that the layer has saved."""
+        for index, value in zip(self._input_places(layer), carried, strict=True):
+            window.saved[layer][index] = value
+
+    def _input_places(self, layer: int) -> list[int]:
+        training = self._runner.training
+        graph = training.model.blocks[training.model.layers[layer]]
+        saved = training.plans[training.layers[layer]].saved
+        return [saved.index(value.name) for value in graph.inputs[: len(graph.outputs)]]
+
+
+# ------------------------------------------------------------------------------------------- checks
+
+
+def check_stages(state: ModelState, training: Training, adapter: Adapter) -> None:
+    """Refuse an adapter that the state's pipeline stages cannot train.
+
+    Raises:
+        UnsupportedError: says what they cannot train.
+    """
+    if state.stages.count == 1:
+        return
+    over = f"over {state.mesh.sizes}"
+    if adapter.recipe.encoder is not None:
+        raise UnsupportedError(
+            f"{adapter.recipe.method} {over}: its encoder trains what all stages read; leave the "
+            "encoder out, or use pp=1"
+        )
+    if training.restored or state.program.options.budget.size_bytes is not None:
+        raise UnsupportedError(
+            f"memory_budget={state.program.options.budget.written!r} {over}: it is planned for all "
+            "layers of one rank; use a share such as 0.5, or pp=1"
+        )
+    readers: dict[str, set[int]] = {}
+    for stage in (state.stages[i] for i in range(state.stages.count)):
+        for parameter, layer in stage.own(training.model).parameters():
+            path = parameter.source.format(layer=layer)
+            if parameter.role == "adapter" and path not in adapter.shared:
+                readers.setdefault(path, set()).add(stage.index)
+    for path, stages in readers.items():
+        if len(stages) > 1 and adapter.parameter(path) is not None:
+            raise UnsupportedError(
+                f"{path} {over}: layers of several stages share it, and each would train its own; "
+                "leave it out of the recipe, or use pp=1"
+            )
+
+
+# ------------------------------------------------------------------------------------------- runner
+
 
 Pass = TypeVar("Pass", bound=TrainingPass)
 

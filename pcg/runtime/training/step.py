@@ -5,11 +5,25 @@ With the batches b of a step, target tokens t of b and N = Σ_b |t(b)| of all of
     loss = Σ_b Σ_t ce(t) / N
 
 so how a step is cut into batches, and these over replicas, changes nothing but rounding.
+
+Over pipeline stages several micro-batches are under way at once. Each stage takes them in one
+order, forward and back in turn (PipeDream's 1F1B): stage i of S has at most S - i under way, whose
+activations it holds, and the last stage goes back through one as soon as its loss is there. With M
+micro-batches a stage waits for (S - 1) / (M + S - 1) of the time.
+
+    stage 0    f0 f1 f2 b0 f3 b1 …        3 stages
+    stage 1       f0 f1 b0 f2 b1 …
+    stage 2          f0 b0 f1 b1 …
+
+Once a stage has as many under way as it may, it sends what goes forward in one exchange with what
+comes back, and what goes back with what comes forward next. The stage on the other side does both
+at the same time: its b0 goes back when f2 comes to stage 1, as that has two under way then.
 """
 
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
@@ -27,8 +41,9 @@ from pcg.runtime.data.dataset import Dataset
 from pcg.runtime.data.example import Example
 from pcg.runtime.data.order import Batches
 from pcg.runtime.model.batch import mixed_seed
-from pcg.runtime.training.host_states import HostStates
+from pcg.runtime.training.bound_training import BoundTraining
 from pcg.runtime.training.optimizer import (
+    HostStates,
     check_parameters,
     has_device_rate,
     load_optimizer,
@@ -37,11 +52,92 @@ from pcg.runtime.training.optimizer import (
     set_rate,
 )
 from pcg.runtime.training.options import FinetuneOptions
-from pcg.runtime.training.recorded.update_graphs import UpdateGraphs
-from pcg.runtime.training.runner import TrainingRunner, pass_through
-from pcg.runtime.training.stages.micro_batches import BatchPart, run_stages
+from pcg.runtime.training.recorded.loss_graphs import UpdateGraphs
+from pcg.runtime.training.runner import TrainingPass, TrainingRunner, pass_through
 from pcg.runtime.training.training_data import places_of
 from pcg.runtime.training.work_units import Reading, Release, StepBeginsAgain, Work
+
+# ------------------------------------------------------------------------------------ micro batches
+
+
+PARTS_PER_STAGE = 4
+"""Micro-batches of a step for each stage, if it has so many sequences: a stage of S waits for about
+a fifth of the time."""
+
+
+@dataclass(frozen=True)
+class BatchPart:
+    """A replica's part of a batch.
+
+    Attributes:
+        examples: its sequences; empty if others have all.
+        seed: the seed of dropout.
+        numbers: the place of each of them in the batch.
+    """
+
+    examples: Sequence[Example]
+    seed: int
+    numbers: Sequence[int]
+
+
+def parts_of_batch(batches: int, stages: int) -> int:
+    """Return into how many micro-batches each batch of a step is cut, if it has the sequences."""
+    return max(1, PARTS_PER_STAGE * stages // max(batches, 1))
+
+
+def micro_batches(parts: Sequence[BatchPart], stages: int) -> list[tuple[int, BatchPart]]:
+    """Cut the parts of a step's batches for so many stages; each comes with its batch's index."""
+    found = []
+    each = parts_of_batch(len(parts), stages)
+    for index, part in enumerate(parts):
+        lengths = [len(example.ids) for example in part.examples]
+        for (places,) in shares([lengths], min(each, max(len(lengths), 1))):
+            if places:
+                some = [part.examples[i] for i in places]
+                numbers = [part.numbers[i] for i in places]
+                found.append((index, BatchPart(some, part.seed, numbers)))
+    return found
+
+
+def run_stages(
+    runner: BoundTraining, parts: Sequence[BatchPart], normaliser: float
+) -> list[Tensor]:
+    """Add the gradients of the parts of a step's batches.
+
+    Returns:
+        The sum of the losses of each part on the last stage, fp64; zeros on the others.
+    """
+    losses = [torch.zeros((), dtype=torch.float64, device=runner.device) for _ in parts]
+    stage, link = runner.stage, runner.link
+    assert link is not None
+    most = stage.count - stage.index
+    gets_gradients = runner.training.first_back < stage.layers.stop
+    under_way: deque[tuple[int, TrainingPass]] = deque()
+
+    def back() -> None:
+        index, oldest = under_way.popleft()
+        while not oldest.is_done:
+            oldest.run_part(oldest.load.tokens)
+        losses[index] += oldest.loss_sum.to(runner.device)
+
+    batches = micro_batches(parts, stage.count)
+    for number, (index, one) in enumerate(batches):
+        made = TrainingPass(runner, one.examples, normaliser, one.seed, numbers=one.numbers)
+        is_full = len(under_way) + 1 == most
+        link.exchanges = is_full and gets_gradients
+        made.forward(made.remaining)
+        under_way.append((index, made))
+        if is_full:
+            link.exchanges = number + 1 < len(batches)
+            back()
+    link.exchanges = False
+    while under_way:
+        back()
+    link.settle()
+    return losses
+
+
+# --------------------------------------------------------------------------------------------- step
 
 
 @dataclass(frozen=True)

@@ -1,15 +1,20 @@
 """Work units: the parts of a finetuning job that the engine runs one at a time.
 
-A job is a generator of units: it goes on when the engine has run one. What comes between two units,
-such as an optimizer's update, it does itself.
+A job is a generator of units: it goes on when the engine has run the unit that it yielded. Work
+between two units, such as an optimizer's update, runs within the generator. Interrupts (Ctrl-C)
+are deferred while a change must happen as a whole, or on all ranks.
 """
 
 from __future__ import annotations
 
+import signal
+import threading
 from abc import ABC, abstractmethod
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import IntEnum
+from types import FrameType
 from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 import torch
@@ -18,6 +23,9 @@ from torch import Tensor
 from pcg.kernels.devices import downloaded
 from pcg.runtime.memory.pool import PageTable
 from pcg.runtime.model.load import Load
+
+# --------------------------------------------------------------------------------------- work units
+
 
 Result = TypeVar("Result")
 
@@ -247,3 +255,39 @@ def run_unit(unit: Unit) -> None:
         unit.run(unit.remaining)
     elif isinstance(unit, Part):
         unit.run()
+
+
+# --------------------------------------------------------------------------------------- interrupts
+
+
+Interrupt = tuple[int, FrameType | None]
+
+
+@contextmanager
+def deferred_interrupts() -> Iterator[None]:
+    """Defer SIGINT to the end of the block; the handler before the block then runs."""
+    before = signal.getsignal(signal.SIGINT)
+    if not callable(before):
+        yield
+        return
+    with noted_interrupts() as came:
+        yield
+    if came:
+        before(*came[0])
+
+
+@contextmanager
+def noted_interrupts() -> Iterator[list[Interrupt]]:
+    """Append SIGINT within the block to the list, and do nothing else.
+
+    Python calls handlers in the main thread alone, so in other threads there is nothing to note.
+    """
+    came: list[Interrupt] = []
+    if threading.current_thread() is not threading.main_thread():
+        yield came
+        return
+    before = signal.signal(signal.SIGINT, lambda number, frame: came.append((number, frame)))
+    try:
+        yield came
+    finally:
+        signal.signal(signal.SIGINT, before)

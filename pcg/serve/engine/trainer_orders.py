@@ -18,8 +18,7 @@ from pcg.ir.program.program import Program
 from pcg.runtime.engine.async_engine import AsyncEngine
 from pcg.runtime.engine.trainers.async_trainer import AsyncTrainer
 from pcg.runtime.executor import Executor
-from pcg.runtime.training.losses.graph_loss import GraphLoss
-from pcg.runtime.training.losses.loss_graph import LossGraph
+from pcg.runtime.training.loss_graph import GraphLoss, LossGraph
 from pcg.runtime.training.trainer.commands import (
     Command,
     Forward,
@@ -29,8 +28,7 @@ from pcg.runtime.training.trainer.commands import (
     Publish,
     SaveState,
 )
-from pcg.runtime.training.trainer.datum import Datum
-from pcg.runtime.training.trainer.results import Scored, Stepped
+from pcg.runtime.training.trainer.datum import Datum, Scored, Stepped
 from pcg.serve.adapters.engine_names import owned
 
 Found = TypeVar("Found")

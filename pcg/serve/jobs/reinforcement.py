@@ -14,7 +14,7 @@ from pcg.errors import DataError, FinetuneError
 from pcg.runtime.data.limits import DataLimits
 from pcg.runtime.data.rows import read_rows
 from pcg.runtime.text.chat_messages import check_messages
-from pcg.runtime.training.schedules import make_schedule
+from pcg.runtime.training.options import make_schedule
 from pcg.serve.engine.jobs.news import REINFORCEMENT
 from pcg.serve.errors import ApiError
 from pcg.serve.jobs.settings import MOST_STEPS, Auto, PcgSettings, checked_peft

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from pcg.runtime.training.losses.loss_graph import (
+from pcg.runtime.training.loss_graph import (
     MOST_NODES,
     LossGraph,
     LossInput,
@@ -58,7 +58,7 @@ class LossInputBody(TinkerBody):
 
 
 class LossNodeBody(TinkerBody):
-    """A node of a custom loss; `pcg.runtime.training.losses.loss_graph` says what it may be."""
+    """A node of a custom loss; `pcg.runtime.training.loss_graph` says what it may be."""
 
     op: Short
     name: Short

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from pcg.errors import FinetuneError
-from pcg.runtime.training.losses.loss_graph import LossGraph
+from pcg.runtime.training.loss_graph import LossGraph
 from pcg.serve.adapters.engine_names import engine_name
 from pcg.serve.adapters.loader import Loader
 from pcg.serve.engine.client import EngineClient

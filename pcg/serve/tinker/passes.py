@@ -11,7 +11,7 @@ import zstandard
 from pydantic import Field, ValidationError
 
 from pcg.errors import DataError
-from pcg.runtime.training.losses.loss_graph import LossGraph
+from pcg.runtime.training.loss_graph import LossGraph
 from pcg.serve.engine.trainer_orders import ArrayData, DatumData, TrainerReply, TrainPass
 from pcg.serve.security.json_elements import check_elements
 from pcg.serve.tinker.proto import (

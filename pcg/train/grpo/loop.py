@@ -37,8 +37,8 @@ from torch import Tensor
 from pcg.peft.adapter import Adapter
 from pcg.runtime.engine.async_engine import AsyncEngine
 from pcg.runtime.engine.trainers.async_trainer import AsyncTrainer
-from pcg.runtime.training.schedules import make_schedule
-from pcg.runtime.training.trainer.results import Snapshot
+from pcg.runtime.training.options import make_schedule
+from pcg.runtime.training.trainer.datum import Snapshot
 from pcg.train.grpo.objective import Objective
 from pcg.train.grpo.options import GrpoOptions, ObjectiveOptions
 from pcg.train.grpo.prompts import Prompt, in_order

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from pcg.runtime.training.trainer.results import Snapshot
+from pcg.runtime.training.trainer.datum import Snapshot
 
 
 @dataclass(frozen=True)

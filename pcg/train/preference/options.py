@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal, get_args
 
 from pcg.errors import FinetuneError
-from pcg.runtime.training.losses.preference_losses import SFT
+from pcg.runtime.training.losses import SFT
 from pcg.runtime.training.options import Data, FinetuneOptions
 from pcg.train.preference.records import PreferenceStep
 from pcg.units import is_finite, shown

@@ -26,10 +26,10 @@ from pcg.runtime.data.order import Batches
 from pcg.runtime.data.sources import choose_splits
 from pcg.runtime.executor import Executor
 from pcg.runtime.model.weight_digests import base_digest
-from pcg.runtime.training.interrupts import deferred_interrupts
 from pcg.runtime.training.torch_optimizers import FIELDS, Optimizer
 from pcg.runtime.training.trainer.trainer import Trainer
 from pcg.runtime.training.training_data import Load, training_data
+from pcg.runtime.training.work_units import deferred_interrupts
 from pcg.train.preference.options import DpoArguments
 from pcg.train.preference.pairs import Pair, data_of, pairs_of, target_sums
 from pcg.train.preference.records import Metrics, PreferenceResult, PreferenceStep, metrics_of

@@ -8,7 +8,7 @@ from typing import Any
 
 from pcg.records.record import RunRecord
 from pcg.runtime.executor import Executor
-from pcg.runtime.training.reports.job_record import memory_bytes
+from pcg.runtime.training.reports import memory_bytes
 from pcg.train.preference.options import DpoArguments
 from pcg.train.preference.records import Metrics, PreferenceStep
 

@@ -27,7 +27,7 @@ from pcg.runtime.model import step_graphs
 from pcg.runtime.model.module_weights import StateDictCheckpoint
 from pcg.runtime.training import bound_training
 from pcg.runtime.training.recorded.warm_job import WarmJob
-from pcg.runtime.training.recorded.warm_jobs import windows_bytes
+from pcg.runtime.training.warm_jobs import windows_bytes
 from tests.support import oracle
 from tests.support.families import BY_NAME
 from tests.support.interpreter import bf16

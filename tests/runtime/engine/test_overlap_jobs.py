@@ -25,7 +25,7 @@ from pcg.runtime.engine.sharing.step import Step
 from pcg.runtime.executor import Executor
 from pcg.runtime.metrics.events import Kind
 from pcg.runtime.model.load import Load
-from pcg.runtime.training.training_pass import TrainingPass
+from pcg.runtime.training.runner import TrainingPass
 from pcg.runtime.training.work_units import Forward, Phase, Reading
 from tests.support.interpreter.stand_in import tensors_on_cuda
 from tests.support.interpreter.streams import ORDER

@@ -19,7 +19,7 @@ import pcg
 from pcg.errors import FinetuneInterrupted
 from pcg.runtime.data.example import Example
 from pcg.runtime.executor import Executor
-from pcg.runtime.training.result import StepRecord
+from pcg.runtime.training.options import StepRecord
 from tests.support.ranked import METHODS
 from tests.support.small_job import examples
 

@@ -23,9 +23,9 @@ from pcg.errors import FinetuneError, FinetuneInterrupted
 from pcg.files import seal
 from pcg.runtime.executor import Executor
 from pcg.runtime.training.checkpoints import CheckpointStore
-from pcg.runtime.training.pass_sequences import Window
-from pcg.runtime.training.result import FinetuneResult, StepRecord
-from pcg.runtime.training.training_pass import TrainingPass
+from pcg.runtime.training.options import FinetuneResult, StepRecord
+from pcg.runtime.training.runner import TrainingPass
+from pcg.runtime.training.windows import Window
 from tests.support.damage import damage, damages
 from tests.support.small_job import DATA, LORA, STEPS, examples, job, make_model
 

@@ -11,7 +11,7 @@ from pcg.errors import FinetuneError
 from pcg.runtime.data.example import Example
 from pcg.runtime.data.order import Batches
 from pcg.runtime.executor import Executor
-from pcg.runtime.training.result import FinetuneResult, LossChange
+from pcg.runtime.training.options import FinetuneResult, LossChange
 from tests.support import ranked
 from tests.support.small_job import DATA, LORA, OPTIONS, examples, job, make_model
 from tests.support.tables import Splits, Stored

@@ -28,9 +28,8 @@ from pcg.runtime.data.example import IGNORED, Example
 from pcg.runtime.data.order import Batches
 from pcg.runtime.executor import Executor
 from pcg.runtime.text.tokenizer import Tokenizer
-from pcg.runtime.training.interrupts import deferred_interrupts
-from pcg.runtime.training.options import FinetuneOptions
-from pcg.runtime.training.result import StepRecord
+from pcg.runtime.training.options import FinetuneOptions, StepRecord
+from pcg.runtime.training.work_units import deferred_interrupts
 
 VOCABULARY, POSITIONS = 100, 32
 CONFIGS = {

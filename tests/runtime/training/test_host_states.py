@@ -14,9 +14,13 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import pcg
 from pcg.errors import FinetuneInterrupted
 from pcg.runtime.executor import Executor
-from pcg.runtime.training.host_states import HostStates
-from pcg.runtime.training.optimizer import load_optimizer, make_optimizer, optimizer_tensors
-from pcg.runtime.training.result import StepRecord
+from pcg.runtime.training.optimizer import (
+    HostStates,
+    load_optimizer,
+    make_optimizer,
+    optimizer_tensors,
+)
+from pcg.runtime.training.options import StepRecord
 from pcg.runtime.training.torch_optimizers import OPTIMIZERS, SHARED_KEYS, Optimizer
 from tests.support.ranked import EXAMPLES, make_executor, make_program
 from tests.support.small_job import LORA, make_model

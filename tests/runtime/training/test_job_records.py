@@ -17,7 +17,7 @@ from pcg.errors import FinetuneInterrupted, RecordError
 from pcg.records.run import read_run
 from pcg.runtime.data.example import Example
 from pcg.runtime.executor import Executor
-from pcg.runtime.training.result import StepRecord
+from pcg.runtime.training.options import StepRecord
 
 DATA = [Example([2 + i, 3, 5 + i, 7], [2 + i, 3, 5 + i, 7]) for i in range(8)]
 LORA = {"peft_type": "LORA", "r": 2, "lora_alpha": 4, "target_modules": ["q_proj"]}

@@ -19,8 +19,7 @@ from pcg.ir.program.program import Program
 from pcg.runtime.data.example import Example
 from pcg.runtime.executor import Executor
 from pcg.runtime.training.optimizer import make_optimizer
-from pcg.runtime.training.options import FinetuneOptions
-from pcg.runtime.training.result import StepRecord
+from pcg.runtime.training.options import FinetuneOptions, StepRecord
 from pcg.runtime.training.torch_optimizers import OPTIMIZERS, Optimizer
 from tests.support.ranked import EXAMPLES as RANKED
 from tests.support.ranked import make_executor, make_program

@@ -3,7 +3,7 @@ import torch
 import transformers
 
 from pcg.errors import FinetuneError
-from pcg.runtime.training.schedules import SCHEDULES, make_schedule
+from pcg.runtime.training.options import SCHEDULES, make_schedule
 
 RATE, STEPS = 2e-3, 57
 

@@ -28,7 +28,7 @@ from pcg.runtime.engine.steps.guest_work import GuestWork
 from pcg.runtime.engine.trainers.async_trainer import AsyncTrainer
 from pcg.runtime.model.state import ModelState
 from pcg.runtime.training.options import JobArguments
-from pcg.runtime.training.trainer.options import TrainerArguments
+from pcg.runtime.training.trainer.datum import TrainerArguments
 from pcg.runtime.training.trainer.trained_adapter import TrainedAdapter
 
 Result = TypeVar("Result")

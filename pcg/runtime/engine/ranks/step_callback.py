@@ -5,9 +5,8 @@ from __future__ import annotations
 from signal import SIGINT
 
 from pcg.errors import FinetuneInterrupted
-from pcg.runtime.training.interrupts import Interrupt
-from pcg.runtime.training.result import FinetuneResult, OnStep, StepRecord
-from pcg.runtime.training.work_units import Work
+from pcg.runtime.training.options import FinetuneResult, OnStep, StepRecord
+from pcg.runtime.training.work_units import Interrupt, Work
 
 
 class StepCallback:

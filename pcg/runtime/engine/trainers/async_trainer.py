@@ -33,7 +33,7 @@ from pcg.runtime.training.trainer.commands import (
     SaveState,
     Stages,
 )
-from pcg.runtime.training.trainer.results import Saved, Scored, Snapshot, Stepped
+from pcg.runtime.training.trainer.datum import Saved, Scored, Snapshot, Stepped
 from pcg.runtime.training.trainer.trained_adapter import TrainedAdapter
 
 Result = TypeVar("Result")

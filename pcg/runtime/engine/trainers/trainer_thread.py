@@ -13,7 +13,7 @@ from pcg.runtime.engine.preparation import Preparation
 from pcg.runtime.engine.step_thread import StepThread
 from pcg.runtime.engine.trainers.async_trainer import AsyncTrainer
 from pcg.runtime.model.state import ModelState
-from pcg.runtime.training.trainer.options import TrainerArguments
+from pcg.runtime.training.trainer.datum import TrainerArguments
 from pcg.runtime.training.trainer.trained_adapter import TrainedAdapter
 
 PrepareTrainer = Callable[[TrainerArguments], TrainedAdapter]

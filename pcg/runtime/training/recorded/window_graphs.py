@@ -51,9 +51,12 @@ from pcg.runtime.model.batch import Batch
 from pcg.runtime.model.merged_execution import run_single
 from pcg.runtime.model.recorder import Recorder, check_memory
 from pcg.runtime.training.recorded.loss_graphs import LossGraphs
-from pcg.runtime.training.recorded.own_gradients import OwnGradients
-from pcg.runtime.training.recorded.recorded_batch import RecordedTokens
-from pcg.runtime.training.recorded.recorded_program import RecordedProgram, groups_of
+from pcg.runtime.training.recorded.recorded_program import (
+    OwnGradients,
+    RecordedProgram,
+    RecordedTokens,
+    groups_of,
+)
 from pcg.runtime.training.recorded.window_sizes import WindowSizes
 from pcg.units import counted
 

@@ -26,10 +26,16 @@ from torch import Tensor
 from pcg.errors import AdapterError, FinetuneError
 from pcg.files import SUMS, expanded, is_directory, is_file, shown_path, sync_names
 from pcg.runtime.training.checkpoints import STATE, Checkpoint, CheckpointStore, write_checkpoint
-from pcg.runtime.training.losses.loss import CROSS_ENTROPY, OF_A_FUNCTION, loss_of
-from pcg.runtime.training.trainer.batches import ScoredBatch
-from pcg.runtime.training.trainer.datum import Datum, checked
-from pcg.runtime.training.trainer.results import Saved, Scored, Snapshot, Stepped
+from pcg.runtime.training.losses import CROSS_ENTROPY, OF_A_FUNCTION, loss_of
+from pcg.runtime.training.trainer.datum import (
+    Datum,
+    Saved,
+    Scored,
+    ScoredBatch,
+    Snapshot,
+    Stepped,
+    checked,
+)
 from pcg.runtime.training.trainer.trained_adapter import TrainedAdapter
 from pcg.runtime.training.work_units import Work
 from pcg.units import is_finite, shown

@@ -1,21 +1,94 @@
-"""Data of a trainer: tokens, and for each what it predicts and how much that counts."""
+"""Values that a trainer takes and returns: its options, data, batches of data, and results."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from numbers import Integral
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from pcg.errors import DataError
+from pcg.errors import DataError, FinetuneError
+from pcg.options import OptimizerChoice
+from pcg.peft.adapter import Adapter
+from pcg.runtime.adapters.versions import AdapterVersion
 from pcg.runtime.data.example import IGNORED, ModelSizes
-from pcg.runtime.training.losses.columns import Columns
-from pcg.runtime.training.losses.loss import Loss
+from pcg.runtime.training.losses import Columns, Loss, Options
+from pcg.runtime.training.options import DEFAULT_BATCH_SIZE
+from pcg.runtime.training.torch_optimizers import Optimizer
 from pcg.units import is_finite, shown
+
+# ------------------------------------------------------------------------------------------ options
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainerOptions(OptimizerChoice):
+    """Options of a trainer.
+
+    Attributes:
+        seed: the seed of a fresh adapter's weights, and of dropout.
+        batch_size: sequences that go through the model together; gradients do not depend on it.
+        max_tokens: tokens that go through the model together; both bounds may be given.
+        total_steps: the updates that there will be, which AdaLoRA's schedule needs.
+        dropout: drop what the recipe says in forward_backward. Without, its log-probabilities are
+            those that the adapter samples by.
+    """
+
+    seed: int = 0
+    batch_size: int = DEFAULT_BATCH_SIZE
+    max_tokens: int | None = None
+    total_steps: int | None = None
+    dropout: bool = True
+
+    def __post_init__(self) -> None:
+        if isinstance(self.seed, bool) or not isinstance(self.seed, int):
+            raise FinetuneError(f"seed={shown(self.seed)}; use an int")
+        for name in ("batch_size", "max_tokens", "total_steps"):
+            value = getattr(self, name)
+            if value is None and name != "batch_size":
+                continue
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise FinetuneError(f"{name}={shown(value)}; use an int of at least 1")
+        if type(self.dropout) is not bool:
+            raise FinetuneError(f"dropout={shown(self.dropout)}; use True or False")
+        if self.optimizer_options is not None and not isinstance(self.optimizer_options, Mapping):
+            raise FinetuneError(
+                f"optimizer_options={shown(self.optimizer_options)}; use a dict, such as "
+                "{'momentum': 0.9}"
+            )
+        self.make_optimizer()
+
+    def make_optimizer(self) -> Optimizer:
+        """Return the optimizer with its options; without weight decay unless that is one."""
+        kind = Optimizer.of(self.optimizer)
+        given = {"weight_decay": 0.0} if "weight_decay" in kind.fields else {}
+        return Optimizer.of(
+            self.optimizer, {**given, **(self.optimizer_options or {})}, self.offload_optimizer
+        )
+
+
+@dataclass(frozen=True)
+class TrainerArguments(TrainerOptions):
+    """Arguments of `Executor.trainer`.
+
+    Attributes:
+        name: the adapter's name. An adapter of that name is trained further; else one is made.
+        peft: the recipe of a new adapter, as `add_adapter` takes it; None for the one that the
+            program was compiled for under that name, else "lora".
+        tenant: of an engine's trainer, as of `JobArguments`.
+    """
+
+    name: str
+    peft: object = field(default=None, kw_only=True)
+    tenant: str = field(default="", kw_only=True)
+
+
+# -------------------------------------------------------------------------------------------- datum
+
 
 MOST_TARGETS = 1024
 """The most targets of a token; the head runs once for each."""
@@ -247,3 +320,126 @@ def columns_of(data: Sequence[CheckedDatum], device: torch.device) -> Columns:
     places = torch.repeat_interleave(torch.arange(len(data)), lengths)
     read = [one.to(device) for one in (weights, advantages, sampled, places)]
     return Columns(read[0], read[1], read[2], read[3], len(data))
+
+
+# ------------------------------------------------------------------------------------------ batches
+
+
+@dataclass(frozen=True)
+class Score:
+    """A loss with its options."""
+
+    loss: Loss
+    options: Options
+
+
+@dataclass(frozen=True)
+class ScoredBatch:
+    """Data that goes through the model together.
+
+    Attributes:
+        score: the loss.
+        columns: what the loss reads of each token.
+    """
+
+    data: Sequence[CheckedDatum]
+    score: Score
+    columns: Columns
+
+
+def cut(
+    data: Sequence[CheckedDatum],
+    score: Score,
+    batch_size: int,
+    max_tokens: int | None,
+    device: torch.device,
+) -> list[ScoredBatch]:
+    """Cut data into batches, in its order; data of one term of the loss stay together.
+
+    Args:
+        batch_size: the most data of a batch, unless one term has more.
+        max_tokens: the most tokens of a batch, likewise; None for any number.
+        device: where the columns are needed.
+    """
+    together = score.loss.together
+    found: list[list[CheckedDatum]] = []
+    tokens = 0
+    for begin in range(0, len(data), together):
+        group = data[begin : begin + together]
+        length = sum(len(one.ids) for one in group)
+        tokens += length
+        is_full = bool(found) and (
+            len(found[-1]) + together > batch_size
+            or (max_tokens is not None and tokens > max_tokens)
+        )
+        if is_full or not found:
+            found.append([])
+            tokens = length
+        found[-1] += group
+    return [ScoredBatch(one, score, columns_of(one, device)) for one in found]
+
+
+# ------------------------------------------------------------------------------------------ results
+
+
+@dataclass(frozen=True)
+class Scored:
+    """The result of `forward` and `forward_backward`.
+
+    Attributes:
+        loss: the loss, a sum over all data and tokens.
+        logprobs: of each datum, the log-probability of each target, [N] or [N, K] as its targets,
+            in host memory; 0 where nothing is predicted.
+        tokens: tokens that went through the model, virtual ones not counted.
+        targets: targets among them.
+    """
+
+    loss: float
+    logprobs: tuple[Tensor, ...]
+    tokens: int
+    targets: int
+
+
+@dataclass(frozen=True)
+class Stepped:
+    """The result of `optim_step`.
+
+    Attributes:
+        step: the number of updates of the adapter, this one included.
+        gradient_norm: the norm of the gradients before they were clipped.
+        tokens: tokens that went through the model, forward and back, since the update before.
+        loss: the sum of the losses since then.
+    """
+
+    step: int
+    gradient_norm: float
+    tokens: int
+    loss: float
+
+
+@dataclass(frozen=True)
+class Saved:
+    """The result of `save_state` and `load_state`.
+
+    Attributes:
+        path: the state's directory.
+        step: the number of updates of the adapter.
+        notes: what was given to keep with the state.
+    """
+
+    path: Path
+    step: int
+    notes: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """The result of `snapshot`: a version of the adapter that is served.
+
+    Attributes:
+        version: its name and number, `name@number`.
+        adapter: the version itself, which requests may name though later ones replace it.
+    """
+
+    version: AdapterVersion
+    adapter: Adapter = field(repr=False)

@@ -23,8 +23,7 @@ from pcg.runtime.training.trainer.commands import (
     Publish,
     SaveState,
 )
-from pcg.runtime.training.trainer.options import TrainerArguments
-from pcg.runtime.training.trainer.results import Saved, Scored, Snapshot, Stepped
+from pcg.runtime.training.trainer.datum import Saved, Scored, Snapshot, Stepped, TrainerArguments
 from pcg.runtime.training.trainer.trained_adapter import TrainedAdapter
 from pcg.runtime.training.work_units import run_to_end
 

@@ -7,7 +7,7 @@ import sqlite3
 
 import msgspec
 
-from pcg.runtime.training.losses.loss_graph import LossGraph
+from pcg.runtime.training.loss_graph import LossGraph
 from pcg.serve.errors import ApiError
 from pcg.serve.files.wire import now
 from pcg.serve.store.ids import new_key

@@ -14,9 +14,8 @@ from tinker.lib.public_interfaces import custom_loss
 from torch import Tensor
 
 from pcg.errors import FinetuneError
-from pcg.runtime.training.losses import graph_loss
-from pcg.runtime.training.losses.graph_loss import GraphLoss
-from pcg.runtime.training.losses.loss_graph import LossGraph, LossInput, LossNode
+from pcg.runtime.training import loss_graph
+from pcg.runtime.training.loss_graph import GraphLoss, LossGraph, LossInput, LossNode
 
 RANKS = {"logprobs": 1, "advantages": 1, "old": 1, "scale": 0}
 Loss = Callable[..., tuple[Tensor, dict[str, Tensor]]]
@@ -209,8 +208,8 @@ def test_what_a_call_computes_is_bounded(monkeypatch: pytest.MonkeyPatch) -> Non
     graph = graph_of(("call_function", "torch.exp", [X]), ("call_method", "square", [X]))
     logprobs = [torch.zeros(4, requires_grad=True) for _ in range(3)]
     with pytest.raises(FinetuneError, match="send less data"):
-        GraphLoss(graph, [{}] * (graph_loss.MOST_RUNS // 4))
-    monkeypatch.setattr(graph_loss, "MOST_OF_CALL", 24)
+        GraphLoss(graph, [{}] * (loss_graph.MOST_RUNS // 4))
+    monkeypatch.setattr(loss_graph, "MOST_OF_CALL", 24)
     with pytest.raises(FinetuneError, match=r"data\[2\]: .* of the 8388608 for a datum and 24"):
         GraphLoss(graph, [{}] * 3)(logprobs)
     assert GraphLoss(graph, [{}] * 2)(logprobs[:2]).item() == 0

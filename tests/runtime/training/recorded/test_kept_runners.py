@@ -11,7 +11,7 @@ import torch
 from pcg.ir.program.program import Training
 from pcg.peft.adapter import Adapter, new_adapter
 from pcg.peft.registry import recipe_from
-from pcg.runtime.training.recorded.kept_runners import KeptRunners
+from pcg.runtime.training.warm_jobs import KeptRunners
 
 PROGRAM, OTHER = cast(Training, object()), cast(Training, object())
 

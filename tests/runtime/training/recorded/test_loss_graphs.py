@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from pcg.runtime.training.recorded.loss_graphs import LossGraphs
-from pcg.runtime.training.recorded.own_gradients import OwnGradients
+from pcg.runtime.training.recorded.recorded_program import OwnGradients
 from tests.support.interpreter.tape import Tape
 
 

@@ -16,8 +16,8 @@ from pcg.runtime.training.optimizer import (
     optimizer_tensors,
     set_rate,
 )
-from pcg.runtime.training.recorded.own_gradients import OwnGradients
-from pcg.runtime.training.recorded.update_graphs import UpdateGraphs
+from pcg.runtime.training.recorded.loss_graphs import UpdateGraphs
+from pcg.runtime.training.recorded.recorded_program import OwnGradients
 from pcg.runtime.training.torch_optimizers import Optimizer
 from tests.support.interpreter.tape import Tape
 

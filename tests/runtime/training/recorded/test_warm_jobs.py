@@ -8,9 +8,8 @@ from typing import Any
 import pytest
 
 from pcg.errors import FinetuneError
-from pcg.runtime.training.recorded.kept_runners import KeptRunners
 from pcg.runtime.training.recorded.warm_job import WarmJob
-from pcg.runtime.training.recorded.warm_jobs import record_jobs
+from pcg.runtime.training.warm_jobs import KeptRunners, record_jobs
 
 
 def test_a_job_that_no_cache_holds_is_refused() -> None:

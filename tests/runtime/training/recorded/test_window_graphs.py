@@ -23,10 +23,8 @@ from pcg.runtime.model import step_graphs
 from pcg.runtime.training import bound_training
 from pcg.runtime.training.publishers import VersionPublisher
 from pcg.runtime.training.recorded import window_sizes
-from pcg.runtime.training.recorded.loss_graphs import LossGraphs
-from pcg.runtime.training.recorded.update_graphs import UpdateGraphs
-from pcg.runtime.training.runner import TrainingRunner
-from pcg.runtime.training.training_pass import TrainingPass
+from pcg.runtime.training.recorded.loss_graphs import LossGraphs, UpdateGraphs
+from pcg.runtime.training.runner import TrainingPass, TrainingRunner
 from tests.support import oracle
 from tests.support.families import BY_NAME
 from tests.support.interpreter import bf16

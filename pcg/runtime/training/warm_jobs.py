@@ -1,28 +1,141 @@
-"""Warm jobs: windows of jobs that are recorded before the jobs come.
+"""Recorded windows without a job: of jobs that have ended, or have yet to come.
 
 A job is known where the program was compiled for its recipe and step: `compile(model, {"mine":
-LoraConfig(…)}, batch=4, seq=1024)`, or where an engine is told of it (`warm_job.py`). A later job
-with that recipe, whose steps are no larger, finds its windows recorded.
+LoraConfig(…)}, batch=4, seq=1024)`, or where an engine is given a `WarmJob`. A later job with that
+recipe, whose steps are no larger, finds its windows recorded.
+
+A graph reads an adapter where it lies, so a job that takes recorded windows over has its adapter
+there: its weights are copied into that of the runner. Both have the same recipe, and tensors of the
+same sizes. Runners keep what their windows save for backward. Runners of a warm-up last; of others
+one is kept, of the job that ended last, until a job comes that cannot use it, or no job is left.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from threading import Lock
+from typing import Generic, Protocol, TypeVar
+from weakref import WeakSet
+
+import torch
 
 from pcg.errors import FinetuneError
 from pcg.ir.analysis.storages import SEQUENCES
+from pcg.ir.program.program import Training
 from pcg.ir.program.saved_memory import training_transients, window_memory
 from pcg.ir.types import CONTEXT
+from pcg.peft.adapter import Adapter
 from pcg.peft.recipe import Recipe
 from pcg.peft.registry import recipe_from, recipe_of_fields
 from pcg.runtime.memory.kv_cache import KvCache
 from pcg.runtime.memory.pool import pages_for
 from pcg.runtime.model.state import ModelState
-from pcg.runtime.training.recorded.kept_runners import KeptRunners
-from pcg.runtime.training.recorded.obstacles import why_not_recorded
-from pcg.runtime.training.recorded.warm_job import WarmJob
+from pcg.runtime.training.recorded.warm_job import WarmJob, why_not_recorded
 from pcg.runtime.training.recorded.window_graphs import PassSizes
 from pcg.runtime.training.runner import TrainingRunner, training_runner
+
+# ------------------------------------------------------------------------------------- kept runners
+
+
+class Recorded(Protocol):
+    """A runner with recorded windows, of one adapter."""
+
+    adapter: Adapter
+    training: Training
+
+    @property
+    def is_recorded(self) -> bool:
+        """True if it has recorded windows, and trains by one program alone."""
+
+
+Runner = TypeVar("Runner", bound=Recorded)
+
+
+class KeptRunners(Generic[Runner]):
+    """Runners that no job has; any thread may ask for one."""
+
+    def __init__(self) -> None:
+        self._jobs = 0
+        self._kept: list[Runner] = []
+        self._lasting: WeakSet[Runner] = WeakSet()
+        self._lock = Lock()
+
+    def begin_job(self) -> Callable[[], None]:
+        """Have a job that is prepared or runs; returns what ends it.
+
+        With the last one the memory of all runners goes that do not last.
+        """
+        with self._lock:
+            self._jobs += 1
+        return self._end_job
+
+    def _end_job(self) -> None:
+        with self._lock:
+            self._jobs -= 1
+            if not self._jobs:
+                self._drop_others()
+
+    def give(self, runner: Runner, lasts: bool = False) -> None:
+        """Keep a runner, if it has recorded windows; for good if it lasts."""
+        if not runner.is_recorded:
+            return
+        with self._lock:
+            if lasts:
+                self._lasting.add(runner)
+            if runner not in self._lasting:
+                self._drop_others()
+            self._kept.append(runner)
+
+    def take(self, training: Training, adapter: Adapter) -> Runner | None:
+        """Return a runner that trains an adapter by its program; None if none can.
+
+        The runner's adapter has other tensors than the one that is given, with its values.
+        """
+        with self._lock:
+            runner = next((r for r in self._kept if _is_alike(r, training, adapter)), None)
+            if runner is None:
+                self._drop_others()
+                return None
+            self._kept.remove(runner)
+        own = runner.adapter
+        with torch.no_grad():
+            for to, values in zip(_all_of(own), _all_of(adapter), strict=True):
+                to.copy_(values)
+        runner.adapter = dataclasses.replace(
+            own,
+            name=adapter.name,
+            recipe=adapter.recipe,
+            base_model_name=adapter.base_model_name,
+            extra=adapter.extra,
+        )
+        return runner
+
+    def _drop_others(self) -> None:
+        """Drop the runners that do not last."""
+        self._kept = [one for one in self._kept if one in self._lasting]
+
+
+def _all_of(adapter: Adapter) -> list[torch.Tensor]:
+    return [*adapter.tensors, *(adapter.shared[name] for name in sorted(adapter.shared))]
+
+
+def _is_alike(runner: Recorded, training: Training, adapter: Adapter) -> bool:
+    own = runner.adapter
+    return (
+        runner.training is training
+        and own.recipe == adapter.recipe
+        and {path: weights.bypass for path, weights in own.weights.items()}
+        == {path: weights.bypass for path, weights in adapter.weights.items()}
+        and own.biases.keys() == adapter.biases.keys()
+        and own.shared.keys() == adapter.shared.keys()
+        and [(x.shape, x.dtype) for x in _all_of(own)]
+        == [(x.shape, x.dtype) for x in _all_of(adapter)]
+    )
+
+
+# ---------------------------------------------------------------------------------------- warm jobs
+
 
 WINDOW = 512
 """Tokens of the windows, unless a step has fewer. Where the rule of sharing asks for others, they

@@ -1,0 +1,315 @@
+"""Losses of the trainer: functions of tokens' log-probabilities, summed and never averaged.
+
+With the log-probability l of a token, the log-probability q that it had when it was sampled, its
+advantage A, its weight w, and r = exp(l - q):
+
+    cross_entropy         -Σ w l
+    importance_sampling   -Σ w r A
+    ppo                   -Σ w min(r A, clip(r) A)
+    cispo                 -Σ w stop_gradient(clip(r)) l A
+    dro                   -Σ w (l A - β (l - q)² / 2)
+
+clip(r) is r within [clip_low_threshold, clip_high_threshold], which are ratios. Over sequences,
+with n the tokens of a sequence whose weight is not 0:
+
+    gspo   s = exp(Σ (l - q) / n) of each sequence;  -Σ w min(s A, clip(s) A) over all tokens
+    dpo    m = Σ w (l - q) of each sequence, q being the reference's;
+           -Σ log σ(β (m_chosen - m_rejected)) over pairs: a chosen datum, then its rejected one
+
+`preference` is a weighted sum of the terms of TRL's DPOTrainer over pairs. With
+
+    Δ = m_chosen - m_rejected
+    δ = m_chosen / n_chosen - m_rejected / n_rejected
+
+and ε the label smoothing, the terms of a pair are
+
+    sigmoid        -(1 - ε) log σ(β Δ) - ε log σ(-β Δ)
+    hinge          max(0, 1 - β Δ)
+    ipo            (δ - 1 / 2β)²
+    robust         (-(1 - ε) log σ(β Δ) + ε log σ(-β Δ)) / (1 - 2ε)
+    sigmoid_norm   -log σ(β δ)
+    sft            -Σ l of the chosen one's targets
+
+To add a loss: write its function here, and list it in `LOSSES`.
+
+Source: Tinker's documentation of losses; ppo as in Schulman et al. (2017), cispo as in MiniMax-M1,
+dro as in Richemond et al. (2024); GSPO (Zheng et al., 2025), its sequence-level ratio; DPO
+(Rafailov et al., 2023), eq. 7, with the smoothing of cDPO (Mitchell, 2023); SLiC-HF (Zhao et al.,
+2023); IPO (Azar et al., 2023), eq. 17, by means of tokens as its authors compute it; robust DPO
+(Chowdhury et al., 2024); SimPO's normalization with a reference, as TRL 1.10 has it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+
+import torch
+from torch import Tensor
+from torch.nn.functional import logsigmoid
+
+from pcg.errors import FinetuneError
+from pcg.keywords import check_names
+from pcg.units import is_finite, shown
+
+# ------------------------------------------------------------------------------------------ columns
+
+
+@dataclass(frozen=True)
+class Columns:
+    """The numbers of the tokens of some data, one datum after the other: [T], fp64.
+
+    Attributes:
+        weights: the weight of each token's loss; 0 where nothing is predicted. For tokens with K
+            targets each, which linear losses take, [T, K].
+        advantages: the advantage of each token.
+        sampled: the log-probability that each token had when it was sampled, or of a reference.
+        places: the number of each token's datum, int64.
+        count: the number of data.
+    """
+
+    weights: Tensor
+    advantages: Tensor
+    sampled: Tensor
+    places: Tensor
+    count: int
+
+    @property
+    def width(self) -> int:
+        """The number of targets of a token, K."""
+        return 1 if self.weights.dim() == 1 else self.weights.shape[1]
+
+    def log_ratios(self, logprobs: Tensor) -> Tensor:
+        """Return log-probabilities less the sampled ones; 0 for tokens without weight, [T]."""
+        return (logprobs - self.sampled).where(self.weights != 0, 0.0)
+
+    def sums(self, x: Tensor) -> Tensor:
+        """Return the sum over the tokens of each datum, [count]."""
+        return x.new_zeros(self.count).index_add(0, self.places, x)
+
+
+# ------------------------------------------------------------------------------------- token losses
+
+
+Options = Mapping[str, float]
+
+
+def cross_entropy(logprobs: Tensor, columns: Columns, options: Options) -> Tensor:
+    """Return -Σ w l."""
+    return -(columns.weights * logprobs).sum()
+
+
+def importance_sampling(logprobs: Tensor, columns: Columns, options: Options) -> Tensor:
+    """Return -Σ w r A."""
+    return -(columns.weights * _ratios(logprobs, columns) * columns.advantages).sum()
+
+
+def ppo(logprobs: Tensor, columns: Columns, options: Options) -> Tensor:
+    """Return -Σ w min(r A, clip(r) A)."""
+    return -(columns.weights * clipped(_ratios(logprobs, columns), columns, options)).sum()
+
+
+def _ratios(logprobs: Tensor, columns: Columns) -> Tensor:
+    """Return r of each token, [T]; 1 without an advantage, where q may be any padding."""
+    return columns.log_ratios(logprobs).where(columns.advantages != 0, 0.0).exp()
+
+
+def clipped(ratios: Tensor, columns: Columns, options: Options) -> Tensor:
+    """Return min(r A, clip(r) A) of each token, [T]."""
+    near = ratios.clamp(options["clip_low_threshold"], options["clip_high_threshold"])
+    return torch.minimum(ratios * columns.advantages, near * columns.advantages)
+
+
+def cispo(logprobs: Tensor, columns: Columns, options: Options) -> Tensor:
+    """Return -Σ w stop_gradient(clip(r)) l A."""
+    ratios = columns.log_ratios(logprobs.detach()).exp()
+    near = ratios.clamp(options["clip_low_threshold"], options["clip_high_threshold"])
+    return -(columns.weights * near * logprobs * columns.advantages).sum()
+
+
+def dro(logprobs: Tensor, columns: Columns, options: Options) -> Tensor:
+    """Return -Σ w (l A - β (l - q)² / 2)."""
+    penalties = 0.5 * options["beta"] * columns.log_ratios(logprobs).square()
+    return -(columns.weights * (logprobs * columns.advantages - penalties)).sum()
+
+
+# -------------------------------------------------------------------------------- preference losses
+
+
+Term = Callable[[Tensor, Tensor, Options], Tensor]
+"""Returns a term of each pair, [pairs], of Δ, δ and the options."""
+
+
+def _sigmoid(delta: Tensor, _: Tensor, options: Options) -> Tensor:
+    x, smoothing = options["beta"] * delta, options["label_smoothing"]
+    return -(1 - smoothing) * logsigmoid(x) - smoothing * logsigmoid(-x)
+
+
+def _hinge(delta: Tensor, _: Tensor, options: Options) -> Tensor:
+    return (1 - options["beta"] * delta).clamp(min=0)
+
+
+def _ipo(_: Tensor, mean_delta: Tensor, options: Options) -> Tensor:
+    # Of a tensor: with β = 0 the loss is not finite, which is refused as of any data.
+    return (mean_delta - mean_delta.new_tensor(2 * options["beta"]).reciprocal()).square()
+
+
+def _robust(delta: Tensor, _: Tensor, options: Options) -> Tensor:
+    x, smoothing = options["beta"] * delta, options["label_smoothing"]
+    flipped = smoothing * logsigmoid(-x)
+    return (flipped - (1 - smoothing) * logsigmoid(x)) / (1 - 2 * smoothing)
+
+
+def _sigmoid_norm(_: Tensor, mean_delta: Tensor, options: Options) -> Tensor:
+    return -logsigmoid(options["beta"] * mean_delta)
+
+
+TERMS: Mapping[str, Term] = {
+    "sigmoid": _sigmoid,
+    "hinge": _hinge,
+    "ipo": _ipo,
+    "robust": _robust,
+    "sigmoid_norm": _sigmoid_norm,
+}
+"""The terms of a pair that read margins, by TRL's names."""
+SFT = "sft"
+DEFAULTS: Options = MappingProxyType(
+    {"beta": 0.1, "label_smoothing": 0.0, "sigmoid": 1.0}
+    | dict.fromkeys([*(name for name in TERMS if name != "sigmoid"), SFT], 0.0)
+)
+"""The options: β, ε, and the weight of each term."""
+
+
+def preference(logprobs: Tensor, columns: Columns, options: Options) -> Tensor:
+    """Return the weighted sum of the terms over pairs of data."""
+    is_target = columns.weights != 0
+    margins = columns.sums(columns.weights * columns.log_ratios(logprobs)).view(-1, 2)
+    counts = columns.sums(is_target.to(logprobs.dtype)).clamp(min=1).view(-1, 2)
+    means = margins / counts
+    deltas = margins[:, 0] - margins[:, 1], means[:, 0] - means[:, 1]
+    total = logprobs.new_zeros(())
+    for name, term in TERMS.items():
+        if options[name]:
+            total = total + options[name] * term(*deltas, options).sum()
+    if options[SFT]:
+        is_chosen = is_target & (columns.places % 2 == 0)
+        total = total - options[SFT] * logprobs.where(is_chosen, 0.0).sum()
+    return total
+
+
+# --------------------------------------------------------------------------------------------- loss
+
+
+# ---------------------------------------------------------------------------------- sequence losses
+
+
+def gspo(logprobs: Tensor, columns: Columns, options: Options) -> Tensor:
+    """Return -Σ w min(s A, clip(s) A), s being the ratio of the token's sequence."""
+    counts = columns.sums((columns.weights != 0).to(logprobs.dtype)).clamp(min=1)
+    ratios = (columns.sums(columns.log_ratios(logprobs)) / counts).exp()
+    return -(columns.weights * clipped(ratios[columns.places], columns, options)).sum()
+
+
+def dpo(logprobs: Tensor, columns: Columns, options: Options) -> Tensor:
+    """Return -Σ log σ(β (m_chosen - m_rejected)) over pairs of data."""
+    margins = columns.sums(columns.weights * columns.log_ratios(logprobs)).view(-1, 2)
+    return -logsigmoid(options["beta"] * (margins[:, 0] - margins[:, 1])).sum()
+
+
+# --------------------------------------------------------------------------------------------- loss
+
+
+_NONE: Options = MappingProxyType({})
+
+
+@dataclass(frozen=True)
+class Loss:
+    """A loss of some data.
+
+    Attributes:
+        function: returns the loss, a sum, of log-probabilities [T], columns and options.
+        reads: what each datum has to have beside its tokens.
+        options: its options, and their defaults.
+        together: the number of consecutive data of one term.
+        is_linear: True if it is linear in the log-probabilities: -Σ w l.
+        reads_weights: True if data may have weights.
+        skips_zero_advantages: True if a token without an advantage has no weight by default.
+    """
+
+    name: str
+    function: Callable[[Tensor, Columns, Options], Tensor]
+    reads: tuple[str, ...] = ("advantages", "logprobs")
+    options: Options = field(default_factory=lambda: _NONE)
+    together: int = 1
+    is_linear: bool = False
+    reads_weights: bool = True
+    skips_zero_advantages: bool = False
+
+    def with_options(self, given: Mapping[str, float] | None) -> Options:
+        """Return its options, some of them as given. FinetuneError: names a bad one."""
+        if given is not None and not isinstance(given, Mapping):
+            raise FinetuneError(f"loss_options={shown(given)}; use a dict of numbers by name")
+        found = {**self.options, **{str(name): value for name, value in (given or {}).items()}}
+        if found and self.options:
+            check_names(found, self.options, FinetuneError)
+        elif found:
+            names = ", ".join(map(str, found))
+            raise FinetuneError(f"loss {self.name!r} has no options, and {names} was given")
+        for name, value in found.items():
+            if not is_finite(value) or value < 0:
+                raise FinetuneError(
+                    f"loss {self.name!r}: {name}={shown(value)}; use a number of at least 0"
+                )
+        low, high = found.get("clip_low_threshold", 0), found.get("clip_high_threshold", 0)
+        if low > high:
+            raise FinetuneError(
+                f"loss {self.name!r}: clip_low_threshold={low:g} is above "
+                f"clip_high_threshold={high:g}; they are bounds of a ratio, such as 0.8 and 1.2"
+            )
+        return found
+
+    def evaluate(
+        self, logprobs: Tensor, columns: Columns, options: Options
+    ) -> tuple[Tensor, Tensor]:
+        """Return the loss, and its gradient by each log-probability, [T]; both fp64."""
+        with torch.enable_grad():
+            x = logprobs.detach().to(torch.float64).requires_grad_()
+            total = self.function(x, columns, options)
+            (slopes,) = torch.autograd.grad(total, x)
+        return total.detach(), slopes
+
+
+def _clip(low: float, high: float) -> Options:
+    return MappingProxyType({"clip_low_threshold": low, "clip_high_threshold": high})
+
+
+def _beta(beta: float) -> Options:
+    return MappingProxyType({"beta": beta})
+
+
+CROSS_ENTROPY = Loss("cross_entropy", cross_entropy, (), is_linear=True)
+OF_A_FUNCTION = Loss("of a function", cross_entropy, (), is_linear=True, reads_weights=False)
+"""What goes forward for a loss of the caller's own, which reads log-probabilities alone."""
+
+LOSSES: Mapping[str, Loss] = {
+    loss.name: loss
+    for loss in (
+        CROSS_ENTROPY,
+        Loss("importance_sampling", importance_sampling),
+        Loss("ppo", ppo, options=_clip(0.8, 1.2)),
+        Loss("cispo", cispo, options=_clip(0.0, 4.0)),
+        Loss("dro", dro, options=_beta(0.01)),
+        Loss("gspo", gspo, options=_clip(0.8, 1.2), skips_zero_advantages=True),
+        Loss("dpo", dpo, ("logprobs",), _beta(0.1), together=2),
+        Loss("preference", preference, ("logprobs",), DEFAULTS, together=2),
+    )
+}
+"""Every loss by its name. Defaults: Tinker's of ppo, its cookbook's of cispo, TRL's of dpo."""
+
+
+def loss_of(name: object) -> Loss:
+    """Return a loss by its name. FinetuneError: there is none."""
+    if not isinstance(name, str) or name not in LOSSES:
+        raise FinetuneError(f"loss={shown(name)}; use {', '.join(LOSSES)}, or a function")
+    return LOSSES[name]

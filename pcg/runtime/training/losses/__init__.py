@@ -1,1 +1,0 @@
-"""Losses of the trainer: functions of tokens' log-probabilities, summed and never averaged."""

@@ -1,0 +1,481 @@
+"""Windows of a training pass: tokens of its sequences, their loss, and the order of their backward.
+
+Sequences. All tokens of a pass stand one behind the other; a window is any number of the next ones.
+Ranks that share the tokens take one window each, of their own pieces.
+
+Loss chunks. Target tokens have their loss computed together in chunks, so that not all logits exist
+at once. Which tokens have a target is known on the host, so no chunk waits for the device. Where
+ranks hold parts of the tokens, each puts as many of its own rows into a chunk as any other, so that
+no row moves between ranks: after a rank's last target its rows are padded.
+
+Backward. A stage with all layers takes all windows through a layer, from the last window, before
+it takes them through the layer below: the sums of dK and dV of one layer exist at a time. Each of
+several pipeline stages takes a window through all of its layers, and then the window before it,
+while the stage below takes the first one on. In a turn each stage runs a layer, or waits:
+
+    2 stages of 2 layers, 3 windows    turn     0   1   2   3   4   5   6   7
+                                       last     w2  w2  w1  w1  w0  w0
+                                       first            w2  w2  w1  w1  w0  w0
+
+All windows behind one have gone through a layer before it does, so the sums of dK and dV of its own
+tokens are final there in both orders.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+
+from pcg.kernels.batch import Span
+from pcg.kernels.devices import uploaded
+from pcg.kernels.torch.products import ProductRequest
+from pcg.ranks.context_parallel import Piece, TokenParts
+from pcg.ranks.group import Ranks
+from pcg.ranks.stages import Stage, Stages
+from pcg.ranks.token_shards import shard_rows
+from pcg.runtime.data.example import IGNORED
+from pcg.runtime.memory.pool import PageTable
+from pcg.runtime.model.batch import Batch
+from pcg.runtime.model.cut_execution import CutExecution
+from pcg.runtime.training.recorded.window_graphs import WindowSlot
+
+# ----------------------------------------------------------------------------------- pass sequences
+
+
+class HasTokens(Protocol):
+    """A sequence to go through a pass, which knows what its tokens predict."""
+
+    @property
+    def ids(self) -> Sequence[int]:
+        """Its tokens, without virtual ones."""
+
+
+@dataclass
+class Window:
+    """Some tokens of a pass.
+
+    Attributes:
+        targets: the target of each token, [T], on the host.
+        end: number of tokens of the pass up to its last one.
+        carried: the inputs of the next layer; after the last one, of the loss.
+        shared: the prologue's outputs that all layers may read.
+        saved: the tensors that each layer has saved for backward, by the layer.
+        gradients: gradients of the outputs of the layer whose backward comes next.
+        slot: the graphs that it runs by; None if it runs eagerly.
+    """
+
+    batch: Batch
+    targets: Tensor
+    end: int
+    carried: Sequence[Tensor] = ()
+    shared: Sequence[Tensor | None] = ()
+    saved: dict[int, list[Any]] = field(default_factory=dict)
+    gradients: list[Tensor] = field(default_factory=list)
+    slot: WindowSlot | None = None
+
+
+@dataclass(frozen=True)
+class PassSequence:
+    """One example: its tokens, virtual ones first, their targets, and its number for dropout."""
+
+    ids: Sequence[int]
+    targets: Sequence[int]
+    origin: int
+    table: PageTable | None
+    number: int
+
+
+class PassSequences:
+    """Sequences one behind the other, of which windows are taken from the first token on.
+
+    Ranks that share the tokens take one window each, of their own pieces.
+
+    Attributes:
+        tokens: number of tokens of all sequences, virtual ones included.
+        parts: how ranks share them; None where this one takes all.
+    """
+
+    def __init__(self, virtual: int) -> None:
+        """Begin without any; each will begin with so many virtual tokens."""
+        self.tokens = 0
+        self.parts: TokenParts | None = None
+        self._virtual = virtual
+        self._each: list[PassSequence] = []
+
+    def add(
+        self, ids: Sequence[int], targets: Sequence[int], table: PageTable | None, number: int
+    ) -> None:
+        """Add a sequence behind the others, with its pages in the cache."""
+        self._each.append(PassSequence(ids, targets, self.tokens, table, number))
+        self.tokens += len(ids)
+
+    def share(self, cp: Ranks, device: torch.device) -> None:
+        """Share the tokens among ranks, if there are several."""
+        if cp.size > 1:
+            self.parts = TokenParts([len(one.ids) for one in self._each], cp, device)
+
+    @property
+    def most_tokens(self) -> int:
+        """The most tokens that a rank takes, which all of them plan for."""
+        return self.tokens if self.parts is None else self.parts.rows
+
+    @property
+    def row(self) -> int:
+        """Mean number of tokens of a sequence."""
+        return max(self.tokens // max(len(self._each), 1), 1)
+
+    @property
+    def targets(self) -> int:
+        """Number of target tokens, of those that this rank takes."""
+        _, _, targets = self.window(0, self.tokens)
+        return sum(target >= 0 for target in targets)
+
+    def context(self, begin: int) -> int:
+        """Return the number of tokens before one of the pass in its sequence."""
+        return min(begin - one.origin for one in self._each if one.origin <= begin)
+
+    def window(self, begin: int, end: int) -> tuple[list[Span], list[int], list[int]]:
+        """Return spans, ids and targets of the tokens from one to before another."""
+        spans, ids, targets = list[Span](), list[int](), list[int]()
+        parts = self.parts
+        is_spare = parts is not None and parts.is_spare
+        for index, start, stop in self.pieces(begin, end) if parts is None else parts.own:
+            one = self._each[index]
+            virtual = max(min(stop, self._virtual) - start, 0)
+            place = (one.table, virtual, one.origin, one.number)
+            spans.append(Span(len(ids), stop - start, start, *place))
+            ids += one.ids[start:stop]
+            targets += [IGNORED] if is_spare else one.targets[start:stop]
+        return spans, ids, targets
+
+    def pieces(self, begin: int, end: int) -> Iterator[Piece]:
+        """Yield the sequences that the tokens from one to before another are of, and which."""
+        for index, one in enumerate(self._each):
+            start, stop = max(begin - one.origin, 0), min(end - one.origin, len(one.ids))
+            if start < stop:
+                yield Piece(index, start, stop)
+
+
+# -------------------------------------------------------------------------------------- loss chunks
+
+
+@dataclass(frozen=True)
+class LossChunk:
+    """Some tokens of a batch.
+
+    Attributes:
+        rows: indices of the tokens, [tokens], in the order of the ranks that hold them.
+        targets: the target of each; negative for a padded row.
+        own: this rank's rows of the chunk, in the part of the tokens that it holds.
+        count: number of rows of that part, padded ones included; all tokens if ranks hold all.
+    """
+
+    rows: Tensor
+    targets: Tensor
+    own: Tensor
+    count: int
+
+    def of_whole(self, x: Tensor) -> Tensor:
+        """Return the chunk of a tensor that each rank has for all tokens: [tokens, …]."""
+        return x[self.rows]
+
+    def of_own(self, x: Tensor) -> Tensor:
+        """Return the chunk's part of this rank's tensor: [count, …]; padded rows are zeros."""
+        if len(self.own) == self.count:
+            return x[self.own]
+        part = x.new_zeros(self.count, *x.shape[1:])
+        part[: len(self.own)] = x[self.own]
+        return part
+
+    def put_own(self, part: Tensor, into: Tensor) -> None:
+        """Add this rank's part of the chunk to its rows."""
+        into.index_add_(0, self.own, part[: len(self.own)].to(into.dtype))
+
+
+class LossChunks:
+    """The tokens of a batch that have a target, from which chunks are taken."""
+
+    def __init__(
+        self, targets: Tensor, device: torch.device, ranks: Ranks, is_sequence_parallel: bool
+    ) -> None:
+        """Begin before the first of them.
+
+        Args:
+            targets: [T], on the host; negative for none.
+            device: where chunks are computed.
+            is_sequence_parallel: True if each rank holds a part of the tokens.
+        """
+        rows = torch.nonzero(targets >= 0).squeeze(-1)
+        self._targets = targets
+        self._device = device
+        self._ranks = ranks
+        self._held = shard_rows(len(targets), ranks.size) if is_sequence_parallel else 0
+        self._own = [rows]
+        if self._held:
+            self._own = [rows[rows // self._held == rank] for rank in range(ranks.size)]
+
+    @property
+    def left(self) -> int:
+        """Number of tokens that no chunk has had."""
+        return sum(map(len, self._own))
+
+    def take(self, size: int) -> LossChunk:
+        """Take the next chunk, of `size` tokens at most but at least one of each rank."""
+        each = max(1, size // len(self._own))
+        taken = [found[:each] for found in self._own]
+        self._own = [found[each:] for found in self._own]
+        if not self._held:
+            (chunk,) = taken
+            rows, wanted = self._sent(torch.stack([chunk, self._targets[chunk]]))
+            return LossChunk(rows, wanted, rows, len(rows))
+        tokens = pad_sequence(taken, batch_first=True)
+        wanted = pad_sequence([self._targets[one] for one in taken], True, padding_value=IGNORED)
+        mine = taken[self._ranks.rank] - self._ranks.rank * self._held
+        rows, of_rows = self._sent(torch.stack([tokens.flatten(), wanted.flatten()]))
+        return LossChunk(rows, of_rows, self._sent(mine), tokens.shape[1])
+
+    def _sent(self, numbers: Tensor) -> Tensor:
+        return uploaded(numbers, self._device)
+
+
+@dataclass
+class WindowLoss:
+    """A window whose loss is computed, of one target of each token.
+
+    Attributes:
+        targets: the target of each token, [T], on the host; negative for none.
+        carried: the last layer's outputs.
+        shared: the prologue's outputs that the loss may read.
+        weight: the weight of each token's loss; None to train nothing.
+        gradients: the gradient of each carried value; none where nothing is trained.
+        slopes: the weight of each token's loss, [T], on the device; None for `weight` of all.
+        losses: where each token's loss is put, [T], on the device; None to keep the sum alone.
+        first: the same window with the first targets of its tokens, where these are further ones;
+            gradients are added to its own.
+    """
+
+    batch: Batch
+    targets: Tensor
+    carried: Sequence[Tensor]
+    shared: Sequence[Tensor | None]
+    weight: float | None
+    gradients: list[Tensor] = field(default_factory=list)
+    slopes: Tensor | None = None
+    losses: Tensor | None = None
+    first: WindowLoss | None = None
+
+    def put(self, chunk: LossChunk, losses: Tensor) -> None:
+        """Put the losses of a chunk, if each is wanted; padded rows of ranks have a loss of 0."""
+        if self.losses is not None:
+            self.losses.index_add_(0, chunk.rows, losses.to(self.losses.dtype))
+
+
+class ComputesLoss(Protocol):
+    """A program's loss.
+
+    Attributes:
+        loss_chunk: the most tokens whose loss is computed together.
+        head_rows: rows of the head, if the loss is best computed for some of them at a time: each
+            chunk of tokens reads all, and on CPUs there are few tokens. 0 otherwise.
+    """
+
+    loss_chunk: int
+    head_rows: int
+
+    def loss_chunks(self, targets: Tensor) -> LossChunks:
+        """Return the tokens of a window whose loss is computed."""
+
+    def loss_tokens(self, tokens: int, left: int) -> int:
+        """Return how many of `left` tokens have their loss computed at once, of up to `tokens`."""
+
+    def loss(self, window: WindowLoss, chunk: LossChunk) -> ProductRequest[Tensor]:
+        """Return the summed loss of some tokens of a window, fp64, and put their gradients."""
+
+
+class PassLoss:
+    """The loss of some windows, some of its work at a time.
+
+    Attributes:
+        windows: the windows, in the order of their losses; those of further targets come behind
+            those of the first.
+        total: the sum of the losses, fp64, on the device; complete once `left` is 0.
+        left: number of tokens whose loss is left; of a chunk that is under way, in proportion. At
+            least 1 before the end.
+    """
+
+    def __init__(self, program: ComputesLoss, windows: Sequence[WindowLoss]) -> None:
+        self.windows = windows
+        self._program = program
+        self._chunks = [program.loss_chunks(window.targets) for window in windows]
+        for window in windows:
+            if window.first is not None:
+                window.gradients = window.first.gradients
+            elif window.weight is not None:
+                window.gradients = [torch.zeros_like(x) for x in window.carried]
+        # A token's numbers: the head's rows, forward and back.
+        self._each = program.head_rows * (1 if windows[0].weight is None else 2)
+        self._running: CutExecution[Tensor] | None = None
+        self._numbers = 0
+        self._totals: list[Tensor] = []
+        self.left = max(1, self._waiting)
+
+    @property
+    def total(self) -> Tensor:
+        return torch.stack(self._totals).sum() if self._totals else torch.zeros((), dtype=_WIDE)
+
+    @property
+    def _waiting(self) -> int:
+        return sum(chunks.left for chunks in self._chunks)
+
+    def run(self, tokens: int) -> None:
+        """Run on for so many tokens."""
+        while tokens > 0 and self.left:
+            if self._running is None:
+                most = self._program.loss_chunk
+                self._begin(most if self._each else min(tokens, most))
+            before = self.left
+            self._run_chunk(tokens)
+            if self._running is not None:
+                return
+            tokens -= max(before - self.left, 1)
+
+    def _begin(self, size: int) -> None:
+        """Take a chunk of each window until it is enough."""
+        functions = []
+        for window, chunks in zip(self.windows, self._chunks, strict=True):
+            if chunks.left and size > 0:
+                taken = self._program.loss_tokens(size, chunks.left)
+                chunk = chunks.take(taken)
+                # Less than there could be is a size that has a graph: the rest comes next.
+                size -= len(chunk.rows) if taken >= min(size, chunks.left) else size
+                self._numbers += len(chunk.rows) * self._each
+                functions.append(self._program.loss(window, chunk))
+        self._running = CutExecution(functions)
+
+    def _run_chunk(self, tokens: int) -> None:
+        assert self._running is not None
+        self._numbers -= self._running.run(tokens * self._each if self._each else _ALL)
+        in_chunk = max(1, -(-self._numbers // self._each)) if self._each else 0
+        if self._running.is_done:
+            self._totals += self._running.results
+            self._running, self._numbers, in_chunk = None, 0, 0
+        self.left = self._waiting + in_chunk
+
+
+_WIDE = torch.float64
+_ALL = 2**62
+"""More numbers than any chunk has."""
+
+
+# ----------------------------------------------------------------------------------- backward order
+
+
+class Turn(NamedTuple):
+    """A layer that a stage takes a window back through.
+
+    Attributes:
+        window: the place of the window among those of the pass.
+    """
+
+    layer: int
+    window: int
+
+
+def layers_back(stages: Stages, first: int) -> list[range]:
+    """Return the layers from a first one on by their stages, those of the last stage first."""
+    own = (stages[index].layers for index in reversed(range(stages.count)))
+    layers = (range(max(one.start, first), one.stop) for one in own)
+    return [one for one in layers if one]
+
+
+class BackwardOrder:
+    """The turns of a backward, all stages' alike.
+
+    Attributes:
+        number: that of the next turn.
+    """
+
+    def __init__(self, stages: Stages, stage: Stage, first: int, windows: int) -> None:
+        """Begin before the first turn.
+
+        Args:
+            first: the first layer that has a backward; the number of layers if none has.
+            windows: the number of windows.
+        """
+        self._depth = stage.count - 1 - stage.index
+        self._layers = layers_back(stages, first)
+        self._starts = [stages[index].layers.start for index in reversed(range(stages.count))]
+        of_stages = self._of_one if stage.count == 1 else self._of_stages
+        self._turns = [turns for turns in of_stages(windows) if any(turns)]
+        self.number = 0
+
+    def _of_one(self, windows: int) -> Iterator[list[Turn | None]]:
+        for layers in self._layers:
+            for layer in reversed(layers):
+                for window in reversed(range(windows)):
+                    yield [Turn(layer, window)]
+
+    def _of_stages(self, windows: int) -> Iterator[list[Turn | None]]:
+        """Yield each stage's turns at once, the last one's first."""
+        for run in range(windows + len(self._layers) - 1):
+            for passed in range(max(map(len, self._layers), default=0)):
+                yield [
+                    Turn(layers[-1 - passed], windows - 1 - run + depth)
+                    if 0 <= run - depth < windows and passed < len(layers)
+                    else None
+                    for depth, layers in enumerate(self._layers)
+                ]
+
+    @property
+    def is_over(self) -> bool:
+        """True behind the last turn."""
+        return self.number == len(self._turns)
+
+    @property
+    def turn(self) -> Turn | None:
+        """The stage's next layer and window; None if it waits."""
+        return self._turn(self._depth)
+
+    @property
+    def is_sent(self) -> bool:
+        """True if its gradients go to the stage below."""
+        return self._leaves(self._depth)
+
+    @property
+    def arriving(self) -> int | None:
+        """The window whose gradients the stage above sends at the end of this turn."""
+        above = self._turn(self._depth - 1)
+        return above.window if above is not None and self._leaves(self._depth - 1) else None
+
+    @property
+    def under_way(self) -> list[int]:
+        """The windows that any stage runs next."""
+        return [turn.window for turn in self._turns[self.number] if turn is not None]
+
+    @property
+    def left(self) -> int:
+        """The layers that a stage has up to the next one; of several stages, the most."""
+        turns = zip(self._turns[self.number], self._starts, strict=False)
+        return max(turn.layer - start + 1 for turn, start in turns if turn is not None)
+
+    @property
+    def ends_window(self) -> bool:
+        """True if a window goes through its last layer next."""
+        below = self._turn(len(self._layers) - 1)
+        return below is not None and below.layer == self._layers[-1].start
+
+    def _turn(self, depth: int) -> Turn | None:
+        """Return what a stage runs next, by its place from the last one on."""
+        is_there = 0 <= depth < len(self._layers) and not self.is_over
+        return self._turns[self.number][depth] if is_there else None
+
+    def _leaves(self, depth: int) -> bool:
+        """Return whether a stage's next turn is a window's last one before the stage below."""
+        turn = self._turn(depth)
+        is_above = depth < len(self._layers) - 1
+        return is_above and turn is not None and turn.layer == self._layers[depth].start
