@@ -50,7 +50,7 @@ class Migration:
         leaving = [*scheduler.running, *scheduler.waiting]
         others = [engines[i] for i in sizes if i != place]
         fits = len(leaving) <= self.light and self._fit(leaving, others)
-        return sorted(leaving, key=lambda one: one.submitted_s) if fits else []
+        return sorted(leaving, key=lambda one: one.times.submitted_s) if fits else []
 
     @staticmethod
     def preempted(engine: SimulatedEngine) -> list[Sequence]:

@@ -99,7 +99,7 @@ class SimulatedDevice:
             )
         limit = min(params.max_new_tokens, room)
         sequence, *sequence.followers = [
-            Sequence(request.named(number, i), number, request, limit, 0.0, choice=i)
+            Sequence(request.named(number, i), number, request, limit=limit, choice=i)
             for i in range(params.width)
         ]
         return sequence

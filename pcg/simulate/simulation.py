@@ -156,7 +156,7 @@ class Simulation:
             has_begun = (place, sequence.id) in self.resumed or bool(sequence.generated)
             self.on_move(place, sequence)
             self.engines[place].cancel(sequence.id)
-            waiting.appendleft(_Waiting(sequence.submitted_s, continued(sequence), has_begun))
+            waiting.appendleft(_Waiting(sequence.times.submitted_s, continued(sequence), has_begun))
         if leaving:
             self._route(waiting, self.engines[place].clock.now_s())
 

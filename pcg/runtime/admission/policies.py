@@ -128,7 +128,7 @@ class EarlyAbort(Fcfs):
 
     def add(self, sequence: Sequence) -> None:
         super().add(sequence)
-        self._arrivals.append(sequence.submitted_s)
+        self._arrivals.append(sequence.times.submitted_s)
         self._await(sequence)
 
     def put_back(self, sequence: Sequence) -> None:
@@ -140,15 +140,15 @@ class EarlyAbort(Fcfs):
         if len(self._due) > 2 * len(self._waiting) + 64:  # most of these are over by now
             self._due = [one for one in self._due if one[2] in self._waiting]
             heapq.heapify(self._due)
-        slo = sequence.ttft_slo_s
-        if slo is not None and sequence.first_token_s is None:
-            heapq.heappush(self._due, (sequence.submitted_s + slo, sequence.number, sequence))
+        slo = sequence.times.ttft_slo_s
+        if slo is not None and sequence.times.first_token_s is None:
+            heapq.heappush(self._due, (sequence.times.submitted_s + slo, sequence.number, sequence))
 
     def admit(self, sequence: Sequence, now_s: float) -> None:
         super().admit(sequence, now_s)
         self._waiting.discard(sequence)
         self._admissions.append(now_s)
-        if sequence.first_token_s is None:
+        if sequence.times.first_token_s is None:
             self._admitted[sequence] = now_s
 
     def drop(self, sequence: Sequence, *, is_waiting: bool) -> None:
@@ -175,14 +175,14 @@ class EarlyAbort(Fcfs):
         found: dict[Sequence, None] = {}
         while self._due and now_s + self.prefill_s > self._due[0][0]:
             _, _, sequence = heapq.heappop(self._due)
-            if sequence in self._waiting and sequence.first_token_s is None:
+            if sequence in self._waiting and sequence.times.first_token_s is None:
                 found[sequence] = None
         return found
 
     def served(self, chunks: Chunks) -> None:
         for sequence, _ in chunks:
-            if sequence.first_token_s is not None and sequence in self._admitted:
-                took = sequence.first_token_s - self._admitted.pop(sequence)
+            if sequence.times.first_token_s is not None and sequence in self._admitted:
+                took = sequence.times.first_token_s - self._admitted.pop(sequence)
                 self.prefill_s = max(took, 0.9 * self.prefill_s)
 
 

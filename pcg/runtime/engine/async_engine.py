@@ -207,7 +207,7 @@ class AsyncEngine(TrainerThread):
                 None if one.request.adapter is None else one.request.adapter.name,
                 len(one.request.prompt_ids),
                 len(one.generated),
-                now_s - one.submitted_s,
+                now_s - one.times.submitted_s,
             )
             for one in list(self.engine.scheduler.running)
         ]

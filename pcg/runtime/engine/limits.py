@@ -85,8 +85,8 @@ class Limits:
     def promise(self, sequence: Sequence) -> None:
         """Give a new sequence its SLOs: the request's own, or these."""
         request = sequence.request
-        sequence.ttft_slo_s = request.ttft_slo_s or self.ttft_slo_s
-        sequence.tpot_slo_s = request.tpot_slo_s or self.tpot_slo_s
+        sequence.times.ttft_slo_s = request.ttft_slo_s or self.ttft_slo_s
+        sequence.times.tpot_slo_s = request.tpot_slo_s or self.tpot_slo_s
 
     def check(self, request: Request) -> None:
         """Raise a GenerationError if a request asks for more than the engine gives."""

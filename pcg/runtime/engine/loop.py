@@ -152,7 +152,7 @@ class EngineLoop:
         sequence = self.device.open(request, number)
         opened = [sequence, *sequence.followers]
         for one in opened:
-            one.submitted_s = now
+            one.times.submitted_s = now
             self.scheduler.limits.promise(one)
             if self.requests.of(one.id):
                 raise GenerationError(

@@ -187,7 +187,7 @@ class Scheduler:
         self.waiting, self.preparing, self.running = {}, {}, {}
         self._needs, self._blocked, self._bound = Needs(), None, None
         for sequence in sorted(sequences, key=_admitted_first):
-            sequence.table, sequence.version, sequence.state = None, None, State.WAITING
+            sequence.table, sequence.blocks.version, sequence.state = None, None, State.WAITING
             sequence.forget_cached()
             self._add(sequence)
         self.policy.restart(self.waiting)
@@ -205,7 +205,6 @@ class Scheduler:
             return
         self.adapters.use(first.request.adapter)
         self.adapters.make_room(need)
-        follower.version, follower.digests = first.version, first.digests.copy()
         full, follower.cached = first.cached // PAGE_TOKENS, first.cached
         follower.table = self.pool.fork(table, full, follower.id)
         self.pool.extend(follower.table, need)
@@ -223,7 +222,7 @@ class Scheduler:
     # ------------------------------------------------------------------------------- a step
 
     def plan(self, now_s: float) -> StepPlan:
-        slos = (one.tpot_slo_s for one in self.running)
+        slos = (one.times.tpot_slo_s for one in self.running)
         plan = StepPlan(min((slo for slo in slos if slo is not None), default=None))
         prompts, held = [], []
         bound = self._bound = self.policy.bound(self.pace, self.limits.idle_step_s)
@@ -391,6 +390,8 @@ class Scheduler:
 
     def _admit(self, plan: StepPlan, in_turn: List[Sequence], now_s: float) -> bool:
         """Begin requests as far as there is room; return False if one had none."""
+        if not in_turn:
+            return True
         tables = [other.table for other in self.running]
         reach = max([table.reach for table in tables if table is not None], default=0)
         for sequence in in_turn:
@@ -447,12 +448,15 @@ class Scheduler:
             assert sequence.state is State.RUNNING
             assert table.capacity >= sequence.cached
             assert table.shared * PAGE_TOKENS <= sequence.cached
-            assert sequence.told == sequence.request.length + len(sequence.generated)
+            assert sequence.length - sequence.ahead == sequence.request.length + len(
+                sequence.generated
+            )
 
 
 def _admitted_first(sequence: Sequence) -> tuple[float, int, int]:
-    admitted_s = math.inf if sequence.admitted_s is None else sequence.admitted_s
-    return admitted_s, sequence.number, sequence.choice
+    admitted_s = sequence.times.admitted_s
+    first_s = math.inf if admitted_s is None else admitted_s
+    return first_s, sequence.number, sequence.choice
 
 
 def _table(sequence: Sequence) -> PageTable:

@@ -92,7 +92,7 @@ class ServedBatch:
             if end == sequence.length and sequence.limit:
                 self.ready.append(place)
             first = len(ids)
-            if sequence.reads and (unread := sequence.unread(start, end)):
+            if sequence.rows is not None and (unread := sequence.rows.unread(start, end)):
                 read = self.scored if sequence.request.pooling is None else self.pooled
                 read.append(ReadRows(sequence, first + unread.start - start, unread))
             if sequence.ahead:

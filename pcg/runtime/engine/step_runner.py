@@ -38,6 +38,7 @@ from pcg.runtime.sampling.prompt_cells import PromptCells
 from pcg.runtime.sampling.sampler import Sampler, resolved
 from pcg.runtime.sampling.sampling import sample
 from pcg.runtime.sampling.sampling_params import SamplingParams
+from pcg.runtime.text.output_text import OutputText
 from pcg.runtime.training.recorded.warm_job import WarmJob
 from pcg.runtime.training.runner import TrainingPass, TrainingRunner
 from pcg.runtime.training.warm_jobs import KeptRunners, record_jobs
@@ -187,24 +188,23 @@ class StepRunner:
         decoder = None
         if self._tokenizer is not None:
             decoder = self._tokenizer.stream(request.prompt_ids, params.skip_special_tokens)
+        grammar = self._grammar(params, request.tenant)
         return Sequence(
             request.named(number, choice),
             number,
             request,
-            limit,
-            0.0,
-            stop_ids,
-            decoder,
-            Sampler(
-                params,
-                request.prompt_ids,
-                stop_ids,
-                self._grammar(params, request.tenant),
-                of_first,
-                choice,
-            ),
-            echoed=self._echoed(request) if first is None else first.echoed,
+            limit=limit,
             choice=choice,
+            text=OutputText(
+                decoder,
+                params.stop,
+                keeps_stop=params.include_stop_str_in_output,
+                echoed=self._echoed(request) if first is None else first.text.echoed,
+            ),
+            stop_ids=stop_ids,
+            sampler=Sampler(
+                params, request.prompt_ids, stop_ids, grammar, first=of_first, choice=choice
+            ),
             adapter_version=self._version(request) if first is None else first.adapter_version,
         )
 

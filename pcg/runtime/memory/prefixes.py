@@ -37,6 +37,26 @@ class Version:
     is_current: bool = True
 
 
+@dataclass(slots=True)
+class SequenceBlocks:
+    """The blocks of one sequence.
+
+    Attributes:
+        version: the version that the sequence shares blocks with; None if blocks are not shared.
+        digests: the digests of its blocks, as far as they are known.
+        known: number of its tokens that were computed or found, up to its prompt's last.
+        found: number of its prompt's tokens that were found and not computed.
+    """
+
+    version: Version | None = None
+    digests: list[bytes] = field(default_factory=list)
+    known: int = 0
+    found: int = 0
+
+    def copy(self) -> SequenceBlocks:
+        return SequenceBlocks(self.version, self.digests.copy(), self.known, self.found)
+
+
 class _Prompt(Protocol):
     @property
     def adapter(self) -> object | None: ...
@@ -56,13 +76,10 @@ class CachedSequence(Protocol):
     id: str
     table: PageTable | None
     cached: int
-    version: Version | None
-    digests: list[bytes]
-    known: int
-    found: int
+    length: int
+    ahead: int
+    blocks: SequenceBlocks
 
-    @property
-    def told(self) -> int: ...
     @property
     def skippable(self) -> int: ...
     @property
@@ -92,13 +109,13 @@ class Prefixes:
         """
         table, place = sequence.table, 0
         if table is None:
-            sequence.version = self._version(sequence.request.adapter)
+            sequence.blocks.version = self._version(sequence.request.adapter)
         else:
             self._share(sequence, sequence.cached)
             place = table.shared
             if place * PAGE_TOKENS != sequence.cached:
                 return  # inside a block, or its version is no longer current
-        version, most = sequence.version, sequence.skippable // PAGE_TOKENS
+        version, most = sequence.blocks.version, sequence.skippable // PAGE_TOKENS
         assert version is not None
         while place < most and version.pages:
             page = version.pages.get(self._digest(sequence, place))
@@ -112,11 +129,13 @@ class Prefixes:
 
     def keep(self, sequence: CachedSequence, tokens: int) -> None:
         """Index the blocks that a sequence fills with its next tokens, so that others find them."""
-        end = sequence.cached + tokens
-        if sequence.known < sequence.request.length:
-            sequence.found += self._found(sequence)
-            sequence.known = max(sequence.known, end)
-        self._share(sequence, min(end, sequence.told))
+        end, blocks, table = sequence.cached + tokens, sequence.blocks, sequence.table
+        if blocks.known < sequence.request.length:
+            self._count_found(sequence)
+            blocks.known = max(blocks.known, end)
+        end = min(end, sequence.length - sequence.ahead)
+        if table is not None and (table.shared + 1) * PAGE_TOKENS <= end:
+            self._share(sequence, end)
 
     def forget(self, adapter: object) -> None:
         """Drop the blocks of an adapter that is removed, replaced or changed.
@@ -148,7 +167,7 @@ class Prefixes:
 
     def _share(self, sequence: CachedSequence, end: int) -> None:
         """Share a sequence's full blocks up to a token; pages filled before replace its own."""
-        table, version = sequence.table, sequence.version
+        table, version = sequence.table, sequence.blocks.version
         assert table is not None
         assert version is not None
         while version.is_current and (table.shared + 1) * PAGE_TOKENS <= end:
@@ -170,9 +189,9 @@ class Prefixes:
 
     def _digest(self, sequence: CachedSequence, place: int) -> bytes:
         """Return the digest of a block, all of whose tokens are known."""
-        digests = sequence.digests
+        digests = sequence.blocks.digests
         if place >= len(digests):
-            first, last = len(digests), sequence.told // PAGE_TOKENS
+            first, last = len(digests), (sequence.length - sequence.ahead) // PAGE_TOKENS
             ids = array("q", sequence.ids(first * PAGE_TOKENS, last * PAGE_TOKENS))
             for start in range(0, len(ids), PAGE_TOKENS):
                 before = digests[-1] if digests else self._salt(sequence.request)
@@ -185,11 +204,11 @@ class Prefixes:
         return json.dumps([tenant, request.cache_salt]).encode()
 
     @staticmethod
-    def _found(sequence: CachedSequence) -> int:
+    def _count_found(sequence: CachedSequence) -> None:
         """Count the prompt's tokens that were found in the cache since the last call."""
-        request = sequence.request
-        start = max(sequence.known, request.virtual_tokens)
-        return max(min(sequence.cached, request.length) - start, 0)
+        request, blocks = sequence.request, sequence.blocks
+        start = max(blocks.known, request.virtual_tokens)
+        blocks.found += max(min(sequence.cached, request.length) - start, 0)
 
     def _drop(self, version: Version) -> None:
         version.is_current = False

@@ -6,7 +6,7 @@ import dataclasses
 import operator
 import sys
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass, field
 from functools import cached_property
 from typing import Any, Literal, Protocol, TypeAlias, get_args
 
@@ -196,6 +196,7 @@ class Completion:
     finish_reason: str
     adapter: str | None
     prompt_tokens: int
+    _: KW_ONLY
     cached_tokens: int = 0
     stop_reason: str | int | None = None
     logprobs: tuple[TokenLogprobs, ...] | None = None
@@ -236,6 +237,7 @@ class Chunk:
     index: int
     text: str
     token_id: int | None
+    _: KW_ONLY
     completion: Completion | None = None
     error: PcgError | None = None
     request_id: str = ""

@@ -47,14 +47,19 @@ class StepPlan:
         return Load(self.tokens, self.keys, self.sampled, chunks=self.longer, read=self.read)
 
     def add(self, sequence: Sequence, tokens: int) -> None:
+        cached, rows = sequence.cached, sequence.rows
+        end = cached + tokens
         self.chunks.append((sequence, tokens))
         self.tokens += tokens
-        self.keys += keys_of(tokens, sequence.cached)
-        self.read += sequence.cached + tokens
-        self.sampled += tokens == sequence.pending
-        self.longer += tokens > 1
-        if sequence.reads:
-            self.sampled += len(sequence.unread(sequence.cached, sequence.cached + tokens))
+        self.read += end
+        if tokens == 1:
+            self.keys += end
+        else:
+            self.keys += keys_of(tokens, cached)
+            self.longer += 1
+        self.sampled += end == sequence.length
+        if rows is not None:
+            self.sampled += len(rows.unread(cached, end))
 
     def promise(self, now_s: float, least_s: float, stretched_s: float) -> None:
         """Note how long the step may take for those that decode, who are all it has.
@@ -64,14 +69,19 @@ class StepPlan:
             stretched_s: the time that prompts may make it take where nothing is promised.
         """
         self.decoded = self.load
-        decoding = [sequence for sequence, _ in self.chunks]
-        # It begins when the step that is under way ends, whose tokens are ahead.
-        now_s = max([now_s, *(one.due_s for one in decoding if one.ahead)])
-        gaps = [left for one in decoding if (left := one.gap_left_s(now_s)) is not None]
-        if len(gaps) < len(decoding) or not decoding:
+        due_s, began_s = [], now_s
+        for sequence, _ in self.chunks:
+            times = sequence.times
+            latest_s = times.latest_token_s
+            if sequence.ahead:
+                latest_s = times.due_s
+                began_s = max(began_s, latest_s)  # when the step that is under way ends
+            if times.tpot_slo_s is not None and latest_s is not None:
+                due_s.append(latest_s + times.tpot_slo_s)
+        if len(due_s) < len(self.chunks) or not self.chunks:
             self.stretched_s = stretched_s
-        if not gaps:
+        if not due_s:
             return
-        kept = [left for left in gaps if left >= least_s]
-        self.is_late = not kept
-        self.gap_s = min(kept or gaps)
+        kept_s = [due for due in due_s if due - began_s >= least_s]
+        self.is_late = not kept_s
+        self.gap_s = min(kept_s or due_s) - began_s

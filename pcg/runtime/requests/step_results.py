@@ -34,13 +34,20 @@ class StepResults:
     first_ns: int | None = None
 
     def give(self, sequence: Sequence) -> Chunk | None:
-        """Give a sequence what is its own; see `Sequence.take`."""
+        """Give a sequence its results; return its chunk, or None while tokens are pending.
+
+        Raises:
+            GenerationError: a number is not finite, or there is no token.
+        """
+        logprobs = None
+        if self.logprobs or self.prompts or self.states:
+            if sequence in self.states:
+                sequence.pool(*self.states[sequence])
+            if sequence in self.prompts:
+                sequence.read_prompt(self.prompts[sequence])
+            logprobs = self.logprobs.get(sequence)
         token = self.tokens.get(sequence)
-        if not (self.logprobs or self.prompts or self.states):
-            return sequence.take(token)
-        if sequence in self.states:
-            sequence.pool(*self.states[sequence])
-        return sequence.take(token, self.logprobs.get(sequence), self.prompts.get(sequence, ()))
+        return sequence.end_without_token() if token is None else sequence.accept(token, logprobs)
 
 
 @dataclass(frozen=True)

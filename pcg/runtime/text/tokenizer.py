@@ -20,7 +20,7 @@ import tokenizers
 from pcg.errors import ConfigError, GenerationError, ModelNotFoundError
 from pcg.files import is_directory, is_file, read_json, read_text, shown_path
 from pcg.runtime.text.chat import ChatTemplate, Message
-from pcg.runtime.text.detokenizer import StreamDecoder
+from pcg.runtime.text.output_text import StreamDecoder
 from pcg.units import shown
 
 Json = Mapping[str, Any]

@@ -137,14 +137,13 @@ def chunk_of(
         data.number,
         data.text,
         data.token_id,
-        done,
-        error if error is None or isinstance(error, PcgError) else EngineError(str(error)),
-        "",
-        data.logprobs,
-        data.choice,
-        data.left,
-        of_prompt,
-        version,
+        completion=done,
+        error=error if error is None or isinstance(error, PcgError) else EngineError(str(error)),
+        logprobs=data.logprobs,
+        choice=data.choice,
+        left=data.left,
+        prompt_logprobs=of_prompt,
+        adapter_version=version,
     )
 
 
@@ -158,14 +157,16 @@ def _completion_of(
         data.finish_reason,
         data.adapter,
         data.prompt_tokens,
-        data.cached_tokens,
-        data.stop_reason,
-        data.logprobs,
-        known if data.has_prompt_logprobs else None,
-        data.index,
-        None if embedding is None else torch.frombuffer(bytearray(embedding), dtype=torch.float32),
-        version,
-        data.queued_s,
+        cached_tokens=data.cached_tokens,
+        stop_reason=data.stop_reason,
+        logprobs=data.logprobs,
+        prompt_logprobs=known if data.has_prompt_logprobs else None,
+        index=data.index,
+        embedding=None
+        if embedding is None
+        else torch.frombuffer(bytearray(embedding), dtype=torch.float32),
+        adapter_version=version,
+        queued_s=data.queued_s,
     )
 
 

@@ -155,7 +155,7 @@ def test_clusters_go_first() -> None:
     waiting: list[Sequence] = []
     for number in range(300):
         request = Request((1,), SamplingParams(), random.choice(adapters))
-        one = Sequence(str(number), number, request, 1, 0.0)
+        one = Sequence(str(number), number, request, limit=1)
         policy.add(one)
         waiting.append(one)
         if number % 3:

@@ -295,7 +295,7 @@ def test_a_text_that_cannot_be_made_fails_its_request(monkeypatch: pytest.Monkey
         def push(self, token: int) -> str:
             raise UnicodeError("no text")
 
-    sequence.decoder = Broken()  # type: ignore[assignment]
+    sequence.text.decoder = Broken()  # type: ignore[assignment]
     ends = run(engine)
     assert "request 2 failed by UnicodeError: no text" in str(ends.pop(2).error)
     assert len(ends) == len(asked) - 1

@@ -43,7 +43,7 @@ class Machine(RuleBasedStateMachine):
     def begin(self, parts: list[list[int]], place: int) -> None:
         prompt = tuple(token for part in parts for token in part)
         asked = Request(prompt, SamplingParams(max_new_tokens=50), self.adapters[place])
-        sequence = Sequence(f"request {self.count}", self.count, asked, 50, 0.0)
+        sequence = Sequence(f"request {self.count}", self.count, asked, limit=50)
         self.count += 1
         self.prefixes.find(sequence)
         self.check_found(sequence, place, self.versions[place], 0)

@@ -276,7 +276,7 @@ def test_readers_of_a_closed_loop_harm_nobody() -> None:
     wakes.send()
     assert next(stream).text == "a"
     done = Completion("a", (1,), "stop", None, 1)
-    stream.put(Chunk(0, "", None, done), wakes)
+    stream.put(Chunk(0, "", None, completion=done), wakes)
     assert stream.wait(0) is done
     stream.fail(GenerationError("too late"))
     assert stream.wait(0) is done

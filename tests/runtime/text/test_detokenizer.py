@@ -2,7 +2,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pcg.runtime.text.detokenizer import StreamDecoder
+from pcg.runtime.text.output_text import StreamDecoder
 from pcg.runtime.text.tokenizer import Tokenizer
 from tests.support import toy_tokenizers as toys
 

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pcg.errors import GenerationError
-from pcg.runtime.text.stopping import StopChecker
+from pcg.runtime.text.output_text import StopChecker
 
 LETTERS = st.text(alphabet="ab", max_size=30)
 STOP = st.text(alphabet="ab", min_size=1, max_size=5)

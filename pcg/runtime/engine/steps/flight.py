@@ -78,7 +78,7 @@ class Flight:
             return
         self.due_s = due_s
         for sequence in self.left:
-            sequence.due_s = due_s
+            sequence.times.due_s = due_s
 
     @property
     def is_read_first(self) -> bool:

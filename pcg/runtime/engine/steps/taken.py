@@ -68,15 +68,16 @@ class Taken:
             self.ended.append((sequence, chunk.completion.finish_reason))
 
     def _note_token(self, sequence: Sequence) -> None:
-        if sequence.first_token_s is None:
-            sequence.first_token_s = self.now_s
-            details = {"count": 1, "cached_tokens": sequence.found}
+        times = sequence.times
+        if times.first_token_s is None:
+            times.first_token_s = self.now_s
+            details = {"count": 1, "cached_tokens": sequence.blocks.found}
             self._events.append(Event(self.now_s, Kind.TOKEN, sequence.id, details))
         else:
             self._others.append(sequence.id)
-            if sequence.latest_token_s != self.before_s:  # most had one in the last step
-                self._longer_s.append(self.now_s - (sequence.latest_token_s or 0.0))
-        sequence.latest_token_s = self.now_s
+            if times.latest_token_s != self.before_s:  # most had one in the last step
+                self._longer_s.append(self.now_s - (times.latest_token_s or 0.0))
+        times.latest_token_s = self.now_s
 
     def log(self, log: EventLog, served: int, trained: int) -> None:
         """Log the tokens, and what began; count the step's gaps, and its tokens by their kind."""

@@ -44,7 +44,7 @@ def events(*chunks: Chunk | Exception) -> list[dict[str, Any]]:
 @pytest.mark.parametrize(
     ("last", "code"),
     [
-        (Chunk(0, "", None, GIVEN_UP), "server_error"),
+        (Chunk(0, "", None, completion=GIVEN_UP), "server_error"),
         (GenerationError("the logits are not finite"), "invalid_prompt"),
         (RuntimeError("a secret"), "server_error"),
     ],
@@ -69,7 +69,7 @@ def test_the_whole_output_is_written_beside_the_event_loop() -> None:
     steps: list[bytes] = []
     sent: list[Message] = []
 
-    given = iter([(0, [Chunk(0, "a ", 1)]), (0, [Chunk(0, "dog", 2, done)]), None])
+    given = iter([(0, [Chunk(0, "a ", 1)]), (0, [Chunk(0, "dog", 2, completion=done)]), None])
 
     class Given:
         async def next(self) -> Any:
