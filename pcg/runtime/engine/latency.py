@@ -24,6 +24,7 @@ with forgetting, relative to the prediction, so that short steps count as much a
 
 from __future__ import annotations
 
+from operator import mul
 from typing import NamedTuple
 
 from pcg.runtime.model.load import Load
@@ -90,6 +91,7 @@ class Latency:
             *(constant_s, constant_s, read_s, constant_s),
         )
         self._factors = [1.0] * len(self._scales)
+        self._learned_s = list(self._scales)
         self.reserve = Reserve()
         self.known: set[int] = set()
         # At first each factor of the estimate has a standard deviation of 1.
@@ -106,7 +108,7 @@ class Latency:
     @property
     def coefficients_s(self) -> Vector:
         """Seconds of the constant, a token, a key, a row of logits, a token's loss, a window."""
-        return self._learned_s[:_BEYOND]
+        return tuple(self._learned_s[:_BEYOND])
 
     @property
     def knee(self) -> Knee:
@@ -123,25 +125,18 @@ class Latency:
         begin_s = (*self.coefficients_s, self.knee.token_s)
         return Latency(*[*(factor * part for part in begin_s), self._knee, factor * self.read_s])
 
-    @property
-    def _learned_s(self) -> Vector:
-        return tuple(f * s for f, s in zip(self._factors, self._scales, strict=True))
-
     def seconds(self, load: Load) -> float:
-        """Return the time that a load takes in the mean."""
-        return sum(s * n for s, n in zip(self._learned_s, self._amounts(load), strict=True))
+        """Return the mean time that a load takes."""
+        return sum(map(mul, self._learned_s, self._amounts(load)))
 
     def _amounts(self, load: Load) -> list[float]:
-        """Return how many times the load has each coefficient."""
-        amounts = [0.0, load.tokens, load.keys, load.sampled, load.trained, load.windows]
-        amounts += [max(0, load.tokens - self._knee), 0.0, 0.0, load.read, load.ends]
-        amounts[self._constant_of(load)] = 1.0
+        """Return the factor of each coefficient in the time of a load."""
+        tokens, beyond = load.tokens, load.tokens - self._knee
+        amounts = [0.0, tokens, load.keys, load.sampled, load.trained, load.windows]
+        amounts += [beyond if beyond > 0 else 0, 0.0, 0.0, load.read, load.ends]
+        only_decodes = not (load.chunks or load.windows)
+        amounts[_REPLAYED[only_decodes] if self._is_replayed[only_decodes] else _EAGER] = 1.0
         return amounts
-
-    def _constant_of(self, load: Load) -> int:
-        """Return the place of the constant of a step's kind."""
-        only_decodes = load.only_decodes
-        return _REPLAYED[only_decodes] if self._is_replayed[only_decodes] else _EAGER
 
     def tokens_within(
         self,
@@ -173,51 +168,60 @@ class Latency:
 
     def observe(self, load: Load, seconds: float, is_replayed: bool = False) -> None:
         """Learn from a load that took `seconds`; `is_replayed` if graphs ran all of it."""
-        self._is_replayed[load.only_decodes] = is_replayed
-        own = self._constant_of(load)
-        if own != _EAGER:
-            self._begin_constant(own)
-        predicted = self.seconds(load)
+        only_decodes = not (load.chunks or load.windows)
+        self._is_replayed[only_decodes] = is_replayed
+        constant = _REPLAYED[only_decodes] if is_replayed else _EAGER
+        if constant != _EAGER:
+            self._begin_constant(constant)
+        amounts = self._amounts(load)
+        predicted = sum(map(mul, self._learned_s, amounts))
         if predicted <= 0 or seconds <= 0:
             return
         # Relative: an error of a tenth weighs the same for every load.
-        x = [s * n / predicted for s, n in zip(self._scales, self._amounts(load), strict=True)]
-        if load.ends:  # the first layer needs no gradient of its inputs, and an update may follow
-            x = [part if place == _ENDS else 0.0 for place, part in enumerate(x)]
-        covariance, places = self._covariance, range(len(x))
-        # While loads are alike, forgetting would only make the other factors uncertain.
-        is_certain = sum(covariance[i][i] for i in places[:_ENDS]) < self._most_spread
-        forget = _FORGET if is_certain else 1.0
-        others = {_EAGER, *_REPLAYED.values(), _ENDS} - {own}
-        if load.ends:
-            others = {*places} - {_ENDS}
+        x = [scale * n / predicted for scale, n in zip(self._scales, amounts, strict=True)]
         # What was learned of the constants of other kinds stays.
-        counted = [place not in others for place in places]
-        kept = (1.0, forget**0.5, forget)
+        counted = [place == constant or place not in _CONSTANTS for place in range(len(x))]
+        if load.ends:  # the first layer needs no gradient of its inputs, and an update may follow
+            ends = x[_ENDS]
+            x, counted = [0.0] * len(x), [False] * len(x)
+            x[_ENDS], counted[_ENDS] = ends, True
+        covariance = self._covariance
+        spread_before = 0.0
+        for place in range(_ENDS):
+            spread_before += covariance[place][place]
+        # While loads are alike, forgetting would only make the other factors uncertain.
+        forget = _FORGET if spread_before < self._most_spread else 1.0
         error = max(-_MOST_ERROR, min(_MOST_ERROR, seconds / predicted - 1.0))
         while True:
-            spread = [sum(p * v for p, v in zip(row, x, strict=True)) for row in covariance]
-            gain_by = forget * _NOISE + sum(s * v for s, v in zip(spread, x, strict=True))
+            spread = [sum(map(mul, row, x)) for row in covariance]
+            gain_by = forget * _NOISE + sum(map(mul, spread, x))
             moved = [f + s / gain_by * error for f, s in zip(self._factors, spread, strict=True)]
-            # One that would fall below the least leaves its share to the others.
-            fallen = [i for i in places if x[i] and moved[i] < _LEAST_FACTOR]
+            # A factor that would fall below the least leaves its share to the others.
+            fallen = [i for i, factor in enumerate(moved) if x[i] and factor < _LEAST_FACTOR]
             if not fallen:
                 break
             for i in fallen:
                 x[i] = 0.0
-        self._factors = [max(one, _LEAST_FACTOR) for one in moved]
-        self._covariance = [
-            [
-                (covariance[i][j] - spread[i] * spread[j] / gain_by) / kept[counted[i] + counted[j]]
-                for j in places
-            ]
-            for i in places
-        ]
+        for place, factor in enumerate(moved):
+            self._factors[place] = factor if factor > _LEAST_FACTOR else _LEAST_FACTOR
+            self._learned_s[place] = self._factors[place] * self._scales[place]
+        self._forget(spread, gain_by, counted, forget)
+
+    def _forget(
+        self, spread: list[float], gain_by: float, counted: list[bool], forget: float
+    ) -> None:
+        """Make the covariance smaller by what an observation told, and larger by forgetting."""
+        kept = (1.0, forget**0.5, forget)
+        for i, row in enumerate(self._covariance):
+            own_spread, is_counted = spread[i], counted[i]
+            for j, before in enumerate(row):
+                row[j] = (before - own_spread * spread[j] / gain_by) / kept[is_counted + counted[j]]
 
     def _begin_constant(self, place: int) -> None:
         """Learn the constant of a kind from its first step on, from what is known of eager ones."""
         if not self._covariance[place][place] and self._scales[place] > 0:
             self._factors[place] = self._factors[_EAGER]
+            self._learned_s[place] = self._factors[place] * self._scales[place]
             self._covariance[place][place] = 1.0
             self._most_spread += 1.0
 
@@ -284,6 +288,7 @@ class Latencies:
 _EAGER, _BEYOND, _REPLAYED, _READ, _ENDS = 0, 6, {True: 7, False: 8}, 9, 10
 """Places of coefficients: the constant of eager steps, a token beyond the knee, constants of
 replayed steps by whether they only decode, a key that a sequence reads, and the end of a pass."""
+_CONSTANTS = {_EAGER, *_REPLAYED.values(), _ENDS}
 _FORGET = 0.98
 """The weight of an observation after the next one: about fifty count."""
 _NOISE = 0.1
