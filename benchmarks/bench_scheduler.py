@@ -54,14 +54,13 @@ from pcg.runtime.admission.fair_share import FairShare
 from pcg.runtime.admission.policies import AdapterClustering, EarlyAbort, Fcfs
 from pcg.runtime.admission.policy import Policy
 from pcg.runtime.engine.clock import MachineClock
-from pcg.runtime.engine.device import Device
+from pcg.runtime.engine.device import Device, Finished
 from pcg.runtime.engine.latency import Latencies, Latency
 from pcg.runtime.engine.limits import Limits
 from pcg.runtime.engine.loop import EngineLoop
 from pcg.runtime.engine.options import EngineOptions
 from pcg.runtime.engine.scheduler import Scheduler
 from pcg.runtime.engine.step_runner import StepRunner
-from pcg.runtime.engine.steps.started import FinishedStep
 from pcg.runtime.memory.kv_cache import KvCache, kv_types
 from pcg.runtime.memory.pool import PagePool
 from pcg.runtime.metrics.events import EventLog
@@ -69,7 +68,7 @@ from pcg.runtime.model.batch import Batch
 from pcg.runtime.model.merged_execution import ProductRequest
 from pcg.runtime.requests.request import Request
 from pcg.runtime.requests.sequence import Sequence as Running
-from pcg.runtime.requests.step_results import StepResults
+from pcg.runtime.requests.step_results import Results
 from pcg.runtime.sampling.sampling_params import SamplingParams
 from pcg.simulate.simulated_program import SimulatedProgram, simulated_program
 
@@ -128,9 +127,9 @@ class StubDevice:
     def reset(self) -> None:
         """Do nothing: nothing fails."""
 
-    def start(self, chunks: Any, windows: Any) -> FinishedStep:
+    def start(self, chunks: Any, windows: Any) -> Finished:
         ready = [sequence for sequence, count in chunks if count == sequence.pending]
-        return FinishedStep(lambda: StepResults(dict.fromkeys(ready, 1)))
+        return Finished(lambda: Results(dict.fromkeys(ready, 1)))
 
     def check_alive(self) -> None:
         """Do nothing: nothing fails."""

@@ -42,10 +42,11 @@ from typing import Any
 from measure import RESULTS, write
 
 from pcg.parallel.costs.step_costs import StepShape
-from pcg.runtime.engine import latency
+from pcg.runtime.engine import co_serving, latency
+from pcg.runtime.engine.co_serving import CoServing
 from pcg.runtime.engine.latency import Latencies, Latency
 from pcg.runtime.engine.limits import Limits
-from pcg.runtime.engine.sharing import CoServing, Sharing, co_serving
+from pcg.runtime.engine.work import Sharing
 from pcg.runtime.metrics.events import Kind
 from pcg.runtime.metrics.metrics import ServingReport, serving_report
 from pcg.runtime.metrics.timelines import Slo

@@ -22,11 +22,10 @@ import torch
 from pcg.errors import CostModelError
 from pcg.parallel.costs.step_costs import SequenceChunk, StepShape
 from pcg.runtime.engine.clock import Clock
-from pcg.runtime.engine.device import Device, SideStream
+from pcg.runtime.engine.device import Device, Launched, SideStream
 from pcg.runtime.engine.jobs import Job
 from pcg.runtime.engine.latency import Latencies, Latency
 from pcg.runtime.engine.loop import EngineLoop
-from pcg.runtime.engine.steps.started import StartedStep
 from pcg.runtime.model.load import Load
 from pcg.runtime.requests.sequence import Sequence
 from pcg.runtime.training.work_units import Forward, Part, Phase, Reading
@@ -117,7 +116,7 @@ class ProfiledDevice:
 
     def start(
         self, chunks: List[tuple[Sequence, int]], windows: List[tuple[Forward, int]]
-    ) -> StartedStep:
+    ) -> Launched:
         served = [SequenceChunk(n, s.cached, n == s.pending) for s, n in chunks]
         trained = [SequenceChunk(n, unit.context, False, True) for unit, n in windows]
         self.shape = StepShape.of([*served, *trained])

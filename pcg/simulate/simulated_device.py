@@ -17,11 +17,10 @@ from pcg.errors import GenerationError
 from pcg.parallel.costs.step_costs import SequenceChunk, StepCosts, StepShape
 from pcg.runtime.adapters.cache import ServedAdapter
 from pcg.runtime.engine.clock import SimulatedClock
-from pcg.runtime.engine.device import SideStream
-from pcg.runtime.engine.steps.started import FinishedStep
+from pcg.runtime.engine.device import Finished, SideStream
 from pcg.runtime.requests.request import Request
 from pcg.runtime.requests.sequence import Sequence
-from pcg.runtime.requests.step_results import StepResults
+from pcg.runtime.requests.step_results import Results
 from pcg.runtime.training.work_units import Forward, Part, Phase
 from pcg.simulate.simulated_training import SimulatedPass
 
@@ -143,7 +142,7 @@ class SimulatedDevice:
 
     def start(
         self, chunks: List[tuple[Sequence, int]], windows: List[tuple[Forward, int]]
-    ) -> FinishedStep:
+    ) -> Finished:
         """Run sequences' next tokens, and windows of jobs, as one batch.
 
         Returns:
@@ -173,7 +172,7 @@ class SimulatedDevice:
         ready = [sequence for sequence, count in chunks if count == sequence.pending]
         ready += [follower for sequence in ready for follower in sequence.followers]
         ready = [sequence for sequence in ready if sequence.limit]
-        return FinishedStep(lambda: StepResults(dict.fromkeys(ready, SAMPLED_TOKEN)))
+        return Finished(lambda: Results(dict.fromkeys(ready, SAMPLED_TOKEN)))
 
     def run_parts(self, parts: List[Part]) -> None:
         """Run parts of one stage together."""

@@ -19,18 +19,17 @@ from pcg.parallel.costs.step_costs import StepCosts
 from pcg.runtime.adapters.cache import AdapterCache
 from pcg.runtime.admission.backlog import UNLIMITED
 from pcg.runtime.engine.clock import SimulatedClock
-from pcg.runtime.engine.device import SideStream
+from pcg.runtime.engine.device import Finished, SideStream
 from pcg.runtime.engine.jobs import Job
 from pcg.runtime.engine.limits import Limits
 from pcg.runtime.engine.loop import EngineLoop
 from pcg.runtime.engine.options import EngineOptions
 from pcg.runtime.engine.scheduler import Scheduler
-from pcg.runtime.engine.steps.started import FinishedStep
 from pcg.runtime.memory.pool import PagePool
 from pcg.runtime.memory.prefixes import Prefixes
 from pcg.runtime.metrics.events import EventLog, Kind
 from pcg.runtime.requests.sequence import Sequence
-from pcg.runtime.requests.step_results import StepResults
+from pcg.runtime.requests.step_results import Results
 from pcg.runtime.training.recorded.window_sizes import WindowSizes
 from pcg.runtime.training.work_units import Forward
 from pcg.simulate.simulated_device import SimulatedDevice
@@ -40,13 +39,13 @@ from pcg.simulate.simulated_training import simulated_steps
 
 
 @dataclass(frozen=True)
-class _AheadStep(FinishedStep):
+class _AheadStep(Finished):
     """A step that ends at a time."""
 
     clock: SimulatedClock | None = None
     ends_s: float = 0.0
 
-    def read(self) -> StepResults:
+    def read(self) -> Results:
         assert self.clock is not None
         self.clock.wait_until(self.ends_s)
         return super().read()

@@ -26,7 +26,7 @@ from pcg.runtime.admission.policy import Policy
 from pcg.runtime.engine.calibration import MANY, fitted_latencies
 from pcg.runtime.engine.latency import Latencies
 from pcg.runtime.engine.limits import Limits
-from pcg.runtime.engine.sharing import Sharing
+from pcg.runtime.engine.work import Sharing
 from pcg.runtime.memory.kv_cache import bytes_of_page, kv_types
 from pcg.runtime.metrics.events import EventLog
 from pcg.simulate.simulated_device import SimulatedAdapter

@@ -22,7 +22,7 @@ from torch import Tensor
 from pcg.runtime.data.example import Example
 from pcg.runtime.engine.jobs import Job, JobState
 from pcg.runtime.engine.limits import Limits
-from pcg.runtime.engine.sharing import Sharing, Step
+from pcg.runtime.engine.work import Sharing, Work
 from pcg.runtime.memory.kv_cache import bytes_of_page, kv_types
 from pcg.runtime.memory.pool import pages_for
 from pcg.runtime.metrics.events import Kind
@@ -50,18 +50,18 @@ class AnyShare(Sharing):
     def serves(self, has_work: bool) -> bool:
         return not has_work or self._random.random() < 0.8
 
-    def forward(self, step: Step, unit: Forward) -> int:
-        room = step.limits.tokens - step.load.tokens
+    def forward(self, work: Work, unit: Forward) -> int:
+        room = work.limits.tokens - work.load.tokens
         return self._random.choice((0, 1, 2, 5, 9, max(room, 0)))
 
-    def in_layers(self, step: Step, unit: Forward, ahead_s: float, **_: bool) -> int:
+    def in_layers(self, work: Work, unit: Forward, ahead_s: float, **_: bool) -> int:
         return self._random.choice((0, 0, 0, 3, 8))
 
-    def fits(self, step: Step, phase: Phase, load: Load, ahead_s: float, **_: bool) -> bool:
+    def fits(self, work: Work, phase: Phase, load: Load, ahead_s: float, **_: bool) -> bool:
         return self._random.random() < 0.7
 
-    def part(self, step: Step, part: Part, beside: Load, ahead_s: float, *, is_due: bool) -> int:
-        tokens = super().part(step, part, beside, ahead_s, is_due=is_due)
+    def part(self, work: Work, part: Part, beside: Load, ahead_s: float, *, is_due: bool) -> int:
+        tokens = super().part(work, part, beside, ahead_s, is_due=is_due)
         is_loss = part.stage.phase is Phase.LOSS
         return min(tokens, self._random.choice((1, 2, 7, 99))) if is_loss else tokens
 

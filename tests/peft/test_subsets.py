@@ -26,7 +26,7 @@ from pcg.peft.registry import recipe_from
 from pcg.runtime.data.example import Example
 from pcg.runtime.engine.jobs import Job, JobState
 from pcg.runtime.engine.limits import Limits
-from pcg.runtime.engine.sharing import Sharing, Step
+from pcg.runtime.engine.work import Sharing, Work
 from pcg.runtime.executor import Executor
 from pcg.runtime.model.load import Load
 from pcg.runtime.model.module_weights import StateDictCheckpoint
@@ -147,10 +147,10 @@ class SmallWindows(Sharing):
     def serves(self, has_work: bool) -> bool:
         return not has_work
 
-    def forward(self, step: Step, unit: Forward) -> int:
+    def forward(self, work: Work, unit: Forward) -> int:
         return min(unit.remaining, 7)
 
-    def fits(self, step: Step, phase: Phase, load: Load, ahead_s: float, **_: bool) -> bool:
+    def fits(self, work: Work, phase: Phase, load: Load, ahead_s: float, **_: bool) -> bool:
         return True
 
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence as List
 from typing import Any
 
 from pcg.kernels.sizes import PAGE_TOKENS
-from pcg.runtime.engine.steps.started import StartedStep
+from pcg.runtime.engine.device import Launched
 from pcg.runtime.requests.sequence import Sequence
 from pcg.simulate.simulated_engine import SimulatedEngine
 
@@ -35,7 +35,7 @@ class RowContents:
         self._adapters: dict[int, object] = {}
         engine.device.start = self.start  # type: ignore[method-assign]
 
-    def start(self, chunks: List[tuple[Sequence, int]], windows: Any) -> StartedStep:
+    def start(self, chunks: List[tuple[Sequence, int]], windows: Any) -> Launched:
         try:
             self._check(chunks)
         except AssertionError as error:

@@ -5,16 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from pcg.runtime.requests.step_results import StepResults
+from pcg.runtime.requests.step_results import Results
 
 
 def when_read(running: Any, before: Callable[[], object], after: Callable[[], object]) -> Any:
     """The step, which calls functions before and after its results are read."""
     read = running.read
 
-    def watched() -> StepResults:
+    def watched() -> Results:
         before()
-        results: StepResults = read()
+        results: Results = read()
         after()
         return results
 

@@ -18,7 +18,7 @@ from pcg.runtime.admission.recent_use import HeavyTenants
 from pcg.runtime.engine.latency import Latency
 from pcg.runtime.model.load import Load, keys_of
 from pcg.runtime.requests.sequence import Sequence
-from pcg.runtime.requests.step_plan import StepPlan
+from pcg.runtime.requests.step_plan import Plan
 
 _ROW = Load(sampled=1, chunks=1)
 _CHUNK = Load.of(16, 0)
@@ -75,7 +75,7 @@ class StepBound:
         """Return True for heavy tenants."""
         return tenant in self._heavy
 
-    def has_room(self, plan: StepPlan, sequence: Sequence) -> bool:
+    def has_room(self, plan: Plan, sequence: Sequence) -> bool:
         """Return True if a sequence may decode beside the others, which are all planned."""
         if not self.applies(sequence):
             return True
@@ -87,7 +87,7 @@ class StepBound:
         self.is_full = not (fits or self._must or not plan.tokens)
         return not self.is_full
 
-    def chunk(self, plan: StepPlan, sequence: Sequence, room: int) -> int:
+    def chunk(self, plan: Plan, sequence: Sequence, room: int) -> int:
         """Return how many tokens of a prompt may run beside what is planned, `room` at most."""
         if not self.applies(sequence):
             return room
@@ -104,7 +104,7 @@ class StepBound:
         self.is_full = fitting < 1
         return min(room, fitting)
 
-    def _left_s(self, plan: StepPlan) -> float:
+    def _left_s(self, plan: Plan) -> float:
         """Return the time that they may add to what is planned."""
         step_s = self._forward.seconds(plan.load)
         if plan.tokens > self._tokens:

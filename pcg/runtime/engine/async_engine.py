@@ -35,11 +35,11 @@ from pcg.keywords import takes
 from pcg.peft.adapter import Adapter
 from pcg.runtime.adapters.loads import Loads
 from pcg.runtime.data.limits import DataLimits
+from pcg.runtime.engine.guest_work import GuestWork
 from pcg.runtime.engine.jobs import Job
 from pcg.runtime.engine.loop import EngineLoop
 from pcg.runtime.engine.preparation import Preparation
 from pcg.runtime.engine.running_job import RunningJob
-from pcg.runtime.engine.steps.guest_work import GuestWork
 from pcg.runtime.engine.trainers.trainer_thread import PrepareTrainer, TrainerThread
 from pcg.runtime.metrics.events import Kind
 from pcg.runtime.metrics.status import (

@@ -46,7 +46,7 @@ class MachineClock:
         return self._latest_s
 
     def latest_s(self) -> float:
-        return self.now_s() if self._ranks.size == 1 else self._latest_s
+        return self.here_s() if self._ranks.size == 1 else self._latest_s
 
     def here_s(self) -> float:
         return (time.monotonic_ns() - self._start_ns) / 1e9

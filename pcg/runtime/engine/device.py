@@ -1,20 +1,60 @@
-"""The engine's interface to the device that runs its steps, real or simulated."""
+"""The interface between the engine and the device that runs its steps, real or simulated.
+
+A GPU works beside the host, so that a step's forward may begin before the tokens of the step before
+are read (`running.py`). To choose its own tokens the device needs those tokens: penalties, guides
+and stop conditions depend on them. So the tokens of a step are drawn apart from its forward.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from collections.abc import Sequence as List
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 
 from pcg.kernels.devices import stream_for
 from pcg.runtime.adapters.cache import ServedAdapter
-from pcg.runtime.engine.steps.started import StartedStep
 from pcg.runtime.requests.request import Request
 from pcg.runtime.requests.sequence import Sequence
+from pcg.runtime.requests.step_results import Results
 from pcg.runtime.training.work_units import Forward, Part
+
+
+class Launched(Protocol):
+    """A step whose forward was launched."""
+
+    def draw(self) -> None:
+        """Choose the tokens of the sequences that still run, once the tokens before are known."""
+
+    def read(self) -> Results:
+        """Wait for the end, and return the results."""
+
+    @property
+    def is_replayed(self) -> bool:
+        """True if recorded steps ran all of its forward."""
+
+    @property
+    def device_s(self) -> float | None:
+        """The device's own time for the step, once it was read; None if it has no such clock."""
+
+
+@dataclass(frozen=True)
+class Finished:
+    """A launched step of a device that does not work beside the host."""
+
+    results: Callable[[], Results]
+    is_replayed: bool = False
+    device_s: float | None = None
+
+    def draw(self) -> None:
+        """Do nothing: the tokens are chosen."""
+
+    def read(self) -> Results:
+        """Return the results."""
+        return self.results()
 
 
 class SideStream:
@@ -115,7 +155,7 @@ class Device(Protocol):
 
     def start(
         self, chunks: List[tuple[Sequence, int]], windows: List[tuple[Forward, int]]
-    ) -> StartedStep:
+    ) -> Launched:
         """Run sequences' next tokens and windows of jobs together.
 
         Args:

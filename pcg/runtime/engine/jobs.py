@@ -1,10 +1,20 @@
-"""The active finetuning jobs of an engine: their turns, and the pages that they hold."""
+"""The finetuning jobs of an engine: their turns, their pages, and the numbers that they wait for.
+
+Where the device runs ahead, the host prepares step n+1 while step n runs. A job that waited there
+for its loss would have the host wait for the device, and the device then for the host. So the job
+stands still until step n is read, when its numbers are there, too (`LateReadings`):
+
+    host      start n+1 · read n · jobs go on by the numbers of n · parts n+1 · start n+2 · …
+
+An update and a new version, which the job makes of the numbers, are as without this.
+"""
 
 from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
@@ -17,10 +27,8 @@ from pcg.errors import (
     as_pcg_error,
 )
 from pcg.runtime.engine.scheduler import Scheduler
-from pcg.runtime.engine.sharing.step import Refusal, Sharing, Step
-from pcg.runtime.engine.steps.job_pages import JobPages
-from pcg.runtime.engine.steps.late_readings import LateReadings
-from pcg.runtime.memory.pool import PageTable
+from pcg.runtime.engine.work import Refusal, Sharing, Work
+from pcg.runtime.memory.pool import PageTable, pages_for
 from pcg.runtime.metrics.events import Kind
 from pcg.runtime.model.load import Load
 from pcg.runtime.training.options import StepRecord
@@ -33,8 +41,98 @@ from pcg.runtime.training.work_units import (
     Release,
     StepBeginsAgain,
     Unit,
-    Work,
 )
+from pcg.runtime.training.work_units import Work as Units
+
+
+class JobPages:
+    """Gives pages of the pool to jobs.
+
+    Attributes:
+        most: how many all jobs may hold.
+    """
+
+    def __init__(self, scheduler: Scheduler, most: int) -> None:
+        self.most = most
+        self._is_shut = False
+        self._scheduler = scheduler
+        self._held = 0
+
+    @contextmanager
+    def shut(self) -> Iterator[None]:
+        """Give none meanwhile: what was freed just now may be written by a forward that runs."""
+        self._is_shut = True
+        try:
+            yield
+        finally:
+            self._is_shut = False
+
+    def open(self, name: str, unit: Pages) -> tuple[PageTable, ...] | None:
+        """Return the pages that a job asks for; None while there is no room.
+
+        OutOfMemoryError: there will never be.
+        """
+        needs = [pages_for(count) for count in unit.tokens]
+        total = sum(needs)
+        if total > self.most:
+            raise OutOfMemoryError(
+                f"a batch of job {name!r} needs {total} pages of the KV cache, and finetuning may "
+                f"hold {self.most}; lower batch_size, or give the engine more memory"
+            )
+        scheduler, pool = self._scheduler, self._scheduler.pool
+        # A request that was accepted before there were jobs may need more than they leave.
+        most = min(self.most, pool.size - scheduler.most_pages)
+        if self._is_shut or self._held + total > most or not scheduler.adapters.make_room(total):
+            return None
+        tables = []
+        for need in needs:
+            table = pool.open(f"job {name!r}", need)
+            pool.extend(table, need)
+            tables.append(table)
+        self._held += total
+        return tuple(tables)
+
+    def close(self, tables: Iterable[PageTable]) -> None:
+        """Take a job's pages back."""
+        for table in tables:
+            self._held -= len(table.pages)
+            self._scheduler.pool.close(table)
+
+    def restart(self, tables: Iterable[PageTable]) -> None:
+        """Know what jobs hold, after a call that failed."""
+        self._is_shut = False
+        self._held = sum(len(table.pages) for table in tables)
+
+    def check_integrity(self, tables: Iterable[PageTable]) -> None:
+        """Raise an AssertionError if these are not all pages that jobs hold."""
+        assert self._held == sum(len(table.pages) for table in tables)
+
+
+class LateReadings:
+    """Readings that wait for the step that is under way.
+
+    Attributes:
+        begun: number of steps so far that are read late; `read` of them were read.
+    """
+
+    def __init__(self) -> None:
+        self.begun = self.read = 0
+
+    def begin(self) -> int:
+        """Count a step that is read late, and return its number."""
+        self.begun += 1
+        return self.begun
+
+    def give_up(self) -> None:
+        """Have nothing wait, as a step failed: what is read next may say why."""
+        self.read = self.begun
+
+    def hold(self, reading: Reading) -> bool:
+        """Return True if a reading has to wait."""
+        if reading.step is None:
+            reading.step = self.begun
+        return reading.step > self.read
+
 
 _LOG = logging.getLogger("pcg.engine")
 
@@ -83,7 +181,7 @@ class Job:
     def __init__(
         self,
         name: str,
-        work: Work[Any],
+        work: Units[Any],
         on_end: Callable[[], None] = _nothing,
         on_interrupt: Callable[[], None] | None = None,
         tenant: str = "",
@@ -361,7 +459,7 @@ class Jobs:
         self._end(job)
 
     def next_group(
-        self, sharing: Sharing, step: Step, ahead_s: float, busy: Collection[Job] = ()
+        self, sharing: Sharing, work: Work, ahead_s: float, busy: Collection[Job] = ()
     ) -> PartGroup | None:
         """Return the parts that run next in a step, by a rule of sharing; None if there are none.
 
@@ -373,17 +471,17 @@ class Jobs:
             if job in busy:
                 continue
             is_due = self._is_due(job)
-            tokens = unit.whole.fitting(sharing.in_layers(step, unit, ahead_s, is_due=is_due))
-            job.refusal = step.refusal
+            tokens = unit.whole.fitting(sharing.in_layers(work, unit, ahead_s, is_due=is_due))
+            job.refusal = work.refusal
             if tokens:
                 unit.whole.begin_window(tokens)
                 self.settle(job)
         group = PartGroup()
         for job, part in self.parts(busy):
             is_due = self._is_due(job) and not group.jobs
-            tokens = sharing.part(step, part, group.load, ahead_s, is_due=is_due)
+            tokens = sharing.part(work, part, group.load, ahead_s, is_due=is_due)
             if not tokens:
-                job.refusal = step.refusal
+                job.refusal = work.refusal
                 break
             group.add(job, part.of(tokens))
         return group if group.jobs else None

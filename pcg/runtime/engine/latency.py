@@ -127,7 +127,8 @@ class Latency:
 
     def seconds(self, load: Load) -> float:
         """Return the mean time that a load takes."""
-        return sum(map(mul, self._learned_s, self._amounts(load)))
+        seconds: float = sum(map(mul, self._learned_s, self._amounts(load)))
+        return seconds
 
     def _amounts(self, load: Load) -> list[float]:
         """Return the factor of each coefficient in the time of a load."""

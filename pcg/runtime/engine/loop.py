@@ -3,7 +3,7 @@
 Each step serves what the scheduler plans and ends with its tokens. Before them it runs parts of
 jobs, and beside them finetuning windows, as much as `sharing` allows; on GPUs the parts run on a
 stream of their own, beside the forward. Where the device runs beside the host, the next step begins
-before the tokens of this one are read (`steps/flight.py`). Everything that happens is in the event
+before the tokens of this one are read (`running.py`). Everything that happens is in the event
 log.
 """
 
@@ -15,31 +15,30 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from functools import partial
 
 from pcg.errors import GenerationError, PcgError
 from pcg.peft.adapter import Adapter
 from pcg.runtime.adapters.cache import ServedAdapter
 from pcg.runtime.engine.clock import Clock
+from pcg.runtime.engine.co_serving import CoServing
 from pcg.runtime.engine.device import Device
+from pcg.runtime.engine.job_parts import JobParts
 from pcg.runtime.engine.jobs import Job, Jobs
 from pcg.runtime.engine.latency import Latencies
+from pcg.runtime.engine.open_requests import OpenRequests
 from pcg.runtime.engine.options import EngineOptions
+from pcg.runtime.engine.running import AHEAD, Running
 from pcg.runtime.engine.scheduler import Scheduler
-from pcg.runtime.engine.sharing import CoServing, Sharing, Step
-from pcg.runtime.engine.sharing.step import Refusal
-from pcg.runtime.engine.steps.flight import AHEAD, Flight
-from pcg.runtime.engine.steps.job_parts import JobParts
-from pcg.runtime.engine.steps.open_requests import OpenRequests
 from pcg.runtime.engine.suspects import Owner, Suspects, owner_of
+from pcg.runtime.engine.work import Refusal, Sharing, Work
 from pcg.runtime.memory.pool import PagePool
 from pcg.runtime.metrics.events import KEPT_EVENTS, Event, EventLog, Kind
 from pcg.runtime.metrics.totals import Totals
 from pcg.runtime.model.load import Load
 from pcg.runtime.requests.request import Chunk, Request
 from pcg.runtime.requests.sequence import Sequence, State
-from pcg.runtime.requests.step_plan import StepPlan
-from pcg.runtime.training.work_units import Forward, Phase
+from pcg.runtime.requests.step_plan import Plan
+from pcg.runtime.training.work_units import Phase
 
 _LOG = logging.getLogger("pcg.engine")
 
@@ -98,7 +97,7 @@ class EngineLoop:
         self._failures = 0
         self._is_half_changed = self.is_broken = False
         self.parts = JobParts(self.jobs, clock)
-        self._flight: Flight | None = None
+        self._running: Running | None = None
         self._read_s = -math.inf
         self.submitted = 0
         self.requests = OpenRequests(scheduler, self.log, self.totals, note)
@@ -125,13 +124,13 @@ class EngineLoop:
     def is_idle(self) -> bool:
         """True if there is nothing to serve, nothing to train, and no chunk to return."""
         trains = self.sharing.trains and self.jobs.unpaused
-        is_left = self._flight is not None or self.requests.chunks or self._acts or trains
+        is_left = self._running is not None or self.requests.chunks or self._acts or trains
         return self.scheduler.is_empty and not is_left
 
     @property
     def is_ahead(self) -> bool:
         """True while the device runs a step whose tokens are not read yet."""
-        return self._flight is not None
+        return self._running is not None
 
     # ------------------------------------------------------------------------------- requests
 
@@ -264,44 +263,100 @@ class EngineLoop:
             self._is_stepping, self.jobs.only = False, None
 
     def _step(self) -> None:
-        is_ahead, before = self.is_ahead, self._flight
-        if before is not None and (why := self._why_first(before)):
-            self._land(why)
+        """Plan a step, launch it and read it; on a device that runs ahead, read the step before."""
+        before, is_ahead = self._running, self.is_ahead
+        if before is not None and (why := self._why_read_first(before)):
+            self._finish(why)
             before = None
-        now = self.clock.latest_s()
-        self.requests.time_out(now)
-        suspect, plan = self._plan(now)
-        for sequence in plan.admitted:
-            self._note(Kind.ADMITTED, sequence.id)
-        step = Step.of(plan, self.scheduler.limits, self._latencies, self.awaited)
-        step.began_s = now
-        self.jobs.pass_step()
-        self.sharing.begin(step)
-        # How many parts fit beside a forward is known by latencies.
-        is_beside = (
-            step.is_served
-            and None not in (self.device.side, self._latencies)
-            and bool(self.jobs or self.parts.guests)
-        )
-        if step.is_served and not is_beside:
-            self.parts.run(self.device, self.sharing, step, now)
-        begins_s = now if before is None else max(now, before.due_s)
-        step.elapsed_s = max(0.0, self.clock.latest_s() - begins_s)
-        windows = self.parts.windows(self.sharing, step, suspect)
-        if not step.load.tokens:
-            self._land("nothing served")
+        now_s = self.clock.latest_s()
+        self.requests.time_out(now_s)
+        suspect, plan = self._plan(now_s)
+        begins_s = now_s if before is None else max(now_s, before.due_s)
+        work = Work.of(plan, self.scheduler.limits, self._latencies, now_s)
+        has_guests = bool(self.jobs) or self.parts.guests is not None
+        if has_guests or work.is_promised:
+            self.sharing.begin(work)
+        if has_guests:
+            self._share(work, suspect, begins_s)
+        if not work.load.tokens:
+            self._finish("nothing served")
             self._suspects.ran(suspect, has_tokens=False)
         else:
-            self._run(step, plan, suspect, windows, begins_s, is_beside)
-        if not step.is_served:
-            self.parts.run(self.device, self.sharing, step, now)
-        if self.jobs:
+            why = self._why_read_first(None, work.is_served) if self.device.is_ahead else "never"
+            running = self._launch(plan, work, suspect, begins_s, is_ahead=not why)
+            if before is not None:
+                self._finish(AHEAD)
+                work.elapsed_s = max(work.elapsed_s, self.clock.latest_s() - self._read_s)
+            running.launched.draw()
+            if has_guests:
+                self._run_beside(running, begins_s, is_behind=before is not None)
+            if why:
+                self._read(running, why)
+            else:
+                self._running, work.is_under_way = running, True
+            self._ran = []
+        if has_guests:
+            if not work.is_served:
+                self.parts.run(self.device, self.sharing, work)
             used = self.jobs.used()  # idle time is nobody's share
-            if step.is_served:
+            if work.is_served and used:
                 self.scheduler.policy.trained(used)
-        self.worked = bool(step.load.tokens or step.units or is_ahead)
+        self.worked = bool(work.load.tokens or work.units or is_ahead)
 
-    def _why_first(self, before: Flight | None, is_served: bool = True) -> str:
+    def _share(self, work: Work, suspect: Sequence | Job | None, begins_s: float) -> None:
+        """Add windows of jobs to the work of a step, and run the parts that come before it."""
+        if not work.is_served:
+            work.awaited = self.awaited
+        self.jobs.pass_step()
+        # How many parts fit beside a forward is known by latencies.
+        work.is_beside = work.is_served and None not in (self.device.side, self._latencies)
+        if work.is_served and not work.is_beside:
+            self.parts.run(self.device, self.sharing, work)
+        work.elapsed_s = max(0.0, self.clock.latest_s() - begins_s)
+        self.parts.add_windows(self.sharing, work, suspect)
+
+    def _launch(
+        self,
+        plan: Plan,
+        work: Work,
+        suspect: Sequence | Job | None,
+        begins_s: float,
+        *,
+        is_ahead: bool,
+    ) -> Running:
+        jobs, started_s = [job for job, _, _ in work.windows], self.clock.latest_s()
+        self._ran = [*(sequence for sequence, _ in plan.chunks), *jobs]
+        if self.meanwhile is not None and self.device.side is None:
+            self.meanwhile()
+        windows = [(unit, count) for _, unit, count in work.windows]
+        launched = self.device.start(plan.chunks, windows)
+        number = self.jobs.readings.begin() if is_ahead else self.jobs.readings.begun
+        due_s = begins_s + work.ahead_s()
+        running = Running(plan, work, launched, suspect, jobs, started_s, due_s, number)
+        self.scheduler.policy.served(plan.chunks)
+        if self.meanwhile is not None and self.device.side is not None:
+            self.meanwhile()
+        return running
+
+    def _run_beside(self, running: Running, begins_s: float, *, is_behind: bool) -> None:
+        """Run parts beside the forward, and record windows that ran eagerly.
+
+        Args:
+            is_behind: True if the step before was read after the launch of this one.
+        """
+        work, jobs = running.work, running.jobs
+        takes_s = running.due_s - begins_s
+        if work.is_beside:
+            if self.meanwhile is not None and is_behind:
+                self.meanwhile()
+            with self.jobs.pages.shut() if is_behind else nullcontext():
+                beside_s = self.parts.run_beside(self.device, self.sharing, work, jobs)
+            running.expect((self._read_s if is_behind else begins_s) + takes_s + beside_s)
+        if jobs or work.units:
+            most = work.units + len(jobs) * self.device.layers
+            self.parts.record(most, running.due_s if work.is_served else math.inf)
+
+    def _why_read_first(self, running: Running | None, is_served: bool = True) -> str:
         """Return why a step is read before the next is planned; nothing if it need not be."""
         if self._suspects.current is not None:
             return "an error"
@@ -309,54 +364,7 @@ class EngineLoop:
             return "times unknown"
         if self.jobs and not is_served:
             return "nothing served"
-        return "a prompt's end" if before is not None and before.is_read_first else ""
-
-    def _run(
-        self,
-        step: Step,
-        plan: StepPlan,
-        suspect: Sequence | Job | None,
-        windows: list[tuple[Job, Forward, int]],
-        begins_s: float,
-        is_beside: bool,
-    ) -> None:
-        """Start a step, and read the one before; read this one, too, if the device is not ahead."""
-        jobs, now = [job for job, _, _ in windows], self.clock.latest_s()
-        why = self._why_first(None, step.is_served) if self.device.is_ahead else "never ahead"
-        is_read_now = bool(why)
-        readings = self.jobs.readings
-        self._ran = [*(one for one, _ in plan.chunks), *jobs]
-        if self.meanwhile is not None and self.device.side is None:
-            self.meanwhile()
-        running = self.device.start(plan.chunks, [(unit, count) for _, unit, count in windows])
-        takes_s = 0.0 if self._latencies is None else self._latencies.forward.seconds(step.load)
-        if not is_read_now:
-            readings.begin()
-        due_s, number = begins_s + takes_s, readings.begun
-        flight = Flight(plan, step, running, suspect, jobs, now, due_s, number)
-        self.scheduler.policy.served(plan.chunks)
-        if self.meanwhile is not None and self.device.side is not None:
-            self.meanwhile()
-        if is_after_read := self._flight is not None:
-            self._read(self._flight, AHEAD)
-            self._flight = None
-            step.elapsed_s = max(step.elapsed_s, self.clock.latest_s() - self._read_s)
-        running.draw()
-        if is_beside:
-            if self.meanwhile is not None and is_after_read:
-                self.meanwhile()
-            run = partial(self.parts.run_beside, self.device, self.sharing, step)
-            with self.jobs.pages.shut() if is_after_read else nullcontext():
-                beside_s = run(self._latencies, jobs)
-            flight.expect((self._read_s if is_after_read else begins_s) + takes_s + beside_s)
-        if jobs or step.units:
-            most = step.units + len(jobs) * self.device.layers
-            self.parts.record(most, flight.due_s if step.is_served else math.inf)
-        if is_read_now:
-            self._read(flight, why)
-        else:
-            self._flight, step.is_under_way = flight, True
-        self._ran = []
+        return "a prompt's end" if running is not None and running.is_read_first else ""
 
     def land(self) -> None:
         """Read the step that is under way, if one is; `step` then returns its chunks.
@@ -365,9 +373,9 @@ class EngineLoop:
         """
         if self._is_stepping:
             return
-        if self._flight is not None:
+        if self._running is not None:
             with self._isolating():
-                self._land("a call")
+                self._finish("a call")
         while self._acts:
             self._acts[0]()
             self._acts.pop(0)  # once it is done: an error leaves it to the next step
@@ -377,56 +385,61 @@ class EngineLoop:
         self._acts.append(act)
         self.land()
 
-    def _land(self, why: str) -> None:
-        if self._flight is not None:
-            self._read(self._flight, why)
-            self._flight = None
+    def _finish(self, why: str) -> None:
+        """Read the step that is under way, if one is."""
+        running = self._running
+        if running is not None:
+            self._read(running, why)
+            self._running = None
 
-    def _read(self, flight: Flight, why: str) -> None:
-        """Wait for a step, and give everyone what it computed."""
+    def _read(self, running: Running, why: str) -> None:
+        """Wait for a step, learn from its times, and hand out its results."""
         self.reads[why] += 1
-        results, step, plan = flight.running.read(), flight.step, flight.plan
-        now, begins_s = self.clock.now_s(results.first_ns), max(step.began_s, self._read_s)
-        took = flight.took_s(now, self._read_s)
-        self._read_s, step.is_under_way = now, False
-        self.jobs.readings.read(flight.number)
-        if plan.chunks and self._is_to_guess(step, plan, took):
-            self._latencies = Latencies.guessed(step.load, took, self.device.layers)
+        results, work, plan = running.launched.read(), running.work, running.plan
+        now_s, begins_s = self.clock.now_s(results.first_ns), max(work.began_s, self._read_s)
+        took_s = running.took_s(now_s, self._read_s)
+        self._read_s, work.is_under_way = now_s, False
+        self.jobs.readings.read = max(self.jobs.readings.read, running.number)
+        if plan.chunks and self._is_to_guess(work, plan, took_s):
+            self._latencies = Latencies.guessed(work.load, took_s, self.device.layers)
             self.scheduler.pace = self._latencies.forward
             self._is_guessed = True
-        step.ran_forward(took, flight.running.is_replayed)
-        if self.parts.join(self.device, self.sharing, step):
+        work.ran_forward(took_s, running.launched.is_replayed)
+        if work.units and self.parts.join(self.device, self.sharing, work):
             self._read_s = self.clock.now_s()  # the next forward begins once both have ended
-        step.lasted_s = self._read_s - begins_s
-        self.parts.settle(self.device)
-        self.requests.accept(flight, results, self.clock.latest_s())
-        self._suspects.ran(flight.suspect, has_tokens=bool(plan.chunks))
+        work.lasted_s = self._read_s - begins_s
+        if self.jobs:
+            self.parts.settle(self.device)
+        self.requests.accept(running, results, self.clock.latest_s())
+        self._suspects.ran(running.suspect, has_tokens=bool(plan.chunks))
 
-    def _is_to_guess(self, step: Step, plan: StepPlan, took_s: float) -> bool:
+    def _is_to_guess(self, work: Work, plan: Plan, took_s: float) -> bool:
         """Return True if a step is the first to tell how long steps take.
 
         So is one that took far less than predicted, as where a kernel was compiled in those before.
         """
         if self._latencies is not None:
-            return self._is_guessed and took_s < _FAR * self._latencies.forward.seconds(step.load)
+            return self._is_guessed and took_s < _FAR * self._latencies.forward.seconds(work.load)
         scheduler = self.scheduler
         is_bounded = scheduler.limits.prompt_stretch < math.inf
         is_paced = scheduler.policy.is_paced and not plan.has_prompts
         return is_bounded or is_paced or self.jobs.have_work
 
-    def _plan(self, now: float) -> tuple[Sequence | Job | None, StepPlan]:
+    def _plan(self, now_s: float) -> tuple[Sequence | Job | None, Plan]:
         """Return what has to run alone, if anything, and what is served."""
-        suspect, plan = self._suspects.current, StepPlan()
+        suspect, plan = self._suspects.current, Plan()
         self._alone = suspect
         if suspect is not None:
             self.jobs.only = () if isinstance(suspect, Sequence) else (suspect,)
         if isinstance(suspect, Sequence):
-            plan = self.scheduler.plan_alone(suspect, now)
+            plan = self.scheduler.plan_alone(suspect, now_s)
             if not plan.chunks:  # there is no room for it now
                 self._suspects.ran(suspect, has_tokens=False)
                 suspect = self._alone = self.jobs.only = None
         if suspect is None and self.sharing.serves(self.jobs.have_work):
-            plan = self.scheduler.plan(now)
+            plan = self.scheduler.plan(now_s)
+        for sequence in plan.admitted:
+            self._note(Kind.ADMITTED, sequence.id)
         return suspect, plan
 
     def _isolate(self, error: BaseException) -> None:
@@ -439,9 +452,9 @@ class EngineLoop:
         The error is raised again where only this rank may have it, where steps fail one after the
         other for nobody, and where the device runs nothing any more.
         """
-        scheduler, flight = self.scheduler, self._flight
-        ran = list(dict.fromkeys([*([] if flight is None else flight.ran), *self._ran]))
-        running = list(scheduler.running)
+        scheduler, running = self.scheduler, self._running
+        ran = list(dict.fromkeys([*([] if running is None else running.ran), *self._ran]))
+        admitted = list(scheduler.running)
         self._restart()
         if not (self.device.fails_alike and isinstance(error, Exception)):
             raise error
@@ -453,7 +466,7 @@ class EngineLoop:
         self._failures += 1
         suspects: list[Sequence | Job] = []
         if isinstance(owner, Adapter):
-            suspects += [one for one in scheduler.waiting if one.request.adapter is owner][:1]
+            suspects += [waits for waits in scheduler.waiting if waits.request.adapter is owner][:1]
         elif owner is not None:
             suspects.append(owner)
         if self._failures > _RETRIES:  # not even a suspect has run since
@@ -464,7 +477,7 @@ class EngineLoop:
             self._failures = 0
             return
         if self._failures > 1 or (ran and not suspects):
-            suspects += ran or [*(running or scheduler.waiting)] or [*self.jobs]
+            suspects += ran or [*(admitted or scheduler.waiting)] or [*self.jobs]
         self._suspects.add(suspects)
 
     def _drop(self, one: Sequence | Job, owner: Owner | None, error: Exception) -> None:
@@ -502,7 +515,7 @@ class EngineLoop:
 
         Requests keep their tokens, and jobs their units and pages; nothing else is kept.
         """
-        self._is_half_changed, self._flight = False, None
+        self._is_half_changed, self._running = False, None
         # Not the present time, for which all ranks would have to ask: some did not fail.
         now_s = self.clock.latest_s()
         running = [one for one in self.requests.by_id.values() if one.state is State.RUNNING]

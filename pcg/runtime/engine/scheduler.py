@@ -38,7 +38,7 @@ from pcg.runtime.memory.pool import PagePool, PageTable, pages_for
 from pcg.runtime.memory.prefixes import Prefixes
 from pcg.runtime.model.load import Load
 from pcg.runtime.requests.sequence import Sequence, State
-from pcg.runtime.requests.step_plan import StepPlan
+from pcg.runtime.requests.step_plan import Plan
 
 _LAST_ROW = Load(sampled=1, chunks=1)
 """The load of a prompt beside its tokens: it is sampled after the last one."""
@@ -221,9 +221,9 @@ class Scheduler:
 
     # ------------------------------------------------------------------------------- a step
 
-    def plan(self, now_s: float) -> StepPlan:
+    def plan(self, now_s: float) -> Plan:
         slos = (one.times.tpot_slo_s for one in self.running)
-        plan = StepPlan(min((slo for slo in slos if slo is not None), default=None))
+        plan = Plan(min((slo for slo in slos if slo is not None), default=None))
         prompts, held = [], []
         bound = self._bound = self.policy.bound(self.pace, self.limits.idle_step_s)
         first = self._give_way()
@@ -272,9 +272,9 @@ class Scheduler:
         is_heavy = self._bound is not None and self._bound.applies(sequence)
         return is_heavy, sequence.request.priority
 
-    def plan_alone(self, sequence: Sequence, now_s: float) -> StepPlan:
+    def plan_alone(self, sequence: Sequence, now_s: float) -> Plan:
         """Plan a step of one sequence; it is empty where there is no room for it now."""
-        plan, self._bound = StepPlan(), None
+        plan, self._bound = Plan(), None
         if sequence in self.waiting:
             self._admit(plan, [sequence], now_s)
         elif sequence in self.running:
@@ -300,7 +300,7 @@ class Scheduler:
         self.pool.extend(table, need)
         return True
 
-    def _run(self, plan: StepPlan, sequence: Sequence, tokens: int) -> None:
+    def _run(self, plan: Plan, sequence: Sequence, tokens: int) -> None:
         if self._bound is not None:
             self._bound.note(sequence, tokens)
         plan.add(sequence, tokens)
@@ -345,7 +345,7 @@ class Scheduler:
         self._room.take_back(sequence)
         self.adapters.release(sequence.request.adapter)
 
-    def _chunk(self, plan: StepPlan, sequence: Sequence) -> int:
+    def _chunk(self, plan: Plan, sequence: Sequence) -> int:
         """Return how many tokens of a prompt fit into the step; 0 for none."""
         room = self.limits.tokens - plan.tokens
         least, forward = min(self.limits.least_chunk, self.limits.tokens), self.pace
@@ -388,7 +388,7 @@ class Scheduler:
         adapter = sequence.request.adapter
         return adapter is not None and self.is_copying(adapter)
 
-    def _admit(self, plan: StepPlan, in_turn: List[Sequence], now_s: float) -> bool:
+    def _admit(self, plan: Plan, in_turn: List[Sequence], now_s: float) -> bool:
         """Begin requests as far as there is room; return False if one had none."""
         if not in_turn:
             return True

@@ -16,21 +16,21 @@ from pcg.runtime.requests.sequence import Sequence
 
 
 class Groups:
-    """The continuations of the requests of an engine that have several."""
+    """The continuations of the requests of an engine that have several.
+
+    Attributes:
+        of_all: the group of each continuation.
+    """
 
     def __init__(self) -> None:
-        self._of: dict[Sequence, _Group] = {}
+        self.of_all: dict[Sequence, _Group] = {}
         self._first: dict[str, Sequence] = {}
-
-    def __bool__(self) -> bool:
-        """True if there are any."""
-        return bool(self._of)
 
     def add(self, first: Sequence) -> None:
         """Note the continuations of a request: the first, and those that follow it."""
         if first.followers:
             group = _Group([first, *first.followers])
-            self._of.update(dict.fromkeys(group.sequences, group))
+            self.of_all.update(dict.fromkeys(group.sequences, group))
             self._first[first.id] = first
 
     def first(self, request: str) -> Sequence | None:
@@ -39,18 +39,18 @@ class Groups:
 
     def of(self, sequence: Sequence) -> List[Sequence]:
         """Return all continuations of the request of one of them."""
-        group = self._of.get(sequence)
+        group = self.of_all.get(sequence)
         return (sequence,) if group is None else group.sequences
 
     def handed_out(self, sequence: Sequence, chunk: Chunk) -> List[Chunk]:
         """Return the chunks that are handed out now that a continuation has one."""
-        group = self._of.get(sequence)
+        group = self.of_all.get(sequence)
         if group is None:
             return (chunk,)
         found = group.handed_out(sequence, chunk)
         if not group.left:
             for one in group.sequences:
-                self._of.pop(one, None)
+                self.of_all.pop(one, None)
                 self._first.pop(one.id, None)
         return found
 

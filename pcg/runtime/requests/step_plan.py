@@ -10,7 +10,7 @@ from pcg.runtime.requests.sequence import Sequence
 
 
 @dataclass
-class StepPlan:
+class Plan:
     """The sequences that one step serves, and their load.
 
     Attributes:

@@ -15,7 +15,7 @@ from pcg.runtime.sampling.logprobs import Logprobs, TokenLogprobs
 
 
 @dataclass(slots=True)
-class StepResults:
+class Results:
     """The results of a step, for its sequences.
 
     Attributes:
@@ -71,7 +71,7 @@ class DrawnTokens:
         first_ns = None if self.first_ns is None else downloaded(self.first_ns)
         return DrawnTokens(self.sequences, downloaded(self.tokens), logprobs, first_ns)
 
-    def read(self, results: StepResults) -> None:
+    def read(self, results: Results) -> None:
         """Add the tokens to a step's results, once they are on the host."""
         results.tokens.update(zip(self.sequences, self.tokens.tolist(), strict=True))
         if self.first_ns is not None:
@@ -100,7 +100,7 @@ class PromptLogprobs:
         """Return them as they will be on the host; see `downloaded`."""
         return PromptLogprobs(self.counts, self.logprobs.sent(), self.cells)
 
-    def read(self, results: StepResults) -> None:
+    def read(self, results: Results) -> None:
         """Add them to a step's results, once they are on the host."""
         likeliest = [n for one, n_tokens in self.counts for n in [_of_prompt(one)] * n_tokens]
         found = self.logprobs.read_cells(likeliest, self.cells or [0] * len(likeliest))
@@ -130,7 +130,7 @@ class PooledStates:
         """Return them as they will be on the host; see `downloaded`."""
         return PooledStates(self.counts, downloaded(self.sums))
 
-    def read(self, results: StepResults) -> None:
+    def read(self, results: Results) -> None:
         """Add them to a step's results, once they are on the host."""
         for (sequence, count), total in zip(self.counts, self.sums.clone(), strict=True):
             results.states[sequence] = total, count

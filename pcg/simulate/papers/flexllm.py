@@ -15,8 +15,9 @@ from itertools import repeat
 from types import MappingProxyType
 
 from pcg.errors import BenchmarkError
+from pcg.runtime.engine.co_serving import CoServing
 from pcg.runtime.engine.limits import Limits
-from pcg.runtime.engine.sharing import CoServing, Sharing
+from pcg.runtime.engine.work import Sharing
 from pcg.runtime.metrics.metrics import ServingReport, serving_report
 from pcg.runtime.metrics.timelines import Slo
 from pcg.simulate.papers.sharing_rules import InferenceOnly, SpatialSharing, TemporalSharing

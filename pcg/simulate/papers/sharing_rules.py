@@ -11,8 +11,8 @@ parts of a GPU; here a share of each step's time stands for a part of the device
 from __future__ import annotations
 
 from pcg.errors import FinetuneError
-from pcg.runtime.engine.sharing.co_serving import CoServing
-from pcg.runtime.engine.sharing.step import Sharing, Step
+from pcg.runtime.engine.co_serving import CoServing
+from pcg.runtime.engine.work import Sharing, Work
 from pcg.runtime.model.load import Load
 from pcg.runtime.training.work_units import Forward, Phase
 
@@ -32,16 +32,16 @@ class TemporalSharing(Sharing):
     def serves(self, has_work: bool) -> bool:
         return not has_work or self._served < self.frequency
 
-    def begin(self, step: Step) -> None:
-        self._served = self._served + 1 if step.is_served else 0
+    def begin(self, work: Work) -> None:
+        self._served = self._served + 1 if work.is_served else 0
 
-    def forward(self, step: Step, unit: Forward) -> int:
-        return 0 if step.is_served or step.load.windows else unit.remaining
+    def forward(self, work: Work, unit: Forward) -> int:
+        return 0 if work.is_served or work.load.windows else unit.remaining
 
     def fits(
-        self, step: Step, phase: Phase, load: Load, ahead_s: float, *, is_due: bool = False
+        self, work: Work, phase: Phase, load: Load, ahead_s: float, *, is_due: bool = False
     ) -> bool:
-        return not step.is_served
+        return not work.is_served
 
 
 class SpatialSharing(CoServing):
@@ -53,8 +53,8 @@ class SpatialSharing(CoServing):
             raise FinetuneError(f"share={share:g}; use a part above 0 and below 1")
         self.share = share
 
-    def _share(self, step: Step) -> float | None:
-        return self.share if step.is_served else None
+    def _share(self, work: Work) -> float | None:
+        return self.share if work.is_served else None
 
 
 class InferenceOnly(Sharing):
@@ -62,10 +62,10 @@ class InferenceOnly(Sharing):
 
     trains = False
 
-    def forward(self, step: Step, unit: Forward) -> int:
+    def forward(self, work: Work, unit: Forward) -> int:
         return 0
 
     def fits(
-        self, step: Step, phase: Phase, load: Load, ahead_s: float, *, is_due: bool = False
+        self, work: Work, phase: Phase, load: Load, ahead_s: float, *, is_due: bool = False
     ) -> bool:
         return False

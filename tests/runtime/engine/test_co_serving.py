@@ -16,9 +16,10 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from pcg.parallel.costs.step_costs import StepShape
+from pcg.runtime.engine.co_serving import CoServing
 from pcg.runtime.engine.latency import Latencies, Latency
 from pcg.runtime.engine.limits import Limits
-from pcg.runtime.engine.sharing import CoServing, Sharing
+from pcg.runtime.engine.work import Sharing
 from pcg.runtime.metrics.events import Kind
 from pcg.runtime.metrics.metrics import ServingReport
 from pcg.runtime.requests.request import Request

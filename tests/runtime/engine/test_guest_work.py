@@ -8,16 +8,16 @@ from typing import Any
 
 import pytest
 
-from pcg.runtime.engine.limits import Limits
-from pcg.runtime.engine.sharing.step import Step
-from pcg.runtime.engine.steps import guest_work
-from pcg.runtime.engine.steps.guest_work import (
+from pcg.runtime.engine import guest_work
+from pcg.runtime.engine.guest_work import (
     LEAST_ROWS,
     LEAST_SHARE,
     GuestWork,
     RowTimes,
     RowWork,
 )
+from pcg.runtime.engine.limits import Limits
+from pcg.runtime.engine.work import Work
 
 ROW_S = 1e-3
 
@@ -52,9 +52,9 @@ class Engine:
         return RowWork("piece", rows, act)
 
 
-def served(limits: Limits, gap_s: float | None) -> Step:
+def served(limits: Limits, gap_s: float | None) -> Work:
     """A step that serves, and promises a gap."""
-    return Step(limits, None, gap_s or float("inf"), is_served=True)
+    return Work(limits, None, gap_s or float("inf"), is_served=True)
 
 
 def test_work_ends_within_the_time_that_an_slo_leaves(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,12 +16,12 @@ from unittest.mock import patch
 import pytest
 import torch
 
+from pcg.runtime.engine.co_serving import CoServing
 from pcg.runtime.engine.engine import Engine
 from pcg.runtime.engine.jobs import Job, JobState
 from pcg.runtime.engine.latency import Latencies, Latency
 from pcg.runtime.engine.limits import Limits
-from pcg.runtime.engine.sharing import CoServing, Sharing
-from pcg.runtime.engine.sharing.step import Step
+from pcg.runtime.engine.work import Sharing, Work
 from pcg.runtime.executor import Executor
 from pcg.runtime.metrics.events import Kind
 from pcg.runtime.model.load import Load
@@ -36,23 +36,23 @@ from tests.support.small_engine import DATA, LORA, make_executor
 class FixedParts(Sharing):
     """Five parts a step, of windows of eight tokens, whatever the time."""
 
-    def forward(self, step: Step, unit: Forward) -> int:
+    def forward(self, work: Work, unit: Forward) -> int:
         return 0
 
-    def in_layers(self, step: Step, unit: Forward, ahead_s: float, **_: bool) -> int:
+    def in_layers(self, work: Work, unit: Forward, ahead_s: float, **_: bool) -> int:
         return min(8, unit.remaining)
 
-    def fits(self, step: Step, phase: Phase, load: Load, ahead_s: float, **_: bool) -> bool:
-        return step.units < 5
+    def fits(self, work: Work, phase: Phase, load: Load, ahead_s: float, **_: bool) -> bool:
+        return work.units < 5
 
 
 class WholeWindows(FixedParts):
     """As many parts, of windows that go forward whole, with what is served."""
 
-    def forward(self, step: Step, unit: Forward) -> int:
+    def forward(self, work: Work, unit: Forward) -> int:
         return min(8, unit.remaining)
 
-    def in_layers(self, step: Step, unit: Forward, ahead_s: float, **_: bool) -> int:
+    def in_layers(self, work: Work, unit: Forward, ahead_s: float, **_: bool) -> int:
         return 0
 
 

@@ -11,12 +11,13 @@ import pytest
 import torch
 
 from pcg.errors import FinetuneError
+from pcg.runtime.engine.co_serving import CoServing
 from pcg.runtime.engine.engine import Engine
 from pcg.runtime.engine.jobs import JobState
 from pcg.runtime.engine.latency import Latencies, Latency
 from pcg.runtime.engine.limits import Limits
 from pcg.runtime.engine.running_job import RunningJob
-from pcg.runtime.engine.sharing import CoServing, Sharing, Step
+from pcg.runtime.engine.work import Sharing, Work
 from pcg.runtime.executor import Executor
 from pcg.runtime.memory.kv_cache import bytes_of_page, kv_types
 from pcg.runtime.metrics.events import Kind
@@ -112,13 +113,13 @@ def unit_of(tokens: int) -> Forward:
     return Forward(WithoutContext([tokens], layers=2, adapter=None, rank=1))
 
 
-def step_of(tokens: int) -> Step:
+def step_of(tokens: int) -> Work:
     """A step that serves so many tokens, of 1 ms each; a unit's tokens take 2 ms each."""
     latencies = certain(Latency(0.0, 1e-3, 0.0), Latency(0.0, 2e-3, 0.0))
     limits, load = Limits(tokens=1000, least_chunk=4), Load(tokens, sampled=tokens)
     is_served = tokens > 0
     gap_s = 0.05 if is_served else math.inf
-    return Step(limits, latencies, gap_s, load, load, load, is_served)
+    return Work(limits, latencies, gap_s, load, load, load, is_served)
 
 
 def test_spatial_sharing_gives_a_part_of_the_time() -> None:
@@ -164,23 +165,23 @@ def test_a_job_that_waited_for_long_runs_its_smallest_piece() -> None:
 def test_a_job_goes_on_where_a_window_takes_longer_than_a_step_may(rule: Sharing) -> None:
     """A pass over the model takes 1 s, and an idle step may take 0.2; with requests 0.05."""
     latencies = Latencies(Latency(1.0, 1e-3, 0.0), Latency(1.0, 2e-3, 0.0))
-    idle = Step(Limits(least_chunk=4), latencies)
+    idle = Work(Limits(least_chunk=4), latencies)
     rule.begin(idle)
     unit = unit_of(6)
     assert rule.forward(idle, unit) == 4
-    assert rule.fits(Step(Limits(), latencies), Phase.BACKWARD, Load(4), 0.0)
-    served = Step(Limits(least_chunk=4), latencies, 0.05, *[Load(1)] * 3, is_served=True)
+    assert rule.fits(Work(Limits(), latencies), Phase.BACKWARD, Load(4), 0.0)
+    served = Work(Limits(least_chunk=4), latencies, 0.05, *[Load(1)] * 3, is_served=True)
     assert CoServing().forward(served, unit) == 0
 
 
-def window_step() -> Step:
+def window_step() -> Work:
     """A step of 10 tokens, promised 50 ms, where a window takes 10 ms beside 1 ms a token."""
     forward = Latency(0.0, 1e-3, 0.0, window_s=0.01)
     latencies, load = certain(forward, Latency(1e-3, 1e-4, 0.0)), Load(10, sampled=10)
-    return Step(Limits(), latencies, 0.05, load, load, load, is_served=True)
+    return Work(Limits(), latencies, 0.05, load, load, load, is_served=True)
 
 
-def seen(rule: CoServing, step: Callable[[], Step], count: int = 20) -> CoServing:
+def seen(rule: CoServing, step: Callable[[], Work], count: int = 20) -> CoServing:
     """Return a rule that has seen so many steps whose room was used."""
     for _ in range(count):
         one = step()
@@ -191,7 +192,7 @@ def seen(rule: CoServing, step: Callable[[], Step], count: int = 20) -> CoServin
     return rule
 
 
-def cheap_step() -> Step:
+def cheap_step() -> Work:
     """A step in which a token takes 0.05 ms beside what is served; by itself, 0.1."""
     step = window_step()
     step.latencies = certain(Latency(0.01, 5e-5, 0.0), Latency(1e-3, 1e-4, 0.0))
@@ -230,7 +231,7 @@ def test_a_step_has_as_much_of_the_loss_as_fits() -> None:
     """A token takes 1 ms, and all of them 2 ms: of less than that no token runs."""
     forward, backward = Latency(0.0, 1e-3, 0.0), Latency(1e-3, 1e-4, 0.0)
     latencies = certain(forward, backward, Latency(2e-3, 1e-3, 0.0))
-    step = Step(Limits(), latencies, 0.05, *[Load(10)] * 3, is_served=True)
+    step = Work(Limits(), latencies, 0.05, *[Load(10)] * 3, is_served=True)
     whole = WithoutContext([180], layers=2, adapter=None, rank=1)
     whole.forward(180)
     rule, part = CoServing(), Part(whole)

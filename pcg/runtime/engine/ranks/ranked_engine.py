@@ -22,9 +22,9 @@ from pcg.ranks.group import broadcast_from_first
 from pcg.ranks.line import LOOK_S, Line
 from pcg.runtime.data.limits import DataLimits
 from pcg.runtime.engine.async_engine import AsyncEngine
+from pcg.runtime.engine.guest_work import GuestWork
 from pcg.runtime.engine.jobs import Job
 from pcg.runtime.engine.loop import EngineLoop
-from pcg.runtime.engine.steps.guest_work import GuestWork
 from pcg.runtime.engine.trainers.async_trainer import AsyncTrainer
 from pcg.runtime.model.state import ModelState
 from pcg.runtime.training.options import JobArguments

@@ -4,19 +4,37 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from collections.abc import Sequence as List
+from dataclasses import dataclass, field
 
 from pcg.errors import GenerationError, PcgError, as_pcg_error
+from pcg.runtime.engine.running import Running
 from pcg.runtime.engine.scheduler import Scheduler
-from pcg.runtime.engine.steps.flight import Flight
-from pcg.runtime.engine.steps.taken import Taken
 from pcg.runtime.memory.pool import PageTable
-from pcg.runtime.metrics.events import EventLog, Kind
+from pcg.runtime.metrics.events import Event, EventLog, Kind
 from pcg.runtime.metrics.totals import Totals
 from pcg.runtime.requests.deadlines import Deadlines
 from pcg.runtime.requests.groups import Groups
 from pcg.runtime.requests.request import Chunk
 from pcg.runtime.requests.sequence import Sequence, State
-from pcg.runtime.requests.step_results import StepResults
+from pcg.runtime.requests.step_results import Results
+
+
+@dataclass(slots=True)
+class _Tokens:
+    """The tokens of a step, as the log and the totals take them.
+
+    Attributes:
+        before_s: time at which the last step before this one ended that gave tokens.
+        events: events of first tokens, and of continuations that begin.
+        further: ids of the sequences that had a further token.
+        longer_s: gaps of those that had no token in the step before.
+    """
+
+    now_s: float
+    before_s: float | None
+    events: list[Event] = field(default_factory=list)
+    further: list[str] = field(default_factory=list)
+    longer_s: list[float] = field(default_factory=list)
 
 
 class OpenRequests:
@@ -94,16 +112,60 @@ class OpenRequests:
         for sequence in self._scheduler.policy.hopeless(now_s):
             self.end(self._groups.of(sequence), State.TIMED_OUT, Kind.TIMED_OUT)
 
-    def accept(self, flight: Flight, results: StepResults, now_s: float) -> None:
-        """Give the sequences of a step what it computed."""
-        own = (self.chunks, self._ended, self._failed)
-        taken = Taken(now_s, self._groups, self._scheduler, self._totals, *own)
-        for sequence in flight.left:
-            taken.give(sequence, results)
-        taken.log(self._log, flight.plan.tokens, flight.trained)
+    def accept(self, running: Running, results: Results, now_s: float) -> None:
+        """Give the sequences of a step their results, log their tokens, and end what is over."""
+        tokens = _Tokens(now_s, self._totals.latest_step_s)
+        for sequence in running.left:
+            self._give(sequence, results, tokens)
+            if sequence.followers and sequence.has_prompt and sequence not in self._failed:
+                self._fork(sequence, results, tokens)
+        plan = running.plan
+        self._totals.ran(plan.tokens, running.work.load.tokens - plan.tokens)
+        if tokens.further or tokens.events:
+            since_before = len(tokens.further) - len(tokens.longer_s)
+            self._totals.count_gaps(now_s, since_before, tokens.longer_s)
+        self._log.add_tokens(now_s, tokens.further)
+        self._log.add(*tokens.events)
         while self._ended:
             self._scheduler.drop(self._finish())
         self._fail_all()
+
+    def _give(self, sequence: Sequence, results: Results, tokens: _Tokens) -> None:
+        try:
+            chunk = results.give(sequence)
+            if chunk is None:
+                return
+            if chunk.token_id is not None:
+                times = sequence.times
+                if times.first_token_s is None:
+                    times.first_token_s = tokens.now_s
+                    details = {"count": 1, "cached_tokens": sequence.blocks.found}
+                    event = Event(tokens.now_s, Kind.TOKEN, sequence.id, details)
+                    tokens.events.append(event)
+                else:
+                    tokens.further.append(sequence.id)
+                    if times.latest_token_s != tokens.before_s:  # most had one in the last step
+                        tokens.longer_s.append(tokens.now_s - (times.latest_token_s or 0.0))
+                times.latest_token_s = tokens.now_s
+            handed_out = self._groups.handed_out(sequence, chunk) if self._groups.of_all else None
+        except Exception as error:  # the sequence may be half changed
+            self._failed[sequence] = error
+            return
+        if handed_out is None:
+            self.chunks.append(chunk)
+        else:
+            self.chunks += handed_out
+        if chunk.completion is not None:
+            self._ended.append((sequence, chunk.completion.finish_reason))
+
+    def _fork(self, sequence: Sequence, results: Results, tokens: _Tokens) -> None:
+        """Begin the other continuations of a prompt that was computed."""
+        followers, sequence.followers = sequence.followers, []
+        for follower in followers:
+            self._scheduler.fork(sequence, follower, tokens.now_s)
+            if follower.state is State.RUNNING:
+                tokens.events.append(Event(tokens.now_s, Kind.ADMITTED, follower.id))
+            self._give(follower, results, tokens)
 
     def _finish(self) -> Sequence:
         """Let go of a sequence that has had its last chunk; returns it."""

@@ -1,4 +1,4 @@
-"""A step in flight: it runs on the device, and its tokens are not read yet.
+"""A running step: it was launched on the device, and its results are not read yet.
 
 On a device that works beside the host, the next step begins before this one is read:
 
@@ -14,7 +14,7 @@ knows, and draws the same token.
 
 Parts of jobs run beside a forward on a stream of their own. A step ends when both have ended, so
 each stream waits for the other where a step begins; the host waits for neither. A job that needs
-numbers goes on once the step is read that computed them (`late_readings.py`), by an update beside
+numbers goes on once the step is read that computed them (`LateReadings`), by an update beside
 the forward that is under way. Pages that were free when a forward began are a job's at once, and
 those that are freed meanwhile from the next step on, as the forward may have a row more there.
 
@@ -27,80 +27,73 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
+from pcg.runtime.engine.device import Launched
 from pcg.runtime.engine.jobs import Job
-from pcg.runtime.engine.sharing.step import Step
-from pcg.runtime.engine.steps.started import StartedStep
+from pcg.runtime.engine.work import Work
 from pcg.runtime.requests.sequence import Sequence, State
-from pcg.runtime.requests.step_plan import StepPlan
+from pcg.runtime.requests.step_plan import Plan
 
 AHEAD = "ahead"
-"""Said of a step that is read once the next one has begun."""
+"""The reason of a step that is read once the next step has been launched."""
 
 
 @dataclass(eq=False)
-class Flight:
-    """A step that was started.
+class Running:
+    """A step that was launched.
 
     Attributes:
-        suspect: what runs alone in it, after an error; None for nothing.
-        jobs: those whose windows run in it.
-        started_s: when the host started it.
-        due_s: when it is expected to end.
-        number: which of the steps it is that are read late; that of the latest for others.
-        trained: tokens of windows in it.
+        suspect: the request or job that runs alone in the step, after an error; None for none.
+        jobs: jobs whose windows run in the step.
+        started_s: time at which the host launched the step, on the engine's clock.
+        due_s: time at which the step is expected to end.
+        number: number of late readings so far, with this step's own.
     """
 
-    plan: StepPlan
-    step: Step
-    running: StartedStep
+    plan: Plan
+    work: Work
+    launched: Launched
     suspect: Sequence | Job | None
     jobs: list[Job]
     started_s: float
     due_s: float
     number: int
-    trained: int = field(init=False)
     _begun: list[int] = field(init=False)
 
     def __post_init__(self) -> None:
-        self.trained = self.step.load.tokens - self.plan.tokens
-        self._begun = [sequence.begun for sequence, _ in self.plan.chunks]
-        for sequence, count in self.plan.chunks:
-            sequence.launched(count, self.due_s)
+        chunks, due_s = self.plan.chunks, self.due_s
+        self._begun = [sequence.begun for sequence, _ in chunks]
+        for sequence, count in chunks:
+            sequence.launched(count, due_s)
 
     @property
     def ran(self) -> list[Sequence | Job]:
-        """Everything that runs in it."""
-        return [*(one for one, _ in self.plan.chunks), *self.jobs]
-
-    def expect(self, due_s: float) -> None:
-        """Note when it is expected to end now, which may be later as more runs beside it."""
-        if due_s <= self.due_s:
-            return
-        self.due_s = due_s
-        for sequence in self.left:
-            sequence.times.due_s = due_s
+        """All requests and jobs of the step."""
+        return [*(sequence for sequence, _ in self.plan.chunks), *self.jobs]
 
     @property
     def is_read_first(self) -> bool:
-        """True if the next step can only be planned once this one is read.
+        """True if the next step can only be planned once this step is read.
 
-        That is where a prompt ends without a token, or with those of several continuations.
+        That holds where a prompt ends without a token, or with those of several continuations.
         """
-        return any(one.followers or not one.limit for one, _ in self.plan.chunks)
+        return any(sequence.followers or not sequence.limit for sequence, _ in self.plan.chunks)
 
     @property
     def left(self) -> Iterator[Sequence]:
-        """Its sequences that still run, and did not begin again."""
+        """The sequences of the step that still run, and were not preempted since."""
         for (sequence, _), begun in zip(self.plan.chunks, self._begun, strict=True):
             if sequence.state is State.RUNNING and sequence.begun == begun:
                 yield sequence
 
-    def took_s(self, now_s: float, before_s: float) -> float:
-        """Return the time that it took.
+    def expect(self, due_s: float) -> None:
+        """Set a later time at which the step is expected to end, as more runs beside it."""
+        if due_s > self.due_s:
+            self.due_s = due_s
+            for sequence in self.left:
+                sequence.times.due_s = due_s
 
-        Args:
-            before_s: when the step before was read.
-        """
-        if self.running.device_s is not None and self.started_s < before_s:
-            return self.running.device_s
+    def took_s(self, now_s: float, before_s: float) -> float:
+        """Return the time that the step took; `before_s`: when the step before was read."""
+        if self.launched.device_s is not None and self.started_s < before_s:
+            return self.launched.device_s
         return now_s - max(self.started_s, before_s)

@@ -1,4 +1,4 @@
-"""A step of the engine, and a rule that decides how much finetuning goes into it."""
+"""The work of a step, and the rule that decides how much finetuning goes into it."""
 
 from __future__ import annotations
 
@@ -6,13 +6,16 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from pcg.runtime.engine.latency import Latencies
 from pcg.runtime.engine.limits import Limits
 from pcg.runtime.model.load import Load
-from pcg.runtime.requests.step_plan import StepPlan
+from pcg.runtime.requests.step_plan import Plan
 from pcg.runtime.training.work_units import Forward, Part, Phase
+
+if TYPE_CHECKING:
+    from pcg.runtime.engine.jobs import Job
 
 
 class Refusal(NamedTuple):
@@ -43,9 +46,12 @@ class Refusal(NamedTuple):
         return f"no room within {bound}: {piece} takes {self.takes_s:.3g} s, {left_s:.3g} s is left"
 
 
+_NOTHING = Load()
+
+
 @dataclass
-class Step:
-    """A step, as the rules of sharing see it.
+class Work:
+    """The work of a step: what it serves, and what rules of sharing add to it.
 
     Attributes:
         gap_s: time from the beginning of the step until the first gap between two tokens of a
@@ -64,15 +70,17 @@ class Step:
             run before: what it took tells nothing of later steps.
         awaited: returns True once a request waits for the end of the step; None if the step serves
             requests itself.
+        windows: the jobs that go forward with what is served, their units, and tokens of each.
+        is_beside: True if parts of jobs run beside the forward, on a stream of their own.
         is_under_way: True while the step runs on the device and later steps are planned.
     """
 
     limits: Limits
     latencies: Latencies | None
     gap_s: float = math.inf
-    decoded: Load = field(default_factory=Load)
-    served: Load = field(default_factory=Load)
-    load: Load = field(default_factory=Load)
+    decoded: Load = _NOTHING
+    served: Load = _NOTHING
+    load: Load = _NOTHING
     is_served: bool = False
     units: int = 0
     has_exception: bool = False
@@ -83,6 +91,8 @@ class Step:
     spent_s: float = 0.0
     trained_s: float = 0.0
     awaited: Callable[[], bool] | None = None
+    windows: list[tuple[Job, Forward, int]] = field(default_factory=list)
+    is_beside: bool = False
     is_under_way: bool = False
 
     @property
@@ -101,23 +111,18 @@ class Step:
         return self.is_served and self.gap_s < math.inf
 
     @classmethod
-    def of(
-        cls,
-        plan: StepPlan,
-        limits: Limits,
-        latencies: Latencies | None,
-        awaited: Callable[[], bool] | None = None,
-    ) -> Step:
-        """Return the step that serves a plan."""
+    def of(cls, plan: Plan, limits: Limits, latencies: Latencies | None, now_s: float) -> Work:
+        """Return the work of a step that serves a plan."""
+        load = plan.load
         return cls(
             limits,
             latencies,
             gap_s=plan.gap_s,
             decoded=plan.decoded,
-            served=plan.load,
-            load=plan.load,
+            served=load,
+            load=load,
             is_served=bool(plan.chunks),
-            awaited=None if plan.chunks else awaited,
+            began_s=now_s,
         )
 
     def ahead_s(self) -> float:
@@ -176,30 +181,30 @@ class Sharing(ABC):
         """Return True if the next step may serve requests; `has_work` tells if a job could run."""
         return True
 
-    def begin(self, step: Step) -> None:  # noqa: B027 (most rules do nothing)
+    def begin(self, work: Work) -> None:  # noqa: B027 (most rules do nothing)
         """Prepare for a step before any finetuning is in it."""
 
     @abstractmethod
-    def forward(self, step: Step, unit: Forward) -> int:
+    def forward(self, work: Work, unit: Forward) -> int:
         """Return the most tokens of a job that go forward in the step, through all layers."""
 
-    def in_layers(self, step: Step, unit: Forward, ahead_s: float, *, is_due: bool) -> int:
+    def in_layers(self, work: Work, unit: Forward, ahead_s: float, *, is_due: bool) -> int:
         """Return the tokens of a window that begins to go forward in parts, a layer each."""
         return 0
 
     @abstractmethod
     def fits(
-        self, step: Step, phase: Phase, load: Load, ahead_s: float, *, is_due: bool = False
+        self, work: Work, phase: Phase, load: Load, ahead_s: float, *, is_due: bool = False
     ) -> bool:
         """Return True if parts of this load run before work that takes `ahead_s` more."""
 
-    def part(self, step: Step, part: Part, beside: Load, ahead_s: float, *, is_due: bool) -> int:
+    def part(self, work: Work, part: Part, beside: Load, ahead_s: float, *, is_due: bool) -> int:
         """Return how many tokens of a part run beside others of its stage: of a loss any number."""
         load = part.load
-        fits = self.fits(step, part.stage.phase, beside + load, ahead_s, is_due=is_due)
+        fits = self.fits(work, part.stage.phase, beside + load, ahead_s, is_due=is_due)
         return load.tokens if fits else 0
 
-    def ran(self, step: Step, seconds: float) -> None:  # noqa: B027
+    def ran(self, work: Work, seconds: float) -> None:  # noqa: B027
         """Record the time of parts.
 
         Of those beside the forward it is the predicted time, and later by how much it was exceeded.

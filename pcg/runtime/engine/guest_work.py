@@ -20,7 +20,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
 
-from pcg.runtime.engine.sharing.step import Step
+from pcg.runtime.engine.work import Work
 
 
 @dataclass(eq=False)
@@ -109,7 +109,7 @@ class GuestWork:
         self._is_awaited = is_awaited
         self._works: deque[RowWork] = deque()
         self._is_called = False
-        self._before: Step | None = None
+        self._before: Work | None = None
         self._served_s = 0.0
         self._earned_s = 0.0
         self._owed_s = 0.0
@@ -124,44 +124,44 @@ class GuestWork:
         """Have the engine's thread look for work; fails once that has ended."""
         return self._call(self._while_idle)
 
-    def run(self, step: Step, ahead_s: float) -> None:
+    def run(self, work: Work, ahead_s: float) -> None:
         """Run as much as a step has time for, before what it serves.
 
         Args:
             ahead_s: how long what it serves takes at most, as predicted; 0 where nothing is known.
         """
-        self._account(step)
-        ahead_s = max(ahead_s, self._served_s) if step.is_served else 0.0
-        while self._works and not step.is_over:
-            rows = self._rows(self._left_s(step, ahead_s), is_awaited=step.is_served)
+        self._account(work)
+        ahead_s = max(ahead_s, self._served_s) if work.is_served else 0.0
+        while self._works and not work.is_over:
+            rows = self._rows(self._left_s(work, ahead_s), is_awaited=work.is_served)
             if not rows:
                 break
             took_s = self._slice(rows)
-            step.elapsed_s += took_s
-            step.units += 1
+            work.elapsed_s += took_s
+            work.units += 1
             self._earned_s -= took_s
             self._owed_s = max(0.0, self._owed_s - took_s)
         if self._works and not self._is_called:
             self._is_called = True
             self.wake()
 
-    def _account(self, step: Step) -> None:
+    def _account(self, work: Work) -> None:
         """Earn by what the step before served, the least share also where much is promised."""
-        before, self._before = self._before, step
+        before, self._before = self._before, work
         if before is None or not before.is_served or not before.spent_s:
             return
         self._served_s = before.spent_s
         self._owed_s += LEAST_SHARE / (1 - LEAST_SHARE) * before.spent_s if self._works else 0.0
-        share = step.limits.finetuning_floor
+        share = work.limits.finetuning_floor
         earned_s = self._earned_s + share / (1 - share) * before.spent_s
-        self._earned_s = min(earned_s, step.limits.idle_step_s)
+        self._earned_s = min(earned_s, work.limits.idle_step_s)
 
-    def _left_s(self, step: Step, ahead_s: float) -> float:
-        if not step.is_served:
+    def _left_s(self, work: Work, ahead_s: float) -> float:
+        if not work.is_served:
             return _SLICE_S
-        limits = step.limits
-        left_s = min(step.gap_s, limits.idle_step_s) - step.elapsed_s - ahead_s
-        if not step.is_promised:
+        limits = work.limits
+        left_s = min(work.gap_s, limits.idle_step_s) - work.elapsed_s - ahead_s
+        if not work.is_promised:
             left_s = min(left_s, self._earned_s)
         return max(left_s, self._owed_s)
 

@@ -30,7 +30,7 @@ from collections import deque
 from typing import NamedTuple
 
 from pcg.runtime.engine.latency import Latencies
-from pcg.runtime.engine.sharing.step import Refusal, Sharing, Step
+from pcg.runtime.engine.work import Refusal, Sharing, Work
 from pcg.runtime.model.load import Load
 from pcg.runtime.training.work_units import Forward, Part, Phase
 
@@ -45,35 +45,35 @@ class CoServing(Sharing):
         self._steps = self._longest = 0
         self._credit_s = math.inf
         self._wanted_s = self._carried_s = 0.0
-        self._before: list[tuple[Step, float]] = []
+        self._before: list[tuple[Work, float]] = []
 
-    def _share(self, step: Step) -> float | None:
+    def _share(self, work: Work) -> float | None:
         """Return the share of the time that finetuning has; None where it has what is left."""
-        limits = step.limits
-        if step.is_served and not step.is_promised:
+        limits = work.limits
+        if work.is_served and not work.is_promised:
             return limits.finetuning_floor
-        return 1 - limits.serving_share if step.is_served and limits.serving_share else None
+        return 1 - limits.serving_share if work.is_served and limits.serving_share else None
 
-    def begin(self, step: Step) -> None:
-        if step.latencies is None:
+    def begin(self, work: Work) -> None:
+        if work.latencies is None:
             return
-        self._close(step.latencies)
-        if step.decoded.tokens:
-            self._decoded = step.decoded
-        share, self._carried_s = self._share(step), 0.0
+        self._close(work.latencies)
+        if work.decoded.tokens:
+            self._decoded = work.decoded
+        share, self._carried_s = self._share(work), 0.0
         if share is None:
             self._credit_s = math.inf
         else:
             # The credit is at most what an idle step may last, or what waits for it takes.
-            most_s = max(step.limits.idle_step_s, self._wanted_s)
-            earned_s = share / (1 - share) * step.served_s()
+            most_s = max(work.limits.idle_step_s, self._wanted_s)
+            earned_s = share / (1 - share) * work.served_s()
             before_s = 0.0 if self._credit_s == math.inf else self._credit_s
             self._credit_s = min(before_s + earned_s, most_s)
             # A piece that was too long for the rest of the last step may use its unused time, too.
             self._carried_s = max(0.0, min(self._credit_s - earned_s, self._wanted_s))
         self._wanted_s = 0.0
-        room_s = max(0.0, self._room_s(step))
-        self._before.append((step, room_s))
+        room_s = max(0.0, self._room_s(work))
+        self._before.append((work, room_s))
         self._recent.next_s = room_s
         self._steps += 1
         if self._steps % (_ROOMS // 4) == 0:
@@ -81,138 +81,138 @@ class CoServing(Sharing):
 
     def _close(self, latencies: Latencies) -> None:
         """Learn from the steps that are over."""
-        for step, room_s in self._before:
-            if step.is_under_way:
+        for work, room_s in self._before:
+            if work.is_under_way:
                 continue
-            self._recent.add(step, room_s)
-            if step.is_promised:
-                is_filled = step.trained_s > 0 or step.served.tokens > step.decoded.tokens
-                is_missed = step.lasted_s > step.gap_s and is_filled and not step.has_exception
-                latencies.reserve.observe(is_missed, step.limits.tpot_percentile)
+            self._recent.add(work, room_s)
+            if work.is_promised:
+                is_filled = work.trained_s > 0 or work.served.tokens > work.decoded.tokens
+                is_missed = work.lasted_s > work.gap_s and is_filled and not work.has_exception
+                latencies.reserve.observe(is_missed, work.limits.tpot_percentile)
         self._before = [pair for pair in self._before if pair[0].is_under_way]
 
-    def _room_s(self, step: Step) -> float:
+    def _room_s(self, work: Work) -> float:
         """Return the time that finetuning may take in the step beside its requests."""
-        assert step.latencies is not None
-        if not step.is_served:
-            return step.limits.idle_step_s
-        if step.is_promised:
-            return step.latencies.reserve.within(step.gap_s) - step.served_s()
-        share = self._share(step) or 0.0
-        return max(_STRETCH, share / (1 - share)) * step.served_s()
+        assert work.latencies is not None
+        if not work.is_served:
+            return work.limits.idle_step_s
+        if work.is_promised:
+            return work.latencies.reserve.within(work.gap_s) - work.served_s()
+        share = self._share(work) or 0.0
+        return max(_STRETCH, share / (1 - share)) * work.served_s()
 
-    def _left_s(self, step: Step, ahead_s: float) -> float:
+    def _left_s(self, work: Work, ahead_s: float) -> float:
         """Return the part of the room that is left before work that takes `ahead_s` more."""
-        room_s = self._room_s(step) + self._carried_s
-        return room_s + step.served_s() - ahead_s - step.elapsed_s
+        room_s = self._room_s(work) + self._carried_s
+        return room_s + work.served_s() - ahead_s - work.elapsed_s
 
-    def _affords(self, step: Step, piece: Refusal, *, is_due: bool, is_alone: bool = True) -> bool:
+    def _affords(self, work: Work, piece: Refusal, *, is_due: bool, is_alone: bool = True) -> bool:
         self._wanted_s = max(self._wanted_s, piece.takes_s)
         # The first piece of a step without a promise runs once its time is earned.
-        may_exceed = is_alone and step.units == 0 and (is_due or not step.is_promised)
+        may_exceed = is_alone and work.units == 0 and (is_due or not work.is_promised)
         if piece.takes_s <= self._credit_s and (piece.takes_s <= piece.left_s or may_exceed):
-            step.has_exception |= piece.takes_s > piece.left_s
+            work.has_exception |= piece.takes_s > piece.left_s
             return True
-        step.refusal = piece._replace(left_s=min(piece.left_s, self._credit_s))
+        work.refusal = piece._replace(left_s=min(piece.left_s, self._credit_s))
         return False
 
-    def forward(self, step: Step, unit: Forward) -> int:
-        latencies = step.latencies
+    def forward(self, work: Work, unit: Forward) -> int:
+        latencies = work.latencies
         if latencies is None:
             # The first step that serves tells how long steps take.
-            return 0 if step.is_served else unit.remaining
-        if step.yields:
+            return 0 if work.is_served else unit.remaining
+        if work.yields:
             return 0  # in layers, between which it can end
-        best = self._window(step, unit, latencies)
-        if best.in_layers and step.is_served:
+        best = self._window(work, unit, latencies)
+        if best.in_layers and work.is_served:
             return 0
-        beside = step.load + Load(windows=1)
-        left_s = self._left_s(step, 0.0)
+        beside = work.load + Load(windows=1)
+        left_s = self._left_s(work, 0.0)
         fitting = latencies.forward.tokens_within(left_s, unit.context, beside, is_trained=True)
-        grain = _grain(step)
+        grain = _grain(work)
         wanted = _even_part(unit.remaining, best.tokens, grain)
         tokens = _even_part(unit.remaining, min(fitting, best.tokens), grain)
-        if step.is_served and 2 * tokens < wanted:
+        if work.is_served and 2 * tokens < wanted:
             tokens = wanted  # which does not fit
         tokens = max(tokens, min(unit.remaining, grain))
-        load = step.load + unit.load(tokens)
-        seconds = latencies.forward.seconds(load) - step.ahead_s()
-        piece = Refusal(tokens, None, seconds, left_s - step.ahead_s())
-        if not self._affords(step, piece, is_due=False):
+        load = work.load + unit.load(tokens)
+        seconds = latencies.forward.seconds(load) - work.ahead_s()
+        piece = Refusal(tokens, None, seconds, left_s - work.ahead_s())
+        if not self._affords(work, piece, is_due=False):
             return 0
         self._credit_s -= seconds
         return tokens
 
-    def in_layers(self, step: Step, unit: Forward, ahead_s: float, *, is_due: bool) -> int:
-        if step.latencies is None:
+    def in_layers(self, work: Work, unit: Forward, ahead_s: float, *, is_due: bool) -> int:
+        if work.latencies is None:
             return 0
-        best = self._window(step, unit, step.latencies)
-        if not (best.in_layers or step.yields or is_due):
+        best = self._window(work, unit, work.latencies)
+        if not (best.in_layers or work.yields or is_due):
             return 0
-        grain = _grain(step)
+        grain = _grain(work)
         most = grain if is_due else max(best.tokens, grain)
         tokens = _even_part(unit.remaining, most, grain)
         load = unit.whole.window_load(tokens)
-        return tokens if self.fits(step, Phase.FORWARD, load, ahead_s, is_due=is_due) else 0
+        return tokens if self.fits(work, Phase.FORWARD, load, ahead_s, is_due=is_due) else 0
 
     def fits(
-        self, step: Step, phase: Phase, load: Load, ahead_s: float, *, is_due: bool = False
+        self, work: Work, phase: Phase, load: Load, ahead_s: float, *, is_due: bool = False
     ) -> bool:
-        if step.latencies is None:
-            return not step.is_served and not step.units
-        seconds = step.latencies.of(phase).seconds(load)
-        piece = Refusal(load.tokens, phase, seconds, self._left_s(step, ahead_s))
-        return self._affords(step, piece, is_due=is_due)
+        if work.latencies is None:
+            return not work.is_served and not work.units
+        seconds = work.latencies.of(phase).seconds(load)
+        piece = Refusal(load.tokens, phase, seconds, self._left_s(work, ahead_s))
+        return self._affords(work, piece, is_due=is_due)
 
-    def part(self, step: Step, part: Part, beside: Load, ahead_s: float, *, is_due: bool) -> int:
-        latencies = step.latencies
+    def part(self, work: Work, part: Part, beside: Load, ahead_s: float, *, is_due: bool) -> int:
+        latencies = work.latencies
         phase, tokens = part.stage.phase, part.load.tokens
         if latencies is None:
-            return tokens if self.fits(step, phase, part.load, ahead_s) else 0
+            return tokens if self.fits(work, phase, part.load, ahead_s) else 0
         if phase is not Phase.LOSS:
             seconds = latencies.of(phase).seconds(beside + part.load)
-            piece = Refusal(tokens, phase, seconds, self._left_s(step, ahead_s))
-            fits = self._affords(step, piece, is_due=is_due, is_alone=not beside.tokens)
+            piece = Refusal(tokens, phase, seconds, self._left_s(work, ahead_s))
+            fits = self._affords(work, piece, is_due=is_due, is_alone=not beside.tokens)
             return tokens if fits else 0
         # As much of a loss as fits; its constant time makes a few tokens expensive. Where a request
         # may wait for its end, it takes no longer than a layer.
-        most_s = min(self._left_s(step, ahead_s), self._credit_s)
-        if step.yields:
+        most_s = min(self._left_s(work, ahead_s), self._credit_s)
+        if work.yields:
             most_s = min(most_s, latencies.backward.seconds(part.load))
-        grain, loss = _grain(step), latencies.loss
+        grain, loss = _grain(work), latencies.loss
         fitting = _repeated(loss.tokens_within(most_s, 0, Load()), grain)
         is_worthwhile = loss.seconds(Load(fitting)) >= 2 * loss.seconds(Load())
         least = min(tokens, grain)
         if fitting >= least or (fitting and is_worthwhile):
             return min(tokens, fitting)
-        fits = self.fits(step, Phase.LOSS, Load(least), ahead_s, is_due=is_due)
+        fits = self.fits(work, Phase.LOSS, Load(least), ahead_s, is_due=is_due)
         return least if fits else 0
 
-    def ran(self, step: Step, seconds: float) -> None:
+    def ran(self, work: Work, seconds: float) -> None:
         self._credit_s -= seconds
 
-    def _window(self, step: Step, unit: Forward, latencies: Latencies) -> Window:
+    def _window(self, work: Work, unit: Forward, latencies: Latencies) -> Window:
         """Return the length of windows for which the most tokens are trained."""
         if self._best is None or self._longest < latencies.longest:
-            self._best = self._choose(step, unit, latencies)
-        room = step.limits.tokens - step.load.tokens
+            self._best = self._choose(work, unit, latencies)
+        room = work.limits.tokens - work.load.tokens
         return self._best._replace(tokens=min(self._best.tokens, room))
 
-    def _choose(self, step: Step, unit: Forward, latencies: Latencies) -> Window:
+    def _choose(self, work: Work, unit: Forward, latencies: Latencies) -> Window:
         recent, decoded, forward = self._recent, self._decoded, latencies.forward
-        tokens = grain = _grain(step)
+        tokens = grain = _grain(work)
         best, most = Window(grain, True), 0.0
         decoded_s = forward.seconds(decoded)
         longer = 1 / latencies.reserve.within(1.0)  # parts of a window vary as steps do
         # The time of a window more than twice as long as any that ran is not known.
         self._longest = latencies.longest
-        while tokens <= min(max(2 * self._longest, grain), step.limits.tokens):
+        while tokens <= min(max(2 * self._longest, grain), work.limits.tokens):
             load = Load.of_rows(tokens, unit.whole.row)
             window = load + Load(trained=tokens, windows=1)
             layer_s, back_s = latencies.layer.seconds(load), latencies.backward.seconds(load)
             if not latencies.backward.known:
                 back_s = max(back_s, 2 * layer_s)
-            if most and max(layer_s, back_s) > _PIECE * step.limits.idle_step_s:
+            if most and max(layer_s, back_s) > _PIECE * work.limits.idle_step_s:
                 break
             backward = recent.pieces(longer * back_s) / max(unit.layers, 1)
             beside_s = forward.seconds(decoded + window) - decoded_s
@@ -251,12 +251,12 @@ class RecentRooms:
         self._steps: deque[_Served] = deque(maxlen=_ROOMS)
         self._idle_s = 0.0
 
-    def add(self, step: Step, room_s: float) -> None:
+    def add(self, work: Work, room_s: float) -> None:
         """Add a step that is over, and the room that it had."""
-        if not step.is_served:
-            self._idle_s += step.spent_s
+        if not work.is_served:
+            self._idle_s += work.spent_s
             return
-        self._steps.append(_Served(room_s, step.spent_s, step.trained_s, self._idle_s))
+        self._steps.append(_Served(room_s, work.spent_s, work.trained_s, self._idle_s))
         self._idle_s = 0.0
 
     def pieces(self, served_s: float, idle_s: float | None = None) -> float:
@@ -273,9 +273,9 @@ class RecentRooms:
         return served + left_s / (served_s if idle_s is None else idle_s)
 
 
-def _grain(step: Step) -> int:
+def _grain(work: Work) -> int:
     """Return the least tokens of a window, of which windows have multiples."""
-    return min(step.limits.least_chunk, step.limits.tokens)
+    return min(work.limits.least_chunk, work.limits.tokens)
 
 
 def _repeated(tokens: int, grain: int) -> int:

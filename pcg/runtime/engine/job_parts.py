@@ -12,12 +12,10 @@ from contextlib import contextmanager, nullcontext
 
 from pcg.runtime.engine.clock import Clock
 from pcg.runtime.engine.device import Device
+from pcg.runtime.engine.guest_work import GuestWork
 from pcg.runtime.engine.jobs import Job, Jobs, PartGroup
-from pcg.runtime.engine.latency import Latencies
-from pcg.runtime.engine.sharing import Sharing
-from pcg.runtime.engine.sharing.step import Step
-from pcg.runtime.engine.steps.guest_work import GuestWork
-from pcg.runtime.training.work_units import Forward, Part, WindowedPass
+from pcg.runtime.engine.work import Sharing, Work
+from pcg.runtime.training.work_units import Part, WindowedPass
 
 
 class JobParts:
@@ -34,52 +32,48 @@ class JobParts:
         self._passes: list[WindowedPass] = []  # that ran in this step
         self.guests: GuestWork | None = None
 
-    def windows(
-        self, sharing: Sharing, step: Step, suspect: object
-    ) -> list[tuple[Job, Forward, int]]:
-        """Return the windows that go forward whole in a step: jobs, units, and their tokens.
+    def add_windows(self, sharing: Sharing, work: Work, suspect: object) -> None:
+        """Add to the work of a step the windows that go forward whole.
 
         Args:
             suspect: what runs alone; None for nothing.
         """
-        found: list[tuple[Job, Forward, int]] = []
         for job, unit in self._jobs.forward():
             if suspect not in (None, job):
                 continue
-            tokens = unit.whole.fitting(min(unit.remaining, sharing.forward(step, unit)))
+            tokens = unit.whole.fitting(min(unit.remaining, sharing.forward(work, unit)))
             if tokens > 0:
-                found.append((job, unit, tokens))
+                work.windows.append((job, unit, tokens))
                 self._passes.append(unit.whole)
-                before = step.load
-                step.load += unit.load(tokens)
-                seconds = 0.0
-                if step.latencies is not None:
-                    forward = step.latencies.forward
-                    seconds = forward.seconds(step.load) - forward.seconds(before)
-                job.ran(tokens, seconds, step.began_s)
-        return found
+                before, seconds = work.load, 0.0
+                work.load += unit.load(tokens)
+                if work.latencies is not None:
+                    forward = work.latencies.forward
+                    seconds = forward.seconds(work.load) - forward.seconds(before)
+                job.ran(tokens, seconds, work.began_s)
 
-    def run(self, device: Device, sharing: Sharing, step: Step, started_s: float) -> None:
+    def run(self, device: Device, sharing: Sharing, work: Work) -> None:
         """Run parts before the forward of what the step serves, if it does."""
-        ahead_s = step.ahead_s() if step.is_served else 0.0
-        step.elapsed_s = self._clock.latest_s() - started_s
+        started_s = work.began_s
+        ahead_s = work.ahead_s() if work.is_served else 0.0
+        work.elapsed_s = self._clock.latest_s() - started_s
         if self.guests is not None and self._jobs.only is None:
-            self.guests.run(step, ahead_s)
-        while not step.is_over and (group := self._jobs.next_group(sharing, step, ahead_s)):
+            self.guests.run(work, ahead_s)
+        while not work.is_over and (group := self._jobs.next_group(sharing, work, ahead_s)):
             try:
                 self._run(device, group.parts)
             except Exception as error:
                 self._fail(device, group, error)
                 return
-            before_s = step.elapsed_s
+            before_s = work.elapsed_s
             with self._advancing(group):
-                self._advance(step, group)
-                step.elapsed_s = self._clock.now_s() - started_s
-                with_update_s = step.elapsed_s - before_s
-                group.ran(with_update_s, step.began_s)
-                step.ran_parts(group.phase, group.load, with_update_s)
-                sharing.ran(step, with_update_s)
-            if not step.is_served:
+                self._advance(work, group)
+                work.elapsed_s = self._clock.now_s() - started_s
+                with_update_s = work.elapsed_s - before_s
+                group.ran(with_update_s, work.began_s)
+                work.ran_parts(group.phase, group.load, with_update_s)
+                sharing.ran(work, with_update_s)
+            if not work.is_served:
                 self.record(len(group.parts))
 
     def _run(self, device: Device, parts: List[Part]) -> None:
@@ -96,8 +90,7 @@ class JobParts:
         self,
         device: Device,
         sharing: Sharing,
-        step: Step,
-        latencies: Latencies | None,
+        work: Work,
         busy: Collection[Job],
     ) -> float:
         """Run parts beside the step's forward; returns their predicted time.
@@ -106,14 +99,14 @@ class JobParts:
 
         Observations are of the time that both take when they run at once, and so are predictions.
         """
-        side = device.side
+        side, latencies = device.side, work.latencies
         assert side is not None
         assert latencies is not None
-        spent_s, beside_s = step.ahead_s(), 0.0
+        spent_s, beside_s = work.ahead_s(), 0.0
         with side.beside():
             if self.guests is not None:
-                self.guests.run(step, spent_s)
-            while group := self._jobs.next_group(sharing, step, spent_s, busy):
+                self.guests.run(work, spent_s)
+            while group := self._jobs.next_group(sharing, work, spent_s, busy):
                 try:
                     with side.timed():
                         device.run_parts(group.parts)
@@ -124,10 +117,10 @@ class JobParts:
                     foretold_s = latencies.of(group.phase).seconds(group.load)
                     spent_s += foretold_s
                     self._beside.append((group, foretold_s))
-                    sharing.ran(step, foretold_s)
+                    sharing.ran(work, foretold_s)
                     beside_s += foretold_s
-                    self._advance(step, group)
-                    group.ran(foretold_s, step.began_s)
+                    self._advance(work, group)
+                    group.ran(foretold_s, work.began_s)
         side.rejoin()
         return beside_s
 
@@ -160,7 +153,7 @@ class JobParts:
         if device.side is not None:
             device.side.rejoin()
 
-    def join(self, device: Device, sharing: Sharing, step: Step) -> bool:
+    def join(self, device: Device, sharing: Sharing, work: Work) -> bool:
         """Wait for the parts beside the forward, and learn how long they took.
 
         Returns:
@@ -171,8 +164,8 @@ class JobParts:
             return False
         assert device.side is not None
         for (group, foretold_s), took_s in zip(groups, device.side.join(), strict=True):
-            step.ran_parts(group.phase, group.load, took_s)
-            sharing.ran(step, took_s - foretold_s)
+            work.ran_parts(group.phase, group.load, took_s)
+            sharing.ran(work, took_s - foretold_s)
         return True
 
     def restart(self) -> None:
@@ -193,8 +186,8 @@ class JobParts:
             self._jobs.begin_again(group)
             raise
 
-    def _advance(self, step: Step, group: PartGroup) -> None:
-        step.units += len(group.parts)
+    def _advance(self, work: Work, group: PartGroup) -> None:
+        work.units += len(group.parts)
         self._passes += [part.whole for part in group.parts]
         for job in group.jobs:
             job.advance()

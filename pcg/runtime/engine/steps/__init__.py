@@ -1,1 +1,0 @@
-"""Steps of the engine: those that are under way, and the parts of jobs that run in them."""
