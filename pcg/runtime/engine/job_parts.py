@@ -9,13 +9,17 @@ import math
 from collections.abc import Collection, Iterator
 from collections.abc import Sequence as List
 from contextlib import contextmanager, nullcontext
+from typing import TypeAlias
 
 from pcg.runtime.engine.clock import Clock
 from pcg.runtime.engine.device import Device
 from pcg.runtime.engine.guest_work import GuestWork
 from pcg.runtime.engine.jobs import Job, Jobs, PartGroup
 from pcg.runtime.engine.work import Sharing, Work
-from pcg.runtime.training.work_units import Part, WindowedPass
+from pcg.runtime.training.work_units import Forward, Part, WindowedPass
+
+Window: TypeAlias = tuple[Job, Forward, int]
+"""A job whose window goes forward in a step, its unit, and the window's tokens."""
 
 
 class JobParts:
@@ -32,18 +36,19 @@ class JobParts:
         self._passes: list[WindowedPass] = []  # that ran in this step
         self.guests: GuestWork | None = None
 
-    def add_windows(self, sharing: Sharing, work: Work, suspect: object) -> None:
-        """Add to the work of a step the windows that go forward whole.
+    def windows(self, sharing: Sharing, work: Work, suspect: object) -> list[Window]:
+        """Return the windows that go forward whole in a step.
 
         Args:
             suspect: what runs alone; None for nothing.
         """
+        windows: list[Window] = []
         for job, unit in self._jobs.forward():
             if suspect not in (None, job):
                 continue
             tokens = unit.whole.fitting(min(unit.remaining, sharing.forward(work, unit)))
             if tokens > 0:
-                work.windows.append((job, unit, tokens))
+                windows.append((job, unit, tokens))
                 self._passes.append(unit.whole)
                 before, seconds = work.load, 0.0
                 work.load += unit.load(tokens)
@@ -51,6 +56,7 @@ class JobParts:
                     forward = work.latencies.forward
                     seconds = forward.seconds(work.load) - forward.seconds(before)
                 job.ran(tokens, seconds, work.began_s)
+        return windows
 
     def run(self, device: Device, sharing: Sharing, work: Work) -> None:
         """Run parts before the forward of what the step serves, if it does."""

@@ -22,7 +22,7 @@ from pcg.runtime.adapters.cache import ServedAdapter
 from pcg.runtime.engine.clock import Clock
 from pcg.runtime.engine.co_serving import CoServing
 from pcg.runtime.engine.device import Device
-from pcg.runtime.engine.job_parts import JobParts
+from pcg.runtime.engine.job_parts import JobParts, Window
 from pcg.runtime.engine.jobs import Job, Jobs
 from pcg.runtime.engine.latency import Latencies
 from pcg.runtime.engine.open_requests import OpenRequests
@@ -276,14 +276,13 @@ class EngineLoop:
         has_guests = bool(self.jobs) or self.parts.guests is not None
         if has_guests or work.is_promised:
             self.sharing.begin(work)
-        if has_guests:
-            self._share(work, suspect, begins_s)
+        windows = self._share(work, suspect, begins_s) if has_guests else []
         if not work.load.tokens:
             self._finish("nothing served")
             self._suspects.ran(suspect, has_tokens=False)
         else:
             why = self._why_read_first(None, work.is_served) if self.device.is_ahead else "never"
-            running = self._launch(plan, work, suspect, begins_s, is_ahead=not why)
+            running = self._launch(plan, work, windows, suspect, begins_s, is_ahead=not why)
             if before is not None:
                 self._finish(AHEAD)
                 work.elapsed_s = max(work.elapsed_s, self.clock.latest_s() - self._read_s)
@@ -303,8 +302,8 @@ class EngineLoop:
                 self.scheduler.policy.trained(used)
         self.worked = bool(work.load.tokens or work.units or is_ahead)
 
-    def _share(self, work: Work, suspect: Sequence | Job | None, begins_s: float) -> None:
-        """Add windows of jobs to the work of a step, and run the parts that come before it."""
+    def _share(self, work: Work, suspect: Sequence | Job | None, begins_s: float) -> list[Window]:
+        """Run the parts of jobs that come before a step; return the windows within the step."""
         if not work.is_served:
             work.awaited = self.awaited
         self.jobs.pass_step()
@@ -313,23 +312,23 @@ class EngineLoop:
         if work.is_served and not work.is_beside:
             self.parts.run(self.device, self.sharing, work)
         work.elapsed_s = max(0.0, self.clock.latest_s() - begins_s)
-        self.parts.add_windows(self.sharing, work, suspect)
+        return self.parts.windows(self.sharing, work, suspect)
 
     def _launch(
         self,
         plan: Plan,
         work: Work,
+        windows: list[Window],
         suspect: Sequence | Job | None,
         begins_s: float,
         *,
         is_ahead: bool,
     ) -> Running:
-        jobs, started_s = [job for job, _, _ in work.windows], self.clock.latest_s()
-        self._ran = [*(sequence for sequence, _ in plan.chunks), *jobs]
+        jobs, started_s = [job for job, _, _ in windows], self.clock.latest_s()
+        self._ran = [sequence for sequence, _ in plan.chunks] + jobs
         if self.meanwhile is not None and self.device.side is None:
             self.meanwhile()
-        windows = [(unit, count) for _, unit, count in work.windows]
-        launched = self.device.start(plan.chunks, windows)
+        launched = self.device.start(plan.chunks, [(unit, count) for _, unit, count in windows])
         number = self.jobs.readings.begin() if is_ahead else self.jobs.readings.begun
         due_s = begins_s + work.ahead_s()
         running = Running(plan, work, launched, suspect, jobs, started_s, due_s, number)

@@ -5,17 +5,14 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NamedTuple
+from dataclasses import dataclass
+from typing import NamedTuple
 
 from pcg.runtime.engine.latency import Latencies
 from pcg.runtime.engine.limits import Limits
 from pcg.runtime.model.load import Load
 from pcg.runtime.requests.step_plan import Plan
 from pcg.runtime.training.work_units import Forward, Part, Phase
-
-if TYPE_CHECKING:
-    from pcg.runtime.engine.jobs import Job
 
 
 class Refusal(NamedTuple):
@@ -70,7 +67,6 @@ class Work:
             run before: what it took tells nothing of later steps.
         awaited: returns True once a request waits for the end of the step; None if the step serves
             requests itself.
-        windows: the jobs that go forward with what is served, their units, and tokens of each.
         is_beside: True if parts of jobs run beside the forward, on a stream of their own.
         is_under_way: True while the step runs on the device and later steps are planned.
     """
@@ -91,7 +87,6 @@ class Work:
     spent_s: float = 0.0
     trained_s: float = 0.0
     awaited: Callable[[], bool] | None = None
-    windows: list[tuple[Job, Forward, int]] = field(default_factory=list)
     is_beside: bool = False
     is_under_way: bool = False
 
