@@ -163,7 +163,7 @@ def serve_copy(executor: Any, log: str, given: Mapping[str, Any]) -> bool:
     """Serve, in a process that is a copy."""
     from pcg.parent_process import end_with_parent
     from pcg.serve.engine import process
-    from pcg.serve.options import ServeOptions
+    from pcg.serve.engine.options import ServeOptions
     from pcg.serve.server import serve
 
     end_with_parent(os.getppid())

@@ -14,7 +14,7 @@ import typer
 
 from pcg.ir.program.manifest import is_program_folder
 from pcg.options import CompileOptions
-from pcg.serve.options import ServeOptions
+from pcg.serve.engine.options import ServeOptions
 from pcg.split.base.options import BaseOptions
 
 from .options.arguments import Runnable

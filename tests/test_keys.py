@@ -11,7 +11,7 @@ import pytest
 
 from pcg.errors import ServeError
 from pcg.keys import VARIABLE, Keys, Scope, open_keys
-from pcg.serve.options import ServeOptions
+from pcg.serve.engine.options import ServeOptions
 from tests.support import serving
 
 SHA = hashlib.sha256(b"secret-1").hexdigest()

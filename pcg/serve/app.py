@@ -9,37 +9,51 @@ from fastapi.dependencies.models import Dependant
 from fastapi.routing import APIRoute
 
 from pcg.errors import ServeError
-from pcg.serve import health, status
+from pcg.keys import Keys
+from pcg.serve import health, page, status
 from pcg.serve.adapters import control, sglang
 from pcg.serve.adapters import routes as adapters
+from pcg.serve.adapters.catalog import Catalog
 from pcg.serve.anthropic import routes as anthropic
-from pcg.serve.direct_send import DirectSend
-from pcg.serve.errors import ERRORS, add_handlers
+from pcg.serve.engine.client import EngineClient
+from pcg.serve.engine.options import ServeOptions
 from pcg.serve.files import routes as files
 from pcg.serve.files import uploads
+from pcg.serve.files.files import Files
+from pcg.serve.files.quota import Quota
 from pcg.serve.graders import routes as graders
 from pcg.serve.graders.job_grading import JobGrading
+from pcg.serve.graders.python_graders import PythonGraders
+from pcg.serve.http.caller import Authentication, RequiredScope
+from pcg.serve.http.errors import ERRORS, add_handlers
+from pcg.serve.http.limits import RequestLimits
+from pcg.serve.http.middleware import DirectSend, Recording, RequestId
+from pcg.serve.http.service import LongBodyRoute, Service
 from pcg.serve.jobs import permissions
 from pcg.serve.jobs import report as job_report
 from pcg.serve.jobs import routes as jobs
-from pcg.serve.long_body import LongBodyRoute
+from pcg.serve.jobs.runner import JobRunner
 from pcg.serve.metrics import routes as metrics
+from pcg.serve.metrics.engine_metrics import EngineMetrics, Served
+from pcg.serve.observers import Observers
 from pcg.serve.openai import completions, embeddings, models, scores, tokens
 from pcg.serve.openai.chat import completions as chat_completions
+from pcg.serve.openai.chat.tool_use import ChatSupport
+from pcg.serve.openai.generation_config import GenerationConfig
+from pcg.serve.openai.logprobs import TokenTexts
 from pcg.serve.openai.responses import routes as responses
-from pcg.serve.page import routes as page
-from pcg.serve.record import Recording
-from pcg.serve.request_id import RequestId
-from pcg.serve.security.caller import Authentication, RequiredScope
-from pcg.serve.security.request_limits import RequestLimits
-from pcg.serve.service import Service
+from pcg.serve.openai.responses.store import ResponseStore
+from pcg.serve.store.store import Store
+from pcg.serve.tinker import copy_routes as tinker_copies
 from pcg.serve.tinker import future_routes as tinker_futures
 from pcg.serve.tinker import model_routes as tinker_models
+from pcg.serve.tinker import rest_routes as tinker_rest
+from pcg.serve.tinker import sampler_routes as tinker_sampling
 from pcg.serve.tinker import session_routes as tinker_sessions
 from pcg.serve.tinker import training_routes as tinker_training
-from pcg.serve.tinker.rest import copy_routes as tinker_copies
-from pcg.serve.tinker.rest import routes as tinker_rest
-from pcg.serve.tinker.sampling import routes as tinker_sampling
+from pcg.serve.tinker.links import LINKS, Links
+from pcg.serve.tinker.samplers import Samplers
+from pcg.serve.tinker.tinker import Tinker
 from pcg.version import __version__
 
 ROUTERS: tuple[APIRouter, ...] = (
@@ -79,6 +93,54 @@ LINKED = (tinker_rest.LINK,)
 """The paths whose addresses nobody can guess; those that were given out need no key."""
 
 
+def open_service(
+    client: EngineClient,
+    keys: Keys,
+    options: ServeOptions,
+    generation: GenerationConfig | None = None,
+    store: Store | None = None,
+) -> Service:
+    """Return the service of an engine with all of its parts.
+
+    Args:
+        generation: the defaults of sampling.
+        store: the data folder; without one the parts that need it are missing.
+    """
+    service = Service(client, keys, options)
+    catalog = service.add(Catalog(client, options, store))
+    graders = service.add(PythonGraders(options.python_graders))
+    observers = service.add(Observers(options))
+    service.ends += [graders.close, observers.close]
+    service.add(generation or GenerationConfig())
+    service.add(Links(LINKS))
+    service.add(TokenTexts(client.tokenizer))
+    service.add(ResponseStore())
+    service.add(
+        ChatSupport(
+            client.tokenizer,
+            chat_template=options.chat_template,
+            tool_call_parser=options.tool_call_parser,
+            trusts_templates=options.trust_request_chat_template,
+        )
+    )
+    served = Served(
+        catalog.names[0],
+        service.max_model_len,
+        options.max_num_seqs,
+        service.memory.bytes,
+        catalog.owned,
+    )
+    service.add(EngineMetrics(client, served))
+    if store is not None:
+        files = service.add(Files(store, Quota(options)))
+        jobs = service.add(JobRunner(client, files, catalog, options, JobGrading(service)))
+        tinker = service.add(Tinker(client, catalog.loader, store, options))
+        samplers = service.add(Samplers(service, catalog, tinker))
+        service.begins += [jobs.begin, tinker.begin, samplers.begin]
+        service.stops.append(tinker.futures.close)
+    return service
+
+
 def create_app(service: Service) -> FastAPI:
     """Return the application of a service.
 
@@ -95,7 +157,6 @@ def create_app(service: Service) -> FastAPI:
         redirect_slashes=False,  # the Host header would say where to
     )
     app.state.service = service
-    service.grading = JobGrading(service)
     app.state.public = PUBLIC
     for router in ROUTERS:
         check_routes(router)
@@ -107,11 +168,11 @@ def create_app(service: Service) -> FastAPI:
     app.add_middleware(metrics.Scrapes, service=service)
     public = (*PUBLIC, metrics.PATH) if service.options.metrics_without_key else PUBLIC
     app.add_middleware(
-        Authentication, keys=service.keys, public=public, owner_of_link=service.links.owner
+        Authentication, keys=service.keys, public=public, owner_of_link=service.part(Links).owner
     )
     app.add_middleware(RequestId)
-    if service.observers:
-        app.add_middleware(Recording, observers=service.observers)
+    if observers := service.part(Observers).each:
+        app.add_middleware(Recording, observers=observers)
     app.add_middleware(DirectSend)
     return app
 

@@ -17,9 +17,9 @@ from pydantic import BaseModel
 
 from pcg.keys import Scope
 from pcg.runtime.metrics.status import EngineState
-from pcg.serve.errors import ApiError
-from pcg.serve.security.caller import Caller, requires
-from pcg.serve.service import ServiceDependency
+from pcg.serve.http.caller import Caller, requires
+from pcg.serve.http.errors import ApiError
+from pcg.serve.http.service import ServiceDependency
 from pcg.version import __version__
 
 # ------------------------------------------------------------------------------------------- schema

@@ -19,7 +19,7 @@ from threading import Thread
 
 from pcg.errors import ServeError
 from pcg.files import shown_path
-from pcg.serve.options import ServeOptions
+from pcg.serve.engine.options import ServeOptions
 
 _BACKLOG = 2048
 _HEAD_S = 10.0

@@ -29,9 +29,9 @@ from typing import Any
 
 from pcg.errors import ServeError
 from pcg.files import expanded
-from pcg.serve.errors import LOG
-from pcg.serve.options import ServeOptions
-from pcg.serve.record import Observer, Record
+from pcg.serve.engine.options import ServeOptions
+from pcg.serve.http.errors import LOG
+from pcg.serve.http.middleware import Observer, Record
 
 # --------------------------------------------------------------------------------------- access log
 
@@ -166,21 +166,26 @@ def _handler(target: str) -> logging.Handler:
 # ---------------------------------------------------------------------------------------- observers
 
 
-def open_observers(options: ServeOptions) -> tuple[Observer, ...]:
-    """Open the access log and the exporter of traces.
+class Observers:
+    """The access log and the exporter of traces, as far as the options ask for them.
 
     Raises:
         ServeError: the log's file cannot be written, or what traces need is not installed.
     """
-    found: list[Observer] = []
-    if options.access_log != "none":
-        found.append(AccessLog(options.access_log))
-    if options.otlp_traces_endpoint is not None:
-        try:
-            from pcg.serve.tracing import Traces
-        except ImportError as error:
-            raise ServeError(
-                f"--otlp-traces-endpoint needs {error.name}; pip install 'pcg[otel]'"
-            ) from error
-        found.append(Traces(options.otlp_traces_endpoint))
-    return tuple(found)
+
+    def __init__(self, options: ServeOptions) -> None:
+        self.each: list[Observer] = []
+        if options.access_log != "none":
+            self.each.append(AccessLog(options.access_log))
+        if options.otlp_traces_endpoint is not None:
+            try:
+                from pcg.serve.tracing import Traces
+            except ImportError as error:
+                raise ServeError(
+                    f"--otlp-traces-endpoint needs {error.name}; pip install 'pcg[otel]'"
+                ) from error
+            self.each.append(Traces(options.otlp_traces_endpoint))
+
+    def close(self) -> None:
+        for observer in self.each:
+            observer.close()

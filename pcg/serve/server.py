@@ -34,19 +34,21 @@ import uvicorn
 from pcg.errors import ConfigError, PcgError, ServeError
 from pcg.files import read_text, shown_path
 from pcg.keys import Keys, open_keys
+from pcg.serve.adapters.catalog import Catalog
 from pcg.serve.adapters.modules import check_modules
 from pcg.serve.adapters.roots import Roots
-from pcg.serve.app import create_app
+from pcg.serve.app import create_app, open_service
 from pcg.serve.engine.client import EngineClient
+from pcg.serve.engine.options import ServeOptions
 from pcg.serve.engine.split_base import SplitAccess
-from pcg.serve.errors import LOG
-from pcg.serve.generation_config import GenerationConfig, read_generation_config
+from pcg.serve.engine.warm_jobs import parse_warm_jobs
+from pcg.serve.files.files import Files
+from pcg.serve.http.connection import BoundedConnection, allow_connections
+from pcg.serve.http.errors import LOG
+from pcg.serve.http.service import Service
 from pcg.serve.jobs.bases import check_base
-from pcg.serve.jobs.warm_jobs import parse_warm_jobs
 from pcg.serve.listening import Listener, check_certificate
-from pcg.serve.options import ServeOptions
-from pcg.serve.security.connection import BoundedConnection, allow_connections
-from pcg.serve.service import Service
+from pcg.serve.openai.generation_config import GenerationConfig, read_generation_config
 from pcg.serve.store.store import open_store
 from pcg.units import counted, size_text
 
@@ -65,9 +67,9 @@ def announcement(service: Service, url: str, made_key: str | None) -> str:
     length = "" if most is None else f", at most {most:,} tokens a request"
     memory = service.memory
     lines = [
-        f"serving {service.catalog.base.name} on {service.client.facts.device}{length}",
+        f"serving {service.part(Catalog).base.name} on {service.client.facts.device}{length}",
         f"adapters: {', '.join(adapters) if adapters else 'none'}",
-        f"defaults of sampling: {service.generation}",
+        f"defaults of sampling: {service.part(GenerationConfig)}",
         f"memory: {size_text(memory.total)} = {size_text(memory.weights)} weights + "
         f"{size_text(memory.adapters)} adapters + {size_text(memory.kv_cache)} KV cache + "
         f"{size_text(memory.workspace)} workspace"
@@ -79,7 +81,7 @@ def announcement(service: Service, url: str, made_key: str | None) -> str:
             f"recorded before the first request: {counted(warmed.graphs, 'graph')} of steps in "
             f"{warmed.seconds:.0f} s, {size_text(warmed.size_bytes)}"
         )
-    if service.reads_and_deletes:
+    if service.has(Files) and not service.part(Files).store.reserve.is_whole:
         lines.append(
             "the disk of --data-dir has no room: what is there is read and deleted, and nothing is "
             "kept until there is"
@@ -98,7 +100,7 @@ def announcement(service: Service, url: str, made_key: str | None) -> str:
 
 def _curl(service: Service, url: str, key: str | None) -> str:
     """Return a command that asks the server for something."""
-    body = {"model": service.catalog.base.name, "prompt": "Hello", "max_tokens": 16}
+    body = {"model": service.part(Catalog).base.name, "prompt": "Hello", "max_tokens": 16}
     shown = key or "$PCG_API_KEY"
     unsafe = "-k " if url.startswith("https") else ""
     return (
@@ -176,7 +178,7 @@ def serve(
             with opened as store, engine(options, keys.tenants, split) as client:
                 if store is not None:
                     check_base(store, client.facts)
-                service = Service(client, keys, options, generation, store)
+                service = open_service(client, keys, options, generation, store)
                 text = announcement(service, listener.url, made_key)
                 reread = partial(_reread, options, directory, reads_keys=made_key is None)
 
@@ -196,7 +198,7 @@ def serve(
                 finally:
                     gc.unfreeze()
                     service.close()
-                generation = service.generation
+                generation = service.part(GenerationConfig)
                 return server, None if client.ended is None else time.monotonic() - began_s
 
         while True:
@@ -322,7 +324,8 @@ class Server(uvicorn.Server):
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
         self._loop = asyncio.get_running_loop()
-        self.service.begin()
+        for begin in self.service.begins:
+            begin()
         self._say(self._text)
         self._ready(self)
 
@@ -340,9 +343,14 @@ class Server(uvicorn.Server):
         if self._drained is not None:
             self.force_exit = self.should_exit = True
             return
-        self.service.stop_waiting()
+        self._stop_waiting()
         self._drained = self.service.client.drain(self.service.options.shutdown_timeout_s)
         self._drained.add_done_callback(self._end)
+
+    def _stop_waiting(self) -> None:
+        """Have no client wait for a result any more."""
+        for stop in self.service.stops:
+            stop()
 
     def _end(self, _: Future[None]) -> None:
         self.should_exit = True
@@ -376,7 +384,7 @@ class Server(uvicorn.Server):
                 lines.append(f"API keys: {counted(len(found.keys), 'key')}")
                 if was_alone is not (found.keys.tenants == 1):
                     lines.append("shares of tenants in the engine: those of the start")
-            service.generation = found.generation
+            service.add(found.generation)
             lines.append(f"defaults of sampling: {found.generation}")
             if options.ssl_certfile is not None:
                 lines.append(f"certificate: {shown_path(options.ssl_certfile)}")
@@ -410,7 +418,7 @@ class Server(uvicorn.Server):
         ended = self.service.client.ended
         if ended is not None:
             LOG.error("%s", ended)
-            self.service.stop_waiting()
+            self._stop_waiting()
             return True
         return await super().on_tick(counter)
 

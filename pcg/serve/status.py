@@ -20,10 +20,11 @@ from pcg.runtime.engine.jobs import JobState
 from pcg.runtime.metrics.histogram import Histogram
 from pcg.runtime.metrics.status import AdapterStatus, EngineNumbers, JobStatus
 from pcg.runtime.metrics.totals import Promised, Totals
-from pcg.serve.adapters.engine_names import Owned
+from pcg.serve.adapters.catalog import Catalog
 from pcg.serve.engine.client import EngineStatus
-from pcg.serve.security.caller import Caller, requires
-from pcg.serve.service import Service, ServiceDependency
+from pcg.serve.engine.engine_names import Owned
+from pcg.serve.http.caller import Caller, requires
+from pcg.serve.http.service import Service, ServiceDependency
 from pcg.version import __version__
 
 router = APIRouter(tags=["server"])
@@ -154,7 +155,7 @@ def _status(service: Service, found: EngineStatus, caller: Caller) -> ServerStat
     seen = _Seen(service, found, caller)
     return ServerStatus(
         version=__version__,
-        model=service.catalog.base.name,
+        model=service.part(Catalog).base.name,
         max_model_len=service.max_model_len,
         has_chat_template=tokenizer is not None and tokenizer.chat_template is not None,
         state=service.client.health().state.value,
@@ -214,7 +215,7 @@ class _Seen:
 
     def __init__(self, service: Service, found: EngineStatus, caller: Caller) -> None:
         self._found = found
-        self._owned = service.catalog.owned
+        self._owned = service.part(Catalog).owned
         self._tenant = caller.tenant
         self._is_admin = Scope.ADMIN in caller.scopes
         self.sees_all = service.shows_engine(caller)

@@ -23,7 +23,7 @@ from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapProp
 
 from pcg.runtime.requests.request import Request
 from pcg.runtime.requests.stream import Stream
-from pcg.serve.record import LEFT, Record
+from pcg.serve.http.middleware import LEFT, Record
 from pcg.version import __version__
 
 _OPERATIONS = {

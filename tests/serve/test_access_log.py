@@ -18,8 +18,8 @@ import pytest
 
 from pcg.errors import ServeError
 from pcg.keys import Keys
+from pcg.serve.http.middleware import Record
 from pcg.serve.observers import AccessLog
-from pcg.serve.record import Record
 from tests.support import serving
 from tests.support.step_gate import StepGate
 from tests.support.waiting import until

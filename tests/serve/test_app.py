@@ -14,9 +14,9 @@ from fastapi.routing import APIRoute
 from pcg.errors import EngineError, ServeError
 from pcg.keys import Keys, Scope
 from pcg.serve.app import PUBLIC, ROUTERS, check_routes
-from pcg.serve.errors import as_api_error
-from pcg.serve.security.caller import requires
-from pcg.serve.service import Service
+from pcg.serve.http.caller import requires
+from pcg.serve.http.errors import as_api_error
+from pcg.serve.http.service import Service
 from pcg.version import __version__
 from tests.support import serving
 

@@ -13,8 +13,8 @@ import httpx2
 import pytest
 
 from pcg.serve.app import create_app
-from pcg.serve.errors import in_json
 from pcg.serve.health import schema_of
+from pcg.serve.http.errors import in_json
 from tests.support import serving
 
 WRONG: tuple[Any, ...] = (True, -1, 10**30, "", "\ud800", [""], [[]], {}, {"a": {}})

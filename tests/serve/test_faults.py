@@ -18,8 +18,8 @@ import pytest
 from pcg.keys import Keys
 from pcg.runtime.metrics.events import Kind
 from pcg.serve.app import ROUTERS
-from pcg.serve.security import connection as connection_module
-from pcg.serve.service import Service
+from pcg.serve.http import connection as connection_module
+from pcg.serve.http.service import Service
 from tests.support import serving
 from tests.support.waiting import until
 

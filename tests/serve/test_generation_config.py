@@ -13,9 +13,9 @@ import transformers
 
 from pcg.errors import ConfigError
 from pcg.runtime.model.recorder import WarmUp
-from pcg.serve.generation_config import read_generation_config
+from pcg.serve.http.service import Service
+from pcg.serve.openai.generation_config import read_generation_config
 from pcg.serve.server import announcement
-from pcg.serve.service import Service
 from pcg_cli.options.executors import PlaceOptions, files_of
 from tests.support import serving
 
@@ -41,7 +41,7 @@ def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
     write(directory, GREEDY)
     generation = read_generation_config("auto", directory)
     with serving.service_of() as service:
-        service.generation = generation
+        service.add(generation)
         yield service
 
 

@@ -29,9 +29,9 @@ from pcg.runtime.admission.policies import EarlyAbort
 from pcg.runtime.executor import Executor
 from pcg.serve import listening, server
 from pcg.serve.engine.local import local_client
-from pcg.serve.generation_config import GenerationConfig
+from pcg.serve.engine.options import ServeOptions
 from pcg.serve.listening import Listener, check_certificate, listen, url_of
-from pcg.serve.options import ServeOptions
+from pcg.serve.openai.generation_config import GenerationConfig
 from pcg.serve.server import Server, serve
 from tests.support import serving
 from tests.support.step_gate import StepGate
@@ -225,7 +225,7 @@ def test_keys_certificates_and_defaults_are_read_again_while_streams_go_on(
                 pem.write_text(CERTIFICATES[1])
                 generation.write_text('{"temperature": 0.25}')
                 served.server.reload()
-                until(lambda: served.service.generation.defaults.temperature == 0.25)
+                until(lambda: served.service.part(GenerationConfig).defaults.temperature == 0.25)
                 gate.open()
                 assert list(lines)[-2:] == ["data: [DONE]", ""]
             assert statuses() == (401, 200)
@@ -346,10 +346,10 @@ def test_a_server_whose_engine_ends_opens_another_one(
             body = {"model": serving.MODEL, "prompt": [1, 2, 3], "max_tokens": 4, "temperature": 0}
             texts.append((url, client.post("/v1/completions", json=body).json()["choices"]))
         if len(texts) == 1:
-            running.service.generation = reloaded
+            running.service.add(reloaded)
             running.service.client.engine.call(broken)
         else:
-            assert running.service.generation is reloaded
+            assert running.service.part(GenerationConfig) is reloaded
             running.drain()
 
     def broken() -> None:

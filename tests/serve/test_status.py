@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 
 from pcg.keys import Keys
-from pcg.serve.adapters.engine_names import Owned
-from pcg.serve.service import Service
+from pcg.serve.adapters.catalog import Catalog
+from pcg.serve.engine.engine_names import Owned
+from pcg.serve.http.service import Service
 from tests.support import serving
 
 
@@ -71,7 +72,9 @@ def test_names_of_other_tenants_are_not_in_it(
     service: Service, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     owners = {"lora-0": Owned("red", "mine"), "lora-1": Owned("blue", "mine")}
-    monkeypatch.setattr(service.catalog, "owned", lambda name: owners.get(name, Owned("", name)))
+    monkeypatch.setattr(
+        service.part(Catalog), "owned", lambda name: owners.get(name, Owned("", name))
+    )
     streams = [
         service.client.engine.submit(
             [1, 2], name, tenant=tenant, request_id=tenant, max_new_tokens=100, ignore_eos=True

@@ -14,7 +14,7 @@ import pytest
 import pcg.compiler as compiler
 from pcg.errors import ServeError, SplitError
 from pcg.runtime.executor import Executor
-from pcg.serve.options import ServeOptions
+from pcg.serve.engine.options import ServeOptions
 from pcg.split.base.options import BaseOptions
 from pcg.split.client.connect import connect
 from pcg.split.client.privacy import Privacy

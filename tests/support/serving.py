@@ -22,11 +22,11 @@ import httpx2
 import pcg.compiler as compiler
 from pcg.keys import Key, Keys, Scope, digest_of, open_keys
 from pcg.runtime.executor import Executor
-from pcg.serve.app import create_app
+from pcg.serve.app import create_app, open_service
 from pcg.serve.engine.local import local_client
-from pcg.serve.options import ServeOptions
+from pcg.serve.engine.options import ServeOptions
+from pcg.serve.http.service import Service
 from pcg.serve.server import Server, serve
-from pcg.serve.service import Service
 from tests.support.text_model import save_text_model
 
 KEY = "key-for-tests"
@@ -82,7 +82,7 @@ def service_of(
     asked = ServeOptions(**{**OPTIONS, **options})
     keys = open_keys(asked.api_key, asked.api_keys)[0] if keys is None else keys
     with local_client(lambda: executor, asked, keys.tenants) as client:
-        service = Service(client, keys, asked)
+        service = open_service(client, keys, asked)
         try:
             yield service
         finally:

@@ -15,7 +15,7 @@ from typing import Any
 
 from pcg.runtime.training.options import StepRecord
 from pcg.serve.engine.local import LocalClient, local_client
-from pcg.serve.options import ServeOptions
+from pcg.serve.engine.options import ServeOptions
 from pcg.serve.server import Server, serve
 from tests.support import serving
 from tests.support.serving_job import DATA

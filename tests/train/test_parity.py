@@ -17,6 +17,7 @@ from pcg.runtime.data.order import Batches
 from pcg.runtime.executor import Executor
 from pcg.runtime.training.options import FinetuneOptions, make_schedule
 from pcg.runtime.training.training_data import training_data
+from pcg.serve.files.files import Files
 from tests.support import preference_oracle as peft_model
 from tests.support import serving, tinker_client
 from tests.support.job_client import ROWS, begin, client_of, ended
@@ -89,7 +90,7 @@ def by_job(server: serving.Served, path: Path) -> None:
         own = {"extra_body": {"pcg": {"peft": PEFT, "learning_rate": RATE}}}
         job = ended(client, begin(client, EPOCHS, seed=SEED, **own).id)
     assert job.status == "succeeded", job.error
-    path.symlink_to(server.service.files.store.folder / "jobs" / job.id / "model")
+    path.symlink_to(server.service.part(Files).store.folder / "jobs" / job.id / "model")
 
 
 def by_tinker(executor: Executor, server: serving.Served, path: Path) -> None:

@@ -15,15 +15,15 @@ from pcg.errors import AdapterError
 from pcg.keys import Scope
 from pcg.runtime.adapters.cache import ServedAdapter
 from pcg.runtime.adapters.versions import AdapterVersion
-from pcg.serve.adapters.engine_names import Owned, engine_name, owned
 from pcg.serve.adapters.kept_models import KeptModels
 from pcg.serve.adapters.loader import Loader, Origin
 from pcg.serve.adapters.modules import parse_modules
 from pcg.serve.adapters.roots import Resolver, Roots
 from pcg.serve.engine.client import EngineClient
-from pcg.serve.errors import not_found
-from pcg.serve.options import ServeOptions
-from pcg.serve.security.caller import Caller
+from pcg.serve.engine.engine_names import Owned, engine_name, owned
+from pcg.serve.engine.options import ServeOptions
+from pcg.serve.http.caller import Caller
+from pcg.serve.http.errors import not_found
 from pcg.serve.store.store import Store
 
 

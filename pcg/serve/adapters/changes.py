@@ -10,11 +10,12 @@ from pcg.errors import AdapterConflictError, AdapterError, AdapterNotFoundError
 from pcg.keys import Scope
 from pcg.runtime.adapters.cache import ServedAdapter
 from pcg.runtime.adapters.versions import AdapterVersion
-from pcg.serve.adapters.engine_names import engine_name, owned
+from pcg.serve.adapters.catalog import Catalog
 from pcg.serve.adapters.loader import Origin
-from pcg.serve.errors import ApiError, not_found
-from pcg.serve.security.caller import Caller
-from pcg.serve.service import Service
+from pcg.serve.engine.engine_names import engine_name, owned
+from pcg.serve.http.caller import Caller
+from pcg.serve.http.errors import ApiError, not_found
+from pcg.serve.http.service import Service
 
 
 @dataclass(frozen=True)
@@ -38,7 +39,7 @@ class Load:
 
 def owner_of(service: Service, caller: Caller, name: str) -> str:
     """Return whose adapter of the name answers a caller; its own tenant where there is none."""
-    adapter = service.catalog.here(caller.tenant, name)
+    adapter = service.part(Catalog).here(caller.tenant, name)
     return caller.tenant if adapter is None else owned(adapter.name).tenant
 
 
@@ -48,7 +49,7 @@ async def load(service: Service, asked: Load) -> AdapterVersion:
     Raises:
         ApiError: in vLLM's words, where it has them.
     """
-    catalog, loader = service.catalog, service.catalog.loader
+    catalog, loader = service.part(Catalog), service.part(Catalog).loader
     try:
         catalog.check_free(asked.name)
         of_engine = engine_name(asked.owner, asked.name)
@@ -91,7 +92,7 @@ async def unload(service: Service, name: str, owner: str) -> ServedAdapter:
     Raises:
         ApiError: in vLLM's words, where it has them.
     """
-    loader = service.catalog.loader
+    loader = service.part(Catalog).loader
     try:
         of_engine = engine_name(owner, name)
     except AdapterError:
@@ -116,8 +117,8 @@ async def delete(service: Service, caller: Caller, name: str) -> None:
     Raises:
         ApiError: 404, there is none for this caller; 403, it is another's; 409, a job trains it.
     """
-    adapter = service.catalog.here(caller.tenant, name)
-    if name in service.catalog.names:
+    adapter = service.part(Catalog).here(caller.tenant, name)
+    if name in service.part(Catalog).names:
         raise ApiError(403, f"The model `{name}` is the base, and stays.", param="model")
     is_kept = await _forget(service, caller, name)
     if adapter is None:
@@ -140,11 +141,13 @@ async def _forget(service: Service, caller: Caller, name: str) -> bool:
 
     Checkpoints of a job that is not over stay with it, which may go on from them.
     """
-    kept = service.catalog.kept
+    kept = service.part(Catalog).kept
     folder = None if kept is None else await kept.forget(caller.tenant, name)
-    if folder is not None:
-        await service.jobs.model_gone(caller.tenant, folder)
-    return folder is not None
+    if kept is None or folder is None:
+        return False
+    for tell in kept.on_forget:
+        await tell(caller.tenant, folder)
+    return True
 
 
 def invalid(message: str) -> ApiError:

@@ -13,8 +13,9 @@ from fastapi import APIRouter, Depends
 from pydantic import BaseModel, Field
 
 from pcg.keys import Scope
-from pcg.serve.security.caller import requires
-from pcg.serve.service import ServiceDependency
+from pcg.serve.adapters.catalog import Catalog
+from pcg.serve.http.caller import requires
+from pcg.serve.http.service import ServiceDependency
 
 router = APIRouter(tags=["server"])
 
@@ -76,7 +77,7 @@ async def server_info(
     facts, options = service.client.facts, service.options
     loads = LoraConfig(max_lora_rank=options.max_lora_rank, max_loras=options.max_cpu_loras)
     base = ModelConfig(
-        model=service.catalog.base.name,
+        model=service.part(Catalog).base.name,
         dtype=facts.dtype,
         max_model_len=service.max_model_len,
     )

@@ -9,14 +9,14 @@ from __future__ import annotations
 import asyncio
 import sqlite3
 import time
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from pcg.errors import AdapterConflictError
 from pcg.runtime.adapters.cache import ServedAdapter
-from pcg.serve.adapters.engine_names import engine_name
 from pcg.serve.adapters.loader import Loader, Origin
+from pcg.serve.engine.engine_names import engine_name
 from pcg.serve.store.store import Store
 
 MODEL = "model"
@@ -60,12 +60,17 @@ def folders(connection: sqlite3.Connection) -> set[str]:
 
 
 class KeptModels:
-    """The models of all tenants that a store has; for one event loop."""
+    """The models of all tenants that a store has; for one event loop.
+
+    Attributes:
+        on_forget: are called with the tenant and the folder of a model that its owner deletes.
+    """
 
     def __init__(self, store: Store, loader: Loader) -> None:
         self._store = store
         self._loader = loader
         self._loading: dict[tuple[str, str], asyncio.Task[ServedAdapter]] = {}
+        self.on_forget: list[Callable[[str, Path], Awaitable[None]]] = []
 
         def read(connection: sqlite3.Connection) -> list[KeptModel]:
             rows = connection.execute("SELECT name, tenant, folder, created_s, base FROM models")

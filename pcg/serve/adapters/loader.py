@@ -19,7 +19,7 @@ from pcg.files import SUMS, shown_path
 from pcg.peft.reader import CONFIG, WEIGHTS
 from pcg.runtime.adapters.cache import ServedAdapter
 from pcg.serve.engine.client import EngineClient
-from pcg.serve.errors import ApiError
+from pcg.serve.http.errors import ApiError
 
 
 @dataclass(frozen=True)

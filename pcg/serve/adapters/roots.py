@@ -25,7 +25,7 @@ from pcg.files import SUMS
 from pcg.peft.reader import CONFIG, WEIGHTS
 from pcg.runtime.adapters.cache import ServedAdapter
 from pcg.serve.adapters.loader import Loader, Origin, refusal
-from pcg.serve.errors import ApiError
+from pcg.serve.http.errors import ApiError
 
 # -------------------------------------------------------------------------------------------- roots
 

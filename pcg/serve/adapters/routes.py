@@ -15,10 +15,9 @@ from starlette.responses import PlainTextResponse
 from pcg.keys import Scope
 from pcg.serve.adapters.catalog import version_headers
 from pcg.serve.adapters.changes import Load, invalid, load, owner_of, unload
-from pcg.serve.long_body import LongBodyRoute
-from pcg.serve.openai.wire import WireModel
-from pcg.serve.security.caller import Caller, requires
-from pcg.serve.service import Service, ServiceDependency
+from pcg.serve.http.caller import Caller, requires
+from pcg.serve.http.service import LongBodyRoute, Service, ServiceDependency
+from pcg.serve.http.wire import WireModel
 
 router = APIRouter(prefix="/v1", tags=["adapters"], route_class=LongBodyRoute)
 

@@ -8,13 +8,13 @@ from fastapi import APIRouter
 from pydantic import BaseModel
 from starlette.responses import Response
 
+from pcg.serve.adapters.catalog import Catalog
 from pcg.serve.adapters.changes import Load, load, owner_of, unload
 from pcg.serve.adapters.routes import Admin, LongText
-from pcg.serve.errors import ApiError, ErrorBody
-from pcg.serve.long_body import LongBodyRoute
-from pcg.serve.openai.wire import WireModel
-from pcg.serve.security.caller import Caller
-from pcg.serve.service import Service, ServiceDependency
+from pcg.serve.http.caller import Caller
+from pcg.serve.http.errors import ApiError, ErrorBody
+from pcg.serve.http.service import LongBodyRoute, Service, ServiceDependency
+from pcg.serve.http.wire import WireModel
 
 router = APIRouter(tags=["adapters"], route_class=LongBodyRoute)
 
@@ -72,7 +72,7 @@ async def unload_lora_adapter(
 
 
 def _reply(service: Service, caller: Caller, error: ApiError | None = None) -> Response:
-    there = service.catalog.visible(caller)[1:]
+    there = service.part(Catalog).visible(caller)[1:]
     reply = LoadedAdapters(
         success=error is None,
         error_message="" if error is None else str(error.detail),

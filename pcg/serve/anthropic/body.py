@@ -7,12 +7,13 @@ from typing import Annotated, Any, Literal, TypeAlias
 
 from pydantic import BeforeValidator, ConfigDict, Discriminator, Field, Tag
 
-from pcg.serve.errors import UNSUPPORTED, ApiError
+from pcg.serve.http.errors import UNSUPPORTED, ApiError
+from pcg.serve.http.wire import WireModel
 from pcg.serve.openai.chat.body import ChatBody
 from pcg.serve.openai.chat.messages import MOST_MESSAGES, check_parts, text_or_list
 from pcg.serve.openai.chat.tool_use import MOST_TOOLS, FunctionName
 from pcg.serve.openai.sampling_fields import Share, Temperature, Whole
-from pcg.serve.openai.wire import FieldNames, Nothing, Only, WireModel
+from pcg.serve.openai.wire import FieldNames, Nothing, Only
 
 
 class Block(WireModel):

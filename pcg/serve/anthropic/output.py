@@ -18,8 +18,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from pcg.runtime.requests.request import Chunk, Completion
-from pcg.serve.errors import MESSAGES, as_api_error
-from pcg.serve.json_bytes import json_bytes
+from pcg.serve.http.errors import MESSAGES, as_api_error
+from pcg.serve.http.wire import json_bytes
 from pcg.serve.openai.chat.message_reader import MessageReader
 from pcg.serve.openai.chat.tool_format import ArgumentsPiece, CallPiece, Piece, TextPiece
 from pcg.serve.openai.chat.tool_use import ToolUse

@@ -12,14 +12,14 @@ from starlette.responses import Response
 from pcg.keys import Scope
 from pcg.serve.anthropic.body import CountBody, MessagesBody
 from pcg.serve.anthropic.output import MessageBlocks, MessageEvents, begun_message, whole_message
-from pcg.serve.errors import ERRORS, MESSAGES, of_validation
-from pcg.serve.json_bytes import json_bytes
-from pcg.serve.long_body import LongBodyRoute
+from pcg.serve.http.caller import Caller, requires
+from pcg.serve.http.errors import ERRORS, MESSAGES, of_validation
+from pcg.serve.http.service import LongBodyRoute, ServiceDependency
+from pcg.serve.http.wire import json_bytes, new_id
 from pcg.serve.openai.call import Call
 from pcg.serve.openai.chat.generation import Chat, prepared, submit_chat
 from pcg.serve.openai.completions import STREAMED
-from pcg.serve.security.caller import Caller, requires
-from pcg.serve.service import ServiceDependency, new_id
+from pcg.serve.openai.generation_config import GenerationConfig
 
 Infer = Annotated[Caller, Depends(requires(Scope.INFER))]
 
@@ -113,7 +113,7 @@ async def _chat(call: Call, body: CountBody) -> Chat:
         except ValidationError as error:  # what the bounds of a chat refuse
             found = [{**one, "loc": ("body", *one["loc"])} for one in error.errors()]
             raise of_validation(RequestValidationError(found)) from error
-        return chat.chat(call.request, call.service.generation.defaults)
+        return chat.chat(call.request, call.service.part(GenerationConfig).defaults)
 
     with call.names.naming():
         return await call.service.beside(call.caller, made)

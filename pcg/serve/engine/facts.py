@@ -19,7 +19,7 @@ from pcg.runtime.engine.engine import Engine
 from pcg.runtime.executor import Executor
 from pcg.runtime.model.recorder import WarmUp
 from pcg.runtime.model.weight_digests import base_digest
-from pcg.serve.options import ServeOptions
+from pcg.serve.engine.options import ServeOptions
 
 # ------------------------------------------------------------------------------------------- memory
 

@@ -26,6 +26,7 @@ from pcg.serve.engine.client import EngineStatus
 from pcg.serve.engine.facts import ModelFacts, facts_of
 from pcg.serve.engine.jobs.news import JobOrder, Tell
 from pcg.serve.engine.jobs.orders import OrderedJobs
+from pcg.serve.engine.options import ServeOptions
 from pcg.serve.engine.split_base import ServedBase, SplitAccess, served_base, split_endpoint
 from pcg.serve.engine.trainer_orders import (
     LoraOrder,
@@ -33,7 +34,6 @@ from pcg.serve.engine.trainer_orders import (
     TrainerOrder,
     TrainerReply,
 )
-from pcg.serve.options import ServeOptions
 
 Result = TypeVar("Result")
 

@@ -59,6 +59,7 @@ from pcg.serve.engine.messages import (
     encode,
 )
 from pcg.serve.engine.numbers import numbers_of
+from pcg.serve.engine.options import ServeOptions
 from pcg.serve.engine.remote_adapters import RemoteAdapter, RemoteAdapters
 from pcg.serve.engine.split_base import SplitAccess
 from pcg.serve.engine.trainer_orders import LoraOrder, TrainerOrder, TrainerReply
@@ -73,7 +74,6 @@ from pcg.serve.engine.translation import (
 )
 from pcg.serve.engine.watched_numbers import WatchedNumbers
 from pcg.serve.engine.worker import SIGNALS
-from pcg.serve.options import ServeOptions
 
 # -------------------------------------------------------------------------------------------- start
 

@@ -16,7 +16,7 @@ from pcg.kernels.devices import device_thread
 from pcg.keys import Keys
 from pcg.runtime.engine.async_engine import AsyncEngine
 from pcg.runtime.executor import Executor
-from pcg.serve.options import ServeOptions
+from pcg.serve.engine.options import ServeOptions
 from pcg.split.base.base_executor import tokenizer_files
 from pcg.split.base.base_loop import BaseLoop
 from pcg.split.base.options import BaseOptions

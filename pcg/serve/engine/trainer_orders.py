@@ -29,7 +29,7 @@ from pcg.runtime.training.trainer.commands import (
     SaveState,
 )
 from pcg.runtime.training.trainer.datum import Datum, Scored, Stepped
-from pcg.serve.adapters.engine_names import owned
+from pcg.serve.engine.engine_names import owned
 
 Found = TypeVar("Found")
 Result = TypeVar("Result")

@@ -65,12 +65,12 @@ from pcg.serve.engine.messages import (
     encode,
 )
 from pcg.serve.engine.numbers import plain
+from pcg.serve.engine.options import ServeOptions
 from pcg.serve.engine.outbox import Outbox
 from pcg.serve.engine.reports import Reports
 from pcg.serve.engine.split_base import SplitAccess
 from pcg.serve.engine.trainer_orders import LoraOrder, TrainerOrder, TrainerReply, then
 from pcg.serve.engine.translation import fault_of, name_of, request_of, tokenizer_data
-from pcg.serve.options import ServeOptions
 
 # -------------------------------------------------------------------------------------------- ranks
 

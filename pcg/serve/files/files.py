@@ -8,11 +8,11 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TypeVar
 
-from pcg.serve.errors import ApiError
 from pcg.serve.files import records
 from pcg.serve.files.quota import Quota
 from pcg.serve.files.records import FileRecord, Page
 from pcg.serve.files.wire import missing, now
+from pcg.serve.http.errors import ApiError
 from pcg.serve.store.contents import Incoming
 from pcg.serve.store.ids import new_key
 from pcg.serve.store.store import Store

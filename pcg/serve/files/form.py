@@ -10,10 +10,11 @@ from python_multipart.exceptions import FormParserError
 from python_multipart.multipart import MultipartParser, parse_options_header
 from starlette.requests import ClientDisconnect
 
-from pcg.serve.errors import ApiError
+from pcg.serve.files.files import Files
 from pcg.serve.files.quota import InFlight
-from pcg.serve.security.caller import Caller
-from pcg.serve.service import Service
+from pcg.serve.http.caller import Caller
+from pcg.serve.http.errors import ApiError
+from pcg.serve.http.service import Service
 from pcg.serve.store.contents import Incoming
 
 _WRITTEN_BYTES = 2**20
@@ -130,7 +131,7 @@ async def read_form(
     if kind != b"multipart/form-data" or not boundary:
         raise ApiError(400, "Send the body as content-type: multipart/form-data.")
     reader, behind = _Reader(file, names), 0
-    content = await service.beside(caller, service.files.store.contents.begin)
+    content = await service.beside(caller, service.part(Files).store.contents.begin)
     try:
         parser = MultipartParser(boundary, reader.callbacks)  # type: ignore[arg-type]
         async for part in request.stream():

@@ -8,9 +8,9 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from pcg.serve.errors import ApiError
+from pcg.serve.engine.options import ServeOptions
 from pcg.serve.files.records import used
-from pcg.serve.options import ServeOptions
+from pcg.serve.http.errors import ApiError
 
 
 class InFlight:

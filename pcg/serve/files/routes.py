@@ -10,8 +10,7 @@ from starlette.responses import StreamingResponse
 
 from pcg.errors import StoreDamagedError
 from pcg.keys import Scope
-from pcg.serve.errors import ApiError
-from pcg.serve.files.files import new_file
+from pcg.serve.files.files import Files, new_file
 from pcg.serve.files.form import read_form
 from pcg.serve.files.records import Page
 from pcg.serve.files.wire import (
@@ -24,8 +23,9 @@ from pcg.serve.files.wire import (
     check_filename,
     file_of,
 )
-from pcg.serve.security.caller import Caller, requires
-from pcg.serve.service import Service, ServiceDependency
+from pcg.serve.http.caller import Caller, requires
+from pcg.serve.http.errors import ApiError
+from pcg.serve.http.service import Service, ServiceDependency
 
 router = APIRouter(prefix="/v1/files", tags=["files"])
 
@@ -61,7 +61,7 @@ _FORM = {
 @router.post("", openapi_extra=_FORM)
 async def create_file(request: Request, service: ServiceDependency, caller: Trainer) -> File:
     """Keep a file."""
-    files = service.files
+    files = service.part(Files)
     kept = await files.kept_bytes(caller.tenant)
     with files.quota.flight(caller.tenant, kept) as flight:
         names = ("purpose", _ANCHOR, _SECONDS)
@@ -88,7 +88,7 @@ async def list_files(
 ) -> ListPage[File]:
     """List the tenant's files, the newest first by default."""
     page = Page(after, limit, order == "asc")
-    found = await service.files.listed(caller.tenant, page, purpose)
+    found = await service.part(Files).listed(caller.tenant, page, purpose)
     data = [file_of(one) for one in found[:limit]]
     return page_of(data, [one.id for one in data], len(found) > limit)
 
@@ -102,13 +102,13 @@ def page_of(data: list[File], ids: list[str], has_more: bool) -> ListPage[File]:
 @router.get("/{file_id}")
 async def get_file(file_id: str, service: ServiceDependency, caller: Trainer) -> File:
     """Return what is known of a file."""
-    return file_of(await service.files.find(caller.tenant, file_id))
+    return file_of(await service.part(Files).find(caller.tenant, file_id))
 
 
 @router.delete("/{file_id}")
 async def delete_file(file_id: str, service: ServiceDependency, caller: Trainer) -> Deleted:
     """Delete a file; jobs that were made with it have their own copy."""
-    await service.files.delete(caller.tenant, file_id)
+    await service.part(Files).delete(caller.tenant, file_id)
     return Deleted(id=file_id)
 
 
@@ -121,12 +121,12 @@ async def get_content(
     file_id: str, service: ServiceDependency, caller: Trainer
 ) -> StreamingResponse:
     """Return the content of a file."""
-    record = await service.files.find(caller.tenant, file_id)
-    contents = service.files.store.contents
+    record = await service.part(Files).find(caller.tenant, file_id)
+    contents = service.part(Files).store.contents
     try:
         opened = await service.beside(caller, lambda: contents.check(record.digest).open("rb"))
     except (StoreDamagedError, FileNotFoundError):
-        await service.files.find(caller.tenant, file_id)  # or it was deleted meanwhile
+        await service.part(Files).find(caller.tenant, file_id)  # or it was deleted meanwhile
         raise
     headers = {"content-length": str(record.size_bytes), "x-content-type-options": "nosniff"}
     parts = _parts(service, caller, opened)

@@ -11,9 +11,8 @@ from pydantic import BaseModel, Field
 
 from pcg.errors import StoreDamagedError
 from pcg.keys import Scope
-from pcg.serve.errors import ApiError
 from pcg.serve.files import records, upload_records
-from pcg.serve.files.files import new_file
+from pcg.serve.files.files import Files, new_file
 from pcg.serve.files.form import read_form
 from pcg.serve.files.upload_records import (
     CANCELLED,
@@ -32,10 +31,10 @@ from pcg.serve.files.wire import (
     missing,
     now,
 )
-from pcg.serve.long_body import LongBodyRoute
-from pcg.serve.openai.wire import WireModel
-from pcg.serve.security.caller import Caller, requires
-from pcg.serve.service import Service, ServiceDependency
+from pcg.serve.http.caller import Caller, requires
+from pcg.serve.http.errors import ApiError
+from pcg.serve.http.service import LongBodyRoute, Service, ServiceDependency
+from pcg.serve.http.wire import WireModel
 from pcg.serve.store.contents import Contents, Incoming
 from pcg.serve.store.ids import new_key
 
@@ -99,7 +98,7 @@ async def create_upload(body: UploadBody, service: ServiceDependency, caller: Tr
             param="bytes",
             code="file_too_large",
         )
-    files, created = service.files, now()
+    files, created = service.part(Files), now()
     await files.kept_bytes(caller.tenant)
     record = UploadRecord(
         new_key("upload_"),
@@ -143,7 +142,7 @@ async def create_part(
     upload_id: str, request: Request, service: ServiceDependency, caller: Trainer
 ) -> Part:
     """Keep a part of an upload."""
-    files = service.files
+    files = service.part(Files)
     await _pending(service, caller, upload_id)
     kept = await files.kept_bytes(caller.tenant)
     to_come = await files.read(lambda one: upload_records.to_come(one, caller.tenant))
@@ -181,7 +180,7 @@ async def complete_upload(
     upload_id: str, body: CompleteBody, service: ServiceDependency, caller: Trainer
 ) -> Upload:
     """Make a file of an upload's parts, in the order of `part_ids`."""
-    files = service.files
+    files = service.part(Files)
     upload = await _pending(service, caller, upload_id)
     parts = await files.read(lambda one: upload_records.parts(one, upload_id))
     unknown = [id for id in body.part_ids if id not in parts]
@@ -206,7 +205,7 @@ async def complete_upload(
 @router.post("/{upload_id}/cancel")
 async def cancel_upload(upload_id: str, service: ServiceDependency, caller: Trainer) -> Upload:
     """Cancel an upload, and forget its parts."""
-    files = service.files
+    files = service.part(Files)
 
     def act(connection: sqlite3.Connection) -> list[str]:
         _still_pending(connection, caller.tenant, upload_id)
@@ -224,7 +223,7 @@ async def _completed(
     given: Sequence[str],
 ) -> list[str]:
     """Make the file of an upload; returns the digests that its parts had."""
-    files = service.files
+    files = service.part(Files)
     content = await service.beside(caller, files.store.contents.begin)
     try:
         try:
@@ -256,7 +255,7 @@ def _join(content: Incoming, contents: Contents, digests: Sequence[str]) -> None
 
 
 async def _pending(service: Service, caller: Caller, id: str) -> UploadRecord:
-    return await service.files.read(lambda one: _still_pending(one, caller.tenant, id))
+    return await service.part(Files).read(lambda one: _still_pending(one, caller.tenant, id))
 
 
 def _still_pending(connection: sqlite3.Connection, tenant: str, id: str) -> UploadRecord:
@@ -283,7 +282,7 @@ async def _upload(service: Service, caller: Caller, id: str) -> Upload:
         file = record.file and records.find(connection, caller.tenant, record.file, now())
         return _upload_of(record, file_of(file) if file else None)
 
-    return await service.files.read(act)
+    return await service.part(Files).read(act)
 
 
 def _upload_of(record: UploadRecord, file: File | None = None) -> Upload:

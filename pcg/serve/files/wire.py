@@ -7,9 +7,9 @@ from typing import Annotated, Generic, Literal, TypeVar
 
 from pydantic import BaseModel, Field
 
-from pcg.serve.errors import ApiError
 from pcg.serve.files.records import FileRecord
-from pcg.serve.openai.wire import WireModel
+from pcg.serve.http.errors import ApiError
+from pcg.serve.http.wire import WireModel
 
 Purpose = Literal["assistants", "batch", "fine-tune", "vision", "user_data", "evals"]
 PURPOSES: tuple[str, ...] = ("assistants", "batch", "fine-tune", "vision", "user_data", "evals")

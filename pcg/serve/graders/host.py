@@ -14,13 +14,16 @@ from pcg.graders.sample import Sample
 from pcg.graders.text_graders import PythonGrader
 from pcg.keys import Scope
 from pcg.runtime.requests.request import Completion, RequestFields
-from pcg.serve.errors import ApiError, as_api_error
+from pcg.serve.adapters.catalog import Catalog
+from pcg.serve.graders.python_graders import PythonGraders
+from pcg.serve.http.caller import Caller
+from pcg.serve.http.errors import ApiError, as_api_error
+from pcg.serve.http.service import Service
+from pcg.serve.http.wire import new_id
 from pcg.serve.openai.chat.generation import Chat, prepared
 from pcg.serve.openai.chat.messages import Message
 from pcg.serve.openai.chat.tool_use import AskedTools
 from pcg.serve.openai.event_stream import check_ended
-from pcg.serve.security.caller import Caller
-from pcg.serve.service import Service, new_id
 
 Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")
@@ -46,7 +49,7 @@ class ServedHost:
     async def check(self, grader: Grader) -> None:
         """Raise an ApiError for a grader that the caller may not use here."""
         for one in all_of(grader):
-            if isinstance(one, PythonGrader) and not self._service.python_graders.is_on:
+            if isinstance(one, PythonGrader) and not self._service.part(PythonGraders).is_on:
                 raise UnsupportedError(
                     f"the grader {one.name!r} is of the type 'python', which this server does not "
                     "run; its operator may switch them on by --python-graders"
@@ -59,7 +62,7 @@ class ServedHost:
                         "scope 'infer'.",
                         code="insufficient_permissions",
                     )
-                await self._service.catalog.find(self._caller, one.judge)
+                await self._service.part(Catalog).find(self._caller, one.judge)
 
     async def beside(
         self,
@@ -70,7 +73,7 @@ class ServedHost:
         return await self._service.beside(self._caller, act, *args, **keywords)
 
     async def run(self, source: str, sample: Sample) -> float:
-        return await self._service.python_graders.run(self._caller.tenant, source, sample)
+        return await self._service.part(PythonGraders).run(self._caller.tenant, source, sample)
 
     async def ask(self, question: Question) -> Answer:
         while True:
@@ -87,7 +90,7 @@ class ServedHost:
     async def _completion(self, question: Question) -> tuple[int, Completion]:
         """Return the tokens of the question, and the judge's answer."""
         service, caller = self._service, self._caller
-        model = await service.catalog.find(caller, question.model)
+        model = await service.part(Catalog).find(caller, question.model)
         messages = [Message(**one) for one in question.messages]  # type: ignore[arg-type]
         effort = question.reasoning_effort
         variables = {} if effort is None else {"reasoning_effort": effort}

@@ -10,8 +10,8 @@ from pcg.graders.sample import Sample
 from pcg.keys import Scope
 from pcg.serve.engine.jobs.news import JobSamples
 from pcg.serve.graders.host import ServedHost
-from pcg.serve.security.caller import Caller
-from pcg.serve.service import Service
+from pcg.serve.http.caller import Caller
+from pcg.serve.http.service import Service
 
 
 class JobGrading:

@@ -15,10 +15,9 @@ from pcg.graders.grader import Failure, Grade, all_of
 from pcg.graders.sample import Sample
 from pcg.keys import Scope
 from pcg.serve.graders.host import usable_grader
-from pcg.serve.long_body import LongBodyRoute
-from pcg.serve.openai.wire import WireModel
-from pcg.serve.security.caller import Caller, requires
-from pcg.serve.service import ServiceDependency
+from pcg.serve.http.caller import Caller, requires
+from pcg.serve.http.service import LongBodyRoute, ServiceDependency
+from pcg.serve.http.wire import WireModel
 
 # --------------------------------------------------------------------------------------------- wire
 

@@ -10,7 +10,6 @@ from pcg.serve.engine.facts import ModelFacts
 from pcg.serve.files.wire import now
 from pcg.serve.jobs.records import UNFINISHED
 from pcg.serve.store.store import Store
-from pcg.serve.tinker.model_records import OPEN
 
 _WHOLE = "sha256:"
 """How digests of all weights begin; an older pcg's were of samples, and tell nothing here."""
@@ -67,9 +66,9 @@ def _of_tinker(connection: sqlite3.Connection, digest: str) -> tuple[str, int] |
     if last is None or last[0] == digest or not last[0].startswith(_WHOLE):
         return None
     (count,) = connection.execute(
-        "SELECT (SELECT COUNT(*) FROM tinker_models WHERE status = ?) + "
+        "SELECT (SELECT COUNT(*) FROM tinker_models WHERE status = 'open') + "
         "(SELECT COUNT(*) FROM tinker_checkpoints WHERE expires_s IS NULL OR expires_s > ?) + "
         "(SELECT COUNT(*) FROM tinker_samplers WHERE path IS NULL AND folder IS NOT NULL)",
-        (OPEN, now()),
+        (now(),),
     ).fetchone()
     return (str(last[1]), int(count)) if count else None

@@ -33,7 +33,7 @@ from pcg.peft.reader import CONFIG, WEIGHTS
 from pcg.records.run_files import REPORT
 from pcg.runtime.training.checkpoints import OPTIMIZER, STATE, TRAINER, check_checkpoint
 from pcg.serve.adapters.kept_models import MODEL
-from pcg.serve.errors import ApiError
+from pcg.serve.http.errors import ApiError
 from pcg.serve.store import removals
 from pcg.serve.store.contents import Contents
 from pcg.serve.store.database import as_store_error

@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 from pcg.errors import PcgError
 from pcg.serve.engine.jobs.news import JobSamples
-from pcg.serve.errors import LOG
+from pcg.serve.http.errors import LOG
 from pcg.serve.jobs.records import JobRecord
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import sqlite3
 from dataclasses import dataclass
 
-from pcg.serve.errors import ApiError
 from pcg.serve.files.records import Page
+from pcg.serve.http.errors import ApiError
 from pcg.serve.store.table import Table
 
 _MOST = 256

@@ -8,16 +8,17 @@ from fastapi import APIRouter, Depends, Query
 from pydantic import BaseModel, Field
 
 from pcg.keys import Scope
+from pcg.serve.adapters.catalog import Catalog
 from pcg.serve.adapters.kept_models import KeptModels
-from pcg.serve.errors import not_found
+from pcg.serve.files.files import Files
 from pcg.serve.files.records import Page
 from pcg.serve.files.wire import ListPage, missing, now
+from pcg.serve.http.caller import Caller, requires
+from pcg.serve.http.errors import not_found
+from pcg.serve.http.service import LongBodyRoute, Service, ServiceDependency
+from pcg.serve.http.wire import WireModel
 from pcg.serve.jobs import permission_records
 from pcg.serve.jobs.permission_records import PermissionRecord
-from pcg.serve.long_body import LongBodyRoute
-from pcg.serve.openai.wire import WireModel
-from pcg.serve.security.caller import Caller, requires
-from pcg.serve.service import Service, ServiceDependency
 from pcg.serve.store.ids import new_key
 
 router = APIRouter(
@@ -61,7 +62,7 @@ async def create_permissions(
         PermissionRecord(new_key("cp_"), caller.tenant, model, project, now())
         for project in dict.fromkeys(body.project_ids)
     ]
-    found = await service.files.write(lambda one: permission_records.insert(one, made))
+    found = await service.part(Files).write(lambda one: permission_records.insert(one, made))
     for one in found:
         kept.share(one.tenant, one.model, one.project)
     return _page(found, len(found))
@@ -80,7 +81,7 @@ async def list_permissions(
     """List the permissions of a model, the newest first by default."""
     _kept(service, caller, model)
     page = Page(after, limit, order == "ascending")
-    found = await service.files.read(
+    found = await service.part(Files).read(
         lambda one: permission_records.listed(one, caller.tenant, model, project_id, page)
     )
     return _page(found, limit)
@@ -92,7 +93,7 @@ async def delete_permission(
 ) -> DeletedPermission:
     """Take a permission back; requests that run end on the model."""
     kept = _kept(service, caller, model)
-    found = await service.files.write(
+    found = await service.part(Files).write(
         lambda one: permission_records.delete(one, caller.tenant, model, permission_id)
     )
     if found is None:
@@ -103,8 +104,8 @@ async def delete_permission(
 
 def _kept(service: Service, caller: Caller, model: str) -> KeptModels:
     """Return the models that are kept. ApiError: the tenant has none of the name."""
-    _ = service.files
-    kept = service.catalog.kept
+    _ = service.part(Files)
+    kept = service.part(Catalog).kept
     if kept is None or not kept.has(caller.tenant, model):
         raise not_found(model)
     return kept

@@ -16,9 +16,9 @@ from pcg.runtime.data.rows import read_rows
 from pcg.runtime.text.chat_messages import check_messages
 from pcg.runtime.training.options import make_schedule
 from pcg.serve.engine.jobs.news import REINFORCEMENT
-from pcg.serve.errors import ApiError
+from pcg.serve.http.errors import ApiError
+from pcg.serve.http.wire import WireModel
 from pcg.serve.jobs.settings import MOST_STEPS, Auto, PcgSettings, checked_peft
-from pcg.serve.openai.wire import WireModel
 from pcg.train.grpo.options import GrpoOptions
 
 RL_LEARNING_RATE = 2e-5

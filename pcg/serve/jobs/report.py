@@ -14,14 +14,15 @@ from pcg.records.page import run_page
 from pcg.records.report import MOST_BYTES
 from pcg.records.run import read_run
 from pcg.records.run_files import METRICS, has_run
-from pcg.serve.errors import ApiError
+from pcg.serve.files.files import Files
 from pcg.serve.files.wire import missing
+from pcg.serve.http.caller import Caller, requires
+from pcg.serve.http.errors import ApiError
+from pcg.serve.http.service import ServiceDependency
+from pcg.serve.http.wire import page_headers
 from pcg.serve.jobs import records
 from pcg.serve.jobs.folders import JobFolder, folder_of
 from pcg.serve.jobs.records import JobRecord
-from pcg.serve.page.page import headers_of
-from pcg.serve.security.caller import Caller, requires
-from pcg.serve.service import ServiceDependency
 
 router = APIRouter(prefix="/v1/fine_tuning/jobs", tags=["fine-tuning"])
 
@@ -37,11 +38,11 @@ async def job_report(
     caller: Annotated[Caller, Depends(requires(Scope.TRAIN))],
 ) -> HTMLResponse:
     """Return the page of a job: its curves, and its configuration as it was resolved."""
-    job = await service.files.read(lambda one: records.find(one, job_id, caller.tenant))
+    job = await service.part(Files).read(lambda one: records.find(one, job_id, caller.tenant))
     if job is None:
         raise missing("FineTuningJob", job_id)
-    page = await service.beside(caller, _page_of, job, folder_of(service.files.store, job.id))
-    return HTMLResponse(page, headers=headers_of(page))
+    page = await service.beside(caller, _page_of, job, folder_of(service.part(Files).store, job.id))
+    return HTMLResponse(page, headers=page_headers(page))
 
 
 def _page_of(job: JobRecord, folder: JobFolder) -> str:

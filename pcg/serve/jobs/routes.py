@@ -15,16 +15,21 @@ from pydantic import BaseModel
 
 from pcg.errors import AdapterError, StoreDamagedError
 from pcg.keys import Scope
-from pcg.serve.adapters.engine_names import engine_name
-from pcg.serve.errors import UNSUPPORTED, ApiError
+from pcg.serve.adapters.catalog import Catalog
+from pcg.serve.engine.engine_names import engine_name
+from pcg.serve.files.files import Files
 from pcg.serve.files.records import FileRecord, Page
 from pcg.serve.files.wire import ListPage, missing, now
 from pcg.serve.graders.host import usable_grader
+from pcg.serve.http.caller import Caller, requires
+from pcg.serve.http.errors import UNSUPPORTED, ApiError
+from pcg.serve.http.service import LongBodyRoute, Service, ServiceDependency
 from pcg.serve.jobs import event_records, records
 from pcg.serve.jobs.folders import folder_of
 from pcg.serve.jobs.progress import checkpoint_name
 from pcg.serve.jobs.records import QUEUED, JobRecord
 from pcg.serve.jobs.reinforcement import Reinforcement, count_prompts, resolve_reinforcement
+from pcg.serve.jobs.runner import JobRunner
 from pcg.serve.jobs.settings import MOST_STEPS, PcgSettings, count_examples, resolve
 from pcg.serve.jobs.wire import (
     Checkpoint,
@@ -36,9 +41,6 @@ from pcg.serve.jobs.wire import (
     event_of,
     job_of,
 )
-from pcg.serve.long_body import LongBodyRoute
-from pcg.serve.security.caller import Caller, requires
-from pcg.serve.service import Service, ServiceDependency
 from pcg.serve.store.ids import new_key
 
 router = APIRouter(prefix="/v1/fine_tuning/jobs", tags=["fine-tuning"], route_class=LongBodyRoute)
@@ -59,7 +61,7 @@ Shown = TypeVar("Shown", bound=BaseModel)
 @router.post("")
 async def create_job(body: JobBody, service: ServiceDependency, caller: Trainer) -> Job:
     """Make a job of a file; what is `auto` is resolved, and the file looked at line by line."""
-    files, (method, given) = service.files, body.given()
+    files, (method, given) = service.part(Files), body.given()
     if (why := service.client.facts.no_jobs) is not None:
         raise ApiError(400, f"This server runs no jobs. {why}.", code="unsupported")
     start = await _start(service, caller, body.model)
@@ -117,7 +119,7 @@ async def create_job(body: JobBody, service: ServiceDependency, caller: Trainer)
             config_bytes=len(written),
         )
         held = [(one.digest, one.size_bytes) for one in (training, validation) if one is not None]
-        made = await service.jobs.create(record, _MOST_JOBS, held)
+        made = await service.part(JobRunner).create(record, _MOST_JOBS, held)
     except Exception:  # where the task was cancelled, the job may be there
         folder.remove()
         raise
@@ -148,7 +150,7 @@ async def list_jobs(
     if len(pairs) > _MOST_PAIRS:
         raise ApiError(400, f"Use at most {_MOST_PAIRS} pairs.", param="metadata")
     page = Page(after, limit, is_rising=False)
-    found = await service.files.read(
+    found = await service.part(Files).read(
         lambda one: records.listed(
             one, caller.tenant, page, pairs, without_metadata=metadata is not None
         )
@@ -165,26 +167,26 @@ async def get_job(job_id: str, service: ServiceDependency, caller: Trainer) -> J
 @router.delete("/{job_id}")
 async def delete_job(job_id: str, service: ServiceDependency, caller: Trainer) -> DeletedJob:
     """Remove a job that is over, with its events and checkpoints' rows; its models stay."""
-    await service.jobs.remove(await _job(service, caller, job_id))
+    await service.part(JobRunner).remove(await _job(service, caller, job_id))
     return DeletedJob(id=job_id)
 
 
 @router.post("/{job_id}/cancel")
 async def cancel_job(job_id: str, service: ServiceDependency, caller: Trainer) -> Job:
     """Cancel a job; its checkpoints stay."""
-    return job_of(await service.jobs.cancel(await _job(service, caller, job_id)))
+    return job_of(await service.part(JobRunner).cancel(await _job(service, caller, job_id)))
 
 
 @router.post("/{job_id}/pause")
 async def pause_job(job_id: str, service: ServiceDependency, caller: Trainer) -> Job:
     """Pause a job behind its step, with a checkpoint."""
-    return job_of(await service.jobs.pause(await _job(service, caller, job_id)))
+    return job_of(await service.part(JobRunner).pause(await _job(service, caller, job_id)))
 
 
 @router.post("/{job_id}/resume")
 async def resume_job(job_id: str, service: ServiceDependency, caller: Trainer) -> Job:
     """Go on with a paused job."""
-    return job_of(await service.jobs.resume(await _job(service, caller, job_id)))
+    return job_of(await service.part(JobRunner).resume(await _job(service, caller, job_id)))
 
 
 @router.get("/{job_id}/events")
@@ -198,7 +200,7 @@ async def list_events(
     """List the events of a job, the newest first."""
     await _job(service, caller, job_id)
     page = Page(after, limit, is_rising=False)
-    found = await service.files.read(lambda one: event_records.listed(one, job_id, page))
+    found = await service.part(Files).read(lambda one: event_records.listed(one, job_id, page))
     return _page(found, limit, event_of)
 
 
@@ -213,7 +215,7 @@ async def list_checkpoints(
     """List the checkpoints of a job, the newest first; each answers to its model's name."""
     await _job(service, caller, job_id)
     page = Page(after, limit, is_rising=False)
-    found = await service.files.read(lambda one: event_records.checkpoints(one, job_id, page))
+    found = await service.part(Files).read(lambda one: event_records.checkpoints(one, job_id, page))
     return _page(found, limit, checkpoint_of)
 
 
@@ -226,7 +228,7 @@ def _page(found: Sequence[Record], limit: int, show: Callable[[Record], Shown]) 
 
 
 async def _job(service: Service, caller: Caller, id: str) -> JobRecord:
-    found = await service.files.read(lambda one: records.find(one, id, caller.tenant))
+    found = await service.part(Files).read(lambda one: records.find(one, id, caller.tenant))
     if found is None:
         raise missing("FineTuningJob", id)
     return found
@@ -238,17 +240,17 @@ async def _start(service: Service, caller: Caller, model: str) -> Path | None:
     Raises:
         ApiError: there is no such model for the caller, or no job made it.
     """
-    if model in service.catalog.names:
+    if model in service.part(Catalog).names:
         return None
-    kept = service.catalog.kept
+    kept = service.part(Catalog).kept
     assert kept is not None
     if kept.has(caller.tenant, model):  # and not one that another tenant shares
-        return service.files.store.folder / kept.of(caller.tenant)[model].folder
-    await service.catalog.find(caller, model)
+        return service.part(Files).store.folder / kept.of(caller.tenant)[model].folder
+    await service.part(Catalog).find(caller, model)
     raise ApiError(
         400,
         "Fine-tuning goes on from the base, or from a model or a checkpoint that one of your jobs "
-        f"made; use `{service.catalog.names[0]}` or such a model.",
+        f"made; use `{service.part(Catalog).names[0]}` or such a model.",
         param="model",
         code=UNSUPPORTED,
     )
@@ -257,7 +259,7 @@ async def _start(service: Service, caller: Caller, model: str) -> Path | None:
 async def _file(service: Service, caller: Caller, id: str, param: str) -> FileRecord:
     """Return a file to train with. ApiError: there is none, or it is of another purpose."""
     try:
-        found = await service.files.find(caller.tenant, id)
+        found = await service.part(Files).find(caller.tenant, id)
     except ApiError as error:
         raise ApiError(404, str(error.detail), param=param) from None
     if found.purpose != "fine-tune":
@@ -276,7 +278,13 @@ def _check_width(service: Service, completions: int) -> None:
 
 def _name(service: Service, caller: Caller, suffix: str | None) -> str:
     """Return the name of a new model. ApiError: no adapter can have it, as it is too long."""
-    parts = ("ft", service.catalog.names[0], caller.tenant, suffix or "", secrets.token_hex(4))
+    parts = (
+        "ft",
+        service.part(Catalog).names[0],
+        caller.tenant,
+        suffix or "",
+        secrets.token_hex(4),
+    )
     name = ":".join(parts)
     try:
         engine_name(caller.tenant, checkpoint_name(name, MOST_STEPS))

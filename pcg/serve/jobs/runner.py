@@ -30,9 +30,9 @@ from pcg.errors import AdapterError, EngineError, PcgError, StoreFullError
 from pcg.runtime.metrics.status import EngineState
 from pcg.serve.adapters import kept_models
 from pcg.serve.adapters.catalog import Catalog
-from pcg.serve.adapters.engine_names import engine_name
 from pcg.serve.adapters.kept_models import KeptModels
 from pcg.serve.engine.client import EngineClient
+from pcg.serve.engine.engine_names import engine_name
 from pcg.serve.engine.jobs.news import (
     REINFORCEMENT,
     SUPERVISED,
@@ -42,9 +42,10 @@ from pcg.serve.engine.jobs.news import (
     JobSamples,
     JobStep,
 )
-from pcg.serve.errors import LOG, ApiError
+from pcg.serve.engine.options import ServeOptions
 from pcg.serve.files.files import Files
 from pcg.serve.files.wire import now
+from pcg.serve.http.errors import LOG, ApiError
 from pcg.serve.jobs import event_records, records
 from pcg.serve.jobs.folders import JobFolder, Rows, folder_of, folders_of, sweep
 from pcg.serve.jobs.grading import Grading, graded
@@ -66,7 +67,6 @@ from pcg.serve.jobs.records import (
     UNFINISHED,
     JobRecord,
 )
-from pcg.serve.options import ServeOptions
 from pcg.serve.store import holdings, removals
 
 # ------------------------------------------------------------------------------------------- orders
@@ -264,6 +264,7 @@ class JobRunner:
         self._client = client
         self._grading = grading
         self._kept: KeptModels = catalog.kept
+        self._kept.on_forget.append(self.model_gone)
         self._loader = catalog.loader
         self._most = options.max_jobs
         self._keep_days = options.keep_jobs_days

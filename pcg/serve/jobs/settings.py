@@ -17,8 +17,9 @@ from pcg.runtime.data.pairs import parse_pair
 from pcg.runtime.data.rows import read_rows
 from pcg.runtime.training.options import FinetuneOptions
 from pcg.serve.engine.jobs.news import DPO
-from pcg.serve.errors import ApiError
-from pcg.serve.openai.wire import WireModel
+from pcg.serve.engine.warm_jobs import DEFAULT_PEFT
+from pcg.serve.http.errors import ApiError
+from pcg.serve.http.wire import WireModel
 from pcg.train.preference.options import LEARNING_RATE as DPO_RATE
 from pcg.train.preference.options import DpoOptions
 
@@ -37,7 +38,6 @@ MOST_STEPS = 1_000_000
 _NAME = re.compile(r"[A-Za-z0-9_.-]{1,128}")
 _MOST_NUMBER = 1024
 """The greatest integer of a PEFT configuration, such as a rank: it takes the server's memory."""
-DEFAULT_PEFT = {"peft_type": "LORA", "r": 16, "lora_alpha": 32, "target_modules": "all-linear"}
 
 
 class Hyperparameters(WireModel):

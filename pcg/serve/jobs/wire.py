@@ -8,12 +8,12 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 from pcg.serve.engine.jobs.news import DPO, REINFORCEMENT, SUPERVISED
-from pcg.serve.errors import UNSUPPORTED, ApiError
+from pcg.serve.http.errors import UNSUPPORTED, ApiError
+from pcg.serve.http.wire import WireModel
 from pcg.serve.jobs.event_records import CHECKPOINT, MESSAGE, CheckpointRecord, EventRecord
 from pcg.serve.jobs.records import SUCCEEDED, JobRecord
 from pcg.serve.jobs.reinforcement import Reinforcement
 from pcg.serve.jobs.settings import DpoHyperparameters, Hyperparameters, PcgSettings
-from pcg.serve.openai.wire import WireModel
 
 METHODS = (SUPERVISED, DPO, REINFORCEMENT)
 Metadata = dict[

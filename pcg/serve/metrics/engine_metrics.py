@@ -32,8 +32,8 @@ from prometheus_client import (
 )
 
 from pcg.runtime.metrics.status import EngineNumbers, JobStatus
-from pcg.serve.adapters.engine_names import Owned, OwnedName
 from pcg.serve.engine.client import EngineClient
+from pcg.serve.engine.engine_names import Owned, OwnedName
 from pcg.serve.metrics import own_families, vllm_families
 from pcg.serve.metrics.exposition import Exposition
 

@@ -10,7 +10,7 @@ vllm/entrypoints/serve/utils/orca_metrics.py.
 from __future__ import annotations
 
 from pcg.runtime.metrics.status import EngineNumbers
-from pcg.serve.json_bytes import json_bytes
+from pcg.serve.http.wire import json_bytes
 
 ASKED, REPORT = "endpoint-load-metrics-format", "endpoint-load-metrics"
 """The headers of the request and of the reply."""

@@ -14,7 +14,7 @@ from pcg.runtime.metrics.adapter_totals import AdapterSums, AdapterTotals
 from pcg.runtime.metrics.status import EngineNumbers, JobStatus
 from pcg.runtime.metrics.timelines import Outcome
 from pcg.runtime.metrics.totals import Totals
-from pcg.serve.adapters.engine_names import Owned, OwnedName
+from pcg.serve.engine.engine_names import Owned, OwnedName
 from pcg.serve.metrics.exposition import Exposition
 
 _OTHERS = {"adapter": "other", "tenant": "*"}

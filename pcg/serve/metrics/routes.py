@@ -12,9 +12,9 @@ from starlette.types import ASGIApp, Receive, Send
 from starlette.types import Scope as AsgiScope
 
 from pcg.keys import Scope
-from pcg.serve.metrics.engine_metrics import CONTENT_TYPE
-from pcg.serve.security.caller import Caller, RequiredScope
-from pcg.serve.service import Service, ServiceDependency
+from pcg.serve.http.caller import Caller, RequiredScope
+from pcg.serve.http.service import Service, ServiceDependency
+from pcg.serve.metrics.engine_metrics import CONTENT_TYPE, EngineMetrics
 
 PATH = "/metrics"
 router = APIRouter(tags=["server"])
@@ -34,7 +34,7 @@ class ReadsMetrics(RequiredScope):
 )
 async def metrics(service: ServiceDependency) -> PlainTextResponse:
     """Return the metrics in Prometheus' text format."""
-    return PlainTextResponse(await service.metrics.page(), media_type=CONTENT_TYPE)
+    return PlainTextResponse(await service.part(EngineMetrics).page(), media_type=CONTENT_TYPE)
 
 
 class Scrapes:
@@ -53,7 +53,7 @@ class Scrapes:
             await self.app(scope, receive, send)
             return
         scope["route"] = self._route
-        page = await service.metrics.page()
+        page = await service.part(EngineMetrics).page()
         headers = [
             (b"content-type", CONTENT_TYPE.encode()),
             (b"content-length", b"%d" % len(page)),

@@ -20,7 +20,7 @@ from pcg.runtime.metrics.adapter_totals import AdapterTotals
 from pcg.runtime.metrics.status import EngineNumbers
 from pcg.runtime.metrics.timelines import Outcome
 from pcg.runtime.metrics.totals import Totals
-from pcg.serve.adapters.engine_names import OwnedName
+from pcg.serve.engine.engine_names import OwnedName
 from pcg.serve.metrics.exposition import Exposition
 
 

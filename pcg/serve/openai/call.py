@@ -12,12 +12,12 @@ from fastapi import Request
 from starlette.responses import Response
 
 from pcg.runtime.requests.request import Completion, RequestFields
-from pcg.serve.adapters.catalog import ServedModel
+from pcg.serve.adapters.catalog import Catalog, ServedModel
+from pcg.serve.http.caller import Caller
+from pcg.serve.http.service import Prompt, Service, Submitted
 from pcg.serve.metrics.load_report import ASKED, load_headers
 from pcg.serve.openai.event_stream import Events, EventStream, Sending, all_completions, begun
 from pcg.serve.openai.wire import FieldNames
-from pcg.serve.security.caller import Caller
-from pcg.serve.service import Prompt, Service, Submitted
 
 
 class CallBody(Protocol):
@@ -49,7 +49,7 @@ class Call:
 
         ApiError: there is none of that name.
         """
-        catalog, name = service.catalog, body.model
+        catalog, name = service.part(Catalog), body.model
         model = catalog.base if name is None else await catalog.find(caller, name)
         return cls(service, request, caller, model, body.names())
 

@@ -32,14 +32,17 @@ from pcg.keys import Scope
 from pcg.runtime.requests.request import Chunk, Completion, Request, RequestFields
 from pcg.runtime.sampling.logprobs import TokenLogprobs
 from pcg.runtime.text.tokenizer import Tokenizer
-from pcg.serve.errors import ApiError
-from pcg.serve.json_bytes import json_bytes
-from pcg.serve.long_body import LongBodyRoute
+from pcg.serve.http.caller import Caller, requires
+from pcg.serve.http.errors import ApiError
+from pcg.serve.http.service import LongBodyRoute, Service, ServiceDependency, Submitted
+from pcg.serve.http.wire import json_bytes, new_id
 from pcg.serve.openai.call import Call
 from pcg.serve.openai.event_stream import Events, check_ended, event
+from pcg.serve.openai.generation_config import GenerationConfig
 from pcg.serve.openai.logprobs import (
     CompletionLogprobs,
     TokenNames,
+    TokenTexts,
     completion_logprobs,
     prompt_logprobs,
 )
@@ -51,8 +54,6 @@ from pcg.serve.openai.sampling_fields import (
     content_schema,
 )
 from pcg.serve.openai.wire import AbsentOfCompletions, FieldNames, Prompts, StreamOptions
-from pcg.serve.security.caller import Caller, requires
-from pcg.serve.service import Service, ServiceDependency, Submitted, new_id
 
 # -------------------------------------------------------------------------------------------- usage
 
@@ -188,7 +189,7 @@ class CompletionEvents(Events):
         names: TokenNames,
         wanted: Wanted,
     ) -> None:
-        self._texts = service.token_texts
+        self._texts = service.part(TokenTexts)
         self._choices = [ChoiceText(service.client.tokenizer, o.request) for o in submitted]
         self._head = {**head, "choices": [], **({"usage": None} if wanted.usage else {})}
         self._submitted = submitted
@@ -393,12 +394,12 @@ async def create_completion(
     """Continue prompts, given as texts or as token ids."""
     call = await Call.of(service, request, caller, body)
     reply_id = new_id("cmpl")
-    fields = body.fields(request, service.generation.defaults)
+    fields = body.fields(request, service.part(GenerationConfig).defaults)
     submitted = await call.submit(
         body.prompt, fields, reply_id, repeats_ids=bool(body.return_token_ids)
     )
     head = call.head("text_completion", reply_id, body.request_id)
-    names = TokenNames(service.token_texts, bool(body.return_tokens_as_token_ids))
+    names = TokenNames(service.part(TokenTexts), bool(body.return_tokens_as_token_ids))
     if body.stream:
         wanted = Wanted.of(
             bool(body.return_token_ids), body.prompt_logprobs is not None, body.stream_options
@@ -439,7 +440,7 @@ def _choice(
         text = ChoiceText(service.client.tokenizer, asked.request)
         choice["logprobs"] = text.logprobs(done, names)
     if body.prompt_logprobs is not None and done.prompt_logprobs is not None:
-        choice["prompt_logprobs"] = prompt_logprobs(done.prompt_logprobs, service.token_texts)
+        choice["prompt_logprobs"] = prompt_logprobs(done.prompt_logprobs, service.part(TokenTexts))
     if body.return_token_ids:
         choice["token_ids"] = list(done.token_ids)
         choice["prompt_token_ids"] = list(asked.request.prompt_ids)

@@ -22,13 +22,13 @@ from starlette.responses import Response
 from pcg.keys import Scope
 from pcg.runtime.requests.request import Completion, Pooling, RequestFields
 from pcg.serve.engine.facts import ModelFacts
-from pcg.serve.errors import ApiError
-from pcg.serve.long_body import LongBodyRoute
+from pcg.serve.http.caller import Caller, requires
+from pcg.serve.http.errors import ApiError
+from pcg.serve.http.service import LongBodyRoute, ServiceDependency
+from pcg.serve.http.wire import new_id
 from pcg.serve.openai.call import Call
 from pcg.serve.openai.sampling_fields import Truncation
 from pcg.serve.openai.wire import AbsentOfEmbeddings, FieldNames, Prompts
-from pcg.serve.security.caller import Caller, requires
-from pcg.serve.service import ServiceDependency, new_id
 
 router = APIRouter(prefix="/v1", tags=["embeddings"], route_class=LongBodyRoute)
 

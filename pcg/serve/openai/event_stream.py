@@ -21,10 +21,10 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from pcg.runtime.requests.request import Chunk, Completion
-from pcg.serve.direct_send import direct_send
-from pcg.serve.errors import LOG, ApiError, as_api_error
-from pcg.serve.json_bytes import json_bytes
-from pcg.serve.service import Submitted
+from pcg.serve.http.errors import LOG, ApiError, as_api_error
+from pcg.serve.http.middleware import direct_send
+from pcg.serve.http.service import Submitted
+from pcg.serve.http.wire import json_bytes
 
 DONE = b"data: [DONE]\n\n"
 _EARLY_S = 0.005

@@ -8,10 +8,10 @@ from fastapi import APIRouter, Depends
 from pydantic import BaseModel
 
 from pcg.keys import Scope
-from pcg.serve.adapters.catalog import ServedModel
+from pcg.serve.adapters.catalog import Catalog, ServedModel
 from pcg.serve.adapters.changes import delete
-from pcg.serve.security.caller import Caller, requires
-from pcg.serve.service import Service, ServiceDependency
+from pcg.serve.http.caller import Caller, requires
+from pcg.serve.http.service import Service, ServiceDependency
 
 router = APIRouter(prefix="/v1", tags=["models"])
 
@@ -64,7 +64,7 @@ async def list_models(
     service: ServiceDependency, caller: Annotated[Caller, Depends(requires(Scope.INFER))]
 ) -> ModelList:
     """List the models that the key may use."""
-    found = await service.catalog.listed(caller)
+    found = await service.part(Catalog).listed(caller)
     return ModelList(data=[card(service, caller, model) for model in found])
 
 
@@ -75,7 +75,7 @@ async def get_model(
     caller: Annotated[Caller, Depends(requires(Scope.INFER))],
 ) -> Model:
     """Return a model that the key may use."""
-    return card(service, caller, await service.catalog.find(caller, model))
+    return card(service, caller, await service.part(Catalog).find(caller, model))
 
 
 class DeletedModel(BaseModel):

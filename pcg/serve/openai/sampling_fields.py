@@ -26,8 +26,9 @@ from pydantic import Field
 
 from pcg.runtime.guided.guide import LONGEST_GUIDE, OPTIONS, each_schema
 from pcg.runtime.requests.request import RequestFields
-from pcg.serve.errors import ApiError
-from pcg.serve.openai.wire import AbsentFields, RequestName, WireModel
+from pcg.serve.http.errors import ApiError
+from pcg.serve.http.wire import WireModel
+from pcg.serve.openai.wire import AbsentFields, RequestName
 
 # ------------------------------------------------------------------------------------------ schemas
 

@@ -18,9 +18,10 @@ from starlette.responses import Response
 
 from pcg.keys import Scope
 from pcg.runtime.requests.request import Completion, Pooling, RequestFields
-from pcg.serve.errors import ApiError
-from pcg.serve.json_bytes import json_bytes
-from pcg.serve.long_body import LongBodyRoute
+from pcg.serve.http.caller import Caller, requires
+from pcg.serve.http.errors import ApiError
+from pcg.serve.http.service import LongBodyRoute, Service, ServiceDependency
+from pcg.serve.http.wire import WireModel, json_bytes, new_id
 from pcg.serve.openai.call import Call
 from pcg.serve.openai.sampling_fields import Truncation, Whole
 from pcg.serve.openai.wire import (
@@ -31,10 +32,7 @@ from pcg.serve.openai.wire import (
     On,
     Only,
     RequestName,
-    WireModel,
 )
-from pcg.serve.security.caller import Caller, requires
-from pcg.serve.service import Service, ServiceDependency, new_id
 
 router = APIRouter(tags=["scores"], route_class=LongBodyRoute)
 

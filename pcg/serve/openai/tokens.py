@@ -15,16 +15,21 @@ from starlette.responses import Response
 from pcg.errors import GenerationError
 from pcg.keys import Scope
 from pcg.runtime.text.tokenizer import Tokenizer
-from pcg.serve.errors import ApiError
-from pcg.serve.json_bytes import json_bytes
-from pcg.serve.long_body import LongBodyRoute
+from pcg.serve.adapters.catalog import Catalog
+from pcg.serve.http.caller import Caller, requires
+from pcg.serve.http.errors import ApiError
+from pcg.serve.http.service import (
+    LongBodyRoute,
+    Service,
+    ServiceDependency,
+    check_count,
+    check_length,
+)
+from pcg.serve.http.wire import WireModel, json_bytes
 from pcg.serve.openai.chat.generation import Chat, prepared
 from pcg.serve.openai.chat.messages import Messages
 from pcg.serve.openai.chat.tool_use import AskedTools, Tools
-from pcg.serve.openai.text_bound import check_count, check_length
-from pcg.serve.openai.wire import FieldNames, WireModel
-from pcg.serve.security.caller import Caller, requires
-from pcg.serve.service import Service, ServiceDependency
+from pcg.serve.openai.wire import FieldNames
 
 router = APIRouter(tags=["tokens"], route_class=LongBodyRoute)
 
@@ -161,7 +166,7 @@ async def tokenizer_info(service: ServiceDependency, caller: Infers) -> Response
 async def _tokenizer(service: Service, caller: Caller, model: str | None) -> Tokenizer:
     """Return the tokenizer of a model that the caller may use; adapters have the base's."""
     if model is not None:
-        await service.catalog.find(caller, model)
+        await service.part(Catalog).find(caller, model)
     tokenizer = service.client.tokenizer
     if tokenizer is None:
         raise GenerationError(

@@ -16,8 +16,8 @@ from pathlib import Path
 
 from pcg.errors import FinetuneError, PcgError
 from pcg.files import drop_files, sync_names
-from pcg.serve.adapters.engine_names import engine_name
 from pcg.serve.adapters.loader import Origin
+from pcg.serve.engine.engine_names import engine_name
 from pcg.serve.store.store import Store
 
 _ROOT, _RUNS = "tinker", "tinker_runs"

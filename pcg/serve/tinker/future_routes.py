@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from fastapi import APIRouter, Response
 
-from pcg.serve.errors import ApiError
-from pcg.serve.json_bytes import json_bytes
-from pcg.serve.long_body import LongBodyRoute
-from pcg.serve.service import ServiceDependency
+from pcg.serve.http.errors import ApiError
+from pcg.serve.http.service import LongBodyRoute, ServiceDependency
+from pcg.serve.http.wire import json_bytes
 from pcg.serve.tinker.future_records import FAILED, JSON, PENDING
 from pcg.serve.tinker.session_routes import PREFIX, Trainer
+from pcg.serve.tinker.tinker import Tinker
 from pcg.serve.tinker.wire import RequestFailed, RetrieveBody, TryAgain
 
 POLL_S = 25.0
@@ -23,7 +23,7 @@ async def retrieve_future(
     body: RetrieveBody, service: ServiceDependency, caller: Trainer
 ) -> Response:
     """Return a result, why there is none, or that it is not there yet."""
-    futures = service.tinker.futures
+    futures = service.part(Tinker).futures
     found = await futures.retrieve(caller.tenant, body.request_id, POLL_S)
     if found.state == PENDING:
         if futures.is_closing:  # others than a 429 are asked again at once

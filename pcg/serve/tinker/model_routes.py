@@ -7,9 +7,10 @@ import secrets
 
 from fastapi import APIRouter
 
+from pcg.serve.adapters.catalog import Catalog
 from pcg.serve.engine.trainer_orders import LoraOrder
-from pcg.serve.errors import ApiError
-from pcg.serve.service import Service, ServiceDependency
+from pcg.serve.http.errors import ApiError
+from pcg.serve.http.service import Service, ServiceDependency
 from pcg.serve.tinker.model_wire import (
     CreateModelBody,
     LoadBody,
@@ -21,7 +22,7 @@ from pcg.serve.tinker.model_wire import (
 )
 from pcg.serve.tinker.operations import CREATE, LOAD, LOAD_MODEL, UNLOAD
 from pcg.serve.tinker.session_routes import PREFIX, Trainer
-from pcg.serve.tinker.tinker import promise_of
+from pcg.serve.tinker.tinker import Tinker, promise_of
 from pcg.serve.tinker.training_routes import PlacedRoute
 from pcg.serve.tinker.wire import Promise
 
@@ -33,7 +34,7 @@ async def create_model(
     body: CreateModelBody, service: ServiceDependency, caller: Trainer
 ) -> Promise:
     """Promise a LoRA of the base."""
-    tinker, given = service.tinker, body.lora_config
+    tinker, given = service.part(Tinker), body.lora_config
     _check_base(service, body.base_model)
     seed = secrets.randbelow(2**31) if given.seed is None else given.seed
     lora = LoraOrder(given.rank, seed, given.train_attn, given.train_mlp, given.train_unembed)
@@ -47,7 +48,7 @@ async def create_model(
 @router.post("/load_weights")
 async def load_weights(body: LoadBody, service: ServiceDependency, caller: Trainer) -> Promise:
     """Promise to go on from a saved state: in a model, or in one that is made for it."""
-    models = service.tinker.models
+    models = service.part(Tinker).models
     request = json.dumps({"path": body.path, "optimizer": body.optimizer}).encode()
     if body.model_id is not None:
         if body.session_id is not None or body.model_seq_id is not None:
@@ -69,7 +70,7 @@ async def load_weights(body: LoadBody, service: ServiceDependency, caller: Train
 @router.post("/unload_model")
 async def unload_model(body: ModelBody, service: ServiceDependency, caller: Trainer) -> Promise:
     """Promise to free a model, behind all that was asked of it."""
-    models = service.tinker.models
+    models = service.part(Tinker).models
     future = await models.ask(caller.tenant, body.model_id, None, UNLOAD, b"{}")
     return promise_of(future)
 
@@ -77,7 +78,7 @@ async def unload_model(body: ModelBody, service: ServiceDependency, caller: Trai
 @router.post("/get_info")
 async def get_info(body: ModelBody, service: ServiceDependency, caller: Trainer) -> ModelInfo:
     """Tell what a model is."""
-    model = await service.tinker.models.find(caller.tenant, body.model_id)
+    model = await service.part(Tinker).models.find(caller.tenant, body.model_id)
     tokenizer = service.options.tinker_tokenizer
     return ModelInfo(
         model_id=model.id,
@@ -90,7 +91,7 @@ async def get_info(body: ModelBody, service: ServiceDependency, caller: Trainer)
 @router.post("/weights_info")
 async def weights_info(body: PathBody, service: ServiceDependency, caller: Trainer) -> WeightsInfo:
     """Tell what a checkpoint is."""
-    saved = await service.tinker.models.checkpoint(caller.tenant, body.tinker_path)
+    saved = await service.part(Tinker).models.checkpoint(caller.tenant, body.tinker_path)
     order = saved.order
     return WeightsInfo(
         base_model=saved.base_model,
@@ -102,7 +103,7 @@ async def weights_info(body: PathBody, service: ServiceDependency, caller: Train
 
 
 def _check_base(service: Service, name: str) -> None:
-    names = service.catalog.names
+    names = service.part(Catalog).names
     if name not in names:
         raise ApiError(
             400,

@@ -26,7 +26,7 @@ from pcg.records.record import RunRecord
 from pcg.records.run_files import Status
 from pcg.runtime.metrics.status import EngineState
 from pcg.serve.engine.client import EngineClient
-from pcg.serve.errors import LOG, ApiError
+from pcg.serve.http.errors import LOG, ApiError
 from pcg.serve.tinker import future_records as records
 from pcg.serve.tinker.future_records import (
     DONE,

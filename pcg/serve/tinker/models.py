@@ -14,11 +14,12 @@ import msgspec
 from pcg.errors import FinetuneError
 from pcg.serve.adapters.loader import Loader
 from pcg.serve.engine.client import EngineClient
+from pcg.serve.engine.options import ServeOptions
 from pcg.serve.engine.trainer_orders import LoraOrder
-from pcg.serve.errors import LOG, ApiError
 from pcg.serve.files.wire import now
-from pcg.serve.options import ServeOptions
+from pcg.serve.http.errors import LOG, ApiError
 from pcg.serve.tinker import checkpoint_records, future_records, model_records
+from pcg.serve.tinker import sampler_records as samplers
 from pcg.serve.tinker.checkpoint_records import CheckpointRecord
 from pcg.serve.tinker.folders import Folders
 from pcg.serve.tinker.future_records import USER, FutureRecord
@@ -26,7 +27,6 @@ from pcg.serve.tinker.futures import Futures
 from pcg.serve.tinker.model_records import CLOSED, MODELS, OPEN, ModelRecord
 from pcg.serve.tinker.model_stream import ModelStream
 from pcg.serve.tinker.operations import Operations
-from pcg.serve.tinker.sampling import records as samplers
 from pcg.serve.tinker.session_records import SessionRecord
 from pcg.serve.tinker.sessions import Sessions
 

@@ -15,9 +15,9 @@ from typing import Any
 
 from pcg.errors import FinetuneError
 from pcg.runtime.training.loss_graph import LossGraph
-from pcg.serve.adapters.engine_names import engine_name
 from pcg.serve.adapters.loader import Loader
 from pcg.serve.engine.client import EngineClient
+from pcg.serve.engine.engine_names import engine_name
 from pcg.serve.engine.trainer_orders import (
     TrainerOrder,
     TrainerReply,
@@ -26,21 +26,21 @@ from pcg.serve.engine.trainer_orders import (
     TrainServe,
     TrainStep,
 )
-from pcg.serve.errors import LOG, ApiError
 from pcg.serve.files.wire import now
+from pcg.serve.http.errors import LOG, ApiError
 from pcg.serve.store import removals
 from pcg.serve.store.ids import new_key
 from pcg.serve.tinker import checkpoint_records as checkpoints
 from pcg.serve.tinker import future_records
+from pcg.serve.tinker import loss_records as losses
+from pcg.serve.tinker import sampler_records as samplers
 from pcg.serve.tinker.checkpoint_records import EXTERNAL, SAMPLER, WEIGHTS, CheckpointRecord
 from pcg.serve.tinker.folders import Folders, adapter_name, checkpoint_origin
 from pcg.serve.tinker.future_records import JSON, PROTOBUF, FutureRecord
 from pcg.serve.tinker.futures import Futures
-from pcg.serve.tinker.losses import records as losses
 from pcg.serve.tinker.model_records import CLOSED, MODELS, ModelRecord
 from pcg.serve.tinker.passes import call_of, json_result, loss_id_of, order_of, proto_result
-from pcg.serve.tinker.sampling import records as samplers
-from pcg.serve.tinker.sampling.records import SamplerRecord
+from pcg.serve.tinker.sampler_records import SamplerRecord
 from pcg.serve.tinker.session_records import OPEN, SESSIONS
 
 CREATE, LOAD_MODEL, UNLOAD = "create_model", "load_model", "unload_model"

@@ -13,7 +13,7 @@ from pydantic import Field, ValidationError
 from pcg.errors import DataError
 from pcg.runtime.training.loss_graph import LossGraph
 from pcg.serve.engine.trainer_orders import ArrayData, DatumData, TrainerReply, TrainPass
-from pcg.serve.security.json_elements import check_elements
+from pcg.serve.http.limits import check_elements
 from pcg.serve.tinker.proto import (
     ForwardBackwardCall,
     ForwardBackwardResult,

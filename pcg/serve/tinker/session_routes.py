@@ -7,9 +7,10 @@ from typing import Annotated
 from fastapi import APIRouter, Depends, Request, Response
 
 from pcg.keys import Scope
-from pcg.serve.long_body import LongBodyRoute
-from pcg.serve.security.caller import Caller, requires
-from pcg.serve.service import ServiceDependency
+from pcg.serve.adapters.catalog import Catalog
+from pcg.serve.http.caller import Caller, requires
+from pcg.serve.http.service import LongBodyRoute, ServiceDependency
+from pcg.serve.tinker.tinker import Tinker
 from pcg.serve.tinker.wire import (
     Accepted,
     Capabilities,
@@ -47,7 +48,7 @@ async def client_config(
     body: ConfigBody, service: ServiceDependency, caller: Trainer, response: Response
 ) -> ClientConfig:
     """Tell a client how large its requests may be. A 400 where the server keeps nothing."""
-    _, _, _ = body, service.tinker, caller
+    _, _, _ = body, service.part(Tinker), caller
     response.headers["connection"] = "close"  # the client leaves this one open
     return ClientConfig(
         fwdbwd_max_chunk_len=MOST_DATUMS,
@@ -68,7 +69,7 @@ async def capabilities(service: ServiceDependency, caller: Trainer) -> Capabilit
     """List the base, by each of its names."""
     _ = caller
     most = service.max_model_len
-    names = service.catalog.names
+    names = service.part(Catalog).names
     return Capabilities(
         supported_models=[SupportedModel(model_name=one, max_context_length=most) for one in names]
     )
@@ -77,14 +78,14 @@ async def capabilities(service: ServiceDependency, caller: Trainer) -> Capabilit
 @router.post("/create_session")
 async def create_session(body: SessionBody, service: ServiceDependency, caller: Trainer) -> Session:
     """Open a session, which has to beat."""
-    made = await service.tinker.sessions.create(caller.tenant, body)
+    made = await service.part(Tinker).sessions.create(caller.tenant, body)
     return Session(session_id=made.id)
 
 
 @router.post("/session_heartbeat")
 async def heartbeat(body: HeartbeatBody, service: ServiceDependency, caller: Trainer) -> Heartbeat:
     """Note that a session lives; 410 if it has ended."""
-    service.tinker.sessions.beat(caller.tenant, body.session_id)
+    service.part(Tinker).sessions.beat(caller.tenant, body.session_id)
     return Heartbeat()
 
 
@@ -93,7 +94,7 @@ async def finish(
     session_id: str, body: FinishBody, service: ServiceDependency, caller: Trainer
 ) -> Response:
     """End a session; the first reason holds."""
-    await service.tinker.sessions.finish(caller.tenant, session_id, body.reason.type)
+    await service.part(Tinker).sessions.finish(caller.tenant, session_id, body.reason.type)
     return Response(status_code=204)
 
 

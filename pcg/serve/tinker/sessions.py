@@ -8,8 +8,8 @@ import sqlite3
 import time
 from collections.abc import Awaitable, Callable
 
-from pcg.serve.errors import ApiError
 from pcg.serve.files.wire import now
+from pcg.serve.http.errors import ApiError
 from pcg.serve.store.database import Database
 from pcg.serve.store.ids import new_key
 from pcg.serve.tinker import session_records

@@ -10,13 +10,13 @@ from typing import Any
 
 from pcg.serve.adapters.loader import Loader
 from pcg.serve.engine.client import EngineClient
-from pcg.serve.errors import LOG
-from pcg.serve.options import ServeOptions
+from pcg.serve.engine.options import ServeOptions
+from pcg.serve.http.errors import LOG
 from pcg.serve.store.store import Store
 from pcg.serve.tinker.folders import Folders
 from pcg.serve.tinker.future_records import FutureRecord
 from pcg.serve.tinker.futures import Futures
-from pcg.serve.tinker.losses.losses import Losses
+from pcg.serve.tinker.losses import Losses
 from pcg.serve.tinker.models import Models
 from pcg.serve.tinker.sessions import Sessions
 from pcg.serve.tinker.wire import Promise

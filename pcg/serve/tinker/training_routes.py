@@ -17,10 +17,9 @@ from fastapi import APIRouter, Request, Response
 from fastapi.exceptions import RequestValidationError
 
 from pcg.errors import PcgError
-from pcg.serve.errors import UNSUPPORTED, ApiError, as_api_error
-from pcg.serve.long_body import Handler, LongBodyRoute
-from pcg.serve.security.caller import Caller
-from pcg.serve.service import Service, ServiceDependency
+from pcg.serve.http.caller import Caller
+from pcg.serve.http.errors import UNSUPPORTED, ApiError, as_api_error
+from pcg.serve.http.service import Handler, LongBodyRoute, Service, ServiceDependency
 from pcg.serve.tinker.future_records import PROTOBUF
 from pcg.serve.tinker.model_wire import (
     CustomLossBody,
@@ -42,7 +41,7 @@ from pcg.serve.tinker.operations import (
 from pcg.serve.tinker.passes import call_of, decompressed
 from pcg.serve.tinker.proto import place_of
 from pcg.serve.tinker.session_routes import PREFIX, Trainer
-from pcg.serve.tinker.tinker import promise_of
+from pcg.serve.tinker.tinker import Tinker, promise_of
 from pcg.serve.tinker.wire import Promise
 
 # ------------------------------------------------------------------------------------- placed route
@@ -77,7 +76,7 @@ async def _note(request: Request) -> None:
         return
     found = await service.beside(caller, _place, body, is_json=is_json)
     if found is not None:
-        service.tinker.models.refuse(caller.tenant, *found)
+        service.part(Tinker).models.refuse(caller.tenant, *found)
 
 
 async def body_of(request: Request) -> bytes:
@@ -139,7 +138,7 @@ async def forward(request: Request, service: ServiceDependency, caller: Trainer)
 
 
 async def _pass(request: Request, service: Service, caller: Caller) -> Promise:
-    models, body = service.tinker.models, await body_of(request)
+    models, body = service.part(Tinker).models, await body_of(request)
     is_json = not is_protobuf(request)
     call = await service.beside(caller, call_of, body, is_json=is_json)
     if call.forward_only:
@@ -155,7 +154,7 @@ async def create_custom_loss(
     body: CustomLossBody, service: ServiceDependency, caller: Trainer
 ) -> Promise:
     """Promise a loss that is a graph; a 400 names the node that may not run."""
-    losses, session, seq = service.tinker.losses, body.session_id, body.custom_loss_seq_id
+    losses, session, seq = service.part(Tinker).losses, body.session_id, body.custom_loss_seq_id
     return promise_of(await losses.create(caller.tenant, session, seq, body.loss()))
 
 
@@ -210,7 +209,7 @@ async def _ask(
     service: Service, caller: Caller, place: tuple[str, int | None, str], request: dict[str, Any]
 ) -> Promise:
     model, seq, kind = place
-    models = service.tinker.models
+    models = service.part(Tinker).models
     return promise_of(
         await models.ask(caller.tenant, model, seq, kind, json.dumps(request).encode())
     )

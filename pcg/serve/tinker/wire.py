@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
-from pcg.serve.openai.wire import WireModel
+from pcg.serve.http.wire import WireModel
 
 _MOST_METADATA = 2**14
 Id = Annotated[str, Field(min_length=1, max_length=256)]

@@ -15,7 +15,7 @@ from pcg.runtime.engine.limits import Limits
 from pcg.runtime.metrics.events import Kind
 from pcg.runtime.requests.request import Request
 from pcg.runtime.sampling.sampling_params import SamplingParams
-from pcg.serve.options import ServeOptions
+from pcg.serve.engine.options import ServeOptions
 from pcg.simulate.simulated_engine import SimulatedEngine
 from tests.support.linear_costs import LinearCosts
 

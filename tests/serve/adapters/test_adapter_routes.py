@@ -18,7 +18,7 @@ import pytest
 from pcg.keys import Keys
 from pcg.peft.reader import WEIGHTS
 from pcg.runtime.executor import Executor
-from pcg.serve.service import Service
+from pcg.serve.http.service import Service
 from tests.support import serving
 from tests.support.step_gate import StepGate
 

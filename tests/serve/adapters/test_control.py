@@ -12,7 +12,7 @@ import pytest
 from pcg.keys import Keys
 from pcg.runtime.executor import Executor
 from pcg.serve.adapters import control
-from pcg.serve.service import Service
+from pcg.serve.http.service import Service
 from tests.support import serving
 
 KEYS = Keys([serving.key("all"), serving.key("user", "infer")])

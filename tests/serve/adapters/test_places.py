@@ -11,7 +11,7 @@ import pytest
 
 from pcg.errors import AdapterNotFoundError, EngineError
 from pcg.serve.adapters.loader import Loader, Origin
-from pcg.serve.errors import ApiError
+from pcg.serve.http.errors import ApiError
 
 FOUND = Origin("somewhere", 0, is_found=True)
 BY_NAME = Origin("somewhere", 0)

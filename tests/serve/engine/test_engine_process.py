@@ -19,8 +19,8 @@ import pytest
 from pcg.errors import EngineError
 from pcg.runtime.executor import Executor
 from pcg.runtime.metrics.status import EngineState
+from pcg.serve.engine.options import ServeOptions
 from pcg.serve.engine.process import process_client
-from pcg.serve.options import ServeOptions
 from tests.support import serving
 from tests.support.server_process import LONG, WIDE, Load, Running, load_broken, running
 from tests.support.waiting import until

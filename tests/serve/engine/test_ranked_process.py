@@ -14,8 +14,8 @@ import pytest
 from transformers import AutoModelForCausalLM
 
 from pcg.compiler import compile as compile_model
+from pcg.serve.engine.options import ServeOptions
 from pcg.serve.engine.process import process_client
-from pcg.serve.options import ServeOptions
 from pcg.serve.server import LEAST_S
 from tests.support import oracle, serving, tiny_llama
 from tests.support.server_process import is_engine, started

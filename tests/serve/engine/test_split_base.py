@@ -13,7 +13,7 @@ import torch
 import pcg
 from pcg.errors import ServeError, SplitError
 from pcg.runtime.data.example import Example
-from pcg.serve.options import ServeOptions
+from pcg.serve.engine.options import ServeOptions
 from pcg.split.base.shared_base import SharedBase
 from pcg.split.pieces import LINEAR, Piece
 from tests.support import oracle, serving

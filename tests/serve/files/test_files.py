@@ -12,6 +12,7 @@ import httpx2
 import openai
 import pytest
 
+from pcg.serve.files.files import Files
 from tests.support import serving
 
 LINES = b'{"prompt": "a", "completion": "b"}\n'
@@ -54,7 +55,7 @@ def client(server: serving.Served) -> Iterator[openai.OpenAI]:
 
 def contents(server: serving.Served) -> int:
     """How many contents there are on the disk."""
-    folder = server.service.files.store.folder
+    folder = server.service.part(Files).store.folder
     assert not list((folder / "incoming").iterdir())
     return sum(1 for _ in (folder / "files").glob("*/*"))
 
@@ -309,7 +310,7 @@ def test_few_uploads_that_are_over_are_told_of(
         client.uploads.cancel(id)
     last = client.uploads.create(bytes=9, filename="a", mime_type="b", purpose="fine-tune")
     query = "SELECT id FROM uploads WHERE tenant = 'one' AND status != 'pending'"
-    read = server.service.files.store.database.read
+    read = server.service.part(Files).store.database.read
     assert [id for (id,) in read(lambda one: one.execute(query).fetchall()).result()] == made[1:3]
     for id in (made[3], last.id):
         assert client.uploads.cancel(id).status == "cancelled"

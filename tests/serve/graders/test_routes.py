@@ -15,9 +15,9 @@ from pcg.errors import GradingError, QueueFullError
 from pcg.graders.grader import Answer, Question
 from pcg.graders.sample import Sample
 from pcg.keys import Keys
-from pcg.serve.errors import ApiError
 from pcg.serve.graders import host, python_graders
-from pcg.serve.security.caller import Caller
+from pcg.serve.http.caller import Caller
+from pcg.serve.http.errors import ApiError
 from tests.support import serving
 from tests.support.job_client import client_of
 

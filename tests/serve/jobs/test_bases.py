@@ -13,11 +13,10 @@ from pcg.errors import ServeError
 from pcg.serve.files.wire import now
 from pcg.serve.jobs.bases import check_base
 from pcg.serve.store.store import Store, open_store
-from pcg.serve.tinker import checkpoint_records, model_records
+from pcg.serve.tinker import checkpoint_records, model_records, sampler_records
 from pcg.serve.tinker.checkpoint_records import SAMPLER, CheckpointRecord
 from pcg.serve.tinker.model_records import CLOSED, ModelRecord
-from pcg.serve.tinker.sampling import records as sampler_records
-from pcg.serve.tinker.sampling.records import SamplerRecord
+from pcg.serve.tinker.sampler_records import SamplerRecord
 from tests.support import tinker_client
 
 FIRST: Any = SimpleNamespace(base_digest="sha256:a", name="first")

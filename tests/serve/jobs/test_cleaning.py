@@ -8,6 +8,7 @@ from pathlib import Path
 
 from pcg.serve.adapters import kept_models
 from pcg.serve.adapters.kept_models import KeptModel
+from pcg.serve.engine.options import ServeOptions
 from pcg.serve.files.files import Files
 from pcg.serve.files.quota import Quota
 from pcg.serve.files.wire import now
@@ -15,7 +16,6 @@ from pcg.serve.jobs import records
 from pcg.serve.jobs.folders import OPTIMIZER, STATE, JobFolder, folder_of, folders_of
 from pcg.serve.jobs.records import RUNNING, SUCCEEDED, JobRecord
 from pcg.serve.jobs.runner import clean_folders, tidy_job
-from pcg.serve.options import ServeOptions
 from pcg.serve.store import holdings
 from pcg.serve.store.store import Store, open_store
 

@@ -15,9 +15,11 @@ import pytest
 
 from pcg.errors import ServeError
 from pcg.serve.files import records as file_records
+from pcg.serve.files.files import Files
 from pcg.serve.files.wire import now
 from pcg.serve.jobs import runner
 from pcg.serve.jobs.bases import check_base
+from pcg.serve.jobs.runner import JobRunner
 from pcg.serve.store.contents import Incoming
 from pcg.serve.store.holdings import held_bytes
 from tests.support import serving
@@ -62,7 +64,7 @@ def done(client: openai.OpenAI) -> Any:
 
 
 def held(server: serving.Served, tenant: str = "default") -> int:
-    read = server.service.files.store.database.read
+    read = server.service.part(Files).store.database.read
     return read(lambda one: held_bytes(one, tenant, now())).result()
 
 
@@ -79,7 +81,7 @@ def test_data_of_jobs_counts_once_its_file_is_gone(
     for job in jobs:
         client.fine_tuning.jobs.cancel(job.id)
     count = "SELECT COUNT(*) FROM job_data"
-    read = server.service.files.store.database.read
+    read = server.service.part(Files).store.database.read
     until(lambda: read(lambda one: one.execute(count).fetchone()[0]).result() == 0)
 
 
@@ -98,7 +100,7 @@ def test_configurations_count_until_their_jobs_are_deleted(
     )
     client.fine_tuning.jobs.cancel(job.id)
     assert held(server) - before > 2**16
-    until(lambda: not server.service.jobs._running)
+    until(lambda: not server.service.part(JobRunner)._running)
     client.delete(f"/fine_tuning/jobs/{job.id}", cast_to=object)
     until(lambda: held(server) <= before)
 
@@ -106,7 +108,7 @@ def test_configurations_count_until_their_jobs_are_deleted(
 def test_adapters_count_until_they_are_deleted(
     server: serving.Served, client: openai.OpenAI, done: Any
 ) -> None:
-    folder = server.service.files.store.folder / "jobs" / done.id
+    folder = server.service.part(Files).store.folder / "jobs" / done.id
     until(lambda: not list(folder.glob("**/optimizer.safetensors")))
     kept = [one for name in ("checkpoints", "model") for one in folder.glob(f"{name}/**/*")]
     size = sum(one.stat().st_size for one in kept if one.is_file())
@@ -191,13 +193,13 @@ def test_permissions(server: serving.Served, client: openai.OpenAI, done: Any) -
         with pytest.raises(openai.NotFoundError):
             permissions.delete(made.data[0].id, fine_tuned_model_checkpoint=name)
     # They are found again by the next start.
-    read = server.service.files.store.database.read
+    read = server.service.part(Files).store.database.read
     rows = read(lambda one: one.execute("SELECT project FROM checkpoint_permissions").fetchall())
     assert [tuple(row) for row in rows.result()] == [("third",)]
 
 
 def test_another_base_is_refused(server: serving.Served, done: Any) -> None:
-    store, facts = server.service.files.store, server.service.client.facts
+    store, facts = server.service.part(Files).store, server.service.client.facts
     check_base(store, facts)
     other = type(facts)(**{**vars(facts), "base_digest": "x", "name": "another"})
     with pytest.raises(ServeError, match=r"trained on other weights, of .*another --data-dir"):
@@ -220,7 +222,7 @@ def test_jobs_that_are_over_can_be_removed(client: openai.OpenAI, done: Any) -> 
 
 
 def test_rows_that_are_over_go_after_their_time(server: serving.Served) -> None:
-    database = server.service.files.store.database
+    database = server.service.part(Files).store.database
 
     def counts(connection: sqlite3.Connection, days: float) -> tuple[int, int]:
         runner.remove_old(connection, now() + 7200, days)

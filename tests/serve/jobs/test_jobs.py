@@ -12,6 +12,8 @@ import httpx
 import openai
 import pytest
 
+from pcg.serve.adapters.catalog import Catalog
+from pcg.serve.files.files import Files
 from pcg.serve.jobs.folders import JobFolder
 from tests.support import serving
 from tests.support.job_client import (
@@ -132,7 +134,7 @@ def test_the_result_file_is_a_table(client: openai.OpenAI, done: Any) -> None:
 
 
 def test_a_job_that_is_over_leaves_no_data(server: serving.Served, done: Any) -> None:
-    folder = server.service.files.store.folder / "jobs" / done.id
+    folder = server.service.part(Files).store.folder / "jobs" / done.id
     until(lambda: not (folder / "training.jsonl").exists())
     until(lambda: not list(folder.glob("**/optimizer.safetensors")))
     assert sorted(one.name for one in folder.iterdir()) == ["checkpoints", "model", "record"]
@@ -146,7 +148,7 @@ def test_its_report_is_its_owners(server: serving.Served, client: openai.OpenAI,
     page = answer.text
     for words in (done.fine_tuned_model, "completed", "6 of 6", "eval_loss", "learning_rate"):
         assert words in page
-    folder = server.service.files.store.folder
+    folder = server.service.part(Files).store.folder
     assert str(folder) not in page
     rows = (folder / "jobs" / done.id / "record/metrics.jsonl").read_text().splitlines()
     assert [json.loads(row)["step"] for row in rows] == [1, 2, 3, 4, 5, 6]
@@ -368,7 +370,7 @@ def test_a_validation_file_that_cannot_be_learned_is_named(client: openai.OpenAI
 def test_a_name_that_no_adapter_can_have_is_refused(
     server: serving.Served, client: openai.OpenAI, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    catalog = server.service.catalog
+    catalog = server.service.part(Catalog)
     monkeypatch.setattr(catalog, "names", ("b" * 160, serving.MODEL))
     with pytest.raises(openai.BadRequestError, match="The model would have no name"):
         begin(client, suffix="s" * 64)

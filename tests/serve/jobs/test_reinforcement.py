@@ -17,7 +17,9 @@ from pcg.errors import GraderError
 from pcg.records.run import read_run
 from pcg.serve.engine.jobs import reinforcement
 from pcg.serve.engine.jobs.news import JobSamples
+from pcg.serve.files.files import Files
 from pcg.serve.jobs import records
+from pcg.serve.jobs.runner import JobRunner
 from tests.support import serving
 from tests.support.job_client import PEFT, client_of, ended, events, steps, text, upload
 from tests.support.server_process import running
@@ -79,7 +81,7 @@ def begun(
 def idle(server: serving.Served, client: openai.OpenAI) -> bool:
     """True once the engine runs no job; the question keeps the client's connection open."""
     client.fine_tuning.jobs.list(limit=1)
-    return not server.service.jobs._running
+    return not server.service.part(JobRunner)._running
 
 
 def test_a_job_is_rewarded_told_and_served(client: openai.OpenAI) -> None:
@@ -135,7 +137,7 @@ def test_a_job_goes_on_where_it_was(
     assert (whole.status, job.status) == ("succeeded", "succeeded"), job.error
     assert steps(client, made.id) == list(range(1, 9))
     assert len(paused) < 8
-    folder = server.service.files.store.folder / "jobs"
+    folder = server.service.part(Files).store.folder / "jobs"
     state = json.loads(
         (folder / job.id / "checkpoints/step-00000008/trainer_state.json").read_text()
     )
@@ -156,7 +158,11 @@ def test_a_cancelled_job_leaves_no_model(server: serving.Served, client: openai.
     until(lambda: idle(server, client))
     assert client.fine_tuning.jobs.retrieve(made.id).fine_tuned_model is None
     executor = server.service.client.executor  # type: ignore[attr-defined]
-    row = server.service.files.store.database.read(lambda one: records.find(one, made.id)).result()
+    row = (
+        server.service.part(Files)
+        .store.database.read(lambda one: records.find(one, made.id))
+        .result()
+    )
     assert row is not None
     assert f"@default/{row.name}" not in executor.adapters
 
@@ -200,7 +206,7 @@ def test_nothing_is_graded_of_a_job_that_was_cancelled(
     server: serving.Served, client: openai.OpenAI, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     grading = Endless()
-    monkeypatch.setattr(server.service.jobs, "_grading", grading)
+    monkeypatch.setattr(server.service.part(JobRunner), "_grading", grading)
     made = begun(client)
     until(lambda: grading.has_begun)
     client.fine_tuning.jobs.cancel(made.id)
@@ -226,7 +232,7 @@ def test_completions_are_graded_in_parts(
     """A message has a bound, and a part that cannot be graded has the reward 0."""
     monkeypatch.setattr(reinforcement, "_AT_ONCE", 3)
     grading = Picky()
-    monkeypatch.setattr(server.service.jobs, "_grading", grading)
+    monkeypatch.setattr(server.service.part(JobRunner), "_grading", grading)
     job = ended(client, begun(client, batch_size=4).id)
     assert job.status == "succeeded", job.error
     assert grading.sizes == [3, 3, 2]
@@ -244,7 +250,7 @@ class Refusing:
 def test_an_error_of_a_grader_reaches_the_job(
     server: serving.Served, client: openai.OpenAI, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(server.service.jobs, "_grading", Refusing())
+    monkeypatch.setattr(server.service.part(JobRunner), "_grading", Refusing())
     job = ended(client, begun(client).id)
     assert job.status == "failed"
     assert "half ?" in job.error.message

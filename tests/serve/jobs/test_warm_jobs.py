@@ -6,8 +6,8 @@ import pytest
 
 from pcg.errors import ServeError
 from pcg.runtime.training.recorded.warm_job import WarmJob
+from pcg.serve.engine.options import ServeOptions
 from pcg.serve.jobs.settings import DEFAULT_PEFT
-from pcg.serve.options import ServeOptions
 
 
 def test_an_engine_is_told_of_jobs() -> None:

@@ -19,10 +19,10 @@ from pcg.runtime.engine.async_engine import AsyncEngine
 from pcg.runtime.engine.limits import Limits
 from pcg.runtime.executor import Executor
 from pcg.runtime.metrics.metrics import serving_report
-from pcg.serve.adapters.engine_names import Owned
+from pcg.serve.engine.engine_names import Owned
 from pcg.serve.engine.local import LocalClient
+from pcg.serve.engine.options import ServeOptions
 from pcg.serve.metrics.engine_metrics import EngineMetrics, Served
-from pcg.serve.options import ServeOptions
 from tests.support.held_steps import held_steps
 from tests.support.prompts import prompts
 from tests.support.small_engine import DATA, LORA, OPTIONS, make_engine, make_executor

@@ -13,8 +13,8 @@ from pcg.keys import Keys
 from pcg.runtime.metrics.events import EventLog
 from pcg.runtime.metrics.status import EngineNumbers
 from pcg.runtime.metrics.totals import Totals
+from pcg.serve.http.service import Service
 from pcg.serve.metrics.load_report import ASKED, REPORT, load_headers
-from pcg.serve.service import Service
 from tests.support import serving
 
 BODIES = {

@@ -11,7 +11,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from pcg.keys import Keys
 from pcg.serve.app import create_app
-from pcg.serve.service import Service
+from pcg.serve.http.service import Service
 from tests.support import serving
 
 

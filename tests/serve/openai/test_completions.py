@@ -12,7 +12,7 @@ import pytest
 import torch
 import transformers
 
-from pcg.serve.service import Service
+from pcg.serve.http.service import Service
 from tests.support import oracle, serving, toy_tokenizers
 from tests.support.text_model import save_text_model
 

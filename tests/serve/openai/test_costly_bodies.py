@@ -8,14 +8,14 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-import pcg.serve.service
-from pcg.serve.openai import text_bound
+import pcg.serve.http.service
+from pcg.serve.http import service as text_bound
+from pcg.serve.http.wire import WireModel
 from pcg.serve.openai.chat.body import ChatBody
 from pcg.serve.openai.chat.messages import MOST_PARTS
 from pcg.serve.openai.completions import CompletionBody
 from pcg.serve.openai.responses.body import ResponseBody
 from pcg.serve.openai.tokens import DetokenizeBody
-from pcg.serve.openai.wire import WireModel
 from tests.support import serving
 
 MANY = 5_000
@@ -111,7 +111,7 @@ def test_tokens_are_bounded_before_they_become_text(monkeypatch: pytest.MonkeyPa
 def test_logprobs_of_prompts_have_a_bound(
     monkeypatch: pytest.MonkeyPatch, asked: dict[str, Any]
 ) -> None:
-    monkeypatch.setattr(pcg.serve.service, "MOST_PROMPT_LOGPROBS", 40)
+    monkeypatch.setattr(pcg.serve.http.service, "MOST_PROMPT_LOGPROBS", 40)
 
     body = {"model": serving.MODEL, "prompt": [1, 2, 3, 4], "max_tokens": 1, **asked}
     with serving.service_of() as service:
@@ -136,7 +136,7 @@ def test_logprobs_of_prompts_have_a_bound(
 def test_prompts_that_continuations_repeat_have_a_bound(
     monkeypatch: pytest.MonkeyPatch, asked: dict[str, Any], size: int
 ) -> None:
-    monkeypatch.setattr(pcg.serve.service, "MOST_REPEATED", 2 * size)
+    monkeypatch.setattr(pcg.serve.http.service, "MOST_REPEATED", 2 * size)
     body = {"model": serving.MODEL, "max_tokens": 1, **asked}
     with serving.service_of() as service:
         assert serving.post(service, "/v1/completions", {**body, "n": 2}).status_code == 200

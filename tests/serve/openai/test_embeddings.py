@@ -17,9 +17,9 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from pcg.runtime.engine.limits import Limits
 from pcg.serve.engine.facts import facts_of
-from pcg.serve.errors import ApiError
+from pcg.serve.engine.options import ServeOptions
+from pcg.serve.http.errors import ApiError
 from pcg.serve.openai.embeddings import check_dimensions
-from pcg.serve.options import ServeOptions
 from tests.support import serving
 
 TEXTS = ["Hello, how are you today?", "the quick brown fox", "Ein schöner Tag 😀"]

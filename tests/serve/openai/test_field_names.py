@@ -11,9 +11,9 @@ import pytest
 
 from pcg.errors import GenerationError
 from pcg.runtime.engine.latency import Latencies, Latency
-from pcg.serve.errors import ApiError
+from pcg.serve.http.errors import ApiError
+from pcg.serve.http.service import Service
 from pcg.serve.openai.wire import FieldNames
-from pcg.serve.service import Service
 from tests.support import chat_templates, serving
 
 USER = [{"role": "user", "content": "a"}]

@@ -15,7 +15,7 @@ from openai.types import embedding_create_params as embedding
 from openai.types.chat import completion_create_params as chat
 from openai.types.responses import response_create_params as response
 
-from pcg.serve.service import Service
+from pcg.serve.http.service import Service
 from tests.support import serving
 
 USER = [{"role": "user", "content": "a"}]

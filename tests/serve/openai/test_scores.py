@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
-from pcg.serve.service import Service
+from pcg.serve.http.service import Service
 from tests.support import serving
 
 QUERY = "what is it?"

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from transformers import PreTrainedTokenizerFast
 
-from pcg.serve.service import Service
+from pcg.serve.http.service import Service
 from tests.support import serving
 
 TEXTS = ["Hello, how are you?", "", "Ein schöner Tag 😀\n", "<|im_start|>user"]

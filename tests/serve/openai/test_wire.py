@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from pcg.serve.openai.wire import Prompts, WireModel
+from pcg.serve.http.wire import WireModel
+from pcg.serve.openai.wire import Prompts
 
 
 class Body(WireModel):

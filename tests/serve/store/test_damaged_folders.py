@@ -21,7 +21,9 @@ from pcg.files import sha256_of
 from pcg.peft.reader import read_adapter
 from pcg.peft.writer import digest_of
 from pcg.runtime.training.checkpoints import CheckpointStore, last_good
+from pcg.serve.files.files import Files
 from pcg.serve.jobs.folders import JobFolder
+from pcg.serve.jobs.runner import JobRunner
 from pcg.serve.store import holdings
 from pcg.serve.store.check import check_folder
 from pcg.serve.store.named import named_paths
@@ -64,7 +66,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ).result(60)
         trained.save_state("whole").result(60)
         trained.save_weights_for_sampler("sampler").result(60)
-        until(lambda: not server.service.jobs._running)
+        until(lambda: not server.service.part(JobRunner)._running)
     return folder
 
 
@@ -222,7 +224,7 @@ def test_a_server_tells_of_damage_and_others_go_on(made: Path, tmp_path: Path) -
         until(lambda: len(steps(client, paused)) > seen)
         client.fine_tuning.jobs.cancel(paused)
         row = "SELECT path FROM tinker_checkpoints WHERE kind = 'weights'"
-        read = server.service.files.store.database.read
+        read = server.service.part(Files).store.database.read
         (path,) = read(lambda one: one.execute(row).fetchone()).result()
         with pytest.raises(tinker.RequestFailedError, match=r"trainer_state.json is damaged"):
             service.create_training_client_from_state(path).result(60)

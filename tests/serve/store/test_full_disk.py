@@ -12,6 +12,7 @@ import openai
 import pytest
 
 from pcg.errors import StoreFullError
+from pcg.serve.files.files import Files
 from pcg.serve.jobs import runner
 from pcg.serve.tinker import future_records, futures
 from tests.support import serving, tinker_client
@@ -40,7 +41,7 @@ def bound(server: serving.Served, pages: int | None) -> None:
         (there,) = connection.execute("PRAGMA page_count").fetchone()
         connection.execute(f"PRAGMA max_page_count = {pages or there}")
 
-    server.service.files.store.database.write(act).result()
+    server.service.part(Files).store.database.write(act).result()
 
 
 def full(calls: int, act: Callable[..., Any]) -> Callable[..., Any]:
@@ -58,7 +59,7 @@ def full(calls: int, act: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def test_files_find_no_room(server: serving.Served, client: openai.OpenAI) -> None:
-    contents = server.service.files.store.folder / "files"
+    contents = server.service.part(Files).store.folder / "files"
     kept = {}
 
     def keep(count: int = 1) -> None:
@@ -103,7 +104,7 @@ def test_samples_that_find_no_room_come_once_there_is_some(
 
     def wake(_: futures.Futures, id: str) -> None:
         row = "SELECT state, request FROM tinker_futures WHERE id = ?"
-        read = server.service.files.store.database.read
+        read = server.service.part(Files).store.database.read
         found.append(tuple(read(lambda one: one.execute(row, (id,)).fetchone()).result()))
 
     monkeypatch.setattr(futures.Futures, "_wake", wake)
@@ -150,5 +151,5 @@ def test_a_full_disk_is_emptied_by_its_clients(tmp_path: Path) -> None:
                 if start:
                     client.models.delete(model)
                     others.unlink()
-                    until(lambda: server.service.files.store.reserve.restore())
+                    until(lambda: server.service.part(Files).store.reserve.restore())
                     assert client.files.content(upload(client)).content

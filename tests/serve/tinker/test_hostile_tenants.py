@@ -14,11 +14,12 @@ import pytest
 from tinker.proto import tinker_public_pb2 as pb
 
 from pcg.keys import digest_of, open_keys
-from pcg.serve.security.caller import Authentication, Caller
+from pcg.serve.http.caller import Authentication, Caller
 from pcg.serve.tinker import checkpoint_records
+from pcg.serve.tinker.links import LINKS, MOST_LINKS, Links
 from pcg.serve.tinker.model_records import ModelRecord
 from pcg.serve.tinker.model_stream import ModelStream
-from pcg.serve.tinker.rest.links import LINKS, MOST_LINKS, Links
+from pcg.serve.tinker.tinker import Tinker
 from tests.support import serving, tinker_client
 from tests.support.tinker_client import result
 from tests.support.waiting import until
@@ -128,7 +129,7 @@ def test_others_cannot_have_places_skipped(
     raw: httpx2.Client, other: httpx2.Client, served: serving.Served
 ) -> None:
     model = model_of(raw, session(raw))
-    streams = served.service.tinker.models._streams
+    streams = served.service.part(Tinker).models._streams
     refused = {"model_id": model, "seq_id": 1, "adam_params": {"x": 1}}
     assert post(other, "optim_step", refused).status_code == 400
     assert streams[model]._refused == set()
@@ -196,7 +197,7 @@ def test_weights_of_sampling_sessions_count_among_what_a_tenant_keeps(
     raw: httpx2.Client, served: serving.Served, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = model_of(raw, session(raw))
-    operations = served.service.tinker.models._operations
+    operations = served.service.part(Tinker).models._operations
 
     def save(seq: int) -> dict[str, Any]:
         body = {"model_id": model, "seq_id": seq, "sampling_session_seq_id": seq}
@@ -213,7 +214,7 @@ def test_weights_for_a_session_that_ends_meanwhile_are_not_kept(
 ) -> None:
     id = session(raw)
     model = model_of(raw, id)
-    tinker = served.service.tinker
+    tinker = served.service.part(Tinker)
     operations = tinker.models._operations
     keep_state = operations.keep_state
     folders = []
@@ -236,7 +237,7 @@ def test_a_model_whose_session_ends_meanwhile_is_closed(
     raw: httpx2.Client, served: serving.Served, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     id = session(raw)
-    tinker = served.service.tinker
+    tinker = served.service.part(Tinker)
     promise = tinker.futures.promise
 
     async def promise_late(*given: Any) -> Any:
@@ -253,7 +254,7 @@ def test_a_name_that_expired_is_free_and_its_files_go(
     raw: httpx2.Client, served: serving.Served
 ) -> None:
     model = model_of(raw, session(raw))
-    tinker = served.service.tinker
+    tinker = served.service.part(Tinker)
 
     def save(seq: int) -> str:
         body = {"model_id": model, "seq_id": seq, "path": "a", "ttl_seconds": 3600}

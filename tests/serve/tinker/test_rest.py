@@ -16,7 +16,8 @@ from safetensors import safe_open
 from tinker import types
 
 from pcg.keys import digest_of
-from pcg.serve.tinker.sampling import records
+from pcg.serve.tinker import sampler_records as records
+from pcg.serve.tinker.links import Links
 from tests.support import serving, tinker_client
 from tests.support.waiting import until
 
@@ -163,7 +164,7 @@ def test_external_weights_are_downloaded_without_a_key_by_their_links_alone(
     for other in (url[:-1], url.replace("adapter_model.safetensors", "adapter_config.json")):
         with pytest.raises(urllib.error.HTTPError, match="401"):
             urllib.request.urlopen(other, timeout=60)
-    kept = served.service.links._links
+    kept = served.service.part(Links)._links
     for path_of_link, link in kept.items():
         kept[path_of_link] = replace(link, until_s=0.0)
     with pytest.raises(urllib.error.HTTPError, match="401"):

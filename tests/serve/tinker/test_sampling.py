@@ -220,7 +220,7 @@ def test_bad_requests_are_refused_by_name(url: str, case: str) -> None:
 def test_what_a_crash_interrupted_is_sampled_once_the_server_is_back(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from pcg.serve.tinker.sampling.samplers import Samplers
+    from pcg.serve.tinker.samplers import Samplers
 
     load = partial(serving.make_executor, adapters=0)
 

@@ -11,7 +11,7 @@ import pytest
 import tinker
 
 from pcg.errors import FinetuneError
-from pcg.serve.errors import ApiError
+from pcg.serve.http.errors import ApiError
 from pcg.serve.store.store import open_store
 from pcg.serve.tinker import (
     future_records,
@@ -19,16 +19,17 @@ from pcg.serve.tinker import (
     session_records,
 )
 from pcg.serve.tinker import futures as futures_module
+from pcg.serve.tinker import loss_records as losses
+from pcg.serve.tinker import sampler_records as samplers
 from pcg.serve.tinker.future_records import DONE, FAILED, JSON, PENDING, ROW_BYTES
 from pcg.serve.tinker.futures import Futures
-from pcg.serve.tinker.losses import records as losses
-from pcg.serve.tinker.losses.records import LossRecord
+from pcg.serve.tinker.loss_records import LossRecord
 from pcg.serve.tinker.model_records import ModelRecord
 from pcg.serve.tinker.operations import UNLOAD, Outcome, settle_row
-from pcg.serve.tinker.sampling import records as samplers
-from pcg.serve.tinker.sampling.records import SamplerRecord
+from pcg.serve.tinker.sampler_records import SamplerRecord
 from pcg.serve.tinker.session_records import SessionRecord
 from pcg.serve.tinker.sessions import Sessions
+from pcg.serve.tinker.tinker import Tinker
 from pcg.serve.tinker.wire import SessionBody
 from tests.support import serving, tinker_client
 
@@ -44,7 +45,7 @@ def test_the_client_opens_a_session_and_learns_what_there_is(tmp_path: Path) -> 
             assert raw.get("healthz").json() == {"status": "ok"}
             beat = {"session_id": session}
             assert raw.post("session_heartbeat", json=beat).status_code == 200
-            loop, sessions = served.server._loop, served.service.tinker.sessions
+            loop, sessions = served.server._loop, served.service.part(Tinker).sessions
             assert loop is not None
             sessions._life_s = -1.0  # whatever beats has done so too long ago
             asyncio.run_coroutine_threadsafe(sessions.expire(), loop).result(60)
@@ -65,7 +66,7 @@ def test_a_session_is_its_tenants_own_and_ends_once(tmp_path: Path) -> None:
         huge = {"tags": [], "user_metadata": {"a": "b" * 20_000}}
         assert raw.post("create_session", json=huge).status_code == 400
         with pytest.raises(ApiError):
-            served.service.tinker.sessions.beat("other", made["session_id"])
+            served.service.part(Tinker).sessions.beat("other", made["session_id"])
 
 
 def test_without_a_data_folder_it_is_refused_by_name() -> None:

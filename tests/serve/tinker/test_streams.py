@@ -13,8 +13,9 @@ import httpx2
 import pytest
 import zstandard
 
-from pcg.serve.errors import ApiError
+from pcg.serve.http.errors import ApiError
 from pcg.serve.tinker import model_stream
+from pcg.serve.tinker.tinker import Tinker
 from tests.support import serving, tinker_client, trainer_data
 from tests.support.tinker_client import result
 from tests.support.waiting import until
@@ -171,7 +172,7 @@ def test_what_cannot_be_is_refused_and_changes_nothing(
     inflight = {"model_id": model, "seq_id": 6, "sampling_session_seq_id": 0, "kind": "inflight"}
     assert raw.post("save_weights_for_sampler", json=inflight).status_code == 400
     # What another tenant has is not there.
-    models, loop = served.service.tinker.models, served.server._loop
+    models, loop = served.service.part(Tinker).models, served.server._loop
     assert loop is not None
     for asked in (
         models.find("other", model),
@@ -183,7 +184,7 @@ def test_what_cannot_be_is_refused_and_changes_nothing(
     end = {"reason": {"type": "success"}}
     raw.post(f"sessions/{session}/finish", json=end)
     until(lambda: raw.post("optim_step", json=step(model, 6)).status_code == 410)
-    database = served.service.tinker.store.database
+    database = served.service.part(Tinker).store.database
 
     def kept(connection: sqlite3.Connection) -> list[Any]:
         rows = connection.execute(
@@ -200,7 +201,7 @@ def test_what_cannot_be_is_refused_and_changes_nothing(
 def test_what_ended_long_ago_is_forgotten(
     served: serving.Served, raw: httpx2.Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    tinker, loop = served.service.tinker, served.server._loop
+    tinker, loop = served.service.part(Tinker), served.server._loop
     assert loop is not None
 
     def rows(session: str) -> dict[str, int]:

@@ -15,6 +15,7 @@ from tinker import types
 from tinker.proto import response_conv
 
 from pcg.records.run import find_runs, read_run
+from pcg.serve.adapters.catalog import Catalog
 from tests.support import oracle, serving, tinker_client, trainer_data
 from tests.support.waiting import until
 
@@ -222,7 +223,7 @@ def test_a_step_serves_from_memory_and_from_files_behind_a_restart(
         )
         sessions, expected = [], []
         with monkeypatch.context() as patched:
-            patched.setattr(served.service.catalog.loader, "load", load)
+            patched.setattr(served.service.part(Catalog).loader, "load", load)
             for _ in range(2):
                 model.forward_backward([one], "cross_entropy")
                 model.optim_step(types.AdamParams(learning_rate=0.05)).result(60)

@@ -15,7 +15,7 @@ from pcg.runtime.engine.jobs import JobState
 from pcg.runtime.engine.running_job import RunningJob
 from pcg.runtime.executor import Executor
 from pcg.runtime.training.options import FinetuneResult, StepRecord
-from pcg.serve.adapters.engine_names import owned
+from pcg.serve.engine.engine_names import owned
 from pcg.serve.engine.jobs.news import (
     DPO,
     REINFORCEMENT,

@@ -49,7 +49,7 @@ from pcg.runtime.engine.async_engine import AsyncEngine
 from pcg.runtime.engine.trainers.async_trainer import AsyncTrainer
 from pcg.runtime.executor import Executor
 from pcg.runtime.training.checkpoints import STATE, TRAINER, check_checkpoint, last_good
-from pcg.serve.adapters.engine_names import owned
+from pcg.serve.engine.engine_names import owned
 from pcg.serve.engine.jobs.news import (
     TRAIN_REWARD,
     VALID_REWARD,

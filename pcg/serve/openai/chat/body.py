@@ -8,7 +8,8 @@ from fastapi import Request
 from pydantic import Field
 
 from pcg.runtime.requests.request import RequestFields
-from pcg.serve.errors import ApiError
+from pcg.serve.http.errors import ApiError
+from pcg.serve.http.wire import WireModel
 from pcg.serve.openai.chat.generation import Chat
 from pcg.serve.openai.chat.messages import Messages
 from pcg.serve.openai.chat.tool_use import AskedTools, ToolChoice, Tools
@@ -19,7 +20,7 @@ from pcg.serve.openai.sampling_fields import (
     Whole,
     content_schema,
 )
-from pcg.serve.openai.wire import AbsentOfChats, FieldNames, StreamOptions, WireModel
+from pcg.serve.openai.wire import AbsentOfChats, FieldNames, StreamOptions
 
 
 class ChatFieldsWithoutEffect(WireModel):

@@ -25,8 +25,9 @@ from starlette.responses import Response
 
 from pcg.keys import Scope
 from pcg.runtime.requests.request import Chunk, Completion
-from pcg.serve.json_bytes import json_bytes
-from pcg.serve.long_body import LongBodyRoute
+from pcg.serve.http.caller import Caller, requires
+from pcg.serve.http.service import LongBodyRoute, Service, ServiceDependency, Submitted
+from pcg.serve.http.wire import json_bytes, new_id
 from pcg.serve.openai.call import Call
 from pcg.serve.openai.chat.body import ChatBody
 from pcg.serve.openai.chat.generation import submit_chat
@@ -34,9 +35,8 @@ from pcg.serve.openai.chat.message_reader import ChatMessage
 from pcg.serve.openai.chat.tool_use import ToolUse
 from pcg.serve.openai.completions import STREAMED, Usage, Wanted, counted, usage_of
 from pcg.serve.openai.event_stream import Events, check_ended, event
-from pcg.serve.openai.logprobs import ChatLogprobs, LogprobWriter, prompt_logprobs
-from pcg.serve.security.caller import Caller, requires
-from pcg.serve.service import Service, ServiceDependency, Submitted, new_id
+from pcg.serve.openai.generation_config import GenerationConfig
+from pcg.serve.openai.logprobs import ChatLogprobs, LogprobWriter, TokenTexts, prompt_logprobs
 
 # ------------------------------------------------------------------------------------------- events
 
@@ -64,7 +64,7 @@ class ChatEvents(Events):
         self._use = use
         self._wanted = wanted
         self._logprobs = logprobs
-        self._texts = service.token_texts
+        self._texts = service.part(TokenTexts)
         self._messages: dict[int, ChatMessage] = {}
         self._output = self._cached = 0
         # Written once: an event is this, its choice, and the end.
@@ -191,9 +191,9 @@ async def create_chat_completion(
     """Generate the next message of a chat."""
     call = await Call.of(service, request, caller, body)
     reply_id = new_id("chatcmpl")
-    chat = body.chat(request, service.generation.defaults)
+    chat = body.chat(request, service.part(GenerationConfig).defaults)
     call, submitted, use = await submit_chat(call, chat, reply_id)
-    texts = service.token_texts
+    texts = service.part(TokenTexts)
     logprobs = LogprobWriter(texts, bool(body.return_tokens_as_token_ids))
     kind = "chat.completion.chunk" if body.stream else "chat.completion"
     head = call.head(kind, reply_id, body.request_id)

@@ -17,12 +17,12 @@ from typing import Any
 from pcg.errors import ConfigError
 from pcg.runtime.requests.request import RequestFields
 from pcg.runtime.text.tokenizer import Tokenizer
-from pcg.serve.errors import ApiError
+from pcg.serve.http.errors import ApiError
+from pcg.serve.http.service import Service, Submitted, check_length
 from pcg.serve.openai.call import Call
 from pcg.serve.openai.chat.messages import Message, template_messages
-from pcg.serve.openai.chat.tool_use import AskedTools, ToolUse, shown_to
-from pcg.serve.openai.text_bound import check_length
-from pcg.serve.service import Service, Submitted
+from pcg.serve.openai.chat.tool_use import AskedTools, ChatSupport, ToolUse, shown_to
+from pcg.serve.openai.generation_config import GenerationConfig
 
 # ----------------------------------------------------------------------------------------- template
 
@@ -205,7 +205,7 @@ async def submit_chat(call: Call, chat: Chat, reply_id: str) -> tuple[Call, Subm
         room = await call.service.room(call.model)
         kept = fields.get("truncate_prompt_tokens")
         length = min(len(prompt), kept if isinstance(kept, int) and kept > 0 else room)
-        most = call.service.generation.defaults.max_new_tokens or room
+        most = call.service.part(GenerationConfig).defaults.max_new_tokens or room
         fields["max_new_tokens"] = max(1, min(room - length, most))
     (submitted,) = await call.submit([prompt], fields, reply_id)
     return call, submitted, use
@@ -213,7 +213,7 @@ async def submit_chat(call: Call, chat: Chat, reply_id: str) -> tuple[Call, Subm
 
 def prepared(service: Service, chat: Chat) -> tuple[list[int], ToolUse]:
     """Return a chat's tokens and tools; takes milliseconds, so it is for a thread."""
-    support = service.chat
+    support = service.part(ChatSupport)
     if chat.template.get("chat_template") is not None and not support.trusts_templates:
         raise ApiError(
             400,

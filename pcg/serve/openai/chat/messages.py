@@ -9,8 +9,8 @@ from pydantic import BeforeValidator, ConfigDict, Discriminator, Field, Tag
 
 from pcg.errors import DataError
 from pcg.runtime.text.chat_messages import check_messages
-from pcg.serve.errors import ApiError
-from pcg.serve.openai.wire import WireModel
+from pcg.serve.http.errors import ApiError
+from pcg.serve.http.wire import WireModel
 
 MOST_MESSAGES = 4096
 MOST_PARTS = 8_192

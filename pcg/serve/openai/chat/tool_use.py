@@ -27,7 +27,8 @@ from pcg.errors import ConfigError
 from pcg.files import read_text
 from pcg.runtime.requests.request import RequestFields
 from pcg.runtime.text.tokenizer import Tokenizer
-from pcg.serve.errors import ApiError
+from pcg.serve.http.errors import ApiError
+from pcg.serve.http.wire import WireModel
 from pcg.serve.openai.chat.tool_format import (
     CallGuide,
     GuidedTool,
@@ -42,7 +43,6 @@ from pcg.serve.openai.chat.tool_formats import (
     writes_calls,
 )
 from pcg.serve.openai.sampling_fields import bare
-from pcg.serve.openai.wire import WireModel
 
 # -------------------------------------------------------------------------------------------- tools
 

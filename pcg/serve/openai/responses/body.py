@@ -14,8 +14,8 @@ from fastapi import Request
 from pydantic import BeforeValidator, ConfigDict, Discriminator, Field, Tag
 
 from pcg.runtime.requests.request import RequestFields
-from pcg.serve.errors import ApiError
-from pcg.serve.json_bytes import json_bytes
+from pcg.serve.http.errors import ApiError
+from pcg.serve.http.wire import WireModel, json_bytes
 from pcg.serve.openai.chat.messages import (
     CalledFunction,
     Content,
@@ -48,7 +48,7 @@ from pcg.serve.openai.sampling_fields import (
     Whole,
     content_schema,
 )
-from pcg.serve.openai.wire import AbsentOfResponses, FieldNames, WireModel
+from pcg.serve.openai.wire import AbsentOfResponses, FieldNames
 
 # -------------------------------------------------------------------------------------------- items
 

@@ -26,8 +26,8 @@ from pydantic import BaseModel
 
 from pcg.runtime.requests.request import Chunk, Completion
 from pcg.runtime.sampling.logprobs import TokenLogprobs
-from pcg.serve.errors import as_api_error
-from pcg.serve.json_bytes import json_bytes
+from pcg.serve.http.errors import as_api_error
+from pcg.serve.http.wire import json_bytes
 from pcg.serve.openai.chat.message_reader import MessageReader
 from pcg.serve.openai.chat.tool_format import ArgumentsPiece, CallPiece, Piece, TextPiece
 from pcg.serve.openai.chat.tool_use import ToolUse

@@ -13,14 +13,16 @@ from starlette.responses import Response
 
 from pcg.keys import Scope
 from pcg.runtime.requests.request import Completion
-from pcg.serve.errors import ApiError
-from pcg.serve.json_bytes import json_bytes
-from pcg.serve.long_body import LongBodyRoute
+from pcg.serve.http.caller import Caller, requires
+from pcg.serve.http.errors import ApiError
+from pcg.serve.http.service import LongBodyRoute, ServiceDependency
+from pcg.serve.http.wire import json_bytes, new_id
 from pcg.serve.openai.call import Call
 from pcg.serve.openai.chat.generation import Chat, submit_chat
 from pcg.serve.openai.chat.messages import Message
 from pcg.serve.openai.completions import STREAMED
-from pcg.serve.openai.logprobs import LogprobWriter
+from pcg.serve.openai.generation_config import GenerationConfig
+from pcg.serve.openai.logprobs import LogprobWriter, TokenTexts
 from pcg.serve.openai.responses.body import InputItem, ResponseBody, as_json, memory_of, messages_of
 from pcg.serve.openai.responses.output import (
     OutputItems,
@@ -31,8 +33,6 @@ from pcg.serve.openai.responses.output import (
     status_of,
 )
 from pcg.serve.openai.responses.store import KeptResponse, ResponseStore
-from pcg.serve.security.caller import Caller, requires
-from pcg.serve.service import ServiceDependency, new_id
 
 router = APIRouter(prefix="/v1", tags=["responses"], route_class=LongBodyRoute)
 
@@ -97,14 +97,14 @@ async def create_response(
     """Generate a response to items."""
     call = await Call.of(service, request, caller, body)
     response_id = new_id("resp").replace("-", "_")
-    turn = await service.beside(caller, _turn, service.responses, caller.tenant, body)
-    defaults = service.generation.defaults
+    turn = await service.beside(caller, _turn, service.part(ResponseStore), caller.tenant, body)
+    defaults = service.part(GenerationConfig).defaults
     fields = body.fields(request, defaults)
     chat = Chat(turn.messages, body.asked_tools(), fields, {"variables": body.variables()})
     call, submitted, use = await submit_chat(call, chat, response_id)
     response = begun_response(response_id, call.model.name, body, defaults)
     response["system_fingerprint"] = call.model.fingerprint
-    logprobs = LogprobWriter(service.token_texts, bool(body.return_tokens_as_token_ids))
+    logprobs = LogprobWriter(service.part(TokenTexts), bool(body.return_tokens_as_token_ids))
     output = OutputItems(use, logprobs if body.wants_logprobs else None)
     end: Callable[[Completion], dict[str, Any]] = partial(turn.end, response, output)
     if body.stream:
@@ -150,7 +150,7 @@ async def get_response(
     """Return a response that is kept."""
     if stream:
         raise ApiError(400, "A response that is kept is not streamed again.", param="stream")
-    kept = _kept(service.responses, caller.tenant, response_id, "response_id")
+    kept = _kept(service.part(ResponseStore), caller.tenant, response_id, "response_id")
     return Response(kept.content, media_type="application/json")
 
 
@@ -159,7 +159,7 @@ async def delete_response(
     response_id: str, service: ServiceDependency, caller: Infer
 ) -> DeletedResponse:
     """Forget a response; those that went on from it keep what they know."""
-    if not service.responses.delete(caller.tenant, response_id):
+    if not service.part(ResponseStore).delete(caller.tenant, response_id):
         raise _not_kept(response_id, "response_id")
     return DeletedResponse(id=response_id)
 
@@ -174,7 +174,7 @@ async def list_input_items(
     after: Annotated[str | None, Query()] = None,
 ) -> Response:
     """List the items of a response's request."""
-    kept = _kept(service.responses, caller.tenant, response_id, "response_id")
+    kept = _kept(service.part(ResponseStore), caller.tenant, response_id, "response_id")
     items = [as_json(item) for item in kept.input]
     items = items if order == "asc" else items[::-1]
     ids = [str(item["id"]) for item in items]

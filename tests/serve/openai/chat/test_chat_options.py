@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from pcg.errors import ConfigError
+from pcg.serve.http.service import Service
 from pcg.serve.openai.chat.tool_use import ChatSupport
-from pcg.serve.service import Service
 from tests.support import chat_templates, serving, tiny_llama, toy_tokenizers
 
 USER = {"model": serving.MODEL, "messages": [{"role": "user", "content": "a dog"}]}
@@ -112,7 +112,7 @@ def test_models_without_a_template_or_a_tokenizer(tmp_path: Path) -> None:
             (replace(tokenizer, chat_template=None), "no_chat_template"),
             (None, "no_tokenizer"),
         ):
-            service.chat = ChatSupport(missing)
+            service.add(ChatSupport(missing))
             assert post(service, {})["error"]["code"] == code
     with pytest.raises(ConfigError, match="chat template"):
         ChatSupport(tokenizer, chat_template=written(tmp_path, "{% if %}"))
@@ -134,7 +134,7 @@ def test_developers_keep_their_role_where_a_template_has_it() -> None:
         messages = [{"role": "developer", "content": "Be brief."}]
         counts = {}
         for template in (toy_tokenizers.CHATML, has_it):
-            service.chat = ChatSupport(tokenizer.with_template(template))
+            service.add(ChatSupport(tokenizer.with_template(template)))
             asked = {"messages": messages, "max_tokens": 1, "return_token_ids": True}
             counts[template] = tokenizer.decode(
                 post(service, asked)["prompt_token_ids"], skip_special_tokens=False

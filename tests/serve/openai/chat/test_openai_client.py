@@ -12,6 +12,7 @@ import openai
 import pytest
 from pydantic import BaseModel
 
+from pcg.serve.openai.chat.tool_use import ChatSupport
 from tests.support import chat_templates, serving, tiny_llama
 
 USER: list[Any] = [{"role": "user", "content": "what is it?"}]
@@ -84,7 +85,7 @@ def streamed(client: openai.OpenAI, **fields: Any) -> Any:
 
 
 def test_greedy_text_is_the_librarys(server: serving.Served, client: openai.OpenAI) -> None:
-    executor, tokenizer = server.service.client.executor, server.service.chat.tokenizer
+    executor, tokenizer = server.service.client.executor, server.service.part(ChatSupport).tokenizer
     assert tokenizer is not None
     messages = [{"role": "system", "content": "Be brief."}, *USER]
     prompt = tokenizer.encode_chat(messages)
@@ -143,7 +144,7 @@ def test_choices_with_seeds_stops_and_penalties(client: openai.OpenAI) -> None:
 def test_logprobs_of_a_chat(server: serving.Served, client: openai.OpenAI) -> None:
     fields: dict[str, Any] = {"logprobs": True, "top_logprobs": 3, "max_tokens": 6}
     whole = ask(client, **fields).choices[0]
-    tokenizer = server.service.chat.tokenizer
+    tokenizer = server.service.part(ChatSupport).tokenizer
     assert tokenizer is not None
     prompt = tokenizer.encode_chat(USER)
     (expected,) = server.service.client.executor.generate([prompt], max_new_tokens=6, logprobs=3)
@@ -265,7 +266,7 @@ def test_a_tools_result_goes_on(server: serving.Served, client: openai.OpenAI) -
     result = {"role": "tool", "tool_call_id": call.id, "content": "sunny"}
     messages = [*USER, message.model_dump(), result]
     reply = ask(client, tools=TOOLS, tool_choice="none", messages=messages, max_tokens=2)
-    tokenizer = server.service.chat.tokenizer
+    tokenizer = server.service.part(ChatSupport).tokenizer
     assert tokenizer is not None
     function = {"name": "weather", "arguments": json.loads(call.function.arguments)}
     called = {"role": "assistant", "tool_calls": [{"function": function}]}
@@ -285,7 +286,7 @@ def test_an_unguided_output_without_calls_is_content(client: openai.OpenAI) -> N
 
 
 def test_vllms_extras(server: serving.Served, client: openai.OpenAI) -> None:
-    tokenizer = server.service.chat.tokenizer
+    tokenizer = server.service.part(ChatSupport).tokenizer
     assert tokenizer is not None
     prompt = tokenizer.encode_chat(USER)
     extra: dict[str, Any] = {"return_token_ids": True, "prompt_logprobs": 1, "top_k": 1}

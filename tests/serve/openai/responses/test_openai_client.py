@@ -12,6 +12,7 @@ import pytest
 from openai.types.responses import Response
 from pydantic import BaseModel, TypeAdapter
 
+from pcg.serve.openai.chat.tool_use import ChatSupport
 from tests.support import chat_templates, serving, tiny_llama
 
 WEATHER = {
@@ -60,7 +61,7 @@ def ask(client: openai.OpenAI, **fields: Any) -> Any:
 
 
 def prompt_of(server: serving.Served, messages: list[Any], **variables: Any) -> list[int]:
-    tokenizer = server.service.chat.tokenizer
+    tokenizer = server.service.part(ChatSupport).tokenizer
     assert tokenizer is not None
     return tokenizer.encode_chat(messages, **variables)
 

@@ -12,6 +12,7 @@ from tokenizers import AddedToken
 from pcg.runtime.guided.grammars import Grammars
 from pcg.runtime.guided.guide import Guide
 from pcg.runtime.text.tokenizer import Tokenizer
+from pcg.serve.engine.options import ServeOptions
 from pcg.serve.openai.chat.tool_format import (
     ArgumentsPiece,
     CallGuide,
@@ -21,7 +22,6 @@ from pcg.serve.openai.chat.tool_format import (
     ToolFormat,
 )
 from pcg.serve.openai.chat.tool_formats import FORMATS, Mistral, format_of, reads_tools
-from pcg.serve.options import ServeOptions
 from tests.support import chat_templates, toy_tokenizers
 
 TEMPLATES: dict[str, tuple[str, ToolFormat | None]] = {

@@ -8,7 +8,7 @@ from typing import Any
 import httpx2
 import pytest
 
-from pcg.serve.json_bytes import json_bytes
+from pcg.serve.http.wire import json_bytes
 from pcg.serve.openai.event_stream import event
 
 

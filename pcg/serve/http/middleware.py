@@ -1,25 +1,103 @@
-"""The record of one request over HTTP, from its first byte to the end of its reply.
+"""Middleware around every request: its id, its record, and the server's own `send`.
 
-Middleware makes one, `Service.submit` notes the engine's requests in it, and observers, such as the
-access log, are told when the reply and those requests have ended. It has no text of a request.
+`RequestId` gives every reply an x-request-id, the client's own if it sent a proper one. The engine
+never sees it: the server makes the engine's ids, so that no client meets another's.
+
+`Recording` makes a record of one request over HTTP, from its first byte to the end of its reply.
+`Service.submit` notes the engine's requests in it, and observers, such as the access log, receive
+it when the reply and those requests have ended. It contains no text of a request.
+
+`DirectSend` keeps the server's `send` for the middle parts of streamed replies. They would pass
+through every middleware, six coroutines a token, which read the beginning and the end alone.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
+import re
 import time
 from collections.abc import Awaitable, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from pcg.runtime.requests.request import Completion, Request
 from pcg.runtime.requests.stream import Stream
-from pcg.serve.errors import LOG
-from pcg.serve.security.caller import Caller
+from pcg.serve.http.caller import Caller
+from pcg.serve.http.errors import LOG, MESSAGES, as_api_error
+from pcg.serve.http.wire import new_id
+
+# --------------------------------------------------------------------------------------- request id
+
+
+_PROPER = re.compile(r"[\x21-\x7e]{1,128}")
+
+
+class RequestId:
+    """ASGI middleware that gives every reply an id, and answers what fails beyond the routes."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self.app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        given = Headers(scope=scope).get("x-request-id", "")
+        request_id = given if _PROPER.fullmatch(given) else new_id("req")
+        scope.setdefault("state", {})["request_id"] = request_id
+        has_begun = False
+
+        def with_id(message: Message) -> Awaitable[None]:  # no coroutine of its own for each part
+            nonlocal has_begun
+            if message["type"] == "http.response.start":
+                has_begun = True
+                headers = MutableHeaders(scope=message)
+                headers["x-request-id"] = request_id
+                if scope["path"].startswith(MESSAGES):
+                    headers["request-id"] = request_id  # where Anthropic's client looks
+            return send(message)
+
+        try:
+            await self.app(scope, receive, with_id)
+        except Exception as error:
+            if has_begun:
+                LOG.log(logging.ERROR, "a reply broke off", exc_info=error)
+                raise
+            await as_api_error(error).response(scope["path"])(scope, receive, with_id)
+
+
+# -------------------------------------------------------------------------------------- direct send
+
+
+_KEY = "direct_send"
+
+
+class DirectSend:
+    """ASGI middleware, the first to see a request, which keeps the server's `send`."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self.app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http":
+            scope.setdefault("state", {})[_KEY] = send
+        await self.app(scope, receive, send)
+
+
+def direct_send(scope: Scope, send: Send) -> Send:
+    """Return the server's `send` of a request; the given one where none was kept."""
+    kept: Send = scope.get("state", {}).get(_KEY, send)
+    return kept
+
+
+# ------------------------------------------------------------------------------------------- record
+
 
 QUIET = ("/", "/health", "/metrics", "/ping", "/status")
 """Routes that are asked again and again: observers are told of their errors alone."""

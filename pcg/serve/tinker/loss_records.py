@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import msgspec
 
 from pcg.runtime.training.loss_graph import LossGraph
-from pcg.serve.errors import ApiError
+from pcg.serve.http.errors import ApiError
 from pcg.serve.store.table import Table
 from pcg.serve.tinker.session_records import OPEN
 

@@ -1,46 +1,70 @@
-"""The service: what the routes of a server share, and the one way of requests to the engine."""
+"""The service: the engine, its keys and options, and the parts of a server that routes ask for.
+
+A route takes the service as `ServiceDependency`, and every other part by its class:
+
+    catalog: Annotated[Catalog, part(Catalog)]
+
+Long bodies are read as JSON and validated on a thread, so that others go on meanwhile. Reading
+holds Python's lock, for 10 ms at most as the elements of a body are bounded (`limits`), and
+validation gives it up between two values; together they would hold up the event loop for 100 ms.
+"""
 
 from __future__ import annotations
 
 import asyncio
-import secrets
+import json
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Annotated, ParamSpec, TypeAlias, TypeVar
+from typing import Annotated, Any, ParamSpec, Protocol, TypeAlias, TypeVar
 from weakref import WeakValueDictionary
 
-from fastapi import Depends, Request
+import orjson
+from fastapi import Depends, Request, Response
+from fastapi.exceptions import RequestValidationError
+from fastapi.routing import APIRoute
+from starlette.types import Receive, Scope
 
 from pcg.errors import GenerationError, PcgError
-from pcg.keys import Keys, Scope
+from pcg.keys import Keys
+from pcg.keys import Scope as KeyScope
+from pcg.runtime.adapters.cache import ServedAdapter
 from pcg.runtime.requests.request import Request as EngineRequest
 from pcg.runtime.requests.request import RequestFields
 from pcg.runtime.requests.stream import Stream
-from pcg.serve.adapters.catalog import Catalog, ServedModel
 from pcg.serve.engine.client import EngineClient
-from pcg.serve.errors import ApiError
-from pcg.serve.files.files import Files
-from pcg.serve.files.quota import Quota
-from pcg.serve.generation_config import GenerationConfig
-from pcg.serve.graders.python_graders import PythonGraders
-from pcg.serve.jobs.grading import Grading
-from pcg.serve.jobs.runner import JobRunner
-from pcg.serve.metrics.engine_metrics import EngineMetrics, Served
-from pcg.serve.observers import open_observers
-from pcg.serve.openai.chat.tool_use import ChatSupport
-from pcg.serve.openai.logprobs import TokenTexts
-from pcg.serve.openai.responses.store import ResponseStore
-from pcg.serve.openai.text_bound import check_length
-from pcg.serve.options import ServeOptions
-from pcg.serve.record import note_requests
-from pcg.serve.security.caller import Caller
-from pcg.serve.store.store import Store
-from pcg.serve.tinker.rest.links import LINKS, Links
-from pcg.serve.tinker.sampling.samplers import Samplers
-from pcg.serve.tinker.tinker import Tinker
+from pcg.serve.engine.options import ServeOptions
+from pcg.serve.http.caller import Caller
+from pcg.serve.http.errors import ApiError, of_validation
+from pcg.serve.http.limits import LONG_BYTES
+from pcg.serve.http.middleware import note_requests
+
+Arguments = ParamSpec("Arguments")
+Result = TypeVar("Result")
+Part = TypeVar("Part")
+Prompt: TypeAlias = str | Sequence[int]
+Handler: TypeAlias = Callable[[Request], Awaitable[Response]]
+
+MOST_PROMPT_LOGPROBS = 2**21
+"""The most log-probabilities of prompts' tokens in one reply, which take half a GiB to write."""
+MOST_REPEATED = 2**24
+"""The most characters and token ids of prompts that the continuations of one reply repeat."""
+_THREADS = 4
+"""Threads that tokenize, render templates and read files: more would only wait for each other."""
+
+
+class Model(Protocol):
+    """A model that answers requests; see `pcg.serve.adapters.catalog.ServedModel`."""
+
+    @property
+    def name(self) -> str:
+        """Its name in replies."""
+
+    @property
+    def adapter(self) -> ServedAdapter | None:
+        """The adapter that answers; None for the base."""
 
 
 @dataclass(frozen=True)
@@ -51,142 +75,68 @@ class Submitted:
     stream: Stream
 
 
-Arguments = ParamSpec("Arguments")
-Result = TypeVar("Result")
-Prompt: TypeAlias = str | Sequence[int]
-
-MOST_PROMPT_LOGPROBS = 2**21
-"""The most log-probabilities of prompts' tokens in one reply, which take half a GiB to write."""
-MOST_REPEATED = 2**24
-"""The most characters and token ids of prompts that the continuations of one reply repeat."""
-_THREADS = 4
-"""Threads that tokenize, render templates and read files: more would only wait for each other."""
-
-
 class Service:
-    """A server's engine with its catalog, keys and options.
+    """The engine of a server, its keys and options, and the parts of the server.
 
     Attributes:
-        created_s: when it was made, Unix seconds.
+        created_s: start time, Unix seconds.
         max_model_len: the most tokens of a prompt and its output; None if the model has no bound.
-        generation: the defaults of sampling.
-        memory: the memory that it takes at most.
-        metrics: the page of metrics.
-        observers: what is told of every request over HTTP.
-        links: the addresses of files that need no key.
-        python_graders: what runs tenants' graders in sandboxes.
-        grading: what grades completions of jobs; an application gives it to its service.
+        memory: the memory that the engine takes at most.
+        begins, stops, ends: are called in order when requests are taken, when the server drains,
+            and when no request is left.
     """
 
-    def __init__(
-        self,
-        client: EngineClient,
-        keys: Keys,
-        options: ServeOptions,
-        generation: GenerationConfig | None = None,
-        store: Store | None = None,
-    ) -> None:
+    def __init__(self, client: EngineClient, keys: Keys, options: ServeOptions) -> None:
         self.client = client
-        self.python_graders = PythonGraders(options.python_graders)
-        self._files = None if store is None else Files(store, Quota(options))
-        self._jobs: JobRunner | None = None
-        self.grading: Grading | None = None
-        self.catalog = Catalog(client, options, store)
-        self._tinker = (
-            None if store is None else Tinker(client, self.catalog.loader, store, options)
-        )
-        self.links = Links(LINKS)
-        self._samplers = None if self._tinker is None else Samplers(self, self._tinker)
-        facts, tokenizer = client.facts, client.tokenizer
         self.keys = keys
         self.options = options
-        self.generation = generation or GenerationConfig()
         self.created_s = int(time.time())
-        bounds = [n for n in (options.max_model_len, facts.max_positions) if n is not None]
+        bounds = [n for n in (options.max_model_len, client.facts.max_positions) if n is not None]
         self.max_model_len = min(bounds, default=None)
-        self.token_texts = TokenTexts(tokenizer)
-        self._turns: WeakValueDictionary[str, asyncio.Semaphore] = WeakValueDictionary()
         sizes = [adapter.size_bytes for adapter in client.adapters.values()]
-        self.memory = replace(facts.memory, adapters=sum(sizes))
-        served = Served(
-            self.catalog.names[0],
-            self.max_model_len,
-            options.max_num_seqs,
-            self.memory.bytes,
-            self.catalog.owned,
-        )
-        self.metrics = EngineMetrics(client, served)
-        self.chat = ChatSupport(
-            tokenizer,
-            chat_template=options.chat_template,
-            tool_call_parser=options.tool_call_parser,
-            trusts_templates=options.trust_request_chat_template,
-        )
-        self.observers = open_observers(options)
-        self.responses = ResponseStore()
+        self.memory = replace(client.facts.memory, adapters=sum(sizes))
+        self.begins: list[Callable[[], None]] = []
+        self.stops: list[Callable[[], None]] = []
+        self.ends: list[Callable[[], None]] = []
+        self._parts: dict[type, Any] = {}
+        self._turns: WeakValueDictionary[str, asyncio.Semaphore] = WeakValueDictionary()
         self._threads = ThreadPoolExecutor(_THREADS, "pcg serve")
 
-    def begin(self) -> None:
-        """Go on with what is kept, once the event loop runs."""
-        if self._files is not None:
-            self.jobs.begin()
-        if self._tinker is not None:
-            self._tinker.begin()
-            self.samplers.begin()
+    def add(self, part: Part) -> Part:
+        """Add a part, or replace the part of its class; returns it."""
+        self._parts[type(part)] = part
+        return part
 
-    def stop_waiting(self) -> None:
-        """Have no client wait for a result any more, as the server drains."""
-        if self._tinker is not None:
-            self._tinker.futures.close()
+    def part(self, kind: type[Part]) -> Part:
+        """Return the part of a class. ApiError: the server stores nothing, and has no such part."""
+        found: Part | None = self._parts.get(kind)
+        if found is None:
+            # A client of Tinker's asks first on a connection that it never closes.
+            raise ApiError(
+                400,
+                "This server keeps nothing: it was started without --data-dir.",
+                code="unsupported",
+                headers={"connection": "close"},
+            )
+        return found
+
+    def has(self, kind: type) -> bool:
+        """Return True if there is a part of a class."""
+        return kind in self._parts
 
     def close(self) -> None:
         """End the threads, once no request is left."""
         self._threads.shutdown(cancel_futures=True)
-        self.python_graders.close()
-        for observer in self.observers:
-            observer.close()
-
-    @property
-    def files(self) -> Files:
-        """The files that are kept. ApiError: the server keeps nothing."""
-        if self._files is None:
-            raise _keeps_nothing()
-        return self._files
-
-    @property
-    def reads_and_deletes(self) -> bool:
-        """True while nothing new is kept, as the disk has no room."""
-        return self._files is not None and not self._files.store.reserve.is_whole
-
-    @property
-    def tinker(self) -> Tinker:
-        """The state of Tinker's protocol. ApiError: the server keeps nothing."""
-        if self._tinker is None:
-            raise _keeps_nothing()
-        return self._tinker
-
-    @property
-    def samplers(self) -> Samplers:
-        """The sampling sessions of Tinker's protocol. ApiError: the server keeps nothing."""
-        if self._samplers is None:
-            raise _keeps_nothing()
-        return self._samplers
-
-    @property
-    def jobs(self) -> JobRunner:
-        """The finetuning jobs. ApiError: the server keeps nothing."""
-        if self._jobs is None:
-            assert self.grading is not None  # the application has it
-            self._jobs = JobRunner(
-                self.client, self.files, self.catalog, self.options, self.grading
-            )
-        return self._jobs
+        for end in self.ends:
+            end()
 
     def may_read_metrics(self, caller: Caller | None) -> bool:
         """Return True if a caller may read /metrics; None is one without a key."""
         if self.options.metrics_without_key:
             return True
-        return caller is not None and not caller.scopes.isdisjoint((Scope.METRICS, Scope.ADMIN))
+        return caller is not None and not caller.scopes.isdisjoint(
+            (KeyScope.METRICS, KeyScope.ADMIN)
+        )
 
     def shows_engine(self, caller: Caller) -> bool:
         """Return True if a caller may know numbers of the whole engine, which tell of others."""
@@ -212,7 +162,7 @@ class Service:
 
     # ------------------------------------------------------------------------------- requests
 
-    async def room(self, model: ServedModel) -> int:
+    async def room(self, model: Model) -> int:
         """Return the most tokens that a prompt and its output may have together."""
         virtual = 0 if model.adapter is None else model.adapter.prompt_tokens
         pages = await asyncio.wrap_future(self.client.most_tokens(model.adapter))
@@ -222,7 +172,7 @@ class Service:
     async def submit(
         self,
         caller: Caller,
-        model: ServedModel,
+        model: Model,
         prompts: Sequence[Prompt],
         fields: RequestFields,
         request_id: str,
@@ -272,7 +222,7 @@ class Service:
     def _requests(
         self,
         caller: Caller,
-        model: ServedModel,
+        model: Model,
         prompts: Sequence[Prompt],
         fields: RequestFields,
         request_id: str,
@@ -363,17 +313,6 @@ def _check_repeated(requests: Sequence[EngineRequest], repeats_ids: bool) -> Non
         )
 
 
-def _keeps_nothing() -> ApiError:
-    said = "This server keeps nothing: it was started without --data-dir."
-    # A client of Tinker's asks first on a connection that it never closes.
-    return ApiError(400, said, code="unsupported", headers={"connection": "close"})
-
-
-def new_id(prefix: str) -> str:
-    """Return a new id of a reply, as cmpl-3f…."""
-    return f"{prefix}-{secrets.token_hex(16)}"
-
-
 async def _service(request: Request) -> Service:  # FastAPI would run it on a thread
     service: Service = request.app.state.service
     return service
@@ -381,3 +320,124 @@ async def _service(request: Request) -> Service:  # FastAPI would run it on a th
 
 ServiceDependency = Annotated[Service, Depends(_service)]
 """The service, as a parameter of a route."""
+
+
+def part(kind: type[Any]) -> Any:
+    """Return the dependency of a route on a part of the server, for `Annotated[Kind, …]`."""
+
+    async def found(request: Request) -> Any:  # FastAPI would run it on a thread
+        return request.app.state.service.part(kind)
+
+    return Depends(found)
+
+
+# -------------------------------------------------------------------------------------- long bodies
+
+
+class LongBodyRoute(APIRoute):
+    """A route whose long bodies come to it as objects of its model already."""
+
+    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+        handle, field = super().get_route_handler(), self.body_field
+
+        async def handle_request(request: Request) -> Response:
+            return await self.answer(handle, _Request(field, request.scope, request.receive))
+
+        return handle_request
+
+    async def answer(self, handle: Handler, request: Request) -> Response:
+        """Answer a request, by what FastAPI has made of the route."""
+        return await handle(request)
+
+
+class _Request(Request):
+    """A request that validates a long body when it is read.
+
+    Args:
+        field: FastAPI's validator of the body; None for a route without one.
+    """
+
+    def __init__(self, field: Any, scope: Scope, receive: Receive) -> None:
+        super().__init__(scope, receive)
+        self._field = field
+
+    async def json(self) -> Any:
+        body = await self.body()
+        if len(body) < LONG_BYTES or self._field is None:
+            return await super().json()
+        service: Service = self.app.state.service
+        caller: Caller = self.state.caller
+        return await service.beside(caller, validated, self._field, body)
+
+
+def validated(field: Any, body: bytes) -> Any:
+    """Return the object that a body is.
+
+    Args:
+        field: FastAPI's validator.
+    Raises:
+        ApiError: it is not as the schema says.
+        ValueError: it is no JSON.
+    """
+    try:
+        content = orjson.loads(body)  # in half the time
+    except orjson.JSONDecodeError:  # which also refuses NaN and half characters
+        content = json.loads(body)
+    value, errors = field.validate(content, {}, loc=("body",))
+    if errors:
+        raise of_validation(RequestValidationError(errors, body=content))
+    return value
+
+
+# --------------------------------------------------------------------------------- lengths of texts
+
+
+TOKEN_CHARACTERS = 16
+"""More than ordinary texts have for each of their tokens, which is four."""
+SHORT = 2**20
+"""Characters of a text that is always taken."""
+FEW = 2**16
+"""Tokens that are always made text of."""
+
+
+def check_length(text: str, max_model_len: int | None) -> None:
+    """Refuse a text that is far longer than a prompt can be, before it is tokenized.
+
+    Args:
+        max_model_len: the most tokens of a prompt and its output; None if there is no bound.
+    Raises:
+        ApiError: it is too long.
+    """
+    if max_model_len is None:
+        return
+    most = max(SHORT, TOKEN_CHARACTERS * max_model_len)
+    if len(text) > most:
+        raise ApiError(
+            400,
+            f"A text has {len(text)} characters, and this server takes at most {most}: the model's "
+            f"context has {max_model_len} tokens. Send less.",
+            param="prompt",
+            code="context_length_exceeded",
+        )
+
+
+def check_count(count: int, max_model_len: int | None) -> None:
+    """Refuse tokens that are far more than a model's context, before text is made of them.
+
+    Args:
+        count: the number of tokens.
+        max_model_len: the most tokens of a prompt and its output; None if there is no bound.
+    Raises:
+        ApiError: they are too many.
+    """
+    if max_model_len is None:
+        return
+    most = max(FEW, max_model_len)
+    if count > most:
+        raise ApiError(
+            400,
+            f"{count} tokens, and this server takes at most {most}: the model's context has "
+            f"{max_model_len} tokens. Send fewer.",
+            param="tokens",
+            code="context_length_exceeded",
+        )

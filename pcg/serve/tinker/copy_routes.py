@@ -6,13 +6,13 @@ import hashlib
 
 from fastapi import APIRouter, Request
 
-from pcg.serve.errors import UNSUPPORTED, ApiError
-from pcg.serve.long_body import LongBodyRoute
-from pcg.serve.service import ServiceDependency
+from pcg.serve.http.errors import UNSUPPORTED, ApiError
+from pcg.serve.http.service import LongBodyRoute, ServiceDependency
 from pcg.serve.store.ids import new_key
 from pcg.serve.tinker.model_records import COPIES
-from pcg.serve.tinker.rest.wire import CopiedWeights, CopyBody
+from pcg.serve.tinker.rest_wire import CopiedWeights, CopyBody
 from pcg.serve.tinker.session_routes import PREFIX, Trainer
+from pcg.serve.tinker.tinker import Tinker
 
 router = APIRouter(prefix=PREFIX, tags=["tinker"], route_class=LongBodyRoute)
 
@@ -26,12 +26,12 @@ async def copy_weights(
         said = "Access tokens of other accounts are not supported; publish the checkpoint."
         raise ApiError(400, said, code=UNSUPPORTED)
     if body.session_id is not None and body.model_seq_id is not None:
-        service.tinker.sessions.find(caller.tenant, body.session_id)
+        service.part(Tinker).sessions.find(caller.tenant, body.session_id)
         place = body.session_id, body.model_seq_id
     else:  # the client's key is that of all attempts
         given = request.headers.get("x-idempotency-key") or new_key("")
         key = hashlib.sha256(f"{caller.tenant}\0{given}\0{body.source_path}".encode()).hexdigest()
         place = f"{COPIES}{key[:32]}", 0
-    models = service.tinker.models
+    models = service.part(Tinker).models
     path = await models.copy(caller.tenant, body.source_path, place, body.ttl_seconds)
     return CopiedWeights(tinker_path=path)

@@ -12,7 +12,7 @@ from pathlib import Path
 import httpx2
 import pytest
 
-from pcg.serve.page.page import live_page
+from pcg.serve.page import live_page
 from tests.support import serving
 from tests.support.browser import Tab, open_tab
 
@@ -33,7 +33,7 @@ def test_it_is_served_without_a_key_and_says_nothing_of_the_server() -> None:
     reply = get_page()
     assert reply.status_code == 200
     assert reply.headers["content-type"] == "text/html; charset=utf-8"
-    assert reply.content == live_page()
+    assert reply.text == live_page()
     for word in (serving.MODEL, "lora-0", "0.1.0"):
         assert word not in reply.text
 

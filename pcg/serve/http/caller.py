@@ -13,7 +13,7 @@ from starlette.types import ASGIApp, Receive, Send
 from starlette.types import Scope as AsgiScope
 
 from pcg.keys import Keys, Scope
-from pcg.serve.errors import ApiError
+from pcg.serve.http.errors import ApiError
 
 _NONE: frozenset[Scope] = frozenset()
 

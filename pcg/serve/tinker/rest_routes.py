@@ -13,15 +13,15 @@ from pcg.errors import FinetuneError
 from pcg.files import check_sums
 from pcg.peft.reader import CONFIG
 from pcg.peft.reader import WEIGHTS as ADAPTER_WEIGHTS
-from pcg.serve.errors import ApiError
-from pcg.serve.long_body import LongBodyRoute
-from pcg.serve.security.caller import Caller
-from pcg.serve.service import Service, ServiceDependency
+from pcg.serve.http.caller import Caller
+from pcg.serve.http.errors import ApiError
+from pcg.serve.http.service import LongBodyRoute, Service, ServiceDependency
+from pcg.serve.tinker import listing_records as records
+from pcg.serve.tinker import sampler_records
 from pcg.serve.tinker.checkpoint_records import EXTERNAL, SAMPLER, WEIGHTS, CheckpointRecord
+from pcg.serve.tinker.links import LIFE_S, LINKS, Links
 from pcg.serve.tinker.model_records import ModelRecord
-from pcg.serve.tinker.rest import records
-from pcg.serve.tinker.rest.links import LIFE_S, LINKS
-from pcg.serve.tinker.rest.wire import (
+from pcg.serve.tinker.rest_wire import (
     KINDS,
     Checkpoints,
     Cursor,
@@ -35,9 +35,9 @@ from pcg.serve.tinker.rest.wire import (
     moment,
     texts_of,
 )
-from pcg.serve.tinker.sampling import records as sampler_records
 from pcg.serve.tinker.session_records import SESSIONS
 from pcg.serve.tinker.session_routes import PREFIX, Trainer
+from pcg.serve.tinker.tinker import Tinker
 
 router = APIRouter(prefix=PREFIX, tags=["tinker"], route_class=LongBodyRoute)
 
@@ -63,7 +63,7 @@ async def list_training_runs(
 ) -> TrainingRuns:
     """List the tenant's models, the newest first; there are no projects, and no shared models."""
     _ = access_scope, project_id
-    futures = service.tinker.futures
+    futures = service.part(Tinker).futures
     found, count = await futures.read(lambda one: records.models(one, caller.tenant, limit, offset))
     runs = [await _run(service, caller, one) for one in found]
     return TrainingRuns(
@@ -74,12 +74,12 @@ async def list_training_runs(
 @router.get("/training_runs/{run_id}")
 async def get_training_run(run_id: str, service: ServiceDependency, caller: Trainer) -> TrainingRun:
     """Return what is known of a model."""
-    model = await service.tinker.models.find(caller.tenant, run_id)
+    model = await service.part(Tinker).models.find(caller.tenant, run_id)
     return await _run(service, caller, model)
 
 
 async def _run(service: Service, caller: Caller, model: ModelRecord) -> TrainingRun:
-    found = await service.tinker.futures.read(
+    found = await service.part(Tinker).futures.read(
         lambda one: records.of_model(one, model.id, caller.tenant)
     )
 
@@ -102,8 +102,8 @@ async def _run(service: Service, caller: Caller, model: ModelRecord) -> Training
 @router.get(_OF_RUN)
 async def list_checkpoints(run_id: str, service: ServiceDependency, caller: Trainer) -> Checkpoints:
     """List the checkpoints of a model, the newest first."""
-    model = await service.tinker.models.find(caller.tenant, run_id)
-    found = await service.tinker.futures.read(
+    model = await service.part(Tinker).models.find(caller.tenant, run_id)
+    found = await service.part(Tinker).futures.read(
         lambda one: records.of_model(one, model.id, caller.tenant)
     )
     return Checkpoints(checkpoints=[checkpoint_of(one) for one in found])
@@ -114,7 +114,7 @@ async def list_all_checkpoints(
     service: ServiceDependency, caller: Trainer, limit: Limit = 100, offset: Offset = 0
 ) -> Checkpoints:
     """List the tenant's checkpoints, the newest first."""
-    found, count = await service.tinker.futures.read(
+    found, count = await service.part(Tinker).futures.read(
         lambda one: records.checkpoints(one, caller.tenant, limit, offset)
     )
     cursor = Cursor(offset=offset, limit=limit, total_count=count)
@@ -127,7 +127,7 @@ async def delete_checkpoint(
 ) -> Response:
     """Delete a checkpoint."""
     path = _path(run_id, kind, name)
-    tinker = service.tinker
+    tinker = service.part(Tinker)
     folder = await tinker.futures.write(
         lambda one: records.delete(one, path, caller.tenant), may_use_reserve=True
     )
@@ -154,7 +154,7 @@ async def unpublish_checkpoint(
 
 
 async def _publish(service: Service, caller: Caller, path: str, *, is_public: bool) -> Response:
-    is_there = await service.tinker.futures.write(
+    is_there = await service.part(Tinker).futures.write(
         lambda one: records.publish(one, path, caller.tenant, is_public=is_public)
     )
     if not is_there:
@@ -175,7 +175,7 @@ async def set_ttl(
     path = _path(run_id, kind, name)
     life = body.ttl_seconds
     expires_s = None if life is None else int(datetime.now(UTC).timestamp()) + life
-    is_there = await service.tinker.futures.write(
+    is_there = await service.part(Tinker).futures.write(
         lambda one: records.set_expiry(one, path, caller.tenant, expires_s)
     )
     if not is_there:
@@ -194,7 +194,7 @@ async def external_weights_urls(
 ) -> ExternalUrls:
     """Return addresses of a checkpoint's files in peft's format."""
     path = _path(run_id, kind, name)
-    tinker = service.tinker
+    tinker = service.part(Tinker)
     found = await tinker.futures.read(lambda one: records.own(one, path, caller.tenant))
     if found is None:
         raise _missing(path)
@@ -208,7 +208,7 @@ async def external_weights_urls(
     files = await asyncio.to_thread(lambda: sorted(p for p in folder.iterdir() if p.is_file()))
     base = str(request.base_url).rstrip("/")
     expires = datetime.now(UTC) + timedelta(seconds=LIFE_S)
-    urls = {one.name: base + service.links.make(caller.tenant, one) for one in files}
+    urls = {one.name: base + service.part(Links).make(caller.tenant, one) for one in files}
     return ExternalUrls(urls=urls, expires=expires)
 
 
@@ -222,7 +222,7 @@ async def external_file(
 ) -> FileResponse:
     """Return a file by an address that was made for it."""
     _ = token, name
-    found = service.links.find(request.url.path)
+    found = service.part(Links).find(request.url.path)
     if found is None or not await asyncio.to_thread(found.file.is_file):
         raise ApiError(404, "There is no such file, or none any more.")
     headers = {"x-content-type-options": "nosniff"}
@@ -239,7 +239,7 @@ async def list_sessions(
 ) -> SessionIds:
     """List the tenant's sessions, the newest first."""
     _ = access_scope
-    found = await service.tinker.futures.read(
+    found = await service.part(Tinker).futures.read(
         lambda one: records.sessions(one, caller.tenant, limit, offset)
     )
     return SessionIds(sessions=found)
@@ -250,7 +250,7 @@ async def get_session(
     session_id: str, service: ServiceDependency, caller: Trainer
 ) -> SessionDetails:
     """Return what was made in a session."""
-    futures, tenant = service.tinker.futures, caller.tenant
+    futures, tenant = service.part(Tinker).futures, caller.tenant
     found = await futures.read(lambda one: SESSIONS.find(one, id=session_id, tenant=tenant))
     if found is None:
         raise ApiError(404, f"There is no session {session_id[:128]}.")

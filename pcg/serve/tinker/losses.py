@@ -8,14 +8,14 @@ import sqlite3
 import msgspec
 
 from pcg.runtime.training.loss_graph import LossGraph
-from pcg.serve.errors import ApiError
 from pcg.serve.files.wire import now
+from pcg.serve.http.errors import ApiError
 from pcg.serve.store.ids import new_key
 from pcg.serve.tinker import future_records
+from pcg.serve.tinker import loss_records as records
 from pcg.serve.tinker.future_records import JSON, FutureRecord
 from pcg.serve.tinker.futures import Futures
-from pcg.serve.tinker.losses import records
-from pcg.serve.tinker.losses.records import LossRecord
+from pcg.serve.tinker.loss_records import LossRecord
 from pcg.serve.tinker.sessions import Sessions
 
 CREATE_LOSS = "create_custom_loss"

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from pcg.serve import long_body
-from pcg.serve.service import Service
+from pcg.serve.http import service as long_body
+from pcg.serve.http.service import Service
 from tests.support import serving
 
 JSON = {**serving.HEADERS, "content-type": "application/json"}

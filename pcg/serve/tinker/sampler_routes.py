@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from fastapi import APIRouter, Request
 
-from pcg.serve.long_body import LongBodyRoute
-from pcg.serve.service import ServiceDependency
-from pcg.serve.tinker.sampling.wire import (
+from pcg.serve.http.service import LongBodyRoute, ServiceDependency
+from pcg.serve.tinker.samplers import Samplers
+from pcg.serve.tinker.sampling_wire import (
     SampleBody,
     Sampler,
     SamplingSession,
@@ -24,14 +24,14 @@ async def create_sampling_session(
     body: SamplingSessionBody, service: ServiceDependency, caller: Trainer
 ) -> SamplingSession:
     """Open a sampling session of the base or of a checkpoint."""
-    made = await service.samplers.create(caller.tenant, body)
+    made = await service.part(Samplers).create(caller.tenant, body)
     return SamplingSession(sampling_session_id=made.id)
 
 
 @router.get("/samplers/{sampler_id}")
 async def get_sampler(sampler_id: str, service: ServiceDependency, caller: Trainer) -> Sampler:
     """Return what a sampling session samples from."""
-    found = await service.samplers.find(caller.tenant, sampler_id)
+    found = await service.part(Samplers).find(caller.tenant, sampler_id)
     return Sampler(sampler_id=found.id, base_model=found.base_model, model_path=found.path)
 
 
@@ -40,4 +40,4 @@ async def asample(
     body: SampleBody, request: Request, service: ServiceDependency, caller: Trainer
 ) -> Promise:
     """Promise samples."""
-    return promise_of(await service.samplers.sample(caller, body, await request.body()))
+    return promise_of(await service.part(Samplers).sample(caller, body, await request.body()))

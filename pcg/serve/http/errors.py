@@ -38,7 +38,7 @@ from pcg.errors import (
     StoreFullError,
     UnsupportedError,
 )
-from pcg.serve.json_bytes import json_bytes
+from pcg.serve.http.wire import json_bytes
 
 LOG = logging.getLogger("pcg.serve")
 

@@ -274,7 +274,7 @@ class ServeOptions:
         from pcg.runtime.admission.policies import POLICIES
         from pcg.runtime.engine.limits import Limits
         from pcg.runtime.engine.options import EngineArguments
-        from pcg.serve.jobs.warm_jobs import parse_warm_jobs
+        from pcg.serve.engine.warm_jobs import parse_warm_jobs
 
         policy = POLICIES[self.policy]
         if self.policy == "fair-share":

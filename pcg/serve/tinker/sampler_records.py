@@ -6,7 +6,7 @@ import sqlite3
 import time
 from dataclasses import dataclass
 
-from pcg.serve.errors import ApiError
+from pcg.serve.http.errors import ApiError
 from pcg.serve.store.table import Table
 from pcg.serve.tinker import checkpoint_records
 from pcg.serve.tinker.future_records import FUTURES

@@ -15,8 +15,8 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from pcg.keys import Keys
-from pcg.serve import long_body
-from pcg.serve.security.json_elements import MOST_CONTAINERS, _counts, _without_texts
+from pcg.serve.http import service as long_body
+from pcg.serve.http.limits import MOST_CONTAINERS, _counts, _without_texts
 from tests.support import serving
 
 

@@ -16,26 +16,26 @@ import time
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
 from pcg.errors import AdapterConflictError, EngineError, QueueFullError
 from pcg.runtime.adapters.cache import ServedAdapter
 from pcg.runtime.requests.request import Completion, RequestFields
-from pcg.runtime.requests.stream import Stream
 from pcg.runtime.sampling.logprobs import TokenLogprobs
 from pcg.serve.adapters.catalog import Catalog, ServedModel
-from pcg.serve.errors import ApiError
-from pcg.serve.security.caller import Caller
+from pcg.serve.http.caller import Caller
+from pcg.serve.http.errors import ApiError
+from pcg.serve.http.service import Service
 from pcg.serve.store.ids import new_key
 from pcg.serve.tinker import future_records
+from pcg.serve.tinker import sampler_records as records
 from pcg.serve.tinker.folders import adapter_name, checkpoint_origin
 from pcg.serve.tinker.future_records import PROTOBUF, FutureRecord
 from pcg.serve.tinker.proto import SampledTokens, SampleResult, TopLogprobs, encode_sample
-from pcg.serve.tinker.sampling import records
-from pcg.serve.tinker.sampling.records import SamplerRecord
-from pcg.serve.tinker.sampling.wire import SampleBody, SamplingSessionBody
+from pcg.serve.tinker.sampler_records import SamplerRecord
+from pcg.serve.tinker.sampling_wire import SampleBody, SamplingSessionBody
 from pcg.serve.tinker.session_records import SessionRecord
 from pcg.serve.tinker.tinker import Tinker
 
@@ -176,38 +176,12 @@ _FIRST_WAIT_S, _LONGEST_WAIT_S = 0.05, 2.0
 """The times between two attempts to have a full queue take a request, seconds."""
 
 
-class HasStream(Protocol):
-    """A request that the engine has."""
-
-    @property
-    def stream(self) -> Stream:
-        """Its output."""
-
-
-class Serving(Protocol):
-    """The way of requests to the engine; `pcg.serve.service.Service` is one."""
-
-    catalog: Catalog
-
-    async def room(self, model: ServedModel) -> int:
-        """Return the most tokens that a prompt and its output may have together."""
-
-    async def submit(
-        self,
-        caller: Caller,
-        model: ServedModel,
-        prompts: Sequence[Sequence[int]],
-        fields: RequestFields,
-        request_id: str,
-    ) -> Sequence[HasStream]:
-        """Submit prompts of a caller."""
-
-
 class Samplers:
     """The sampling sessions of all tenants; for one event loop."""
 
-    def __init__(self, serving: Serving, tinker: Tinker) -> None:
-        self._serving = serving
+    def __init__(self, service: Service, catalog: Catalog, tinker: Tinker) -> None:
+        self._service = service
+        self._catalog = catalog
         self._tinker = tinker
         self._loading: dict[str, asyncio.Task[ServedAdapter]] = {}
         tinker.sessions.on_end.append(self._session_ended)
@@ -267,7 +241,7 @@ class Samplers:
         self, tenant: str, base_model: str | None, path: str | None
     ) -> tuple[str, str | None]:
         """Return the base's name, and the folder of an adapter if a checkpoint is named."""
-        names = self._serving.catalog.names
+        names = self._catalog.names
         if base_model is not None and base_model not in names:
             raise ApiError(
                 404,
@@ -320,11 +294,11 @@ class Samplers:
         forget = partial(records.forget_request, future=future.id)
         try:
             model = await self._model(caller.tenant, body)
-            fields = fields_of(body, await self._serving.room(model))
+            fields = fields_of(body, await self._service.room(model))
             wait_s = _FIRST_WAIT_S
             while True:
                 try:
-                    (asked,) = await self._serving.submit(
+                    (asked,) = await self._service.submit(
                         caller, model, [body.prompt], fields, new_key("smp-")
                     )
                     completions = await asked.stream.completions()
@@ -350,7 +324,7 @@ class Samplers:
                     raise ApiError(404, f"{record.path} was saved anew; open another session.")
         else:
             _, folder = await self._source(tenant, body.base_model, body.model_path)
-        base = self._serving.catalog.base
+        base = self._catalog.base
         if folder is None:
             return base
         adapter = await self._adapter(tenant, folder)
@@ -358,7 +332,7 @@ class Samplers:
 
     async def _adapter(self, tenant: str, folder: str) -> ServedAdapter:
         """Return the adapter of a folder of the store's, which is loaded if need be."""
-        loader = self._serving.catalog.loader
+        loader = self._catalog.loader
         name = adapter_name(tenant, folder)
         there = loader.adapters.get(name)
         if there is not None:
@@ -372,7 +346,7 @@ class Samplers:
         return await asyncio.shield(task)
 
     async def _load(self, name: str, path: Path) -> ServedAdapter:
-        loader = self._serving.catalog.loader
+        loader = self._catalog.loader
         try:
             return await loader.load(name, path, checkpoint_origin())
         except AdapterConflictError:  # somebody else loaded it meanwhile

@@ -8,7 +8,8 @@ from collections.abc import Sequence
 from pcg.errors import PcgError, ServeError
 from pcg.peft.registry import recipe_from
 from pcg.runtime.training.recorded.warm_job import WarmJob
-from pcg.serve.jobs.settings import DEFAULT_PEFT
+
+DEFAULT_PEFT = {"peft_type": "LORA", "r": 16, "lora_alpha": 32, "target_modules": "all-linear"}
 
 
 def parse_warm_jobs(given: Sequence[str]) -> tuple[WarmJob, ...]:

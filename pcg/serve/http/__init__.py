@@ -1,0 +1,1 @@
+"""Errors, callers and their limits, bodies, middleware and the service: the base of all routes."""

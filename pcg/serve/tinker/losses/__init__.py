@@ -1,1 +1,0 @@
-"""Custom losses of clients: graphs that are checked and kept."""

@@ -1,1 +1,0 @@
-"""Management by Tinker's protocol: training runs, checkpoints, sessions and downloads."""

@@ -1,1 +1,0 @@
-"""Sampling by Tinker's protocol: sampling sessions, and requests of samples."""
