@@ -38,9 +38,9 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import pcg
 from pcg.peft.adapter import new_adapter
+from pcg.peft.adapter_files import write_adapter
 from pcg.peft.lora import LoraConfig
 from pcg.peft.registry import SHORTHANDS
-from pcg.peft.writer import write_adapter
 from pcg.runtime.executor import Executor
 
 HIDDEN, FFN, LAYERS, RANK = 512, 1376, 32, 16

@@ -29,7 +29,7 @@ from pcg.passes.memory.plan import MemoryPlan
 from pcg.passes.pipeline import Settings, in_order, pipeline
 from pcg.passes.sharding.joint import Joint, Step
 from pcg.passes.stages import Attached, Sharded
-from pcg.peft.reader import recipes_of
+from pcg.peft.adapter_files import recipes_of
 from pcg.runtime.training.torch_optimizers import Optimizer
 
 

@@ -27,7 +27,7 @@ from measure import write
 
 from pcg import compiler
 from pcg.peft.lora import LoraConfig
-from pcg.ranks import stage_link
+from pcg.ranks import stages as pipeline
 from pcg.ranks.join import join_mesh
 from pcg.ranks.launch import launch
 from pcg.ranks.mesh import SINGLE_MESH, MeshSizes, RankMesh
@@ -82,7 +82,7 @@ def rank_main(output: str, rounds: int, sequences: int, tokens: int) -> None:
 
     def prefill(executor: Executor | None, least: int) -> None:
         if executor is not None:
-            stage_link.LEAST_TOKENS = least
+            pipeline.LEAST_TOKENS = least
             executor.generate(prompts, "a", max_new_tokens=1, ignore_eos=True)
 
     whole = sequences * tokens + 1
@@ -151,7 +151,7 @@ def main() -> None:
             "to_one_process": {n: round(sorted(r)[len(r) // 2], 3) for n, r in rows.items()},
             "seconds": {n: round(sorted(s)[len(s) // 2], 3) for n, s in values.items()},
         }
-    most = stage_link.PARTS_PER_STAGE * STAGES
+    most = pipeline.PARTS_PER_STAGE * STAGES
     of_prompts = max(1, min(most, given["sequences"] * given["tokens"] // LEAST_TOKENS))
     parts = {"train": given["sequences"], "prefill": of_prompts}
     result["ideal"] = {kind: round((m + STAGES - 1) / (STAGES * m), 3) for kind, m in parts.items()}

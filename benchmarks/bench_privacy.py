@@ -41,8 +41,8 @@ import pcg
 from pcg.split.base.base_executor import BaseExecutor
 from pcg.split.base.base_loop import BaseLoop
 from pcg.split.base.options import BaseOptions
-from pcg.split.pieces import LINEAR
-from pcg.split.transports.zeromq import ZeroMqEndpoint
+from pcg.split.messages import LINEAR
+from pcg.split.zeromq import ZeroMqEndpoint
 
 HIDDEN, WIDTH, VOCABULARY, RANK, EPS = 128, 192, 1024, 4, 1e-6
 EPOCHS = 16

@@ -27,7 +27,7 @@ from pcg.parallel.costs.catalog import find_cost_model
 from pcg.parallel.costs.cost_model import CostModel
 from pcg.parallel.costs.step_costs import SequenceChunk, StepShape
 from pcg.passes.pipeline import Settings, pipeline
-from pcg.peft.reader import recipes_of
+from pcg.peft.adapter_files import recipes_of
 from pcg.runtime.training.torch_optimizers import Optimizer
 
 MACHINES = ("A10G", "L40S", "H100")

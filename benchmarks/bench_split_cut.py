@@ -40,7 +40,7 @@ from pcg.runtime.data.example import Example
 from pcg.split.client.base_weights import CalledWeight
 from pcg.split.client.caller import Caller
 from pcg.split.messages import Message
-from pcg.split.transports.zeromq_client import TcpTransport
+from pcg.split.zeromq import TcpTransport
 
 CUTS = ("searched", "sheets", "linear", "fixed")
 RECIPES: Mapping[str, Any] = {"q and v": ["q_proj", "v_proj"], "all linear": "all-linear"}

@@ -38,7 +38,7 @@ def join(rank: int, place: str) -> None:
 def echo(place: str, address: Any, trips: int, rounds: int) -> None:
     """Send back whatever comes: by pcg's endpoint, and by gloo."""
     from pcg.split.messages import Message
-    from pcg.split.transports.zeromq import ZeroMqEndpoint
+    from pcg.split.zeromq import ZeroMqEndpoint
 
     join(1, place)
     endpoint = ZeroMqEndpoint("127.0.0.1", 0, 2**28)
@@ -78,7 +78,7 @@ def timed(trips: int, act: Callable[[], object]) -> float:
 def by_pcg(kind: str, where: str, trips: int) -> dict[int, float]:
     """Return the time of a round trip by one of pcg's transports, by size."""
     from pcg.split.messages import Message
-    from pcg.split.transports.zeromq_client import transport_to
+    from pcg.split.zeromq import transport_to
 
     transport, found = transport_to(where, kind), {}
     transport.open()

@@ -45,10 +45,9 @@ from pcg.passes.sharding.shard import Shard
 from pcg.passes.stage import PassRecord
 from pcg.passes.stages import Prepared
 from pcg.peft.adapter import new_adapter
+from pcg.peft.adapter_files import read_adapter, write_adapter
 from pcg.peft.lora import LoraBypass
-from pcg.peft.reader import read_adapter
 from pcg.peft.registry import SHORTHANDS
-from pcg.peft.writer import write_adapter
 
 CHECKPOINT = Path(__file__).parent.parent / "examples" / "checkpoint"
 CONFIG = Path(__file__).parent.parent / "pcg" / "configs" / "meta-llama--Llama-3.1-70B.json"

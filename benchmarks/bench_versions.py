@@ -23,7 +23,7 @@ from bench_generation import RECIPE, random_llama
 from measure import write
 
 import pcg
-from pcg.peft.writer import digest_of
+from pcg.peft.adapter_files import digest_of
 from pcg.runtime.data.example import Example
 
 

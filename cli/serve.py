@@ -151,7 +151,7 @@ def serve_as_rank(
 ) -> None:
     """Serve a base as one of the ranks that it is over."""
     from pcg.split.base.base_executor import tokenizer_files
-    from pcg.split.base.ranked_base import serve_over_ranks
+    from pcg.split.base.serve_base import serve_over_ranks
 
     files = tokenizer_files(files_of(model, place))
     serve_over_ranks(model, dtype, place.device, degree, options, files, _say)

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from pcg.runtime.sampling.sampling_params import SamplingParams
     from pcg.runtime.training.trainer.datum import Datum
     from pcg.split.client.connect import connect
-    from pcg.split.client.privacy import Privacy
+    from pcg.split.client.noise import Privacy
 
 __all__ = [
     "AsyncEngine",
@@ -67,7 +67,7 @@ _HOMES = {
     "Engine": "pcg.runtime.engine.engine",
     "Executor": "pcg.runtime.executor",
     "Limits": "pcg.runtime.engine.limits",
-    "Privacy": "pcg.split.client.privacy",
+    "Privacy": "pcg.split.client.noise",
     "QueueLimits": "pcg.runtime.admission.backlog",
     "SamplingParams": "pcg.runtime.sampling.sampling_params",
     "compile": "pcg.compiler",

@@ -30,13 +30,11 @@ from pcg.passes.pipeline import pipeline
 from pcg.passes.placement.call_pieces import CallPieces
 from pcg.passes.specialiser import BaseSpecialiser, settings_of
 from pcg.passes.stage import PassRecord
-from pcg.peft.reader import is_recipe, recipes_of
+from pcg.peft.adapter_files import is_recipe, recipes_of
 from pcg.peft.registry import recipe_fields, recipe_of_fields
-from pcg.ranks.agreement import agreed, check_same
-from pcg.ranks.join import check_started, join_mesh, own_device, started_ranks
+from pcg.ranks.agreement import agreed, check_same, check_same_program
+from pcg.ranks.join import RankOptions, check_started, join_mesh, own_device, started_ranks
 from pcg.ranks.mesh import MeshSizes, RankMesh
-from pcg.ranks.rank_options import RankOptions
-from pcg.ranks.same_program import check_same_program
 from pcg.runtime.model.base_weights import TensorSource
 from pcg.runtime.model.module_weights import StateDictCheckpoint
 from pcg.runtime.model.same_weights import check_same_weights

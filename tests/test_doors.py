@@ -26,7 +26,7 @@ from pcg.files import SUMS, seal
 from pcg.ir.program.folder import options_of, save_program
 from pcg.parallel.costs.catalog import find_cost_model
 from pcg.parallel.costs.device_profile import DeviceProfile
-from pcg.peft.reader import read_adapter
+from pcg.peft.adapter_files import read_adapter
 from pcg.runtime.data.dataset import ReadOptions
 from pcg.runtime.data.example import ModelSizes
 from pcg.runtime.data.sources import gather

@@ -23,7 +23,7 @@ import pcg
 from pcg.kernels.torch import base_operators
 from pcg.runtime.data.example import Example
 from pcg.runtime.executor import Executor
-from pcg.split.transports import zeromq, zeromq_client
+from pcg.split import zeromq
 from tests.support import serving
 from tests.support.live_tensors import new_tensors
 from tests.support.split_base import KEY, listening_base
@@ -150,7 +150,7 @@ def test_an_engine_keeps_none(check: Callable[[str], None], tmp_path: Path) -> N
 def test_a_split_client_keeps_none(
     check: Callable[[str], None], monkeypatch: pytest.MonkeyPatch, privacy: pcg.Privacy | None
 ) -> None:
-    for module, name in ((zeromq_client, "_FIRST_BYTES"), (zeromq, "LEAST_BYTES")):
+    for module, name in ((zeromq, "_FIRST_BYTES"), (zeromq, "LEAST_BYTES")):
         monkeypatch.setattr(module, name, 2**14)
     whole = serving.make_executor(adapters=0)
     with listening_base(whole) as where:

@@ -73,7 +73,7 @@ class Method(OptionGroup):
 
     def one(self) -> Any:
         """The one configuration that is named, as `Executor.add_adapter` takes it."""
-        from pcg.peft.reader import recipes_of
+        from pcg.peft.adapter_files import recipes_of
 
         found = recipes_of(self.configuration())
         if not found:

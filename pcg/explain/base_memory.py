@@ -15,8 +15,7 @@ import torch
 from pcg.ir.graph import Graph, Parameter
 from pcg.ir.program.program import ModelGraph
 from pcg.ir.types import DTYPE_BYTES, TORCH_NAMES
-from pcg.ranks.layer_shards import is_in_shards, part_bytes, rooms_bytes
-from pcg.ranks.shards import is_sharded
+from pcg.ranks.shards import is_in_shards, is_sharded, part_bytes, rooms_bytes
 from pcg.runtime.model.product_weights import is_packed, product_weights
 
 

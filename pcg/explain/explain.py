@@ -24,9 +24,9 @@ from pcg.options import ExplainOptions
 from pcg.parallel.costs.accelerators import Accelerator, find_accelerator
 from pcg.parallel.costs.catalog import costs_name, find_cost_model
 from pcg.passes.pipeline import Settings, pipeline
-from pcg.peft.reader import recipes_of
-from pcg.ranks.context_parallel import most_rows
+from pcg.peft.adapter_files import recipes_of
 from pcg.ranks.mesh import MeshSizes
+from pcg.ranks.step_parts import most_rows
 from pcg.runtime.training.torch_optimizers import Optimizer
 
 

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from pcg.kernels.devices import uploaded
-from pcg.ranks.context_parallel import TokenParts
 from pcg.ranks.group import Ranks
+from pcg.ranks.step_parts import TokenParts
 
 
 class GatheredRows(NamedTuple):

@@ -13,7 +13,7 @@ from pcg.keywords import takes
 from pcg.parallel.costs.accelerators import find_accelerator, known_name
 from pcg.parallel.costs.catalog import find_cost_model
 from pcg.parallel.costs.cost_model import CostModel, SheetModel
-from pcg.peft.reader import recipes_of
+from pcg.peft.adapter_files import recipes_of
 from pcg.peft.recipe import Recipe
 from pcg.plan.evaluate import Wanted
 from pcg.plan.front import cheapest, pareto_front

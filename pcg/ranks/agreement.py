@@ -1,22 +1,95 @@
-"""Calls that all ranks of a group make alike, with the same arguments.
+"""Agreement of all ranks of a group: the same calls, the same arguments, the same program.
 
 Ranks that are asked for different things wait for messages that nobody sends, or add up numbers
-that do not belong together. So each call begins with one message of every rank: which call it is,
-a SHA-256 of what was given, and an error if the rank could not begin. These are of one size for all
+that do not belong together. So each call begins with one message of every rank: the call's name, a
+SHA-256 of its arguments, and an error if the rank could not begin. These have one size for all
 calls, so that two different calls meet, too. Where they differ, all ranks raise what differs.
+
+Each rank compiles by itself, from its device's sheet and its files, by its libraries. Where those
+differ, so may the plans; `check_same_program` refuses that.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import json
+import os
 import struct
-from collections.abc import Callable, Mapping, Sequence
+from array import array
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
-from typing import TypeVar
+from enum import Enum
+from importlib.metadata import version
+from pathlib import Path, PurePath
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
 
 from pcg.errors import ParallelError
+from pcg.ir.printer import print_graphs
+from pcg.ir.program.program import ModelGraph, Program, Serving, Training
 from pcg.ranks.group import Ranks
+from pcg.version import __version__
+
+
+def described(value: object) -> str:
+    """The text of a value: a plain one's own, the fields of a dataclass, a digest of a tensor.
+
+    An object of another kind, such as a callback or a policy, is described by its type and its
+    plain attributes, as it has no text that is alike in two processes.
+    """
+    if value is None or isinstance(value, bool | int | float | str | bytes | torch.dtype):
+        return repr(value)
+    if isinstance(value, Enum):
+        return f"{type(value).__name__}.{value.name}"
+    if isinstance(value, PurePath):
+        return repr(str(value))
+    if isinstance(value, Tensor):
+        return f"{value.dtype}{list(value.shape)} {tensor_digest(value)}"
+    if isinstance(value, Mapping):
+        pairs = sorted((described(key), described(item)) for key, item in value.items())
+        return f"{{{', '.join(f'{key}: {item}' for key, item in pairs)}}}"
+    if isinstance(value, Set):
+        return f"{{{', '.join(sorted(map(described, value)))}}}"
+    if isinstance(value, Sequence):
+        return f"[{', '.join(map(described, value))}]"
+    return _described_object(value)
+
+
+def _described_object(value: object) -> str:
+    kind = type(value)
+    name = f"{kind.__module__}.{kind.__qualname__}"
+    if isinstance(value, type) or (callable(value) and hasattr(value, "__qualname__")):
+        return f"{value.__module__}.{value.__qualname__}"
+    if dataclasses.is_dataclass(value):
+        return f"{name}({described(fields_of(value))})"
+    plain = (bool, int, float, str, Enum, type(None))
+    kept: Mapping[str, object] = getattr(value, "__dict__", {})
+    return f"{name}({described({k: each for k, each in kept.items() if isinstance(each, plain)})})"
+
+
+def fields_of(value: Any, leave: Collection[str] = ()) -> dict[str, Any]:
+    """The fields of a dataclass by their names, without some."""
+    names = (each.name for each in dataclasses.fields(value))
+    return {name: getattr(value, name) for name in names if name not in leave}
+
+
+def tensor_digest(tensor: Tensor) -> str:
+    """The SHA-256 of a tensor's bytes, as hexadecimal digits."""
+    flat = tensor.detach().to("cpu").contiguous().reshape(-1)
+    return hashlib.sha256(flat.view(torch.uint8).numpy().data).hexdigest()
+
+
+def tokens_digest(sequences: Iterable[Sequence[int]]) -> str:
+    """The SHA-256 of sequences of token ids, as hexadecimal digits."""
+    digest = hashlib.sha256()
+    for ids in sequences:
+        digest.update(len(ids).to_bytes(8, "little"))
+        digest.update(array("q", ids).tobytes())
+    return digest.hexdigest()
+
 
 Result = TypeVar("Result")
 
@@ -178,3 +251,67 @@ def _difference(name: str, first: Sequence[str] | None, other: Sequence[str] | N
     if first is None or other is None:
         return f"{name} ({'none' if other is None else 'which rank 0 has not'})"
     return f"{name} ({other[1]}, not {first[1]})" if first[1] and other[1] else name
+
+
+PROGRAM_FIX = (
+    "Give all ranks the same model, adapters, options and versions of libraries, costs=NAME or one "
+    "profile among them, or compile once and load that program on all"
+)
+_SEEN_OTHERWISE = ("costs", "memory_budget", "tp_plan")
+"""Options that are compared by what they name."""
+
+
+def check_same_program(ranks: Ranks, program: Program) -> None:
+    """Refuse to run on ranks that have compiled different programs; all ranks call this.
+
+    Raises:
+        ParallelError: on every rank; names those that differ from the first, and in what.
+    """
+    if ranks.size == 1:
+        return
+    constants = hashlib.sha256()
+    for name, tensor in program.constants.items():
+        constants.update(name.encode())
+        constants.update(tensor.detach().cpu().reshape(-1).view(torch.uint8).numpy().tobytes())
+    given = fields_of(program.options, _SEEN_OTHERWISE)
+    facts = {
+        **{name: version(name) for name in ("torch", "transformers")},
+        "pcg": __version__,
+        "the precision of products": torch.get_float32_matmul_precision(),
+        "the model": f"{program.dtype} {_model_text(program.base)} {constants.hexdigest()}",
+        "the adapters": str(sorted(map(str, program.recipes.items()))),
+        "costs": _costs_text(program.options.costs),
+        "tp_plan": str(sorted(program.options.styles.items())),
+        "the memory budget": str(program.options.budget),
+        **{name: described(value) for name, value in given.items()},
+        "the serving program": serving_text(program.serving),
+        "the training program": training_text(program.training),
+    }
+    check_same(ranks, "the program", facts, PROGRAM_FIX)
+
+
+def serving_text(serving: Serving) -> str:
+    """The serving program as text."""
+    return _model_text(serving.model)
+
+
+def training_text(training: Training | None) -> str:
+    """The training program as text; empty for None."""
+    if training is None:
+        return ""
+    graphs = [graph for plan in training.plans for graph in (plan.forward, plan.backward)]
+    kept = [(plan.block, plan.saved, plan.trained) for plan in training.plans]
+    rest = (training.layers, training.epilogue_trained, training.prologue_trained)
+    text = print_graphs(g for g in (*graphs, training.epilogue, training.prologue) if g is not None)
+    return f"{_model_text(training.model)} {text} {kept} {rest} {training.restored}"
+
+
+def _model_text(model: ModelGraph) -> str:
+    return f"{print_graphs(model.graphs)} {model.layers}"
+
+
+def _costs_text(costs: str | os.PathLike[str] | None) -> str:
+    if costs is None:
+        return ""
+    path = Path(costs)
+    return path.read_text(encoding="utf-8") if path.is_file() else os.fspath(costs).upper()

@@ -1,20 +1,34 @@
-"""Shards: the part that one rank holds of a tensor that is whole in a file or in an adapter.
+"""Shards: the parts of tensors and of layers that one rank holds.
 
-A rank's parameter describes it by `rows` of the whole's first dim, and by the layout `part` of
-these rows: of n ranks, rank r has entries r m/n … (r + 1) m/n of a partitioned dim of size m. Where
-c ranks share a part, those are entries p c m/n … (p + 1) c m/n, with p the quotient r / c. A
-tensor that is held as summands is whole on the first rank and zeros on the others.
+A rank's parameter describes its part of a tensor by `rows` of the whole's first dim, and by the
+layout `part` of these rows: of n ranks, rank r has entries r m/n … (r + 1) m/n of a partitioned dim
+of size m. Where c ranks share a part, those are entries p c m/n … (p + 1) c m/n, with p the
+quotient r / c. A tensor that is held as summands is whole on the first rank and zeros on others.
+
+Replicas may hold parts of layers: a layer is gathered before it runs, and dropped after. The frozen
+tensors of a layer lie one behind the other in one flat memory of s bytes, of which each of n
+replicas holds a part:
+
+    c = ceil(s / (16 n)) · 16                    replica r has bytes r c to (r + 1) c
+    held by a replica = Σ_layers c + 2 max c n   the parts, and two rooms for gathered layers
+
+One message gathers a layer into a room, as it is read there, and goes on while the layer before it
+runs. Constants, and weights that layers share, are whole on every replica.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Generic, TypeVar
 
 import torch
 from torch import Tensor
 
 from pcg.ir.graph import Parameter
 from pcg.ir.layouts import PRE_REDUCE
+from pcg.ir.program.layer_order import ROOMS
 from pcg.ranks.group import Ranks
 
 Ranges = tuple[tuple[int, int], ...]
@@ -57,3 +71,130 @@ def shard_of(whole: Tensor, parameter: Parameter, ranks: Ranks) -> Tensor:
     ranges = ranges_of(parameter, whole.shape, ranks)
     piece = whole[tuple(slice(*bounds) for bounds in ranges)]
     return torch.zeros_like(piece) if has_zeros(parameter, ranks) else piece
+
+
+Key = TypeVar("Key")
+_ALIGNMENT = 16
+"""The bytes that a part is a multiple of, so that no part begins within a number."""
+
+
+def is_in_shards(parameter: Parameter) -> bool:
+    """Return whether a layer's parameter is a frozen weight of that layer alone."""
+    return parameter.role == "frozen" and "{layer}" in parameter.source
+
+
+def part_bytes(size_bytes: int, replicas: int) -> int:
+    """Return the bytes of a replica's part of a layer of so many bytes."""
+    return -(-size_bytes // (replicas * _ALIGNMENT)) * _ALIGNMENT
+
+
+def rooms_bytes(layers: Iterable[int], replicas: int) -> int:
+    """Return the bytes of the rooms for layers of so many bytes each."""
+    return ROOMS * max((part_bytes(size, replicas) * replicas for size in layers), default=0)
+
+
+@dataclass(frozen=True)
+class FlatPlace:
+    """The place of a tensor in a layer's flat memory, which begins at byte `start`."""
+
+    start: int
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def stop(self) -> int:
+        return self.start + math.prod(self.shape) * self.dtype.itemsize
+
+    def of(self, flat: Tensor) -> Tensor:
+        """Return the tensor, a view of the flat memory."""
+        return flat[self.start : self.stop].view(self.dtype).view(self.shape)
+
+    def within(self, start: int, stop: int) -> tuple[int, int]:
+        """Return the first entry and the end of those that lie in a range of bytes."""
+        size = self.dtype.itemsize
+        first, end = max(start, self.start), min(stop, self.stop)
+        return (first - self.start) // size, max(end - self.start, 0) // size
+
+
+@dataclass(frozen=True)
+class LayerShard(Generic[Key]):
+    """A replica's part of a layer.
+
+    Attributes:
+        own: its bytes, [c].
+        places: the places of the layer's tensors.
+    """
+
+    own: Tensor
+    places: Mapping[Key, FlatPlace]
+
+
+Fill = Callable[[Key, Ranges, Tensor], None]
+"""Reads a part of a tensor, as ranges of its dims, into memory."""
+
+
+def read_shard(
+    tensors: Mapping[Key, tuple[Sequence[int], torch.dtype]],
+    replicas: Ranks,
+    device: torch.device,
+    fill: Fill[Key],
+) -> LayerShard[Key]:
+    """Read a replica's part of a layer, and no more than that of matrices.
+
+    Args:
+        tensors: the shapes and dtypes of the layer's tensors; neighbours lie side by side.
+    """
+    places: dict[Key, FlatPlace] = {}
+    size = 0
+    for key in sorted(tensors, key=lambda key: -tensors[key][1].itemsize):  # keeps the order
+        shape, dtype = tensors[key]
+        places[key] = FlatPlace(size, tuple(shape), dtype)
+        size = places[key].stop
+    part = part_bytes(size, replicas.size)
+    own = torch.zeros(part, dtype=torch.uint8, device=device)
+    start = replicas.rank * part
+    for key, place in places.items():
+        first, end = place.within(start, start + part)
+        for ranges, entry, taken in _boxes(place.shape, first, end):
+            at = place.start + entry * place.dtype.itemsize - start
+            shape = [b - a for a, b in ranges]
+            if taken == (0, math.prod(shape)):
+                fill(key, ranges, FlatPlace(at, tuple(shape), place.dtype).of(own))
+                continue
+            whole = torch.empty(shape, dtype=place.dtype, device=device)
+            fill(key, ranges, whole)
+            some = whole.view(-1)[slice(*taken)]
+            FlatPlace(at, (len(some),), place.dtype).of(own).copy_(some)
+    return LayerShard(own, places)
+
+
+def _boxes(
+    shape: Sequence[int], first: int, end: int
+) -> Iterator[tuple[Ranges, int, tuple[int, int]]]:
+    """Cut a run of entries into boxes: ranges of the dims that are read at once.
+
+    Rows of matrices are cut, but not the items of what has more dims, such as experts.
+
+    Yields:
+        The ranges, the first entry that is taken, and the first and the end of the entries that are
+        taken of those read.
+    """
+    if len(shape) < 2:
+        if first < end:
+            yield ((first, end),), first, (0, end - first)
+        return
+    item = math.prod(shape[1:])
+    rest = tuple((0, size) for size in shape[1:])
+    while first < end:
+        index, offset = divmod(first, item)
+        whole = (end - first) // item
+        if offset == 0 and whole:
+            yield ((index, index + whole), *rest), first, (0, whole * item)
+            first += whole * item
+            continue
+        stop = min(end - index * item, item)
+        if len(shape) == 2:
+            yield ((index, index + 1), (offset, stop)), first, (0, stop - offset)
+        else:
+            yield ((index, index + 1), *rest), first, (offset, stop)
+        first += stop - offset

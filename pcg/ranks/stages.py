@@ -1,4 +1,4 @@
-"""Pipeline stages: the layers cut into runs, one for each group of ranks.
+"""Pipeline stages: the layers cut into runs, one for each group of ranks, and their messages.
 
     prologue · layers 0 … a-1 | layers a … b-1 | layers b … n-1 · epilogue
 
@@ -8,18 +8,35 @@ of matrix products and attention for each token of a sequence of `TOKENS`; the f
 embeddings, and the last one the head, which are two copies where they are tied.
 
     longest(k, j) = min over i of max(longest(k - 1, i), cost(layers i … j-1))
+
+A stage sends on what its last layer passes to the next one, and the prologue's outputs that later
+stages read, such as the rotations of positions, in one message; gradients come back. Each rank
+sends to the one at its place of the next stage, so that a shard goes where it is read. What is sent
+stays until it has arrived, while this rank goes on. Where a stage sends to the one that it receives
+from next, as micro-batches do, both are one exchange.
+
+    message = the tensors one behind the other, each from a multiple of 16 bytes on
 """
 
 from __future__ import annotations
 
+from collections import defaultdict, deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor
 
 from pcg.errors import ParallelError
 from pcg.ir.analysis.dataflow import graph_flops
 from pcg.ir.graph import Graph
 from pcg.ir.program.program import ModelGraph
+from pcg.ir.types import TORCH_NAMES, TensorType, tokens_at
+from pcg.ranks.group import PendingCollective, padded
+from pcg.ranks.mesh import RankMesh
 
 TOKENS = 1024
 """The tokens of the sequence for which a stage's operations are counted."""
@@ -125,3 +142,205 @@ def _sum(costs: Sequence[tuple[int, int]]) -> tuple[int, int]:
 
 def _worst(a: tuple[int, int], b: tuple[int, int]) -> tuple[int, int]:
     return max(a[0], b[0]), max(a[1], b[1])
+
+
+UNDER_WAY = 2
+"""Messages of one direction that may be under way before the first of them is waited for: as a
+stage that is ahead of the next one by more has nothing to do anyway, none waits for another in
+circles."""
+PARTS_PER_STAGE = 2
+"""Parts of a step that serves, for each stage, if it has so many tokens."""
+LEAST_TOKENS = 256
+"""The fewest tokens of such a part."""
+_DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+
+
+class StageLink:
+    """The messages of one rank of a stage to and from the stages beside it.
+
+    Attributes:
+        exchanges: True where the stage that is sent to next is the one that is received from then,
+            which sets it alike; what is sent waits for that.
+    """
+
+    def __init__(
+        self, model: ModelGraph, stages: Stages, mesh: RankMesh, device: torch.device
+    ) -> None:
+        """Make the link of this rank's stage of a model, whose graphs are what a rank runs."""
+        self.exchanges = False
+        self.stages = stages
+        self.stage: Stage = stages[mesh.stage]
+        self._mesh = mesh
+        self._device = device
+        self._vocabulary = model.vocabulary
+        self._outputs = len(model.prologue.outputs)
+        self._places = _sent(model)
+        self._carried = [model.epilogue.inputs[place].type for place in self._places]
+        self._shared = [_shared_from(model, stages[i].layers.start) for i in range(stages.count)]
+        self._types = model.prologue.types
+        self._names = model.prologue.outputs
+        self._under_way: dict[int, deque[tuple[Tensor, PendingCollective]]] = defaultdict(deque)
+        self._held: tuple[int, Tensor] | None = None
+
+    @classmethod
+    def of(
+        cls, model: ModelGraph, stages: Stages, mesh: RankMesh, device: torch.device
+    ) -> StageLink | None:
+        """Return the link of this rank's stage; None where one has all layers."""
+        return None if stages.count == 1 else cls(model, stages, mesh, device)
+
+    def parts_of(self, tokens: int) -> int:
+        """Return into how many parts a step that serves is cut, one behind the other.
+
+        Few tokens take as long as the weights take to be read, so that these are not cut.
+        """
+        return max(1, min(PARTS_PER_STAGE * self.stage.count, tokens // LEAST_TOKENS))
+
+    def receive(self, tokens: int) -> list[Tensor | None]:
+        """Return the outputs of the prologue for so many tokens, with those of the stage before.
+
+        The first ones are what the stage's first layer is given, but for LoRA's summands, of which
+        there are none between stages. Those are None, and what no graph of this stage or of a
+        later one reads.
+        """
+        places = self._shared[self.stage.index]
+        types = [*self._carried, *(self._types[self._names[place]] for place in places)]
+        came = self._received(self.stage.index - 1, types, tokens)
+        found: list[Tensor | None] = [None] * self._outputs
+        for place, tensor in zip((*self._places, *places), came, strict=True):
+            found[place] = tensor
+        return found
+
+    def send(self, carried: Sequence[Any], shared: Sequence[Tensor | None]) -> None:
+        """Send the outputs of this stage's last layer on, and of the prologue what is read there.
+
+        Args:
+            shared: the prologue's outputs, by their places.
+        """
+        places = self._shared[self.stage.index + 1]
+        sent = [carried[place] for place in self._places]
+        tensors = [*sent, *(one for place in places if (one := shared[place]) is not None)]
+        self._send(self.stage.index + 1, tensors)
+
+    def receive_back(self, tokens: int) -> list[Tensor]:
+        """Return the gradients of the outputs of this stage's last layer, for so many tokens."""
+        return self._received(self.stage.index + 1, self._carried, tokens)
+
+    def send_back(self, gradients: Sequence[Tensor]) -> None:
+        """Send the gradients of the inputs of this stage's first layer to the stage before."""
+        self._send(self.stage.index - 1, gradients)
+
+    def settle(self) -> None:
+        """Wait until all that was sent has arrived."""
+        self._send_held()
+        for sent in self._under_way.values():
+            while sent:
+                sent.popleft()[1]()
+
+    def meet(self) -> None:
+        """Wait until all stages have come here, and have done what they were given before."""
+        self._mesh.pp.all_reduce(torch.zeros(1, device=self._device)).item()
+
+    def told(self, number: int) -> int:
+        """Return the last stage's number."""
+        return int(self._mesh.pp.broadcast(torch.tensor([number], device=self._device)))
+
+    def tell_end(self, found: Tensor, on_first: bool) -> Tensor:
+        """Give what the epilogue made, [rows, …], to all stages, unless the first rank wants it."""
+        if not on_first:
+            kind = [*found.shape, _DTYPES.index(found.dtype)]
+            self._mesh.pp.broadcast(torch.tensor(kind, device=self._device))
+            self._mesh.pp.broadcast(found.contiguous())
+        return found
+
+    def ended(self, rows: int, on_first: bool) -> Tensor:
+        """Return what the epilogue made on the last stage; zeros if the first rank alone has it."""
+        if on_first:
+            return torch.zeros((1, 1), device=self._device).expand(rows, self._vocabulary)
+        kind = torch.zeros(3, dtype=torch.int64, device=self._device)
+        *shape, dtype = self._mesh.pp.broadcast(kind).tolist()
+        found = torch.empty(shape, dtype=_DTYPES[dtype], device=self._device)
+        return self._mesh.pp.broadcast(found)
+
+    def _send(self, stage: int, tensors: Sequence[Tensor]) -> None:
+        sizes = [padded(one.nbytes) for one in tensors]
+        message = torch.zeros(sum(sizes), dtype=torch.uint8, device=self._device)
+        for part, one in zip(message.split(sizes), tensors, strict=True):
+            part[: one.nbytes] = one.contiguous().view(-1).view(torch.uint8)
+        self._send_held()
+        self._held = stage, message
+        if not self.exchanges:
+            self._send_held()
+
+    def _send_held(self) -> None:
+        """Begin to send what waits for an exchange."""
+        if self._held is None:
+            return
+        (stage, message), self._held = self._held, None
+        sent = self._under_way[stage]
+        while len(sent) >= UNDER_WAY:
+            sent.popleft()[1]()
+        sent.append((message, self._mesh.pp.begin_send(message, self._rank_of(stage))))
+
+    def _rank_of(self, stage: int) -> int:
+        """Return the rank of another stage among those of this one's place."""
+        return self.stage.count - 1 - stage
+
+    def _received(self, stage: int, types: Sequence[TensorType], tokens: int) -> list[Tensor]:
+        shapes = [_shape(type_, tokens) for type_ in types]
+        dtypes = [getattr(torch, TORCH_NAMES[type_.dtype]) for type_ in types]
+        wanted = [prod(s) * dtype.itemsize for s, dtype in zip(shapes, dtypes, strict=True)]
+        sizes = [padded(size) for size in wanted]
+        message = torch.empty(sum(sizes), dtype=torch.uint8, device=self._device)
+        if self._held is not None and self._held[0] == stage:
+            (_, sent), self._held = self._held, None
+            self._mesh.pp.exchange(sent, message, self._rank_of(stage))
+        else:
+            self._send_held()
+            self._mesh.pp.receive(message, self._rank_of(stage))
+        parts = zip(message.split(sizes), wanted, shapes, dtypes, strict=True)
+        # Each has its own memory, as some of them are kept longer than others.
+        return [part[:size].clone().view(dtype).view(shape) for part, size, shape, dtype in parts]
+
+
+def link_bytes(model: ModelGraph, stages: Stages, stage: int, tokens: int) -> tuple[int, int]:
+    """Return the bytes that a rank sends on to a stage for some tokens, and gets back of it."""
+    carried = [model.epilogue.inputs[place].type for place in _sent(model)]
+    names = model.prologue.outputs
+    places = _shared_from(model, stages[stage].layers.start)
+    shared = [model.prologue.types[names[place]] for place in places]
+    sizes = [
+        padded(prod(_shape(type_, tokens)) * getattr(torch, TORCH_NAMES[type_.dtype]).itemsize)
+        for type_ in (*carried, *shared)
+    ]
+    return sum(sizes), sum(sizes[: len(carried)])
+
+
+def _carried(model: ModelGraph) -> int:
+    return len(model.blocks[0].outputs)
+
+
+def deferred_places(model: ModelGraph) -> list[int]:
+    """Return the places of LoRA's summands among what one layer passes on to the next."""
+    made = {node.outputs[0].name: node.op for node in model.prologue.nodes if node.outputs}
+    first = model.prologue.outputs[: _carried(model)]
+    return [place for place, name in enumerate(first) if made.get(name) == "nothing_deferred"]
+
+
+def _sent(model: ModelGraph) -> list[int]:
+    """Return the places of what is sent of what one layer passes on to the next."""
+    deferred = deferred_places(model)
+    return [place for place in range(_carried(model)) if place not in deferred]
+
+
+def _shared_from(model: ModelGraph, layer: int) -> list[int]:
+    """Return the places of the prologue's outputs that graphs from a layer on read."""
+    blocks = {model.layers[i] for i in range(layer, len(model.layers))}
+    graphs = [*(model.blocks[block] for block in sorted(blocks)), model.epilogue]
+    names = {value.name for graph in graphs for value in graph.inputs[_carried(model) :]}
+    return [place for place, name in enumerate(model.prologue.outputs) if name in names]
+
+
+def _shape(type_: TensorType, tokens: int) -> tuple[int, ...]:
+    first, *rest = type_.shape
+    return (int(tokens_at(first, tokens)), *map(int, rest))

@@ -16,7 +16,7 @@ from pcg.ir.program.program import Program
 from pcg.kernels.devices import on_device
 from pcg.keywords import takes
 from pcg.peft.adapter import Adapter
-from pcg.peft.writer import write_adapter
+from pcg.peft.adapter_files import write_adapter
 from pcg.ranks.agreement import agreed, check_call
 from pcg.ranks.group import Ranks, run_on_first
 from pcg.runtime.engine.async_engine import AsyncEngine

@@ -3,7 +3,7 @@
     frame 0    {"op": …, "seq": …, fields of the operation, "tensors": [[dtype, shape], …]}
     frame 1…   the tensors, row by row, the lowest byte of a number first
 
-Nothing is pickled, and what a header says is checked before it is believed.
+Nothing is pickled, and a header is checked before it is believed.
 
     hello    client's version, key, model → the base's: configuration, dtype, digest, pieces
     run      a piece and its inputs → its outputs
@@ -17,12 +17,26 @@ Nothing is pickled, and what a header says is checked before it is believed.
 
 A reply has the request's `seq`, and "op": "reply", or "error" with the error's text. Before it
 there may come any number of the same `seq` with "op": "busy", while it waits or is computed.
+
+A base executor runs pieces of its graph for its clients, which they name:
+
+    linear:WEIGHT+WEIGHT…      x [T, in] to x Wᵀ of the weights, side by side: [T, outs]
+    gradient:WEIGHT            dy [T, out] to dx = dy W, [T, in]
+    graph:DIGEST@LAYER         a graph that the client has defined, by the weights of a layer
+
+A piece maps tensors of T tokens to tensors of T tokens, row by row, so that requests of any clients
+are one: their rows one after the other. It keeps nothing from one call to the next, as the gradient
+of a linear operator needs its weight alone (Symbiosis §3.6), and a graph makes again what it needs.
+A client writes a graph as text (`pcg.passes.placement.piece_text`), so that graphs of several
+clients have one digest where they compute the same.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
@@ -147,3 +161,91 @@ def bytes_of(tensor: Tensor) -> memoryview:
 def failure(seq: int, error: Exception) -> Message:
     """Return the reply that says what was wrong with a request."""
     return Message("error", seq, {"error": str(error), "kind": type(error).__name__})
+
+
+LINEAR, GRADIENT, GRAPH = "linear", "gradient", "graph"
+UNKNOWN_GRAPH = "this graph was not defined"
+"""The beginning of the refusal of a call whose graph the client has to define first."""
+_GRAPH_NAME = re.compile(r"([0-9a-f]{64})@([0-9]{1,5})")
+
+
+def graph_digest(text: str) -> str:
+    """Return the name of a graph's text."""
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """The name of a piece.
+
+    Attributes:
+        kind: `linear`, `gradient` or `graph`.
+        weights: names of the weights in the base's checkpoint; of a graph, its digest.
+        layer: a graph's layer.
+    """
+
+    kind: str
+    weights: tuple[str, ...]
+    layer: int = 0
+
+    def __str__(self) -> str:
+        if self.kind == GRAPH:
+            return f"{GRAPH}:{self.weights[0]}@{self.layer}"
+        return f"{self.kind}:{'+'.join(self.weights)}"
+
+    @classmethod
+    def parse(cls, text: str) -> Piece:
+        """Read a name as `str` writes it. SplitError: it is none."""
+        kind, colon, names = text.partition(":")
+        if kind == GRAPH and (found := _GRAPH_NAME.fullmatch(names)):
+            return cls(GRAPH, (found[1],), int(found[2]))
+        weights = tuple(names.split("+"))
+        if not colon or kind not in (LINEAR, GRADIENT) or not all(weights):
+            raise SplitError(
+                f"{text[:100]!r} names no piece; use {LINEAR}:WEIGHT+…, {GRADIENT}:WEIGHT "
+                f"or {GRAPH}:DIGEST@LAYER"
+            )
+        if kind == GRADIENT and len(weights) > 1:
+            raise SplitError(f"{GRADIENT} takes one weight, not {len(weights)}")
+        return cls(kind, weights)
+
+
+TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "chat_template.jinja",
+    "generation_config.json",
+    "config.json",
+)
+"""Files of a model's directory that a tokenizer is read from."""
+_NEUTRAL = (
+    "_name_or_path", "architectures", "bos_token_id", "dtype", "eos_token_id", "initializer_range",
+    "pad_token_id", "torch_dtype", "transformers_version", "use_cache",
+)  # fmt: skip
+"""Fields of a configuration that do not change what a model computes."""
+
+
+def weights_difference(one: Mapping[str, str], other: Mapping[str, str]) -> str:
+    """Say which tensors make two models different by their `weight_digests`; empty if none does."""
+    found = [name for name in one if one[name] != other.get(name)]
+    if not found:
+        return ""
+    rest = f" and {len(found) - 1} more" if len(found) > 1 else ""
+    return f"{found[0]}{rest} of {len(one)} tensors"
+
+
+def config_text(config: Mapping[str, Any]) -> str:
+    """Return a configuration as text, the same for equal ones."""
+    return json.dumps(dict(config), sort_keys=True, separators=(",", ":"), default=str)
+
+
+def config_difference(one: Mapping[str, Any], other: Mapping[str, Any]) -> str:
+    """Say which fields make two configurations different models; empty if none does."""
+    keys = sorted(one.keys() & other.keys() - set(_NEUTRAL))
+    found = [
+        f"{key}={one[key]!r}, not {other[key]!r}"
+        for key in keys
+        if json.dumps(one[key], default=str) != json.dumps(other[key], default=str)
+    ]
+    return ", ".join(found[:3])

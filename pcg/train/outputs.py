@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 
 from pcg.errors import AdapterError, FinetuneError, UnsupportedError
 from pcg.files import check_writable, is_directory, is_there
-from pcg.peft.reader import CONFIG, PICKLE, WEIGHTS
+from pcg.peft.adapter_files import CONFIG, PICKLE, WEIGHTS
 from pcg.peft.registry import SHORTHANDS, recipe_of_fields
 from pcg.runtime.executor import Executor
 

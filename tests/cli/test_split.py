@@ -12,7 +12,7 @@ import pytest
 from pcg.split.base.base_executor import BaseExecutor, tokenizer_files
 from pcg.split.base.base_loop import BaseLoop
 from pcg.split.base.options import BaseOptions
-from pcg.split.transports.zeromq import ZeroMqEndpoint
+from pcg.split.zeromq import ZeroMqEndpoint
 from tests.support import serving
 from tests.support.command_line import assert_one_error, output_of, run
 from tests.support.split_base import KEY

@@ -18,9 +18,9 @@ from hypothesis import strategies as st
 from pcg.errors import FinetuneInterrupted, UnsupportedError
 from pcg.explain import explain as explaining
 from pcg.peft.lora import LoraConfig
-from pcg.ranks.context_parallel import TokenParts, TokenSums, dealt, most_rows
 from pcg.ranks.group import COLLECTIVES
 from pcg.ranks.mesh import MeshSizes, RankMesh
+from pcg.ranks.step_parts import TokenParts, TokenSums, dealt, most_rows
 from pcg.runtime.data.example import Example
 from pcg.runtime.executor import Executor
 from pcg.runtime.training.options import StepRecord

@@ -14,9 +14,9 @@ from torch import Tensor
 
 from pcg.errors import FinetuneInterrupted, UnsupportedError
 from pcg.peft.lora import LoraConfig
-from pcg.ranks.data_parallel import shares, sum_gradients
 from pcg.ranks.group import SINGLE_RANK
 from pcg.ranks.mesh import MeshSizes, RankMesh, members
+from pcg.ranks.step_parts import shares, sum_gradients
 from pcg.runtime.training.options import StepRecord
 from tests.support import ranked
 from tests.support.meshes import Trained, check_close, train

@@ -21,8 +21,8 @@ from pcg.ir.program.program import Program, Serving, Training
 from pcg.parallel.parallel_plan import ParallelPlan
 from pcg.parallel.search import Candidate, Search
 from pcg.passes.specialiser import BaseSpecialiser
+from pcg.peft.adapter_files import read_adapter
 from pcg.peft.lora import LoraConfig
-from pcg.peft.reader import read_adapter
 from pcg.runtime.data.example import Example
 from pcg.runtime.executor import Executor
 from pcg.runtime.model.module_weights import StateDictCheckpoint

@@ -13,10 +13,9 @@ from pcg.errors import FinetuneError, FinetuneInterrupted, ParallelError, Unsupp
 from pcg.ir.program.program import Program
 from pcg.peft.lora import LoraConfig
 from pcg.peft.prompt import PromptEncoderConfig, PromptTuningConfig
-from pcg.ranks import stage_link
-from pcg.ranks.group import Ranks
+from pcg.ranks import stages as pipeline
+from pcg.ranks.group import Ranks, united
 from pcg.ranks.mesh import MeshSizes, RankMesh
-from pcg.ranks.united import united
 from pcg.runtime.engine.calibration import calibrated
 from pcg.runtime.engine.clock import MachineClock
 from pcg.runtime.engine.served_batch import ServedBatch
@@ -212,7 +211,7 @@ def test_an_engine_on_threads(sizes: MeshSizes) -> None:
 )
 def test_prompts_in_parts(tokens: int, sizes: MeshSizes, monkeypatch: pytest.MonkeyPatch) -> None:
     """A step's tokens go through the stages in parts, which cut sequences and prompts anywhere."""
-    monkeypatch.setattr(stage_link, "LEAST_TOKENS", tokens)
+    monkeypatch.setattr(pipeline, "LEAST_TOKENS", tokens)
     options: dict[str, Any] = {"max_new_tokens": 4, "ignore_eos": True}
     used = ("a", None, "soft", "b")
 

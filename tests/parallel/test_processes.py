@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from pcg.peft.reader import read_adapter
+from pcg.peft.adapter_files import read_adapter
 from pcg.ranks.group import COLLECTIVES
 from tests.support import tiny_llama
 from tests.support.ranked import (

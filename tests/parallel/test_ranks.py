@@ -23,7 +23,7 @@ from pcg.peft.lora import LoraConfig
 from pcg.ranks import join
 from pcg.ranks.group import ProcessRanks, run_on_first
 from pcg.ranks.join import check_own_gpu
-from pcg.ranks.rank_errors import RankError, read_errors
+from pcg.ranks.launch import RankError, read_errors
 from pcg.runtime.executor import Executor
 from tests.support.parallelized import PLAN
 from tests.support.ranked import make_executor, make_program

@@ -19,7 +19,7 @@ from pcg.ir.layouts import partitioned
 from pcg.ir.parser import parse_graph
 from pcg.ir.printer import print_graph
 from pcg.ir.program.folder import load_program, save_program
-from pcg.ranks.token_shards import gathered_rows, placed_rows, rows_of_rank
+from pcg.ranks.step_parts import gathered_rows, placed_rows, rows_of_rank
 from pcg.runtime.data.example import Example
 from pcg.runtime.model.merged_execution import run_single
 from pcg.runtime.training.runner import TrainingPass

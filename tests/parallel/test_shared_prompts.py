@@ -10,7 +10,7 @@ import torch
 
 from pcg.errors import UnsupportedError
 from pcg.peft.prompt import PromptTuningConfig
-from pcg.ranks import stage_link
+from pcg.ranks import stages as pipeline
 from pcg.ranks.mesh import MeshSizes, RankMesh
 from pcg.runtime.engine.limits import Limits
 from pcg.runtime.engine.served_batch import ServedBatch
@@ -93,7 +93,7 @@ def test_requests_are_those_of_one_rank(
     name: str, sizes: MeshSizes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(runner, "LEAST_TOKENS", 4)
-    monkeypatch.setattr(stage_link, "LEAST_TOKENS", 8)
+    monkeypatch.setattr(pipeline, "LEAST_TOKENS", 8)
     expected = serve(make_executor(make_program(name, 1, LAYERS), name))
     program = make_program(name, sizes.tp, LAYERS)
     cut = noted_parts(monkeypatch)
@@ -106,7 +106,7 @@ def test_requests_are_those_of_one_rank(
 def test_programs_for_triton(sizes: MeshSizes, monkeypatch: pytest.MonkeyPatch) -> None:
     """Kernels write a rank's own rows, and then those of others; no LoRA is left to be added."""
     monkeypatch.setattr(runner, "LEAST_TOKENS", 16)
-    monkeypatch.setattr(stage_link, "LEAST_TOKENS", 8)
+    monkeypatch.setattr(pipeline, "LEAST_TOKENS", 8)
     options: dict[str, Any] = {"max_new_tokens": 3, "ignore_eos": True}
     asked = [ids[:14] for ids in SEQUENCES[:3]], ("a", None, "b")
     expected = make_executor(make_program("llama3", 1), "llama3").generate(*asked, **options)

@@ -10,7 +10,7 @@ import pytest
 from pcg.peft.lora import LoraConfig
 from pcg.peft.prefix import PrefixTuningConfig
 from pcg.peft.prompt import PromptTuningConfig
-from pcg.ranks import stage_link
+from pcg.ranks import stages as pipeline
 from pcg.ranks.mesh import MeshSizes
 from pcg.ranks.stages import Stages
 from pcg.runtime.engine.engine import Engine
@@ -87,7 +87,7 @@ def test_a_job_beside_requests(
     name: str, sizes: MeshSizes, least: int, limits: Limits, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Tokens and the adapter are those of one rank, however windows are cut."""
-    monkeypatch.setattr(stage_link, "LEAST_TOKENS", least)
+    monkeypatch.setattr(pipeline, "LEAST_TOKENS", least)
     for served in over(name, sizes, limits, of_family(name)):
         check_close(served, of_one(name))
 
@@ -106,14 +106,14 @@ def test_a_job_beside_requests(
 def test_what_jobs_train(name: str, sizes: MeshSizes, monkeypatch: pytest.MonkeyPatch) -> None:
     jobs = JOBS[name]
     expected = on_one("llama3", jobs)
-    monkeypatch.setattr(stage_link, "LEAST_TOKENS", 4)
+    monkeypatch.setattr(pipeline, "LEAST_TOKENS", 4)
     for served in over("llama3", sizes, FREE, jobs):
         check_close(served, expected)
 
 
 def test_steps_that_begin_again_and_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing is left between stages of a pass that is given up on its way back."""
-    monkeypatch.setattr(stage_link, "LEAST_TOKENS", 4)
+    monkeypatch.setattr(pipeline, "LEAST_TOKENS", 4)
     again: list[int] = []
 
     def disturb(engine: Engine, step: int) -> None:
@@ -159,7 +159,7 @@ def test_an_evaluation_that_begins_again(sizes: MeshSizes | None) -> None:
 
 def test_stages_go_back_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """While one stage takes a window back, the stage below has the window behind it."""
-    monkeypatch.setattr(stage_link, "LEAST_TOKENS", 4)
+    monkeypatch.setattr(pipeline, "LEAST_TOKENS", 4)
     counts: list[int] = []
     back = TrainingPass.backward_requests
 

@@ -26,7 +26,7 @@ from pcg.passes.placement.split_graph import SplitGraph, split_problem
 from pcg.passes.placement.split_problem import Side, SplitProblem, bits
 from pcg.passes.prune import Prune
 from pcg.passes.stages import Base, Gradients
-from pcg.peft.reader import recipes_of
+from pcg.peft.adapter_files import recipes_of
 from tests.support.evaluate import evaluate, random_values
 from tests.support.split_problems import least_cost, random_problem
 

@@ -14,11 +14,10 @@ from safetensors.torch import load_file, save_file
 
 from pcg.errors import AdapterError, UnsupportedError
 from pcg.files import SUMS, seal
-from pcg.peft import writer as adapter_writer
+from pcg.peft import adapter_files as adapter_writer
 from pcg.peft.adapter import Adapter, check_fits, new_adapter
+from pcg.peft.adapter_files import WEIGHTS, digest_of, read_adapter, write_adapter
 from pcg.peft.lora import LoraConfig, LoraWeights
-from pcg.peft.reader import WEIGHTS, read_adapter
-from pcg.peft.writer import digest_of, write_adapter
 from tests.support.damage import damage
 from tests.support.small_engine import make_executor
 
@@ -177,7 +176,7 @@ def snapshot(directory: Path) -> dict[str, bytes]:
     }
 
 
-@pytest.mark.parametrize("writer", ["pcg.peft.writer.save_file", "os.fsync"])
+@pytest.mark.parametrize("writer", ["pcg.peft.adapter_files.save_file", "os.fsync"])
 def test_a_full_disk_leaves_the_old_files(
     saved: Path, writer: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

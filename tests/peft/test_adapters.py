@@ -16,10 +16,9 @@ from transformers.pytorch_utils import Conv1D
 
 from pcg.errors import AdapterError, UnsupportedError
 from pcg.peft.adapter import Adapter, check_fits, new_adapter
+from pcg.peft.adapter_files import read_adapter, write_adapter
 from pcg.peft.lora import LoraConfig, LoraWeights
-from pcg.peft.reader import read_adapter
 from pcg.peft.registry import SHORTHANDS
-from pcg.peft.writer import write_adapter
 
 CONFIGS = {
     "qwen2": transformers.Qwen2Config(

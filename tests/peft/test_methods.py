@@ -17,9 +17,9 @@ import pcg
 import pcg.compiler as compiler
 from pcg.errors import AdapterError
 from pcg.keywords import field_docs
+from pcg.peft.adapter_files import read_adapter
 from pcg.peft.ia3 import IA3Config
 from pcg.peft.lora import LoraConfig
-from pcg.peft.reader import read_adapter
 from pcg.peft.recipe import Recipe
 from pcg.peft.registry import RECIPES, SHORTHANDS, recipe_fields, recipe_of_fields
 from pcg.runtime.data.example import Example

@@ -16,8 +16,7 @@ from pcg.runtime.executor import Executor
 from pcg.split.base.base_executor import BaseExecutor
 from pcg.split.base.options import BaseOptions
 from pcg.split.client.caller import Caller
-from pcg.split.messages import VERSION, Message
-from pcg.split.pieces import Piece
+from pcg.split.messages import VERSION, Message, Piece
 from tests.support import oracle
 from tests.support.families import BY_NAME
 from tests.support.split_base import KEY, Base, make_base, running_base

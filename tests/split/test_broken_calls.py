@@ -14,12 +14,11 @@ import torch
 import pcg.compiler as compiler
 from pcg.errors import BaseLostError, SplitError
 from pcg.runtime.executor import Executor
+from pcg.split import zeromq
 from pcg.split.client.caller import Caller
-from pcg.split.messages import Message, frames_of
-from pcg.split.pieces import LINEAR, Piece
-from pcg.split.transports import zeromq_client
-from pcg.split.transports.transport import Disconnected, Transport
-from pcg.split.transports.zeromq_client import SharedMemoryTransport, transport_to
+from pcg.split.messages import LINEAR, Message, Piece, frames_of
+from pcg.split.transport import Disconnected, Transport
+from pcg.split.zeromq import SharedMemoryTransport, transport_to
 from tests.support import oracle
 from tests.support.families import BY_NAME
 from tests.support.split_base import KEY, listening_base
@@ -166,7 +165,7 @@ def test_a_base_that_says_that_it_is_busy_is_waited_for(
 ) -> None:
     """By a clock that moves a second each time that somebody looks; nobody answers for 60 s."""
     seconds = itertools.count()
-    monkeypatch.setattr(zeromq_client.time, "monotonic", lambda: float(next(seconds)))
+    monkeypatch.setattr(zeromq.time, "monotonic", lambda: float(next(seconds)))
 
     def answer(frames: Sequence[bytes]) -> Iterator[Message]:
         yield from itertools.repeat(Message("busy", 1, {"requests": 3}), 200)

@@ -17,8 +17,8 @@ from pcg.runtime.executor import Executor
 from pcg.serve.engine.options import ServeOptions
 from pcg.split.base.options import BaseOptions
 from pcg.split.client.connect import connect
-from pcg.split.client.privacy import Privacy
-from pcg.split.transports.curve import BaseCurve, ClientCurve
+from pcg.split.client.noise import Privacy
+from pcg.split.curve import BaseCurve, ClientCurve
 from tests.support import oracle
 from tests.support.families import BY_NAME
 from tests.support.split_base import KEY, listening_base

@@ -15,7 +15,7 @@ from pcg.errors import PcgError, SplitError
 from pcg.runtime.executor import Executor
 from pcg.split.client.connect import connect
 from pcg.split.messages import Message
-from pcg.split.transports.transport import Transport
+from pcg.split.transport import Transport
 from tests.support import oracle
 from tests.support.families import BY_NAME
 from tests.support.split_base import EXAMPLES, KEY, Base, running_base

@@ -27,8 +27,7 @@ from pcg.split.base.base_loop import BaseLoop
 from pcg.split.base.options import BaseOptions
 from pcg.split.client.caller import Caller
 from pcg.split.messages import VERSION, Message, frames_of, header_of, read_message
-from pcg.split.transports.zeromq import ZeroMqEndpoint
-from pcg.split.transports.zeromq_client import transport_to
+from pcg.split.zeromq import ZeroMqEndpoint, transport_to
 from tests.support import oracle
 from tests.support.families import BY_NAME
 from tests.support.split_base import KEY

@@ -10,8 +10,7 @@ from pcg.errors import SplitError
 from pcg.ir.types import TORCH_NAMES
 from pcg.split.base.base_executor import GraphPieces
 from pcg.split.base.piece_rules import read_piece
-from pcg.split.messages import VERSION, Message
-from pcg.split.pieces import GRAPH, Piece, graph_digest
+from pcg.split.messages import GRAPH, VERSION, Message, Piece, graph_digest
 from tests.support import oracle
 from tests.support.families import BY_NAME
 from tests.support.live_memory import peak_of

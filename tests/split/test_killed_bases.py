@@ -12,7 +12,7 @@ from torch import Tensor, equal
 import pcg
 from pcg.errors import BaseLostError
 from pcg.split.client.connect import SplitExecutor, connect
-from pcg.split.client.privacy import Privacy
+from pcg.split.client.noise import Privacy
 from tests.support.split_base import KEY, base_process
 from tests.support.text_model import ROWS
 from tests.support.waiting import until

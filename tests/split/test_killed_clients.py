@@ -21,8 +21,8 @@ from pcg.split.base.base_executor import BaseExecutor
 from pcg.split.base.base_loop import BaseLoop
 from pcg.split.base.options import BaseOptions
 from pcg.split.client.connect import SplitExecutor, connect
-from pcg.split.pieces import GRADIENT, Piece
-from pcg.split.transports.zeromq import ZeroMqEndpoint
+from pcg.split.messages import GRADIENT, Piece
+from pcg.split.zeromq import ZeroMqEndpoint
 from tests.support import serving
 from tests.support.split_base import KEY
 from tests.support.waiting import until
@@ -38,7 +38,7 @@ import pcg
 from pcg.runtime.data.example import Example
 from pcg.split.client.caller import Caller
 from pcg.split.messages import Message, frames_of
-from pcg.split.transports.zeromq_client import transport_to
+from pcg.split.zeromq import transport_to
 
 what, where, transport, key, piece, width = sys.argv[1:]
 if what == "trains":

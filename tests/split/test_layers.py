@@ -20,7 +20,7 @@ from pcg.split.base.base_loop import BaseLoop
 from pcg.split.base.held_layers import executor_of, held_layers
 from pcg.split.base.options import BaseOptions
 from pcg.split.client.connect import connect
-from pcg.split.client.privacy import Privacy
+from pcg.split.client.noise import Privacy
 from tests.support import oracle
 from tests.support.families import BY_NAME, FAMILIES, Family
 from tests.support.in_process import InProcessEndpoint

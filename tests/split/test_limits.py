@@ -15,13 +15,11 @@ import pcg.compiler as compiler
 from pcg.errors import BaseBusyError, ServeError, SplitError
 from pcg.runtime.executor import Executor
 from pcg.split.base.base_executor import BaseExecutor
-from pcg.split.base.base_loop import BaseLoop
-from pcg.split.base.limited_log import LimitedLog
+from pcg.split.base.base_loop import BaseLoop, LimitedLog, Setbacks
 from pcg.split.base.options import BaseOptions
-from pcg.split.base.setbacks import Setbacks
 from pcg.split.client.caller import Caller
 from pcg.split.messages import VERSION, Message, failure
-from pcg.split.transports.transport import Transport
+from pcg.split.transport import Transport
 from tests.support import oracle
 from tests.support.families import BY_NAME
 from tests.support.in_process import InProcessEndpoint

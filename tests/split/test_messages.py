@@ -8,8 +8,7 @@ import pytest
 import torch
 
 from pcg.errors import SplitError
-from pcg.split.messages import Message, frames_of, read_message
-from pcg.split.pieces import Piece
+from pcg.split.messages import Message, Piece, frames_of, read_message
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 

@@ -18,10 +18,8 @@ import pcg
 import pcg.compiler as compiler
 from pcg.errors import SplitError
 from pcg.runtime.executor import Executor
-from pcg.split.client.effects import Effects
-from pcg.split.client.noise import Noise
-from pcg.split.client.privacy import Privacy
-from pcg.split.pieces import Piece
+from pcg.split.client.noise import Effects, Noise, Privacy
+from pcg.split.messages import Piece
 from tests.support import oracle
 from tests.support.families import BY_NAME
 from tests.support.prompts import TOLERANCE

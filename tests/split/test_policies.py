@@ -10,9 +10,8 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-from pcg.split.base.policies import Choice, Policy, make_policy
-from pcg.split.base.queues import Queues, Waiting
-from pcg.split.pieces import Piece
+from pcg.split.base.queues import Choice, Policy, Queues, Waiting, make_policy
+from pcg.split.messages import Piece
 
 FIRST, SECOND, THIRD = (Piece("linear", (name,)) for name in "abc")
 

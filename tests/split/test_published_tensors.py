@@ -16,9 +16,8 @@ from pcg.errors import SplitError
 from pcg.split.base.base_executor import BaseExecutor
 from pcg.split.base.base_loop import BaseLoop
 from pcg.split.base.options import BaseOptions
-from pcg.split.transports.published_tensors import PublishedTensors, published_tensor
-from pcg.split.transports.shared_memory import SharedMemory
-from pcg.split.transports.zeromq import ZeroMqEndpoint
+from pcg.split.shared_memory import PublishedTensors, SharedMemory, published_tensor
+from pcg.split.zeromq import ZeroMqEndpoint
 from tests.support import oracle
 from tests.support.families import BY_NAME
 from tests.support.split_base import KEY

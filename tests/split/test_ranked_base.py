@@ -21,7 +21,7 @@ from pcg.runtime.model.module_weights import StateDictCheckpoint
 from pcg.split.base.base_executor import BaseExecutor
 from pcg.split.base.base_loop import BaseLoop
 from pcg.split.base.options import BaseOptions
-from pcg.split.base.ranked_base import RankedBase
+from pcg.split.base.serve_base import RankedBase
 from pcg.split.base.shards import ShardedSource, Shards
 from pcg.split.client.connect import connect
 from pcg.split.messages import Message

@@ -19,7 +19,7 @@ from pcg.passes.placement import exact_cut
 from pcg.passes.placement.cut import StepCut
 from pcg.runtime.executor import Executor
 from pcg.runtime.training.runner import training_runner
-from pcg.split.client.cut_plan import searched_cut
+from pcg.split.client.connect import searched_cut
 from pcg.split.messages import VERSION, Message
 from tests.support import oracle
 from tests.support.families import BY_NAME

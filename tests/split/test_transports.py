@@ -20,9 +20,8 @@ from pcg.split.base.base_loop import BaseLoop
 from pcg.split.base.options import BaseOptions
 from pcg.split.client.caller import Caller
 from pcg.split.client.connect import connect
-from pcg.split.transports.shared_memory import SharedMemory
-from pcg.split.transports.zeromq import ZeroMqEndpoint
-from pcg.split.transports.zeromq_client import transport_to
+from pcg.split.shared_memory import SharedMemory
+from pcg.split.zeromq import ZeroMqEndpoint, transport_to
 from tests.support import oracle, serving
 from tests.support.prompts import TOLERANCE
 from tests.support.split_base import KEY, BaseProcess, base_process
@@ -38,8 +37,8 @@ from pcg.split.base.base_executor import BaseExecutor
 from pcg.split.base.base_loop import BaseLoop
 from pcg.split.base.options import BaseOptions
 from pcg.split.client.caller import Caller
-from pcg.split.transports.zeromq import ZeroMqEndpoint
-from pcg.split.transports.zeromq_client import transport_to
+from pcg.split.zeromq import ZeroMqEndpoint
+from pcg.split.zeromq import transport_to
 caller = Caller(transport_to(sys.argv[1], sys.argv[2]), {"key": sys.argv[3]}, connect_s=120)
 print("here", flush=True)
 time.sleep(600)

@@ -164,15 +164,15 @@ NOT_ON_THREADS = ("versions of libraries",)
 
 
 def _version(world: World) -> None:
-    from pcg.ranks import same_program
+    from pcg.ranks import agreement
 
-    version = same_program.version
+    version = agreement.version
     if world.rank:
-        same_program.version = lambda name: "0.9"
+        agreement.version = lambda name: "0.9"
     try:
         _with_options()(world)
     finally:
-        same_program.version = version
+        agreement.version = version
 
 
 WAYS: dict[str, tuple[Callable[[World], None], str]] = {

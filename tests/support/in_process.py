@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from itertools import count
 
 from pcg.split.messages import Message
-from pcg.split.transports.transport import Disconnected, Endpoint, Transport
+from pcg.split.transport import Disconnected, Endpoint, Transport
 
 
 class InProcessEndpoint(Endpoint):

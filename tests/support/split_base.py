@@ -22,7 +22,7 @@ from pcg.split.base.base_executor import BaseExecutor
 from pcg.split.base.base_loop import BaseLoop
 from pcg.split.base.options import BaseOptions
 from pcg.split.client.connect import SplitExecutor, connect
-from pcg.split.transports.zeromq import ZeroMqEndpoint
+from pcg.split.zeromq import ZeroMqEndpoint
 from tests.support import serving
 from tests.support.in_process import InProcessEndpoint
 from tests.support.prompts import prompts

@@ -10,7 +10,7 @@ import pytest
 
 from pcg.errors import FinetuneError
 from pcg.files import seal
-from pcg.peft.reader import CONFIG, WEIGHTS
+from pcg.peft.adapter_files import CONFIG, WEIGHTS
 from pcg.runtime.training.checkpoints import FORMAT, OPTIMIZER, STATE, CheckpointStore
 from pcg.train.run_states import RunStates
 from tests.support.damage import damage

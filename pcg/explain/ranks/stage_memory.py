@@ -22,8 +22,7 @@ from pcg.ir.graph import Graph, Value
 from pcg.ir.program.program import ModelGraph
 from pcg.ir.program.saved_memory import SavedMemory, saved_memory
 from pcg.options import ExplainOptions
-from pcg.ranks.stage_link import UNDER_WAY, link_bytes
-from pcg.ranks.stages import Stage, Stages, cut_stages
+from pcg.ranks.stages import UNDER_WAY, Stage, Stages, cut_stages, link_bytes
 from pcg.runtime.training.step import parts_of_batch
 
 

@@ -20,7 +20,7 @@ from pcg.passes.pipeline import Settings, pipeline
 from pcg.passes.placement.place import Place, Placed
 from pcg.passes.stage import run_pass
 from pcg.passes.stages import Base, Gradients
-from pcg.peft.reader import recipes_of
+from pcg.peft.adapter_files import recipes_of
 
 
 @dataclass(frozen=True)

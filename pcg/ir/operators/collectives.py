@@ -15,7 +15,7 @@ their place, and their gradients in its backward:
 
 take and place move nothing: a part among zeros is a summand of the whole. scatter and gather are of
 the token dim alone, whose parts have as many rows on all ranks: where the number of ranks does not
-divide T, the last rows are zeros (`pcg.ranks.token_shards`).
+divide T, the last rows are zeros (`pcg.ranks.step_parts`).
 
 `coalesce_collectives` joins several tensors in one message, as a message waits for a link once for
 each step of its ring, whatever it carries: all_reduces and all_gathers.

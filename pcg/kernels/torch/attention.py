@@ -34,7 +34,7 @@ from pcg.kernels.torch.attention_math import (
     is_host,
     lse_dtype,
 )
-from pcg.ranks.context_parallel import TokenParts, TokenSums
+from pcg.ranks.step_parts import TokenParts, TokenSums
 
 _attend_fused = torch.nn.functional.scaled_dot_product_attention
 

@@ -19,7 +19,7 @@ from torch import Tensor
 from pcg.kernels.batch import ProgramBatch
 from pcg.peft.weights import AdapterWeight
 from pcg.ranks.group import PendingCollective, Ranks
-from pcg.ranks.token_shards import gathered_rows, placed_rows, rows_of_rank
+from pcg.ranks.step_parts import gathered_rows, placed_rows, rows_of_rank
 
 
 @dataclass(frozen=True)

@@ -32,9 +32,8 @@ from pcg.ir.layouts import PRE_REDUCE, REPLICATED
 from pcg.ir.program.program import ModelGraph, python_name
 from pcg.peft.adapter import Adapter
 from pcg.peft.weights import AdapterWeight
-from pcg.ranks.group import SINGLE_RANK, Ranks
+from pcg.ranks.group import SINGLE_RANK, Ranks, united
 from pcg.ranks.shards import Ranges, part_of, ranges_of, shard_of
-from pcg.ranks.united import united
 
 _Parts: TypeAlias = Sequence[Tensor]
 

@@ -3,7 +3,7 @@
 A name counts its versions from 1 on and uses no number twice, also after the adapter was removed.
 Replacing an adapter, publishing a trained one and changing one in place each make a version.
 
-    digest = sha256(configuration, tensors as they are saved)      `pcg.peft.writer.digest_of`
+    digest = sha256(configuration, tensors as they are saved)    `pcg.peft.adapter_files.digest_of`
 
 Hashing takes a millisecond for a MiB or two, so nobody waits for it but who asks. It is done on a
 thread of its own once an engine on a thread serves the version, and when a version is replaced that
@@ -26,7 +26,7 @@ import torch
 from pcg.errors import AdapterConflictError, AdapterError
 from pcg.kernels.devices import device_pool
 from pcg.peft.adapter import Adapter
-from pcg.peft.writer import digest_of
+from pcg.peft.adapter_files import digest_of
 from pcg.units import shown
 
 _GONE_NAMES = 65_536

@@ -79,9 +79,9 @@ class Batches:
 
         Args:
             virtual: tokens that come before each example, and do not count for `max_tokens`.
-            replicas: how many a batch is divided over, as `pcg.ranks.data_parallel` does.
+            replicas: how many a batch is divided over, as `pcg.ranks.step_parts` does.
             parts: how many each of its sequences is divided in, by two chunks each, as
-                `pcg.ranks.context_parallel` does.
+                `pcg.ranks.step_parts` does.
         """
         size, most = self._settings["batch_size"], self._settings["max_tokens"]
         lengths = sorted(self._lengths)

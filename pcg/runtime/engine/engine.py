@@ -14,8 +14,7 @@ from pcg.errors import DeviceMemoryError, FinetuneError
 from pcg.kernels.devices import is_out_of_memory, on_device
 from pcg.keywords import takes
 from pcg.peft.adapter import Adapter
-from pcg.ranks.agreement import check_call, check_same
-from pcg.ranks.described import described
+from pcg.ranks.agreement import check_call, check_same, described
 from pcg.ranks.line import Line
 from pcg.runtime.adapters.cache import AdapterCache, ServedAdapter
 from pcg.runtime.adapters.versions import AdapterVersion

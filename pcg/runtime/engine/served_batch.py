@@ -13,8 +13,8 @@ from pcg.kernels.batch import Span
 from pcg.kernels.devices import uploaded_list
 from pcg.kernels.torch.products import ProductRequest
 from pcg.peft.adapter import Adapter
-from pcg.ranks.context_parallel import TokenParts
 from pcg.ranks.group import SINGLE_RANK, Ranks
+from pcg.ranks.step_parts import TokenParts
 from pcg.runtime.adapters.padded_tables import BoundAdapters, PaddedTables
 from pcg.runtime.memory.kv_cache import KvCache
 from pcg.runtime.memory.pool import PageTable

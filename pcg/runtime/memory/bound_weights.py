@@ -16,7 +16,7 @@ from pcg.ir.graph import Graph
 from pcg.ir.program.layer_order import ROOMS, GatherOrder
 from pcg.ir.program.program import ModelGraph, python_name
 from pcg.ranks.group import PendingCollective, Ranks
-from pcg.ranks.layer_shards import FlatPlace
+from pcg.ranks.shards import FlatPlace
 from pcg.runtime.model.product_weights import ProductWeights, as_group, joined
 
 

@@ -1,6 +1,6 @@
 """The frozen base's weights, as a rank's graphs read them; each shard is read once.
 
-Over replicas that share the base, those of the layers are in `pcg.ranks.layer_shards`.
+Over replicas that share the base, those of the layers are in `pcg.ranks.shards`.
 """
 
 from __future__ import annotations
@@ -20,8 +20,17 @@ from pcg.ir.program.program import ModelGraph, Program, python_name, site_of
 from pcg.ir.types import TORCH_NAMES
 from pcg.kernels.torch.products import is_remote, remote_group
 from pcg.ranks.group import SINGLE_RANK, Ranks
-from pcg.ranks.layer_shards import FlatPlace, LayerShard, is_in_shards, read_shard
-from pcg.ranks.shards import Ranges, has_zeros, is_sharded, ranges_of, shard_of
+from pcg.ranks.shards import (
+    FlatPlace,
+    LayerShard,
+    Ranges,
+    has_zeros,
+    is_in_shards,
+    is_sharded,
+    ranges_of,
+    read_shard,
+    shard_of,
+)
 from pcg.runtime.memory.bound_weights import BaseWeights, BoundLayer, GatheredLayers, LayerGathers
 from pcg.runtime.model.product_weights import (
     ProductLayout,

@@ -23,8 +23,8 @@ from pcg.kernels.batch import (
     Span,
 )
 from pcg.kernels.devices import uploaded, uploaded_list
-from pcg.ranks.context_parallel import Piece, TokenParts
 from pcg.ranks.group import SINGLE_RANK, Ranks
+from pcg.ranks.step_parts import Piece, TokenParts
 from pcg.runtime.memory.kv_cache import KvCache
 from pcg.runtime.model.decode_groups import Singles, decode_groups
 

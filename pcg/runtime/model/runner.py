@@ -15,10 +15,9 @@ from pcg.ir.graph import Graph
 from pcg.ir.program.program import ModelGraph, Serving
 from pcg.ir.types import TOKENS, TORCH_NAMES
 from pcg.kernels.torch.products import ProductRequest
-from pcg.ranks.context_parallel import LEAST_TOKENS
 from pcg.ranks.group import SINGLE_RANK, Ranks
-from pcg.ranks.stage_link import StageLink, deferred_places
-from pcg.ranks.token_shards import chosen_rows, rows_of_rank
+from pcg.ranks.stages import StageLink, deferred_places
+from pcg.ranks.step_parts import LEAST_TOKENS, chosen_rows, rows_of_rank
 from pcg.runtime.adapters.padded_tables import BoundAdapters
 from pcg.runtime.memory.bound_weights import BaseWeights
 from pcg.runtime.model.batch import Batch

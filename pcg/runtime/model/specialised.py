@@ -22,9 +22,8 @@ from pcg.ir.program.saved_memory import saved_memory, window_memory
 from pcg.ir.types import CONTEXT
 from pcg.peft.adapter import Adapter
 from pcg.peft.recipe import Recipe
-from pcg.ranks.agreement import check_same
+from pcg.ranks.agreement import check_same, training_text
 from pcg.ranks.group import Ranks
-from pcg.ranks.same_program import training_text
 from pcg.runtime.adapters.padded_tables import PaddedTables
 from pcg.runtime.adapters.sites import model_sources, trained_sources
 from pcg.runtime.model.runner import ModelRunner

@@ -35,14 +35,12 @@ from pcg.peft.adapter import (
     new_adapter,
     with_shared,
 )
-from pcg.peft.reader import read_adapter
+from pcg.peft.adapter_files import read_adapter
 from pcg.peft.registry import is_shorthand, recipe_from
-from pcg.ranks.agreement import check_same
+from pcg.ranks.agreement import check_same, serving_text
 from pcg.ranks.group import Ranks
 from pcg.ranks.mesh import SINGLE_MESH, RankMesh
-from pcg.ranks.same_program import serving_text
-from pcg.ranks.stage_link import StageLink
-from pcg.ranks.stages import cut_stages
+from pcg.ranks.stages import StageLink, cut_stages
 from pcg.runtime.adapters.padded_tables import PaddedTables
 from pcg.runtime.adapters.ragged_tables import RaggedTables
 from pcg.runtime.adapters.served_dtype import served_dtype

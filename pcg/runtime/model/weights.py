@@ -32,7 +32,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from pcg.errors import WeightsError
-from pcg.ranks.described import tensor_digest
+from pcg.ranks.agreement import tensor_digest
 from pcg.ranks.shards import Ranges
 from pcg.source import ModelSource
 from pcg.tensor_file import TensorInfo, read_header

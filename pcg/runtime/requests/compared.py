@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from pcg.peft.adapter import Adapter
-from pcg.ranks.described import described, fields_of, tensor_digest, tokens_digest
+from pcg.ranks.agreement import described, fields_of, tensor_digest, tokens_digest
 from pcg.runtime.adapters.cache import ServedAdapter
 from pcg.runtime.requests.request import Request
 from pcg.runtime.text.tokenizer import Tokenizer

@@ -19,8 +19,7 @@ from pcg.kernels.torch.products import ProductRequest, Result
 from pcg.peft.adapter import Adapter
 from pcg.peft.prompt_encoder import EncodedTraining
 from pcg.ranks.mesh import SINGLE_MESH, RankMesh
-from pcg.ranks.stage_link import StageLink
-from pcg.ranks.stages import Stages
+from pcg.ranks.stages import StageLink, Stages
 from pcg.runtime.adapters.adapter_shards import AdapterShards
 from pcg.runtime.data.example import IGNORED, Example
 from pcg.runtime.memory.bound_weights import BaseWeights

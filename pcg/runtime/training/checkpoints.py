@@ -57,8 +57,7 @@ from pcg.files import (
     write_text,
 )
 from pcg.peft.adapter import Adapter, check_finite
-from pcg.peft.reader import CONFIG, WEIGHTS, read_adapter
-from pcg.peft.writer import write_adapter_files, write_tensors
+from pcg.peft.adapter_files import CONFIG, WEIGHTS, read_adapter, write_adapter_files, write_tensors
 from pcg.tensor_file import read_header
 from pcg.units import is_finite, shown
 

@@ -32,7 +32,7 @@ from pcg.kernels.batch import KvGradients
 from pcg.kernels.devices import on_device, uploaded_list
 from pcg.kernels.torch.products import ProductRequest
 from pcg.peft.adapter import Adapter
-from pcg.ranks.stage_link import StageLink
+from pcg.ranks.stages import StageLink
 from pcg.runtime.data.example import IGNORED, Example
 from pcg.runtime.memory.host_allocator import SLACK, FreedMemory, return_freed_memory
 from pcg.runtime.memory.kv_cache import KvCache

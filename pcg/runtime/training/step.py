@@ -33,9 +33,9 @@ import torch
 from torch import Tensor
 
 from pcg.errors import FinetuneError, UnsupportedError
-from pcg.ranks.data_parallel import shares, sum_gradients
 from pcg.ranks.group import broadcast_from_first
 from pcg.ranks.mesh import SINGLE_MESH, RankMesh
+from pcg.ranks.step_parts import shares, sum_gradients
 from pcg.runtime.adapters.adapter_shards import AdapterShards
 from pcg.runtime.data.dataset import Dataset
 from pcg.runtime.data.example import Example

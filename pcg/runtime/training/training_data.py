@@ -10,8 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TypeVar
 
 from pcg.errors import DataError, FinetuneError
-from pcg.ranks.agreement import agreed
-from pcg.ranks.described import described, tokens_digest
+from pcg.ranks.agreement import agreed, described, tokens_digest
 from pcg.runtime.data.dataset import Dataset, ExampleReader, ReadOptions
 from pcg.runtime.data.example import Example, ModelSizes, check_example
 from pcg.runtime.data.limits import UNLIMITED, DataLimits, check_tokens

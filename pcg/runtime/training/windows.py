@@ -34,10 +34,9 @@ from torch.nn.utils.rnn import pad_sequence
 from pcg.kernels.batch import Span
 from pcg.kernels.devices import uploaded
 from pcg.kernels.torch.products import ProductRequest
-from pcg.ranks.context_parallel import Piece, TokenParts
 from pcg.ranks.group import Ranks
 from pcg.ranks.stages import Stage, Stages
-from pcg.ranks.token_shards import shard_rows
+from pcg.ranks.step_parts import Piece, TokenParts, shard_rows
 from pcg.runtime.data.example import IGNORED
 from pcg.runtime.memory.pool import PageTable
 from pcg.runtime.model.batch import Batch

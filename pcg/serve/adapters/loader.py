@@ -16,7 +16,7 @@ from pathlib import Path
 
 from pcg.errors import AdapterConflictError, AdapterError, AdapterNotFoundError, UnsupportedError
 from pcg.files import SUMS, shown_path
-from pcg.peft.reader import CONFIG, WEIGHTS
+from pcg.peft.adapter_files import CONFIG, WEIGHTS
 from pcg.runtime.adapters.cache import ServedAdapter
 from pcg.serve.engine.client import EngineClient
 from pcg.serve.http.errors import ApiError

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from pcg.errors import ServeError
 from pcg.files import expanded, is_file, shown_path
-from pcg.peft.reader import CONFIG
+from pcg.peft.adapter_files import CONFIG
 
 
 @dataclass(frozen=True)

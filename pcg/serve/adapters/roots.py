@@ -22,7 +22,7 @@ from pathlib import Path
 
 from pcg.errors import AdapterConflictError, ServeError
 from pcg.files import SUMS
-from pcg.peft.reader import CONFIG, WEIGHTS
+from pcg.peft.adapter_files import CONFIG, WEIGHTS
 from pcg.runtime.adapters.cache import ServedAdapter
 from pcg.serve.adapters.loader import Loader, Origin, refusal
 from pcg.serve.http.errors import ApiError

@@ -21,7 +21,7 @@ from pcg.split.base.base_executor import tokenizer_files
 from pcg.split.base.base_loop import BaseLoop
 from pcg.split.base.options import BaseOptions
 from pcg.split.base.shared_base import SharedBase
-from pcg.split.transports.zeromq import ZeroMqEndpoint
+from pcg.split.zeromq import ZeroMqEndpoint
 
 _LOG = logging.getLogger("pcg.split")
 

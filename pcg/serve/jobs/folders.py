@@ -29,7 +29,7 @@ from pcg.files import (
     sync_names,
     write_sums,
 )
-from pcg.peft.reader import CONFIG, WEIGHTS
+from pcg.peft.adapter_files import CONFIG, WEIGHTS
 from pcg.records.run_files import REPORT
 from pcg.runtime.training.checkpoints import OPTIMIZER, STATE, TRAINER, check_checkpoint
 from pcg.serve.adapters.kept_models import MODEL

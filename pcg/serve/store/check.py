@@ -26,7 +26,7 @@ from pcg.files import (
     sha256_of,
     shown_path,
 )
-from pcg.peft.reader import CONFIG, WEIGHTS
+from pcg.peft.adapter_files import CONFIG, WEIGHTS
 from pcg.runtime.training.checkpoints import OPTIMIZER, STATE, check_checkpoint
 from pcg.serve.store import removals
 from pcg.serve.store.contents import INCOMING, relative

@@ -11,8 +11,8 @@ from starlette.responses import FileResponse
 
 from pcg.errors import FinetuneError
 from pcg.files import check_sums
-from pcg.peft.reader import CONFIG
-from pcg.peft.reader import WEIGHTS as ADAPTER_WEIGHTS
+from pcg.peft.adapter_files import CONFIG
+from pcg.peft.adapter_files import WEIGHTS as ADAPTER_WEIGHTS
 from pcg.serve.http.caller import Caller
 from pcg.serve.http.errors import ApiError
 from pcg.serve.http.service import LongBodyRoute, Service, ServiceDependency

@@ -46,10 +46,19 @@ from pcg.runtime.model.product_weights import (
 from pcg.runtime.model.runner import load_functions
 from pcg.runtime.model.weight_digests import weight_digests
 from pcg.split.base.piece_rules import LAYER, PieceGraph, check_weight, read_piece
-from pcg.split.messages import VERSION, Message
-from pcg.split.model_facts import TOKENIZER_FILES, config_text
-from pcg.split.pieces import GRADIENT, GRAPH, LINEAR, UNKNOWN_GRAPH, Piece, graph_digest
-from pcg.split.transports.published_tensors import LEAST_BYTES
+from pcg.split.messages import (
+    GRADIENT,
+    GRAPH,
+    LINEAR,
+    TOKENIZER_FILES,
+    UNKNOWN_GRAPH,
+    VERSION,
+    Message,
+    Piece,
+    config_text,
+    graph_digest,
+)
+from pcg.split.shared_memory import LEAST_BYTES
 
 # ------------------------------------------------------------------------------------- graph pieces
 

@@ -1,8 +1,8 @@
 """The loop of a base executor: takes messages, batches requests, runs them, and replies.
 
-What computes by the weights runs on a second thread, one thing at a time. The loop's own thread
-goes on reading meanwhile: it greets clients, notes when requests come, and tells those that wait
-that the base is busy, and not gone.
+Work by the weights runs on a second thread, one thing at a time. The loop's own thread goes on
+reading meanwhile: it greets clients, notes when requests come, and tells those that wait that the
+base is busy, and not gone. Clients cannot fill the log, and wait after each failure.
 """
 
 from __future__ import annotations
@@ -22,16 +22,87 @@ from pcg.errors import BaseBusyError, PcgError, RankLostError, SplitError
 from pcg.kernels.devices import device_pool, on_device
 from pcg.keys import Key, Keys, Scope, open_keys
 from pcg.split.base.base_executor import BaseExecutor
-from pcg.split.base.limited_log import LimitedLog
 from pcg.split.base.options import BaseOptions
 from pcg.split.base.piece_rules import MOST_CHARACTERS
-from pcg.split.base.policies import make_policy
-from pcg.split.base.queues import Queues, Waiting
-from pcg.split.base.setbacks import Setbacks
-from pcg.split.messages import VERSION, Message, failure
-from pcg.split.model_facts import config_difference
-from pcg.split.pieces import GRADIENT, GRAPH, Piece
-from pcg.split.transports.transport import Endpoint
+from pcg.split.base.queues import Queues, Waiting, make_policy
+from pcg.split.messages import GRADIENT, GRAPH, VERSION, Message, Piece, config_difference, failure
+from pcg.split.transport import Endpoint
+
+_LINES_PER_S = 5.0
+_MOST_AT_ONCE = 50
+
+
+class LimitedLog:
+    """Says lines, as long as there are few.
+
+    Attributes:
+        left_out: lines that were not said since the last one that was.
+    """
+
+    def __init__(self, logger: logging.Logger) -> None:
+        self._logger = logger
+        self._allowed = float(_MOST_AT_ONCE)
+        self._seen_s = time.monotonic()
+        self.left_out = 0
+
+    def say(self, level: int, text: str, *values: object, error: bool = False) -> None:
+        """Log a line; with `error` the traceback of what is handled now stands below it."""
+        now_s = time.monotonic()
+        more = (now_s - self._seen_s) * _LINES_PER_S
+        self._allowed, self._seen_s = min(_MOST_AT_ONCE, self._allowed + more), now_s
+        if self._allowed < 1:
+            self.left_out += 1
+            return
+        self._allowed -= 1
+        if self.left_out:
+            text, values = f"{text} (%d lines before it are left out)", (*values, self.left_out)
+            self.left_out = 0
+        self._logger.log(level, text, *values, exc_info=error)
+
+
+_FIRST_S, _MOST_S = 0.25, 8.0
+_FORGOTTEN_S = 60.0
+_MOST_NAMES = 4096
+
+
+@dataclass
+class _Last:
+    """The last failure of somebody.
+
+    Attributes:
+        delay_s: how long they wait after that.
+        until_s: until when they wait.
+    """
+
+    delay_s: float
+    until_s: float
+
+
+class Setbacks:
+    """The names of who failed lately: addresses of wrong keys, and keys of refused graphs."""
+
+    def __init__(self) -> None:
+        self._last: dict[str, _Last] = {}
+
+    def wait_s(self, name: str, now_s: float) -> float:
+        """Return how long somebody waits for the next try; 0 for not at all."""
+        last = self._last.get(name)
+        return 0.0 if last is None else max(0.0, last.until_s - now_s)
+
+    def note(self, name: str, now_s: float) -> None:
+        """Note that somebody has failed."""
+        kept = {
+            other: one
+            for other, one in self._last.items()
+            if one.until_s + _FORGOTTEN_S > now_s and other != name
+        }
+        before = self._last.get(name)
+        again = before is not None and before.until_s + _FORGOTTEN_S > now_s
+        delay_s = min(_MOST_S, 2 * before.delay_s) if before is not None and again else _FIRST_S
+        while len(kept) >= _MOST_NAMES:
+            del kept[next(iter(kept))]
+        self._last = {**kept, name: _Last(delay_s, now_s + delay_s)}
+
 
 Result = TypeVar("Result")
 Answer = TypeVar("Answer", Message, Message | None)

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import ClassVar, Literal, TypeAlias
 
 from pcg.errors import SplitError
-from pcg.split.transports.curve import BaseCurve, is_loopback
+from pcg.split.curve import BaseCurve, is_loopback
 
 PolicyName: TypeAlias = Literal["none", "lockstep", "opportunistic"]
 

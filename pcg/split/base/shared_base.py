@@ -18,8 +18,7 @@ from pcg.runtime.engine.async_engine import AsyncEngine
 from pcg.runtime.engine.guest_work import RowWork
 from pcg.runtime.executor import Executor
 from pcg.split.base.base_executor import BaseExecutor
-from pcg.split.messages import Message
-from pcg.split.pieces import GRAPH, Piece
+from pcg.split.messages import GRAPH, Message, Piece
 
 Result = TypeVar("Result")
 _LOOKS_S = 0.5

@@ -18,8 +18,7 @@ from pcg.ranks.shards import Ranges
 from pcg.runtime.model.weights import DTYPE_NAMES, Weights, slices_of
 from pcg.split.client.caller import Caller
 from pcg.split.client.noise import Noise
-from pcg.split.messages import DTYPES
-from pcg.split.pieces import GRADIENT, GRAPH, LINEAR, Piece, graph_digest
+from pcg.split.messages import DTYPES, GRADIENT, GRAPH, LINEAR, Piece, graph_digest
 from pcg.tensor_file import TensorInfo
 
 

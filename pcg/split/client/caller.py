@@ -1,9 +1,8 @@
-"""A client's calls of a base: numbers them, and goes on where a base was started anew.
+"""A client's calls of a base, or of several that hold some layers each.
 
-A base keeps nothing of a call, so a call that was lost is made again, with the same result: a
-finetuning step goes on where the connection broke.
-
-The facts that a base tells of itself, checked before a client believes them.
+Calls are numbered, and go on where a base was started again: a base keeps nothing of a call, so a
+call that was lost is made again, with the same result, and a finetuning step goes on where the
+connection broke. The facts that a base tells of itself are checked before a client believes them.
 """
 
 from __future__ import annotations
@@ -23,9 +22,17 @@ from pcg.errors import BaseBusyError, BaseLostError, SplitError
 from pcg.ir.types import DTYPE_BYTES
 from pcg.parallel.costs.accelerators import known_name
 from pcg.parallel.costs.sheets import SHEETS
-from pcg.split.messages import DTYPES, MOST_DIMS, VERSION, Message
-from pcg.split.pieces import GRADIENT, UNKNOWN_GRAPH, Piece
-from pcg.split.transports.transport import Disconnected, Moved, Transport
+from pcg.split.messages import (
+    DTYPES,
+    GRADIENT,
+    LINEAR,
+    MOST_DIMS,
+    UNKNOWN_GRAPH,
+    VERSION,
+    Message,
+    Piece,
+)
+from pcg.split.transport import Disconnected, Moved, Transport
 
 # --------------------------------------------------------------------------------------- base facts
 
@@ -342,3 +349,79 @@ def _as_wanted(reply: Message, op: str, wanted: Kinds) -> Sequence[Tensor]:
 
 def _shown(kinds: Kinds) -> str:
     return ", ".join(f"{list(shape)} of {dtype}" for shape, dtype in kinds) or "no tensors"
+
+
+class LayeredCaller(Caller):
+    """Calls the base that holds what a call is about.
+
+    Attributes:
+        callers: the connections.
+    """
+
+    def __init__(self, callers: Sequence[Caller]) -> None:
+        """Check that they are of one model. SplitError: they are not, or nobody holds a layer."""
+        first = callers[0].facts
+        for one in callers:
+            if one.facts["digest"] != first["digest"]:
+                raise SplitError(
+                    f"the bases at {callers[0].where} and {one.where} have other weights: "
+                    f"{first['name']} and {one.facts['name']}; connect to bases of one model"
+                )
+        self.callers = callers
+        # A tied embedding is fetched from any base; only the base of the last layer multiplies it.
+        self._holders = {
+            kind: {name: one for one in reversed(callers) for name in one.facts[kind]}
+            for kind in ("fetched", "pieces")
+        }
+        pieces = {name: shape for one in callers for name, shape in one.facts["pieces"].items()}
+        absent = {name for one in callers for name in one.facts.get("absent", ())}
+        self.facts: Mapping[str, Any] = {
+            **first,
+            "pieces": pieces,
+            "fetched": {name: s for one in callers for name, s in one.facts["fetched"].items()},
+            "graphs": False,
+            "absent": sorted(absent - pieces.keys()),
+            "rows": all(one.facts.get("rows") for one in callers),
+        }
+
+    @property
+    def where(self) -> str:
+        """The addresses, with commas."""
+        return ",".join(one.where for one in self.callers)
+
+    @property
+    def moved(self) -> Moved:  # type: ignore[override]
+        """Counts over all transports."""
+        every = [one.moved for one in self.callers]
+        return Moved(
+            sum(one.calls for one in every),
+            sum(one.sent_bytes for one in every),
+            sum(one.received_bytes for one in every),
+        )
+
+    def call(self, op: str, tensors: Sequence[Tensor] = (), **fields: bool | int | str) -> Message:
+        if op != "run":
+            kind = "fetched" if op == "fetch" else "pieces"
+            return self._at(kind, str(fields.get("name"))).call(op, tensors, **fields)
+        piece = Piece.parse(str(fields["piece"]))
+        where = [self._at("pieces", name) for name in piece.weights]
+        if all(one is where[0] for one in where):
+            return where[0].call(op, tensors, **fields)
+        if piece.kind != LINEAR:
+            raise SplitError(f"{piece} is at several base executors")
+        replies = [
+            caller.call(op, tensors, **{**fields, "piece": str(Piece(LINEAR, (name,)))})
+            for caller, name in zip(where, piece.weights, strict=True)
+        ]
+        joined = torch.cat([one.tensors[0] for one in replies], -1)
+        return Message("reply", replies[0].seq, tensors=(joined,))
+
+    def close(self) -> None:
+        for one in self.callers:
+            one.close()
+
+    def _at(self, kind: str, name: str) -> Caller:
+        found = self._holders[kind].get(name)
+        if found is None:
+            raise SplitError(f"none of the base executors at {self.where} has {name[:200]!r}")
+        return found

@@ -1,12 +1,14 @@
 """Connecting to a base executor: an executor whose products run there.
 
-Programs of clients that were saved: one loads them where it would compile, in less memory.
+Which pieces of its layers the base runs is searched for by the time that the link takes. A client
+can load a saved program where it would compile one, in less memory.
 """
 
 from __future__ import annotations
 
 import os
 import tempfile
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,33 +17,120 @@ from typing import Any, Literal
 import torch
 
 from pcg.compiler import compile_program, make_executor
-from pcg.errors import SplitError
+from pcg.errors import CostModelError, SplitError
 from pcg.ir.program.folder import load_program, save_program
 from pcg.ir.program.program import Program
 from pcg.kernels.triton.backend import machine_device
 from pcg.keys import VARIABLE
 from pcg.keywords import takes
 from pcg.options import SplitLink, dtype_name
-from pcg.parallel.costs.own_rates import OwnRates, own_rates
-from pcg.passes.placement.call_pieces import CallPieces
-from pcg.peft.reader import is_recipe
+from pcg.parallel.costs.catalog import own_sheet
+from pcg.parallel.costs.own_rates import OwnRates, own_rates, rated_model
+from pcg.passes.placement.call_pieces import CallPieces, LayerCut
+from pcg.passes.placement.split_costs import SplitCosts
+from pcg.peft.adapter_files import is_recipe
 from pcg.runtime.executor import Executor
 from pcg.runtime.model.base_weights import WeightStore
 from pcg.runtime.model.weight_digests import weight_digests
 from pcg.runtime.model.weights import Checkpoint
 from pcg.source import ModelSource, resolve
 from pcg.split.client.base_weights import CalledBase
-from pcg.split.client.caller import Caller
-from pcg.split.client.cut_plan import CutReport, measured_link, searched_cut
-from pcg.split.client.effects import Effects, EffectsAtBase, EffectsHere
-from pcg.split.client.layered_caller import LayeredCaller
-from pcg.split.client.noise import Noise
-from pcg.split.client.privacy import BASE, DOWNLOAD, Place, Privacy, privacy_of
-from pcg.split.messages import DTYPES
-from pcg.split.model_facts import TOKENIZER_FILES, config_difference, weights_difference
-from pcg.split.transports.curve import ClientCurve, is_loopback
-from pcg.split.transports.transport import Transport
-from pcg.split.transports.zeromq_client import address_of, transport_to
+from pcg.split.client.caller import Caller, LayeredCaller
+from pcg.split.client.noise import (
+    BASE,
+    DOWNLOAD,
+    Effects,
+    EffectsAtBase,
+    EffectsHere,
+    Noise,
+    Place,
+    Privacy,
+    privacy_of,
+)
+from pcg.split.curve import ClientCurve, is_loopback
+from pcg.split.messages import DTYPES, TOKENIZER_FILES, config_difference, weights_difference
+from pcg.split.transport import Transport
+from pcg.split.zeromq import address_of, transport_to
+
+SERVED_TOKENS, TRAINED_TOKENS = 1, 1024
+"""Tokens of the steps that cuts are searched for: a step that decodes, and one that trains. In the
+first a round trip counts most, so that its cut has the fewest; of these it moves the least."""
+_PROBES = 5
+_PROBE_BYTES = 2**20
+
+
+@dataclass
+class CutReport:
+    """The cut that a client runs.
+
+    Attributes:
+        link: the link to the base, as it was given or measured.
+        reason: why each product is a call, everywhere; empty where the cut was searched.
+        layers: the cuts of the programs that were compiled so far, the latest last.
+    """
+
+    link: SplitLink | None
+    reason: str = ""
+    layers: list[LayerCut] = field(default_factory=list)
+
+    def __str__(self) -> str:
+        if self.link is None:
+            return f"linear cut: {self.reason}"
+        lines = [
+            f"searched cut, link {self.link.name}: {self.link.latency_s * 1e3:.3g} ms a round "
+            f"trip, {self.link.bytes_per_s * 8 / 1e9:.3g} Gbit/s"
+        ]
+        for one in self.layers:
+            step = "training" if one.trains else "serving"
+            if one.cut is None:
+                lines.append(f"  {step} {one.name}: linear cut, as {one.reason}")
+                continue
+            costs = one.cut.costs
+            lines.append(
+                f"  {step} {one.name}: {costs.round_trips} round trips a layer, "
+                f"each product a call {one.cut.fixed.round_trips}"
+            )
+        return "\n".join(lines)
+
+
+def measured_link(caller: Caller) -> SplitLink:
+    """Measure the link to a base: the fastest of a few round trips, without bytes and with some."""
+    latency_s = min(_echo_s(caller, 1) for _ in range(_PROBES))
+    long_s = min(_echo_s(caller, _PROBE_BYTES) for _ in range(2))
+    bytes_per_s = 2 * _PROBE_BYTES / max(long_s - latency_s, 1e-6)
+    return SplitLink("measured", latency_s, bytes_per_s)
+
+
+def _echo_s(caller: Caller, size_bytes: int) -> float:
+    tensor = torch.zeros(max(size_bytes // 4, 1), dtype=torch.float32)
+    began_s = time.perf_counter()
+    caller.call("echo", (tensor,))
+    return time.perf_counter() - began_s
+
+
+def searched_cut(
+    link: SplitLink,
+    base_sheet: str,
+    client: torch.device,
+    rates: tuple[OwnRates | None, OwnRates | None] = (None, None),
+) -> tuple[CallPieces, CutReport]:
+    """Return the pass that searches a client's cut, and the report that it writes.
+
+    Args:
+        base_sheet: the name of the data sheet of the base's device.
+        client: the device of the client.
+        rates: those that the base and the client reach, where they were measured.
+    """
+    try:
+        own = own_sheet(client)
+    except CostModelError:
+        own = "H100"  # a GPU without a sheet
+    models = rated_model(base_sheet, rates[0]), rated_model(own, rates[1])
+    serving = SplitCosts(*models, link, SERVED_TOKENS, TRAINED_TOKENS)
+    training = SplitCosts(*models, link, TRAINED_TOKENS, TRAINED_TOKENS)
+    report = CutReport(link)
+    return CallPieces(serving, training, report.layers.append), report
+
 
 # ------------------------------------------------------------------------------------ saved program
 

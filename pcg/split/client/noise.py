@@ -5,7 +5,7 @@ of each layer, a row x is sent as x + s q N, and what comes back less s q E is x
 W. The rows q are those of the identity at first, and then, for further `uses` of the pool, of
 random orthogonal matrices Q [K, K]: as Q N is distributed as N, the K rows of one Q have
 independent Gaussian noise, and no two rows of different ones have the same. All K · uses rows lie
-in a space of K dimensions, though; who has more than K of them can find it.
+in a space of K dimensions, though; an observer of more than K of them can find it.
 
 The size s is a power of two from `scale` times the largest row of a request on, as a size by row
 would tell the rows' own, and zero gradients would go unhidden. It is made with the system's random
@@ -21,24 +21,168 @@ and every y can come from every x. `_gaussian` draws k with these probabilities,
 too, to 2⁻⁹⁰. So y is a Gaussian mechanism's output, rounded, and has its bounds: what is sent of
 rows x₁ … xₙ is μ-GDP beside what is sent of x'₁ … x'ₙ, for μ² = Σ |xᵢ - x'ᵢ|² / sᵢ² (Dong, Roth,
 Su, "Gaussian differential privacy", 2022, §2.3 and §3.1).
+
+The effects n Wᵀ and n W are computed where the client chooses (`Privacy.effects`).
 """
 
 from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable
-from dataclasses import dataclass
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from itertools import accumulate
+from pathlib import Path
 from threading import Lock
+from typing import Literal, TypeAlias
 
 import torch
 from torch import Tensor
 
 from pcg.errors import SplitError
-from pcg.split.client.effects import Effects
-from pcg.split.client.privacy import Privacy
-from pcg.split.pieces import GRADIENT, LINEAR, Piece
+from pcg.split.client.caller import Caller
+from pcg.split.messages import DTYPES, GRADIENT, LINEAR, Piece
+from pcg.split.transport import Transport
+
+Place: TypeAlias = str | Transport | Sequence[str | Transport]
+"""A base's address, or a transport to it; several of either, texts also with commas."""
+BASE, DOWNLOAD = "base", "download"
+_WORST_ERROR = 2.0**-10
+"""Of a product, relative to its largest rows: a bf16 number is rounded by as much."""
+
+
+@dataclass(frozen=True)
+class Privacy:
+    """Noise on all that a client sends to a base (Symbiosis §3.8; what it hides: docs/split.md).
+
+    Attributes:
+        effects: who multiplies the noise by the weights: a second base executor, as host:port or a
+            transport to it, or several that hold some layers each, none of which meets the first;
+            "download", this client, by weights that it reads and drops; or "base", the base
+            itself, which then knows the noise.
+        scale: the noise's size in multiples of the largest row's that it is added to, both as
+            root mean squares.
+        pool: noise vectors that are drawn at once for a piece.
+        uses: rows that a vector serves to hide before the pool is drawn anew. With 1 every row has
+            noise of its own; with more, rows have different mixtures of the pool's vectors.
+        precision: what rows with noise travel and are multiplied in. A product's relative error is
+            about `scale` times 1e-6 in float32, and 2e-15 in float64.
+        effects_api_key: a key of the second base; by default that of the first.
+        effects_curve_server: its CURVE key, or a file with it, to encrypt the connection.
+    Raises:
+        SplitError: a value is out of range, or the noise would drown the result.
+    """
+
+    effects: Place
+    scale: float = 2.0**20
+    pool: int = 64
+    uses: int = 1
+    precision: Literal["float32", "float64"] = "float64"
+    effects_api_key: str | None = field(default=None, repr=False)
+    effects_curve_server: str | Path | None = None
+
+    def __post_init__(self) -> None:
+        for name, value, most in (("pool", self.pool, 2**16), ("uses", self.uses, 2**20)):
+            if type(value) is not int or not 1 <= value <= most:
+                raise SplitError(f"privacy: {name}={value!r}; use 1 to {most}")
+        if self.precision not in ("float32", "float64"):
+            raise SplitError(f"privacy: precision={self.precision!r}; use float32 or float64")
+        most_scale = _WORST_ERROR / self.step
+        if not 0 < self.scale <= most_scale:
+            raise SplitError(
+                f"privacy: scale={self.scale:g} in {self.precision} leaves no digits of the "
+                f"result; use more than 0, and {most_scale:g} at most"
+            )
+        if isinstance(self.effects, str) and not (
+            self.effects in (BASE, DOWNLOAD) or ":" in self.effects
+        ):
+            raise SplitError(
+                f"privacy: effects={self.effects!r}; use {BASE}, {DOWNLOAD}, or the host:port of a "
+                "second base executor"
+            )
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of rows with noise."""
+        found: torch.dtype = getattr(torch, self.precision)
+        return found
+
+    @property
+    def step(self) -> float:
+        """The step of the grid that rows and noise are rounded to, in units of the noise's size.
+
+        It is 8 eps, so that `precision` has every multiple of it up to 16 deviations.
+        """
+        return 8 * torch.finfo(self.dtype).eps
+
+
+def privacy_of(given: str | Privacy | None) -> Privacy | None:
+    """Return what `connect` was given, a word for `effects` among it, as options."""
+    return Privacy(given) if isinstance(given, str) else given
+
+
+_SLICE_BYTES = 2**24
+"""Bytes of a weight that a client holds at a time."""
+
+
+class Effects(ABC):
+    """Computes a piece on rows that are noise alone."""
+
+    @abstractmethod
+    def of(self, piece: Piece, noise: Tensor) -> Tensor:
+        """Return a piece's outputs, [rows, outs], for noise [rows, in], in its dtype."""
+
+    def close(self) -> None:  # noqa: B027  # most have nothing to do
+        """End what was opened for it."""
+
+
+class EffectsAtBase(Effects):
+    """A base executor computes them, and sees the noise.
+
+    Args:
+        is_own: True if the connection is closed with this.
+    """
+
+    def __init__(self, caller: Caller, is_own: bool) -> None:
+        self._caller = caller
+        self._is_own = is_own
+
+    def of(self, piece: Piece, noise: Tensor) -> Tensor:
+        return self._caller.product(piece, noise, serves=False)
+
+    def close(self) -> None:
+        if self._is_own:
+            self._caller.close()
+
+
+class EffectsHere(Effects):
+    """The client computes them, by rows of the weights that it downloads and drops."""
+
+    def __init__(self, caller: Caller) -> None:
+        self._caller = caller
+        self.downloaded_bytes = 0
+
+    def of(self, piece: Piece, noise: Tensor) -> Tensor:
+        parts = []
+        for name in piece.weights:
+            outs, ins = self._caller.facts["pieces"][name]
+            is_linear = piece.kind == LINEAR
+            found = noise.new_zeros(len(noise), outs if is_linear else ins)
+            step = max(1, _SLICE_BYTES // (ins * noise.element_size()))
+            for begin in range(0, outs, step):
+                end = min(begin + step, outs)
+                wanted = [((end - begin, ins), DTYPES[self._caller.facts["dtype"]])]
+                asked = {"name": name, "begin": begin + 1, "end": end}
+                (stored,) = self._caller.tensors("rows", wanted, **asked)
+                self.downloaded_bytes += stored.nbytes
+                weight = stored.to(noise.dtype)
+                if is_linear:
+                    torch.mm(noise, weight.t(), out=found[:, begin:end])
+                else:
+                    found.addmm_(noise[:, begin:end], weight)
+            parts.append(found)
+        return torch.cat(parts, -1)
 
 
 @dataclass

@@ -16,8 +16,7 @@ from safetensors.torch import load_file, save_file
 
 import pcg.compiler as compiler
 from pcg.errors import AdapterConflictError, AdapterError
-from pcg.peft.reader import CONFIG, WEIGHTS
-from pcg.peft.writer import digest_of
+from pcg.peft.adapter_files import CONFIG, WEIGHTS, digest_of
 from pcg.runtime.adapters import versions
 from pcg.runtime.engine.engine import Engine
 from pcg.runtime.requests.request import Completion

@@ -13,7 +13,7 @@ import pytest
 
 import pcg.compiler as compiler
 from pcg.errors import AdapterConflictError, AdapterError, AdapterNotFoundError, CodegenError
-from pcg.peft.reader import WEIGHTS
+from pcg.peft.adapter_files import WEIGHTS
 from pcg.runtime.engine.async_engine import AsyncEngine
 from pcg.runtime.engine.jobs import JobState
 from pcg.runtime.executor import Executor

@@ -16,7 +16,7 @@ import httpx2
 import pytest
 
 from pcg.keys import Keys
-from pcg.peft.reader import WEIGHTS
+from pcg.peft.adapter_files import WEIGHTS
 from pcg.runtime.executor import Executor
 from pcg.serve.http.service import Service
 from tests.support import serving

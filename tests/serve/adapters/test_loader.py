@@ -10,7 +10,7 @@ import pytest
 
 from pcg.errors import AdapterError
 from pcg.files import SUMS, read_bytes
-from pcg.peft.reader import CONFIG
+from pcg.peft.adapter_files import CONFIG
 from pcg.serve.adapters.loader import as_asked
 from tests.support import serving
 

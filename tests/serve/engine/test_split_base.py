@@ -15,7 +15,7 @@ from pcg.errors import ServeError, SplitError
 from pcg.runtime.data.example import Example
 from pcg.serve.engine.options import ServeOptions
 from pcg.split.base.shared_base import SharedBase
-from pcg.split.pieces import LINEAR, Piece
+from pcg.split.messages import LINEAR, Piece
 from tests.support import oracle, serving
 from tests.support.live_tensors import live_bytes, memory_of, new_tensors
 from tests.support.prompts import TOLERANCE

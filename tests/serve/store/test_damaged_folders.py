@@ -18,8 +18,7 @@ import tinker
 
 from pcg.errors import PcgError, ServeError
 from pcg.files import sha256_of
-from pcg.peft.reader import read_adapter
-from pcg.peft.writer import digest_of
+from pcg.peft.adapter_files import digest_of, read_adapter
 from pcg.runtime.training.checkpoints import CheckpointStore, last_good
 from pcg.serve.files.files import Files
 from pcg.serve.jobs.folders import JobFolder

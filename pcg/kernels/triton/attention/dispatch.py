@@ -22,7 +22,7 @@ from pcg.kernels.triton.attention.library_attention import (
 )
 from pcg.kernels.triton.attention.paged_attention import paged_attention, paged_attention_backward
 from pcg.kernels.triton.attention.work import AttentionWork
-from pcg.ranks.context_parallel import TokenParts
+from pcg.ranks.step_parts import TokenParts
 
 
 def attention(

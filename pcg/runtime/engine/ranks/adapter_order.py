@@ -11,7 +11,7 @@ import torch
 
 from pcg.files import expanded
 from pcg.peft.adapter import Adapter
-from pcg.peft.reader import CONFIG, WEIGHTS
+from pcg.peft.adapter_files import CONFIG, WEIGHTS
 from pcg.peft.registry import is_shorthand, recipe_fields, recipe_from, recipe_of_fields
 from pcg.ranks.agreement import agreed
 from pcg.runtime.engine.ranks.orders import Put

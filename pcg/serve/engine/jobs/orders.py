@@ -9,7 +9,7 @@ from pathlib import Path
 
 from pcg.errors import EngineError, FinetuneInterrupted, PcgError
 from pcg.peft.adapter import Adapter
-from pcg.peft.writer import write_adapter
+from pcg.peft.adapter_files import write_adapter
 from pcg.runtime.engine.async_engine import AsyncEngine
 from pcg.runtime.engine.jobs import JobState
 from pcg.runtime.engine.running_job import RunningJob

@@ -41,7 +41,7 @@ from pcg.errors import (
 from pcg.files import SUMS, is_file, seal, sync_names
 from pcg.kernels.devices import device_thread
 from pcg.peft.adapter import Adapter
-from pcg.peft.writer import write_adapter, write_adapter_files
+from pcg.peft.adapter_files import write_adapter, write_adapter_files
 from pcg.records.record import RunRecord
 from pcg.records.run_files import Status
 from pcg.runtime.data.rows import read_rows

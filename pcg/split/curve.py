@@ -20,7 +20,20 @@ from typing import Any
 
 from pcg.errors import SplitError
 from pcg.files import shown_path
-from pcg.split.transports.zeromq_library import zmq
+
+
+def zmq() -> Any:
+    """Return the module. SplitError: it is not installed."""
+    try:
+        import zmq as module
+        import zmq.auth
+        import zmq.utils.monitor
+    except ImportError:
+        raise SplitError(
+            "split execution between processes needs pyzmq; install pcg[split]"
+        ) from None
+    return module
+
 
 _MAKE = "make one by: python -c \"import zmq.auth; zmq.auth.create_certificates('.', 'NAME')\""
 _LENGTH = 40

@@ -1,1 +1,0 @@
-"""Transports between clients and a base executor, behind one interface."""
