@@ -25,9 +25,9 @@ from pcg.explain.planned_model import Setup
 from pcg.given_module import source_of
 from pcg.options import PlanOptions
 from pcg.parallel.costs.catalog import find_cost_model
+from pcg.passes.memory.joint import Joint, Step
 from pcg.passes.memory.plan import MemoryPlan
 from pcg.passes.pipeline import Settings, in_order, pipeline
-from pcg.passes.sharding.joint import Joint, Step
 from pcg.passes.stages import Attached, Sharded
 from pcg.peft.adapter_files import recipes_of
 from pcg.runtime.training.torch_optimizers import Optimizer

@@ -39,10 +39,10 @@ from pcg.ir.program.program import ModelGraph
 from pcg.options import PlanOptions
 from pcg.parallel.costs.catalog import find_cost_model
 from pcg.parallel.costs.layer_costs import DeviceCosts
-from pcg.passes.bypasses import Bypasses
+from pcg.passes.attach import Bypasses
+from pcg.passes.graphs.pass_base import PassRecord
 from pcg.passes.pipeline import Settings, pipeline
-from pcg.passes.sharding.shard import Shard
-from pcg.passes.stage import PassRecord
+from pcg.passes.shard import Shard
 from pcg.passes.stages import Prepared
 from pcg.peft.adapter import new_adapter
 from pcg.peft.adapter_files import read_adapter, write_adapter

@@ -74,8 +74,7 @@ def emitted(graph: Any, backend: str) -> Any:
     from pcg.codegen.emit import emit_module
     from pcg.codegen.program_functions import Function
     from pcg.ir.program.program import python_name
-    from pcg.passes.fusion.group_kernels import GroupKernels
-    from pcg.passes.fusion.order_kernels import OrderKernels
+    from pcg.passes.fusion.group_kernels import GroupKernels, OrderKernels
     from pcg.runtime.model.runner import load_functions
 
     if backend == "triton":

@@ -23,7 +23,7 @@ from .options.method import Method
 if TYPE_CHECKING:
     from pcg.ir.program.manifest import Manifest
     from pcg.ir.program.program import Program
-    from pcg.passes.stage import PassRecord
+    from pcg.passes.graphs.pass_base import PassRecord
     from pcg.source import ModelSource
 
 
@@ -84,8 +84,8 @@ def compile_command(
         from pcg.explain import explain as explaining
         from pcg.ir.program.folder import save_program
         from pcg.kernels.triton.backend import choose_backend, machine_device
+        from pcg.passes.graphs.pass_base import dump_to
         from pcg.passes.pipeline import Settings, pipeline
-        from pcg.passes.stage import dump_to
     backend = choose_backend(asked.backend, machine_device())
     names = pipeline(Settings(asked, backend=backend.name)).names
     unknown = sorted(set(to.print_after).difference(names))

@@ -26,10 +26,9 @@ from pcg.keywords import takes
 from pcg.options import Backend, CompileOptions, dtype_name
 from pcg.parallel.costs.catalog import costs_name, own_sheet
 from pcg.parallel.costs.kept_profiles import own_profile
-from pcg.passes.pipeline import pipeline
-from pcg.passes.placement.call_pieces import CallPieces
-from pcg.passes.specialiser import BaseSpecialiser, settings_of
-from pcg.passes.stage import PassRecord
+from pcg.passes.graphs.pass_base import PassRecord
+from pcg.passes.pipeline import BaseSpecialiser, pipeline, settings_of
+from pcg.passes.place import CallPieces
 from pcg.peft.adapter_files import is_recipe, recipes_of
 from pcg.peft.registry import recipe_fields, recipe_of_fields
 from pcg.ranks.agreement import agreed, check_same, check_same_program

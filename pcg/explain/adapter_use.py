@@ -9,7 +9,7 @@ import torch
 
 from pcg.ir.program.program import ModelGraph
 from pcg.ir.types import TORCH_NAMES, Shape, Shapes, elements
-from pcg.passes.bypasses import Bypasses, bypasses_of
+from pcg.passes.attach import Bypasses, bypasses_of
 from pcg.peft.adapter import Adapter, new_adapter
 from pcg.peft.recipe import Recipe
 

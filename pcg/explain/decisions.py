@@ -15,7 +15,7 @@ from pcg.ir.operators import OPERATORS, operator
 from pcg.ir.operators.lossy import Encoder
 from pcg.ir.program.program import TrainingGraph
 from pcg.ir.types import CONTEXT, TORCH_NAMES, TensorType, tokens_at
-from pcg.passes.differentiate import LayerKind
+from pcg.passes.graphs.differentiate import LayerKind
 
 _BELOW = "nothing is trained in the layer or below it: it has no backward"
 

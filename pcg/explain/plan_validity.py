@@ -34,7 +34,7 @@ from pcg.ir.types import RANK
 from pcg.parallel.costs.cost_model import SheetModel
 from pcg.parallel.search import Search
 from pcg.passes.memory.plan import MemoryPlan, replanned
-from pcg.passes.sharding.shard import Shard
+from pcg.passes.shard import Shard
 
 MOST_TOKENS = 2**20
 MOST_RANK = 2**12

@@ -18,9 +18,8 @@ from pcg.ir.program.program import ModelGraph
 from pcg.ir.program.saved_memory import SavedMemory, saved_memory
 from pcg.ir.types import CONTEXT
 from pcg.options import CompileOptions, PlanOptions
-from pcg.passes.differentiate import LayerKind
-from pcg.passes.fusion.fuse_linears import FuseLinears
-from pcg.passes.fusion.fuse_lora import FuseLora
+from pcg.passes.fusion.fuse_products import FuseLinears, FuseLora
+from pcg.passes.graphs.differentiate import LayerKind
 from pcg.passes.memory.plan import Frontiers, MemoryPlan
 from pcg.passes.pipeline import Pipeline, Settings, in_order, pipeline
 from pcg.passes.stages import Attached, Base, Sharded, Traced, TrainedModel

@@ -41,8 +41,8 @@ from pcg.ir.program.saved_memory import saved_memory, window_memory
 from pcg.ir.types import DTYPE_BYTES, TORCH_NAMES
 from pcg.kernels.torch.attention_math import BLOCK_BYTES
 from pcg.kernels.triton.backend import backend_for
-from pcg.passes.compress import Compress
-from pcg.passes.differentiate import LayerKind
+from pcg.passes.graphs.differentiate import LayerKind
+from pcg.passes.graphs.gradients import Compress
 from pcg.passes.memory.plan import MemoryPlan, save_all
 from pcg.passes.pipeline import in_order
 from pcg.passes.stages import TrainedModel

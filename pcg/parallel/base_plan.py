@@ -8,7 +8,7 @@ operators that treat its shards alike, before it meets a whole value again; that
 row-parallel. So are q, k, v and o of attention, and up (gate) and down of an MLP, whatever a model
 calls them. Experts are cut as MLPs, as by transformers' `packed_colwise` and `rowwise`, and their
 router is whole. Heads stay whole, as shards of q, k and v are of heads; where there are fewer KV
-heads than ranks, or no multiple, `pcg.passes.sharding.repeat_heads` gives each rank those it needs.
+heads than ranks, or no multiple, `pcg.passes.repeat_heads` gives each rank those it needs.
 
 A user's plan, in transformers' words (`base_model_tp_plan`), takes the place of this.
 

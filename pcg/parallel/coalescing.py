@@ -5,7 +5,7 @@ between them, share a message as long as none reads what came of another of them
 q's, k's and v's s = x Aᵀ are one message, and what waits for it runs behind the last of them.
 Messages of shards of the tokens stay alone, and may stand between others that share one.
 
-`pcg.passes.sharding.coalesce_collectives` makes one node of each such run. A plan's messages are
+`pcg.passes.graphs.collectives` makes one node of each such run. A plan's messages are
 known before its graphs are made: its reshards in order are those of the forward; the same in
 reverse, where gradients flow, are those of the backward.
 """

@@ -2,7 +2,7 @@
 
 A value that was gathered of the ranks' tokens is not saved for backward, but gathered again there
 (Korthikanti et al. 2022, §4.2.2), where backward reads it, or reads a value that is recomputed from
-it without a matrix product (`pcg.passes.memory.rematerialize`).
+it without a matrix product (`pcg.passes.model_passes`).
 """
 
 from __future__ import annotations

@@ -1,17 +1,52 @@
-"""The passes that make a model with bypass networks of a configuration: trace, fold and attach."""
+"""Passes that lead from one stage of a model's compilation to the next.
+
+Trace and fold make a base of a configuration, `Attach` adds bypass networks, `AddLoss` and
+`DifferentiateModel` make gradients, `Rematerialize` writes forwards that save and backwards that
+recompute the rest (layers by the memory budget of `pcg.passes.memory.plan`; the prologue's backward
+recomputes all its inputs, which are small; the epilogue's runs behind its forward and saves
+nothing). `ListFunctions`, `ChooseAttention` and `Emit` write the source; attention that no library
+knows stays with the program's own kernels (`pcg.kernels.attention_libraries`).
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import dataclasses
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-from pcg.ir.program.program import ModelGraph
-from pcg.passes.attach import attach
-from pcg.passes.bypasses import Bypasses
-from pcg.passes.fold import Fold
-from pcg.passes.pass_base import Pass
-from pcg.passes.stages import Attached, Base, Traced
+from pcg.codegen.emit import emit_serving, emit_training
+from pcg.codegen.program_functions import Function
+from pcg.errors import UnsupportedError
+from pcg.ir.analysis.builder import Builder
+from pcg.ir.analysis.dataflow import trained
+from pcg.ir.graph import Graph, Node
+from pcg.ir.program.interfaces import TARGETS
+from pcg.ir.program.program import ModelGraph, Serving
+from pcg.kernels.attention_libraries import AttentionLibrary
+from pcg.options import MemoryBudget
+from pcg.parallel.costs.rank_costs import RankCosts
+from pcg.passes.attach import Bypasses, attach
+from pcg.passes.graphs.differentiate import Differentiate, layer_kinds
+from pcg.passes.graphs.fold import Fold
+from pcg.passes.graphs.pass_base import Pass
+from pcg.passes.memory.plan import frontiers
+from pcg.passes.memory.recompute import loss_and_gradients, prologue_backward
+from pcg.passes.stages import (
+    Attached,
+    Base,
+    Emitted,
+    Functions,
+    Gradients,
+    ModelGradients,
+    Traced,
+    Trained,
+    TrainedModel,
+    WithLoss,
+    functions_of,
+)
 from pcg.trace import ToTrace, trace_once
+
+# ------------------------------------------------------------------------------------- model passes
 
 
 @dataclass(frozen=True)
@@ -54,3 +89,176 @@ class Attach(Pass[Base, Attached]):
         serving = attach(before.model, bypasses.for_serving())
         training = attach(before.model, bypasses) if self.trains and bypasses else None
         return Attached(before.model, serving, training)
+
+
+# ------------------------------------------------------------------------------ differentiate model
+
+
+class AddLoss(Pass[Attached, WithLoss]):
+    """Put the loss of each token behind the logits of the model to train."""
+
+    name = "add_loss"
+
+    def run(self, before: Attached) -> WithLoss:
+        model = before.training
+        loss = None if model is None else with_loss(model.epilogue)
+        return WithLoss(before.base, before.serving, model, loss)
+
+
+class DifferentiateModel(Pass[WithLoss, Gradients]):
+    """Differentiate the layers, the prologue and the loss of the model to train."""
+
+    name = Differentiate.name
+
+    def run(self, before: WithLoss) -> Gradients:
+        model, loss = before.training, before.loss
+        if model is None or loss is None:
+            return Gradients(before.serving, None)
+        _check_chain(model)
+        prologue = None
+        if trained(model.prologue):
+            carried = model.prologue.outputs[: len(model.blocks[0].outputs)]
+            prologue = Differentiate(wrt=(), outputs=carried).run(model.prologue)
+        of_loss = Differentiate(wrt=(loss.inputs[0].name,)).run(loss)
+        training = ModelGradients(model, layer_kinds(model), prologue, of_loss)
+        return Gradients(before.serving, training)
+
+
+def _check_chain(model: ModelGraph) -> None:
+    """Refuse layers that read again what the first is given, whose gradients are a chain's."""
+    first = set(model.prologue.outputs[: len(model.blocks[0].outputs)])
+    later = [model.blocks[index] for index in model.layers[1:]]
+    for graph in (*later, model.epilogue):
+        again = sorted(first.intersection(value.name for value in graph.inputs))
+        if again:
+            raise UnsupportedError(
+                f"{graph.name} reads %{again[0]}, which the first layer is given; pcg finetunes "
+                "models each of whose layers reads what the one before gives"
+            )
+
+
+def with_loss(epilogue: Graph) -> Graph:
+    """The epilogue with the loss of each token: hidden states and `targets` [T] to loss [T]."""
+    builder = Builder.extending(epilogue)
+    targets = builder.input(TARGETS.name, TARGETS.type)
+    op, logits = "cross_entropy", epilogue.outputs[0]
+    gathered = epilogue.producers.get(logits)
+    if gathered is not None and gathered.op == "all_gather" and not gathered.get("tokens"):
+        # Each rank has a part of the vocabulary, and the loss needs no more.
+        op, logits = "cross_entropy_part", gathered.inputs[0]
+    return builder.build([builder.add(op, [logits, targets], name="loss")])
+
+
+# ------------------------------------------------------------------------------------ rematerialize
+
+
+@dataclass(frozen=True)
+class Rematerialize(Pass[Gradients, Trained]):
+    """Write forwards that save, and backwards that recompute the rest, within a budget.
+
+    Attributes:
+        costs: the seconds of a rank's nodes; None to count operations.
+    Raises:
+        MemoryBudgetError: the least that backward needs is more than the budget.
+    """
+
+    name = "rematerialize"
+    budget: MemoryBudget
+    costs: RankCosts | None = None
+
+    def run(self, before: Gradients) -> Trained:
+        training = None if before.training is None else self._trained(before.training)
+        return Trained(before.serving, training)
+
+    def _trained(self, given: ModelGradients) -> TrainedModel:
+        model = given.model
+        budget = self.budget
+        step = (budget.batch, budget.seq, self.costs, budget.parts)
+        found = frontiers(model, given.kinds, *step)
+        prologue, trained = None, tuple[str, ...]()
+        if given.prologue is not None:
+            carried = model.prologue.outputs[: len(model.blocks[0].outputs)]
+            prologue = prologue_backward(given.prologue, carried)
+            trained = given.prologue.trained
+        return TrainedModel(
+            model,
+            found,
+            found.plan(self.budget),
+            prologue,
+            trained,
+            loss_and_gradients(given.loss),
+            given.loss.trained,
+            given.loss.graph,
+        )
+
+
+# --------------------------------------------------------------------------------- choose attention
+
+
+@dataclass(frozen=True)
+class ChooseAttention(Pass[Functions, Functions]):
+    """Let libraries compute the attention that they know.
+
+    Attributes:
+        libraries: the libraries that may be called.
+    """
+
+    name = "choose_attention"
+    libraries: tuple[AttentionLibrary, ...] = ()
+
+    def run(self, before: Functions) -> Functions:
+        return dataclasses.replace(
+            before,
+            serving=self._changed(before.serving, "prompts"),
+            training=self._changed(before.training, "training"),
+        )
+
+    def _changed(self, functions: Iterable[Function], use: str) -> tuple[Function, ...]:
+        libraries = [library for library in self.libraries if library.use == use]
+        return tuple(
+            dataclasses.replace(one, graph=_with_libraries(one.graph, libraries))
+            for one in functions
+        )
+
+
+def _with_libraries(graph: Graph, libraries: Iterable[AttentionLibrary]) -> Graph:
+    def changed(node: Node) -> Node:
+        if node.op not in ("attention", "attention_backward"):
+            return node
+        found = next((one.name for one in libraries if one.knows(graph, node)), None)
+        if found is None:
+            return node
+        attributes = {**dict(node.attributes), "library": found}
+        return dataclasses.replace(node, attributes=tuple(sorted(attributes.items())))
+
+    return graph.replace(nodes=tuple(changed(node) for node in graph.nodes))
+
+
+# --------------------------------------------------------------------------------------------- emit
+
+
+class ListFunctions(Pass[Trained, Functions]):
+    """List the functions of a program: of which graph each is, and what it is given and returns."""
+
+    name = "functions"
+
+    def run(self, before: Trained) -> Functions:
+        return Functions(before, *functions_of(before))
+
+
+@dataclass(frozen=True)
+class Emit(Pass[Functions, Emitted]):
+    """Write the functions of a model as Python, for a backend, "torch" or "triton"."""
+
+    name = "emit"
+    model: str
+    backend: str
+
+    def run(self, before: Functions) -> Emitted:
+        source = emit_serving(self.model, before.serving, self.backend)
+        serving = Serving(before.trained.serving, source)
+        found = before.trained.training
+        if found is None:
+            return Emitted(before, serving, None)
+        training = emit_training(self.model, before.training, self.backend)
+        return Emitted(before, serving, found.with_source(training))

@@ -3,56 +3,62 @@
     trace → fold → raise → attach → parallelize
           → differentiate → prune → place → compress → rematerialize → fuse → emit
 
-What runs, for serving and for training, stands in the list of `pipeline`, and nowhere else. The
-verifier looks at every graph that a pass made, and at the interfaces (`pcg.passes.stage`).
+The list in `pipeline` is the only place that orders passes, for serving and for training. After
+each pass its graphs and their interfaces are verified (`pcg.passes.graphs.pass_base`).
+
+`BaseSpecialiser` compiles a program's base again, for adapters at other sites and larger steps.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from pcg.ir.program.program import ModelGraph
+from pcg.ir.program.program import ModelGraph, Program, Serving, Training
+from pcg.kernels import attention_libraries
 from pcg.kernels.attention_libraries import AttentionLibrary
-from pcg.options import MemoryBudget, PlanOptions, dtype_name
+from pcg.options import CompileOptions, MemoryBudget, PlanOptions, dtype_name
+from pcg.parallel.costs.catalog import find_cost_model
 from pcg.parallel.costs.cost_model import CostModel
 from pcg.parallel.costs.layer_costs import DeviceCosts
 from pcg.parallel.costs.mixed_costs import SERVED_CONTEXT, SERVING_TOKENS
 from pcg.parallel.costs.rank_costs import RankCosts
-from pcg.passes.bypasses import Bypasses
-from pcg.passes.compress import Compress
-from pcg.passes.differentiate_model import AddLoss, DifferentiateModel
-from pcg.passes.emit import Emit, ListFunctions
-from pcg.passes.fusion.choose_attention import ChooseAttention
-from pcg.passes.fusion.defer_lora import DeferLora
-from pcg.passes.fusion.defer_residual_add import DeferResidualAdd
+from pcg.passes.attach import Bypasses, bypasses_of
+from pcg.passes.fusion.defer_sums import DeferLora, DeferResidualAdd, SplitCacheAppend
 from pcg.passes.fusion.fuse_gradients import FuseGradients
-from pcg.passes.fusion.fuse_linears import FuseLinears
-from pcg.passes.fusion.fuse_lora import FuseLora
-from pcg.passes.fusion.fuse_loss import FuseLoss
-from pcg.passes.fusion.group_kernels import GroupKernels
+from pcg.passes.fusion.fuse_products import FuseLinears, FuseLora, FuseLoss
+from pcg.passes.fusion.group_kernels import GroupKernels, OrderKernels, SideBySide
 from pcg.passes.fusion.join_lora import JoinLora
-from pcg.passes.fusion.order_kernels import OrderKernels
-from pcg.passes.fusion.side_by_side import SideBySide
-from pcg.passes.fusion.split_cache_append import SplitCacheAppend
-from pcg.passes.lossy import Quantize
+from pcg.passes.graphs.collectives import (
+    CoalesceCollectives,
+    CoalesceLayer,
+    MarkLogits,
+    Overlap,
+    OverlapLayer,
+)
+from pcg.passes.graphs.gradients import Compress, Prune, WindowAttention
+from pcg.passes.graphs.localize import Localize
+from pcg.passes.graphs.lossy import Quantize
+from pcg.passes.graphs.pass_base import LayerPass, Observer, On, Pass, Stage
+from pcg.passes.graphs.raise_operators import RaiseOperators
+from pcg.passes.graphs.split_fused_projections import SplitFusedProjections
 from pcg.passes.memory.plan import MemoryPlan
-from pcg.passes.memory.rematerialize import Rematerialize
-from pcg.passes.model_passes import Attach, FoldTrace, Trace
-from pcg.passes.pass_base import LayerPass, On, Pass
-from pcg.passes.placement.call_pieces import CallPieces
-from pcg.passes.prune import Prune
-from pcg.passes.raising.raise_operators import RaiseOperators
-from pcg.passes.sharding.coalesce_collectives import CoalesceCollectives, CoalesceLayer
-from pcg.passes.sharding.localize import Localize
-from pcg.passes.sharding.mark_logits import MarkLogits
-from pcg.passes.sharding.overlap import Overlap, OverlapLayer
-from pcg.passes.sharding.repeat_heads import RepeatHeadsOfModels
-from pcg.passes.sharding.shard import PlanBase, Shard
-from pcg.passes.sharding.split_fused_projections import SplitFusedProjections
-from pcg.passes.stage import Observer, Stage
+from pcg.passes.model_passes import (
+    AddLoss,
+    Attach,
+    ChooseAttention,
+    DifferentiateModel,
+    Emit,
+    FoldTrace,
+    ListFunctions,
+    Rematerialize,
+    Trace,
+)
+from pcg.passes.place import CallPieces
+from pcg.passes.repeat_heads import RepeatHeadsOfModels
+from pcg.passes.shard import PlanBase, Shard
 from pcg.passes.stages import (
     Attached,
     Base,
@@ -63,8 +69,10 @@ from pcg.passes.stages import (
     Traced,
     Trained,
 )
-from pcg.passes.window_attention import WindowAttention
+from pcg.peft.recipe import Recipe
 from pcg.trace import ToTrace
+
+# ----------------------------------------------------------------------------------------- pipeline
 
 
 @dataclass(frozen=True)
@@ -285,3 +293,57 @@ def in_order(plan: MemoryPlan) -> MemoryPlan:
     for one in LAYER_ORDER:
         plan = plan.map(one.run)
     return plan
+
+
+# ---------------------------------------------------------------------------- other sites and steps
+
+
+def settings_of(
+    name: str,
+    config: Mapping[str, Any],
+    recipes: Collection[Recipe],
+    options: CompileOptions,
+    place: CallPieces | None = None,
+) -> Settings:
+    """Return the settings of a pipeline for a program's own options.
+
+    Args:
+        place: cuts the layers between a base and a client; None for one process.
+    """
+    model_type = str(config["model_type"])
+
+    def bypasses(base: ModelGraph) -> Bypasses:
+        return bypasses_of(base, recipes, model_type, base.adapter_dtype)
+
+    costs = None if options.costs is None else find_cost_model(options.costs)
+    libraries = attention_libraries.libraries_of(options.attention)
+    return Settings(options, name, bypasses, costs, options.backend, libraries, place=place)
+
+
+@dataclasses.dataclass(frozen=True)
+class BaseSpecialiser:
+    """Compiles a program's base anew.
+
+    Attributes:
+        place: cuts the layers between a base and a client; None for one process.
+    """
+
+    place: CallPieces | None = None
+
+    def serving(self, program: Program, recipes: Sequence[Recipe]) -> Serving:
+        return self._emitted(program, recipes, trains=False).serving
+
+    def training(
+        self,
+        program: Program,
+        recipe: Recipe,
+        windows: bool = False,
+        step: tuple[int, int] | None = None,
+    ) -> Training:
+        training = self._emitted(program, [recipe], windows=windows, step=step).training
+        assert training is not None  # a recipe attaches somewhere, or is refused
+        return training
+
+    def _emitted(self, program: Program, recipes: Sequence[Recipe], **changed: Any) -> Emitted:
+        settings = settings_of(program.name, program.config, recipes, program.options, self.place)
+        return pipeline(dataclasses.replace(settings, **changed)).emitted(Base(program.base))

@@ -28,32 +28,21 @@ from pcg.ir.parser import parse_graphs
 from pcg.ir.printer import print_graphs
 from pcg.ir.program.interfaces import check_model
 from pcg.ir.program.program import ModelGraph
-from pcg.passes.compress import Compress
-from pcg.passes.differentiate import Differentiate, Differentiated, GradientPass
-from pcg.passes.fold import Fold
-from pcg.passes.fusion.defer_lora import DeferLora
-from pcg.passes.fusion.defer_residual_add import DeferResidualAdd
+from pcg.passes.fusion.defer_sums import DeferLora, DeferResidualAdd, SplitCacheAppend
 from pcg.passes.fusion.fuse_gradients import FuseGradients
-from pcg.passes.fusion.fuse_linears import FuseLinears
-from pcg.passes.fusion.fuse_lora import FuseLora
-from pcg.passes.fusion.fuse_loss import FuseLoss
-from pcg.passes.fusion.group_kernels import GroupKernels
+from pcg.passes.fusion.fuse_products import FuseLinears, FuseLora, FuseLoss
+from pcg.passes.fusion.group_kernels import GroupKernels, OrderKernels, SideBySide
 from pcg.passes.fusion.join_lora import JoinLora
-from pcg.passes.fusion.order_kernels import OrderKernels
-from pcg.passes.fusion.side_by_side import SideBySide
-from pcg.passes.fusion.split_cache_append import SplitCacheAppend
-from pcg.passes.lossy import Quantize
-from pcg.passes.pass_base import ModelPass, Pass
-from pcg.passes.prune import Prune
-from pcg.passes.raising.raise_operators import RaiseOperators, raise_graph
-from pcg.passes.sharding.coalesce_collectives import CoalesceCollectives
-from pcg.passes.sharding.localize import Localize
-from pcg.passes.sharding.mark_logits import MarkLogits
-from pcg.passes.sharding.overlap import Overlap
-from pcg.passes.sharding.repeat_heads import RepeatHeads
-from pcg.passes.sharding.split_fused_projections import SplitFusedProjections
-from pcg.passes.stage import Named, run_pass
-from pcg.passes.window_attention import WindowAttention
+from pcg.passes.graphs.collectives import CoalesceCollectives, MarkLogits, Overlap
+from pcg.passes.graphs.differentiate import Differentiate, Differentiated, GradientPass
+from pcg.passes.graphs.fold import Fold
+from pcg.passes.graphs.gradients import Compress, Prune, WindowAttention
+from pcg.passes.graphs.localize import Localize
+from pcg.passes.graphs.lossy import Quantize
+from pcg.passes.graphs.pass_base import ModelPass, Named, Pass, run_pass
+from pcg.passes.graphs.raise_operators import RaiseOperators, raise_graph
+from pcg.passes.graphs.split_fused_projections import SplitFusedProjections
+from pcg.passes.repeat_heads import RepeatHeads
 
 PASSES: tuple[type[Pass[Any, Any]], ...] = (
     CoalesceCollectives,

@@ -25,10 +25,10 @@ from pcg.ir.program.interfaces import (
 from pcg.ir.program.program import ModelGraph, Serving, Training, TrainingGraph
 from pcg.parallel.parallel_plan import ParallelPlan
 from pcg.parallel.search import Search
-from pcg.passes.differentiate import Differentiated, LayerKind
+from pcg.passes.graphs.differentiate import Differentiated, LayerKind
+from pcg.passes.graphs.pass_base import Named
+from pcg.passes.memory.joint import Joint
 from pcg.passes.memory.plan import Frontiers, MemoryPlan
-from pcg.passes.sharding.joint import Joint
-from pcg.passes.stage import Named
 from pcg.trace import TracedModel
 
 

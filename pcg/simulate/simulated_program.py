@@ -18,7 +18,7 @@ from pcg.parallel.costs.accelerators import find_accelerator
 from pcg.parallel.costs.catalog import find_cost_model
 from pcg.parallel.costs.cost_model import SheetModel
 from pcg.parallel.costs.step_costs import GraphCosts, SequenceChunk, StepShape
-from pcg.passes.bypasses import Bypasses, bypasses_of
+from pcg.passes.attach import Bypasses, bypasses_of
 from pcg.passes.pipeline import Settings, pipeline
 from pcg.passes.stages import TrainedModel
 from pcg.peft.lora import LoraConfig

@@ -27,7 +27,7 @@ A base executor runs pieces of its graph for its clients, which they name:
 A piece maps tensors of T tokens to tensors of T tokens, row by row, so that requests of any clients
 are one: their rows one after the other. It keeps nothing from one call to the next, as the gradient
 of a linear operator needs its weight alone (Symbiosis §3.6), and a graph makes again what it needs.
-A client writes a graph as text (`pcg.passes.placement.piece_text`), so that graphs of several
+A client writes a graph as text (`pcg.passes.placement.piece`), so that graphs of several
 clients have one digest where they compute the same.
 """
 

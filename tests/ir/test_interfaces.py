@@ -26,8 +26,8 @@ from pcg.ir.program.interfaces import check_model
 from pcg.ir.program.manifest import Manifest
 from pcg.ir.program.program import ModelGraph, Program, TrainingGraph
 from pcg.options import PlanOptions
-from pcg.passes.bypasses import Bypasses
-from pcg.passes.fusion.fuse_linears import FuseLinears
+from pcg.passes.attach import Bypasses
+from pcg.passes.fusion.fuse_products import FuseLinears
 from pcg.passes.pipeline import Settings, pipeline
 from pcg.passes.registry import run_text
 from pcg.passes.stages import Attached, Base, Emitted, Gradients, Trained

@@ -15,7 +15,7 @@ from pcg.ir.graph import Attribute, Graph
 from pcg.ir.layouts import PRE_REDUCE, REPLICATED, WHOLE, Layout, dual, partitioned
 from pcg.ir.types import TOKENS, part_of_tokens, tensor
 from pcg.kernels.torch import ops as torch_ops
-from pcg.passes.differentiate import Differentiate
+from pcg.passes.graphs.differentiate import Differentiate
 from tests.support.evaluate import evaluate
 from tests.support.held import held, joined
 from tests.support.spread import Spread

@@ -36,8 +36,8 @@ from pcg.parallel.costs.operator_profiler import measure_operators
 from pcg.parallel.costs.own_rates import OwnRates, own_rates, rated_model
 from pcg.parallel.costs.sheets import SHEETS
 from pcg.parallel.costs.work import is_free, work_of
-from pcg.passes.differentiate import Differentiate
-from pcg.passes.prune import Prune
+from pcg.passes.graphs.differentiate import Differentiate
+from pcg.passes.graphs.gradients import Prune
 from tests.support.parallelized import sharded
 
 LINK = Link(1e-6, 1e9, "for the test")

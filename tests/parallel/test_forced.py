@@ -20,7 +20,7 @@ import pcg.compiler as compiler
 from pcg.ir.program.program import Program, Serving, Training
 from pcg.parallel.parallel_plan import ParallelPlan
 from pcg.parallel.search import Candidate, Search
-from pcg.passes.specialiser import BaseSpecialiser
+from pcg.passes.pipeline import BaseSpecialiser
 from pcg.peft.adapter_files import read_adapter
 from pcg.peft.lora import LoraConfig
 from pcg.runtime.data.example import Example

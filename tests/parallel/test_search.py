@@ -20,7 +20,7 @@ from pcg.parallel.costs.work import size_bytes
 from pcg.parallel.parallel_plan import Constraints
 from pcg.parallel.planner import Planner
 from pcg.parallel.search import Candidate, Search, SearchResult
-from pcg.passes.bypasses import Bypasses
+from pcg.passes.attach import Bypasses
 from pcg.peft.vera import VeraBypass
 from tests.support.bypasses import lora
 from tests.support.families import BY_NAME

@@ -12,9 +12,9 @@ from pcg.parallel.costs.catalog import find_cost_model
 from pcg.parallel.costs.layer_costs import DeviceCosts
 from pcg.parallel.costs.mixed_costs import SERVED_CONTEXT
 from pcg.parallel.costs.sheets import SHEETS
-from pcg.passes.bypasses import Bypasses
+from pcg.passes.attach import Bypasses
 from pcg.passes.pipeline import Settings, pipeline
-from pcg.passes.sharding.shard import Shard
+from pcg.passes.shard import Shard
 from pcg.passes.stages import Attached, Prepared, Sharded
 from pcg.source import resolve
 from tests.support.bypasses import lora

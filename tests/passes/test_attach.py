@@ -8,8 +8,7 @@ from pcg.errors import AdapterError
 from pcg.ir.analysis.verifier import verify
 from pcg.ir.parser import parse_graph
 from pcg.ir.printer import print_graph
-from pcg.passes.attach import attach
-from pcg.passes.bypasses import Bypasses, bypasses_of
+from pcg.passes.attach import Bypasses, attach, bypasses_of
 from pcg.peft.lora import LoraConfig
 from tests.support.bypasses import lora
 from tests.support.mlp import MLP, mlp_model

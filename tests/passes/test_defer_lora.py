@@ -14,7 +14,7 @@ from pcg.compiler import compile_program
 from pcg.ir.analysis.verifier import verify
 from pcg.ir.graph import Graph
 from pcg.ir.program.program import ModelGraph
-from pcg.passes.fusion.defer_lora import DeferLora
+from pcg.passes.fusion.defer_sums import DeferLora
 from tests.support import oracle
 from tests.support.emitted_programs import METHODS
 from tests.support.families import BY_NAME

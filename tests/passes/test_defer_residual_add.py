@@ -12,10 +12,9 @@ from pcg import compiler
 from pcg.compiler import compile_program
 from pcg.ir.analysis.verifier import verify
 from pcg.ir.program.program import ModelGraph
-from pcg.passes.fusion.defer_residual_add import DeferResidualAdd
-from pcg.passes.pass_base import On
+from pcg.passes.fusion.defer_sums import DeferResidualAdd
+from pcg.passes.graphs.pass_base import On, Stage
 from pcg.passes.pipeline import Pipeline, Settings, pipeline
-from pcg.passes.stage import Stage
 from pcg.passes.stages import Trained
 from tests.support import oracle
 from tests.support.families import BY_NAME

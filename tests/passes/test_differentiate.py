@@ -16,13 +16,12 @@ from pcg.ir.module_paths import WHOLE_MODEL
 from pcg.ir.parser import parse_graph
 from pcg.ir.printer import print_graph
 from pcg.ir.program.program import ModelGraph
-from pcg.passes.attach import attach
-from pcg.passes.bypasses import Bypasses
-from pcg.passes.differentiate import Differentiate, Differentiated, LayerKind
-from pcg.passes.differentiate_model import layer_kinds
+from pcg.passes.attach import Bypasses, attach
+from pcg.passes.graphs.differentiate import Differentiate, Differentiated, LayerKind
+from pcg.passes.graphs.gradients import Prune
 from pcg.passes.memory.recompute import plan_layer
+from pcg.passes.model_passes import layer_kinds
 from pcg.passes.pipeline import Settings, pipeline
-from pcg.passes.prune import Prune
 from pcg.passes.stages import Attached, TrainedModel
 from pcg.peft.lora import LoraBypass
 from pcg.peft.prompt import PromptBypass

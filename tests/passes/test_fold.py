@@ -14,8 +14,8 @@ from pcg.ir.graph import Graph
 from pcg.ir.parser import parse_graph, parse_graphs
 from pcg.ir.printer import print_graphs
 from pcg.ir.program.program import ModelGraph
-from pcg.passes.fold import Fold
-from pcg.passes.raising.raise_operators import raise_graph
+from pcg.passes.graphs.fold import Fold
+from pcg.passes.graphs.raise_operators import raise_graph
 from pcg.passes.registry import run_text
 from pcg.runtime.model.batch import whole_sequences
 from tests.support import oracle

@@ -7,7 +7,7 @@ import pytest
 from pcg.compiler import compile_program
 from pcg.ir.graph import Graph
 from pcg.ir.operators import operator
-from pcg.passes.fusion.fuse_loss import FuseLoss
+from pcg.passes.fusion.fuse_products import FuseLoss
 from tests.support.families import BY_NAME
 
 LORA = {"peft_type": "LORA", "r": 4}

@@ -23,12 +23,12 @@ from pcg.parallel.parallel_plan import ParallelPlan
 from pcg.parallel.search import Search
 from pcg.parallel.sharder import shard
 from pcg.passes.attach import attach
-from pcg.passes.differentiate import LayerKind, layer_kinds
+from pcg.passes.graphs.differentiate import LayerKind, layer_kinds
+from pcg.passes.graphs.gradients import Prune
+from pcg.passes.graphs.localize import Localize
+from pcg.passes.memory.joint import Joint
 from pcg.passes.pipeline import Settings, pipeline
-from pcg.passes.prune import Prune
-from pcg.passes.sharding.joint import Joint
-from pcg.passes.sharding.localize import Localize
-from pcg.passes.sharding.shard import PlanBase, Shard
+from pcg.passes.shard import PlanBase, Shard
 from pcg.passes.stages import Attached, Prepared, Sharded, TrainedModel
 from tests.support.bypasses import lora
 from tests.support.mlp import mlp_model

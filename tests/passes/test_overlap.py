@@ -15,8 +15,8 @@ from pcg.ir.graph import Graph
 from pcg.ir.parser import parse_graph
 from pcg.ir.program.saved_memory import transient
 from pcg.ir.types import TOKENS, tensor
+from pcg.passes.graphs.collectives import MORE, Overlap
 from pcg.passes.registry import run_text
-from pcg.passes.sharding.overlap import MORE, Overlap
 
 BACKWARD = """\
 graph @g(%dy: f32[T, 8], %s: f32[T, 8], %x: f32[T, 8]) {

@@ -25,9 +25,9 @@ from pcg.parallel.base_plan import COLUMN, ROW, base_plan, partitioned_attention
 from pcg.parallel.costs.layer_costs import ByteCosts
 from pcg.parallel.parallel_plan import Constraints
 from pcg.parallel.planner import Planner
-from pcg.passes.bypasses import Bypasses
-from pcg.passes.sharding.repeat_heads import RepeatHeads
-from pcg.passes.sharding.split_fused_projections import SplitFusedProjections
+from pcg.passes.attach import Bypasses
+from pcg.passes.graphs.split_fused_projections import SplitFusedProjections
+from pcg.passes.repeat_heads import RepeatHeads
 from pcg.ranks.group import ProcessRanks
 from pcg.source import resolve
 from tests.support.bypasses import lora

@@ -15,13 +15,12 @@ from pcg.ir.graph import Graph, Node
 from pcg.ir.parser import parse_graphs
 from pcg.ir.types import TensorType
 from pcg.options import PlanOptions
-from pcg.passes.fusion.fuse_lora import FuseLora
+from pcg.passes.fusion.fuse_products import FuseLora
 from pcg.passes.fusion.group_kernels import GroupKernels
-from pcg.passes.pass_base import GraphPass, On, Pass
+from pcg.passes.graphs.localize import Localize
+from pcg.passes.graphs.pass_base import GraphPass, On, Pass, PassRecord, Stage
 from pcg.passes.pipeline import Pipeline, Settings, pipeline
 from pcg.passes.registry import PASSES, REFUSED
-from pcg.passes.sharding.localize import Localize
-from pcg.passes.stage import PassRecord, Stage
 from tests.support.families import BY_NAME
 
 CONFIG = BY_NAME["llama3"].config(2)

@@ -15,16 +15,15 @@ from pcg.ir.parser import parse_graphs
 from pcg.ir.program.program import ModelGraph
 from pcg.options import PlanOptions, SplitLink
 from pcg.parallel.costs.catalog import find_cost_model
-from pcg.passes.differentiate import Differentiate
+from pcg.passes.graphs.differentiate import Differentiate
+from pcg.passes.graphs.gradients import Prune
 from pcg.passes.pipeline import Settings, pipeline
+from pcg.passes.place import Place, Placed
 from pcg.passes.placement import exact_cut
 from pcg.passes.placement.cut import GraphCut, Piece, cut_graph
 from pcg.passes.placement.exact_cut import Cut, fixed_cut
-from pcg.passes.placement.place import Place, Placed
-from pcg.passes.placement.split_costs import SplitCosts
 from pcg.passes.placement.split_graph import SplitGraph, split_problem
-from pcg.passes.placement.split_problem import Side, SplitProblem, bits
-from pcg.passes.prune import Prune
+from pcg.passes.placement.split_problem import Side, SplitCosts, SplitProblem, bits
 from pcg.passes.stages import Base, Gradients
 from pcg.peft.adapter_files import recipes_of
 from tests.support.evaluate import evaluate, random_values

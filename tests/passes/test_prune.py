@@ -11,8 +11,8 @@ from pcg.ir.graph import Graph
 from pcg.ir.parser import parse_graph
 from pcg.ir.printer import print_graph
 from pcg.passes.attach import attach
-from pcg.passes.differentiate import Differentiate, Differentiated
-from pcg.passes.prune import Prune
+from pcg.passes.graphs.differentiate import Differentiate, Differentiated
+from pcg.passes.graphs.gradients import Prune
 from tests.support.bypasses import lora
 from tests.support.chain import STEPS, chain
 from tests.support.mlp import mlp_model

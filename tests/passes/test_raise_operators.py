@@ -16,7 +16,7 @@ from pcg.ir.analysis.verifier import verify
 from pcg.ir.graph import Graph
 from pcg.ir.operators import operator
 from pcg.ir.parser import parse_graph
-from pcg.passes.raising.raise_operators import raise_graph
+from pcg.passes.graphs.raise_operators import raise_graph
 from pcg.passes.registry import run_text
 from pcg.runtime.model.batch import whole_sequences
 from tests.support.evaluate import evaluate, random_values

@@ -17,12 +17,11 @@ from pcg.ir.graph import Graph
 from pcg.ir.operators import operator
 from pcg.options import MemoryBudget
 from pcg.passes.attach import attach
-from pcg.passes.compress import Compress
-from pcg.passes.differentiate import Differentiate, LayerKind
-from pcg.passes.memory.budget import mixed, mixes, spread
+from pcg.passes.graphs.differentiate import Differentiate, LayerKind
+from pcg.passes.graphs.gradients import Compress, Prune
+from pcg.passes.memory.plan import mixed, mixes, spread
 from pcg.passes.memory.recompute import plan_layer
 from pcg.passes.memory.save_problem import Choice, SaveProblem
-from pcg.passes.prune import Prune
 from tests.support.bypasses import lora
 from tests.support.chain import STEPS, chain
 from tests.support.evaluate import evaluate, random_values

@@ -10,7 +10,7 @@ import pytest
 from pcg.compiler import compile_program
 from pcg.ir.analysis.verifier import verify
 from pcg.ir.graph import Graph
-from pcg.passes.fusion.split_cache_append import SplitCacheAppend
+from pcg.passes.fusion.defer_sums import SplitCacheAppend
 from tests.support.families import BY_NAME
 from tests.support.kernel_graphs import groups
 

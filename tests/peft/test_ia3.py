@@ -13,8 +13,7 @@ from safetensors.torch import load_file, save_file
 import pcg.compiler as compiler
 from pcg.errors import AdapterError, UnsupportedError
 from pcg.ir.printer import print_graph
-from pcg.passes.attach import attach
-from pcg.passes.bypasses import Bypasses
+from pcg.passes.attach import Bypasses, attach
 from pcg.passes.registry import run_graphs
 from pcg.peft.ia3 import FAMILY_FEEDFORWARD, FAMILY_TARGETS, Ia3Bypass, IA3Config
 from pcg.peft.lora import LoraBypass

@@ -19,8 +19,7 @@ from pcg.errors import AdapterError, UnsupportedError
 from pcg.ir.analysis.verifier import verify
 from pcg.ir.parser import parse_graph
 from pcg.ir.printer import print_graph
-from pcg.passes.attach import attach
-from pcg.passes.bypasses import Bypasses
+from pcg.passes.attach import Bypasses, attach
 from pcg.passes.registry import run_graphs
 from pcg.peft.loha import LohaBypass, LoHaConfig
 from pcg.peft.lora import LoraBypass

@@ -20,7 +20,7 @@ import pcg.compiler as compiler
 from pcg.explain import explain as explaining
 from pcg.ir.program.folder import load_program, save_program
 from pcg.ir.program.program import Training
-from pcg.passes.bypasses import Bypasses, bypasses_of
+from pcg.passes.attach import Bypasses, bypasses_of
 from pcg.peft.lora import LoraConfig
 from pcg.peft.registry import recipe_from
 from pcg.runtime.data.example import Example

@@ -12,8 +12,7 @@ from safetensors.torch import load_file, save_file
 
 import pcg.compiler as compiler
 from pcg.errors import AdapterError, UnsupportedError
-from pcg.passes.attach import attach
-from pcg.passes.bypasses import Bypasses
+from pcg.passes.attach import Bypasses, attach
 from pcg.passes.registry import run_graphs
 from pcg.peft.registry import recipe_from
 from pcg.peft.vera import VeraBypass, VeraConfig

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from pcg.passes.bypasses import Bypasses
+from pcg.passes.attach import Bypasses
 from pcg.peft.lora import LoraBypass
 
 

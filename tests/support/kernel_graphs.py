@@ -10,10 +10,8 @@ from pcg.ir.analysis.kernel_group import KernelGroup, items_of
 from pcg.ir.analysis.verifier import verify
 from pcg.ir.graph import Graph, KernelGraph, Node
 from pcg.ir.program.program import Program
-from pcg.passes.fusion.group_kernels import GroupKernels
-from pcg.passes.fusion.order_kernels import OrderKernels
-from pcg.passes.fusion.side_by_side import SideBySide
-from pcg.passes.fusion.split_cache_append import SplitCacheAppend
+from pcg.passes.fusion.defer_sums import SplitCacheAppend
+from pcg.passes.fusion.group_kernels import GroupKernels, OrderKernels, SideBySide
 from tests.support.families import FAMILIES
 
 

@@ -6,10 +6,10 @@ import dataclasses
 
 from pcg.ir.parser import parse_graph
 from pcg.ir.program.program import ModelGraph, TrainingGraph
-from pcg.passes.differentiate_model import layer_kinds
+from pcg.passes.graphs.gradients import Prune
 from pcg.passes.memory.recompute import plan_layer
 from pcg.passes.memory.save_problem import SaveProblem
-from pcg.passes.prune import Prune
+from pcg.passes.model_passes import layer_kinds
 
 MLP = """
 graph @block_0(%x: f32[T, 4]) {

@@ -14,9 +14,9 @@ from pcg.ir.types import TOKENS
 from pcg.options import PlanOptions
 from pcg.parallel.costs.layer_costs import DeviceCosts, LayerCosts, ring_bytes, size_bytes
 from pcg.parallel.search import Search
-from pcg.passes.bypasses import Bypasses
+from pcg.passes.attach import Bypasses
 from pcg.passes.pipeline import Settings, pipeline
-from pcg.passes.sharding.shard import Shard
+from pcg.passes.shard import Shard
 from pcg.passes.stages import Attached, Sharded
 from tests.support.bypasses import lora
 from tests.support.families import BY_NAME

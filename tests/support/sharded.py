@@ -14,13 +14,13 @@ from pcg.ir.types import TOKENS
 from pcg.parallel.parallel_plan import ParallelPlan
 from pcg.parallel.search import Search, SearchResult
 from pcg.parallel.sharder import shard
-from pcg.passes.differentiate import Differentiate, LayerKind
+from pcg.passes.graphs.collectives import CoalesceCollectives
+from pcg.passes.graphs.differentiate import Differentiate, LayerKind
+from pcg.passes.graphs.gradients import Prune
+from pcg.passes.graphs.localize import Localize
 from pcg.passes.memory.recompute import plan_layer
 from pcg.passes.memory.save_problem import SaveProblem
 from pcg.passes.pipeline import LAYER_ORDER
-from pcg.passes.prune import Prune
-from pcg.passes.sharding.coalesce_collectives import CoalesceCollectives
-from pcg.passes.sharding.localize import Localize
 from pcg.runtime.model.batch import whole_sequences
 from tests.support.evaluate import evaluate, random_values
 from tests.support.threads import ThreadRanks, run_ranks

@@ -25,7 +25,7 @@ from pcg.parallel.costs.work import size_bytes
 from pcg.parallel.parallel_plan import ParallelPlan
 from pcg.parallel.search import Candidate, Search, SiteChoice
 from pcg.parallel.strategy_names import algorithm
-from pcg.passes.sharding.joint import Joint
+from pcg.passes.memory.joint import Joint
 from pcg.passes.stages import Sharded, TrainedModel
 
 _TOKENS = tuple(4**power for power in range(9))

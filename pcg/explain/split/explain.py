@@ -16,9 +16,9 @@ from pcg.ir.types import TORCH_NAMES
 from pcg.keywords import takes
 from pcg.options import SPLIT_LINKS, PlanOptions, SplitLink, SplitOptions
 from pcg.parallel.costs.catalog import find_cost_model
+from pcg.passes.graphs.pass_base import run_pass
 from pcg.passes.pipeline import Settings, pipeline
-from pcg.passes.placement.place import Place, Placed
-from pcg.passes.stage import run_pass
+from pcg.passes.place import Place, Placed
 from pcg.passes.stages import Base, Gradients
 from pcg.peft.adapter_files import recipes_of
 

@@ -129,9 +129,9 @@ class Operator:
     constant_in: ClassVar[tuple[int, ...]] = ()
     """Inputs that it takes for constants: no gradient flows back to them."""
     bounded_in: ClassVar[Mapping[int, str]] = Bounds({})
-    """Inputs that may each be off by e, elementwise, and the bound of the output's error then.
+    """Inputs with an error of e in each element, and the bound of the output's error.
 
-    Where such an input is a saved activation, `pcg.passes.lossy` may save it less precisely."""
+    `pcg.passes.graphs.lossy` may save such an input less precisely."""
     row_bounded_in: ClassVar[Mapping[int, str]] = Bounds({})
     """The same of inputs of which only sums over rows count: e may be relative to the row."""
     finely_bounded_in: ClassVar[Mapping[int, str]] = Bounds({})

@@ -106,7 +106,7 @@ def window_memory(model: ModelGraph, plan: Planned) -> SavedMemory:
     """The memory that sequences save window by window, before the first window goes back.
 
     The loss leaves its gradients by the last layer's outputs, and no logits; keys and values are in
-    the KV cache, and the plan reads them there (`pcg.passes.window_attention`). Sizes are those of
+    the KV cache, and the plan reads them there (`pcg.passes.graphs.gradients`). Sizes are those of
     all windows together, however sequences are cut.
     """
     outside = [*_shared(model, plan), *_gradients_of_loss(model)]

@@ -25,7 +25,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from pcg.ir.analysis.dataflow import waits
 from pcg.ir.graph import Graph, Node
 from pcg.ir.operators.bypass import Activate
-from pcg.passes.pass_base import GraphPass
+from pcg.passes.graphs.pass_base import GraphPass
 
 
 class FuseGradients(GraphPass):

@@ -1,29 +1,46 @@
-"""Group nodes that one kernel can run: norms, rotary embedding, and chains of elementwise nodes.
+"""Group the nodes that one kernel runs: norms, rotary embedding, and elementwise chains.
 
-Groups begin with one node each. Going through the graph, a node's group and the group that made
-what it reads become one where
+**Group.** Groups begin with one node each. Going through the graph, a node's group and the group
+that made its input become one where
 
-    tokens and features      all that leaves the new group has the same number of each,
-    rows                     what is summed over rows has the rows of all that leaves it,
+    tokens and features      all outputs of the new group have the same number of each,
+    rows                     all that is summed over rows has the rows of the outputs,
     order                    no path leads from it through another node back into it.
 
-So do, at last, groups that have to load two tensors or more of the size of what leaves them.
+Finally, groups that both load two or more tensors of the size of their outputs join, too. A value
+that a memory plan recomputes in backward is a node like any other, so it stays in registers beside
+its readers. Views at a group's border cost nothing, and stay outside.
 
-What a memory plan recomputes in backward stands in the graph like any other node, so it is made in
-registers beside what reads it. Views at a group's border cost nothing, and stay outside.
+**Side by side.** Around one attention other tensors go the same way at the same time: queries and
+keys, which have other numbers of heads, are normed and rotated, and values go to the cache beside
+the keys. Two groups share a kernel, each run by its own programs, where
+
+    attention    reads the outputs of both, or makes an input of both,
+    order        no path leads from one to the other, through whatever runs together.
+
+**Order** puts the nodes of a kernel together, each behind its inputs.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import dataclasses
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from math import prod
+from typing import TYPE_CHECKING
 
 from pcg.errors import PassError
-from pcg.ir.analysis.kernel_group import KernelGroup, names_of
+from pcg.ir.analysis.kernel_group import KernelGroup, group_of, names_of
 from pcg.ir.graph import Graph, KernelGraph, Node
 from pcg.ir.operators import operator
 from pcg.ir.types import TensorType
-from pcg.passes.pass_base import GraphPass
+from pcg.passes.graphs.pass_base import GraphPass
+
+if TYPE_CHECKING:
+    import networkx
+
+
+# ------------------------------------------------------------------------------------ group kernels
+
 
 MOST_COLUMNS = 32768
 """The longest row that one program holds: 32 elements a thread of 32 warps are in registers."""
@@ -190,3 +207,93 @@ def _is_worth_a_kernel(group: KernelGroup) -> bool:
         operator(node.op).source(node.inputs, dict(node.attributes)).startswith("K.")
         and not operator(node.op).has_kernel
     )
+
+
+# ------------------------------------------------------------------------------------ order kernels
+
+
+class OrderKernels(GraphPass):
+    """Put the nodes of a kernel together; where the order is free, it stays as it is."""
+
+    name = "order_kernels"
+
+    def run(self, before: Graph) -> KernelGraph:
+        import networkx  # 11 MiB, which a process that loads a program does without
+
+        graph = grouped(before, self.name)
+        groups = [group_of(graph, parts) for parts in graph.kernels]
+        items: dict[str, tuple[Node, ...]] = {node.name: (node,) for node in graph.nodes}
+        items |= {group.nodes[0].name: group.nodes for group in groups}
+        places = {node.name: place for place, node in enumerate(graph.nodes)}
+        order = networkx.lexicographical_topological_sort(
+            dependencies(graph, groups), key=places.__getitem__
+        )
+        return dataclasses.replace(graph, nodes=tuple(n for first in order for n in items[first]))
+
+
+def dependencies(graph: Graph, groups: Iterable[KernelGroup]) -> networkx.DiGraph[str]:
+    """The groups and other nodes, by the name of their first node, each with those that read it."""
+    import networkx
+
+    first = {value.name: node.name for node in graph.nodes for value in node.outputs}
+    first |= {name: group.nodes[0].name for group in groups for name in group.made}
+    found: networkx.DiGraph[str] = networkx.DiGraph()
+    found.add_nodes_from(first[node.name] for node in graph.nodes)
+    for node in graph.nodes:
+        made = {first[name] for name in node.inputs if name in first} - {first[node.name]}
+        found.add_edges_from((maker, first[node.name]) for maker in made)
+    return found
+
+
+# ------------------------------------------------------------------------------------- side by side
+
+
+class SideBySide(GraphPass):
+    """Let groups around one attention share a kernel."""
+
+    name = "side_by_side"
+
+    def run(self, before: Graph) -> KernelGraph:
+        graph = grouped(before, self.name)
+        found = [group_of(graph, parts) for parts in graph.kernels]
+        for node in graph.nodes:
+            if operator(node.op).sees_sequences:
+                made = [value.name for value in node.outputs]
+                found = _with_shared(found, _of_values(node.inputs, found, "outputs"))
+                found = _with_shared(found, _of_values(made, found, "inputs"))
+        return dataclasses.replace(graph, kernels=tuple(map(names_of, found)))
+
+
+def _with_shared(groups: list[KernelGroup], around: Sequence[KernelGroup]) -> list[KernelGroup]:
+    """The groups, with those that can share a kernel of some around one attention as one."""
+    if len(around) < 2:
+        return groups
+    import networkx
+
+    order = dependencies(around[0].graph, groups)
+    parts = list(around[:1])
+    for group in around[1:]:
+        both, own = _joined([*parts, group]), group.nodes[0].name
+        fits = len(both.inputs) + len(both.outputs) <= MOST_VALUES
+        connected = networkx.ancestors(order, own) | networkx.descendants(order, own)
+        if fits and connected.isdisjoint(part.nodes[0].name for part in parts):
+            parts.append(group)
+    if len(parts) < 2:
+        return groups
+    return [*(group for group in groups if group not in parts), _joined(parts)]
+
+
+def _of_values(
+    values: Sequence[str], groups: Sequence[KernelGroup], side: str
+) -> list[KernelGroup]:
+    """The groups that read, or make, some of the values, in the order of the values."""
+    places = []
+    for group in groups:
+        own = [values.index(name) for name in getattr(group, side) if name in values]
+        if own:
+            places.append((min(own), group))
+    return [group for _, group in sorted(places, key=lambda pair: pair[0])]
+
+
+def _joined(parts: Sequence[KernelGroup]) -> KernelGroup:
+    return group_of(parts[0].graph, [names for part in parts for names in names_of(part)])

@@ -20,7 +20,7 @@ from pcg.ir.analysis.dataflow import waits
 from pcg.ir.graph import Graph, Node, Value
 from pcg.ir.operators.lora import MOST_SITES
 from pcg.passes.fusion.fuse_gradients import depends, in_order, sums_of
-from pcg.passes.pass_base import GraphPass
+from pcg.passes.graphs.pass_base import GraphPass
 
 
 class JoinLora(GraphPass):

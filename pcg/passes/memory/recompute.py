@@ -10,9 +10,9 @@ from pcg.ir.graph import Graph, Node, Value
 from pcg.ir.operators.collectives import OwnPart, TakenPart
 from pcg.ir.program.interfaces import gradient_name
 from pcg.ir.program.program import TrainingGraph
-from pcg.passes.compress import uncompressed
-from pcg.passes.differentiate import Differentiated, LayerKind
-from pcg.passes.lossy import exact_where_unsaved
+from pcg.passes.graphs.differentiate import Differentiated, LayerKind
+from pcg.passes.graphs.gradients import uncompressed
+from pcg.passes.graphs.lossy import exact_where_unsaved
 
 
 def plan_layer(kind: LayerKind, saved: tuple[str, ...], name: str) -> TrainingGraph:

@@ -27,7 +27,7 @@ every operator and of every message that a recompute repeats.
 Sweeping w_b : w_c over the edges of the lower convex hull of (bytes, cost) finds every vertex of
 it (`frontier`), behind "no product recomputed", to the fewest bytes. Layers may take different
 vertices, so a model meets any budget between two of them but for one layer's step
-(`pcg.passes.memory.budget`).
+(`pcg.passes.memory.plan`).
 
 Source: FlexLLM §5.2, algorithm 1, which this generalises; its step 2 depends on the order of its
 work queue and does not reach a minimum.

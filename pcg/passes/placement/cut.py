@@ -11,7 +11,7 @@ from functools import cached_property
 
 from pcg.ir.graph import Graph
 from pcg.passes.placement.exact_cut import Cut, RoundTrip, exact_cut, fixed_cut
-from pcg.passes.placement.piece_graph import piece_graph
+from pcg.passes.placement.piece import piece_graph
 from pcg.passes.placement.split_graph import SplitGraph
 from pcg.passes.placement.split_problem import bits
 

@@ -19,8 +19,7 @@ from pcg.ir.graph import Graph, Node
 from pcg.ir.operators import operator
 from pcg.ir.types import TensorType
 from pcg.parallel.costs.work import is_free
-from pcg.passes.placement.split_costs import SplitCosts
-from pcg.passes.placement.split_problem import Side, SplitNode, SplitProblem, SplitValue
+from pcg.passes.placement.split_problem import Side, SplitCosts, SplitNode, SplitProblem, SplitValue
 
 LINEAR = ("linear", "linear_backward")
 """Operators that are sent where only linear ones may be."""

@@ -34,7 +34,7 @@ from pcg.ir.types import TORCH_NAMES
 from pcg.kernels.torch.products import is_remote, linear, linear_backward
 from pcg.parallel.costs.catalog import own_sheet
 from pcg.parallel.costs.own_rates import own_rates
-from pcg.passes.fusion.fuse_linears import FuseLinears
+from pcg.passes.fusion.fuse_products import FuseLinears
 from pcg.runtime.executor import Executor
 from pcg.runtime.model.product_weights import (
     as_group,

@@ -1,7 +1,7 @@
 """The rules for graphs that clients have a base run: text of unknown origin.
 
     text         short; every type is of plain sizes, so that reading it takes no algebra; as
-                 `pcg.passes.placement.piece_text` writes it, so that no name is the client's
+                 `pcg.passes.placement.piece` writes it, so that no name is the client's
     graph        the IR's own rules (`pcg.ir.analysis.verifier`), few nodes, inputs and outputs
     operators    those of `PIECE_OPERATORS`, by which a token's result depends on it alone, with
                  attributes that are small numbers or words of their own
@@ -33,7 +33,7 @@ from pcg.ir.layouts import WHOLE
 from pcg.ir.parser import parse_graph
 from pcg.ir.types import DTYPE_BYTES, TORCH_NAMES, TensorType
 from pcg.kernels.torch.products import is_remote
-from pcg.passes.placement.piece_text import piece_text
+from pcg.passes.placement.piece import piece_text
 from pcg.passes.placement.split_graph import LINEAR, PIECE_OPERATORS
 
 FLOATS = ("f16", "bf16", "f32", "f64")

@@ -26,8 +26,8 @@ from pcg.keywords import takes
 from pcg.options import SplitLink, dtype_name
 from pcg.parallel.costs.catalog import own_sheet
 from pcg.parallel.costs.own_rates import OwnRates, own_rates, rated_model
-from pcg.passes.placement.call_pieces import CallPieces, LayerCut
-from pcg.passes.placement.split_costs import SplitCosts
+from pcg.passes.place import CallPieces, LayerCut
+from pcg.passes.placement.split_problem import SplitCosts
 from pcg.peft.adapter_files import is_recipe
 from pcg.runtime.executor import Executor
 from pcg.runtime.model.base_weights import WeightStore

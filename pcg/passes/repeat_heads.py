@@ -21,7 +21,7 @@ from pcg.ir.layouts import Layout, partitioned
 from pcg.ir.operators import operator
 from pcg.ir.program.program import ModelGraph
 from pcg.parallel.base_plan import partitioned_attentions
-from pcg.passes.pass_base import GraphPass, Pass
+from pcg.passes.graphs.pass_base import GraphPass, Pass
 from pcg.passes.stages import Prepared
 
 _HEADS, _FEATURES = -2, -1

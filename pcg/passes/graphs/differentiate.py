@@ -1,10 +1,10 @@
 """Differentiate a graph: its backward graph, which reads values of the forward one.
 
 Gradients flow to the adapters' parameters, to the inputs asked for, and to the frozen weights of
-matrix products, as reverse-mode differentiation has it that knows of no freezing (FlexLLM algorithm
-1, line 3); `pcg.passes.prune` drops what nobody wants of that. Backward reads the values that the
-operator table's rules ask for (its UPDATEINPUT), and nothing else; whether forward saves them or
-backward recomputes them is decided by `pcg.passes.memory.rematerialize`.
+matrix products, as in reverse-mode differentiation without freezing (FlexLLM algorithm 1, line 3);
+`pcg.passes.graphs.gradients` prunes the unwanted ones. Backward reads the values that the operator
+table's rules ask for (its UPDATEINPUT), and nothing else; `pcg.passes.memory` decides whether
+forward saves them or backward recomputes them.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from pcg.ir.graph import Graph, Node, Value
 from pcg.ir.operators import Gradient, operator
 from pcg.ir.program.interfaces import check_backward, gradient_name
 from pcg.ir.program.program import ModelGraph
-from pcg.passes.pass_base import Pass
+from pcg.passes.graphs.pass_base import Pass
 
 
 @dataclass(frozen=True)

@@ -42,12 +42,11 @@ from pcg.parallel.costs.rank_costs import PICOSECOND, RankCosts
 from pcg.parallel.parallel_plan import ParallelPlan
 from pcg.parallel.search import Search
 from pcg.parallel.sequence_parallel import gradient_reads
-from pcg.passes.compress import Compress
-from pcg.passes.differentiate import Differentiate, Differentiated, LayerKind, layer_kinds
-from pcg.passes.lossy import Quantize
+from pcg.passes.graphs.differentiate import Differentiate, Differentiated, LayerKind, layer_kinds
+from pcg.passes.graphs.gradients import Compress, Prune
+from pcg.passes.graphs.lossy import Quantize
 from pcg.passes.memory.plan import Frontiers, frontiers
 from pcg.passes.memory.save_problem import Choice, SaveProblem
-from pcg.passes.prune import Prune
 
 # ------------------------------------------------------------------------------------- base problem
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pcg.ir.graph import Graph, Node, Parameter, Value
 from pcg.ir.layouts import WHOLE, layout_of, local_type, whole_type
 from pcg.ir.operators import operator
-from pcg.passes.pass_base import GraphPass
+from pcg.passes.graphs.pass_base import GraphPass
 
 _COLLECTIVES = {
     "combine": "all_gather",

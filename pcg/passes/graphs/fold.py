@@ -21,8 +21,7 @@ from pcg.errors import TraceError, UnsupportedError
 from pcg.ir.graph import Graph, Node, Parameter, Value
 from pcg.ir.operators import operator
 from pcg.ir.program.program import ModelGraph
-from pcg.passes.naming import readable_names
-from pcg.passes.pass_base import Pass
+from pcg.passes.graphs.pass_base import Pass, readable_names
 
 PROLOGUE = -1
 

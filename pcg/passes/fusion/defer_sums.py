@@ -1,30 +1,158 @@
-"""Defer LoRA's summands: the kernel that reads a product's sum with its LoRA makes that sum.
+"""Move appends and sums into the kernels around them, in programs for Triton.
+
+**Split cache append.** The kernel that makes keys stores them at their place in the cache:
+
+    out = attention(q, k, v)      keys = append(k), values = append(v)
+                                  out = attention(q, keys, values)
+
+Where no such kernel makes keys, as in models without rotary embedding, attention appends both.
+
+**Defer residual sums.** A layer returns two summands, and the next norm's kernel adds them:
+
+    x' = a + b                  a, b                      of each layer
+    n = norm(x')                x' = a + b;  n = norm(x')     of the next, and of the epilogue
+
+A separate kernel would be one more launch a layer, which reads and writes the norm's input again.
+The first layer is given x and zeros. Serving programs only: backward would save both summands.
+
+**Defer LoRA.** The kernel that reads a product with its LoRA adds LoRA's summand:
 
     z = lora_linear(x, W, A, B)         y, d = lora_linear(x, W, A, B) {deferred=True}
     n = norm(a + z)                     z = add_deferred(y, d);  n = norm(a + z)
 
-A kernel of its own would read and write y again, and is a launch at each site. The sum is made
-where all that reads it, through views, are nodes of groups, or attention that has the kernel before
-it append v. Of what a layer returns the next one makes the sum, and the epilogue, if all of them
-can; the first layer is given a summand of nothing. Where a collective, or another adapter's
-operator, reads the sum, or nothing that a group runs, the operator stays as it is.
-
-For few tokens only the runtime leaves something to be added (`pcg.kernels.triton.adapters`).
+A separate kernel would read and write y again, at a launch for each site. The sum is deferred where
+all its readers, through views, are nodes of groups, or attention behind the kernel that appends v.
+The next layer, and the epilogue, make a sum that a layer returns, if all of them can; the first
+layer is given an empty summand. The operator stays where a collective or another adapter's operator
+reads the sum, or no group does. The runtime defers for few tokens only
+(`pcg.kernels.triton.adapters`).
 """
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass
 
 from pcg.ir.graph import Graph, Node, Value
 from pcg.ir.operators import operator
 from pcg.ir.operators.lora import LoraLinear
-from pcg.ir.program.program import ModelGraph
+from pcg.ir.program.program import ModelGraph, python_name
+from pcg.ir.types import TOKENS
+from pcg.kernels.sizes import HEAD_SIZES, KERNEL_DTYPES
 from pcg.passes.fusion.group_kernels import is_fusible
-from pcg.passes.fusion.split_cache_append import SplitCacheAppend
-from pcg.passes.naming import unused_name
-from pcg.passes.pass_base import ModelPass
+from pcg.passes.graphs.pass_base import GraphPass, ModelPass, unused_name
+
+# ------------------------------------------------------------------------------- split cache append
+
+
+@dataclass(frozen=True)
+class SplitCacheAppend(GraphPass):
+    """Let nodes of their own append keys and values to the cache, before attention.
+
+    Attributes:
+        sizes: sizes of heads that attention's kernels take; other attention appends for itself.
+        dtypes: dtypes that they take.
+    """
+
+    name = "split_cache_append"
+    sizes: tuple[int, ...] = HEAD_SIZES
+    dtypes: tuple[str, ...] = KERNEL_DTYPES
+
+    def run(self, before: Graph) -> Graph:
+        names = {python_name(name) for name in before.types}
+        nodes: list[Node] = []
+        for node in before.nodes:
+            if node.op != "attention" or not self.splits(before, node):
+                nodes.append(node)
+                continue
+            q, k, v, *rest = node.inputs
+            appended = []
+            for value, to in ((k, "keys"), (v, "values")):
+                name = unused_name(to, names)
+                names.add(name)
+                appended.append(name)
+                output = Value(name, before.types[value])
+                nodes.append(Node("append", (value,), (output,), (("to", to),), node.scope))
+            nodes.append(dataclasses.replace(node, inputs=(q, *appended, *rest)))
+        return before.replace(nodes=tuple(nodes))
+
+    def splits(self, graph: Graph, node: Node) -> bool:
+        """Return whether the kernel that makes an attention's keys appends for it."""
+        q, k, v = (graph.types[name] for name in node.inputs[:3])
+        sizes = {q.features[-1], v.features[-1]}
+        known = sizes.issubset(self.sizes) and q.dtype in self.dtypes
+        same = q.dtype == k.dtype == v.dtype
+        return known and same and _is_made_by_a_kernel(graph, node.inputs[1])
+
+
+def _is_made_by_a_kernel(graph: Graph, value: str) -> bool:
+    node = graph.producers.get(value)
+    while node is not None and operator(node.op).is_view:
+        node = graph.producers.get(node.inputs[0])
+    return node is not None and is_fusible(graph, node)
+
+
+# ------------------------------------------------------------------------------- defer residual add
+
+
+class DeferResidualAdd(ModelPass):
+    """Make the sums where they are read, where every layer ends in such a sum."""
+
+    name = "defer_residual_add"
+
+    def run(self, before: ModelGraph) -> ModelGraph:
+        sums = [_last_sum(block) for block in before.blocks]
+        # Where ranks hold parts of the tokens, a layer's input is gathered: once, not twice.
+        if before.epilogue.inputs[0].type.shape[0] != TOKENS:
+            return before
+        blocks = []
+        for block, last in zip(before.blocks, sums, strict=True):
+            if last is None:
+                return before
+            nodes = tuple(node for node in block.nodes if node is not last)
+            blocks.append(_summed(block.replace(nodes=nodes, outputs=last.inputs)))
+        prologue = before.prologue
+        first, *shared = prologue.outputs
+        zeros = Value(unused_name("zeros", prologue.types), prologue.types[first])
+        nodes = (*prologue.nodes, Node("sub", (first, first), (zeros,)))
+        return dataclasses.replace(
+            before,
+            prologue=prologue.replace(nodes=nodes, outputs=(first, zeros.name, *shared)),
+            blocks=tuple(blocks),
+            epilogue=_summed(before.epilogue),
+        )
+
+
+def _last_sum(block: Graph) -> Node | None:
+    """The sum that is a layer's only output; None if a kernel makes its summands anyway."""
+    if len(block.outputs) != 1:
+        return None
+    last = block.producers.get(block.outputs[0])
+    if last is None or last.op != "add" or len({*last.inputs, last.name}) != 3:
+        return None
+    if block.consumers.get(last.name):
+        return None
+    types = {block.types[name] for name in (*last.inputs, last.name)}
+    return last if len(types) == 1 and all(_is_there(block, n) for n in last.inputs) else None
+
+
+def _is_there(block: Graph, name: str) -> bool:
+    """Return whether a value lies in memory, whatever kernel adds it."""
+    made = block.producers.get(name)
+    return made is None or not is_fusible(block, made) or len(block.consumers[name]) > 1
+
+
+def _summed(graph: Graph) -> Graph:
+    """The graph with the sum of two inputs in place of the input that was the sum."""
+    x = graph.inputs[0]
+    names = (unused_name(name, graph.types) for name in ("residual", "branch"))
+    summands = [Value(name, x.type) for name in names]
+    total = Node("add", tuple(value.name for value in summands), (x,))
+    return graph.replace(inputs=(*summands, *graph.inputs[1:]), nodes=(total, *graph.nodes))
+
+
+# --------------------------------------------------------------------------------------- defer lora
 
 
 class DeferLora(ModelPass):

@@ -19,7 +19,7 @@ from pcg.ir.analysis.builder import Builder
 from pcg.ir.graph import Graph, Node, Parameter, Value
 from pcg.ir.operators import operator
 from pcg.ir.types import TensorType
-from pcg.passes.pass_base import GraphPass
+from pcg.passes.graphs.pass_base import GraphPass
 
 
 class SplitFusedProjections(GraphPass):

@@ -1,22 +1,83 @@
-"""Run passes in order: each is timed, and what one made is verified: graphs, and interfaces."""
+"""Passes and stages: named objects that make a new graph, run in order, timed and verified.
+
+A pass is a frozen dataclass. Its class has the name that users know it by; its fields are its
+options. It changes nothing in place. Most passes take one of four things and return the same:
+
+    GraphPass       any graph
+    ModelPass       the prologue, blocks and epilogue of a model together
+    GradientPass    a graph and its backward, before the saved values are chosen
+    LayerPass       a layer's forward and backward, after that
+
+The others lead from one stage of the pipeline to the next (`pcg.passes.stages`).
+"""
 
 from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Callable, Iterator, Mapping
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Container, Iterator, Mapping
 from dataclasses import dataclass
+from itertools import count
 from pathlib import Path
-from typing import Any, Generic, Protocol, TypeAlias, TypeVar, cast
+from typing import Any, ClassVar, Generic, Protocol, TypeAlias, TypeVar, cast
 
 from pcg.errors import BrokenGraphError, IrError, PassError, PcgError
 from pcg.ir.analysis.verifier import verify
 from pcg.ir.graph import Graph
 from pcg.ir.printer import print_graphs
-from pcg.passes.pass_base import Pass
+from pcg.ir.program.program import ModelGraph, TrainingGraph
+
+# ---------------------------------------------------------------------------------------- pass base
+
 
 Before = TypeVar("Before")
 After = TypeVar("After")
+Part = TypeVar("Part")
+Whole = TypeVar("Whole")
+
+
+@dataclass(frozen=True)
+class Pass(ABC, Generic[Before, After]):
+    """One step of a compilation."""
+
+    name: ClassVar[str]
+
+    @abstractmethod
+    def run(self, before: Before) -> After:
+        """The result; `before` itself where nothing changes."""
+
+
+class GraphPass(Pass[Graph, Graph]):
+    """A pass over one graph."""
+
+
+class ModelPass(Pass[ModelGraph, ModelGraph]):
+    """A pass over the graphs of a model."""
+
+
+class LayerPass(Pass[TrainingGraph, TrainingGraph]):
+    """A pass over a layer's forward and backward."""
+
+
+@dataclass(frozen=True)
+class On(Pass[Whole, Whole], Generic[Whole, Part]):
+    """A pass over some parts of a stage; a method of the stage, the lens, has these changed."""
+
+    lens: Callable[[Whole, Callable[[Part], Part]], Whole]
+    inner: Pass[Part, Part]
+
+    @property
+    def name(self) -> str:  # type: ignore[override]
+        return self.inner.name
+
+    def run(self, before: Whole) -> Whole:
+        return self.lens(before, self.inner.run)
+
+
+# -------------------------------------------------------------------------------------------- stage
+
+
 Middle = TypeVar("Middle")
 
 Named: TypeAlias = Mapping[str, Graph]
@@ -157,3 +218,40 @@ def dump_to(directory: str | Path) -> Observer:
         path.write_text(record.text(), encoding="utf-8")
 
     return observe
+
+
+# ------------------------------------------------------------------------------------------- naming
+
+
+_NAMED_BY_MODULE = {"embedding", "experts", "layer_norm", "linear", "rms_norm"}
+
+
+def readable_names(graph: Graph, inputs: Mapping[str, str] | None = None) -> dict[str, str]:
+    """A new name for each node's outputs, and for the inputs that `inputs` renames.
+
+    `q_proj` for the linear operator of module `self_attn.q_proj`, `add_1` for the second addition.
+    """
+    names = {v.name: (inputs or {}).get(v.name, v.name) for v in graph.inputs}
+    taken = {*names.values(), *graph.parameters_by_name}
+
+    def unique(stem: str) -> str:
+        name = unused_name(stem, taken)
+        taken.add(name)
+        return name
+
+    for node in graph.nodes:
+        last = node.scope.rsplit(".", 1)[-1]
+        stem = last if node.op in _NAMED_BY_MODULE and last and not last.isdigit() else node.op
+        base = unique(stem)
+        names[node.outputs[0].name] = base
+        for value in node.outputs[1:]:
+            suffix = value.name.removeprefix(node.outputs[0].name + "_")
+            names[value.name] = unique(f"{base}_{suffix}")
+    return names
+
+
+def unused_name(stem: str, taken: Container[str]) -> str:
+    """The stem, else the first of `stem_1`, `stem_2`, … that is not taken."""
+    if stem not in taken:
+        return stem
+    return next(name for n in count(1) if (name := f"{stem}_{n}") not in taken)

@@ -1,4 +1,13 @@
-"""Overlap: nodes that do not depend on a collective run while it goes on.
+"""Passes over the collectives of a rank's graph: coalesce, overlap, and mark logits.
+
+**Coalesce** joins neighbouring collectives in one message (`pcg.parallel.coalescing` has the rule):
+
+    s_q = all_gather(x_q), s_k = all_gather(x_k)      s_q, s_k = all_gathers(x_q, x_k)
+
+The message takes the place of the last of them; readers of the others move behind it, and nothing
+else moves.
+
+**Overlap** moves nodes so that those independent of a collective run while it is in flight:
 
     p = f(x)                      s = all_reduce(x)    begins
     w = g(z)                      w = g(z)             runs meanwhile
@@ -8,11 +17,14 @@
 
 In backward these are the gradients of weights, beside the all-reduce of an input's gradient
 (Megatron-LM: Narayanan et al. 2021), and nodes that a memory plan recomputes. A collective moves up
-to where its input is there; nodes that it need not wait for move behind it, and nodes that need not
-wait for it before its first reader, until those beside it take as long (`Collective.flops`). No
-node moves past another collective, so these stay in their order.
+to the maker of its input; nodes that it need not wait for move behind it, and independent nodes
+move before its first reader until they take as long as it (`Collective.flops`). No node moves past
+another collective, so these stay in order. No move may add more than `MORE` of the peak's bytes a
+token.
 
-No move may add more than `MORE` of the peak's bytes a token.
+**Mark logits**: the gather that ends the epilogue may go to the first rank alone, which chooses
+requests' tokens and sends them to the others: n - 1 parts of the vocabulary travel instead of
+n (n - 1).
 """
 
 from __future__ import annotations
@@ -21,13 +33,92 @@ import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import cast
 
 from pcg.ir.analysis.dataflow import collective_of, first_reader, node_flops, waits
 from pcg.ir.graph import Graph, Node
 from pcg.ir.program.program import TrainingGraph
 from pcg.ir.program.saved_memory import Alive
 from pcg.ir.types import TOKENS
-from pcg.passes.pass_base import GraphPass, LayerPass
+from pcg.parallel.coalescing import accesses_of, coalesced_runs
+from pcg.passes.graphs.pass_base import GraphPass, LayerPass
+
+# ----------------------------------------------------------------------------- coalesce collectives
+
+
+class CoalesceCollectives(GraphPass):
+    """Make one node of neighbouring collectives of one kind."""
+
+    name = "coalesce_collectives"
+
+    def run(self, before: Graph) -> Graph:
+        found = [run for run in coalesced_runs(accesses_of(before)) if len(run) > 1]
+        if not found:
+            return before
+        ends = {run[-1]: _joined([before.nodes[place] for place in run]) for run in found}
+        members = {place for run in found for place in run}
+        nodes: list[Node] = []
+        later: list[Node] = []
+        waiting: set[str] = set()
+        for place, node in enumerate(before.nodes):
+            if place in ends:
+                nodes += [ends[place], *later]
+                later, waiting = [], set()
+            elif place in members:
+                waiting.update(value.name for value in node.outputs)
+            elif waiting.intersection(node.inputs):
+                waiting.update(value.name for value in node.outputs)
+                later.append(node)
+            else:
+                nodes.append(node)
+        return before.replace(nodes=tuple(nodes))
+
+
+class CoalesceLayer(LayerPass):
+    """Make one node of neighbouring collectives of a layer that trains."""
+
+    name = CoalesceCollectives.name
+
+    def run(self, before: TrainingGraph) -> TrainingGraph:
+        if before.backward is None:
+            return before
+        forward, backward = map(CoalesceCollectives().run, (before.forward, before.backward))
+        return dataclasses.replace(before, forward=forward, backward=backward)
+
+
+def _joined(nodes: list[Node]) -> Node:
+    inputs = tuple(node.inputs[0] for node in nodes)
+    outputs = tuple(node.output for node in nodes)
+    first = nodes[0]
+    if first.op == "all_reduce":
+        return Node("all_reduces", inputs, outputs, (), first.scope)
+    dims = tuple(cast("int", node.attribute("dim")) for node in nodes)
+    attributes = (("degree", first.attribute("degree")), ("dims", dims))
+    return Node("all_gathers", inputs, outputs, attributes, first.scope)
+
+
+# -------------------------------------------------------------------------------------- mark logits
+
+
+class MarkLogits(GraphPass):
+    """Mark the gather, if any, that makes a graph's first output, as one of logits."""
+
+    name = "mark_logits"
+
+    def run(self, before: Graph) -> Graph:
+        nodes = tuple(_marked(node, before.outputs[0]) for node in before.nodes)
+        return before.replace(nodes=nodes)
+
+
+def _marked(node: Node, logits: str) -> Node:
+    if node.op != "all_gather" or node.name != logits or node.get("tokens"):
+        return node
+    pairs = tuple(sorted((*node.attributes, ("logits", True))))
+    return dataclasses.replace(node, attributes=pairs)
+
+
+# ------------------------------------------------------------------------------------------ overlap
+
 
 MANY_TOKENS = 2**24
 """A number of tokens at which only bytes a token count, as one order is for any number of them."""

@@ -26,9 +26,9 @@ from pcg.parallel.planner import Planner
 from pcg.parallel.search import Search
 from pcg.parallel.sequence_parallel import token_sharded_ends, token_sharded_nodes
 from pcg.parallel.sharder import shard
-from pcg.passes.pass_base import Pass
-from pcg.passes.sharding.joint import Joint, JointSearch
-from pcg.passes.sharding.localize import Localize
+from pcg.passes.graphs.localize import Localize
+from pcg.passes.graphs.pass_base import Pass
+from pcg.passes.memory.joint import Joint, JointSearch
 from pcg.passes.stages import Attached, Prepared, Sharded
 
 
@@ -64,9 +64,9 @@ class Shard(Pass[Prepared, Sharded]):
             layouts that are best for all of them together; `costs` by default.
         sequence_parallel: True if ranks hold parts of the tokens between the base's products.
         budget: what a training step may save for backward; where that is a number of bytes that
-            binds, layouts are chosen together with what is kept (`pcg.passes.sharding.joint`).
+            binds, layouts are chosen together with what is kept (`pcg.passes.memory.joint`).
         rank_costs: the seconds of a rank's nodes; None where they are not known.
-        is_lossy: True if what is saved may be in codes (`pcg.passes.lossy`).
+        is_lossy: True if what is saved may be in codes (`pcg.passes.graphs.lossy`).
     """
 
     name = "shard"

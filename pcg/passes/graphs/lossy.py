@@ -25,7 +25,7 @@ from pcg.ir.analysis.builder import Builder
 from pcg.ir.graph import Attribute, Graph, Node, Value
 from pcg.ir.operators import operator
 from pcg.ir.operators.lossy import Decoder
-from pcg.passes.differentiate import Differentiated, GradientPass, with_nodes
+from pcg.passes.graphs.differentiate import Differentiated, GradientPass, with_nodes
 
 LEAST_FEATURES = 32
 """The shortest last dim that is saved in codes: a scale for fewer elements hardly spares bytes."""

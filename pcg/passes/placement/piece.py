@@ -1,0 +1,94 @@
+"""A piece: the graph that one call runs at the base, and its text, equal for all clients.
+
+In the text values have numbers for names, inputs are in the order in which nodes read them, and
+outputs in that in which nodes make them, so that clients with the same computation send one text.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from pcg.ir.graph import Graph, Node, Parameter, Value
+from pcg.ir.printer import print_graph
+
+# -------------------------------------------------------------------------------------- piece graph
+
+
+def piece_graph(
+    name: str,
+    graphs: Sequence[Graph],
+    nodes: Iterable[str],
+    inputs: Iterable[str],
+    outputs: Iterable[str],
+) -> Graph:
+    """Return the graph of some nodes, with the views and parameters that they read.
+
+    Args:
+        graphs: a graph, or a forward and its backward, in which the nodes are.
+        nodes: names of the nodes.
+        inputs: names of the values that are sent.
+        outputs: names of the values that are returned.
+    """
+    types = {key: type_ for graph in reversed(graphs) for key, type_ in graph.types.items()}
+    makers = {key: node for graph in graphs for key, node in graph.producers.items()}
+    known = {key: one for graph in graphs for key, one in graph.parameters_by_name.items()}
+    sent = tuple(inputs)
+    there, chosen, parameters = set(sent), set[str](), dict[str, Parameter]()
+    waiting: list[Node] = []
+    for one in nodes:
+        node = makers[one]
+        chosen.add(node.name)
+        there.update(value.name for value in node.outputs)
+        waiting.append(node)
+    while waiting:
+        for read in waiting.pop().inputs:
+            if read in known:
+                parameters[read] = known[read]
+            elif read not in there:
+                node = makers[read]
+                chosen.add(node.name)
+                there.update(value.name for value in node.outputs)
+                waiting.append(node)
+    return Graph(
+        name,
+        tuple(Value(key, types[key]) for key in sent),
+        tuple(one for key, one in known.items() if key in parameters),
+        tuple(node for graph in graphs for node in graph.nodes if node.name in chosen),
+        tuple(outputs),
+    )
+
+
+# --------------------------------------------------------------------------------------- piece text
+
+
+@dataclass(frozen=True)
+class PieceText:
+    """A piece as text, and the names that its inputs and outputs have in a client's graph."""
+
+    text: str
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+
+
+def piece_text(graph: Graph) -> PieceText:
+    """Return a piece's text."""
+    live = graph.without_dead_code()
+    read = {name: None for node in live.nodes for name in node.inputs}
+    given = {value.name: value for value in live.inputs}
+    inputs = [name for name in read if name in given]
+    known = {parameter.name: parameter for parameter in live.parameters}
+    parameters = [known[name] for name in read if name in known]
+    made = [value.name for node in live.nodes for value in node.outputs]
+    outputs = [name for name in made if name in live.outputs]
+    names = {name: f"p{n}" for n, name in enumerate(parameter.name for parameter in parameters)}
+    names |= {name: f"v{n}" for n, name in enumerate([*inputs, *made])}
+    plain = Graph(
+        "piece",
+        tuple(given[name] for name in inputs),
+        tuple(parameters),
+        tuple(dataclasses.replace(node, scope="") for node in live.nodes),
+        tuple(outputs),
+    )
+    return PieceText(print_graph(plain.renamed(names)), tuple(inputs), tuple(outputs))

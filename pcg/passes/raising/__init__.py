@@ -1,1 +1,0 @@
-"""Raise elementary arithmetic to larger operators."""

@@ -1,1 +1,0 @@
-"""Passes that make one rank's graph of a sharded one."""
