@@ -31,7 +31,7 @@ from pcg.parallel.costs.sheets import PCIE_5
 from pcg.peft.adapter import Adapter, new_adapter
 from pcg.peft.lora import LoraConfig
 from pcg.runtime.adapters.ragged_tables import RaggedTables
-from pcg.runtime.adapters.weight_stacker import ServedWeights
+from pcg.runtime.adapters.stacked_weights import ServedWeights
 from pcg.runtime.memory.kv_cache import bytes_of_page, kv_types
 from pcg.runtime.memory.pool import PageTable
 

@@ -76,7 +76,7 @@ def one(budget: float, batch: int, seq: int, layers: int, is_default: bool) -> d
     from pcg import compiler
     from pcg.peft.lora import LoraConfig
     from pcg.runtime.data.example import Example
-    from pcg.runtime.memory.host_allocator import FreedMemory
+    from pcg.runtime.memory.host_memory import FreedMemory
     from pcg.runtime.model.weights import RandomWeights
     from pcg.runtime.training import runner as training
 

@@ -37,7 +37,7 @@ import pcg
 from pcg.runtime.engine.engine import Engine
 from pcg.runtime.engine.limits import Limits
 from pcg.runtime.executor import Executor
-from pcg.runtime.metrics.metrics import ServingReport
+from pcg.runtime.metrics.report import ServingReport
 from pcg.simulate.replay import replay
 from pcg.simulate.workloads.arrivals import Constant
 from pcg.simulate.workloads.lengths import Between, Fixed

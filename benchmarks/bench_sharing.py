@@ -48,8 +48,7 @@ from pcg.runtime.engine.latency import Latencies, Latency
 from pcg.runtime.engine.limits import Limits
 from pcg.runtime.engine.work import Sharing
 from pcg.runtime.metrics.events import Kind
-from pcg.runtime.metrics.metrics import ServingReport, serving_report
-from pcg.runtime.metrics.timelines import Slo
+from pcg.runtime.metrics.report import ServingReport, Slo, serving_report
 from pcg.simulate.papers import flexllm
 from pcg.simulate.papers.s_lora import S_LORA_TTFT_SLO_S
 from pcg.simulate.papers.sharing_rules import InferenceOnly, SpatialSharing, TemporalSharing

@@ -104,7 +104,7 @@ class Model:
     def executor(self) -> Any:
         """The executor, by the Triton backend."""
         from pcg.compiler import compile_program, make_executor
-        from pcg.runtime.model.module_weights import StateDictCheckpoint
+        from pcg.runtime.model.weights import StateDictCheckpoint
 
         program = compile_program(self.config, "lora", dtype="bfloat16", backend="triton")
         weights = StateDictCheckpoint(

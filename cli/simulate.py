@@ -16,7 +16,7 @@ from .options.arguments import Json
 from .options.console import busy, out, print_json, table
 
 if TYPE_CHECKING:
-    from pcg.runtime.metrics.metrics import ServingReport
+    from pcg.runtime.metrics.report import ServingReport
     from pcg.simulate.papers.flexllm import CoServed
 
 

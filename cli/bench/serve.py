@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from pcg.runtime.engine.limits import Limits
     from pcg.runtime.engine.work import Sharing
     from pcg.runtime.executor import Executor
-    from pcg.runtime.metrics.metrics import ServingReport
+    from pcg.runtime.metrics.report import ServingReport
     from pcg.simulate.workloads.workload import Workload
 
 JOB = "finetuned"

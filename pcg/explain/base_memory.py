@@ -1,7 +1,7 @@
 """The base model in memory, as it lies there after it is loaded.
 
 Each tensor is there once. On a CPU serving multiplies by oneDNN's packed copies, which are there
-beside the plain ones that training reads (`pcg.runtime.model.product_weights`).
+beside the plain ones that training reads (`pcg.runtime.model.bound_weights`).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from pcg.ir.graph import Graph, Parameter
 from pcg.ir.program.program import ModelGraph
 from pcg.ir.types import DTYPE_BYTES, TORCH_NAMES
 from pcg.ranks.shards import is_in_shards, is_sharded, part_bytes, rooms_bytes
-from pcg.runtime.model.product_weights import is_packed, product_weights
+from pcg.runtime.model.bound_weights import is_packed, product_weights
 
 
 @dataclass(frozen=True)

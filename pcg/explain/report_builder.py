@@ -48,7 +48,7 @@ from pcg.passes.pipeline import in_order
 from pcg.passes.stages import TrainedModel
 from pcg.peft.recipe import Recipe
 from pcg.ranks.shards import part_bytes
-from pcg.runtime.memory.host_allocator import SLACK
+from pcg.runtime.memory.host_memory import SLACK
 from pcg.runtime.training.recorded.warm_job import why_not_recorded
 
 

@@ -1,4 +1,7 @@
-"""The executor: a compiled program with weights, adapters and a tokenizer, ready to use."""
+"""Logits of whole sequences, without a KV cache.
+
+The executor: a compiled program with weights, adapters and a tokenizer, ready to use.
+"""
 
 from __future__ import annotations
 
@@ -17,14 +20,15 @@ from pcg.kernels.devices import on_device
 from pcg.keywords import takes
 from pcg.peft.adapter import Adapter
 from pcg.peft.adapter_files import write_adapter
-from pcg.ranks.agreement import agreed, check_call
+from pcg.ranks.agreement import agreed, check_call, check_same
 from pcg.ranks.group import Ranks, run_on_first
 from pcg.runtime.engine.async_engine import AsyncEngine
 from pcg.runtime.engine.engine import Engine
 from pcg.runtime.engine.options import EngineArguments
+from pcg.runtime.model.batch import whole_sequences
 from pcg.runtime.model.specialised import ServingProgram
 from pcg.runtime.model.state import ModelState, NamedAdapter
-from pcg.runtime.requests.compared import adapter_facts
+from pcg.runtime.requests.compared import adapter_facts, sequence_facts
 from pcg.runtime.requests.request import (
     Chunk,
     Completion,
@@ -42,7 +46,42 @@ from pcg.runtime.training.options import FinetuneArguments, FinetuneResult
 from pcg.runtime.training.runner import TrainingRunner, training_runner
 from pcg.runtime.training.trainer.datum import TrainerArguments
 from pcg.runtime.training.trainer.trainer import Trainer, trainer_here
-from pcg.runtime.whole_logits import whole_logits
+
+# ------------------------------------------------------------------------------------- whole logits
+
+
+def whole_logits(
+    state: ModelState,
+    sequences: Sequence[Sequence[int]],
+    adapter: NamedAdapter | Sequence[NamedAdapter],
+) -> list[Tensor]:
+    """Compute the logits of all tokens of some sequences; see `Executor.logits`.
+
+    Ranks that share the tokens compute those of their own, and gather all.
+    """
+    adapters = state.adapters_of(len(sequences), adapter)
+    check_same(state.world, "logits", sequence_facts(sequences, adapters))
+    tables = state.serving.tables
+    order = tables.order(adapters)
+    for i, sequence in enumerate(sequences):
+        if not sequence:
+            raise GenerationError(f"sequence {i} has no tokens; give at least one")
+    wanted, chosen = [sequences[i] for i in order], [adapters[i] for i in order]
+    virtual = [0 if one is None else one.prompt_tokens for one in chosen]
+    batch = whole_sequences(wanted, state.device, virtual, cp=state.mesh.cp)
+    sizes = [span.length for span in batch.spans]
+    bound = tables.bind([chosen[span.number] for span in batch.spans], sizes)
+    logits = state.serving.runner.logits(batch, bound)
+    if batch.parts is not None:
+        (logits,) = batch.parts.gathered(logits)
+    lengths = [count + len(one) for one, count in zip(wanted, virtual, strict=True)]
+    own = [part[count:] for part, count in zip(logits.split(lengths), virtual, strict=True)]
+    by_index = dict(zip(order, own, strict=True))
+    return [by_index[i] for i in range(len(sequences))]
+
+
+# ----------------------------------------------------------------------------------------- executor
+
 
 Result = TypeVar("Result")
 

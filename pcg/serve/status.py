@@ -17,9 +17,8 @@ from pydantic import BaseModel
 
 from pcg.keys import Scope
 from pcg.runtime.engine.jobs import JobState
-from pcg.runtime.metrics.histogram import Histogram
 from pcg.runtime.metrics.status import AdapterStatus, EngineNumbers, JobStatus
-from pcg.runtime.metrics.totals import Promised, Totals
+from pcg.runtime.metrics.totals import Histogram, Promised, Totals
 from pcg.serve.adapters.catalog import Catalog
 from pcg.serve.engine.client import EngineStatus
 from pcg.serve.engine.engine_names import Owned

@@ -19,8 +19,7 @@ from matplotlib.ticker import PercentFormatter
 from numpy.typing import NDArray
 
 from pcg.explain.page.svg import svg_file
-from pcg.runtime.metrics.metrics import ServingReport
-from pcg.runtime.metrics.timelines import Outcome, Timeline
+from pcg.runtime.metrics.report import Outcome, ServingReport, Timeline
 
 Samples: TypeAlias = NDArray[np.float64]
 """Rows of (time, latency), in seconds."""

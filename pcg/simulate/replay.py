@@ -16,7 +16,7 @@ from random import Random
 from pcg.errors import BenchmarkError, OutOfMemoryError, QueueFullError
 from pcg.runtime.adapters.cache import ServedAdapter
 from pcg.runtime.engine.loop import EngineLoop
-from pcg.runtime.metrics.metrics import ServingReport, serving_report
+from pcg.runtime.metrics.report import ServingReport, serving_report
 from pcg.runtime.requests.request import Request
 from pcg.runtime.sampling.sampling_params import SamplingParams
 from pcg.simulate.workloads.checks import require_positive

@@ -6,8 +6,7 @@ from rich.table import Table
 
 from cli.bench.serve import latency_table, outcome_table
 from pcg.runtime.metrics.events import Event, Kind
-from pcg.runtime.metrics.metrics import ServingReport, serving_report
-from pcg.runtime.metrics.timelines import Slo
+from pcg.runtime.metrics.report import ServingReport, Slo, serving_report
 
 
 def printed(table: Table) -> dict[str, str]:

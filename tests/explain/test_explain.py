@@ -21,7 +21,7 @@ from pcg.explain.report import Report
 from pcg.explain.report_data import KINDS
 from pcg.explain.text import bar, comparison
 from pcg.peft.lora import LoraConfig
-from pcg.runtime.memory.host_allocator import SLACK
+from pcg.runtime.memory.host_memory import SLACK
 from pcg.source import resolve
 from pcg.units import gib, rounded
 

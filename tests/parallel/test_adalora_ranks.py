@@ -22,7 +22,7 @@ from pcg.parallel.search import Search
 from pcg.peft.adapter import Adapter
 from pcg.runtime.data.example import Example
 from pcg.runtime.executor import Executor
-from pcg.runtime.model.module_weights import StateDictCheckpoint
+from pcg.runtime.model.weights import StateDictCheckpoint
 from tests.support import oracle
 from tests.support.adalora import DICT, FIELDS, OPTIONS, pair, train_peft
 from tests.support.families import BY_NAME

@@ -25,7 +25,7 @@ from pcg.peft.adapter_files import read_adapter
 from pcg.peft.lora import LoraConfig
 from pcg.runtime.data.example import Example
 from pcg.runtime.executor import Executor
-from pcg.runtime.model.module_weights import StateDictCheckpoint
+from pcg.runtime.model.weights import StateDictCheckpoint
 from tests.support import oracle
 from tests.support.families import BY_NAME
 from tests.support.prompts import TOLERANCE, prompts

@@ -17,7 +17,7 @@ from pcg.ir.program.program import Program
 from pcg.ranks.mesh import MeshSizes, RankMesh
 from pcg.ranks.stages import Stages, cut_stages
 from pcg.runtime.data.example import Example
-from pcg.runtime.memory.stage_pages import stage_kv_types
+from pcg.runtime.memory.kv_cache import stage_kv_types
 from pcg.runtime.training.runner import TrainingPass
 from pcg.runtime.training.step import BatchPart, micro_batches
 from tests.support.families import BY_NAME

@@ -29,7 +29,7 @@ from pcg.runtime.engine.limits import Limits
 from pcg.runtime.engine.work import Sharing, Work
 from pcg.runtime.executor import Executor
 from pcg.runtime.model.load import Load
-from pcg.runtime.model.module_weights import StateDictCheckpoint
+from pcg.runtime.model.weights import StateDictCheckpoint
 from pcg.runtime.training.bound_training import BoundTraining
 from pcg.runtime.training.runner import TrainingPass, pass_through, training_runner
 from pcg.runtime.training.work_units import Forward, Part, Phase

@@ -11,8 +11,7 @@ from pcg.plan.training_load import CoServing
 from pcg.plan.workload import Serving, Training
 from pcg.runtime.engine.latency import Latencies, Latency
 from pcg.runtime.engine.limits import Limits
-from pcg.runtime.metrics.metrics import ServingReport, serving_report
-from pcg.runtime.metrics.timelines import Slo
+from pcg.runtime.metrics.report import ServingReport, Slo, serving_report
 from pcg.simulate.simulated_engine import SimulatedEngine
 from pcg.simulate.simulation import RoundRobin, Simulation
 from pcg.simulate.workloads.arrivals import Poisson

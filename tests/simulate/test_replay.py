@@ -10,8 +10,7 @@ import pytest
 from pcg.errors import BenchmarkError
 from pcg.runtime.engine.limits import Limits
 from pcg.runtime.metrics.events import Kind
-from pcg.runtime.metrics.metrics import ServingReport
-from pcg.runtime.metrics.timelines import Outcome
+from pcg.runtime.metrics.report import Outcome, ServingReport
 from pcg.simulate.replay import replay, train
 from pcg.simulate.workloads.workload import TimedRequest, Workload
 from tests.support.small_engine import DATA, LORA, OPTIONS, make_engine, make_executor

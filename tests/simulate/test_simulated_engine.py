@@ -13,8 +13,7 @@ from pcg.parallel.costs.step_costs import StepShape
 from pcg.runtime.engine.latency import Latencies, Latency
 from pcg.runtime.engine.limits import Limits
 from pcg.runtime.metrics.events import Kind
-from pcg.runtime.metrics.metrics import serving_report
-from pcg.runtime.metrics.timelines import Slo
+from pcg.runtime.metrics.report import Slo, serving_report
 from pcg.runtime.model.load import Load
 from pcg.runtime.requests.request import Request
 from pcg.runtime.sampling.sampling_params import SamplingParams

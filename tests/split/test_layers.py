@@ -14,7 +14,7 @@ import pcg.compiler as compiler
 from pcg.errors import SplitError
 from pcg.passes.placement import exact_cut
 from pcg.runtime.data.example import Example
-from pcg.runtime.model.module_weights import StateDictCheckpoint
+from pcg.runtime.model.weights import StateDictCheckpoint
 from pcg.split.base.base_executor import BaseExecutor
 from pcg.split.base.base_loop import BaseLoop
 from pcg.split.base.held_layers import executor_of, held_layers

@@ -17,7 +17,7 @@ import pcg.compiler as compiler
 from pcg.ranks.mesh import SINGLE_MESH
 from pcg.runtime.data.example import Example
 from pcg.runtime.executor import Executor
-from pcg.runtime.model.module_weights import StateDictCheckpoint
+from pcg.runtime.model.weights import StateDictCheckpoint
 from pcg.split.base.base_executor import BaseExecutor
 from pcg.split.base.base_loop import BaseLoop
 from pcg.split.base.options import BaseOptions

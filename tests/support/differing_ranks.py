@@ -21,8 +21,7 @@ from pcg.ranks.join import join_group
 from pcg.runtime.data.example import Example
 from pcg.runtime.engine.limits import Limits
 from pcg.runtime.executor import Executor
-from pcg.runtime.model.module_weights import StateDictCheckpoint
-from pcg.runtime.model.weights import Checkpoint, RandomWeights
+from pcg.runtime.model.weights import Checkpoint, RandomWeights, StateDictCheckpoint
 from pcg.source import resolve
 from tests.support import tiny_llama
 from tests.support.threads import tp_mesh

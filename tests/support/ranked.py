@@ -22,7 +22,7 @@ from pcg.ranks.group import Ranks
 from pcg.ranks.mesh import SINGLE_MESH, RankMesh
 from pcg.runtime.data.example import Example
 from pcg.runtime.executor import Executor
-from pcg.runtime.model.module_weights import StateDictCheckpoint
+from pcg.runtime.model.weights import StateDictCheckpoint
 from pcg.runtime.training.optimizer import make_optimizer
 from pcg.runtime.training.torch_optimizers import Optimizer
 from tests.support import oracle

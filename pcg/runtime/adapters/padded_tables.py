@@ -27,10 +27,9 @@ from pcg.ir.program.program import ModelGraph
 from pcg.kernels.batch import Segments
 from pcg.peft.adapter import Adapter
 from pcg.ranks.group import SINGLE_RANK, Ranks
-from pcg.runtime.adapters.copies import AdapterCopies
 from pcg.runtime.adapters.sites import GraphSites
-from pcg.runtime.adapters.slots import AdapterSlots
-from pcg.runtime.adapters.weight_stacker import ServedWeights, WeightStacker
+from pcg.runtime.adapters.slots import AdapterCopies, AdapterSlots
+from pcg.runtime.adapters.stacked_weights import ServedWeights, WeightStacker
 from pcg.runtime.memory.pool import PageTable
 
 

@@ -22,8 +22,12 @@ from pcg.peft.adapter import Adapter
 from pcg.ranks.group import SINGLE_RANK, Ranks
 from pcg.runtime.adapters.packed_rows import NO_PAGES, RowPacker
 from pcg.runtime.adapters.padded_tables import BoundAdapters, Namespace, PaddedTables
-from pcg.runtime.adapters.row_allocator import OwnRowAllocator, PagedRowAllocator, RowAllocator
-from pcg.runtime.adapters.row_memory import RowMemory
+from pcg.runtime.adapters.row_memory import (
+    OwnRowAllocator,
+    PagedRowAllocator,
+    RowAllocator,
+    RowMemory,
+)
 from pcg.runtime.adapters.sites import (
     GraphSites,
     JoinedSite,
@@ -31,7 +35,7 @@ from pcg.runtime.adapters.sites import (
     model_sources,
     served_sources,
 )
-from pcg.runtime.adapters.weight_stacker import ServedWeights
+from pcg.runtime.adapters.stacked_weights import ServedWeights
 from pcg.runtime.memory.pool import PageTable
 
 

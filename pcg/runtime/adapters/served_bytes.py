@@ -1,4 +1,9 @@
-"""The bytes of what serving reads of adapters, beside the adapters' own tensors.
+"""The dtype of the copies that LoRA is served from.
+
+A step reads the weights of every adapter that runs, so 16 bits are half of its bytes. Training, and
+what is saved, keep the adapters' own dtype.
+
+The bytes of what serving reads of adapters, beside the adapters' own tensors.
 
 They are found by laying the adapters out as an engine does, on the meta device, where tensors have
 shapes and no memory: rows in pages of the KV cache and the tables of where they lie, or stacks.
@@ -11,18 +16,65 @@ from collections.abc import Iterator, Mapping, Sequence
 import torch
 from torch import Tensor
 
+from pcg.errors import UnsupportedError
 from pcg.ir.program.program import ModelGraph
 from pcg.ir.types import TORCH_NAMES
+from pcg.kernels.sgmv import check_native, is_native
+from pcg.kernels.torch.products import has_onednn
 from pcg.options import CompileOptions
 from pcg.peft.adapter import Adapter
 from pcg.peft.method import Shape
 from pcg.ranks.group import Ranks
 from pcg.runtime.adapters.padded_tables import PaddedTables
 from pcg.runtime.adapters.ragged_tables import RaggedTables
-from pcg.runtime.adapters.served_dtype import served_dtype
-from pcg.runtime.adapters.weight_stacker import ServedWeights
+from pcg.runtime.adapters.stacked_weights import ServedWeights
 from pcg.runtime.memory.kv_cache import bytes_of_page, kv_types
 from pcg.runtime.memory.pool import PageTable
+
+# ------------------------------------------------------------------------------------- served dtype
+
+
+def served_dtype(
+    options: CompileOptions, base: ModelGraph, device: torch.device
+) -> torch.dtype | None:
+    """Return the dtype of the copies; None for the adapters' own dtype.
+
+    By default it is the base's, where the kernels that serve read 16 bits: those for Triton, and
+    the native one on CPUs with native bfloat16.
+
+    Raises:
+        UnsupportedError: the `adapter_copies` that were asked for cannot be had.
+    """
+    given, is_triton = options.adapter_copies, options.backend == "triton"
+    dtype: torch.dtype = getattr(torch, TORCH_NAMES[base.dtype])
+    if given is not None and base.adapter_dtype != "f32":
+        raise UnsupportedError(
+            f"adapter_copies={given!r} is for adapters in float32, and those over a base in "
+            "float64 are float64; leave it out"
+        )
+    if given == "float32":
+        return None
+    if given is None:
+        is_read = is_triton or (
+            options.tp == 1
+            and dtype is torch.bfloat16
+            and device.type == "cpu"
+            and has_onednn(dtype)
+            and is_native(device, dtype)
+        )
+        return dtype if is_read and dtype.itemsize == 2 else None
+    if not is_triton:
+        check_native(device, torch.bfloat16, f"adapter_copies={given!r}")
+    elif dtype is not torch.bfloat16:
+        raise UnsupportedError(
+            f"adapter_copies={given!r} would round activations in {dtype}, as tensor cores multiply"
+            " by one dtype; leave it out, or compile for dtype='bfloat16'"
+        )
+    return torch.bfloat16
+
+
+# ------------------------------------------------------------------------------------- served bytes
+
 
 META = torch.device("meta")
 

@@ -26,8 +26,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from collections.abc import Sequence as List
 from itertools import chain, islice
 
-from pcg.runtime.admission.line import Line
-from pcg.runtime.admission.policy import Chunks, Policy
+from pcg.runtime.admission.policy import Chunks, Line, Policy
 from pcg.runtime.admission.recent_use import AHEAD, RecentUse
 from pcg.runtime.admission.step_bound import StepBound
 from pcg.runtime.engine.latency import Latency

@@ -11,8 +11,7 @@ from itertools import islice
 
 from pcg.options import PolicyName
 from pcg.runtime.admission.fair_share import FairShare
-from pcg.runtime.admission.line import Line
-from pcg.runtime.admission.policy import Chunks, Policy
+from pcg.runtime.admission.policy import Chunks, Line, Policy
 from pcg.runtime.requests.sequence import Sequence
 
 

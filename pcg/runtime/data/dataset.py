@@ -27,11 +27,10 @@ from pcg.runtime.data.formats import (
     TokenSample,
     detect,
     parse,
+    parse_pair,
 )
 from pcg.runtime.data.limits import UNLIMITED, DataLimits, check_tokens
-from pcg.runtime.data.pairs import parse_pair
-from pcg.runtime.data.rows import Row, holds_documents, read_rows
-from pcg.runtime.data.sources import Gathered, Source, gather
+from pcg.runtime.data.sources import Gathered, Row, Source, gather, holds_documents, read_rows
 from pcg.runtime.text.chat import Message, Span
 from pcg.runtime.text.chat_spans import assistant_spans, check_context
 from pcg.runtime.text.tokenizer import Encoding, Tokenizer

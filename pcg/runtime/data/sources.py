@@ -1,4 +1,18 @@
-"""Sources of finetuning data, whichever library holds them: files, or a list of rows.
+"""Rows of finetuning data, each with its place for messages.
+
+A file is JSON lines (.jsonl, .ndjson, .json), a row a line, or plain text (.txt), which is one
+document. Rows in memory are dicts and strings.
+
+Frames: examples as bytes, from the process that tokenizes to the one that trains.
+
+    frame   one line of JSON, and the bytes that it announces
+    batch   {"places": […], "lengths": […]}, then the ids and the labels of all examples, int64
+    end     {"format": …, "truncated": …, "dropped": …}
+    error   {"error": name of a class of `pcg.errors`, "message": …}
+
+Nothing here is unpickled: a chat template is a stranger's program, and runs in that other process.
+
+Sources of finetuning data, whichever library holds them: files, or a list of rows.
 
     a path, or several                                files
     a dataset of `datasets`, any iterable             its rows
@@ -13,17 +27,192 @@ would be learned.
 
 from __future__ import annotations
 
+import json
+import sys
+from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
+from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import Any, Protocol
+from typing import IO, Any, Protocol
 
 from pcg.errors import DataError
-from pcg.files import is_file
+from pcg.files import is_file, shown_path
+from pcg.runtime.data.example import Example
 from pcg.runtime.data.formats import FORMATS
-from pcg.runtime.text.chat_messages import kind_of
+from pcg.runtime.data.limits import UNLIMITED, DataLimits, RowMeter, bytes_of
+from pcg.runtime.text.chat import kind_of
 from pcg.units import counted, shown
+
+# --------------------------------------------------------------------------------------------- rows
+
+
+@dataclass(frozen=True)
+class Row:
+    """One row as it was read.
+
+    Attributes:
+        where: "train.jsonl line 7", or "data[6]" in memory.
+        value: a dict or a string, not yet checked further.
+    """
+
+    where: str
+    value: Any
+
+
+def holds_documents(data: Gathered) -> bool:
+    """Return True for plain text files, each to be read as one document.
+
+    Raises:
+        DataError: there are plain text files among others.
+    """
+    if isinstance(data, list):
+        return False
+    texts = [path for path in data if path.suffix.lower() in TEXT]
+    if texts and len(texts) < len(data):
+        raise DataError(
+            f"{texts[0]} is plain text, which is one document, and {len(data) - len(texts)} of "
+            f"{len(data)} files are not; give one kind"
+        )
+    return bool(texts)
+
+
+def read_rows(data: Gathered, limits: DataLimits = UNLIMITED) -> Iterator[Row]:
+    """Yield the rows of files or those in memory, in order; a blank line is no row.
+
+    Raises:
+        DataError: there is no such file, it has an unknown suffix, a line is not UTF-8 or JSON, or
+            there is more than the limits allow.
+    """
+    meter = RowMeter(limits)
+    if isinstance(data, list):
+        for index, value in enumerate(data):
+            where = f"data[{index}]"
+            meter.add(bytes_of(value, limits.row_bytes), where)
+            yield Row(where, value)
+        return
+    for path in data:
+        try:
+            yield from _read_file(path, meter)
+        except OSError as error:
+            raise DataError(f"{shown_path(path)} cannot be read: {error.strerror}") from error
+
+
+def _read_file(path: Path, meter: RowMeter) -> Iterator[Row]:
+    if not path.is_file():
+        hint = "; it is a directory, give its files" if path.is_dir() else ""
+        raise DataError(f"no data file {shown_path(path)}{hint}")
+    suffix = path.suffix.lower()
+    if suffix not in (*JSON_LINES, *TEXT):
+        raise DataError(
+            f"{path} ends in {suffix or 'nothing'}; use JSON lines ({', '.join(JSON_LINES)}) or "
+            f"plain text ({', '.join(TEXT)})"
+        )
+    if suffix in TEXT:
+        meter.add(path.stat().st_size, str(path), is_document=True)
+        yield Row(str(path), _decode(path.read_bytes(), str(path)))
+        return
+    # A line is read no further than it may go.
+    most = min(meter.limits.row_bytes, sys.maxsize - 1) + 1
+    with path.open("rb") as file:
+        for number, line in enumerate(iter(partial(file.readline, most), b""), start=1):
+            where = f"{path} line {number}"
+            if not line.strip():
+                continue
+            meter.add(len(line.rstrip(b"\r\n")), where)
+            text = _decode(line, where)
+            if text.strip():
+                yield Row(where, _parse(text, where))
+
+
+def _decode(data: bytes, where: str) -> str:
+    try:
+        return data.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise DataError(
+            f"{where}: byte {error.start + 1} is not UTF-8 (0x{data[error.start]:02x}); "
+            "save the file as UTF-8"
+        ) from error
+
+
+def _parse(text: str, where: str) -> Any:
+    try:
+        value = json.loads(text)
+    except json.JSONDecodeError as error:
+        hint = ""
+        if text.strip() in ("[", "{"):
+            hint = "; the file seems to be one JSON value over many lines: write one row a line"
+        raise DataError(f"{where}, column {error.colno}: not JSON: {error.msg}{hint}") from error
+    except ValueError as error:  # an int of more than 4,300 digits
+        raise DataError(f"{where}: a number has too many digits; write it as a text") from error
+    except RecursionError as error:
+        raise DataError(f"{where}: JSON nested too deeply; write a flat row") from error
+    if isinstance(value, list):
+        raise DataError(f"{where}: a JSON array; write one row a line, as in `jq -c '.[]'`")
+    return value
+
+
+# ------------------------------------------------------------------------------------------- frames
+
+
+Header = dict[str, Any]
+Placed = tuple[Example, str]
+"""An example and its place."""
+
+
+def write_frame(stream: IO[bytes], header: Header, *parts: bytes) -> None:
+    """Write a frame."""
+    stream.write(json.dumps(header).encode() + b"\n")
+    for part in parts:
+        stream.write(part)
+    stream.flush()
+
+
+def write_batch(stream: IO[bytes], placed: Sequence[Placed]) -> None:
+    """Write a frame of examples."""
+    ids, labels = array("q"), array("q")
+    for example, _ in placed:
+        ids.extend(example.ids)
+        labels.extend(example.labels)
+    lengths = [len(example.ids) for example, _ in placed]
+    header = {"places": [place for _, place in placed], "lengths": lengths}
+    write_frame(stream, header, ids.tobytes(), labels.tobytes())
+
+
+def read_header(stream: IO[bytes]) -> Header | None:
+    """Read the JSON of the next frame; None where the stream ends."""
+    line = stream.readline()
+    if not line.endswith(b"\n"):
+        return None
+    header: Header = json.loads(line)
+    return header
+
+
+def read_batch(stream: IO[bytes], header: Header) -> list[Placed]:
+    """Read the examples that a header announces.
+
+    Raises:
+        EOFError: the stream ends before them.
+    """
+    lengths: list[int] = header["lengths"]
+    ids, labels = _read_ints(stream, sum(lengths)), _read_ints(stream, sum(lengths))
+    placed, start = [], 0
+    for length, place in zip(lengths, header["places"], strict=True):
+        end = start + length
+        placed.append((Example(ids[start:end], labels[start:end]), place))
+        start = end
+    return placed
+
+
+def _read_ints(stream: IO[bytes], count: int) -> array[int]:
+    ints = array("q")
+    ints.fromfile(stream, count)
+    return ints
+
+
+# ------------------------------------------------------------------------------------------ sources
+
 
 JSON_LINES = (".jsonl", ".ndjson", ".json")
 TEXT = (".txt",)

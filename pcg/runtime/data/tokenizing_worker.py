@@ -19,7 +19,7 @@ from pcg.errors import DataError, PcgError
 from pcg.parent_process import end_with_parent
 from pcg.runtime.data.dataset import ExampleReader, ReadOptions
 from pcg.runtime.data.example import ModelSizes, check_example
-from pcg.runtime.data.frames import Placed, write_batch, write_frame
+from pcg.runtime.data.sources import Placed, write_batch, write_frame
 from pcg.runtime.text.tokenizer import Tokenizer
 
 NICENESS = 10

@@ -33,7 +33,6 @@ from pcg.errors import (
 from pcg.kernels.sizes import PAGE_TOKENS
 from pcg.keywords import takes
 from pcg.peft.adapter import Adapter
-from pcg.runtime.adapters.loads import Loads
 from pcg.runtime.data.limits import DataLimits
 from pcg.runtime.engine.guest_work import GuestWork
 from pcg.runtime.engine.jobs import Job
@@ -50,10 +49,10 @@ from pcg.runtime.metrics.status import (
     JobStatus,
     RunningStatus,
 )
+from pcg.runtime.model.adapter_loads import Loads
 from pcg.runtime.model.state import ModelState
-from pcg.runtime.requests.in_order import in_order
 from pcg.runtime.requests.request import Chunk, Request, RequestFields, make_request
-from pcg.runtime.requests.stream import Stream
+from pcg.runtime.requests.stream import Stream, in_order
 from pcg.runtime.training.options import JobArguments
 
 Result = TypeVar("Result")

@@ -26,9 +26,8 @@ from pcg.ranks.group import broadcast_from_first
 from pcg.runtime.engine.clock import Clock
 from pcg.runtime.engine.latency import Knee, Latencies, Latency
 from pcg.runtime.engine.served_batch import cut, hidden_requests
-from pcg.runtime.memory.kv_cache import KvCache
+from pcg.runtime.memory.kv_cache import KvCache, stage_kv_types
 from pcg.runtime.memory.pool import pages_for
-from pcg.runtime.memory.stage_pages import stage_kv_types
 from pcg.runtime.model.batch import ANY_TOKEN, Batch
 from pcg.runtime.model.load import Load, keys_of
 from pcg.runtime.model.merged_execution import run_single

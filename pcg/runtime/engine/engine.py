@@ -31,10 +31,9 @@ from pcg.runtime.engine.options import KV_CACHE_BYTES, EngineArguments
 from pcg.runtime.engine.ranks.step_callback import StepCallback
 from pcg.runtime.engine.scheduler import Scheduler
 from pcg.runtime.engine.step_runner import StepRunner
-from pcg.runtime.memory.kv_cache import KvCache
+from pcg.runtime.memory.kv_cache import KvCache, page_bytes_of, stage_kv_types
 from pcg.runtime.memory.pool import pages_for
 from pcg.runtime.memory.prefixes import Prefixes
-from pcg.runtime.memory.stage_pages import page_bytes_of, stage_kv_types
 from pcg.runtime.metrics.events import EventLog, Kind
 from pcg.runtime.model.specialised import ServingProgram
 from pcg.runtime.model.state import ModelState

@@ -21,11 +21,10 @@ from typing import Any
 
 from pcg.errors import DataError, EngineError, FinetuneError, as_pcg_error
 from pcg.kernels.devices import device_pool, device_thread
-from pcg.runtime.data.cancelling import Cancelling
 from pcg.runtime.data.dataset import Dataset
 from pcg.runtime.data.limits import DataLimits, RowMeter, bytes_of
 from pcg.runtime.data.sources import gather
-from pcg.runtime.data.tokenizing import load_apart
+from pcg.runtime.data.tokenizing import Cancelling, load_apart
 from pcg.runtime.model.state import ModelState
 from pcg.runtime.training.options import JobArguments
 from pcg.runtime.training.training_data import splits_of, training_data, with_planned_batch

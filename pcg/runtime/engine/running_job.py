@@ -9,7 +9,7 @@ from collections.abc import Callable
 from concurrent.futures import Future, InvalidStateError
 
 from pcg.errors import FinetuneInterrupted
-from pcg.runtime.data.cancelling import Cancelling
+from pcg.runtime.data.tokenizing import Cancelling
 from pcg.runtime.engine.jobs import Job, JobState
 from pcg.runtime.engine.loop import EngineLoop
 from pcg.runtime.metrics.status import JobStatus

@@ -32,13 +32,12 @@ from pcg.runtime.admission.reachable import why_never, why_unreachable
 from pcg.runtime.admission.step_bound import StepBound
 from pcg.runtime.engine.latency import Latency
 from pcg.runtime.engine.limits import Limits
-from pcg.runtime.guided.grammar import Grammar
-from pcg.runtime.memory.needs import Needs
-from pcg.runtime.memory.pool import PagePool, PageTable, pages_for
+from pcg.runtime.memory.pool import Needs, PagePool, PageTable, pages_for
 from pcg.runtime.memory.prefixes import Prefixes
 from pcg.runtime.model.load import Load
 from pcg.runtime.requests.sequence import Sequence, State
 from pcg.runtime.requests.step_plan import Plan
+from pcg.runtime.sampling.grammars import Grammar
 
 _LAST_ROW = Load(sampled=1, chunks=1)
 """The load of a prompt beside its tokens: it is sampled after the last one."""

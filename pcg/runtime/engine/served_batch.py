@@ -18,8 +18,7 @@ from pcg.ranks.step_parts import TokenParts
 from pcg.runtime.adapters.padded_tables import BoundAdapters, PaddedTables
 from pcg.runtime.memory.kv_cache import KvCache
 from pcg.runtime.memory.pool import PageTable
-from pcg.runtime.model.batch import Batch
-from pcg.runtime.model.latest_tokens import LatestTokens
+from pcg.runtime.model.batch import Batch, LatestTokens
 from pcg.runtime.model.runner import ModelRunner
 from pcg.runtime.model.step_graphs import StepGraphs, StepOutputs
 from pcg.runtime.requests.sequence import Sequence

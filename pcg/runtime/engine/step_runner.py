@@ -26,11 +26,8 @@ from pcg.runtime.adapters.versions import AdapterVersion
 from pcg.runtime.engine.device import SideStream
 from pcg.runtime.engine.limits import Limits
 from pcg.runtime.engine.served_batch import ServedBatch, rows_of
-from pcg.runtime.guided.grammar import Grammar
-from pcg.runtime.guided.grammars import Grammars
 from pcg.runtime.memory.kv_cache import KvCache
-from pcg.runtime.model.batch import ANY_TOKEN, whole_sequences
-from pcg.runtime.model.latest_tokens import LatestTokens
+from pcg.runtime.model.batch import ANY_TOKEN, LatestTokens, whole_sequences
 from pcg.runtime.model.merged_execution import run_merged, run_single
 from pcg.runtime.model.recorder import WarmUp
 from pcg.runtime.model.runner import ModelRunner
@@ -46,8 +43,8 @@ from pcg.runtime.requests.step_results import (
     PromptLogprobs,
     Results,
 )
-from pcg.runtime.sampling.logprobs import Logprobs, logprobs_of
-from pcg.runtime.sampling.prompt_cells import PromptCells
+from pcg.runtime.sampling.grammars import Grammar, Grammars
+from pcg.runtime.sampling.logprobs import Logprobs, PromptCells, logprobs_of
 from pcg.runtime.sampling.sampler import Sampler, resolved
 from pcg.runtime.sampling.sampling import only_finite, sample, scored
 from pcg.runtime.sampling.sampling_params import SamplingParams

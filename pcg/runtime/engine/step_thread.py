@@ -37,7 +37,7 @@ import torch
 
 from pcg.errors import EngineError, as_pcg_error
 from pcg.kernels.devices import device_thread
-from pcg.runtime.admission.arrivals import Arrivals
+from pcg.runtime.admission.backlog import Arrivals
 from pcg.runtime.engine.calls import Call
 from pcg.runtime.engine.loop import EngineLoop
 from pcg.runtime.requests.request import Chunk, Request

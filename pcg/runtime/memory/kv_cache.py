@@ -6,6 +6,10 @@ lies together if its pages do. For kernels that follow block tables, a page is i
 bytes, with the keys and values of each layer in turn, and adapters lie in pages as well.
 
 Free pages hold zeros: what an owner wrote, NaN included, is gone before another can read it.
+
+The KV cache of pipeline stages: a rank has the keys and values of its stage's layers.
+
+All ranks count the same pages, so a page takes what that of the stage with the most of them needs.
 """
 
 from __future__ import annotations
@@ -18,10 +22,14 @@ from math import prod
 import torch
 from torch import Tensor
 
+from pcg.errors import UnsupportedError
 from pcg.ir.program.program import ModelGraph
 from pcg.ir.types import DTYPE_BYTES, TOKENS, TORCH_NAMES, TensorType, tensor
 from pcg.kernels.sizes import PAGE_TOKENS
+from pcg.ranks.stages import Stages
 from pcg.runtime.memory.pool import PagePool
+
+# ----------------------------------------------------------------------------------------- kv cache
 
 
 def kv_types(model: ModelGraph) -> tuple[tuple[TensorType, TensorType], ...]:
@@ -148,3 +156,28 @@ def _untouched(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device)
 def bytes_of_page(types: Sequence[tuple[TensorType, TensorType]]) -> int:
     """Return the bytes of one page, in all layers."""
     return PAGE_TOKENS * sum(bytes_of_row(type_) for pair in types for type_ in pair)
+
+
+# -------------------------------------------------------------------------------------- stage pages
+
+
+def stage_kv_types(
+    model: ModelGraph, stages: Stages, index: int
+) -> tuple[tuple[TensorType, TensorType], ...]:
+    """Return the types of each layer's keys and values; layers of other stages have no heads."""
+    return kv_types(stages[index].own(model))
+
+
+def page_bytes_of(model: ModelGraph, stages: Stages) -> int:
+    """Return the bytes of a page of the stage that has the most of it.
+
+    Raises:
+        UnsupportedError: no layer has attention.
+    """
+    page = max(bytes_of_page(stage_kv_types(model, stages, i)) for i in range(stages.count))
+    if not page:
+        raise UnsupportedError(
+            "no layer of the model has attention, and an engine plans by the KV cache; "
+            "Executor.logits computes the logits of such a model"
+        )
+    return page

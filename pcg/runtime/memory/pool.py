@@ -19,11 +19,14 @@ A page without readers is kept, so that it may be read again, until another owne
 least recently read is reclaimed first. Such pages count as free.
 
 Source: vLLM's block pool (reference counts, and a queue of cached blocks that are free).
+
+Needs: the pages that requests need at most, and the most of any, found at once.
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict
+import heapq
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -31,6 +34,9 @@ from itertools import pairwise
 from pcg.errors import OutOfMemoryError, PcgError
 from pcg.kernels.sizes import PAGE_TOKENS
 from pcg.runtime.memory.free_runs import FreeRuns
+
+# --------------------------------------------------------------------------------------------- pool
+
 
 # ------------------------------------------------------------------------------------- shared pages
 
@@ -392,3 +398,31 @@ def runs_of(pages: list[int]) -> list[tuple[int, int]]:
         else:
             found.append((page, 1))
     return found
+
+
+# -------------------------------------------------------------------------------------------- needs
+
+
+class Needs:
+    """Numbers of pages that come and go."""
+
+    def __init__(self) -> None:
+        self._counts: Counter[int] = Counter()
+        self._largest_first: list[int] = []
+
+    @property
+    def most(self) -> int:
+        """The largest number; 0 if there is none."""
+        while self._largest_first and -self._largest_first[0] not in self._counts:
+            heapq.heappop(self._largest_first)
+        return -self._largest_first[0] if self._largest_first else 0
+
+    def add(self, pages: int) -> None:
+        if pages not in self._counts:
+            heapq.heappush(self._largest_first, -pages)
+        self._counts[pages] += 1
+
+    def remove(self, pages: int) -> None:
+        self._counts[pages] -= 1
+        if not self._counts[pages]:
+            del self._counts[pages]

@@ -1,4 +1,14 @@
-"""Totals: what an engine has done since its start, in memory that does not grow with it.
+"""Histograms: numbers of samples by bounds, in memory that does not grow with them.
+
+Sums by adapter: those used most have sums of their own, and all others have one together.
+
+A monitoring system keeps a series for every adapter that ever had one, so there are at most `most`
+at a time, and they change slowly: an adapter gets its own sums while there is room; later, once in
+`turn_s`, one that was clearly asked for more often than one with sums of its own takes its place.
+Sums begin at 0 with a new place, and what was counted together stays there, so that no sum ever
+falls while it is shown.
+
+Totals: what an engine has done since its start, in memory that does not grow with it.
 
 They are counted as events come, so they are whole where the log has dropped old events. Gaps
 between tokens and the sizes of steps are told by the engine, as they are no events.
@@ -6,23 +16,219 @@ between tokens and the sizes of steps are told by the engine, as they are no eve
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
-from pcg.runtime.metrics.adapter_totals import AdapterTotals, leave
 from pcg.runtime.metrics.events import Event, EventLog, Kind
-from pcg.runtime.metrics.histogram import (
-    CHOICE_BOUNDS,
-    FIRST_TOKEN_BOUNDS_S,
-    LENGTH_BOUNDS,
-    PREEMPTION_BOUNDS,
-    REQUEST_BOUNDS_S,
-    STEP_BOUNDS,
-    TOKEN_BOUNDS_S,
-    Histogram,
+from pcg.runtime.metrics.report import REQUEST_ENDS, Outcome, number, optional_number
+
+# ---------------------------------------------------------------------------------------- histogram
+
+
+FIRST_TOKEN_BOUNDS_S = (
+    *(0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75),
+    *(1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0, 160.0, 640.0, 2560.0),
 )
-from pcg.runtime.metrics.timelines import REQUEST_ENDS, Outcome, number, optional_number
+TOKEN_BOUNDS_S = (
+    *(0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75),
+    *(1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0),
+)
+REQUEST_BOUNDS_S = (
+    *(0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0),
+    *(120.0, 240.0, 480.0, 960.0, 1920.0, 7680.0),
+)
+STEP_BOUNDS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
+CHOICE_BOUNDS = (1, 2, 5, 10, 20)
+PREEMPTION_BOUNDS = (1, 2, 3, 4, 5, 10, 20)
+LENGTH_BOUNDS = tuple(first * 10**zeros for zeros in range(6) for first in (1, 2, 5))
+"""The bounds of vLLM's histograms (vllm/v1/metrics/loggers.py): seconds, tokens of a step,
+continuations of a prompt, preemptions of a request, and tokens of a request; vLLM cuts the last
+ones at the longest sequence of the model."""
+
+
+class Histogram:
+    """Numbers of samples by bounds; another thread may read it while one observes.
+
+    Attributes:
+        bounds: upper bounds, in the samples' unit.
+        counts: the samples up to each bound and above the one before, and last those above all.
+        sum: the sum of the samples.
+    """
+
+    __slots__ = ("bounds", "counts", "sum")
+
+    def __init__(self, bounds: tuple[float, ...]) -> None:
+        self.bounds = bounds
+        self.counts = [0] * (len(bounds) + 1)
+        self.sum = 0.0
+
+    @property
+    def count(self) -> int:
+        return sum(self.counts)
+
+    @property
+    def mean(self) -> float | None:
+        """The mean of the samples; None without any."""
+        count = self.count
+        return self.sum / count if count else None
+
+    def observe(self, value: float) -> None:
+        self.counts[bisect_left(self.bounds, value)] += 1
+        self.sum += value
+
+    def observe_equal(self, value: float, times: int) -> None:
+        """Add so many equal samples."""
+        self.counts[bisect_left(self.bounds, value)] += times
+        self.sum += value * times
+
+    def add(self, other: Histogram) -> None:
+        """Add another's samples, which has the same bounds."""
+        self.counts = [a + b for a, b in zip(self.counts, other.counts, strict=True)]
+        self.sum += other.sum
+
+    def percentile(self, percent: float) -> float | None:
+        """Estimate a percentile as Prometheus' `histogram_quantile` does; None without samples.
+
+        Samples are taken to lie evenly between two bounds; those above all bounds count as the
+        last one.
+        """
+        counts = list(self.counts)
+        rank = sum(counts) * percent / 100
+        if not rank:
+            return None
+        below, low = 0, 0.0
+        for bound, count in zip(self.bounds, counts, strict=False):
+            if below + count >= rank:
+                return low + (bound - low) * (rank - below) / count
+            below, low = below + count, bound
+        return self.bounds[-1]
+
+
+# ----------------------------------------------------------------------------------- adapter totals
+
+
+_LEAD = 10
+"""An adapter takes the place of one that n requests named if more than 2 n + 10 named it."""
+_MOST_COUNTED = 4096
+"""The most adapters without sums of their own whose requests are counted."""
+
+
+@dataclass
+class AdapterSums:
+    """The sums of an adapter's requests.
+
+    Attributes:
+        requests: requests that came.
+        prompt_tokens: tokens of prompts that were read.
+        output_tokens: tokens that were generated, counted where a request ends.
+        ttft: times to the first token, seconds.
+    """
+
+    requests: int = 0
+    prompt_tokens: int = 0
+    output_tokens: int = 0
+    ttft: Histogram = field(default_factory=lambda: Histogram(FIRST_TOKEN_BOUNDS_S))
+
+    @classmethod
+    def of(cls, parts: Sequence[AdapterSums]) -> AdapterSums:
+        """Return the sums of several adapters, as those of the versions of one."""
+        if len(parts) == 1:
+            return parts[0]
+        whole = cls()
+        for one in parts:
+            whole.requests += one.requests
+            whole.prompt_tokens += one.prompt_tokens
+            whole.output_tokens += one.output_tokens
+            whole.ttft.add(one.ttft)
+        return whole
+
+
+class AdapterTotals:
+    """The requests and pages of adapters, by name; read them from any thread.
+
+    Attributes:
+        others: the sums of all adapters without their own.
+        waiting, running: requests of each adapter that wait and run now.
+        resident: versions of each adapter that have pages now.
+        paged_in, evicted: how often an adapter was given pages, and gave them up.
+    """
+
+    def __init__(self, most: int = 32, turn_s: float = 60.0) -> None:
+        self.others = AdapterSums()
+        self.waiting: Counter[str] = Counter()
+        self.running: Counter[str] = Counter()
+        self.resident: Counter[str] = Counter()
+        self.paged_in = 0
+        self.evicted = 0
+        self._most = most
+        self._turn_s = turn_s
+        self._turned_s: float | None = None
+        self._own: dict[str, AdapterSums] = {}
+        self._used: Counter[str] = Counter()
+
+    @property
+    def own(self) -> Mapping[str, AdapterSums]:
+        """The adapters with sums of their own, and these."""
+        return self._own.copy()
+
+    def take(self, own: Mapping[str, AdapterSums]) -> None:
+        """Have these sums in place of those that adapters have, as another engine counted them."""
+        self._own = dict(own)
+
+    def of(self, name: str) -> AdapterSums:
+        """Return the sums that count an adapter now."""
+        return self._own.get(name, self.others)
+
+    def came(self, name: str, time_s: float) -> None:
+        """Count a request of an adapter, which waits."""
+        if self._turned_s is None:
+            self._turned_s = time_s
+        elif time_s - self._turned_s >= self._turn_s:
+            self._turn(time_s)
+        if name not in self._own and len(self._own) < self._most:
+            self._own[name] = AdapterSums()
+        self.of(name).requests += 1
+        if name in self._used or len(self._used) < _MOST_COUNTED:
+            self._used[name] += 1
+        self.waiting[name] += 1
+
+    def moves(self, name: str, *, is_running: bool) -> None:
+        """Note that a request that waited runs, or waits again."""
+        leave(self.waiting if is_running else self.running, name)
+        (self.running if is_running else self.waiting)[name] += 1
+
+    def paged(self, name: str, *, is_in: bool) -> None:
+        """Note that a version of an adapter was given pages, or gave them up."""
+        if is_in:
+            self.paged_in += 1
+            self.resident[name] += 1
+        else:
+            self.evicted += 1
+            leave(self.resident, name)
+
+    def _turn(self, time_s: float) -> None:
+        """Give the places of adapters that are used less to others that are used more."""
+        used, self._used, self._turned_s = self._used, Counter(), time_s
+        newcomers = [one for one in used.most_common(2 * self._most) if one[0] not in self._own]
+        least_first = sorted(self._own, key=used.__getitem__)
+        for (name, count), least in zip(newcomers, least_first, strict=False):
+            if count <= 2 * used[least] + _LEAD:
+                return
+            del self._own[least]
+            self._own[name] = AdapterSums()
+
+
+def leave(counts: Counter[str], name: str) -> None:
+    """Count one less of a name, which is forgotten at 0."""
+    counts[name] -= 1
+    if counts[name] <= 0:
+        del counts[name]
+
+
+# ------------------------------------------------------------------------------------------- totals
+
 
 _KEPT_JOBS = 128
 """The number of jobs whose tokens are kept apart."""

@@ -31,8 +31,11 @@ from pcg.ranks.shards import (
     read_shard,
     shard_of,
 )
-from pcg.runtime.memory.bound_weights import BaseWeights, BoundLayer, GatheredLayers, LayerGathers
-from pcg.runtime.model.product_weights import (
+from pcg.runtime.model.bound_weights import (
+    BaseWeights,
+    BoundLayer,
+    GatheredLayers,
+    LayerGathers,
     ProductLayout,
     ProductWeights,
     as_group,

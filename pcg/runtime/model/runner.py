@@ -19,8 +19,8 @@ from pcg.ranks.group import SINGLE_RANK, Ranks
 from pcg.ranks.stages import StageLink, deferred_places
 from pcg.ranks.step_parts import LEAST_TOKENS, chosen_rows, rows_of_rank
 from pcg.runtime.adapters.padded_tables import BoundAdapters
-from pcg.runtime.memory.bound_weights import BaseWeights
 from pcg.runtime.model.batch import Batch
+from pcg.runtime.model.bound_weights import BaseWeights
 from pcg.runtime.model.merged_execution import run_single
 from pcg.runtime.sampling.drawing import Drawing
 

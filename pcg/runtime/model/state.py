@@ -1,4 +1,7 @@
-"""The model state that an executor, its engines and its finetuning jobs share."""
+"""Users of a model's state: engines over it, and the thread of one.
+
+The model state that an executor, its engines and its finetuning jobs share.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,7 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TypeAlias
+from typing import Protocol, TypeAlias, TypeVar
 from weakref import WeakSet
 
 import torch
@@ -43,18 +46,43 @@ from pcg.ranks.mesh import SINGLE_MESH, RankMesh
 from pcg.ranks.stages import StageLink, cut_stages
 from pcg.runtime.adapters.padded_tables import PaddedTables
 from pcg.runtime.adapters.ragged_tables import RaggedTables
-from pcg.runtime.adapters.served_dtype import served_dtype
+from pcg.runtime.adapters.served_bytes import served_dtype
 from pcg.runtime.adapters.sites import model_sources, served_sources
+from pcg.runtime.adapters.stacked_weights import ServedWeights
 from pcg.runtime.adapters.versions import AdapterVersion, Versions
-from pcg.runtime.adapters.weight_stacker import ServedWeights
-from pcg.runtime.guided.grammars import Grammars
-from pcg.runtime.memory.shape_caches import bound_shape_caches
+from pcg.runtime.memory.host_memory import bound_shape_caches
 from pcg.runtime.model.base_weights import TensorSource, WeightStore
 from pcg.runtime.model.runner import ModelRunner
 from pcg.runtime.model.specialised import ServingProgram, Specialiser, TrainingPrograms
-from pcg.runtime.model.state_users import EngineThread, StateListener
+from pcg.runtime.sampling.grammars import Grammars
 from pcg.runtime.text.tokenizer import Tokenizer
 from pcg.units import shown
+
+# -------------------------------------------------------------------------------------- state users
+
+
+Result = TypeVar("Result")
+
+
+class StateListener(Protocol):
+    """Is told when the state changes; every engine over it is one."""
+
+    def use_program(self, program: ServingProgram) -> None:
+        """Serve by another program from now on."""
+
+    def forget(self, adapter: Adapter, *, is_gone: bool) -> None:
+        """Drop what is kept of an adapter that changed; if `is_gone`, nobody can name it now."""
+
+
+class EngineThread(Protocol):
+    """A thread that runs an engine's steps; nothing else may run the model meanwhile."""
+
+    def run(self, act: Callable[[], Result]) -> Result:
+        """Run a function between two steps, and wait for it."""
+
+
+# -------------------------------------------------------------------------------------------- state
+
 
 _LOG = logging.getLogger("pcg.adapters")
 NamedAdapter: TypeAlias = str | Adapter | None

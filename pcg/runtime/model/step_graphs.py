@@ -43,8 +43,7 @@ from pcg.runtime.adapters.padded_tables import BoundAdapters, PaddedTables
 from pcg.runtime.adapters.ragged_tables import RaggedTables
 from pcg.runtime.memory.kv_cache import KvCache
 from pcg.runtime.memory.pool import PageTable, pages_for
-from pcg.runtime.model.batch import Batch
-from pcg.runtime.model.latest_tokens import LatestTokens
+from pcg.runtime.model.batch import Batch, LatestTokens
 from pcg.runtime.model.recorder import Recorder, check_memory, recorder_for
 from pcg.runtime.model.runner import ModelRunner
 from pcg.units import counted

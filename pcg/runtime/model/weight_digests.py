@@ -1,9 +1,18 @@
-"""SHA-256 of a base's weights, alike for a process that holds whole tensors and for its ranks."""
+"""SHA-256 of a base's weights, alike for a process that holds whole tensors and for its ranks.
+
+Check that all ranks of a group have the same base weights, though each reads a part of them.
+
+Ranks that have the same files, by machine and inode, have the same weights, and nothing is read.
+Otherwise ranks with the same files divide the tensors, each digests its share by SHA-256, and the
+digests of all groups are compared: 8B in bf16 on two machines of 8 ranks is 2 GB a rank, a second
+at 2 GB/s a core. Weights of a module in memory are each rank's own, which digests all of them.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 import torch
@@ -12,7 +21,13 @@ from torch import Tensor
 from pcg.ir.graph import Parameter
 from pcg.kernels.devices import device_pool
 from pcg.kernels.torch.products import is_remote, remote_of
-from pcg.runtime.model.base_weights import WeightStore
+from pcg.ranks.agreement import agreed, check_same, compare
+from pcg.ranks.group import Ranks
+from pcg.runtime.model.base_weights import TensorSource, WeightStore
+from pcg.runtime.model.weights import Weights
+
+# ----------------------------------------------------------------------------------- weight digests
+
 
 _MOST_THREADS = 8
 
@@ -62,3 +77,66 @@ def hashing_threads(device: torch.device) -> ThreadPoolExecutor:
     """
     threads = max(1, min(_MOST_THREADS, torch.get_num_threads()))
     return device_pool(device, threads, "pcg digests")
+
+
+# ------------------------------------------------------------------------------------- same weights
+
+
+CALL = "the base's weights"
+FIX = "Give all ranks the same weights: one directory, or copies of the same files"
+_DIGEST_BYTES = 32
+
+
+def check_same_weights(ranks: Ranks, weights: TensorSource) -> None:
+    """Refuse base weights that are not alike on all ranks; all ranks call this.
+
+    Raises:
+        ParallelError: on every rank; names the ranks that differ from the first, and the tensors.
+    """
+    if ranks.size == 1:
+        return
+    if not isinstance(weights, Weights):
+        check_same(ranks, CALL, {"random weights": weights.identity()}, FIX)
+        return
+    index = {name: f"{one.dtype} {list(one.shape)}" for name, one in weights.index.items()}
+    check_same(ranks, CALL, index, FIX)
+    identities = ranks.tell(hashlib.sha256(weights.identity().encode()).digest())
+    if len(set(identities)) == 1:
+        return
+    sharing = [rank for rank, one in enumerate(identities) if one == identities[ranks.rank]]
+    shares = _shares(weights, len(sharing))
+    own = agreed(ranks, CALL, lambda: _digests(weights, shares[sharing.index(ranks.rank)]))
+    names = sorted(weights.index)
+    told = ranks.tell(b"".join(own.get(name, bytes(_DIGEST_BYTES)) for name in names))
+    found = []
+    for identity in identities:
+        parts = [word for word, one in zip(told, identities, strict=True) if one == identity]
+        found.append(dict(zip(names, _joined(parts), strict=True)))
+    compare(CALL, found, FIX)
+
+
+def _shares(weights: Weights, count: int) -> list[list[str]]:
+    """The tensors in so many shares of about the same size, alike on all ranks."""
+    shares: list[list[str]] = [[] for _ in range(count)]
+    sizes = [0] * count
+    for name in sorted(weights.index, key=lambda name: (-weights.numel(name), name)):
+        least = sizes.index(min(sizes))
+        shares[least].append(name)
+        sizes[least] += weights.numel(name)
+    return shares
+
+
+def _digests(weights: Weights, names: Sequence[str]) -> Mapping[str, bytes]:
+    with hashing_threads(torch.device("cpu")) as pool:
+        found = dict(zip(names, pool.map(weights.digest, names), strict=True))
+    weights.release()
+    return found
+
+
+def _joined(parts: Sequence[bytes]) -> list[str]:
+    """The digests of all tensors, each of which one of the ranks has computed."""
+    pieces = [
+        [part[at : at + _DIGEST_BYTES] for part in parts]
+        for at in range(0, len(parts[0]), _DIGEST_BYTES)
+    ]
+    return [max(each).hex() for each in pieces]

@@ -10,11 +10,11 @@ from torch import Tensor
 
 from pcg.errors import PcgError
 from pcg.runtime.adapters.versions import AdapterVersion
-from pcg.runtime.guided.grammar import Grammar
 from pcg.runtime.memory.pool import PageTable, pages_for
 from pcg.runtime.memory.prefixes import SequenceBlocks
 from pcg.runtime.model.batch import ANY_TOKEN
 from pcg.runtime.requests.request import Chunk, Completion, Request
+from pcg.runtime.sampling.grammars import Grammar
 from pcg.runtime.sampling.logprobs import TokenLogprobs, not_a_number
 from pcg.runtime.sampling.sampler import Sampler
 from pcg.runtime.sampling.sampling import UNDRAWN, undrawn_error

@@ -4,19 +4,26 @@
     await anext(stream)                 takes one chunk, and leaves the request alone
 
 Coroutines that wait for chunks of one step are woken together, by one call of their event loop.
+
+The chunks of several streams, those of the first request first.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import time
 from collections import defaultdict, deque
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
+from itertools import count, islice
 from threading import Condition, Lock
 from typing import Self, TypeAlias
 
-from pcg.runtime.requests.request import Chunk, Completion
+from pcg.runtime.requests.request import Chunk, Completion, Request
+
+# ------------------------------------------------------------------------------------------- stream
+
 
 Waiter: TypeAlias = asyncio.Future[None]
 
@@ -280,3 +287,29 @@ class _Iteration:
 
     def __del__(self) -> None:
         self._stream.cancel()
+
+
+# ----------------------------------------------------------------------------------------- in order
+
+
+def in_order(
+    requests: Sequence[Request], submit: Callable[[Request], Stream], most: int
+) -> Iterator[Chunk]:
+    """Submit requests, so many of them now; return their chunks, those of the first one first."""
+    begun = deque(submit(request) for request in requests[:most])
+    return _in_order(begun, iter(requests[most:]), submit)
+
+
+def _in_order(
+    begun: deque[Stream], left: Iterator[Request], submit: Callable[[Request], Stream]
+) -> Iterator[Chunk]:
+    try:
+        for index in count():
+            if not begun:
+                return
+            for chunk in begun.popleft():
+                yield dataclasses.replace(chunk, index=index)
+            begun.extend(submit(request) for request in islice(left, 1))
+    finally:  # an error of one, or a reader that stops, ends the others
+        for stream in begun:
+            stream.cancel()

@@ -22,8 +22,7 @@ import torch
 from numpy.typing import NDArray
 
 from pcg.errors import GenerationError
-from pcg.runtime.guided.grammar import Grammar
-from pcg.runtime.guided.grammars import check_guided
+from pcg.runtime.sampling.grammars import Grammar, check_guided
 from pcg.runtime.sampling.sampling_params import SamplingParams
 from pcg.runtime.text.tokenizer import Tokenizer
 from pcg.units import shown

@@ -49,8 +49,8 @@ from torch import Tensor
 
 from pcg.errors import GenerationError
 from pcg.kernels.devices import uploaded, uploaded_list
-from pcg.runtime.guided.grammars import masks_of
 from pcg.runtime.sampling.drawing import PYTORCH, Drawing
+from pcg.runtime.sampling.grammars import masks_of
 from pcg.runtime.sampling.sampler import Sampler
 
 # ------------------------------------------------------------------------------------------- places

@@ -3,7 +3,13 @@
 A template is a program from a stranger, so it runs in jinja2's immutable sandbox, with the options,
 filters and globals of transformers, whose templates it is written for. jinja2's sandbox alone lets
 templates store private attributes in a namespace, and says nothing of the text's parts.
+
+Chat messages in OpenAI's format: checks, and the form that chat templates expect.
+
+Every error names the place, so that the checks serve both a line of a data file and a request.
 """
+
+from __future__ import annotations
 
 import json
 import re
@@ -18,7 +24,11 @@ from jinja2.exceptions import SecurityError
 from jinja2.parser import Parser
 from jinja2.runtime import Macro
 
-from pcg.errors import ConfigError, GenerationError
+from pcg.errors import ConfigError, DataError, GenerationError
+from pcg.files import json_value
+
+# --------------------------------------------------------------------------------------------- chat
+
 
 Message = Mapping[str, Any]
 Span = tuple[int, int]
@@ -70,7 +80,7 @@ class ChatTemplate:
         return type(self), (self.sources,)
 
     @cached_property
-    def training(self) -> "ChatTemplate":
+    def training(self) -> ChatTemplate:
         """The template without what drops the reasoning of earlier turns, to learn all of them.
 
         Known are conditions of Qwen3, Qwen3.5, GLM-4.5, Nemotron 3, LFM2.5 and Gemma 4, and
@@ -204,3 +214,103 @@ class _Generation(ext.Extension):
     def _wrap(self, marks: Any, caller: Macro) -> str:
         said = str(caller())
         return f"{_OPEN}{said}{_CLOSE}" if marks else said
+
+
+# ------------------------------------------------------------------------------------ chat messages
+
+
+ROLES = ("system", "developer", "user", "assistant", "tool", "function")
+
+
+def check_messages(
+    value: Any, name: str, where: str, *, keep_parts: bool = False
+) -> list[dict[str, Any]]:
+    """Check a list of messages; contents become text, and the arguments of tool calls objects.
+
+    Args:
+        name: the value's name in errors, as "'messages'".
+        where: the value's place in errors, as "train.jsonl line 7".
+        keep_parts: leave contents that are lists of text parts as they are; otherwise the parts
+            are joined by line breaks, as vLLM does.
+    Returns:
+        New messages, without keys whose value is null, and without empty tool calls. The content of
+        an assistant's message that has tool calls alone is "".
+    Raises:
+        DataError: it is not a list of messages, or a message has no text.
+    """
+    checked = []
+    for index, message in enumerate(require_list(value, name, where)):
+        label = f"{name}[{index}]"
+        place = f"{where}: {label}"
+        if not isinstance(message, Mapping):
+            raise DataError(f"{place} is {kind_of(message)}; expected an object")
+        role = message.get("role")
+        if not isinstance(role, str) or role not in ROLES:
+            raise DataError(f"{place} has role {role!r}; use one of {', '.join(ROLES)}")
+        clean = {key: item for key, item in message.items() if item is not None}
+        if clean.get("tool_calls") == []:  # as tables have it that give each message all keys
+            del clean["tool_calls"]
+        if "tool_calls" in clean:
+            clean["tool_calls"] = _tool_calls(clean["tool_calls"], f"{label} 'tool_calls'", where)
+        if "content" not in clean and "tool_calls" in clean and role == "assistant":
+            clean["content"] = ""
+        clean["content"] = _content(clean.get("content"), f"{label} 'content'", where, keep_parts)
+        checked.append(clean)
+    return checked
+
+
+def _content(value: Any, name: str, where: str, keep_parts: bool) -> str | list[dict[str, str]]:
+    """Return a message's content, from a string or from OpenAI's list of text parts."""
+    if not isinstance(value, list):
+        return require_string(value, name, where)
+    texts = []
+    for index, part in enumerate(value):
+        kind = part.get("type") if isinstance(part, Mapping) else kind_of(part)
+        if kind != "text":
+            raise DataError(f"{where}: {name}[{index}] is of type {kind!r}; only text is supported")
+        texts.append(require_string(part.get("text"), f"{name}[{index}] 'text'", where))
+    if keep_parts:
+        return [{"type": "text", "text": text} for text in texts]
+    return "\n".join(texts)
+
+
+def _tool_calls(value: Any, name: str, where: str) -> list[Any]:
+    """Return tool calls with arguments as objects; OpenAI writes them as JSON in a string."""
+    calls = []
+    for index, call in enumerate(require_list(value, name, where)):
+        function = call.get("function") if isinstance(call, Mapping) else None
+        if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+            raise DataError(f"{where}: {name}[{index}] has no 'function' with a 'name'")
+        arguments = function.get("arguments")
+        if isinstance(arguments, str):
+            of_call = f"{where}: the JSON of the 'arguments' of {name}[{index}]"
+            arguments = json_value(arguments, of_call, DataError)
+        calls.append({**call, "function": {**function, "arguments": arguments}})
+    return calls
+
+
+def require_list(value: Any, name: str, where: str) -> list[Any]:
+    """Return a list; refuse other values, and an empty list."""
+    if not isinstance(value, list):
+        raise DataError(f"{where}: {name} is {kind_of(value)}; expected a list")
+    if not value:
+        raise DataError(f"{where}: {name} is empty")
+    return value
+
+
+def require_string(value: Any, name: str, where: str) -> str:
+    """Return a string; refuse other values."""
+    if not isinstance(value, str):
+        raise DataError(f"{where}: {name} is {kind_of(value)}; expected a string")
+    return value
+
+
+def kind_of(value: Any) -> str:
+    """Describe the kind of a JSON value, for errors."""
+    kinds = {dict: "an object", list: "a list", str: "a string", bool: "a boolean"}
+    if value is None:
+        return "null or missing"
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        return "a number"
+    name = type(value).__name__
+    return kinds.get(type(value), f"{'an' if name[0] in 'AEIOUaeiou' else 'a'} {name}")

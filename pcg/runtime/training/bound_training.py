@@ -22,10 +22,10 @@ from pcg.ranks.mesh import SINGLE_MESH, RankMesh
 from pcg.ranks.stages import StageLink, Stages
 from pcg.runtime.adapters.adapter_shards import AdapterShards
 from pcg.runtime.data.example import IGNORED, Example
-from pcg.runtime.memory.bound_weights import BaseWeights
-from pcg.runtime.memory.host_allocator import FreedMemory
+from pcg.runtime.memory.host_memory import FreedMemory
 from pcg.runtime.memory.kv_cache import KvCache
 from pcg.runtime.model.batch import Batch
+from pcg.runtime.model.bound_weights import BaseWeights
 from pcg.runtime.model.recorder import recorder_for
 from pcg.runtime.model.runner import LayerInputs, is_sequence_parallel, load_functions
 from pcg.runtime.training.recorded.loss_graphs import UpdateGraphs

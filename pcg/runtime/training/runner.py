@@ -13,8 +13,8 @@ from the KV cache:
 Over pipeline stages windows go back stage by stage (`windows.py`).
 
 Other work may run between any two (layer, window) pairs, forward and back, and within the loss:
-between any tokens or, on CPUs, rows of the head (`pcg/runtime/model/cut_execution.py`). Without a
-cache all sequences are one window, and attention saves keys and values itself.
+between any tokens or, on CPUs, rows of the head (`pcg/runtime/model/merged_execution.py`). Without
+a cache all sequences are one window, and attention saves keys and values itself.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from pcg.kernels.torch.products import ProductRequest
 from pcg.peft.adapter import Adapter
 from pcg.ranks.stages import StageLink
 from pcg.runtime.data.example import IGNORED, Example
-from pcg.runtime.memory.host_allocator import SLACK, FreedMemory, return_freed_memory
+from pcg.runtime.memory.host_memory import SLACK, FreedMemory, return_freed_memory
 from pcg.runtime.memory.kv_cache import KvCache
 from pcg.runtime.memory.pool import PageTable
 from pcg.runtime.model.batch import ANY_TOKEN, Batch

@@ -15,8 +15,7 @@ from pcg.runtime.data.dataset import Dataset, ExampleReader, ReadOptions
 from pcg.runtime.data.example import Example, ModelSizes, check_example
 from pcg.runtime.data.limits import UNLIMITED, DataLimits, check_tokens
 from pcg.runtime.data.order import Batches
-from pcg.runtime.data.rows import holds_documents
-from pcg.runtime.data.sources import Gathered, Splits, choose_splits, gather
+from pcg.runtime.data.sources import Gathered, Splits, choose_splits, gather, holds_documents
 from pcg.runtime.model.state import ModelState
 from pcg.runtime.requests.compared import option_facts
 from pcg.runtime.text.tokenizer import Tokenizer
@@ -120,7 +119,7 @@ def training_data(
         source: files, rows as `sources` has them, or examples, which are tokens already.
         model: whose tokenizer makes tokens of text; examples need none.
         load: makes examples of files and rows; this process by default.
-        pairs: rows have two outputs each (`pcg.runtime.data.pairs`), and become two examples.
+        pairs: rows have two outputs each (`pcg.runtime.data.formats`), and become two examples.
     Raises:
         DataError: the data cannot be read, or do not fit the model; the row is named.
         FinetuneError: text, and no tokenizer.

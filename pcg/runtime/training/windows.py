@@ -40,7 +40,7 @@ from pcg.ranks.step_parts import Piece, TokenParts, shard_rows
 from pcg.runtime.data.example import IGNORED
 from pcg.runtime.memory.pool import PageTable
 from pcg.runtime.model.batch import Batch
-from pcg.runtime.model.cut_execution import CutExecution
+from pcg.runtime.model.merged_execution import CutExecution
 from pcg.runtime.training.recorded.window_graphs import WindowSlot
 
 # ----------------------------------------------------------------------------------- pass sequences

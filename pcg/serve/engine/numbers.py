@@ -11,11 +11,9 @@ from dataclasses import fields, is_dataclass
 from typing import Any
 
 from pcg.runtime.engine.jobs import JobState
-from pcg.runtime.metrics.adapter_totals import AdapterSums, AdapterTotals
 from pcg.runtime.metrics.events import EventLog
-from pcg.runtime.metrics.histogram import Histogram
 from pcg.runtime.metrics.status import EngineNumbers
-from pcg.runtime.metrics.totals import Totals
+from pcg.runtime.metrics.totals import AdapterSums, AdapterTotals, Histogram, Totals
 
 
 def plain(value: Any) -> Any:

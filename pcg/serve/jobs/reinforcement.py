@@ -12,8 +12,8 @@ from pydantic import Field
 
 from pcg.errors import DataError, FinetuneError
 from pcg.runtime.data.limits import DataLimits
-from pcg.runtime.data.rows import read_rows
-from pcg.runtime.text.chat_messages import check_messages
+from pcg.runtime.data.sources import read_rows
+from pcg.runtime.text.chat import check_messages
 from pcg.runtime.training.options import make_schedule
 from pcg.serve.engine.jobs.news import REINFORCEMENT
 from pcg.serve.http.errors import ApiError

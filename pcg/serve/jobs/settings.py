@@ -11,10 +11,9 @@ from pydantic import Field
 
 from pcg.errors import AdapterError, DataError, FinetuneError, UnsupportedError
 from pcg.peft.registry import recipe_from
-from pcg.runtime.data.formats import detect, parse
+from pcg.runtime.data.formats import detect, parse, parse_pair
 from pcg.runtime.data.limits import DataLimits
-from pcg.runtime.data.pairs import parse_pair
-from pcg.runtime.data.rows import read_rows
+from pcg.runtime.data.sources import read_rows
 from pcg.runtime.training.options import FinetuneOptions
 from pcg.serve.engine.jobs.news import DPO
 from pcg.serve.engine.warm_jobs import DEFAULT_PEFT

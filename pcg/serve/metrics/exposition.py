@@ -17,7 +17,7 @@ from typing import TypeAlias
 
 from prometheus_client.utils import floatToGoString
 
-from pcg.runtime.metrics.histogram import Histogram
+from pcg.runtime.metrics.totals import Histogram
 
 Labels: TypeAlias = Mapping[str, str]
 _NONE: Labels = {}

@@ -1,7 +1,7 @@
 """The metrics of our own: adapters, finetuning and promises, under `pcg:`.
 
 Series of single adapters are of those that are used most, and `other` is the rest together
-(`pcg.runtime.metrics.adapter_totals`), so that their number is bounded. The label of a job is
+(`pcg.runtime.metrics.totals`), so that their number is bounded. The label of a job is
 `finetune_job`: Prometheus has a `job` of its own.
 """
 
@@ -10,10 +10,9 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 
-from pcg.runtime.metrics.adapter_totals import AdapterSums, AdapterTotals
+from pcg.runtime.metrics.report import Outcome
 from pcg.runtime.metrics.status import EngineNumbers, JobStatus
-from pcg.runtime.metrics.timelines import Outcome
-from pcg.runtime.metrics.totals import Totals
+from pcg.runtime.metrics.totals import AdapterSums, AdapterTotals, Totals
 from pcg.serve.engine.engine_names import Owned, OwnedName
 from pcg.serve.metrics.exposition import Exposition
 

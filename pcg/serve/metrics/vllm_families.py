@@ -16,10 +16,9 @@ import time
 from collections.abc import Iterable
 
 from pcg.kernels.sizes import PAGE_TOKENS
-from pcg.runtime.metrics.adapter_totals import AdapterTotals
+from pcg.runtime.metrics.report import Outcome
 from pcg.runtime.metrics.status import EngineNumbers
-from pcg.runtime.metrics.timelines import Outcome
-from pcg.runtime.metrics.totals import Totals
+from pcg.runtime.metrics.totals import AdapterTotals, Totals
 from pcg.serve.engine.engine_names import OwnedName
 from pcg.serve.metrics.exposition import Exposition
 

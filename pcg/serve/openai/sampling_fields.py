@@ -5,7 +5,7 @@ JSON schemas as bodies have them, on their way to guides.
 The shape of outputs, as bodies ask for it: vLLM's `structured_outputs` and its older fields.
 
 One constraint a request, and for JSON its white space, which llguidance has as options of a schema.
-What a schema, a regex or a grammar may have is `pcg.runtime.guided`'s.
+What a schema, a regex or a grammar may have is `pcg.runtime.sampling.guide`'s.
 
 Sampling on the wire: the fields that completions and chats share, by the engine's names.
 
@@ -24,8 +24,8 @@ from typing import Annotated, Any, Literal, NamedTuple, TypeAlias
 from fastapi import Request
 from pydantic import Field
 
-from pcg.runtime.guided.guide import LONGEST_GUIDE, OPTIONS, each_schema
 from pcg.runtime.requests.request import RequestFields
+from pcg.runtime.sampling.guide import LONGEST_GUIDE, OPTIONS, each_schema
 from pcg.serve.http.errors import ApiError
 from pcg.serve.http.wire import WireModel
 from pcg.serve.openai.wire import AbsentFields, RequestName

@@ -18,8 +18,7 @@ from pcg.errors import BenchmarkError
 from pcg.runtime.engine.co_serving import CoServing
 from pcg.runtime.engine.limits import Limits
 from pcg.runtime.engine.work import Sharing
-from pcg.runtime.metrics.metrics import ServingReport, serving_report
-from pcg.runtime.metrics.timelines import Slo
+from pcg.runtime.metrics.report import ServingReport, Slo, serving_report
 from pcg.simulate.papers.sharing_rules import InferenceOnly, SpatialSharing, TemporalSharing
 from pcg.simulate.simulated_program import SimulatedProgram, simulated_program
 from pcg.simulate.simulation import RoundRobin, Simulation

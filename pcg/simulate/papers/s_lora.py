@@ -8,8 +8,7 @@ from types import MappingProxyType
 
 from pcg.errors import BenchmarkError
 from pcg.runtime.engine.limits import Limits
-from pcg.runtime.metrics.metrics import ServingReport, serving_report
-from pcg.runtime.metrics.timelines import Slo
+from pcg.runtime.metrics.report import ServingReport, Slo, serving_report
 from pcg.simulate.simulated_program import SimulatedProgram, simulated_program
 from pcg.simulate.simulation import RoundRobin, Simulation
 from pcg.simulate.workloads.lengths import Between

@@ -36,7 +36,7 @@ from pcg.parallel.costs.catalog import own_sheet
 from pcg.parallel.costs.own_rates import own_rates
 from pcg.passes.fusion.fuse_products import FuseLinears
 from pcg.runtime.executor import Executor
-from pcg.runtime.model.product_weights import (
+from pcg.runtime.model.bound_weights import (
     as_group,
     joined,
     lie_side_by_side,

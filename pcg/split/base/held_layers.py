@@ -24,7 +24,7 @@ from pcg.kernels.torch.products import remote_tensor
 from pcg.ranks.mesh import SINGLE_MESH
 from pcg.ranks.shards import Ranges
 from pcg.runtime.executor import Executor
-from pcg.runtime.model.product_weights import multiplied
+from pcg.runtime.model.bound_weights import multiplied
 from pcg.runtime.model.weight_digests import row_digests
 from pcg.runtime.model.weights import Checkpoint, Weights
 from pcg.source import resolve

@@ -31,7 +31,7 @@ from pcg.kernels.torch.products import linear, linear_backward, remote_tensor
 from pcg.ranks.group import Ranks
 from pcg.ranks.join import TIMEOUT_S
 from pcg.ranks.shards import Ranges
-from pcg.runtime.model.product_weights import multiplied
+from pcg.runtime.model.bound_weights import multiplied
 from pcg.runtime.model.weight_digests import hashing_threads, row_digests
 from pcg.runtime.model.weights import Weights
 from pcg.split.messages import DTYPES

@@ -20,7 +20,7 @@ from pcg.graders.reader import grader_from
 from pcg.graders.rewards import GraderReward
 from pcg.options import CompileOptions
 from pcg.records.record import RunRecord
-from pcg.runtime.data.rows import read_rows
+from pcg.runtime.data.sources import read_rows
 from pcg.train.config_file import ConfigFile
 from pcg.train.grpo.checkpoints import GrpoCheckpoints, ResumableOptions
 from pcg.train.grpo.loop import OnStep

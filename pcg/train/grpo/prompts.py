@@ -9,7 +9,7 @@ from typing import Any
 
 from pcg.errors import DataError
 from pcg.runtime.data.formats import MEDIA
-from pcg.runtime.text.chat_messages import check_messages
+from pcg.runtime.text.chat import check_messages
 from pcg.runtime.text.tokenizer import Tokenizer
 from pcg.train.grpo.rewards import OWN_COLUMNS
 from pcg.units import shown

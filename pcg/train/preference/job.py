@@ -14,9 +14,8 @@ from typing import Any
 
 from pcg.errors import EngineError, FinetuneError, FinetuneInterrupted, as_pcg_error
 from pcg.kernels.devices import device_thread
-from pcg.runtime.data.cancelling import Cancelling
 from pcg.runtime.data.limits import DataLimits
-from pcg.runtime.data.tokenizing import load_apart
+from pcg.runtime.data.tokenizing import Cancelling, load_apart
 from pcg.runtime.executor import Executor
 from pcg.train.preference.options import DpoArguments
 from pcg.train.preference.records import PreferenceResult, PreferenceStep

@@ -16,7 +16,7 @@ import pcg
 from pcg.errors import UnsupportedError
 from pcg.peft.adapter import Adapter
 from pcg.runtime.adapters.ragged_tables import RaggedTables
-from pcg.runtime.adapters.weight_stacker import ServedWeights
+from pcg.runtime.adapters.stacked_weights import ServedWeights
 from pcg.runtime.engine.limits import Limits
 from pcg.runtime.executor import Executor
 from pcg.runtime.memory.pool import PageTable

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from pcg.peft.adapter import Adapter
 from pcg.peft.lora import LoraConfig
-from pcg.runtime.adapters.row_allocator import OwnRowAllocator, PagedRowAllocator, RowAllocator
+from pcg.runtime.adapters.row_memory import OwnRowAllocator, PagedRowAllocator, RowAllocator
 from pcg.runtime.memory.pool import PageTable
 
 CPU = torch.device("cpu")

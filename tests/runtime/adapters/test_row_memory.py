@@ -17,7 +17,7 @@ from pcg.peft.adapter import Adapter
 from pcg.runtime.adapters.ragged_tables import RaggedTables
 from pcg.runtime.adapters.row_memory import RowMemory
 from pcg.runtime.adapters.sites import GraphSites
-from pcg.runtime.adapters.weight_stacker import ServedWeights
+from pcg.runtime.adapters.stacked_weights import ServedWeights
 from pcg.runtime.executor import Executor
 from tests.support import oracle
 from tests.support.families import BY_NAME

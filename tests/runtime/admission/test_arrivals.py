@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from pcg.runtime.admission.arrivals import Arrivals
-from pcg.runtime.admission.backlog import UNLIMITED, Backlog, QueueLimits
+from pcg.runtime.admission.backlog import UNLIMITED, Arrivals, Backlog, QueueLimits
 from pcg.runtime.requests.stream import Stream
 
 

@@ -11,7 +11,7 @@ from pcg.runtime.admission.backlog import QueueLimits
 from pcg.runtime.engine.latency import Latencies, Latency
 from pcg.runtime.engine.limits import Limits
 from pcg.runtime.metrics.events import Kind
-from pcg.runtime.metrics.metrics import serving_report
+from pcg.runtime.metrics.report import serving_report
 from pcg.runtime.requests.request import Chunk, Request
 from pcg.runtime.sampling.sampling_params import SamplingParams
 from pcg.simulate.simulated_engine import SimulatedEngine

@@ -15,12 +15,11 @@ from typing import Any
 import pytest
 
 from pcg.errors import DataError, FinetuneError, PcgError
-from pcg.runtime.data.cancelling import Cancelling
 from pcg.runtime.data.dataset import Dataset, ReadOptions
 from pcg.runtime.data.example import ModelSizes
 from pcg.runtime.data.limits import UNLIMITED, DataLimits
 from pcg.runtime.data.sources import gather
-from pcg.runtime.data.tokenizing import load_apart
+from pcg.runtime.data.tokenizing import Cancelling, load_apart
 from pcg.runtime.data.tokenizing_worker import Task
 from pcg.runtime.text.tokenizer import Tokenizer
 from pcg.runtime.training.training_data import load_here

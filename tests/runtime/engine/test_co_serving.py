@@ -21,7 +21,7 @@ from pcg.runtime.engine.latency import Latencies, Latency
 from pcg.runtime.engine.limits import Limits
 from pcg.runtime.engine.work import Sharing
 from pcg.runtime.metrics.events import Kind
-from pcg.runtime.metrics.metrics import ServingReport
+from pcg.runtime.metrics.report import ServingReport
 from pcg.runtime.requests.request import Request
 from pcg.runtime.sampling.sampling_params import SamplingParams
 from pcg.simulate.papers.sharing_rules import SpatialSharing, TemporalSharing

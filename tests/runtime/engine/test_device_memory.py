@@ -24,7 +24,7 @@ from pcg.runtime.executor import Executor
 from pcg.runtime.memory.kv_cache import KvCache
 from pcg.runtime.memory.pool import pages_for
 from pcg.runtime.model import step_graphs
-from pcg.runtime.model.module_weights import StateDictCheckpoint
+from pcg.runtime.model.weights import StateDictCheckpoint
 from pcg.runtime.training import bound_training
 from pcg.runtime.training.recorded.warm_job import WarmJob
 from pcg.runtime.training.warm_jobs import windows_bytes

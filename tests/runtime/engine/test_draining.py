@@ -20,7 +20,7 @@ from pcg.errors import (
 from pcg.runtime.engine.jobs import JobState
 from pcg.runtime.engine.limits import Limits
 from pcg.runtime.metrics.events import Event, Kind
-from pcg.runtime.metrics.metrics import serving_report
+from pcg.runtime.metrics.report import serving_report
 from pcg.runtime.metrics.status import EngineState
 from tests.support.small_engine import DATA, LORA, OPTIONS, make_engine, make_executor
 from tests.support.step_gate import StepGate

@@ -10,8 +10,7 @@ import pytest
 
 from pcg.errors import BenchmarkError
 from pcg.runtime.metrics.events import KEPT_EVENTS, Event, EventLog, Kind
-from pcg.runtime.metrics.metrics import serving_report
-from pcg.runtime.metrics.timelines import Outcome
+from pcg.runtime.metrics.report import Outcome, serving_report
 from pcg.runtime.requests.request import Request
 from pcg.runtime.sampling.sampling_params import SamplingParams
 from pcg.simulate.simulated_device import SimulatedAdapter

@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from pcg.kernels.torch.products import Product, ProductRequest
-from pcg.runtime.memory import host_allocator
-from pcg.runtime.memory.host_allocator import FreedMemory, is_set_by
+from pcg.runtime.memory import host_memory
+from pcg.runtime.memory.host_memory import FreedMemory, is_set_by
 
 BENCHMARK = Path(__file__).parents[3] / "benchmarks" / "bench_peak.py"
 HOLES = 1600
@@ -47,19 +47,19 @@ def test_thresholds_of_the_environment_stay(environment: dict[str, str], is_set:
     assert is_set_by(environment) == is_set
 
 
-@pytest.mark.skipif(host_allocator._glibc() is None, reason="glibc 2.33 or newer")
-@pytest.mark.parametrize("slack", [host_allocator.SLACK, 1.0])
+@pytest.mark.skipif(host_memory._glibc() is None, reason="glibc 2.33 or newer")
+@pytest.mark.parametrize("slack", [host_memory.SLACK, 1.0])
 def test_holes_go_back_once_they_are_too_much(slack: float) -> None:
     """Those between blocks that stay are too small for what comes next; none is a mapping."""
     freed = FreedMemory(slack)
     blocks = [torch.ones(2**16, dtype=torch.uint8) for _ in range(HOLES)]
     freed.look()
-    full = host_allocator._anonymous_bytes()
+    full = host_memory._anonymous_bytes()
     del blocks[::2]
     larger = [torch.ones(100_000, dtype=torch.uint8) for _ in range(HOLES // 4)]
-    before = host_allocator._anonymous_bytes()
+    before = host_memory._anonymous_bytes()
     freed.look()
-    after = host_allocator._anonymous_bytes()
+    after = host_memory._anonymous_bytes()
     assert before > full + 20 * 2**20
     assert (after < full + 10 * 2**20) == (slack < 1.0)
     del blocks, larger

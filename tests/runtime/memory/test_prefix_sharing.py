@@ -18,7 +18,7 @@ from pcg.runtime.engine.limits import Limits
 from pcg.runtime.executor import Executor
 from pcg.runtime.memory.kv_cache import bytes_of_page, kv_types
 from pcg.runtime.metrics.events import Kind
-from pcg.runtime.metrics.metrics import serving_report
+from pcg.runtime.metrics.report import serving_report
 from pcg.runtime.requests.request import Request
 from pcg.runtime.sampling.sampling_params import SamplingParams
 from tests.support import oracle

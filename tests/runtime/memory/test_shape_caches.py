@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from pcg.runtime.memory.shape_caches import CAPACITIES, KEPT_PRODUCTS, bound_shape_caches
+from pcg.runtime.memory.host_memory import CAPACITIES, KEPT_PRODUCTS, bound_shape_caches
 
 _GROWTH = """
 import ctypes, torch

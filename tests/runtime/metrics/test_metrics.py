@@ -9,8 +9,14 @@ from hypothesis import strategies as st
 
 from pcg.errors import BenchmarkError
 from pcg.runtime.metrics.events import Event, EventLog, Kind
-from pcg.runtime.metrics.metrics import Distribution, Fairness, serving_report
-from pcg.runtime.metrics.timelines import Outcome, Slo, timelines
+from pcg.runtime.metrics.report import (
+    Distribution,
+    Fairness,
+    Outcome,
+    Slo,
+    serving_report,
+    timelines,
+)
 
 
 def event(time_s: float, kind: str, subject: str, **details: object) -> Event:

@@ -9,11 +9,15 @@ import pytest
 from prometheus_client import CollectorRegistry
 from prometheus_client import Histogram as PrometheusHistogram
 
-from pcg.runtime.metrics.adapter_totals import AdapterTotals
 from pcg.runtime.metrics.events import Event, EventLog, Kind
-from pcg.runtime.metrics.histogram import LENGTH_BOUNDS, TOKEN_BOUNDS_S, Histogram
-from pcg.runtime.metrics.metrics import serving_report
-from pcg.runtime.metrics.totals import Totals
+from pcg.runtime.metrics.report import serving_report
+from pcg.runtime.metrics.totals import (
+    LENGTH_BOUNDS,
+    TOKEN_BOUNDS_S,
+    AdapterTotals,
+    Histogram,
+    Totals,
+)
 from pcg.runtime.requests.request import Request
 from pcg.runtime.sampling.sampling_params import SamplingParams
 from tests.support.small_engine import LENGTHS, make_engine, make_executor, requests, serve

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from pcg.kernels.torch.input_gradient import product_backward
 from pcg.kernels.torch.products import ProductRequest, product
-from pcg.runtime.model.cut_execution import BLOCK, CutExecution
+from pcg.runtime.model.merged_execution import BLOCK, CutExecution
 
 VOCABULARY, HIDDEN = 2500, 5
 """Three blocks of rows, the last one shorter."""

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from pcg.kernels.sizes import PAGE_TOKENS
 from pcg.runtime.memory.pool import PagePool, PageTable
-from pcg.runtime.model.decode_groups import Singles, decode_groups
+from pcg.runtime.model.batch import Singles, decode_groups
 
 CPU = torch.device("cpu")
 

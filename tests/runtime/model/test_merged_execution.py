@@ -11,8 +11,7 @@ import torch
 from pcg.kernels.torch import input_gradient
 from pcg.kernels.torch.input_gradient import product_backward
 from pcg.kernels.torch.products import ProductRequest
-from pcg.runtime.model.cut_execution import CutExecution
-from pcg.runtime.model.merged_execution import run_merged
+from pcg.runtime.model.merged_execution import CutExecution, run_merged
 
 SIZES = {"q": 24, "k": 8, "v": 16}
 COLUMNS = 12

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from pcg.runtime.adapters.copies import AdapterCopies
+from pcg.runtime.adapters.slots import AdapterCopies
 from pcg.runtime.engine.device import SideStream
 from pcg.runtime.model.recorder import CudaRecorder
 from tests.support.interpreter.stand_in import tensors_on_cuda

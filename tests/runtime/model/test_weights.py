@@ -11,8 +11,7 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 from pcg.errors import WeightsError
-from pcg.runtime.model.module_weights import StateDictCheckpoint
-from pcg.runtime.model.weights import Checkpoint, Weights
+from pcg.runtime.model.weights import Checkpoint, StateDictCheckpoint, Weights
 from pcg.source import ModelSource, resolve
 
 SMALL = {"hidden_size": 16, "intermediate_size": 32, "vocab_size": 32, "num_attention_heads": 2,

@@ -18,7 +18,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from pcg.runtime.engine.async_engine import AsyncEngine
 from pcg.runtime.engine.limits import Limits
 from pcg.runtime.executor import Executor
-from pcg.runtime.metrics.metrics import serving_report
+from pcg.runtime.metrics.report import serving_report
 from pcg.serve.engine.engine_names import Owned
 from pcg.serve.engine.local import LocalClient
 from pcg.serve.engine.options import ServeOptions

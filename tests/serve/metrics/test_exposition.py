@@ -16,7 +16,7 @@ from prometheus_client.metrics_core import (
 )
 from prometheus_client.utils import floatToGoString
 
-from pcg.runtime.metrics.histogram import REQUEST_BOUNDS_S, Histogram
+from pcg.runtime.metrics.totals import REQUEST_BOUNDS_S, Histogram
 from pcg.serve.metrics.exposition import Exposition
 
 COMMON = {"model_name": 'a "model"\\ of\nours', "engine": "0"}

@@ -16,7 +16,6 @@ import torch
 
 from pcg.peft.adapter import Adapter
 from pcg.ranks.line import BEAT_S, Line
-from pcg.runtime.adapters.loads import Loads, begun, pass_result, passing
 from pcg.runtime.data.limits import DataLimits
 from pcg.runtime.engine.calls import Call
 from pcg.runtime.engine.jobs import Job
@@ -27,6 +26,7 @@ from pcg.runtime.engine.ranks.job_order import prepare_order
 from pcg.runtime.engine.ranks.orders import Remove
 from pcg.runtime.engine.ranks.ranked_engine import RankedEngine
 from pcg.runtime.engine.step_thread import StepThread
+from pcg.runtime.model.adapter_loads import Loads, begun, pass_result, passing
 from pcg.runtime.model.state import ModelState
 from pcg.runtime.training.options import JobArguments
 

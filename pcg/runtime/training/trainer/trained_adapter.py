@@ -30,7 +30,7 @@ from pcg.errors import FinetuneError, UnsupportedError
 from pcg.peft.adapter import Adapter
 from pcg.runtime.adapters.versions import AdapterVersion
 from pcg.runtime.data.example import IGNORED, ModelSizes
-from pcg.runtime.memory.host_allocator import TRAINER_SLACK
+from pcg.runtime.memory.host_memory import TRAINER_SLACK
 from pcg.runtime.model.batch import mixed_seed
 from pcg.runtime.model.specialised import ServingProgram
 from pcg.runtime.model.state import ModelState

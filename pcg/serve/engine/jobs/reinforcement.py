@@ -44,7 +44,7 @@ from pcg.peft.adapter import Adapter
 from pcg.peft.adapter_files import write_adapter, write_adapter_files
 from pcg.records.record import RunRecord
 from pcg.records.run_files import Status
-from pcg.runtime.data.rows import read_rows
+from pcg.runtime.data.sources import read_rows
 from pcg.runtime.engine.async_engine import AsyncEngine
 from pcg.runtime.engine.trainers.async_trainer import AsyncTrainer
 from pcg.runtime.executor import Executor

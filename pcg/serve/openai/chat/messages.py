@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, ConfigDict, Discriminator, Field, Tag
 
 from pcg.errors import DataError
-from pcg.runtime.text.chat_messages import check_messages
+from pcg.runtime.text.chat import check_messages
 from pcg.serve.http.errors import ApiError
 from pcg.serve.http.wire import WireModel
 

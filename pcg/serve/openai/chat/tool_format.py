@@ -35,7 +35,7 @@ from dataclasses import dataclass
 from enum import Enum, auto
 from typing import Any, Protocol, TypeAlias
 
-from pcg.runtime.guided.guide import OPTIONS, json_options
+from pcg.runtime.sampling.guide import OPTIONS, json_options
 from pcg.runtime.text.tokenizer import Tokenizer
 
 # ------------------------------------------------------------------------------------------- pieces

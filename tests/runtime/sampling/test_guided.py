@@ -18,10 +18,9 @@ import pcg.compiler as compiler
 from pcg.errors import GenerationError
 from pcg.runtime.engine.engine import Engine
 from pcg.runtime.executor import Executor
-from pcg.runtime.guided import grammar as grammar_module
-from pcg.runtime.guided import grammars as grammars_module
 from pcg.runtime.metrics.events import Kind
 from pcg.runtime.requests.request import Chunk, Completion
+from pcg.runtime.sampling import grammars as grammars_module
 from pcg.runtime.sampling.sampling_params import SamplingParams
 from tests.support import tiny_llama
 from tests.support.small_engine import LORA, make_engine
@@ -356,7 +355,7 @@ def test_a_panic_of_the_library_ends_its_request_alone(
     """Where a guide is compiled, where masks are made, and where a token is taken."""
     grammars = executor.state.grammars
     texts, masks = grammars_module._grammar_text, type(grammars)._masks
-    commit = grammar_module.Grammar.commit
+    commit = grammars_module.Grammar.commit
 
     def compiling(library: Any, guide: Any) -> str:
         if guide.text == "compiled":
@@ -379,7 +378,7 @@ def test_a_panic_of_the_library_ends_its_request_alone(
 
     monkeypatch.setattr(grammars_module, "_grammar_text", compiling)
     monkeypatch.setattr(type(grammars), "_masks", masking)
-    monkeypatch.setattr(grammar_module.Grammar, "commit", taking)
+    monkeypatch.setattr(grammars_module.Grammar, "commit", taking)
     with executor.engine(kv_cache_bytes=2**22).start() as engine:
         good = [engine.submit(PROMPTS[0], guided_regex="good"), engine.submit(PROMPTS[1])]
         bad = {word: engine.submit(PROMPTS[2], guided_regex=word) for word in WORDS}

@@ -1,4 +1,8 @@
-"""Grammars: guides compiled for a model's tokenizer, and the masks of a step, beside the steps.
+"""The queue of guides to compile: one of each tenant at a time, and in turn.
+
+The grammar of one request: where its output stands in what a guide allows.
+
+Grammars: guides compiled for a model's tokenizer, and the masks of a step, beside the steps.
 
 Compiling takes milliseconds, and seconds for guides that are made to take long: it runs on threads
 of its own, a guide of each tenant in turn, and a request waits for its guide in the queue. The
@@ -14,8 +18,9 @@ from __future__ import annotations
 import functools
 import json
 import threading
-from collections import OrderedDict
-from collections.abc import Sequence
+import time
+from collections import OrderedDict, deque
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cached_property
 from typing import Any
@@ -24,12 +29,171 @@ from weakref import WeakSet
 import numpy as np
 from numpy.typing import NDArray
 
-from pcg.errors import GenerationError
+from pcg.errors import GenerationError, PcgError, QueueFullError, as_pcg_error
 from pcg.kernels.devices import device_pool
-from pcg.runtime.guided.compile_queue import CompileQueue
-from pcg.runtime.guided.grammar import Grammar, guide_error
-from pcg.runtime.guided.guide import Guide, json_options
+from pcg.runtime.sampling.guide import Guide, json_options
 from pcg.runtime.text.tokenizer import Tokenizer
+from pcg.units import shown
+
+# ------------------------------------------------------------------------------------ compile queue
+
+
+_COMPILING = 2
+"""Guides that are compiled at once."""
+_MOST_QUEUED = 64
+"""Guides of one tenant that wait or are compiled."""
+_STACK_BYTES = 128 * 2**20
+"""Of a thread that compiles: 32,768 characters can nest some 5,000 rules, and 8 MiB hold 1,000."""
+_starting = threading.Lock()
+
+
+class CompileQueue:
+    """Runs functions on threads with room on their stacks.
+
+    Tenants take turns, and one with a name has one thread at most: a guide that takes long holds up
+    those of its own tenant alone.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._lines: OrderedDict[str, deque[tuple[Future[Any], Callable[[], Any]]]] = OrderedDict()
+        self._busy: set[str] = set()
+        self._threads = device_pool(None, _COMPILING, "pcg guides")
+
+    def submit(self, tenant: str, act: Callable[[], Any]) -> Future[Any]:
+        """Have a function run; returns its result.
+
+        QueueFullError: too many of a tenant with a name wait.
+        """
+        future: Future[Any] = Future()
+        with self._lock:
+            line = self._lines.setdefault(tenant, deque())
+            if tenant and len(line) >= _MOST_QUEUED:
+                raise QueueFullError(
+                    f"{_MOST_QUEUED} guides of tenant {shown(tenant)} wait to be compiled, and as "
+                    "many may; ask again later"
+                )
+            line.append((future, act))
+        with _starting:
+            before = threading.stack_size(_STACK_BYTES)
+            try:
+                self._threads.submit(self._run_all)
+            finally:
+                threading.stack_size(before)
+        return future
+
+    def _run_all(self) -> None:
+        """Run what may run now; what waits behind its own tenant's is run by the thread of that."""
+        tenant = None
+        while True:
+            with self._lock:
+                if tenant is not None:
+                    self._busy.discard(tenant)
+                tenant = next((one for one in self._lines if one not in self._busy), None)
+                if tenant is None:
+                    return
+                line = self._lines.pop(tenant)
+                future, act = line.popleft()
+                if line:
+                    self._lines[tenant] = line
+                if tenant:
+                    self._busy.add(tenant)
+            try:
+                future.set_result(act())
+            except BaseException as error:  # whoever waits for it gets it
+                future.set_exception(error)
+
+
+# ------------------------------------------------------------------------------------------ grammar
+
+
+LONGEST_COMMIT_S = 2e-3
+"""Processor time of a token in its grammar, which all requests of a step wait for; 10 µs as a rule.
+
+A grammar in which a text can be read in many ways takes longer with each token, up to 80 ms.
+"""
+_MOST_SLOW = 3
+"""Tokens that may take longer, as a part of a grammar may be built for one."""
+_SHOWN = 300
+"""Characters of the library's message that an error shows."""
+
+
+class Grammar:
+    """The state of a guided output, which `commit` alone changes.
+
+    Attributes:
+        masks: the masks that are made for the next token, and its place among them; None for none.
+    """
+
+    def __init__(self, guide: Guide, compiled: Future[Any]) -> None:
+        self.guide = guide
+        self._slow = 0
+        self.masks: tuple[Any, int] | None = None
+        self.is_complete = False
+        self._compiled = compiled
+        self._matcher: Any = None
+
+    @property
+    def is_ready(self) -> bool:
+        """True once the guide is compiled, or could not be."""
+        return self._compiled.done()
+
+    @property
+    def error(self) -> PcgError | None:
+        """The reason why the output cannot begin, or cannot go on."""
+        if not self._compiled.done():
+            return None
+        error = self._compiled.exception()
+        if isinstance(error, Exception):
+            return as_pcg_error(error, self.guide.kind, GenerationError)
+        if self.masks is not None:
+            self.masks[0].exception()  # until they are made, another thread holds the matcher
+        if self._matcher is not None and self._matcher.is_error():
+            return guide_error(self.guide, self._matcher.get_error())
+        return None
+
+    def wait(self) -> None:
+        """Wait until it is ready."""
+        self._compiled.exception()
+
+    @property
+    def matcher(self) -> Any:
+        """The library's matcher, the request's own."""
+        if self._matcher is None:
+            self._matcher = self._compiled.result().deep_copy()
+        return self._matcher
+
+    def commit(self, token: int) -> None:
+        """Note that a token was chosen. GenerationError: the guide does not allow it."""
+        self.masks = None
+        began_s = time.thread_time()
+        try:
+            is_allowed = self.matcher.consume_token(token)
+            self.is_complete = self.matcher.is_stopped()
+        except (KeyboardInterrupt, SystemExit):
+            raise
+        except BaseException as error:  # a panic of the library is no Exception
+            raise guide_error(self.guide, str(error)) from error
+        if not is_allowed:
+            raise guide_error(self.guide, self.matcher.get_error())
+        self._slow += time.thread_time() - began_s > LONGEST_COMMIT_S
+        if self._slow >= _MOST_SLOW:
+            raise guide_error(
+                self.guide,
+                f"its last tokens took more than {1000 * LONGEST_COMMIT_S:g} ms each of everyone's "
+                "step; write it without rules that match a text in many ways",
+            )
+
+
+def guide_error(guide: Guide, message: str) -> GenerationError:
+    """Return the error of a guide that cannot be compiled or followed."""
+    text = " ".join(message.split())
+    text = text if len(text) <= _SHOWN else f"{text[:_SHOWN]}…"
+    return GenerationError(f"{guide.kind} cannot be followed: {text}")
+
+
+# ----------------------------------------------------------------------------------------- grammars
+
 
 Masks = NDArray[np.bool_]
 """True for tokens that may not come, [rows, vocabulary]."""

@@ -11,9 +11,8 @@ import pytest
 import pcg.compiler as compiler
 from pcg.errors import GenerationError, QueueFullError
 from pcg.runtime.executor import Executor
-from pcg.runtime.guided import compile_queue
-from pcg.runtime.guided.compile_queue import CompileQueue
-from pcg.runtime.guided.grammars import Grammars
+from pcg.runtime.sampling import grammars
+from pcg.runtime.sampling.grammars import CompileQueue, Grammars
 from tests.support import tiny_llama
 
 AMBIGUOUS = 'start: a\na: "x" | a a | a a a\n'
@@ -48,7 +47,7 @@ def test_guides_that_take_long_hold_up_their_own_tenant_alone() -> None:
 
 
 def test_a_tenant_has_so_many_in_the_queue(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compile_queue, "_MOST", 3)
+    monkeypatch.setattr(grammars, "_MOST_QUEUED", 3)
     queue, release, begun = CompileQueue(), threading.Event(), threading.Semaphore(0)
     queue.submit("a", lambda: (begun.release(), release.wait(60)))
     assert begun.acquire(timeout=60)

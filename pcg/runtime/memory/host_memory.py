@@ -19,6 +19,16 @@ Most holes are filled before, so that a step takes a seventh of those fresh page
 holes of a few tensors come up: little beside what a budget of 1 saves, a fifth of what 0 does.
 
 `benchmarks/bench_peak.py` measures the memory, the seconds and the fresh pages.
+
+oneDNN's caches of compiled products, told to keep no more than a few hundred.
+
+oneDNN compiles a product for each number of tokens and shape of a weight, and torch and oneDNN each
+keep the last 1,024 of them: up to 0.3 MiB each, hundreds of MiB once requests of all lengths have
+come. A product that is compiled again takes 0.1 ms, once for all layers of a step, so the caches
+are bounded to those that come back: the steps that decode, of any number of requests, and common
+chunks of prompts.
+
+`tests/runtime/memory/test_shape_caches.py` measures what a new shape takes.
 """
 
 from __future__ import annotations
@@ -32,6 +42,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from pcg.kernels.torch.products import ProductRequest, Result
+
+# ----------------------------------------------------------------------------------- host allocator
+
 
 THRESHOLD_BYTES = 128 * 2**10
 """The least size of a tensor with a mapping of its own: where glibc starts, before it raises it."""
@@ -157,3 +170,22 @@ def _anonymous_bytes() -> int:
     with open("/proc/self/statm", "rb") as statm:
         fields = statm.read().split()
     return (int(fields[1]) - int(fields[2])) * mmap.PAGESIZE
+
+
+# ------------------------------------------------------------------------------------- shape caches
+
+
+KEPT_PRODUCTS = 256
+"""About five shapes of weights times fifty numbers of tokens."""
+
+CAPACITIES = ("LRU_CACHE_CAPACITY", "ONEDNN_PRIMITIVE_CACHE_CAPACITY")
+"""The variables of torch (ideep) and oneDNN, both read at the process's first product by oneDNN."""
+
+
+def bound_shape_caches() -> None:
+    """Bound the caches, unless the environment does or oneDNN has computed something already.
+
+    Processes that this one starts have the same bounds.
+    """
+    for name in CAPACITIES:
+        os.environ.setdefault(name, str(KEPT_PRODUCTS))

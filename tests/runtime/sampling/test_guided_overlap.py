@@ -17,8 +17,8 @@ import torch
 import pcg.compiler as compiler
 from pcg.runtime.engine.limits import Limits
 from pcg.runtime.executor import Executor
-from pcg.runtime.guided.grammars import Grammars
 from pcg.runtime.requests.request import Completion
+from pcg.runtime.sampling.grammars import Grammars
 from tests.support import tiny_llama
 from tests.support.interpreter.stand_in import tensors_on_cuda
 from tests.support.small_engine import LORA

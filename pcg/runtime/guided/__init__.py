@@ -1,1 +1,0 @@
-"""Guided decoding: outputs that follow a JSON schema, a regex, a choice or a grammar."""
