@@ -24,7 +24,6 @@ mini-sglang's overlap loop.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from pcg.runtime.engine.device import Launched
@@ -79,11 +78,13 @@ class Running:
         return any(sequence.followers or not sequence.limit for sequence, _ in self.plan.chunks)
 
     @property
-    def left(self) -> Iterator[Sequence]:
+    def left(self) -> list[Sequence]:
         """The sequences of the step that still run, and were not preempted since."""
-        for (sequence, _), begun in zip(self.plan.chunks, self._begun, strict=True):
-            if sequence.state is State.RUNNING and sequence.begun == begun:
-                yield sequence
+        return [
+            sequence
+            for (sequence, _), begun in zip(self.plan.chunks, self._begun, strict=True)
+            if sequence.state is State.RUNNING and sequence.begun == begun
+        ]
 
     def expect(self, due_s: float) -> None:
         """Set a later time at which the step is expected to end, as more runs beside it."""

@@ -221,15 +221,16 @@ class Scheduler:
     # ------------------------------------------------------------------------------- a step
 
     def plan(self, now_s: float) -> Plan:
-        slos = (one.times.tpot_slo_s for one in self.running)
-        plan = Plan(min((slo for slo in slos if slo is not None), default=None))
+        slos_s = [sequence.times.tpot_slo_s for sequence in self.running]
+        plan = Plan(min([slo_s for slo_s in slos_s if slo_s is not None], default=None))
         prompts, held = [], []
         bound = self._bound = self.policy.bound(self.pace, self.limits.idle_step_s)
         first = self._give_way()
         # Preempted sequences leave at the ends of these lists.
-        left = [one for one in self.policy.in_order(self.running) if not one.is_spent]
+        in_order = self.policy.in_order(self.running)
+        left = [each for each in in_order if not (each.ahead and each.is_spent)]
         for sequence in left:
-            if sequence.pending > 1:
+            if sequence.length - sequence.cached > 1:
                 prompts.append(sequence)
             elif bound is not None and not bound.has_room(plan, sequence):
                 held.append(sequence)
@@ -287,7 +288,8 @@ class Scheduler:
 
         The last of `left`, the sequence and those after it, are preempted while pages are too few.
         """
-        table, end = _table(sequence), sequence.cached + tokens
+        table, end = sequence.table, sequence.cached + tokens
+        assert table is not None
         if end <= len(table.pages) * PAGE_TOKENS:
             return True
         need = pages_for(end) - len(table.pages)
