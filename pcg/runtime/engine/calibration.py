@@ -99,14 +99,16 @@ def calibrated(state: ModelState, clock: Clock, graphs: StepGraphs | None = None
         # Other rows of logits are told by steps that are not recorded, whose rest is alike.
         return recorded_s + eager_s(tokens, context, rows) - eager_s(tokens, context, 1)
 
-    found = fitted_latencies(seconds, len(runner.model.layers), long, many)
+    latencies = fitted_latencies(seconds, len(runner.model.layers), long, many)
     cache.pool.close(table)
     # Fits may round differently on other ranks, and all must plan alike.
     if device.type == "cpu":  # the head is cut, and read as often for many parts as for few
-        found.loss = Latency(0.0, found.loss.coefficients_s[1], 0.0)
+        latencies.loss = Latency(0.0, latencies.loss.coefficients_s[1], 0.0)
     of_first = []
-    for one in (found.forward, found.backward, found.loss, found.layer):
-        begin = torch.tensor([*one.coefficients_s, *one.knee, one.read_s], dtype=torch.float64)
+    for latency in (latencies.forward, latencies.backward, latencies.loss, latencies.layer):
+        begin = torch.tensor(
+            [*latency.coefficients_s, *latency.knee, latency.read_s], dtype=torch.float64
+        )
         of_first.append(Latency(*broadcast_from_first(runner.alike, begin).tolist()))
     return Latencies(*of_first)
 
@@ -170,7 +172,7 @@ def _fitted(measured: Sequence[tuple[Load, float]]) -> tuple[float, float, float
     rows = torch.tensor([[1.0, x.tokens, x.keys, x.sampled] for x, _ in measured]).double()
     took = torch.tensor([seconds for _, seconds in measured]).double()
     least = torch.tensor([0.05 * took.min(), 0.05 * took.min() / _SHORT, 0.0, 0.0]).double()
-    found = torch.linalg.lstsq(rows, took.unsqueeze(-1)).solution.squeeze(-1)
-    constant_s, token_s, key_s, row_s = torch.maximum(found, least).tolist()
+    fitted = torch.linalg.lstsq(rows, took.unsqueeze(-1)).solution.squeeze(-1)
+    constant_s, token_s, key_s, row_s = torch.maximum(fitted, least).tolist()
     # A key costs at least a millionth of a token, so that long contexts are never free.
     return constant_s, token_s, max(key_s, token_s * 1e-6), max(row_s, token_s * 1e-2)

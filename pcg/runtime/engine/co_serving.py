@@ -261,14 +261,14 @@ class RecentRooms:
 
     def pieces(self, served_s: float, idle_s: float | None = None) -> float:
         """Return how many pieces would have run, by a piece's times beside requests and idle."""
-        idle = self._idle_s + sum(one.idle_s for one in self._steps)
+        idle = self._idle_s + sum(step.idle_s for step in self._steps)
         if not self._steps and not idle:
             return int(self.next_s / served_s)
-        served = sum(int(one.room_s / served_s) for one in self._steps)
-        spent_s = sum(one.spent_s for one in self._steps)
+        served = sum(int(step.room_s / served_s) for step in self._steps)
+        spent_s = sum(step.spent_s for step in self._steps)
         share = idle / (idle + spent_s)
         back = -math.log(share) * share / (1 - share) if 0 < share < 1 else share
-        shorter_s = sum(one.used_s for one in self._steps) - served * served_s
+        shorter_s = sum(step.used_s for step in self._steps) - served * served_s
         left_s = max(0.0, idle + back * shorter_s)
         return served + left_s / (served_s if idle_s is None else idle_s)
 

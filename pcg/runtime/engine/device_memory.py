@@ -99,8 +99,8 @@ class DeviceParts:
             graphs = step + logits + MOST_ROOMS * GRAPH_BYTES
             windows = 0 if jobs is None else windows_bytes(state, jobs)
         used = max(0, state.free_before - free)
-        own = (state.free_before, used, step, graphs, windows)
-        return cls(state.device, share, total, *own, is_warm=jobs is not None)
+        measured = (state.free_before, used, step, graphs, windows)
+        return cls(state.device, share, total, *measured, is_warm=jobs is not None)
 
     @property
     def asked(self) -> int:
@@ -168,14 +168,14 @@ def fitted(make: Callable[[int], Made], parts: DeviceParts, least: int, ranks: R
     Raises:
         DeviceMemoryError: the smallest one is too large.
     """
-    own = max(parts.pool, 0) if parts.before >= parts.asked else 0
-    told = ranks.tell(own.to_bytes(8, "little"))
+    pool_bytes = max(parts.pool, 0) if parts.before >= parts.asked else 0
+    pools = ranks.tell(pool_bytes.to_bytes(8, "little"))
     parts.check(least)
-    size_bytes = min(int.from_bytes(one, "little") for one in told)
+    size_bytes = min(int.from_bytes(encoded, "little") for encoded in pools)
     gives = size_bytes // SHRINKS
     while size_bytes >= least:
         try:
-            made = make(size_bytes)
+            parts_made = make(size_bytes)
             lacking = parts.lacking
         except (RuntimeError, DeviceMemoryError) as error:
             if not is_out_of_memory(error):
@@ -186,9 +186,9 @@ def fitted(make: Callable[[int], Made], parts: DeviceParts, least: int, ranks: R
         else:
             if lacking <= 0 or ranks.size > 1:
                 _LOG.info("the KV cache has %s: %s", size_text(size_bytes), parts)
-                return made
+                return parts_made
             why = f"{size_text(lacking)} are missing"
-            del made
+            del parts_made
         gc.collect()  # graphs, which hold each other
         torch.cuda.empty_cache()
         smaller, gives = size_bytes - max(lacking, gives), 2 * gives

@@ -64,7 +64,7 @@ class RowTimes:
         known, size = self._seconds.get(kind), _size(rows)
         if not known:
             return None
-        smaller = [one for one in known if one <= size]
+        smaller = [size_known for size_known in known if size_known <= size]
         if not smaller:
             return _MARGIN * known[min(known)]
         nearest = max(smaller)
@@ -180,8 +180,8 @@ class GuestWork:
         """Return how many rows of the first work run now; some do where nobody has to wait."""
         work = self._works[0]
         left = work.rows - work.ended
-        found = self.times.within(work.kind, left, seconds)
-        return found or (0 if is_awaited else min(left, LEAST_ROWS))
+        fitting = self.times.within(work.kind, left, seconds)
+        return fitting or (0 if is_awaited else min(left, LEAST_ROWS))
 
     def _slice(self, rows: int) -> float:
         """Run rows of the first work, and return how long that took."""

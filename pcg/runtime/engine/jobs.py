@@ -374,8 +374,8 @@ class Jobs:
         for job in self._jobs:
             if job.name == name:
                 return job
-        there = ", ".join(job.name for job in self._jobs) or "none"
-        raise PcgError(f"there is no job {name!r}; there are: {there}")
+        names = ", ".join(job.name for job in self._jobs) or "none"
+        raise PcgError(f"there is no job {name!r}; there are: {names}")
 
     # ------------------------------------------------------------------------------- turns
 

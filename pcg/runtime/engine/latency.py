@@ -162,9 +162,9 @@ class Latency:
         if left <= 0:
             return 0
         cheap = max(0, self._knee - load.tokens)
-        found = _most_tokens(left, per_token, key_s)
-        if found <= cheap or beyond_s <= 0:
-            return found
+        tokens = _most_tokens(left, per_token, key_s)
+        if tokens <= cheap or beyond_s <= 0:
+            return tokens
         return _most_tokens(left + beyond_s * cheap, per_token + beyond_s, key_s)
 
     def observe(self, load: Load, seconds: float, is_replayed: bool = False) -> None:

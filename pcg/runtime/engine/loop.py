@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import logging
 import math
-import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -77,19 +76,14 @@ class EngineLoop:
         if options.latencies is not None:
             self.learn(options.latencies)
         pages = int(options.job_share * scheduler.pool.size)
-        log, now_s, known = self.log, clock.latest_s, weakref.ref(device)
+        log, now_s = self.log, clock.latest_s
 
-        # These refer to no engine, and weakly to the device, so that its memory is freed at once.
+        # It refers to no engine, so that a device's memory is freed at once.
         def note(kind: Kind, subject: str, **details: object) -> None:
             log.add(Event(now_s(), kind, subject, details))
 
-        def evict(adapter: ServedAdapter) -> None:
-            device = known()
-            if device is not None:
-                device.evict(adapter)
-            note(Kind.EVICTED, adapter.name)
-
         self._note = note
+        scheduler.attach(device, note)
         self.jobs = Jobs(scheduler, device.cache, pages, note)
         self._suspects = Suspects()
         self._alone: Sequence | Job | None = None
@@ -104,12 +98,6 @@ class EngineLoop:
         self.reads: Counter[str] = Counter()
         self._is_stepping = False
         self._acts: list[Callable[[], None]] = []
-
-        scheduler.on_preempted = lambda sequence: note(Kind.PREEMPTED, sequence.id)
-        scheduler.adapters.on_page_in = lambda adapter: note(Kind.PAGED_IN, adapter.name)
-        scheduler.adapters.on_evict = evict
-        scheduler.prefetch, scheduler.is_copying = device.prefetch, device.is_copying
-        scheduler.copy_page = device.copy_page
 
     def learn(self, latencies: Latencies) -> None:
         """Plan by latencies, and correct them by the times of steps."""
@@ -150,12 +138,12 @@ class EngineLoop:
         now = self.clock.now_s() if submitted_s is None else submitted_s
         sequence = self.device.open(request, number)
         opened = [sequence, *sequence.followers]
-        for one in opened:
-            one.times.submitted_s = now
-            self.scheduler.limits.promise(one)
-            if self.requests.of(one.id):
+        for each in opened:
+            each.times.submitted_s = now
+            self.scheduler.limits.promise(each)
+            if self.requests.of(each.id):
                 raise GenerationError(
-                    f"there is a request {one.id!r} already; give each its own request_id, or none"
+                    f"there is a request {each.id!r} already; give each its own request_id, or none"
                 )
         self.log.add(Event(now, Kind.SUBMITTED, sequence.id, sequence.described()))
         error: GenerationError | None = self._suspects.why_broken(request)
@@ -281,7 +269,9 @@ class EngineLoop:
             self._finish("nothing served")
             self._suspects.ran(suspect, has_tokens=False)
         else:
-            why = self._why_read_first(None, work.is_served) if self.device.is_ahead else "never"
+            why = "never ahead"
+            if self.device.is_ahead:
+                why = self._why_read_first(None, work.is_served)
             running = self._launch(plan, work, windows, suspect, begins_s, is_ahead=not why)
             if before is not None:
                 self._finish(AHEAD)
@@ -479,18 +469,18 @@ class EngineLoop:
             suspects += ran or [*(admitted or scheduler.waiting)] or [*self.jobs]
         self._suspects.add(suspects)
 
-    def _drop(self, one: Sequence | Job, owner: Owner | None, error: Exception) -> None:
+    def _drop(self, suspect: Sequence | Job, owner: Owner | None, error: Exception) -> None:
         """Fail what failed alone, or all requests of the adapter that failed."""
         try:
             self.device.check_alive()
         except Exception:
             raise error from None
-        if not isinstance(one, Sequence):
-            one.fail(error)
-            self.jobs.settle(one)
+        if not isinstance(suspect, Sequence):
+            suspect.fail(error)
+            self.jobs.settle(suspect)
             return
-        of_adapter = [one]
-        if owner is not None and owner is one.request.adapter:
+        of_adapter = [suspect]
+        if owner is not None and owner is suspect.request.adapter:
             self._suspects.condemn(owner, error)
             of_adapter = [each for each in self.scheduler.everyone if each.request.adapter is owner]
         for each in of_adapter:
@@ -517,13 +507,15 @@ class EngineLoop:
         self._is_half_changed, self._running = False, None
         # Not the present time, for which all ranks would have to ask: some did not fail.
         now_s = self.clock.latest_s()
-        running = [one for one in self.requests.by_id.values() if one.state is State.RUNNING]
+        running = [
+            sequence for sequence in self.requests.by_id.values() if sequence.state is State.RUNNING
+        ]
         self.parts.restart()
         self.jobs.restart()
         self.device.reset()
         self.requests.restart(self.jobs.tables)
-        for one in running:
-            self.log.add(Event(now_s, Kind.PREEMPTED, one.id))
+        for sequence in running:
+            self.log.add(Event(now_s, Kind.PREEMPTED, sequence.id))
 
     def check_integrity(self) -> None:
         """Raise an AssertionError if a page, a sequence or a job is lost, or in two places."""

@@ -64,15 +64,15 @@ class OpenRequests:
     def add(self, sequence: Sequence, due_s: float | None) -> None:
         """Add a request with its continuations, which times out when it is due."""
         opened = [sequence, *sequence.followers]
-        self.by_id |= {one.id: one for one in opened}
+        self.by_id |= {each.id: each for each in opened}
         self._groups.add(sequence)
         if due_s is not None:
             self.deadlines.add(due_s, opened)
 
     def remove(self, sequence: Sequence) -> None:
         """Forget a request that could not be added."""
-        for one in (sequence, *sequence.followers):
-            self.by_id.pop(one.id, None)
+        for each in (sequence, *sequence.followers):
+            self.by_id.pop(each.id, None)
 
     def of(self, request: str) -> List[Sequence]:
         """Return a request's continuations; none if it is not here any more."""
@@ -84,24 +84,24 @@ class OpenRequests:
     ) -> None:
         """End a request: those of its continuations that are left."""
         reason = {} if error is None else {"reason": str(error)}
-        not_begun = [other for one in request for other in one.followers]
-        for one in request:
-            if self.by_id.get(one.id) is not one:
+        not_begun = [other for sequence in request for other in sequence.followers]
+        for sequence in request:
+            if self.by_id.get(sequence.id) is not sequence:
                 continue  # it is over, and a later request may have its id
-            chunks = self._groups.handed_out(one, one.end(state, error))
-            self._leave(one, chunks)
-            self._note(kind, one.id, tokens=len(one.generated), **reason)
-            if one not in not_begun:
-                self._scheduler.drop(one)
+            chunks = self._groups.handed_out(sequence, sequence.end(state, error))
+            self._leave(sequence, chunks)
+            self._note(kind, sequence.id, tokens=len(sequence.generated), **reason)
+            if sequence not in not_begun:
+                self._scheduler.drop(sequence)
 
-    def _leave(self, one: Sequence, chunks: List[Chunk] = ()) -> None:
-        del self.by_id[one.id]
+    def _leave(self, sequence: Sequence, chunks: List[Chunk] = ()) -> None:
+        del self.by_id[sequence.id]
         self.chunks += chunks
 
-    def fail(self, one: Sequence, error: Exception) -> None:
+    def fail(self, sequence: Sequence, error: Exception) -> None:
         """End the request of a sequence by an error."""
-        caused = as_pcg_error(error, one.id, GenerationError)
-        self.end(self._groups.of(one), State.FAILED, Kind.FAILED, caused)
+        caused = as_pcg_error(error, sequence.id, GenerationError)
+        self.end(self._groups.of(sequence), State.FAILED, Kind.FAILED, caused)
 
     def time_out(self, now_s: float) -> None:
         """End what has come to its time, or has no hope, and what could not be prepared."""
@@ -188,14 +188,14 @@ class OpenRequests:
         """
         while self._ended:
             self._finish()
-        for one in [one for one in self.by_id.values() if one.is_over]:
-            if one not in self._failed:  # its end was not handed out
-                self._leave(one, [one.end(one.state)])
-        for one in self.by_id.values():
-            if one.generated:  # its prompt ended, and they can share it no more
-                one.followers = []
-        following = {other for one in self.by_id.values() for other in one.followers}
-        here = [one for one in self.by_id.values() if one not in following]
+        for sequence in [sequence for sequence in self.by_id.values() if sequence.is_over]:
+            if sequence not in self._failed:  # its end was not handed out
+                self._leave(sequence, [sequence.end(sequence.state)])
+        for sequence in self.by_id.values():
+            if sequence.generated:  # its prompt ended, and they can share it no more
+                sequence.followers = []
+        following = {other for sequence in self.by_id.values() for other in sequence.followers}
+        here = [sequence for sequence in self.by_id.values() if sequence not in following]
         self._scheduler.restart(here, kept)
         self._fail_all()
 
@@ -207,5 +207,5 @@ class OpenRequests:
     def check_integrity(self) -> None:
         """Raise an AssertionError if a sequence is lost."""
         here = self._scheduler.everyone
-        there = {id(each) for one in here for each in (one, *one.followers)}
-        assert there == {id(sequence) for sequence in self.by_id.values()}
+        open_ids = {id(each) for first in here for each in (first, *first.followers)}
+        assert open_ids == {id(sequence) for sequence in self.by_id.values()}

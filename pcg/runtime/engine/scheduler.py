@@ -17,6 +17,7 @@ is computed again later.
 from __future__ import annotations
 
 import math
+import weakref
 from collections.abc import Callable, Iterable
 from collections.abc import Sequence as List
 from itertools import takewhile
@@ -30,10 +31,12 @@ from pcg.runtime.admission.page_room import PageRoom
 from pcg.runtime.admission.policy import Policy
 from pcg.runtime.admission.reachable import why_never, why_unreachable
 from pcg.runtime.admission.step_bound import StepBound
+from pcg.runtime.engine.device import Device
 from pcg.runtime.engine.latency import Latency
 from pcg.runtime.engine.limits import Limits
 from pcg.runtime.memory.pool import Needs, PagePool, PageTable, pages_for
 from pcg.runtime.memory.prefixes import Prefixes
+from pcg.runtime.metrics.events import Kind
 from pcg.runtime.model.load import Load
 from pcg.runtime.requests.sequence import Sequence, State
 from pcg.runtime.requests.step_plan import Plan
@@ -81,10 +84,6 @@ class Scheduler:
         self.policy.take()
         self.forward: Latency | None = None
         self.pace: Latency | None = None
-        self.on_preempted: Callable[[Sequence], None] = lambda sequence: None
-        self.prefetch: Callable[[List[ServedAdapter]], None] = lambda adapters: None
-        self.is_copying: Callable[[ServedAdapter], bool] = lambda adapter: False
-        self.copy_page: Callable[[int, int], None] = lambda page, to: None
         self.waiting: dict[Sequence, None] = {}
         self.preparing: dict[Sequence, Grammar] = {}
         self.backlog = Backlog(queue)
@@ -95,6 +94,17 @@ class Scheduler:
         self._blocked: Sequence | None = None
         self._is_turn_of_short = False
         self._most_read = max(_FIRST, limits.least_chunk)
+
+    def attach(self, device: Device, note: Callable[[Kind, str], None]) -> None:
+        """Have a device, which is referred to weakly, copy pages and adapters; note events."""
+        self._device: Device = weakref.proxy(device)
+        self._note = note
+        self.adapters.on_page_in = lambda adapter: note(Kind.PAGED_IN, adapter.name)
+        self.adapters.on_evict = self._evicted
+
+    def _evicted(self, adapter: ServedAdapter) -> None:
+        self._device.evict(adapter)
+        self._note(Kind.EVICTED, adapter.name)
 
     # ------------------------------------------------------------------------------- a request
 
@@ -140,7 +150,7 @@ class Scheduler:
     def queue_prepared(self) -> list[tuple[Sequence, PcgError]]:
         """Queue requests whose guides are compiled; returns those whose guides cannot be."""
         failed = []
-        for sequence, grammar in [one for one in self.preparing.items() if one[1].is_ready]:
+        for sequence, grammar in [entry for entry in self.preparing.items() if entry[1].is_ready]:
             del self.preparing[sequence]
             self.waiting[sequence] = None
             self.policy.add(sequence)
@@ -208,7 +218,7 @@ class Scheduler:
         follower.table = self.pool.fork(table, full, follower.id)
         self.pool.extend(follower.table, need)
         if need:
-            self.copy_page(table.pages[full], follower.table.pages[full])
+            self._device.copy_page(table.pages[full], follower.table.pages[full])
         self._begin(follower, now_s)
 
     def _begin(self, sequence: Sequence, now_s: float) -> None:
@@ -247,9 +257,9 @@ class Scheduler:
         self._is_turn_of_short = not self._is_turn_of_short
         ahead: list[Sequence] = []
         if self._is_turn_of_short:
-            prompts.sort(key=lambda one: (self._class_of(one), one.pending))
+            prompts.sort(key=lambda waits: (self._class_of(waits), waits.pending))
             best = self._class_of(prompts[0]) if prompts else (True, math.inf)
-            ahead = list(takewhile(lambda one: self._class_of(one) <= best, in_turn))
+            ahead = list(takewhile(lambda waits: self._class_of(waits) <= best, in_turn))
         may_admit = self._admit(plan, ahead, now_s)
         left = [*prompts, *held]
         for sequence in left:
@@ -310,7 +320,7 @@ class Scheduler:
 
     def _preempt(self, sequence: Sequence) -> None:
         self._put_back(sequence)
-        self.on_preempted(sequence)
+        self._note(Kind.PREEMPTED, sequence.id)
 
     def _give_way(self) -> Sequence | None:
         """Make room for the request that was next and had none, if the policy has others give way.
@@ -375,19 +385,19 @@ class Scheduler:
         places = max(self.limits.running - len(self.running), 0)
         in_turn = self.policy.first(places + self.limits.prefetched, now_s, self.running)
         if first is not None:
-            in_turn = [first, *(one for one in in_turn if one is not first)]
+            in_turn = [first, *(sequence for sequence in in_turn if sequence is not first)]
         ahead = self._room.bring_ahead(in_turn, len(self.running))
         if ahead:
-            self.prefetch(ahead)
+            self._device.prefetch(ahead)
         if in_turn and not places:
             self._blocked = in_turn[0]
         if not self.running:
             return in_turn[:places]
-        return [one for one in in_turn[:places] if not self._waits_for_adapter(one)]
+        return [sequence for sequence in in_turn[:places] if not self._waits_for_adapter(sequence)]
 
     def _waits_for_adapter(self, sequence: Sequence) -> bool:
         adapter = sequence.request.adapter
-        return adapter is not None and self.is_copying(adapter)
+        return adapter is not None and self._device.is_copying(adapter)
 
     def _admit(self, plan: Plan, in_turn: List[Sequence], now_s: float) -> bool:
         """Begin requests as far as there is room; return False if one had none."""

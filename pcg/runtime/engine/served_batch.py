@@ -147,7 +147,9 @@ class ServedBatch:
     def has_logprobs(self) -> bool:
         """True if a request asks for the logprobs of its tokens."""
         ready = [self.chunks[place][0] for place in self.ready]
-        return any(s.likeliest is not None for one in ready for s in (one, *one.followers))
+        return any(
+            s.likeliest is not None for sequence in ready for s in (sequence, *sequence.followers)
+        )
 
     def sampled_rows(self, tables: PaddedTables) -> tuple[Tensor | None, BoundAdapters | None]:
         """Return the tokens that are sampled after, and their adapters; None for all tokens."""
@@ -187,18 +189,20 @@ def hidden_requests(
     parts: List[tuple[Batch, BoundAdapters]], runner: ModelRunner
 ) -> ProductRequest[list[Tensor]]:
     """Take what `cut` gave through the layers; returns the epilogue's inputs for all tokens."""
-    found = []
+    hidden_of_parts = []
     for part in parts:
-        found.append((yield from runner.hidden_requests(*part)))  # noqa: PERF401
-    whole = found[0]
+        hidden_of_parts.append((yield from runner.hidden_requests(*part)))  # noqa: PERF401
+    whole = hidden_of_parts[0]
     if not runner.is_last or (len(parts) == 1 and parts[0][0].parts is None):
         return whole
-    for place, one in enumerate(whole):
-        if isinstance(one, Tensor):  # of what is cut no LoRA is left to be added
+    for place, state in enumerate(whole):
+        if isinstance(state, Tensor):  # of what is cut no LoRA is left to be added
             whole[place] = torch.cat(
                 [
                     hidden[place] if of is None else of.gathered(hidden[place])[0]
-                    for hidden, of in zip(found, (batch.parts for batch, _ in parts), strict=True)
+                    for hidden, of in zip(
+                        hidden_of_parts, (batch.parts for batch, _ in parts), strict=True
+                    )
                 ]
             )
     return whole
@@ -235,13 +239,13 @@ def _shared(
         spans.append(_part_of(span, piece.start, piece.stop, len(chosen)))
         chosen += range(span.start + piece.start, span.start + piece.stop)
     ids = batch.input_ids[uploaded_list(chosen, torch.int64, device)]
-    own = Batch(ids, spans, cache)
-    own.parts, own.rows_of_all = parts, batch.rows
-    return own, [adapters[piece.sequence] for piece in parts.own]
+    part = Batch(ids, spans, cache)
+    part.parts, part.rows_of_all = parts, batch.rows
+    return part, [adapters[piece.sequence] for piece in parts.own]
 
 
 def rows_of(read: List[ReadRows]) -> tuple[list[int], list[Adapter | None]]:
     """Return rows, and the adapter of each."""
-    rows = [row for one in read for row in one.rows]
-    adapters = [one.sequence.request.adapter for one in read for _ in one.tokens]
+    rows = [row for rows_read in read for row in rows_read.rows]
+    adapters = [rows_read.sequence.request.adapter for rows_read in read for _ in rows_read.tokens]
     return rows, cast("list[Adapter | None]", adapters)

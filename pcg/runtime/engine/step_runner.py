@@ -71,7 +71,7 @@ class TokenChoice:
         """Begin to make the masks of those that have guides, and of their followers."""
         if self.runner.alike.rank:
             return  # the first chooses
-        every = (each for one in sequences for each in (one, *one.followers))
+        every = (each for first in sequences for each in (first, *first.followers))
         guided = [each.grammar for each in every if each.grammar is not None]
         if guided:
             self.grammars.begin_masks(guided)
@@ -86,19 +86,19 @@ class TokenChoice:
             likeliest: the likeliest token of each, if it is known.
         """
         if any(sequence.followers for sequence in sequences):
-            copies = [i for i, one in enumerate(sequences) for _ in (one, *one.followers)]
+            copies = [i for i, first in enumerate(sequences) for _ in (first, *first.followers)]
             logits, likeliest = logits[uploaded_list(copies, torch.int64, self.device)], None
-            sequences = [each for one in sequences for each in (one, *one.followers)]
+            sequences = [each for first in sequences for each in (first, *first.followers)]
             return self._chosen(sequences, logits, likeliest)
-        found = self._chosen(sequences, logits, likeliest)
-        self.latest.put([one.id for one in sequences], found.tokens)
-        return found
+        chosen = self._chosen(sequences, logits, likeliest)
+        self.latest.put([first.id for first in sequences], chosen.tokens)
+        return chosen
 
     def _chosen(
         self, sequences: List[Sequence], logits: Tensor, likeliest: Tensor | None
     ) -> DrawnTokens:
         tokens, first_ns = self._tokens(sequences, logits, likeliest)
-        asking = [row for row, one in enumerate(sequences) if one.likeliest is not None]
+        asking = [row for row, sequence in enumerate(sequences) if sequence.likeliest is not None]
         if not asking:
             return DrawnTokens(sequences, tokens, first_ns=first_ns)
         most = max(sequences[row].likeliest or 0 for row in asking)
@@ -119,19 +119,19 @@ class TokenChoice:
         """
         ranks = self.runner.alike
         if ranks.rank:
-            told = torch.empty(len(sequences) + 1, dtype=torch.int64, device=self.device)
-            told = ranks.broadcast(told)
-            return told[:-1], told[-1:]
+            broadcast = torch.empty(len(sequences) + 1, dtype=torch.int64, device=self.device)
+            broadcast = ranks.broadcast(broadcast)
+            return broadcast[:-1], broadcast[-1:]
         samplers = _samplers(sequences)
         if likeliest is not None and all(s.is_plain and s.is_greedy for s in samplers):
-            found = only_finite(logits, likeliest)
+            tokens = only_finite(logits, likeliest)
         else:
-            found = sample(logits, samplers, self.runner.drawing)
+            tokens = sample(logits, samplers, self.runner.drawing)
         if ranks.size == 1:
-            return found, None
-        told_here = [*found.tolist(), time.monotonic_ns()]
-        told = ranks.broadcast(torch.tensor(told_here, device=self.device))
-        return told[:-1], told[-1:]
+            return tokens, None
+        told_here = [*tokens.tolist(), time.monotonic_ns()]
+        broadcast = ranks.broadcast(torch.tensor(told_here, device=self.device))
+        return broadcast[:-1], broadcast[-1:]
 
 
 def _samplers(sequences: List[Sequence]) -> List[Sampler]:
@@ -162,7 +162,7 @@ class LaunchedStep:
         self._computed: list[Computed] = []
         self._events: tuple[torch.cuda.Event, torch.cuda.Event] | None = None
         # Guides follow the tokens before, which the host may not know yet.
-        self._has_masks = not any(one.ahead for one in ready)
+        self._has_masks = not any(sequence.ahead for sequence in ready)
         if self._has_masks:
             choice.begin_masks(ready)
         if choice.device.type == "cuda":
@@ -188,12 +188,12 @@ class LaunchedStep:
             with torch.inference_mode():
                 self._draw(self._logits, self._likeliest)
         self._logits = self._likeliest = None
-        self._computed = [one.sent() for one in self._computed]
+        self._computed = [part.sent() for part in self._computed]
         if self._events is not None:
             self._events[1].record()
 
     def _draw(self, logits: Tensor, likeliest: Tensor | None) -> None:
-        rows = [row for row, one in enumerate(self._ready) if one.state is State.RUNNING]
+        rows = [row for row, sequence in enumerate(self._ready) if sequence.state is State.RUNNING]
         sequences = [self._ready[row] for row in rows]
         if not sequences:
             return
@@ -296,8 +296,8 @@ class StepRunner:
     @property
     def late(self) -> dict[str, int]:
         """The kernels that were compiled and the steps that were recorded since the warm-up."""
-        made = self._made
-        return {kind: made[kind] - self._ready[kind] for kind in made}
+        counts = self._made
+        return {kind: counts[kind] - self._ready[kind] for kind in counts}
 
     @property
     def copies_bytes(self) -> int:
@@ -454,7 +454,7 @@ class StepRunner:
         """Run a step as `Device.start`, with the base's products merged."""
         if self.side is not None:
             self.side.begin()
-        adapters = [cast("Adapter | None", one.request.adapter) for one, _ in chunks]
+        adapters = [cast("Adapter | None", sequence.request.adapter) for sequence, _ in chunks]
         order = self._tables.order(adapters)
         chunks, adapters = [chunks[i] for i in order], [adapters[i] for i in order]
         served = ServedBatch(chunks, adapters, self._choice.latest)
@@ -479,19 +479,19 @@ class StepRunner:
             cp = self._state.mesh.cp
             served.put(self._tables, self.cache, self._device, self._runner, cp)
             functions.append(served.hidden_requests(self._runner))
-        found = self._run_forward(functions, windows)
+        computed = self._run_forward(functions, windows)
         logits: Tensor | None = None
         others: list[Computed] = []
         if served.ready:
             rows, last = served.sampled_rows(self._tables)
             # Who asks for logprobs has them on all ranks; tokens are the first one's choice.
             served.batch.logits_on_first = not served.has_logprobs
-            logits = self._runner.logits_of(found[0], served.batch, served.bound, rows, last)
+            logits = self._runner.logits_of(computed[0], served.batch, served.bound, rows, last)
             served.batch.logits_on_first = False
         if served.scored:
-            others.append(self._scored(served, found[0]))
+            others.append(self._scored(served, computed[0]))
         if served.pooled:
-            others.append(self._pooled(served, found[0]))
+            others.append(self._pooled(served, computed[0]))
         return running.computed(logits, None, others)
 
     def _run_forward(
@@ -521,9 +521,9 @@ class StepRunner:
     def _scored(self, served: ServedBatch, hidden: List[Tensor]) -> PromptLogprobs:
         """Return the logprobs of prompts' tokens, whose logits exist for some at a time."""
         rows, adapters = rows_of(served.scored)
-        targets = [token for one in served.scored for token in one.behind]
-        most = max(one.sequence.request.params.of_prompt or 0 for one in served.scored)
-        cells = PromptCells([(one.sequence.request.params, one.places) for one in served.scored])
+        targets = [token for read in served.scored for token in read.behind]
+        most = max(read.sequence.request.params.of_prompt or 0 for read in served.scored)
+        cells = PromptCells([(read.sequence.request.params, read.places) for read in served.scored])
         parts, size = [], self._runner.model.loss_chunk
         for start in range(0, len(rows), size):
             some = slice(start, start + size)
@@ -532,7 +532,7 @@ class StepRunner:
             logits = self._runner.logits_of(hidden, served.batch, served.bound, chosen, of_rows)
             wanted = uploaded_list(targets[some], torch.int64, self._device)
             parts.append(logprobs_of(logits, wanted, most, cells.of(logits, start)))
-        counts = [(one.sequence, len(one.tokens)) for one in served.scored]
+        counts = [(read.sequence, len(read.tokens)) for read in served.scored]
         return PromptLogprobs(counts, Logprobs.joined(parts), cells.counts)
 
     def _pooled(self, served: ServedBatch, hidden: List[Tensor]) -> PooledStates:
@@ -541,8 +541,8 @@ class StepRunner:
         chosen = uploaded_list(rows, torch.int64, self._device)
         of_rows = self._tables.bind_epilogue(adapters)
         states = self._runner.last_hidden_of(hidden, served.batch, served.bound, chosen, of_rows)
-        parts = states.float().split([len(one.tokens) for one in served.pooled])
-        counts = [(one.sequence, len(one.tokens)) for one in served.pooled]
+        parts = states.float().split([len(read.tokens) for read in served.pooled])
+        counts = [(read.sequence, len(read.tokens)) for read in served.pooled]
         return PooledStates(counts, torch.stack([part.sum(dim=0) for part in parts]))
 
     def check_alive(self) -> None:

@@ -26,13 +26,13 @@ def owner_of(error: BaseException) -> Owner | None:
 
     That is a guess, as a loop leaves its variable behind: the owner runs alone before it fails.
     """
-    found, trace = None, error.__traceback__
+    owner, trace = None, error.__traceback__
     while trace is not None:
         local = trace.tb_frame.f_locals
-        own = [one for one in local.values() if isinstance(one, Sequence | Job | Adapter)]
-        found = own[-1] if own else found
+        owners = [value for value in local.values() if isinstance(value, Sequence | Job | Adapter)]
+        owner = owners[-1] if owners else owner
         trace = trace.tb_next
-    return found
+    return owner
 
 
 class Suspects:
@@ -51,7 +51,7 @@ class Suspects:
 
     def add(self, ran: Iterable[Sequence | Job]) -> None:
         """Add what ran in a step that failed."""
-        self._waiting.extend(one for one in ran if one not in self._waiting)
+        self._waiting.extend(suspect for suspect in ran if suspect not in self._waiting)
 
     def clear(self) -> None:
         """Have nothing run alone."""
@@ -86,5 +86,5 @@ class Suspects:
         return None if why is None else GenerationError(why)
 
 
-def _goes_on(one: Sequence | Job) -> bool:
-    return not (one.is_over or one.state is JobState.PAUSED)
+def _goes_on(suspect: Sequence | Job) -> bool:
+    return not (suspect.is_over or suspect.state is JobState.PAUSED)

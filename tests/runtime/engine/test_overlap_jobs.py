@@ -198,8 +198,8 @@ def life(
     )
     engine.device.is_ahead = is_ahead
     # Copies of adapters beside steps have a test of their own; when they end depends on time.
-    engine.scheduler.prefetch = lambda adapters: None
-    engine.scheduler.is_copying = lambda adapter: False
+    engine.device.prefetch = lambda adapters: None
+    engine.device.is_copying = lambda adapter: False
     return Tenants(engine, executor).run(act)
 
 
