@@ -27,7 +27,7 @@ import torch
 from measure import write
 
 from pcg.compiler import compile_program
-from pcg.parallel.costs.sheets import PCIE_5
+from pcg.parallel.costs.accelerators import PCIE_5
 from pcg.peft.adapter import Adapter, new_adapter
 from pcg.peft.lora import LoraConfig
 from pcg.runtime.adapters.ragged_tables import RaggedTables

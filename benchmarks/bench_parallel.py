@@ -46,14 +46,13 @@ from pcg.parallel.costs.catalog import find_cost_model
 from pcg.parallel.costs.layer_costs import DeviceCosts
 from pcg.parallel.parallel_plan import ParallelPlan
 from pcg.parallel.search import Search, SearchResult
-from pcg.parallel.sharder import shard
 from pcg.passes.attach import Bypasses
 from pcg.passes.graphs.collectives import CoalesceCollectives, Overlap
 from pcg.passes.graphs.differentiate import Differentiate
 from pcg.passes.graphs.gradients import Prune
 from pcg.passes.graphs.localize import Localize
 from pcg.passes.pipeline import Settings, pipeline
-from pcg.passes.shard import Shard
+from pcg.passes.shard import Shard, shard
 from pcg.peft.lora import LoraBypass
 from pcg.ranks.group import Ranks
 from pcg.ranks.join import join_group

@@ -19,9 +19,9 @@ from .options.console import err, out, print_json, table
 if TYPE_CHECKING:
     import torch
 
+    from pcg.parallel.costs.accelerators import Link
+    from pcg.parallel.costs.catalog import KeptProfile
     from pcg.parallel.costs.device_profile import CollectiveTime, DeviceProfile
-    from pcg.parallel.costs.device_sheet import Link
-    from pcg.parallel.costs.kept_profiles import KeptProfile
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,7 +79,7 @@ def profile_command(options: ProfileOptions, json: Json = False) -> None:
 
 def _of_machine(where: torch.device, base_dtype: str, options: ProfileOptions) -> KeptProfile:
     """The profile of this machine, with ranks that are started for it."""
-    from pcg.parallel.costs.kept_profiles import KeptProfile, kept_path, kept_profile
+    from pcg.parallel.costs.catalog import KeptProfile, kept_path, kept_profile
 
     path = kept_path(where, base_dtype, options.tp, quick=options.quick)
     found = None if options.fresh else kept_profile(path)
@@ -92,7 +92,7 @@ def _of_machine(where: torch.device, base_dtype: str, options: ProfileOptions) -
 
 def _of_ranks(where: torch.device, base_dtype: str, options: ProfileOptions) -> KeptProfile:
     """The profile of the ranks that torchrun has started, on one machine or on several."""
-    from pcg.parallel.costs.kept_profiles import profile_of_ranks
+    from pcg.parallel.costs.catalog import profile_of_ranks
     from pcg.ranks.join import join_group, own_device, started_ranks
     from pcg.ranks.launch import mute_others
 

@@ -106,7 +106,7 @@ def _chosen(names: Sequence[str], known: Sequence[str], option: str = "--model")
 
 
 def _flexllm(options: SimulateOptions, json: bool) -> None:
-    from pcg.parallel.costs.device_sheet import ASSUMED
+    from pcg.parallel.costs.accelerators import ASSUMED
     from pcg.simulate.papers import flexllm
 
     settings = {setting.name: setting for setting in flexllm.MODELS}

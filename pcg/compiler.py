@@ -24,8 +24,7 @@ from pcg.kernels.devices import indexed, on_device
 from pcg.kernels.triton.backend import check_device, choose_backend, machine_device
 from pcg.keywords import takes
 from pcg.options import Backend, CompileOptions, dtype_name
-from pcg.parallel.costs.catalog import costs_name, own_sheet
-from pcg.parallel.costs.kept_profiles import own_profile
+from pcg.parallel.costs.catalog import costs_name, own_profile, own_sheet
 from pcg.passes.graphs.pass_base import PassRecord
 from pcg.passes.pipeline import BaseSpecialiser, pipeline, settings_of
 from pcg.passes.place import CallPieces

@@ -14,13 +14,13 @@ from itertools import takewhile
 
 from pcg.codegen.lines import filled
 from pcg.codegen.tile_kernel import (
+    TileShape,
     TileWriter,
     arguments_of,
     constants_of,
     deferred_numbers,
     unspecialised,
 )
-from pcg.codegen.tile_layout import TileShape
 from pcg.ir.analysis.kernel_group import KernelGroup
 from pcg.ir.program.program import python_name
 

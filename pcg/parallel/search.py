@@ -1,19 +1,27 @@
 """Search how to parallelize bypass networks under a base whose parallelization is fixed.
 
 The base's nodes run as they do without adapters; between them all bypass networks together are
-planned at the least cost (`pcg.parallel.planner`), so that what one site gathers another reads. A
+planned at the least cost (`pcg.parallel.planner`), so that several sites read what one gathers. A
 candidate of a site holds its weights in given layouts, with everything else about it planned at the
-least cost and all other sites as chosen.
+least cost and all other sites as chosen. A bypass network costs the layer with it less the layer
+without: the same layer where the value that the network adds to stands for its result, and all
+other nodes run alike.
 
 The planner takes each message by itself; a plan's cost is then counted with neighbouring messages
-coalesced (`pcg.parallel.search`). So more plans are made for which some kinds of messages cost
-nothing to start, as if they were always coalesced, and from the planner's own plan the search takes
-over what these do at a site, at those of one input, or at all, as long as that costs less.
+coalesced. So more plans are made for which some kinds of messages cost nothing to start, as if they
+were always coalesced; from the planner's own plan the search takes over their choices at a site, at
+those of one input, or at all, as long as that costs less.
 
-The cost of a layer's plans with neighbouring messages coalesced, and of its bypass networks.
+Backward needs some values that only a site's nodes read, such as s = x Aᵀ, in the layout that a
+node's gradient reads. Such a value is saved, gathered again of saved parts, or recomputed:
 
-A bypass network costs what the layer costs with it, less what it costs without: the same layer
-where the value that the network adds to stands for what it makes, with all other nodes run alike.
+    price(v, l) = min over layouts m   λ bytes(v, m) + messages(m → l)
+                  min over ways w      seconds(w) + messages(w's layout → l)
+
+λ are seconds a byte, the worth of memory at a budget. The inputs of the recomputed node cost
+nothing here, so that a plan's least cost with these prices is a lower bound of any way to save and
+recompute: the cut of the layer's graph (`pcg.passes.memory.save_problem`) has room for these flows
+beside those of the base's own values.
 """
 
 from __future__ import annotations
@@ -25,16 +33,102 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from pcg.errors import TypeCheckError
-from pcg.ir.graph import Graph
+from pcg.ir.graph import Graph, Node
 from pcg.ir.layouts import REPLICATED, WHOLE, Layout, Sharding, partitioned
-from pcg.parallel.bypass_sites import BypassSite, bypass_sites
 from pcg.parallel.coalescing import Message, plan_messages
 from pcg.parallel.costs.layer_costs import LayerCosts
-from pcg.parallel.kept_values import KeptValues
+from pcg.parallel.costs.work import size_bytes
 from pcg.parallel.parallel_plan import Constraints, Cost, ParallelPlan
 from pcg.parallel.planner import Planner
-from pcg.parallel.sequence_parallel import token_sharded_ends, token_sharded_nodes
-from pcg.parallel.strategy_names import strategy_name
+from pcg.parallel.sequence_parallel import gradient_reads, token_sharded_ends, token_sharded_nodes
+from pcg.parallel.strategy_names import BypassSite, bypass_sites, strategy_name
+
+# -------------------------------------------------------------------------------------- kept values
+
+
+class KeptValues:
+    """The values that backward reads of what a layer's bypass networks make."""
+
+    def __init__(self, planner: Planner, sites: Sequence[BypassSite]) -> None:
+        self._planner = planner
+        self._costs = planner.costs
+        self._nodes = {node.name: node for node in planner.graph.nodes}
+        self._makers = {name: node.name for name, node in planner.graph.producers.items()}
+        own = {name for site in sites for name in site.nodes}
+        private = _private(planner.graph, own)
+        self._reads: dict[str, list[tuple[int, str]]] = {}
+        known: set[str] = set()
+        for name in (name for name in self._nodes if name in own):
+            node = self._nodes[name]
+            for place in sorted(gradient_reads(planner.graph, node, planner.active)[0]):
+                value = node.inputs[place]
+                if value in private and value not in known:
+                    known.add(value)
+                    self._reads.setdefault(name, []).append((place, value))
+
+    def size_bytes(self, plan: ParallelPlan, site: BypassSite) -> int:
+        """Bytes that a rank holds of them at a site, where none is recomputed."""
+        return sum(
+            self._local_bytes(value, plan.nodes[name].rule.inputs[place])
+            for name in site.nodes
+            for place, value in self._reads.get(name, ())
+        )
+
+    def planner(self, byte_seconds: float) -> Planner:
+        """The planner for which they cost, at least, so many seconds a byte."""
+        prices = {
+            name: {rule: self._price(name, rule, byte_seconds) for rule in self._planner.ways(name)}
+            for name in self._reads
+        }
+        return self._planner.with_prices(prices)
+
+    def _price(self, name: str, rule: Sharding, byte_seconds: float) -> float:
+        return sum(
+            self._least(value, rule.inputs[place], byte_seconds)
+            for place, value in self._reads[name]
+        )
+
+    def _least(self, value: str, layout: Layout, byte_seconds: float) -> float:
+        """The least seconds of having a value in a layout, whatever its node is given."""
+        paths, type_ = self._planner.paths, self._planner.graph.types[value]
+        found = []
+        for other in (layout, *paths.parts(type_)):
+            sent = paths.path(type_, False, frozenset([other]), layout)
+            if sent is not None:
+                found.append(byte_seconds * self._local_bytes(value, other) + sent[0])
+        for rule, seconds in self.seconds(self._makers[value]).items():
+            sent = paths.path(type_, False, frozenset([rule.outputs[0]]), layout)
+            if sent is not None:
+                found.append(seconds + sent[0])
+        return min(found)
+
+    def seconds(self, name: str) -> dict[Sharding, float]:
+        """Seconds of a node's forward, by its ways."""
+        node, graph = self._nodes[name], self._planner.graph
+        nothing = (False,) * len(node.inputs)
+        ways = self._planner.ways(name)
+        return {rule: self._costs.node(node, graph, rule, nothing) for rule in ways}
+
+    def _local_bytes(self, value: str, layout: Layout) -> int:
+        whole = size_bytes(self._planner.graph.types[value], self._costs.tokens)
+        return -(-whole // self._planner.degree) if layout.dim else whole
+
+
+def _private(graph: Graph, own: set[str]) -> set[str]:
+    """Token-wise values that these nodes make, and no other node reads."""
+    made = {value.name for node in _those(graph, own) for value in node.outputs}
+    inner = {name for node in _those(graph, own) for name in node.inputs}
+    outer = {name for node in graph.nodes if node.name not in own for name in node.inputs}
+    found = (made & inner) - outer - set(graph.outputs)
+    return {name for name in found if graph.types[name].is_token_wise}
+
+
+def _those(graph: Graph, names: set[str]) -> Iterator[Node]:
+    return (node for node in graph.nodes if node.name in names)
+
+
+# ------------------------------------------------------------------------------------------- search
+
 
 # --------------------------------------------------------------------------------------- plan costs
 

@@ -24,7 +24,7 @@ from pcg.ir.program.interfaces import TARGETS
 from pcg.ir.program.program import ModelGraph, Serving
 from pcg.kernels.attention_libraries import AttentionLibrary
 from pcg.options import MemoryBudget
-from pcg.parallel.costs.rank_costs import RankCosts
+from pcg.parallel.costs.cost_model import RankCosts
 from pcg.passes.attach import Bypasses, attach
 from pcg.passes.graphs.differentiate import Differentiate, layer_kinds
 from pcg.passes.graphs.fold import Fold

@@ -21,10 +21,8 @@ from pcg.kernels import attention_libraries
 from pcg.kernels.attention_libraries import AttentionLibrary
 from pcg.options import CompileOptions, MemoryBudget, PlanOptions, dtype_name
 from pcg.parallel.costs.catalog import find_cost_model
-from pcg.parallel.costs.cost_model import CostModel
-from pcg.parallel.costs.layer_costs import DeviceCosts
-from pcg.parallel.costs.mixed_costs import SERVED_CONTEXT, SERVING_TOKENS
-from pcg.parallel.costs.rank_costs import RankCosts
+from pcg.parallel.costs.cost_model import CostModel, RankCosts
+from pcg.parallel.costs.layer_costs import SERVED_CONTEXT, SERVING_TOKENS, DeviceCosts
 from pcg.passes.attach import Bypasses, bypasses_of
 from pcg.passes.fusion.defer_sums import DeferLora, DeferResidualAdd, SplitCacheAppend
 from pcg.passes.fusion.fuse_gradients import FuseGradients

@@ -13,10 +13,9 @@ import torch
 
 from pcg.errors import PcgError, TraceError, UnsupportedError
 from pcg.ir.graph import Graph
-from pcg.trace.causes import with_cause
 from pcg.trace.export import TraceFacts, export
 from pcg.trace.importer import import_graph
-from pcg.trace.model_config import in_one_line, parse_config
+from pcg.trace.model_config import in_one_line, parse_config, with_cause
 
 _TRACING = Lock()
 """Held while a model is traced: the hooks that count operators, and torch.export, are global."""

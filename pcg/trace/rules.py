@@ -1,14 +1,427 @@
-"""The rule of each operator that exported models use, by its name without an overload."""
+"""The rule of each operator that exported models use, by its name without an overload.
+
+A rule adds the operator's nodes to the flat graph and returns the value of the exported node.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
+from math import prod
 
+import torch
+from torch.fx import Node
+
+from pcg.ir.graph import Value
 from pcg.trace import elementwise_rules as elementwise
-from pcg.trace import product_rules as products
-from pcg.trace import shape_rules as shapes
-from pcg.trace.elementwise_rules import Rule, binary, unary
-from pcg.trace.product_rules import reduction
+from pcg.trace.elementwise_rules import Rule, binary, broadcast, unary
+from pcg.trace.flat_graph import (
+    FlatGraph,
+    FlatValue,
+    argument,
+    dtype_of,
+    refusal,
+    traced_shape,
+)
+
+# -------------------------------------------------------------------------------------- shape rules
+
+
+def reshape(flat: FlatGraph, node: Node) -> FlatValue:
+    """view, reshape, flatten, squeeze: feature dims regroup on either side of the token dim."""
+    x, shape = flat.tensor(node.args[0]), traced_shape(node)
+    if "t" not in x.tags:
+        return flat.reshaped(x.name, "d" * len(shape), shape)
+    if None not in shape:
+        raise refusal(node, "the token dim disappears")
+    old, new = x.shape.index(None), shape.index(None)
+    before = prod(s for s in x.shape[:old] if s)
+    if before != prod(s for s in shape[:new] if s):
+        raise refusal(node, f"a view from {list(x.shape)} to {list(shape)} cuts across tokens")
+    leads = ["d"] * new
+    if (before == 1 and new) or (new > 1 and shape[0] == 1):
+        leads[0] = "b"
+    tags = "".join(leads) + "t" + "d" * (len(shape) - new - 1)
+    return flat.reshaped(x.name, tags, shape)
+
+
+def _permuted(flat: FlatGraph, x: FlatValue, order: list[int]) -> FlatValue:
+    tags = "".join(x.tags[i] for i in order)
+    shape = tuple(x.shape[i] for i in order)
+    features = [i for i in range(len(x.tags)) if x.tags[i] == "d"]
+    moved = [i for i in order if x.tags[i] == "d"]
+    name = x.name
+    if features != moved:
+        lead = 1 if "t" in x.tags else 0
+        dims = (0,) * lead + tuple(features.index(i) + lead for i in moved)
+        name = flat.add("permute", name, dims=dims)
+    return FlatValue(name, tags, shape)
+
+
+def transpose(flat: FlatGraph, node: Node) -> FlatValue:
+    x = flat.tensor(node.args[0])
+    order = list(range(len(x.tags)))
+    a, b = argument(node, 1, 0), argument(node, 2, 1)
+    if len(order) > 1:
+        order[a], order[b] = order[b], order[a]
+    return _permuted(flat, x, order)
+
+
+def reverse(flat: FlatGraph, node: Node) -> FlatValue:
+    x = flat.tensor(node.args[0])
+    return _permuted(flat, x, list(reversed(range(len(x.tags)))))
+
+
+def permute(flat: FlatGraph, node: Node) -> FlatValue:
+    x = flat.tensor(node.args[0])
+    return _permuted(flat, x, [dim % len(x.tags) for dim in argument(node, 1)])
+
+
+def unsqueeze(flat: FlatGraph, node: Node) -> FlatValue:
+    x = flat.tensor(node.args[0])
+    dim = argument(node, 1) % (len(x.tags) + 1)
+    tag = "b" if dim == 0 and x.tags[:1] == "t" else "d"
+    tags = x.tags[:dim] + tag + x.tags[dim:]
+    return flat.reshaped(x.name, tags, (*x.shape[:dim], 1, *x.shape[dim:]))
+
+
+def expand(flat: FlatGraph, node: Node) -> FlatValue:
+    return _expanded(flat, node, flat.tensor(node.args[0]))
+
+
+def copy(flat: FlatGraph, node: Node) -> FlatValue:
+    """The rule of a source with the dtype and the shape of what it is written to."""
+    x, source = flat.tensor(node.args[0]), flat.tensor(node.args[1])
+    if ("t" in x.tags) != ("t" in source.tags):
+        raise refusal(node, "it writes the same for all tokens")
+    source = _expanded(flat, node, source)
+    return source.named(flat.cast(source.name, flat.builder.types[x.name].dtype))
+
+
+def _expanded(flat: FlatGraph, node: Node, x: FlatValue) -> FlatValue:
+    shape = traced_shape(node)
+    if "t" not in x.tags:  # along tokens, operators with broadcasting repeat it
+        shape = tuple(1 if size is None else size for size in shape)
+    added = len(shape) - len(x.shape)
+    tags = "d" * added + x.tags
+    if added and "t" in x.tags:
+        raise refusal(node, "it adds dims before tokens")
+    name = flat.reshape(x.name, (1,) * added + x.features) if added else x.name
+    features = FlatValue(name, tags, shape).features
+    if flat.builder.types[name].features != features:
+        name = flat.add("expand", name, shape=(-1,) * ("t" in tags) + features)
+    return FlatValue(name, tags, shape)
+
+
+def repeat(flat: FlatGraph, node: Node) -> FlatValue:
+    x, repeats = flat.tensor(node.args[0]), argument(node, 1)
+    if len(repeats) != len(x.shape):
+        raise refusal(node, "it adds dims")
+    if any(r != 1 and s != 1 for r, s in zip(repeats, x.shape, strict=True)):
+        raise refusal(node, "it tiles a dim of more than one entry")
+    return expand(flat, node)
+
+
+def repeat_interleave(flat: FlatGraph, node: Node) -> FlatValue:
+    x = flat.tensor(node.args[0])
+    dim = x.feature_dim(int(argument(node, 2, name="dim")))
+    name = flat.add("repeat_interleave", x.name, repeats=int(argument(node, 1)), dim=dim)
+    return FlatValue(name, x.tags, traced_shape(node))
+
+
+def concat(flat: FlatGraph, node: Node) -> FlatValue:
+    parts = [flat.tensor(part) for part in argument(node, 0)]
+    parts = [part for part in parts if part.name]  # without empty slices
+    dim = int(argument(node, 1, 0))
+    first = parts[0]
+    if any(part.tags != first.tags for part in parts) or first.tags[dim] != "d":
+        raise refusal(node, "it joins along tokens, or different layouts")
+    name = flat.add("concat", *(part.name for part in parts), dim=first.feature_dim(dim))
+    return FlatValue(name, first.tags, traced_shape(node))
+
+
+def stack(flat: FlatGraph, node: Node) -> FlatValue:
+    parts = [flat.tensor(part) for part in argument(node, 0)]
+    first = parts[0]
+    dim = int(argument(node, 1, 0)) % (len(first.tags) + 1)
+    tags = first.tags[:dim] + "d" + first.tags[dim:]
+    single = FlatValue("", tags, (*first.shape[:dim], 1, *first.shape[dim:]))
+    names = [flat.reshape(part.name, single.features) for part in parts]
+    name = flat.add("concat", *names, dim=single.feature_dim(dim))
+    return FlatValue(name, tags, traced_shape(node))
+
+
+# ---------------------------------------------------------------------------------------- entries
+
+
+def slice_(flat: FlatGraph, node: Node) -> FlatValue:
+    x = flat.tensor(node.args[0])
+    dim = int(argument(node, 1) or 0)
+    start, stop, step = argument(node, 2, 0), argument(node, 3), argument(node, 4, 1)
+    size = x.shape[dim]
+    is_end = stop is None or (isinstance(stop, int) and stop >= 2**62)
+    if start in (0, None) and step == 1 and is_end:
+        return x
+    if size is None or x.tags[dim] != "d":
+        raise refusal(node, "it takes some of the tokens")
+    return _sliced(flat, x, dim, *slice(start, stop, step).indices(size))
+
+
+def _sliced(
+    flat: FlatGraph,
+    x: FlatValue,
+    dim: int,
+    start: int,
+    stop: int,
+    step: int = 1,
+) -> FlatValue:
+    """Entries start to stop of a feature dim; of none, an empty value without a name."""
+    if (start, stop, step) == (0, x.shape[dim], 1):
+        return x
+    if start >= stop:
+        return FlatValue("", x.tags, (*x.shape[:dim], 0, *x.shape[dim + 1 :]))
+    attributes = {"dim": x.feature_dim(dim), "start": start, "stop": stop}
+    if step != 1:
+        attributes["step"] = step
+    shape = list(x.shape)
+    shape[dim] = len(range(start, stop, step))
+    return FlatValue(flat.add("slice", x.name, **attributes), x.tags, tuple(shape))
+
+
+def slice_scatter(flat: FlatGraph, node: Node) -> FlatValue:
+    """The rule of x with other entries from start to stop of a dim."""
+    x, source = flat.tensor(node.args[0]), flat.tensor(node.args[1])
+    dim, start, stop = argument(node, 2, 0), argument(node, 3), argument(node, 4)
+    if x.tags[dim] != "d" or argument(node, 5, 1) != 1:
+        raise refusal(node, "it writes some of the tokens, or every second entry")
+    return _placed(flat, x, source.name, dim, *slice(start, stop).indices(x.shape[dim] or 0)[:2])
+
+
+def select_scatter(flat: FlatGraph, node: Node) -> FlatValue:
+    """The rule of x with another entry of a dim."""
+    x, source = flat.tensor(node.args[0]), flat.tensor(node.args[1])
+    dim, index = int(argument(node, 2)), int(argument(node, 3))
+    if x.tags[dim] != "d":
+        raise refusal(node, "it writes some of the tokens")
+    index %= x.shape[dim] or 1
+    entry = FlatValue(
+        "", x.tags, tuple(s if i != dim % len(x.tags) else 1 for i, s in enumerate(x.shape))
+    )
+    name = flat.reshape(source.name, entry.features)
+    return _placed(flat, x, name, dim, index, index + 1)
+
+
+def _placed(
+    flat: FlatGraph, x: FlatValue, entries: str, dim: int, start: int, stop: int
+) -> FlatValue:
+    dim %= len(x.tags)
+    before = _sliced(flat, x, dim, 0, start).name
+    after = _sliced(flat, x, dim, stop, x.shape[dim] or 0).name
+    parts = [name for name in (before, entries, after) if name]
+    return x.named(flat.add("concat", *parts, dim=x.feature_dim(dim)) if parts[1:] else entries)
+
+
+def select(flat: FlatGraph, node: Node) -> FlatValue:
+    x = flat.tensor(node.args[0])
+    dim, index = int(argument(node, 1)), int(argument(node, 2))
+    dim %= len(x.tags)
+    tags, shape = x.tags[:dim] + x.tags[dim + 1 :], x.shape[:dim] + x.shape[dim + 1 :]
+    if x.tags[dim] == "b":
+        return FlatValue(x.name, tags, shape)
+    if x.tags[dim] != "d":
+        raise refusal(node, "it takes one of the tokens")
+    index %= x.shape[dim]  # type: ignore[operator]
+    return flat.reshaped(_sliced(flat, x, dim, index, index + 1).name, tags, shape)
+
+
+def take(flat: FlatGraph, node: Node) -> FlatValue:
+    x = flat.tensor(node.args[0])
+    dim, index = int(argument(node, 1)), int(argument(node, 2))
+    if x.tags[dim] != "d":
+        raise refusal(node, "it takes some of the tokens")
+    return _sliced(flat, x, dim, index, index + 1)
+
+
+def split(flat: FlatGraph, node: Node) -> list[FlatValue]:
+    x = flat.tensor(node.args[0])
+    dim = int(argument(node, 2, 0, "dim"))
+    parts, start = [], 0
+    for value in node.meta["val"]:
+        size = int(value.shape[dim])
+        parts.append(_sliced(flat, x, dim % len(x.tags), start, start + size))
+        start += size
+    return parts
+
+
+def arange(flat: FlatGraph, node: Node) -> FlatValue:
+    """The rule of 0, 1, … T - 1, which are the positions."""
+    start, step = (node.args[0], argument(node, 2, 1)) if len(node.args) > 1 else (0, 1)
+    ids = next(other for other in node.graph.nodes if other.name == "input_ids")
+    (size,), tokens = node.meta["val"].shape, ids.meta["val"].shape[1]
+    if (start, step) != (0, 1) or isinstance(size, int) or size.node.expr != tokens.node.expr:
+        raise refusal(node, "its range is not that of the tokens")
+    return FlatValue(flat.cast("position_ids", dtype_of(node.meta["val"])), "t", (None,))
+
+
+def embedding(flat: FlatGraph, node: Node) -> FlatValue:
+    table, ids = flat.tensor(node.args[0]), flat.tensor(node.args[1])
+    name = flat.add("embedding", table.name, flat.reshape(ids.name, ()))
+    return FlatValue(name, ids.tags + "d", traced_shape(node))
+
+
+def gather(flat: FlatGraph, node: Node) -> FlatValue:
+    """Rows of a table by position, written as a gather of positions repeated along the row."""
+    table, index = flat.tensor(node.args[0]), flat.tensor(node.args[2])
+    producers = {value.name: n for n in flat.builder.nodes for value in n.outputs}
+    name = index.name
+    while name in producers and producers[name].op in ("expand", "reshape"):
+        name = producers[name].inputs[0]
+    if node.args[1] != 1 or flat.builder.types[name].features or "t" in table.tags:
+        raise refusal(node, "it is not a look-up of rows by token")
+    rows = flat.reshape(table.name, table.features[-2:])
+    return index.named(flat.add("embedding", rows, name))
+
+
+def index(flat: FlatGraph, node: Node) -> FlatValue:
+    x = flat.tensor(node.args[0])
+    chosen = [(dim, i) for dim, i in enumerate(argument(node, 1)) if i is not None]
+    if len(chosen) == 1:
+        dim, by = chosen[0][0], flat.tensor(chosen[0][1])
+        data = flat.data(by)
+        if data is not None and data.numel() == 1 and data.dim() == 1:
+            position = int(data.item()) % (x.shape[dim] or 1)
+            return _sliced(flat, x, dim, position, position + 1)
+        if "t" not in x.tags and "t" in by.tags and dim == 0 and len(x.tags) == 2:
+            name = flat.add("embedding", x.name, flat.reshape(by.name, ()))
+            return FlatValue(name, by.tags + "d", traced_shape(node))
+    raise refusal(node, "only one entry of a feature dim, or rows of a table, can be indexed")
+
+
+# ------------------------------------------------------------------------------------ product rules
+
+
+def linear(flat: FlatGraph, node: Node) -> FlatValue:
+    x, *weights = [flat.tensor(a) for a in node.args if a is not None]
+    return _product(flat, node, x, *(weight.name for weight in weights))
+
+
+def _product(flat: FlatGraph, node: Node, x: FlatValue, *weights: str) -> FlatValue:
+    """x Wᵀ (+ b) with the weight [out, in]."""
+    if x.tags[-1:] != "d" or x.tags.count("d") != 1:
+        raise refusal(node, f"its input has feature dims {list(x.features)}, not one")
+    return FlatValue(flat.add("linear", x.name, *weights), x.tags, traced_shape(node))
+
+
+def addmm(flat: FlatGraph, node: Node) -> FlatValue:
+    bias, x, weight = (flat.tensor(a) for a in node.args[:3])
+    return _product(flat, node, x, _out_in(flat, node, weight), bias.name)
+
+
+def _out_in(flat: FlatGraph, node: Node, weight: FlatValue) -> str:
+    """A [in, out] operand as an [out, in] weight: the parameter itself, marked transposed."""
+    producer = next((n for n in flat.builder.nodes if n.name == weight.name), None)
+    if producer is not None and producer.op == "permute" and producer.attribute("dims") == (1, 0):
+        return producer.inputs[0]
+    parameter = flat.builder.parameters.get(weight.name)
+    if parameter is None or parameter.role != "frozen":
+        raise refusal(node, "it multiplies activations with activations")
+    type_ = parameter.type.with_shape(tuple(reversed(parameter.type.shape)))
+    value = Value(f"{parameter.name}.T", type_)
+    return flat.builder.parameter(replace(parameter, value=value, transposed=True))
+
+
+def matmul(flat: FlatGraph, node: Node) -> FlatValue:
+    left, right = (flat.tensor(a) for a in node.args[:2])
+    if "t" in left.tags and len(right.tags) == 2 and "t" not in right.tags:
+        return _product(flat, node, left, _out_in(flat, node, right))
+    if len(left.tags) >= 2 and left.shape[-1] == 1 and right.shape[-2] == 1:
+        return broadcast(flat, node, "mul", left, right)
+    raise refusal(node, "it multiplies activations with activations")
+
+
+def reduction(op: str) -> Rule:
+    """The rule of an operator that reduces one feature dim."""
+
+    def rule(flat: FlatGraph, node: Node) -> FlatValue:
+        x, dims = flat.tensor(node.args[0]), argument(node, 1)
+        keepdim = bool(argument(node, 2, False, "keepdim"))
+        if dims is None or len(dims) != 1 or x.tags[dims[0]] != "d":
+            raise refusal(node, "it reduces tokens, or several dims")
+        dim = int(dims[0]) % len(x.tags)
+        name = flat.add(op, x.name, dim=x.feature_dim(dim), keepdim=keepdim)
+        tags = x.tags if keepdim else x.tags[:dim] + x.tags[dim + 1 :]
+        return FlatValue(name, tags, traced_shape(node))
+
+    return rule
+
+
+def weight_norm(flat: FlatGraph, node: Node) -> FlatValue:
+    """The rule of torch.nn.utils' weight_norm: g v / |v|, a norm for each entry of a dim of v."""
+    v, g = (flat.tensor(a) for a in node.args[:2])
+    kept = int(argument(node, 2, 0))
+    if v.tags != "dd":
+        raise refusal(node, f"it normalises a weight of {len(v.tags)} dims, not a matrix")
+    dtype = flat.builder.types[v.name].dtype
+    wide = "f64" if dtype == "f64" else "f32"
+    wide_v, wide_g = (flat.cast(x.name, wide) for x in (v, g))
+    total = flat.add("mul", wide_v, wide_v)
+    for dim in {0, 1} - {kept}:  # both dims where kept is -1, one norm of all
+        total = flat.add("sum", total, dim=dim - 2, keepdim=True)
+    factor = flat.add("div", wide_g, flat.add("sqrt", total))
+    return v.named(flat.cast(flat.add("mul", wide_v, factor), dtype))
+
+
+def layer_norm(flat: FlatGraph, node: Node) -> FlatValue:
+    x = flat.tensor(node.args[0])
+    if len(argument(node, 1)) != 1:
+        raise refusal(node, "it normalises several dims")
+    weight, bias = (argument(node, i) for i in (2, 3))
+    names = [flat.tensor(p).name for p in (weight, bias) if p is not None]
+    eps = float(argument(node, 4, 1e-5))
+    attributes = {"eps": eps, "weight": weight is not None, "bias": bias is not None}
+    return x.named(flat.add("layer_norm", x.name, *names, **attributes))
+
+
+def rms_norm(flat: FlatGraph, node: Node) -> FlatValue:
+    """The rule of torch.nn.RMSNorm, which rounds once, after its weight."""
+    x = flat.tensor(node.args[0])
+    if len(argument(node, 1)) != 1:
+        raise refusal(node, "it normalises several dims")
+    weight, eps = argument(node, 2), argument(node, 3)
+    dtype = flat.builder.types[x.name].dtype
+    if eps is None:
+        eps = torch.finfo(torch.float64 if dtype == "f64" else torch.float32).eps
+    names = [] if weight is None else [flat.tensor(weight).name]
+    attributes = {"eps": float(eps), "offset": 0.0, "round_first": dtype == "f32" or not names}
+    return x.named(flat.add("rms_norm", x.name, *names, **attributes))
+
+
+def softmax(flat: FlatGraph, node: Node) -> FlatValue:
+    x, dim = flat.tensor(node.args[0]), int(argument(node, 1))
+    if x.tags[dim] != "d":
+        raise refusal(node, "a softmax over tokens that is no attention pcg can raise")
+    name = flat.cast(x.name, dtype_of(node.meta["val"]))
+    return x.named(flat.add("softmax", name, dim=x.feature_dim(dim)))
+
+
+def topk(flat: FlatGraph, node: Node) -> list[FlatValue]:
+    x, k = flat.tensor(node.args[0]), int(argument(node, 1))
+    names = flat.add_many("topk", x.name, k=k)
+    return [FlatValue(name, x.tags, (*x.shape[:-1], k)) for name in names]
+
+
+def experts(flat: FlatGraph, node: Node) -> FlatValue:
+    inputs = [flat.tensor(a) for a in node.args]
+    count, *rows, hidden = flat.builder.types[inputs[3].name].features
+    if len(rows) > 1:
+        raise refusal(node, "its weights are those of another layer's experts")
+    # Gate and up are cut alike over ranks, as rows of a dim of their own.
+    flat.builder.see(inputs[3].name, count, 2, rows[0] // 2, hidden)
+    return inputs[0].named(flat.add("experts", *(x.name for x in inputs)))
+
+
+# -------------------------------------------------------------------------------------------- table
+
 
 _UNARY = ("cos", "exp", "neg", "relu", "rsqrt", "sigmoid", "silu", "sin", "sqrt", "tanh")
 _BINARY = ("add", "div", "mul", "sub")
@@ -19,46 +432,46 @@ _ATEN: Mapping[str, Rule] = {
     **{name: unary(name) for name in _UNARY},
     **{name: binary(name) for name in _BINARY},
     **dict.fromkeys(_IDENTITIES, elementwise.identity),
-    **dict.fromkeys(_RESHAPES, shapes.reshape),
+    **dict.fromkeys(_RESHAPES, reshape),
     **dict.fromkeys(("_to_copy", "to", "type_as"), elementwise.cast),
-    **dict.fromkeys(("_softmax", "softmax"), products.softmax),
-    **dict.fromkeys(("bmm", "matmul", "mm"), products.matmul),
-    **dict.fromkeys(("broadcast_to", "expand", "expand_as"), shapes.expand),
-    **dict.fromkeys(("chunk", "split", "split_with_sizes"), shapes.split),
-    **dict.fromkeys(("t", "transpose"), shapes.transpose),
-    "_weight_norm": products.weight_norm,
-    "addmm": products.addmm,
-    "arange": shapes.arange,
-    "cat": shapes.concat,
+    **dict.fromkeys(("_softmax", "softmax"), softmax),
+    **dict.fromkeys(("bmm", "matmul", "mm"), matmul),
+    **dict.fromkeys(("broadcast_to", "expand", "expand_as"), expand),
+    **dict.fromkeys(("chunk", "split", "split_with_sizes"), split),
+    **dict.fromkeys(("t", "transpose"), transpose),
+    "_weight_norm": weight_norm,
+    "addmm": addmm,
+    "arange": arange,
+    "cat": concat,
     "clamp": unary("clamp", min=1, max=2),
-    "copy": shapes.copy,
+    "copy": copy,
     "detach": elementwise.detach,
     "dropout": elementwise.dropout,
-    "embedding": shapes.embedding,
-    "gather": shapes.gather,
+    "embedding": embedding,
+    "gather": gather,
     "gelu": elementwise.gelu,
-    "index": shapes.index,
-    "layer_norm": products.layer_norm,
-    "rms_norm": products.rms_norm,
-    "linear": products.linear,
+    "index": index,
+    "layer_norm": layer_norm,
+    "rms_norm": rms_norm,
+    "linear": linear,
     "mean": reduction("mean"),
-    "numpy_T": shapes.reverse,
-    "permute": shapes.permute,
+    "numpy_T": reverse,
+    "permute": permute,
     "pow": elementwise.power,
-    "repeat": shapes.repeat,
-    "repeat_interleave": shapes.repeat_interleave,
+    "repeat": repeat,
+    "repeat_interleave": repeat_interleave,
     "rsub": binary("sub", reverse=True),
-    "select": shapes.select,
-    "select_scatter": shapes.select_scatter,
-    "slice": shapes.slice_,
-    "slice_scatter": shapes.slice_scatter,
-    "stack": shapes.stack,
+    "select": select,
+    "select_scatter": select_scatter,
+    "slice": slice_,
+    "slice_scatter": slice_scatter,
+    "stack": stack,
     "sum": reduction("sum"),
-    "topk": products.topk,
-    "unsqueeze": shapes.unsqueeze,
+    "topk": topk,
+    "unsqueeze": unsqueeze,
 }
 RULES: Mapping[str, Rule] = {
     **{f"aten.{name}": rule for name, rule in _ATEN.items()},
-    "pcg.experts": products.experts,
-    "pcg.take": shapes.take,
+    "pcg.experts": experts,
+    "pcg.take": take,
 }

@@ -11,7 +11,7 @@ from pcg.explain import explain as explaining
 from pcg.ir.operators import operator
 from pcg.ir.types import CONTEXT, TOKENS
 from pcg.parallel.costs import operator_profiler
-from pcg.parallel.costs.profile_cases import Grid, cases
+from pcg.parallel.costs.operator_profiler import Grid, cases
 from pcg.peft.lora import LoraConfig
 from tests.support import oracle
 from tests.support.families import BY_NAME, FAMILIES, Family

@@ -21,7 +21,15 @@ from pcg.ir.operators import OPERATORS, operator
 from pcg.ir.operators.collectives import FLOPS_PER_BYTE
 from pcg.ir.types import TOKENS, Dim, State, TensorType, tensor
 from pcg.parallel.costs import collective_profiler
-from pcg.parallel.costs.accelerators import ACCELERATORS, find_accelerator, of_driver
+from pcg.parallel.costs.accelerators import (
+    ACCELERATORS,
+    SHEETS,
+    Achieved,
+    DeviceSheet,
+    Link,
+    find_accelerator,
+    of_driver,
+)
 from pcg.parallel.costs.catalog import find_cost_model, own_sheet
 from pcg.parallel.costs.cost_model import CostModel, SheetModel, ring_seconds
 from pcg.parallel.costs.device_profile import (
@@ -31,10 +39,8 @@ from pcg.parallel.costs.device_profile import (
     ProfileModel,
     fitted_link,
 )
-from pcg.parallel.costs.device_sheet import Achieved, DeviceSheet, Link
 from pcg.parallel.costs.operator_profiler import measure_operators
 from pcg.parallel.costs.own_rates import OwnRates, own_rates, rated_model
-from pcg.parallel.costs.sheets import SHEETS
 from pcg.parallel.costs.work import is_free, work_of
 from pcg.passes.graphs.differentiate import Differentiate
 from pcg.passes.graphs.gradients import Prune

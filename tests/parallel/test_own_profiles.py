@@ -12,10 +12,9 @@ import pytest
 import torch
 
 from pcg.errors import CostModelError
-from pcg.parallel.costs import kept_profiles
-from pcg.parallel.costs.catalog import find_cost_model
+from pcg.parallel.costs import catalog
+from pcg.parallel.costs.catalog import find_cost_model, own_profile
 from pcg.parallel.costs.device_profile import CollectiveTime, DeviceProfile, OperatorTime
-from pcg.parallel.costs.kept_profiles import own_profile
 from pcg.parallel.costs.work import Work
 from tests.support.threads import ThreadRanks, run_ranks
 
@@ -43,8 +42,8 @@ def test_an_unknown_device_is_measured_at_first_use(
         assert dtype == "bf16"
         return (LINEAR,)
 
-    monkeypatch.setattr(kept_profiles, "exchanges_between", exchanges_between)
-    monkeypatch.setattr(kept_profiles.operator_profiler, "measure_operators", measure_operators)
+    monkeypatch.setattr(catalog, "exchanges_between", exchanges_between)
+    monkeypatch.setattr(catalog.operator_profiler, "measure_operators", measure_operators)
 
     def act(ranks: ThreadRanks) -> str:
         return own_profile(ranks, None, {"torch_dtype": "bfloat16"})  # type: ignore[arg-type]

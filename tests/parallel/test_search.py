@@ -14,12 +14,12 @@ from pcg.ir.analysis.dataflow import trained
 from pcg.ir.layouts import PRE_REDUCE, REPLICATED, WHOLE, Layout, Sharding
 from pcg.ir.program.program import ModelGraph
 from pcg.parallel.base_plan import COLUMN, ROW
-from pcg.parallel.bypass_sites import BypassSite
 from pcg.parallel.costs.layer_costs import DeviceCosts, ring_bytes
 from pcg.parallel.costs.work import size_bytes
 from pcg.parallel.parallel_plan import Constraints
 from pcg.parallel.planner import Planner
 from pcg.parallel.search import Candidate, Search, SearchResult
+from pcg.parallel.strategy_names import BypassSite
 from pcg.passes.attach import Bypasses
 from pcg.peft.vera import VeraBypass
 from tests.support.bypasses import lora

@@ -8,10 +8,9 @@ import pytest
 
 from pcg.ir.program.program import ModelGraph
 from pcg.options import PlanOptions
+from pcg.parallel.costs.accelerators import SHEETS
 from pcg.parallel.costs.catalog import find_cost_model
-from pcg.parallel.costs.layer_costs import DeviceCosts
-from pcg.parallel.costs.mixed_costs import SERVED_CONTEXT
-from pcg.parallel.costs.sheets import SHEETS
+from pcg.parallel.costs.layer_costs import SERVED_CONTEXT, DeviceCosts
 from pcg.passes.attach import Bypasses
 from pcg.passes.pipeline import Settings, pipeline
 from pcg.passes.shard import Shard

@@ -14,7 +14,7 @@ from pcg.ir.operators.collectives import Transition
 from pcg.ir.types import TOKENS, TensorType, tensor
 from pcg.parallel.costs.layer_costs import ByteCosts
 from pcg.parallel.parallel_plan import SAVED_COPY, is_saved, saved
-from pcg.parallel.resharding import ReshardPaths
+from pcg.parallel.planner import ReshardPaths
 
 DEGREE = 2
 TYPES = (

@@ -17,18 +17,17 @@ from pcg.ir.program.saved_memory import outside_bytes, saved_memory
 from pcg.ir.types import CONTEXT
 from pcg.options import MemoryBudget, PlanOptions
 from pcg.parallel.costs.catalog import find_cost_model
+from pcg.parallel.costs.cost_model import PICOSECOND, RankCosts
 from pcg.parallel.costs.layer_costs import DeviceCosts
-from pcg.parallel.costs.rank_costs import PICOSECOND, RankCosts
 from pcg.parallel.parallel_plan import ParallelPlan
 from pcg.parallel.search import Search
-from pcg.parallel.sharder import shard
 from pcg.passes.attach import attach
 from pcg.passes.graphs.differentiate import LayerKind, layer_kinds
 from pcg.passes.graphs.gradients import Prune
 from pcg.passes.graphs.localize import Localize
 from pcg.passes.memory.joint import Joint
 from pcg.passes.pipeline import Settings, pipeline
-from pcg.passes.shard import PlanBase, Shard
+from pcg.passes.shard import PlanBase, Shard, shard
 from pcg.passes.stages import Attached, Prepared, Sharded, TrainedModel
 from tests.support.bypasses import lora
 from tests.support.mlp import mlp_model

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pcg.codegen.function_emitter import emit_function
+from pcg.codegen.emit import emit_function
 from pcg.codegen.program_functions import Function
 from pcg.ir.analysis.builder import Builder
 from pcg.ir.analysis.dataflow import collective_of, waits

@@ -18,7 +18,7 @@ import transformers
 import pcg
 import pcg.compiler as compiler
 from pcg.errors import PcgError
-from pcg.trace.causes import CAUSES, cause_of
+from pcg.trace.model_config import CAUSES, cause_of
 from tests.support import oracle
 from tests.support.architectures import CAUSAL_LMS, default_config
 

@@ -13,7 +13,6 @@ from pcg.ir.layouts import Layout, State
 from pcg.ir.types import TOKENS
 from pcg.parallel.parallel_plan import ParallelPlan
 from pcg.parallel.search import Search, SearchResult
-from pcg.parallel.sharder import shard
 from pcg.passes.graphs.collectives import CoalesceCollectives
 from pcg.passes.graphs.differentiate import Differentiate, LayerKind
 from pcg.passes.graphs.gradients import Prune
@@ -21,6 +20,7 @@ from pcg.passes.graphs.localize import Localize
 from pcg.passes.memory.recompute import plan_layer
 from pcg.passes.memory.save_problem import SaveProblem
 from pcg.passes.pipeline import LAYER_ORDER
+from pcg.passes.shard import shard
 from pcg.runtime.model.batch import whole_sequences
 from tests.support.evaluate import evaluate, random_values
 from tests.support.threads import ThreadRanks, run_ranks

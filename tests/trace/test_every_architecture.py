@@ -9,7 +9,7 @@ import transformers
 
 import pcg.compiler as compiler
 from pcg.errors import PcgError
-from pcg.trace.causes import CAUSES, cause_of
+from pcg.trace.model_config import CAUSES, cause_of
 from tests.support.architectures import CAUSAL_LMS, default_config
 from tests.support.model_table import DOCUMENT, EXPLAINS, RUNS, outcome, outcome_of, table, written
 

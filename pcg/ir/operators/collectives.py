@@ -96,7 +96,7 @@ TRANSITIONS = tuple(
 FLOPS_PER_BYTE = 1000
 """Operations in the time of a byte between ranks, where no device is known: an A100, of 312 TFLOP/s
 in bf16 and 300 GB/s of NVLink each way, has 1,040; an H100 has 2,199. Over PCIe they are 9,750 and
-15,461 (`pcg.parallel.costs.sheets`)."""
+15,461 (`pcg.parallel.costs.accelerators`)."""
 
 
 _DEGREE = integer(2)

@@ -26,8 +26,8 @@ from pathlib import Path
 
 from pcg.errors import CostModelError
 from pcg.files import json_object, read_text
+from pcg.parallel.costs.accelerators import Achieved, DeviceSheet, Link
 from pcg.parallel.costs.cost_model import CostModel, ring_seconds, roofline_seconds
-from pcg.parallel.costs.device_sheet import Achieved, DeviceSheet, Link
 from pcg.parallel.costs.work import Work
 from pcg.units import shown
 

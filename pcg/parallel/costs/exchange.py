@@ -11,8 +11,8 @@ from dataclasses import dataclass
 
 from pcg.ir.graph import Graph, Node
 from pcg.ir.operators import operator
+from pcg.parallel.costs.cost_model import message_of
 from pcg.parallel.costs.layer_costs import ring_bytes
-from pcg.parallel.costs.rank_costs import message_of
 from pcg.parallel.costs.work import size_bytes
 
 _WITHIN: Mapping[str, tuple[str, ...]] = {

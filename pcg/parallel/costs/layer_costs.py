@@ -1,4 +1,13 @@
-"""Costs of a layer's nodes and messages on ranks: by bytes alone, or in seconds on a device."""
+"""Costs of a layer's nodes and messages on ranks: bytes, seconds on a device, or a mix of steps.
+
+A serving program decodes a token of each sequence and reads prompts with the same layouts. The
+cheapest plan for thousands of tokens of a prompt, such as one more sum over the ranks in place of a
+product, may cost a third of a decode step. So a plan that serves is made for a mix of steps:
+
+    cost = Σ over steps   seconds of the plan there / seconds of the base alone there
+
+Each step's part is a share of its own time, so that none outweighs the others by its size.
+"""
 
 from __future__ import annotations
 
@@ -17,6 +26,9 @@ from pcg.ir.operators.collectives import FLOPS_PER_BYTE
 from pcg.ir.types import CONTEXT, TOKENS, TensorType
 from pcg.parallel.costs.cost_model import CostModel
 from pcg.parallel.costs.work import OPEN_RANK, size_bytes, with_rank
+
+# -------------------------------------------------------------------------------------- layer costs
+
 
 CONTEXT_TOKENS = 1024
 """Tokens that a token attends to, where operations are counted and no device is known."""
@@ -183,3 +195,39 @@ def backward_of(
     upstream = (incoming, *(None,) * (len(outs) - 1))
     gradients = operator(op).gradient(Gradient(builder, graph, node, upstream, needs))
     return builder.build([name for name in gradients if name is not None])
+
+
+# -------------------------------------------------------------------------------------- mixed costs
+
+
+DECODE_TOKENS = (1, 4, 16, 64, 256)
+"""Tokens of the steps that decode: one of each sequence."""
+PREFILL_TOKENS = 2048
+"""Tokens of the step that reads prompts."""
+SERVING_TOKENS = (*DECODE_TOKENS, PREFILL_TOKENS)
+SERVED_CONTEXT = 1024
+"""Tokens that each of them attends to."""
+
+
+class MixedCosts(LayerCosts):
+    """Costs of a layer's forward as a sum over steps, each weighed.
+
+    Bytes are those of the first step.
+
+    Args:
+        steps: the costs of each step, with its weight.
+    """
+
+    def __init__(self, steps: Sequence[tuple[float, DeviceCosts]]) -> None:
+        first = steps[0][1]
+        super().__init__(first.degree, first.tokens)
+        self._steps = steps
+
+    def node(self, node: Node, graph: Graph, rule: Sharding, needs: tuple[bool, ...]) -> float:
+        return sum(weight * step.node(node, graph, rule, needs) for weight, step in self._steps)
+
+    def send(self, kind: str, *types: TensorType) -> float:
+        return sum(weight * step.send(kind, *types) for weight, step in self._steps)
+
+    def place(self, type_: TensorType, dim: int) -> float:
+        return sum(weight * step.place(type_, dim) for weight, step in self._steps)

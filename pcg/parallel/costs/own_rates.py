@@ -21,9 +21,9 @@ import torch
 
 from pcg.ir.types import TORCH_NAMES
 from pcg.kernels.torch.products import linear
+from pcg.parallel.costs.accelerators import ASSUMED
 from pcg.parallel.costs.catalog import find_cost_model
 from pcg.parallel.costs.cost_model import CostModel, SheetModel
-from pcg.parallel.costs.device_sheet import ASSUMED
 
 _ROWS, _WIDTH = 64, 1024
 _COPIED_BYTES = 2**24

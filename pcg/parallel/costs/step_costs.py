@@ -30,8 +30,7 @@ from pcg.ir.operators import operator
 from pcg.ir.operators.base import Attributes, Types
 from pcg.ir.program.program import ModelGraph
 from pcg.ir.types import TOKENS, TensorType
-from pcg.parallel.costs.cost_model import CostModel
-from pcg.parallel.costs.rank_costs import message_of
+from pcg.parallel.costs.cost_model import CostModel, message_of
 from pcg.parallel.costs.work import (
     Work,
     is_free,

@@ -10,7 +10,7 @@ branch and bound, whose bound at a rate of λ seconds a byte is
     Σ blocks  priced plan(a, λ)  +  Σ layers  base cut(λ)  -  λ limit
 
 The planner's dynamic program gives the first for layouts of which some are given, with the values
-that backward reads of bypass networks priced at their least (`pcg.parallel.kept_values`). The cut
+that backward reads of bypass networks priced at their least (`pcg.parallel.search`). The cut
 is of the layer without bypass networks, which backward needs whatever layouts they have: a cut with
 them has room for both flows. So no layouts are better where the bound reaches the best that was
 found. Where values are saved in codes, with fewer bytes than these prices are made of, the bound is
@@ -38,7 +38,7 @@ from pcg.ir.graph import Graph
 from pcg.ir.layouts import Layout
 from pcg.ir.program.program import ModelGraph
 from pcg.options import MemoryBudget
-from pcg.parallel.costs.rank_costs import PICOSECOND, RankCosts
+from pcg.parallel.costs.cost_model import PICOSECOND, RankCosts
 from pcg.parallel.parallel_plan import ParallelPlan
 from pcg.parallel.search import Search
 from pcg.parallel.sequence_parallel import gradient_reads

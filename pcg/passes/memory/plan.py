@@ -46,7 +46,7 @@ from pcg.ir.program.program import ModelGraph, TrainingGraph
 from pcg.ir.program.saved_memory import outside_bytes
 from pcg.ir.types import TOKENS
 from pcg.options import MemoryBudget
-from pcg.parallel.costs.rank_costs import RankCosts
+from pcg.parallel.costs.cost_model import RankCosts
 from pcg.passes.graphs.differentiate import LayerKind
 from pcg.passes.memory.recompute import plan_layer
 from pcg.passes.memory.save_problem import Choice, SaveProblem

@@ -46,7 +46,7 @@ from pcg.ir.graph import Graph, Node
 from pcg.ir.operators import operator
 from pcg.ir.operators.lossy import Decoder
 from pcg.ir.types import TOKENS
-from pcg.parallel.costs.rank_costs import PICOSECOND, RankCosts
+from pcg.parallel.costs.cost_model import PICOSECOND, RankCosts
 from pcg.passes.memory.minimum_cut import Network
 
 _SOURCE, _SINK = "source", "sink"

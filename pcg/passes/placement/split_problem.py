@@ -31,8 +31,7 @@ from functools import cached_property
 from pcg.ir.graph import Graph, Node
 from pcg.ir.types import TensorType
 from pcg.options import SplitLink
-from pcg.parallel.costs.cost_model import CostModel
-from pcg.parallel.costs.rank_costs import PICOSECOND
+from pcg.parallel.costs.cost_model import PICOSECOND, CostModel
 from pcg.parallel.costs.work import is_free, with_rank
 from pcg.parallel.costs.work import size_bytes as bytes_of
 

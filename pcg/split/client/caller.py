@@ -20,8 +20,7 @@ from torch import Tensor
 
 from pcg.errors import BaseBusyError, BaseLostError, SplitError
 from pcg.ir.types import DTYPE_BYTES
-from pcg.parallel.costs.accelerators import known_name
-from pcg.parallel.costs.sheets import SHEETS
+from pcg.parallel.costs.accelerators import SHEETS, known_name
 from pcg.split.messages import (
     DTYPES,
     GRADIENT,
