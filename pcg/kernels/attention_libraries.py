@@ -138,8 +138,8 @@ def choose_libraries(asked: str, backend: str, device: torch.device) -> str:
         return OWN
     if torch.cuda.get_device_capability(device) < LEAST_CAPABILITY:
         return OWN
-    found = (one.name for one in LIBRARIES if one.is_for(device) and is_ready(one))
-    return ",".join(found) or OWN
+    names = (library.name for library in LIBRARIES if library.is_for(device) and is_ready(library))
+    return ",".join(names) or OWN
 
 
 def is_ready(library: AttentionLibrary) -> bool:
@@ -161,10 +161,10 @@ def check_libraries(asked: str, device: torch.device) -> None:
                 f"not installed: {library.source}, or compile with attention='{OWN}'"
             )
         if not library.is_for(device):
-            found = ".".join(map(str, torch.cuda.get_device_capability(device)))
+            capability = ".".join(map(str, torch.cuda.get_device_capability(device)))
             raise UnsupportedError(
                 f"attention={asked!r}: {library.name} is for GPUs of capability 9.0, and {device} "
-                f"is one of {found}; leave it out"
+                f"is one of {capability}; leave it out"
             )
 
 
@@ -173,11 +173,11 @@ def choice_text(asked: str, graphs: Iterable[Graph]) -> str:
     if asked == OWN:
         return f"{OWN} kernels"
     named = [dict(node.attributes).get("library") for graph in graphs for node in graph.nodes]
-    found = [
-        f"{one.name} for {one.use} ({named.count(one.name)} nodes)"
-        for one in libraries_of(asked)
-        if one.name in named
+    choices = [
+        f"{library.name} for {library.use} ({named.count(library.name)} nodes)"
+        for library in libraries_of(asked)
+        if library.name in named
     ]
-    if not found:
+    if not choices:
         return f"{OWN} kernels: {asked} know none of the heads, dtypes or scores"
-    return f"{', '.join(found)}; else {OWN} kernels"
+    return f"{', '.join(choices)}; else {OWN} kernels"

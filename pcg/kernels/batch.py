@@ -63,11 +63,11 @@ class Segments:
         size, count = max(counts.items(), key=lambda item: item[1])
         if count == len(sizes):
             return cls(start, stop, tuple(sizes), size)
-        own = np.array(sizes)
-        firsts = own.cumsum() - own
-        is_batched = (own == size) & (count > 1 and 2 * count >= len(sizes))
-        others = np.flatnonzero((own > 0) & ~is_batched)
-        ends = firsts + own
+        lengths = np.array(sizes)
+        firsts = lengths.cumsum() - lengths
+        is_batched = (lengths == size) & (count > 1 and 2 * count >= len(sizes))
+        others = np.flatnonzero((lengths > 0) & ~is_batched)
+        ends = firsts + lengths
         loose = zip(others.tolist(), firsts[others].tolist(), ends[others].tolist(), strict=True)
         if not is_batched.any():
             return cls(start, stop, tuple(sizes), 0, loose=tuple(loose))

@@ -126,8 +126,8 @@ def downloaded(x: Tensor) -> Tensor:
     """
     if x.device.type != "cuda":
         return x
-    found = torch.empty(x.shape, dtype=x.dtype, device="cpu", pin_memory=True)
-    return found.copy_(x, non_blocking=True)
+    copy = torch.empty(x.shape, dtype=x.dtype, device="cpu", pin_memory=True)
+    return copy.copy_(x, non_blocking=True)
 
 
 Make = TypeVar("Make", bound=Callable[..., object])
@@ -142,11 +142,11 @@ def table_cache(make: Make) -> Make:
 
     @wraps(cached)
     def table(*args: Hashable) -> object:
-        found = cached(*args)
+        tables = cached(*args)
         kept = _KEPT.get()
         if kept is not None:
-            kept.append(found)
-        return found
+            kept.append(tables)
+        return tables
 
     return cast(Make, table)
 

@@ -64,13 +64,13 @@ def _compiler() -> Path:
     """The compiler that CXX names, or the system's; CXX= stands for none."""
     named = os.environ.get("CXX")
     names = _COMPILERS if named is None else (named,)
-    found = next((path for name in names if name and (path := shutil.which(name))), None)
-    if found is None:
+    path = next((path for name in names if name and (path := shutil.which(name))), None)
+    if path is None:
         raise UnsupportedError(
             f"there is no C++ compiler {' or '.join(names) or '(CXX is empty)'}; install g++, or "
             "have CXX name one"
         )
-    return Path(found).resolve()
+    return Path(path).resolve()
 
 
 def _own_folder() -> Path:
@@ -80,13 +80,13 @@ def _own_folder() -> Path:
         folder = cache_folder("kernels")
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         folder = folder.resolve()
-        own = folder.stat()
+        status = folder.stat()
         above = [path for path in folder.parents if _is_anyones(path.stat().st_mode)]
     except (OSError, RuntimeError) as error:
         raise UnsupportedError(
             f"{folder} cannot be made: {error}; have XDG_CACHE_HOME name a folder of your own"
         ) from error
-    if own.st_uid != os.geteuid() or own.st_mode & (stat.S_IWGRP | stat.S_IWOTH) or above:
+    if status.st_uid != os.geteuid() or status.st_mode & (stat.S_IWGRP | stat.S_IWOTH) or above:
         place = above[0] if above else folder
         raise UnsupportedError(
             f"others can write in {place}, and code is not run from there; have XDG_CACHE_HOME "
@@ -133,9 +133,9 @@ def _processor() -> str:
 def _compile(source: Path, path: Path, compiler: Path, flags: tuple[str, ...]) -> None:
     try:
         with tempfile.TemporaryDirectory(dir=path.parent, prefix=".compiling-") as place:
-            made, library = Path(place, "kernel.o"), Path(place, path.name)
-            _run(str(compiler), *flags, "-c", str(source), "-o", str(made))
-            _run(str(compiler), "-shared", str(made), "-o", str(library))
+            binary, library = Path(place, "kernel.o"), Path(place, path.name)
+            _run(str(compiler), *flags, "-c", str(source), "-o", str(binary))
+            _run(str(compiler), "-shared", str(binary), "-o", str(library))
             library.chmod(0o700)
             library.replace(path)
     except OSError as error:
@@ -274,8 +274,8 @@ def _few_tokens(segments: Segments) -> _FewTokens | None:
     """The segments of few tokens, made once a batch; None if there are none."""
     if "few" not in segments.known:
         segments.known["few"] = _made_few_tokens(segments)
-    found: _FewTokens | None = segments.known["few"]
-    return found
+    few: _FewTokens | None = segments.known["few"]
+    return few
 
 
 def _made_few_tokens(segments: Segments) -> _FewTokens | None:
@@ -296,15 +296,15 @@ def _site(lora: JoinedLora) -> _Table | None:
     """The addresses of a site's weights; None if the kernel cannot read them as they lie."""
     if "site" not in lora.known:
         lora.known["site"] = _made_site(lora)
-    found: _Table | None = lora.known["site"]
-    return found
+    table: _Table | None = lora.known["site"]
+    return table
 
 
 def _made_site(lora: JoinedLora) -> _Table | None:
     a, every = lora.a, [lora.a, *(run.b for run in lora.parts)]
     lies_so = a.stride(2) == 1 and all(run.b.stride(2) == 1 for run in lora.parts)
     fits = a.shape[1] <= _MOST_RANKS
-    if not (lies_so and fits and all(is_native(one.device, one.dtype) for one in every)):
+    if not (lies_so and fits and all(is_native(tensor.device, tensor.dtype) for tensor in every)):
         return None
     numbers = [a.data_ptr(), a.stride(0), a.stride(1), a.shape[2], a.shape[1]]
     parts = []

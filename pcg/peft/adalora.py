@@ -134,8 +134,8 @@ class RankAllocator:
         dims = {n: dim for n, dim in self._rank_dims.items() if n not in self._values}
         parts = {name: shards.tensors[name].detach() for name in dims}
         of_rows = {name: parts[name] for name in dims if shards.sharded_dim(name) == dims[name]}
-        for name, found in shards.gathered(of_rows).items():
-            parts[name] = torch.cat(found, dims[name])
+        for name, shards_of_ranks in shards.gathered(of_rows).items():
+            parts[name] = torch.cat(shards_of_ranks, dims[name])
         rows = {name: part if dims[name] == 0 else part.t() for name, part in parts.items()}
 
         grams: dict[str, Tensor] = {}
@@ -176,9 +176,9 @@ class RankAllocator:
             return
         if step < last:
             self._update_scores()
-        done = step - schedule.before
-        if step == last or (done > 0 and step % schedule.interval == 0):
-            self._choose(self._budget(done / (last - schedule.before)))
+        steps = step - schedule.before
+        if step == last or (steps > 0 and step % schedule.interval == 0):
+            self._choose(self._budget(steps / (last - schedule.before)))
             self._mask()
         if step == last:
             self._importance, self._uncertainty = {}, {}
@@ -209,21 +209,21 @@ class RankAllocator:
         beyond = self._schedule.rank * self._count - budget
         if beyond >= 1:
             threshold = torch.cat([*scores.values()]).kthvalue(beyond).values
-            self._masks = {module: found <= threshold for module, found in scores.items()}
+            self._masks = {module: of_module <= threshold for module, of_module in scores.items()}
 
     def _scores(self) -> dict[str, Tensor]:
         """The scores of each module's triplets, [rank]."""
         shards = self._shards
-        found: dict[str, Tensor] = {}
+        by_module: dict[str, Tensor] = {}
         for name, module in self._module_of.items():
             each = self._importance[name] * self._uncertainty[name]
             along, across = self._rank_dims[name], 1 - self._rank_dims[name]
-            scores = found.setdefault(module, each.new_zeros(self._schedule.rank))
+            scores = by_module.setdefault(module, each.new_zeros(self._schedule.rank))
             if shards.counts(name):
                 start, stop = shards.ranges(name)[along]
                 whole = shards.whole_shape(shards.path_of(name))
                 scores[start:stop] += each.sum(across) / whole[across]
-        return dict(zip(found, shards.summed([*found.values()]), strict=True))
+        return dict(zip(by_module, shards.summed([*by_module.values()]), strict=True))
 
     def _mask(self) -> None:
         for name in self._values if self._masks else ():
@@ -247,13 +247,13 @@ class RankAllocator:
     def load(self, tensors: Mapping[str, Tensor]) -> None:
         """Go on with the state of a checkpoint."""
         device = next(iter(self._shards.tensors.values())).device
-        found: dict[str, dict[str, Tensor]] = {_IMPORTANCE: {}, _UNCERTAINTY: {}, _MASK: {}}
+        by_kind: dict[str, dict[str, Tensor]] = {_IMPORTANCE: {}, _UNCERTAINTY: {}, _MASK: {}}
         for key, tensor in tensors.items():
             head, _, name = key.partition("/")
-            found[f"{head}/"][name] = tensor.to(device)
-        self._importance = self._shards.cut(found[_IMPORTANCE])
-        self._uncertainty = self._shards.cut(found[_UNCERTAINTY])
-        self._masks = found[_MASK]
+            by_kind[f"{head}/"][name] = tensor.to(device)
+        self._importance = self._shards.cut(by_kind[_IMPORTANCE])
+        self._uncertainty = self._shards.cut(by_kind[_UNCERTAINTY])
+        self._masks = by_kind[_MASK]
 
 
 # The decoders among TRANSFORMERS_MODELS_TO_ADALORA_TARGET_MODULES_MAPPING in peft 0.21.2.

@@ -183,13 +183,13 @@ def check_biases(adapter: Adapter, base_biases: Mapping[str, Tensor]) -> None:
     """
     who = f"adapter {adapter.name!r}, whose recipe has bias={adapter.recipe.bias!r},"
     for path in [*base_biases, *adapter.biases]:
-        found = [
+        shapes = [
             "none" if bias is None else str(list(bias.shape))
             for bias in (adapter.biases.get(path), base_biases.get(path))
         ]
-        if found[0] != found[1]:
+        if shapes[0] != shapes[1]:
             raise AdapterError(
-                f"{who} has {found[0]} as the bias of {path}, and the base {found[1]}; it is an "
+                f"{who} has {shapes[0]} as the bias of {path}, and the base {shapes[1]}; it is an "
                 "adapter for another base, or not all of it was saved"
             )
     if not adapter.tensors:
@@ -252,7 +252,7 @@ def check_fits(
                 f"{did_you_mean(path, module_shapes)}; {other}"
             )
         sizes = zip(weights.module_shape, module_shapes[path], strict=True)
-        if any(own not in (None, size) for own, size in sizes):
+        if any(size_here not in (None, size) for size_here, size in sizes):
             raise AdapterError(
                 f"{who} has {weights.shapes} for {path or 'the token embedding'}, which is "
                 f"{list(module_shapes[path])} in {base}; {other}"

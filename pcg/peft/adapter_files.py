@@ -99,25 +99,27 @@ def _read_adapter(directory: Path, name: str, is_base: IsBase | None) -> Adapter
     if not is_file(file):
         raise AdapterError(_no_weights(directory))
     with damage_of(str(file), AdapterError, "; save or download it again"):
-        found = _read_tensors(file, recipe)
-        for key, (module, copy) in found.copies.items():
+        tensors = _read_tensors(file, recipe)
+        for key, (module, copy) in tensors.copies.items():
             if is_base is None or not is_base(module, copy):
                 raise _unknown_key(file, key, recipe)
-        return _of_weights(file, name, found, recipe, config)
+        return _of_weights(file, name, tensors, recipe, config)
 
 
 def _of_weights(
-    file: Path, name: str, found: _Tensors, recipe: Recipe, config: Mapping[str, Any]
+    file: Path, name: str, tensors: _Tensors, recipe: Recipe, config: Mapping[str, Any]
 ) -> Adapter:
     kind = recipe.weights
-    if not (found.parts or found.whole) and (kind.suffixes or kind.whole_keys):
+    if not (tensors.parts or tensors.whole) and (kind.suffixes or kind.whole_keys):
         raise AdapterError(f"{file} holds no {recipe.method} weights")
-    weights = {path: _weights(file, path, each, recipe) for path, each in found.parts.items()}
-    if found.whole:
-        weights |= _checked(file, lambda: kind.read_whole(found.whole, recipe))
-    _check_biases(file, recipe, weights, found.biases)
+    weights = {path: _weights(file, path, each, recipe) for path, each in tensors.parts.items()}
+    if tensors.whole:
+        weights |= _checked(file, lambda: kind.read_whole(tensors.whole, recipe))
+    _check_biases(file, recipe, weights, tensors.biases)
     base = str(config.get("base_model_name_or_path") or "")
-    return Adapter(name, recipe, weights, found.biases, base, recipe.notes_of(config), found.shared)
+    return Adapter(
+        name, recipe, weights, tensors.biases, base, recipe.notes_of(config), tensors.shared
+    )
 
 
 def recipes_of(peft: object) -> dict[str, Recipe]:
@@ -190,7 +192,7 @@ class _Tensors:
 
 
 def _read_tensors(file: Path, recipe: Recipe) -> _Tensors:
-    kind, found = recipe.weights, _Tensors()
+    kind, tensors = recipe.weights, _Tensors()
     suffixes = "|".join(map(re.escape, kind.suffixes)) or "(?!)"
     shared_keys = {f"{SHARED_PREFIX}{name}": name for name in kind.shared_names}
     expected = re.compile(
@@ -206,26 +208,26 @@ def _read_tensors(file: Path, recipe: Recipe) -> _Tensors:
                     )
                 match, tensor = expected.fullmatch(key), stream.get_tensor(key)
                 if key in shared_keys:
-                    found.shared[shared_keys[key]] = tensor
+                    tensors.shared[shared_keys[key]] = tensor
                 elif key in kind.whole_keys:
-                    found.whole[key] = tensor
+                    tensors.whole[key] = tensor
                 elif match is None and (copied := _COPY.fullmatch(key)):
-                    found.copies[key] = copied["module"], tensor
+                    tensors.copies[key] = copied["module"], tensor
                 elif match is None:
                     raise _unknown_key(file, key, recipe)
                 elif match["part"]:
-                    found.parts.setdefault(match["module"], {})[match["part"]] = tensor
+                    tensors.parts.setdefault(match["module"], {})[match["part"]] = tensor
                 else:
-                    found.biases[match["module"]] = tensor
+                    tensors.biases[match["module"]] = tensor
     except (SafetensorError, OSError) as error:
         raise AdapterError(f"{file} is damaged: {error}; save or download it again") from error
-    shared = found.shared
+    shared = tensors.shared
     if kind.shared_is_stored(recipe) != bool(shared) or len(shared) not in (0, len(shared_keys)):
         raise AdapterError(
             f"{file} has {', '.join(shared) or 'nothing'} of {', '.join(kind.shared_names)}, which "
             f"does not go with {CONFIG}; the two files are not of one save"
         )
-    return found
+    return tensors
 
 
 _COPY = re.compile(

@@ -98,7 +98,7 @@ class BottleneckBypass(Bypass):
         )
 
     def union(self, other: Self) -> Self:
-        return max(self, other, key=lambda one: one.size or 0)
+        return max(self, other, key=lambda bypass: bypass.size or 0)
 
     def served(self) -> Self:
         return dataclasses.replace(self, size=None)

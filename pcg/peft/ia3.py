@@ -178,20 +178,20 @@ class IA3Config(TargetedRecipe):
     def bypasses(
         self, paths: Names, output_layer: str | None = None, model_type: str | None = None
     ) -> dict[str, Bypass]:
-        found = super().bypasses(paths, output_layer, model_type)
+        adapted = super().bypasses(paths, output_layer, model_type)
         names = self.feedforward_modules
-        if isinstance(names, str) and not any(fullmatch(names, path) for path in found):
+        if isinstance(names, str) and not any(fullmatch(names, path) for path in adapted):
             raise AdapterError(
                 f"feedforward_modules={names!r}, a regex for the whole path, matches none of the "
-                f"{len(found)} adapted modules; {name_list(found)}"
+                f"{len(adapted)} adapted modules; {name_list(adapted)}"
             )
         for name in names if isinstance(names, tuple) else ():
-            if not any(path.endswith(name) for path in found):
+            if not any(path.endswith(name) for path in adapted):
                 raise AdapterError(
-                    f"feedforward_modules has {name!r}, which none of the {len(found)} adapted "
-                    f"modules is named{did_you_mean(name, found)}; {name_list(found)}"
+                    f"feedforward_modules has {name!r}, which none of the {len(adapted)} adapted "
+                    f"modules is named{did_you_mean(name, adapted)}; {name_list(adapted)}"
                 )
-        return found
+        return adapted
 
     def for_family(self, model_type: str | None) -> Self:
         recipe = super().for_family(model_type)

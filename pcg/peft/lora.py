@@ -120,7 +120,7 @@ class MadeLoraBypass(Bypass):
     rank: int
 
     def union(self, other: Self) -> Self:
-        return max(self, other, key=lambda one: one.rank)
+        return max(self, other, key=lambda bypass: bypass.rank)
 
     def served(self) -> LoraBypass:
         return LoraBypass(None)
@@ -195,16 +195,16 @@ class LoraWeights(LowRankWeights):
 
     @property
     def served(self) -> Mapping[str, Callable[[Around], Tensor]]:
-        made: dict[str, Callable[[Around], Tensor]] = {
+        makers: dict[str, Callable[[Around], Tensor]] = {
             "lora_A": lambda around: self.a,
             "lora_B": lambda around: self.b.t() * self.scale,
         }
         bias, magnitude = self.bias, self.magnitude
         if bias is not None:
-            made["lora_B_bias"] = lambda around: (bias * self.scale).unsqueeze(0)
+            makers["lora_B_bias"] = lambda around: (bias * self.scale).unsqueeze(0)
         if magnitude is not None:
-            made["lora_factor"] = lambda around: (magnitude / self._norm(around)).unsqueeze(0)
-        return made
+            makers["lora_factor"] = lambda around: (magnitude / self._norm(around)).unsqueeze(0)
+        return makers
 
     def _norm(self, around: Around) -> Tensor:
         """||W + scale · B A|| of each output, [out], in the adapter's dtype; made by the base."""

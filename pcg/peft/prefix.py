@@ -92,8 +92,8 @@ class PrefixWeights(ModuleWeights):
                 f"{KEY} is {list(whole.shape)}, and its configuration gives it "
                 f"[{tokens}, 2 · {count} · features]; the two files are not of one save"
             )
-        found = [part.contiguous() for part in whole.chunk(2 * count, -1)]
-        return {layer_path(n): cls(*found[2 * n : 2 * n + 2]) for n in range(count)}
+        chunks = [part.contiguous() for part in whole.chunk(2 * count, -1)]
+        return {layer_path(n): cls(*chunks[2 * n : 2 * n + 2]) for n in range(count)}
 
     @classmethod
     def stored_whole(cls, weights: Mapping[str, Self]) -> Mapping[str, Tensor]:
@@ -170,5 +170,5 @@ class PrefixTuningConfig(VirtualTokensRecipe):
 
 def _layers(paths: Names) -> int:
     """Layers of a model with linear modules of these paths; the first number is the layer's."""
-    found = (re.match(r".*?\.(\d+)\.", path) for path in paths)
-    return max((int(match[1]) + 1 for match in found if match), default=0)
+    matches = (re.match(r".*?\.(\d+)\.", path) for path in paths)
+    return max((int(match[1]) + 1 for match in matches if match), default=0)

@@ -155,14 +155,14 @@ def _made(encoder: PromptEncoder, network: Any) -> Tensor:
         # cuDNN would have its parameters in one piece of memory, and warns at each call.
         with torch.backends.cudnn.flags(enabled=False):
             x = network["lstm_head"](x.unsqueeze(0))[0]
-    made: Tensor = network["transform" if encoder.kind == PREFIX else "mlp_head"](x)
-    return made[0] if encoder.kind == LSTM else made
+    prompt: Tensor = network["transform" if encoder.kind == PREFIX else "mlp_head"](x)
+    return prompt[0] if encoder.kind == LSTM else prompt
 
 
 def made_by_encoder(recipe: Any, tensors: Mapping[str, Tensor]) -> Mapping[str, ModuleWeights]:
     """The weights, by path, that the recipe's encoder makes with these parameters."""
-    made = _made(recipe.encoder, _bound_network(recipe.encoder, tensors)).detach()
-    return recipe.weights.read_whole({KEY: made}, recipe)  # type: ignore[no-any-return]
+    prompt = _made(recipe.encoder, _bound_network(recipe.encoder, tensors)).detach()
+    return recipe.weights.read_whole({KEY: prompt}, recipe)  # type: ignore[no-any-return]
 
 
 class EncodedTraining:
@@ -196,8 +196,8 @@ class EncodedTraining:
 
         with torch.enable_grad():
             whole = _made(self._encoder, self._network)
-            made = self._recipe.weights.read_whole({KEY: whole}, self._recipe)
-        self._made = tuple(tensor for weights in made.values() for tensor in weights.tensors)
+            by_path = self._recipe.weights.read_whole({KEY: whole}, self._recipe)
+        self._made = tuple(tensor for weights in by_path.values() for tensor in weights.tensors)
         with torch.no_grad():
             for tensor, value in zip(self._tensors, self._made, strict=True):
                 tensor.copy_(value)

@@ -262,8 +262,8 @@ class Recipe(ABC):
             AdapterError: a value out of its range.
         """
         cls.check_config(config, saved=saved)
-        given = {name: value for name, value in config.items() if value is not None}
-        return cls(**{name: given.get(name, default) for name, default in cls._defaults().items()})
+        values = {name: value for name, value in config.items() if value is not None}
+        return cls(**{name: values.get(name, default) for name, default in cls._defaults().items()})
 
     @classmethod
     def check_config(cls, config: Json, *, saved: bool, allowed: Names = ()) -> None:

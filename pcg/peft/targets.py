@@ -89,8 +89,8 @@ class TargetedRecipe(Recipe):
         recipe = self.for_family(model_type)
         recipe._check_names(paths)
         every = {path: recipe.bypass(path, output_layer) for path in paths}
-        found = {path: bypass for path, bypass in every.items() if bypass is not None}
-        if not found:
+        adapted = {path: bypass for path, bypass in every.items() if bypass is not None}
+        if not adapted:
             raise AdapterError(
                 f"target_modules={recipe.target_modules!r} with exclude_modules="
                 f"{recipe.exclude_modules!r} and layers_to_transform={recipe.layers_to_transform} "
@@ -98,8 +98,8 @@ class TargetedRecipe(Recipe):
             )
         recipe._check_layers(paths)
         for name in recipe.patterns:
-            _check_pattern(name, getattr(recipe, name), found)
-        return found
+            _check_pattern(name, getattr(recipe, name), adapted)
+        return adapted
 
     def check_embeddings(self, paths: Names) -> None:
         if self.target_modules is None or self.is_all_linear:
@@ -182,8 +182,8 @@ class TargetedRecipe(Recipe):
             usual = re.match(r".*?\.[^.]*\.(\d+)\.", path)
             return None if usual is None else int(usual[1])
         for pattern in self.layers_pattern:
-            if found := match_start(rf"(?:^|.*?\.){pattern}\.(?P<index>\d+)\.", path):
-                return int(found["index"])
+            if match := match_start(rf"(?:^|.*?\.){pattern}\.(?P<index>\d+)\.", path):
+                return int(match["index"])
         return None
 
     # ----------------------------------------------------------------------------------- checks
@@ -209,8 +209,8 @@ class TargetedRecipe(Recipe):
         """Refuse a layer that holds no module of that name."""
         if not self.layers_to_transform:
             return
-        found = {self._layer(path) for path in paths if _matches(path, self.target_modules or ())}
-        layers = sorted(index for index in found if index is not None)
+        indices = {self._layer(path) for path in paths if _matches(path, self.target_modules or ())}
+        layers = sorted(index for index in indices if index is not None)
         missing = [index for index in self.layers_to_transform if index not in layers]
         if missing:
             raise AdapterError(
@@ -305,7 +305,7 @@ def _check_counts(recipe: TargetedRecipe) -> None:
         if isinstance(value, tuple | Mapping) and len(value) > _MOST_ENTRIES:
             raise AdapterError(f"{name} has {len(value)} entries; use at most {_MOST_ENTRIES}")
     for name in ("layers_pattern", *recipe.patterns):
-        regexes = [one for one in getattr(recipe, name) or () if not is_plain(str(one))]
+        regexes = [pattern for pattern in getattr(recipe, name) or () if not is_plain(str(pattern))]
         if len(regexes) > _MOST_REGEXES:
             raise AdapterError(
                 f"{name} has {len(regexes)} regexes that are more than paths; use at most "

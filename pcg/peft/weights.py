@@ -168,17 +168,17 @@ class ModuleWeights(ABC):
 
     def checked(self, path: str, recipe: Any) -> Self:
         """These weights. AdapterError: they do not go together, or are not the recipe's."""
-        own, bypass = self.bypass, recipe.bypass_at(path)
-        expected = own.trained_shapes(*(size or 0 for size in self.module_shape))
+        present, bypass = self.bypass, recipe.bypass_at(path)
+        expected = present.trained_shapes(*(size or 0 for size in self.module_shape))
         if tuple(tuple(tensor.shape) for tensor in self.tensors) != expected:
             shapes = ", ".join(str(list(shape)) for shape in expected)
             raise AdapterError(f"{path} has {self.shapes}; expected {shapes}")
-        if own != bypass:
+        if present != bypass:
             patterns = recipe.rank_pattern if hasattr(recipe, "alpha_pattern") else ()
             order = ", or rank_pattern was in another order (peft sorts keys)"
             raise AdapterError(
-                f"{path} has {own}, and its configuration gives it {bypass}; the two files are not "
-                f"of one save{order * (len(patterns) > 1)}"
+                f"{path} has {present}, and its configuration gives it {bypass}; the two files are "
+                f"not of one save{order * (len(patterns) > 1)}"
             )
         return self
 
@@ -215,7 +215,7 @@ class ModuleWeights(ABC):
     @property
     def served(self) -> Mapping[str, Callable[[Around], Tensor]]:
         """Makers of what serving programs read, by kind: matrices, scaled, a vector as [1, n]."""
-        return {kind: partial(_weight, one) for kind, one in self.parameters.items()}
+        return {kind: partial(_weight, weight) for kind, weight in self.parameters.items()}
 
     @property
     def rank(self) -> int:

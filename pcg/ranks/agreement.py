@@ -177,18 +177,18 @@ def agreed(
     try:
         result = act()
         facts = _record(facts_of(result))
-        own = _Word(hashlib.sha256(facts).digest(), len(facts), False, call, "")
+        word = _Word(hashlib.sha256(facts).digest(), len(facts), False, call, "")
     except Exception as error:
         failed = _Word(bytes(32), 0, True, call, f"{type(error).__name__}: {error}")
-        _check_calls([_Word.of(one) for one in ranks.tell(failed.record)])
+        _check_calls([_Word.of(record) for record in ranks.tell(failed.record)])
         raise
-    words = [_Word.of(one) for one in ranks.tell(own.record)]
+    words = [_Word.of(record) for record in ranks.tell(word.record)]
     _check_calls(words)
     _check_failures(words, call)
     if any(word.digest != words[0].digest for word in words):
         longest = max(word.size for word in words)
-        told = ranks.tell(facts.ljust(longest))
-        _refuse(call, [json.loads(each) for each in told], fix)
+        records = ranks.tell(facts.ljust(longest))
+        _refuse(call, [json.loads(each) for each in records], fix)
     return result
 
 
@@ -228,8 +228,8 @@ def compare(call: str, facts: Sequence[Mapping[str, str]], fix: str = FIX) -> No
     Raises:
         ParallelError: as of `check_same`.
     """
-    if any(one != facts[0] for one in facts):
-        _refuse(call, [json.loads(_record(one)) for one in facts], fix)
+    if any(of_rank != facts[0] for of_rank in facts):
+        _refuse(call, [json.loads(_record(of_rank)) for of_rank in facts], fix)
 
 
 def _refuse(call: str, records: Sequence[Mapping[str, Sequence[str]]], fix: str) -> None:
@@ -273,7 +273,7 @@ def check_same_program(ranks: Ranks, program: Program) -> None:
     for name, tensor in program.constants.items():
         constants.update(name.encode())
         constants.update(tensor.detach().cpu().reshape(-1).view(torch.uint8).numpy().tobytes())
-    given = fields_of(program.options, _SEEN_OTHERWISE)
+    options = fields_of(program.options, _SEEN_OTHERWISE)
     facts = {
         **{name: version(name) for name in ("torch", "transformers")},
         "pcg": __version__,
@@ -283,7 +283,7 @@ def check_same_program(ranks: Ranks, program: Program) -> None:
         "costs": _costs_text(program.options.costs),
         "tp_plan": str(sorted(program.options.styles.items())),
         "the memory budget": str(program.options.budget),
-        **{name: described(value) for name, value in given.items()},
+        **{name: described(value) for name, value in options.items()},
         "the serving program": serving_text(program.serving),
         "the training program": training_text(program.training),
     }

@@ -103,9 +103,9 @@ class Ranks:
         """
         return partial(getattr(self, collective), x)
 
-    def begin_gather_into(self, whole: Tensor, own: Tensor) -> PendingCollective:
+    def begin_gather_into(self, whole: Tensor, part: Tensor) -> PendingCollective:
         """Begin an all-gather of flat parts of one size, one behind the other, into `whole`."""
-        return partial(whole.copy_, own)
+        return partial(whole.copy_, part)
 
 
 SINGLE_RANK = Ranks()
@@ -188,19 +188,19 @@ class ProcessRanks(Ranks):
         return wait
 
     def tell(self, word: bytes) -> list[bytes]:
-        own = torch.frombuffer(bytearray(word), dtype=torch.uint8).to(self.device)
-        words = [torch.empty_like(own) for _ in range(self.size)]
+        sent = torch.frombuffer(bytearray(word), dtype=torch.uint8).to(self.device)
+        words = [torch.empty_like(sent) for _ in range(self.size)]
         with self._naming_lost("a comparison"):
-            dist.all_gather(words, own, group=self._group)
+            dist.all_gather(words, sent, group=self._group)
         return [bytes(each.cpu().numpy()) for each in words]
 
     def begin(self, collective: str, x: Any) -> PendingCollective:
         return self._begin(collective, x, True)
 
-    def begin_gather_into(self, whole: Tensor, own: Tensor) -> PendingCollective:
-        self.moved_bytes["all_gather"] += own.nbytes * (self.size - 1)
+    def begin_gather_into(self, whole: Tensor, part: Tensor) -> PendingCollective:
+        self.moved_bytes["all_gather"] += part.nbytes * (self.size - 1)
         self.messages["all_gather"] += 1
-        run, what = partial(dist.all_gather_into_tensor, whole, own), "an all-gather"
+        run, what = partial(dist.all_gather_into_tensor, whole, part), "an all-gather"
         with self._naming_lost(what):
             work = run(group=self._group, async_op=True)
         return partial(self._ended, run, work, whole, what)
@@ -212,15 +212,15 @@ class ProcessRanks(Ranks):
             run, what = partial(dist.all_reduce, result), "an all-reduce"
             moved_bytes = 2 * x.nbytes * (self.size - 1) // self.size
         elif collective == "all_gather":
-            own = x.contiguous()
-            result = [torch.empty_like(own) for _ in range(self.size)]
-            run, what = partial(dist.all_gather, result, own), "an all-gather"
-            moved_bytes = own.nbytes * (self.size - 1)
+            sent = x.contiguous()
+            result = [torch.empty_like(sent) for _ in range(self.size)]
+            run, what = partial(dist.all_gather, result, sent), "an all-gather"
+            moved_bytes = sent.nbytes * (self.size - 1)
         elif collective == "gather":
-            own = x.contiguous()
-            result = [] if self.rank else [torch.empty_like(own) for _ in range(self.size)]
-            run, what = partial(dist.gather, own, result or None, group_dst=0), "a gather"
-            moved_bytes = own.nbytes if self.rank else 0
+            sent = x.contiguous()
+            result = [] if self.rank else [torch.empty_like(sent) for _ in range(self.size)]
+            run, what = partial(dist.gather, sent, result or None, group_dst=0), "a gather"
+            moved_bytes = sent.nbytes if self.rank else 0
         else:
             result = torch.empty_like(x[self.rank])
             run, what = partial(dist.reduce_scatter, result, x), "a reduce-scatter"
@@ -250,14 +250,14 @@ class ProcessRanks(Ranks):
 
     def _lost(self) -> str:
         """Names of the ranks that do not answer, or of all others where that cannot be told."""
-        own = self._numbers[self.rank]
-        others = [rank for rank in self._numbers if rank != own]
+        number = self._numbers[self.rank]
+        others = [rank for rank in self._numbers if rank != number]
         missing, is_told = others, False
         # The store is gone where the rank that kept it is; a user's own group gives none.
         with contextlib.suppress(RuntimeError):
             if self._store is not None:
                 word = "pcg/still-there/{}".format
-                self._store.set(word(own), "here")
+                self._store.set(word(number), "here")
                 end = time.monotonic() + ROLL_CALL_S
                 while missing and time.monotonic() < end:
                     missing = [rank for rank in missing if not self._store.check([word(rank)])]
@@ -280,8 +280,8 @@ def run_on_first(ranks: Ranks, act: Callable[[], object]) -> None:
     if ranks.rank == 0:
         try:
             act()
-        except BaseException as found:  # whatever it is, the others have to hear of it
-            error = found
+        except BaseException as raised:  # whatever it is, the others have to hear of it
+            error = raised
     failed = ranks.all_reduce(torch.tensor(float(error is not None), device=ranks.device))
     if error is not None:
         raise error
@@ -299,26 +299,29 @@ def broadcast_from_first(ranks: Ranks, values: Tensor) -> Tensor:
 _ALIGNMENT = 16
 
 
-def united(own: Mapping[str, Tensor], ranks: Ranks) -> dict[str, Tensor]:
+def united(tensors: Mapping[str, Tensor], ranks: Ranks) -> dict[str, Tensor]:
     """Return this rank's tensors and the others', by name; all ranks call this.
 
     Those of the others are new, on the device that ranks exchange tensors on.
     """
     if ranks.size == 1:
-        return dict(own)
+        return dict(tensors)
     facts = [
-        [name, str(one.dtype).removeprefix("torch."), [*one.shape]] for name, one in own.items()
+        [name, str(tensor.dtype).removeprefix("torch."), [*tensor.shape]]
+        for name, tensor in tensors.items()
     ]
     head = json.dumps(facts).encode()
     parts = [torch.frombuffer(bytearray(head), dtype=torch.uint8)]
-    parts += [one.detach().contiguous().view(-1).view(torch.uint8) for one in own.values()]
+    parts += [
+        tensor.detach().contiguous().view(-1).view(torch.uint8) for tensor in tensors.values()
+    ]
     sizes = [padded(part.nbytes) for part in parts]
     mine = torch.tensor([len(head), sum(sizes)], device=ranks.device)
-    lengths = [one.tolist() for one in ranks.all_gather(mine)]
+    lengths = [tensor.tolist() for tensor in ranks.all_gather(mine)]
     sent = torch.zeros(max(size for _, size in lengths), dtype=torch.uint8, device=ranks.device)
     for place, part in zip(sent[: sum(sizes)].split(sizes), parts, strict=True):
         place[: part.nbytes] = part
-    found = dict(own)
+    every = dict(tensors)
     for rank, (came, (length, _)) in enumerate(zip(ranks.all_gather(sent), lengths, strict=True)):
         if rank == ranks.rank:
             continue
@@ -326,9 +329,9 @@ def united(own: Mapping[str, Tensor], ranks: Ranks) -> dict[str, Tensor]:
         for name, kind, shape in json.loads(bytes(came[:length].cpu().numpy())):
             dtype: torch.dtype = getattr(torch, kind)
             size = prod(shape) * dtype.itemsize
-            found[name] = came[start : start + size].view(dtype).view(shape)
+            every[name] = came[start : start + size].view(dtype).view(shape)
             start += padded(size)
-    return found
+    return every
 
 
 def padded(size_bytes: int) -> int:

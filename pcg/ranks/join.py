@@ -79,26 +79,26 @@ def sizes_of(tp: int, dp: int | None, cp: int = 1, pp: int = 1) -> MeshSizes:
 
 def _mesh(sizes: MeshSizes, device: torch.device, store: Any, timeout: timedelta) -> RankMesh:
     """Make the groups of this rank; all ranks make all groups, in the same order."""
-    made: dict[tuple[int, ...], Ranks] = {}
+    groups: dict[tuple[int, ...], Ranks] = {}
 
     def group(*axes: str) -> Ranks:
-        found: Ranks = SINGLE_RANK
+        chosen: Ranks = SINGLE_RANK
         for numbers in members(sizes, axes):
             key, is_own = tuple(numbers), dist.get_rank() in numbers
-            if len(numbers) > 1 and key not in made:
+            if len(numbers) > 1 and key not in groups:
                 process_group = dist.new_group(numbers, timeout=timeout)
-                made[key] = SINGLE_RANK
+                groups[key] = SINGLE_RANK
                 if is_own:
-                    made[key] = ProcessRanks(process_group, device, store, numbers, sizes.world)
+                    groups[key] = ProcessRanks(process_group, device, store, numbers, sizes.world)
             if is_own:
-                found = made.get(key, SINGLE_RANK)
-        return found
+                chosen = groups.get(key, SINGLE_RANK)
+        return chosen
 
-    own: dict[str, Any] = {axis: group(axis) for axis in AXES}
-    own |= {"world": group(*AXES), "data": group("dp", "cp"), "model": group("pp", "tp")}
-    own["replica"] = group("pp", "cp", "tp")
-    own["pp"].tell(b" ")  # the first message of a group has to be one of all its ranks
-    return RankMesh(sizes, **own)
+    of_axes: dict[str, Any] = {axis: group(axis) for axis in AXES}
+    of_axes |= {"world": group(*AXES), "data": group("dp", "cp"), "model": group("pp", "tp")}
+    of_axes["replica"] = group("pp", "cp", "tp")
+    of_axes["pp"].tell(b" ")  # the first message of a group has to be one of all its ranks
+    return RankMesh(sizes, **of_axes)
 
 
 def _check_timeout(world: int, timeout_s: float | None) -> None:
@@ -128,20 +128,20 @@ def present_ranks() -> int:
     return dist.get_world_size() if dist.is_initialized() else started_ranks()
 
 
-def _check_alike(store: Any, rank: int, size: int, own: str) -> None:
+def _check_alike(store: Any, rank: int, size: int, wanted: str) -> None:
     """Refuse a group whose ranks want another size or kind of device, on every rank.
 
     Raises:
         ParallelError: says what each of them wants.
     """
-    store.set(f"pcg/asked/{rank}", own)
+    store.set(f"pcg/asked/{rank}", wanted)
     asked = [store.get(f"pcg/asked/{other}").decode() for other in range(size)]
     if len(set(asked)) > 1:
         store.set(f"pcg/heard/{rank}", "all")
         with contextlib.suppress(RuntimeError):  # the rank that keeps the store ends last
             heard = [f"pcg/heard/{other}" for other in range(size)]
             store.wait(heard, timedelta(seconds=ROLL_CALL_S))
-        each = ", ".join(f"rank {other} {one}" for other, one in enumerate(asked))
+        each = ", ".join(f"rank {other} {text}" for other, text in enumerate(asked))
         raise ParallelError(
             f"{size} ranks have to ask for the same group, and ask for: {each}; give all of them "
             f"the same sizes, such as tp={size}, and the same kind of device"
@@ -191,10 +191,10 @@ def own_device(device: torch.device) -> torch.device:
         if present_ranks() > 1:  # NCCL works on this thread's current GPU
             torch.cuda.set_device(device)
         return device
-    local, there = int(os.environ.get("LOCAL_RANK", 0)), torch.cuda.device_count()
-    if local >= there:
+    local, count = int(os.environ.get("LOCAL_RANK", 0)), torch.cuda.device_count()
+    if local >= count:
         raise ParallelError(
-            f"rank {local} of this machine has no GPU: there are {there}; start as many ranks as "
+            f"rank {local} of this machine has no GPU: there are {count}; start as many ranks as "
             'there are, or use device="cpu"'
         )
     device = torch.device("cuda", local)

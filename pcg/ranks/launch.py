@@ -111,9 +111,9 @@ class RankError:
             checkpoint = Path(self.paths[0]) if self.paths else None
             return FinetuneInterrupted(self.text, self.numbers[0], checkpoint)
         if isinstance(kind, type) and issubclass(kind, Exception):
-            given = (*self.numbers, f"{self.text}{place}", *self.paths)
+            arguments = (*self.numbers, f"{self.text}{place}", *self.paths)
             try:
-                return kind(*given)
+                return kind(*arguments)
             except TypeError:  # it wants more than a text
                 pass
         return ParallelError(f"{self.name}: {self.text}{place}")
@@ -121,12 +121,12 @@ class RankError:
 
 def read_errors(folder: Path) -> Sequence[RankError]:
     """Read what ranks have written: first the cause, then those that heard of it alone."""
-    found = []
+    errors = []
     for file in folder.glob("*.json"):
         fields: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
         lists = {name: tuple(fields[name]) for name in ("numbers", "paths")}
-        found.append(RankError(**{**fields, **lists}))
-    return sorted(found, key=lambda one: (one.is_lost, one.time_s))
+        errors.append(RankError(**{**fields, **lists}))
+    return sorted(errors, key=lambda error: (error.is_lost, error.time_s))
 
 
 LOOPBACK = "127.0.0.1"

@@ -43,7 +43,7 @@ class MeshSizes:
     @property
     def sizes(self) -> Mapping[str, int]:
         """The number of ranks by the name of the axis."""
-        return {one.name: getattr(self, one.name) for one in fields(self)}
+        return {axis.name: getattr(self, axis.name) for axis in fields(self)}
 
     @property
     def world(self) -> int:

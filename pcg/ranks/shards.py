@@ -121,11 +121,11 @@ class LayerShard(Generic[Key]):
     """A replica's part of a layer.
 
     Attributes:
-        own: its bytes, [c].
+        memory: its bytes, [c].
         places: the places of the layer's tensors.
     """
 
-    own: Tensor
+    memory: Tensor
     places: Mapping[Key, FlatPlace]
 
 
@@ -151,7 +151,7 @@ def read_shard(
         places[key] = FlatPlace(size, tuple(shape), dtype)
         size = places[key].stop
     part = part_bytes(size, replicas.size)
-    own = torch.zeros(part, dtype=torch.uint8, device=device)
+    memory = torch.zeros(part, dtype=torch.uint8, device=device)
     start = replicas.rank * part
     for key, place in places.items():
         first, end = place.within(start, start + part)
@@ -159,13 +159,13 @@ def read_shard(
             at = place.start + entry * place.dtype.itemsize - start
             shape = [b - a for a, b in ranges]
             if taken == (0, math.prod(shape)):
-                fill(key, ranges, FlatPlace(at, tuple(shape), place.dtype).of(own))
+                fill(key, ranges, FlatPlace(at, tuple(shape), place.dtype).of(memory))
                 continue
             whole = torch.empty(shape, dtype=place.dtype, device=device)
             fill(key, ranges, whole)
             some = whole.view(-1)[slice(*taken)]
-            FlatPlace(at, (len(some),), place.dtype).of(own).copy_(some)
-    return LayerShard(own, places)
+            FlatPlace(at, (len(some),), place.dtype).of(memory).copy_(some)
+    return LayerShard(memory, places)
 
 
 def _boxes(

@@ -131,7 +131,7 @@ def cut_stages(model: ModelGraph, count: int) -> Stages:
 
 def _cost(graph: Graph) -> tuple[int, int]:
     """Return the operations for a sequence's tokens, and the bytes of weights."""
-    frozen = [one.type for one in graph.parameters if one.role == "frozen"]
+    frozen = [parameter.type for parameter in graph.parameters if parameter.role == "frozen"]
     return graph_flops(graph, TOKENS, TOKENS), sum(int(type_.size_bytes) for type_ in frozen)
 
 
@@ -206,10 +206,10 @@ class StageLink:
         places = self._shared[self.stage.index]
         types = [*self._carried, *(self._types[self._names[place]] for place in places)]
         came = self._received(self.stage.index - 1, types, tokens)
-        found: list[Tensor | None] = [None] * self._outputs
+        outputs: list[Tensor | None] = [None] * self._outputs
         for place, tensor in zip((*self._places, *places), came, strict=True):
-            found[place] = tensor
-        return found
+            outputs[place] = tensor
+        return outputs
 
     def send(self, carried: Sequence[Any], shared: Sequence[Tensor | None]) -> None:
         """Send the outputs of this stage's last layer on, and of the prologue what is read there.
@@ -219,7 +219,7 @@ class StageLink:
         """
         places = self._shared[self.stage.index + 1]
         sent = [carried[place] for place in self._places]
-        tensors = [*sent, *(one for place in places if (one := shared[place]) is not None)]
+        tensors = [*sent, *(output for place in places if (output := shared[place]) is not None)]
         self._send(self.stage.index + 1, tensors)
 
     def receive_back(self, tokens: int) -> list[Tensor]:
@@ -245,13 +245,13 @@ class StageLink:
         """Return the last stage's number."""
         return int(self._mesh.pp.broadcast(torch.tensor([number], device=self._device)))
 
-    def tell_end(self, found: Tensor, on_first: bool) -> Tensor:
+    def tell_end(self, result: Tensor, on_first: bool) -> Tensor:
         """Give what the epilogue made, [rows, …], to all stages, unless the first rank wants it."""
         if not on_first:
-            kind = [*found.shape, _DTYPES.index(found.dtype)]
+            kind = [*result.shape, _DTYPES.index(result.dtype)]
             self._mesh.pp.broadcast(torch.tensor(kind, device=self._device))
-            self._mesh.pp.broadcast(found.contiguous())
-        return found
+            self._mesh.pp.broadcast(result.contiguous())
+        return result
 
     def ended(self, rows: int, on_first: bool) -> Tensor:
         """Return what the epilogue made on the last stage; zeros if the first rank alone has it."""
@@ -259,14 +259,14 @@ class StageLink:
             return torch.zeros((1, 1), device=self._device).expand(rows, self._vocabulary)
         kind = torch.zeros(3, dtype=torch.int64, device=self._device)
         *shape, dtype = self._mesh.pp.broadcast(kind).tolist()
-        found = torch.empty(shape, dtype=_DTYPES[dtype], device=self._device)
-        return self._mesh.pp.broadcast(found)
+        result = torch.empty(shape, dtype=_DTYPES[dtype], device=self._device)
+        return self._mesh.pp.broadcast(result)
 
     def _send(self, stage: int, tensors: Sequence[Tensor]) -> None:
-        sizes = [padded(one.nbytes) for one in tensors]
+        sizes = [padded(tensor.nbytes) for tensor in tensors]
         message = torch.zeros(sum(sizes), dtype=torch.uint8, device=self._device)
-        for part, one in zip(message.split(sizes), tensors, strict=True):
-            part[: one.nbytes] = one.contiguous().view(-1).view(torch.uint8)
+        for part, tensor in zip(message.split(sizes), tensors, strict=True):
+            part[: tensor.nbytes] = tensor.contiguous().view(-1).view(torch.uint8)
         self._send_held()
         self._held = stage, message
         if not self.exchanges:
@@ -322,9 +322,9 @@ def _carried(model: ModelGraph) -> int:
 
 def deferred_places(model: ModelGraph) -> list[int]:
     """Return the places of LoRA's summands among what one layer passes on to the next."""
-    made = {node.outputs[0].name: node.op for node in model.prologue.nodes if node.outputs}
+    operators = {node.outputs[0].name: node.op for node in model.prologue.nodes if node.outputs}
     first = model.prologue.outputs[: _carried(model)]
-    return [place for place, name in enumerate(first) if made.get(name) == "nothing_deferred"]
+    return [place for place, name in enumerate(first) if operators.get(name) == "nothing_deferred"]
 
 
 def _sent(model: ModelGraph) -> list[int]:

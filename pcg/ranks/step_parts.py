@@ -97,7 +97,7 @@ class TokenParts:
 
     Attributes:
         ranks: the group.
-        own: this rank's pieces.
+        pieces: this rank's pieces.
         is_spare: True if this rank has no tokens.
         rows: P.
         places: row of each token of the pass among the ranks' rows, [T].
@@ -112,7 +112,7 @@ class TokenParts:
         parts = dealt(lengths, ranks.size)
         self.ranks = ranks
         self.is_spare = not parts[ranks.rank]
-        self.own = parts[ranks.rank] or [Piece(0, 0, 1)]
+        self.pieces = parts[ranks.rank] or [Piece(0, 0, 1)]
         self.rows = most_rows(lengths, ranks.size)
         counts = [_count(part) for part in parts]
         origins = [0, *accumulate(lengths)]
@@ -125,10 +125,10 @@ class TokenParts:
         ]
         held = torch.cat(order).split(counts)
         places = torch.empty(sum(lengths), dtype=torch.int64)
-        for rank, one in enumerate(held):
-            places[one] = torch.arange(len(one)) + rank * self.rows
+        for rank, tokens in enumerate(held):
+            places[tokens] = torch.arange(len(tokens)) + rank * self.rows
         self.places = places.to(device)
-        self._held = [one.to(device) for one in held]
+        self._held = [tokens.to(device) for tokens in held]
         self._count = counts[ranks.rank]
 
     def gathered(self, *tensors: Tensor) -> list[Tensor]:
@@ -136,15 +136,17 @@ class TokenParts:
 
         They have the dtype of the first one.
         """
-        widths = [one.shape[1:].numel() for one in tensors]
+        widths = [tensor.shape[1:].numel() for tensor in tensors]
         sent = tensors[0].new_zeros(self.rows, sum(widths))
-        for column, one in zip(sent.split(widths, 1), tensors, strict=True):
-            column[: self._count] = one[: self._count].flatten(1)
+        for column, tensor in zip(sent.split(widths, 1), tensors, strict=True):
+            column[: self._count] = tensor[: self._count].flatten(1)
         whole = sent.new_empty(len(self.places), sum(widths))
         for part, tokens in zip(self.ranks.all_gather(sent), self._held, strict=True):
             whole.index_copy_(0, tokens, part[: len(tokens)])
         columns = whole.split(widths, 1)
-        return [x.unflatten(1, one.shape[1:]) for x, one in zip(columns, tensors, strict=True)]
+        return [
+            x.unflatten(1, tensor.shape[1:]) for x, tensor in zip(columns, tensors, strict=True)
+        ]
 
 
 class TokenSums:
@@ -154,24 +156,24 @@ class TokenSums:
         """Start with zeros for tensors that have, for this rank's own tokens, such sizes."""
         self._parts = parts
         self._like = like
-        self._widths = [one.shape[1:].numel() for one in like]
+        self._widths = [tensor.shape[1:].numel() for tensor in like]
         rows = parts.rows * parts.ranks.size
         self._rows = like[0].new_zeros(rows, sum(self._widths))
 
     def add(self, start: int, *tensors: Tensor) -> None:
         """Add tensors of tokens that follow each other, from the one at `start` of the pass."""
         places = self._parts.places[start : start + tensors[0].shape[0]]
-        for column, one in zip(self._rows.split(self._widths, 1), tensors, strict=True):
-            column.index_add_(0, places, one.flatten(1).to(column.dtype))
+        for column, tensor in zip(self._rows.split(self._widths, 1), tensors, strict=True):
+            column.index_add_(0, places, tensor.flatten(1).to(column.dtype))
 
     def scattered(self) -> list[Tensor]:
         """Return what all ranks have added for this rank's own tokens, in one message."""
         ranks, rows = self._parts.ranks, self._parts.rows
-        own = ranks.reduce_scatter(list(self._rows.split(rows)))
-        columns = own.split(self._widths, 1)
+        sums = ranks.reduce_scatter(list(self._rows.split(rows)))
+        columns = sums.split(self._widths, 1)
         return [
-            column[: len(one)].reshape(one.shape)
-            for column, one in zip(columns, self._like, strict=True)
+            column[: len(like)].reshape(like.shape)
+            for column, like in zip(columns, self._like, strict=True)
         ]
 
 
@@ -192,13 +194,13 @@ def shares(batches: Sequence[Sequence[int]], replicas: int) -> list[list[list[in
     parts: list[list[list[int]]] = [[] for _ in range(replicas)]
     for lengths in batches:
         of_batch = [0] * replicas
-        own: list[list[int]] = [[] for _ in range(replicas)]
+        by_replica: list[list[int]] = [[] for _ in range(replicas)]
         for place in sorted(range(len(lengths)), key=lambda place: -lengths[place]):
-            owner = min(range(replicas), key=lambda one: (of_batch[one], of_step[one]))
-            own[owner].append(place)
+            owner = min(range(replicas), key=lambda replica: (of_batch[replica], of_step[replica]))
+            by_replica[owner].append(place)
             of_batch[owner] += lengths[place]
             of_step[owner] += lengths[place]
-        for part, places in zip(parts, own, strict=True):
+        for part, places in zip(parts, by_replica, strict=True):
             part.append(sorted(places))
     return parts
 
@@ -219,9 +221,9 @@ def sum_gradients(ranks: Ranks, parameters: Mapping[str, Tensor]) -> list[str]:
     if ranks.size > 1 and parameters:
         gradients = [p.grad for p in parameters.values() if p.grad is not None]
         dtype = torch.promote_types(torch.float32, gradients[0].dtype)
-        flat = [one.reshape(-1).to(ranks.device, dtype) for one in (*gradients, missing)]
+        flat = [tensor.reshape(-1).to(ranks.device, dtype) for tensor in (*gradients, missing)]
         total = ranks.all_reduce(torch.cat(flat))
-        *sums, lacking = total.split([one.numel() for one in flat])
+        *sums, lacking = total.split([tensor.numel() for tensor in flat])
         for gradient, total in zip(gradients, sums, strict=True):
             gradient.copy_(total.view_as(gradient))
         missing = lacking == ranks.size
@@ -236,11 +238,11 @@ def shard_rows(tokens: int, degree: int) -> int:
 def rows_of_rank(x: Tensor, rank: int, degree: int) -> Tensor:
     """A rank's rows of x [T, …], a view where none is padding: [P, …]."""
     count = shard_rows(x.shape[0], degree)
-    own = x[rank * count : (rank + 1) * count]
-    if own.shape[0] == count:
-        return own
+    rows = x[rank * count : (rank + 1) * count]
+    if rows.shape[0] == count:
+        return rows
     padded = x.new_zeros(count, *x.shape[1:])
-    padded[: own.shape[0]] = own
+    padded[: rows.shape[0]] = rows
     return padded
 
 
@@ -253,8 +255,8 @@ def gathered_rows(parts: Sequence[Tensor], tokens: int) -> Tensor:
 def placed_rows(part: Tensor, rank: int, tokens: int) -> Tensor:
     """A rank's shard among zeros: [T, …]."""
     whole = part.new_zeros(tokens, *part.shape[1:])
-    own = whole[rank * part.shape[0] : (rank + 1) * part.shape[0]]
-    own.copy_(part[: own.shape[0]])
+    rows = whole[rank * part.shape[0] : (rank + 1) * part.shape[0]]
+    rows.copy_(part[: rows.shape[0]])
     return whole
 
 
@@ -263,8 +265,8 @@ def chosen_rows(part: Tensor, rows: Tensor, rank: int) -> Tensor:
 
     `rows` are indices of tokens of the whole.
     """
-    own = rows - rank * part.shape[0]
-    is_own = (own >= 0) & (own < part.shape[0])
-    found = part[own.clamp(0, part.shape[0] - 1)]
-    found[~is_own] = 0
-    return found
+    places = rows - rank * part.shape[0]
+    is_own = (places >= 0) & (places < part.shape[0])
+    chosen = part[places.clamp(0, part.shape[0] - 1)]
+    chosen[~is_own] = 0
+    return chosen

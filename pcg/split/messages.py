@@ -129,7 +129,7 @@ def read_header(frame: Buffer) -> tuple[Message, list[tuple[torch.dtype, tuple[i
     try:
         header = json.loads(bytes(frame))
         op, seq, tensors = header.pop("op"), header.pop("seq"), header.pop("tensors")
-        kinds = [_kind(*one) for one in tensors]
+        kinds = [_kind(*kind) for kind in tensors]
     except SplitError:
         raise
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
@@ -197,8 +197,8 @@ class Piece:
     def parse(cls, text: str) -> Piece:
         """Read a name as `str` writes it. SplitError: it is none."""
         kind, colon, names = text.partition(":")
-        if kind == GRAPH and (found := _GRAPH_NAME.fullmatch(names)):
-            return cls(GRAPH, (found[1],), int(found[2]))
+        if kind == GRAPH and (match := _GRAPH_NAME.fullmatch(names)):
+            return cls(GRAPH, (match[1],), int(match[2]))
         weights = tuple(names.split("+"))
         if not colon or kind not in (LINEAR, GRADIENT) or not all(weights):
             raise SplitError(
@@ -226,13 +226,13 @@ _NEUTRAL = (
 """Fields of a configuration that do not change what a model computes."""
 
 
-def weights_difference(one: Mapping[str, str], other: Mapping[str, str]) -> str:
+def weights_difference(ours: Mapping[str, str], other: Mapping[str, str]) -> str:
     """Say which tensors make two models different by their `weight_digests`; empty if none does."""
-    found = [name for name in one if one[name] != other.get(name)]
-    if not found:
+    names = [name for name in ours if ours[name] != other.get(name)]
+    if not names:
         return ""
-    rest = f" and {len(found) - 1} more" if len(found) > 1 else ""
-    return f"{found[0]}{rest} of {len(one)} tensors"
+    rest = f" and {len(names) - 1} more" if len(names) > 1 else ""
+    return f"{names[0]}{rest} of {len(ours)} tensors"
 
 
 def config_text(config: Mapping[str, Any]) -> str:
@@ -240,12 +240,12 @@ def config_text(config: Mapping[str, Any]) -> str:
     return json.dumps(dict(config), sort_keys=True, separators=(",", ":"), default=str)
 
 
-def config_difference(one: Mapping[str, Any], other: Mapping[str, Any]) -> str:
+def config_difference(ours: Mapping[str, Any], other: Mapping[str, Any]) -> str:
     """Say which fields make two configurations different models; empty if none does."""
-    keys = sorted(one.keys() & other.keys() - set(_NEUTRAL))
-    found = [
-        f"{key}={one[key]!r}, not {other[key]!r}"
+    keys = sorted(ours.keys() & other.keys() - set(_NEUTRAL))
+    differing = [
+        f"{key}={ours[key]!r}, not {other[key]!r}"
         for key in keys
-        if json.dumps(one[key], default=str) != json.dumps(other[key], default=str)
+        if json.dumps(ours[key], default=str) != json.dumps(other[key], default=str)
     ]
-    return ", ".join(found[:3])
+    return ", ".join(differing[:3])

@@ -47,14 +47,14 @@ def open_memory(process: int, descriptor: int, name: str, flags: int) -> int:
     path = f"/proc/{process}/fd/{descriptor}"
     if not os.readlink(path).startswith(f"/memfd:{name} "):
         raise OSError(f"{path} is no memory of a base executor")
-    own = os.open(path, flags | os.O_CLOEXEC)
+    opened = os.open(path, flags | os.O_CLOEXEC)
     try:
-        if not fcntl.fcntl(own, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK:
+        if not fcntl.fcntl(opened, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK:
             raise OSError(f"{path} could become shorter")
     except BaseException:
-        os.close(own)
+        os.close(opened)
         raise
-    return own
+    return opened
 
 
 class SharedMemory:
@@ -88,13 +88,13 @@ class SharedMemory:
     @classmethod
     def attach(cls, process: int, descriptor: int, size_bytes: int) -> SharedMemory:
         """Map what another process has made. OSError: it is of another user, or gone."""
-        own = open_memory(process, descriptor, _NAME, os.O_RDWR)
+        opened = open_memory(process, descriptor, _NAME, os.O_RDWR)
         try:
-            if os.fstat(own).st_size != size_bytes:
-                raise OSError(f"its memory has {os.fstat(own).st_size} bytes, not {size_bytes}")
-            return cls(own, size_bytes)
+            if os.fstat(opened).st_size != size_bytes:
+                raise OSError(f"its memory has {os.fstat(opened).st_size} bytes, not {size_bytes}")
+            return cls(opened, size_bytes)
         except BaseException:
-            os.close(own)
+            os.close(opened)
             raise
 
     def put(self, tensors: Sequence[Tensor], is_reply: bool) -> list[int] | None:
@@ -167,8 +167,8 @@ class PublishedTensors:
         at = self._places.get(tensor.data_ptr())
         if at is None:
             return None
-        own = {"process": os.getpid(), "descriptor": self._descriptor}
-        return {**own, "bytes": self._size, "at": at}
+        memory = {"process": os.getpid(), "descriptor": self._descriptor}
+        return {**memory, "bytes": self._size, "at": at}
 
     def close(self) -> None:
         """Close the descriptor; tensors of the memory stay valid, here and at clients."""
@@ -188,18 +188,18 @@ def published_tensor(place: Any, dtype: torch.dtype, shape: tuple[int, ...]) -> 
         raise SplitError(f"{place} is no place of a published tensor")
     process, descriptor, size, at = numbers
     try:
-        own = open_memory(process, descriptor, _PUBLISHED_NAME, os.O_RDONLY)
+        opened = open_memory(process, descriptor, _PUBLISHED_NAME, os.O_RDONLY)
         try:
-            if os.fstat(own).st_size != size:
-                raise OSError(f"its memory has {os.fstat(own).st_size} bytes, not {size}")
+            if os.fstat(opened).st_size != size:
+                raise OSError(f"its memory has {os.fstat(opened).st_size} bytes, not {size}")
             begin = at // mmap.PAGESIZE * mmap.PAGESIZE
             end = at + dtype.itemsize * torch.Size(shape).numel()
             if end > size or at % _ALIGNED:
                 raise OSError(f"a tensor from {at} to {end} is not in memory of {size} bytes")
             access = mmap.PROT_READ | mmap.PROT_WRITE
-            mapped = mmap.mmap(own, end - begin, mmap.MAP_PRIVATE, access, offset=begin)
+            mapped = mmap.mmap(opened, end - begin, mmap.MAP_PRIVATE, access, offset=begin)
         finally:
-            os.close(own)
+            os.close(opened)
     except OSError as error:
         raise SplitError(
             f"the tensors of process {process} cannot be mapped ({error}): the base executor is of "

@@ -101,8 +101,8 @@ class ZeroMqEndpoint(Endpoint):
 
     def receive(self, timeout_s: float) -> Sequence[tuple[bytes, Message | Exception]]:
         # Rounded up: it takes whole milliseconds, and would be asked again and again in the last.
-        there = dict(self._poller.poll(math.ceil(max(0, timeout_s) * 1000)))
-        if self._woken in there:
+        ready = dict(self._poller.poll(math.ceil(max(0, timeout_s) * 1000)))
+        if self._woken in ready:
             os.read(self._woken, 4096)
         if self._client_keys is not None:
             for address in self._client_keys.answer():
@@ -110,27 +110,27 @@ class ZeroMqEndpoint(Endpoint):
                 if address not in self._warned and len(self._warned) < _MOST_WARNINGS:
                     self._warned.add(address)
                     _LOG.warning("a client at %s has a CURVE key that is not known", address)
-        while self._events in there and self._events.poll(0):
+        while self._events in ready and self._events.poll(0):
             self._events.recv_multipart()
             self._probes = [time.monotonic() + later for later in _LOOK_AGAIN_S]
-        found: list[tuple[bytes, Message | Exception]] = []
-        while len(found) < _MOST_AT_ONCE:
+        received: list[tuple[bytes, Message | Exception]] = []
+        while len(received) < _MOST_AT_ONCE:
             try:
                 frames = self._socket.recv_multipart(self._zmq.NOBLOCK, copy=False)
             except self._zmq.Again:
                 break
             client = frames[0].bytes
             try:
-                message = self._read(client, [one.buffer for one in frames[1:]])
+                message = self._read(client, [frame.buffer for frame in frames[1:]])
                 if message.op == "hello":
                     message.sender = self._sender(frames[-1])
-                found.append((client, message))
+                received.append((client, message))
             except SplitError as error:
-                found.append((client, error))
+                received.append((client, error))
             except Exception as error:  # whoever has sent it, perhaps without a key
                 _LOG.debug("no message of client %s: %s", client.hex(), error)
-                found.append((client, SplitError("this is no message that a base can read")))
-        return found
+                received.append((client, SplitError("this is no message that a base can read")))
+        return received
 
     def wake(self) -> None:
         with contextlib.suppress(BlockingIOError):  # it is full of calls that nobody has read yet
@@ -242,12 +242,12 @@ _MOST_HANDSHAKES = 5
 
 def address_of(where: str) -> tuple[str, int]:
     """Return the host and the port of a base's address. SplitError: it is none."""
-    found = _ADDRESS.fullmatch(where.removeprefix("tcp://"))
-    if found is None or not 0 < int(found["port"]) < 2**16:
+    match = _ADDRESS.fullmatch(where.removeprefix("tcp://"))
+    if match is None or not 0 < int(match["port"]) < 2**16:
         raise SplitError(
             f"{where!r} is no address of a base executor; use host:port, and [::1]:port for IPv6"
         )
-    return found["host"], int(found["port"])
+    return match["host"], int(match["port"])
 
 
 class TcpTransport(Transport):
@@ -345,16 +345,16 @@ class TcpTransport(Transport):
         """
         failed = [getattr(self._zmq, f"EVENT_{name}") for name in _HANDSHAKE_FAILED]
         while self._events.poll(0):
-            found = self._zmq.utils.monitor.parse_monitor_message(self._events.recv_multipart())
-            if found["event"] == self._zmq.EVENT_HANDSHAKE_SUCCEEDED:
+            event = self._zmq.utils.monitor.parse_monitor_message(self._events.recv_multipart())
+            if event["event"] == self._zmq.EVENT_HANDSHAKE_SUCCEEDED:
                 self._failed = 0
                 continue
-            if found["event"] == self._zmq.EVENT_HANDSHAKE_FAILED_AUTH:
+            if event["event"] == self._zmq.EVENT_HANDSHAKE_FAILED_AUTH:
                 raise SplitError(
                     f"the base executor at {self.where} does not know this client's CURVE key; "
                     "have its NAME.key put in the folder that the base was given (--curve-clients)"
                 )
-            if found["event"] in failed:
+            if event["event"] in failed:
                 self._failed += 1
                 if self._failed >= _MOST_HANDSHAKES:
                     raise SplitError(f"no handshake with {self.where} succeeds: {self._mismatch}")
@@ -375,7 +375,7 @@ class TcpTransport(Transport):
         return frames_of(message)
 
     def _read(self, frames: Sequence[object]) -> Message:
-        return read_message([one.buffer for one in frames])  # type: ignore[attr-defined]
+        return read_message([frame.buffer for frame in frames])  # type: ignore[attr-defined]
 
     def close(self) -> None:
         if self._context is not None:

@@ -62,7 +62,7 @@ def test_tokens_are_gathered_and_sums_of_them_scattered() -> None:
     def run(mesh: RankMesh) -> None:
         parts = TokenParts(lengths, mesh.cp, torch.device("cpu"))
         origins = (0, 7, 8)
-        places = [origins[p.sequence] + t for p in parts.own for t in range(p.start, p.stop)]
+        places = [origins[p.sequence] + t for p in parts.pieces for t in range(p.start, p.stop)]
         keys, values = parts.gathered(whole[places], whole[places, 0])
         torch.testing.assert_close(keys, whole)
         torch.testing.assert_close(values, whole[:, 0])

@@ -129,13 +129,13 @@ def _attend_parts(
     by_flash = is_flash(q, v, scoring, trains=batch.keeps)
     whole = parts.gathered(k, v)
     for span in batch.spans:
-        own = slice(span.start, span.start + span.length)
+        part = slice(span.start, span.start + span.length)
         seen = _seen_of_all(whole, span)
         if by_flash:
             ends = ends_of(batch, [span], cached=True)
-            out[own], lse[own] = attend_flash(q[own], *seen, ends, scoring)
+            out[part], lse[part] = attend_flash(q[part], *seen, ends, scoring)
         else:
-            out[own], lse[own] = attend(q[own], *seen, span, scoring)
+            out[part], lse[part] = attend(q[part], *seen, span, scoring)
     return out, lse if batch.keeps else None
 
 
@@ -149,13 +149,13 @@ def _attend_parts_backward(
     whole = parts.gathered(k, v)
     sums = TokenSums(parts, k, v)
     for span in batch.spans:
-        own = slice(span.start, span.start + span.length)
-        arguments = (*(x[own] for x in saved[:4]), *_seen_of_all(whole, span))
+        part = slice(span.start, span.start + span.length)
+        arguments = (*(x[part] for x in saved[:4]), *_seen_of_all(whole, span))
         if by_flash:
             ends = ends_of(batch, [span], cached=True)
-            dq[own], *of_seen = attend_flash_backward(*arguments, ends=ends, scoring=scoring)
+            dq[part], *of_seen = attend_flash_backward(*arguments, ends=ends, scoring=scoring)
         else:
-            dq[own], *of_seen = attend_backward(*arguments, span=span, scoring=scoring)
+            dq[part], *of_seen = attend_backward(*arguments, span=span, scoring=scoring)
         sums.add(span.origin, *of_seen)
     del whole
     dk, dv = sums.scattered()
@@ -190,14 +190,14 @@ def _window_backward(
         arguments = (*(x[part] for x in (dout, out, lse, q)), keys, values)
         if by_flash:
             ends = ends_of(batch, [span], cached=True)
-            found = attend_flash_backward(*arguments, ends=ends, scoring=scoring)
+            gradients = attend_flash_backward(*arguments, ends=ends, scoring=scoring)
         else:
-            found = attend_backward(*arguments, span=span, scoring=scoring)
-        dq[part], *of_seen = found
+            gradients = attend_backward(*arguments, span=span, scoring=scoring)
+        dq[part], *of_seen = gradients
         end = span.origin + span.context + span.length
-        for total, gradient, own in zip(sums, of_seen, (dk, dv), strict=True):
+        for total, gradient, final in zip(sums, of_seen, (dk, dv), strict=True):
             total[span.origin : end] += gradient
-            own[part] = total[end - span.length : end]
+            final[part] = total[end - span.length : end]
     return dq, dk, dv
 
 
@@ -205,10 +205,10 @@ def _seen(batch: ProgramBatch, span: Span, cache: tuple[Tensor, Tensor]) -> tupl
     """Keys and values of a sequence up to the end of its span, [m, K, D]."""
     rows = batch.seen(span)
     if isinstance(rows, slice):
-        found = [all_rows[:, rows] for all_rows in cache]
+        chosen = [all_rows[:, rows] for all_rows in cache]
     else:
-        found = [all_rows.index_select(1, rows) for all_rows in cache]
-    keys, values = (some.transpose(0, 1) for some in found)
+        chosen = [all_rows.index_select(1, rows) for all_rows in cache]
+    keys, values = (some.transpose(0, 1) for some in chosen)
     return keys, values
 
 
@@ -221,13 +221,13 @@ def _decode(
     rows that the mask hides. What lies elsewhere is gathered.
     """
     kv_heads, _, size = keys.shape
-    (head, row, one), (v_head, v_row, _) = keys.stride(), values.stride()
+    (head, row, column), (v_head, v_row, _) = keys.stride(), values.stride()
     groups = batch.decode_groups(scoring.window)
     if not groups:
         return
     tokens = groups[0].tokens if len(groups) == 1 else torch.cat([group.tokens for group in groups])
     queries = q[tokens].view(-1, kv_heads, q.shape[1] // kv_heads, size)
-    found = []
+    outputs = []
     start = 0
     for group in groups:
         count = group.tokens.shape[0]
@@ -239,11 +239,13 @@ def _decode(
                 for rows in (keys, values)
             )
         else:
-            k = keys.as_strided(shape, (group.stride * row, head, row, one), group.row * row)
-            stride = (group.stride * v_row, v_head, v_row, one)
+            k = keys.as_strided(shape, (group.stride * row, head, row, column), group.row * row)
+            stride = (group.stride * v_row, v_head, v_row, column)
             v = values.as_strided(shape, stride, group.row * v_row)
-        own = queries[start : start + count]
-        found.append(_attend_fused(own, k, v, attn_mask=group.mask, scale=scoring.scale))
+        rows_of_group = queries[start : start + count]
+        outputs.append(
+            _attend_fused(rows_of_group, k, v, attn_mask=group.mask, scale=scoring.scale)
+        )
         start += count
-    every = found[0] if len(found) == 1 else torch.cat(found)
+    every = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
     out.index_copy_(0, tokens, every.view(-1, *out.shape[1:]))

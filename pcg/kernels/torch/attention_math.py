@@ -159,9 +159,9 @@ def attend_backward(*saved: Tensor, span: Span, scoring: Scoring) -> tuple[Tenso
     dq, dk, dv = (torch.zeros(x.shape, dtype=dtype, device=x.device) for x in (q, k, v))
     for block in blocks:
         rows, seen = _places(block)
-        own = (*(x[rows] for x in saved[:4]), k[seen], v[seen])
-        found = _gradients_of_block(*own, span=block, scoring=scoring)
-        for total, part, gradient in zip((dq, dk, dv), (rows, seen, seen), found, strict=True):
+        of_block = (*(x[rows] for x in saved[:4]), k[seen], v[seen])
+        gradients = _gradients_of_block(*of_block, span=block, scoring=scoring)
+        for total, part, gradient in zip((dq, dk, dv), (rows, seen, seen), gradients, strict=True):
             total[part] += gradient
     return dq.to(q.dtype), dk.to(q.dtype), dv.to(q.dtype)
 
@@ -285,8 +285,8 @@ def ends_of(batch: ProgramBatch, spans: Sequence[Span], *, cached: bool) -> Ends
         device = batch.input_ids.device
         sums = [uploaded_list(_sums(each), torch.int32, device) for each in (lengths, keys)]
         batch.known[key] = Ends(sums[0], sums[1], max(lengths), max(keys))
-    found: Ends = batch.known[key]
-    return found
+    ends: Ends = batch.known[key]
+    return ends
 
 
 def _sums(lengths: Sequence[int]) -> list[int]:

@@ -150,15 +150,15 @@ def cross_entropy_backward(dloss: Tensor, logits: Tensor, targets: Tensor) -> Te
 
 def embedding_part(ids: Tensor, table: Tensor, batch: ProgramBatch) -> Tensor:
     """Rows of the rank's part of a table; zeros for ids of other ranks."""
-    own, is_own = _own_places(ids, table.shape[0], batch)
-    return F.embedding(own, table).masked_fill_(~is_own.unsqueeze(-1), 0)
+    places, is_own = _own_places(ids, table.shape[0], batch)
+    return F.embedding(places, table).masked_fill_(~is_own.unsqueeze(-1), 0)
 
 
 def cross_entropy_part(logits: Tensor, targets: Tensor, batch: ProgramBatch) -> Tensor:
     """The loss of each token in fp32, from the rank's part of the logits; 0 without a target."""
     wide = widened(logits)
-    own, is_own = _own_places(targets, logits.shape[-1], batch)
-    picked = wide.gather(-1, own.unsqueeze(-1)).squeeze(-1).masked_fill(~is_own, 0)
+    places, is_own = _own_places(targets, logits.shape[-1], batch)
+    picked = wide.gather(-1, places.unsqueeze(-1)).squeeze(-1).masked_fill(~is_own, 0)
     picked = batch.ranks.all_reduce(picked)
     return (_log_sum_exp(wide, batch) - picked).masked_fill(targets < 0, 0)
 
@@ -168,18 +168,18 @@ def cross_entropy_part_backward(
 ) -> Tensor:
     """dloss · (softmax(logits) - onehot(target)) of the rank's part."""
     wide = widened(logits)
-    own, is_own = _own_places(targets, logits.shape[-1], batch)
+    places, is_own = _own_places(targets, logits.shape[-1], batch)
     dlogits = torch.sub(wide, _log_sum_exp(wide, batch).unsqueeze(-1)).exp_()
     del wide  # before there is a copy in the dtype of the logits
     rows = torch.arange(targets.shape[0], device=targets.device)
-    dlogits[rows, own] -= is_own.to(dlogits.dtype)
+    dlogits[rows, places] -= is_own.to(dlogits.dtype)
     return dlogits.mul_((dloss * (targets >= 0)).unsqueeze(-1)).to(logits.dtype)
 
 
 def _own_places(ids: Tensor, size: int, batch: ProgramBatch) -> tuple[Tensor, Tensor]:
     """The place of each id in the rank's part of so many, and True where it is there."""
-    own = ids - batch.ranks.rank * size
-    return own.clamp(0, size - 1), (own >= 0) & (own < size)
+    places = ids - batch.ranks.rank * size
+    return places.clamp(0, size - 1), (places >= 0) & (places < size)
 
 
 def _log_sum_exp(logits: Tensor, batch: ProgramBatch) -> Tensor:

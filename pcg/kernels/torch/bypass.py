@@ -25,13 +25,13 @@ def dropout(batch: ProgramBatch, x: Tensor, p: float, key: int) -> Tensor:
         return torch.zeros_like(x)
     mask = x.new_empty(sum(part.count for part in parts), *x.shape[1:])
     for part in parts:
-        own = mask[part.start : part.start + part.count]
+        rows = mask[part.start : part.start + part.count]
         if part.count == part.whole:
-            own.bernoulli_(1.0 - p, generator=part.generator)
+            rows.bernoulli_(1.0 - p, generator=part.generator)
         else:
             block = x.new_empty(part.whole, *x.shape[1:])
             block.bernoulli_(1.0 - p, generator=part.generator)
-            own.copy_(block[part.skipped :][: part.count])
+            rows.copy_(block[part.skipped :][: part.count])
             del block  # before the next one is there
     if batch.chosen is not None:
         mask = mask[batch.chosen]
@@ -46,7 +46,10 @@ def activate(s: Any, bias: Any, function: str) -> Any:
     if s is None:
         return None
     if isinstance(s, tuple):
-        return tuple(activate(own, one, function) for own, one in zip(s, bias, strict=True))
+        return tuple(
+            activate(of_width, bias_of_width, function)
+            for of_width, bias_of_width in zip(s, bias, strict=True)
+        )
     segments = bias.segments
     if segments is None:
         return _FUNCTIONS[function](s + bias.weight * bias.scale)
@@ -71,8 +74,8 @@ def scale(y: Tensor, vector: Any, base: Tensor | None = None) -> Tensor:
     The vector is [n], the program's own or one adapter's, or a stack [adapters, 1, n] with
     segments. y [T, n] is not written over, as it may be read elsewhere.
     """
-    for one in by_width(vector):
-        y = _scale(y, one, base)
+    for of_width in by_width(vector):
+        y = _scale(y, of_width, base)
     return y
 
 
@@ -103,17 +106,17 @@ def _scaled(y: Tensor, vector: Tensor, base: Tensor | None) -> Tensor:
 def inner(left: Tensor, right: Tensor, base: Tensor | None = None) -> Tensor:
     """The sum over tokens of left ⊙ (right - base), [n], in fp32 at least."""
     total = left.new_zeros(left.shape[1:], dtype=torch.promote_types(left.dtype, torch.float32))
-    for own, other in zip(left.split(INNER_TOKENS), right.split(INNER_TOKENS), strict=True):
+    for x, y in zip(left.split(INNER_TOKENS), right.split(INNER_TOKENS), strict=True):
         if base is not None:
-            other = other - base
-        total += (own.to(total.dtype) * other.to(total.dtype)).sum(0)
+            y = y - base
+        total += (x.to(total.dtype) * y.to(total.dtype)).sum(0)
     return total
 
 
 def bias_add(y: Tensor, bias: Any, base: Tensor | None = None) -> Tensor:
     """y + scale · bias, or y + (bias - base), each token with its own adapter's bias."""
-    for one in by_width(bias):
-        y = _bias_add(y, one, base)
+    for of_width in by_width(bias):
+        y = _bias_add(y, of_width, base)
     return y
 
 
@@ -142,8 +145,8 @@ def virtual_tokens(batch: ProgramBatch, x: Tensor, prompt: Any) -> Tensor:
     x is [T, …] of h features; the prompt is [n, h], or a stack [adapters, n, h] with segments,
     which may be padded, or None where no adapter of the batch has one.
     """
-    for one in by_width(prompt):
-        x = _with_prompt(batch, x, one)
+    for of_width in by_width(prompt):
+        x = _with_prompt(batch, x, of_width)
     return x
 
 
@@ -152,7 +155,7 @@ def _with_prompt(batch: ProgramBatch, x: Tensor, prompt: Any) -> Tensor:
     if rows is None or places is None:
         return x
     if prompt.segments is None:
-        own = prompt.weight[places]
+        embeddings = prompt.weight[places]
     else:
         segments = prompt.segments
         ends = torch.tensor(segments.sizes, device=x.device).cumsum(0) + segments.start
@@ -161,8 +164,8 @@ def _with_prompt(batch: ProgramBatch, x: Tensor, prompt: Any) -> Tensor:
         have = torch.tensor(prompt.present, device=x.device)[adapters]
         have &= (rows >= segments.start) & (rows < segments.stop)
         rows, places, adapters = rows[have], places[have], adapters[have]
-        own = prompt.weight[adapters, places]
-    return x.index_copy(0, rows, own.to(x.dtype).view(-1, *x.shape[1:]))
+        embeddings = prompt.weight[adapters, places]
+    return x.index_copy(0, rows, embeddings.to(x.dtype).view(-1, *x.shape[1:]))
 
 
 def without_virtual(batch: ProgramBatch, x: Tensor) -> Tensor:

@@ -29,7 +29,7 @@ class Exchange:
     ranks: Ranks
     kind: str
     sent: Any
-    made: Callable[[Any], Any] = lambda came: came
+    finish: Callable[[Any], Any] = lambda came: came
 
 
 class Collective:
@@ -42,20 +42,20 @@ class Collective:
 
     def __call__(self, *arguments: Any, **options: Any) -> Any:
         """The result."""
-        found = self._exchange(*arguments, **options)
-        if not isinstance(found, Exchange):
-            return found
-        made, came = found.made, getattr(found.ranks, found.kind)(found.sent)
-        del found  # and what was sent
-        return made(came)
+        exchange = self._exchange(*arguments, **options)
+        if not isinstance(exchange, Exchange):
+            return exchange
+        finish, came = exchange.finish, getattr(exchange.ranks, exchange.kind)(exchange.sent)
+        del exchange  # and what was sent
+        return finish(came)
 
     def begin(self, *arguments: Any, **options: Any) -> PendingCollective:
         """Begin it; the function that it returns waits for it, and returns the result."""
-        found = self._exchange(*arguments, **options)
-        if not isinstance(found, Exchange):
-            return lambda: found
-        made, wait = found.made, found.ranks.begin(found.kind, found.sent)
-        return lambda: made(wait())
+        exchange = self._exchange(*arguments, **options)
+        if not isinstance(exchange, Exchange):
+            return lambda: exchange
+        finish, wait = exchange.finish, exchange.ranks.begin(exchange.kind, exchange.sent)
+        return lambda: finish(wait())
 
 
 @Collective
@@ -102,19 +102,19 @@ def _taken_apart(x: Any) -> tuple[Tensor, float | None]:
 @Collective
 def all_reduces(xs: Sequence[Tensor | None], batch: ProgramBatch) -> Exchange | list[None]:
     """The sums over the ranks, in one message."""
-    there = {i: x for i, x in enumerate(xs) if x is not None}
-    found: list[Any] = [None] * len(xs)
-    if not there:
-        return found
-    shapes = {i: x.shape for i, x in there.items()}
+    present = {i: x for i, x in enumerate(xs) if x is not None}
+    sums: list[Any] = [None] * len(xs)
+    if not present:
+        return sums
+    shapes = {i: x.shape for i, x in present.items()}
 
     def apart(total: Tensor) -> list[Tensor | None]:
         parts = total.split([shape.numel() for shape in shapes.values()])
         for (i, shape), part in zip(shapes.items(), parts, strict=True):
-            found[i] = part.view(shape).clone()
-        return found
+            sums[i] = part.view(shape).clone()
+        return sums
 
-    return Exchange(batch.ranks, "all_reduce", _joined(there.values()), apart)
+    return Exchange(batch.ranks, "all_reduce", _joined(present.values()), apart)
 
 
 def _joined(tensors: Iterable[Tensor]) -> Tensor:
@@ -127,21 +127,21 @@ def all_gathers(
     xs: Sequence[Any], dims: Sequence[int], batch: ProgramBatch
 ) -> Exchange | list[None]:
     """The ranks' parts of tensors, or of one adapter's weights, in one message; each is joined."""
-    there = {i: _taken_apart(x) for i, x in enumerate(xs) if x is not None}
-    found: list[Any] = [None] * len(xs)
-    if not there:
-        return found
-    kinds = {i: (tensor.shape, scale) for i, (tensor, scale) in there.items()}
+    present = {i: _taken_apart(x) for i, x in enumerate(xs) if x is not None}
+    wholes: list[Any] = [None] * len(xs)
+    if not present:
+        return wholes
+    kinds = {i: (tensor.shape, scale) for i, (tensor, scale) in present.items()}
 
     def joined(came: list[Tensor]) -> list[Any]:
         sizes = [shape.numel() for shape, _ in kinds.values()]
-        by_tensor = zip(*(one.split(sizes) for one in came), strict=True)
+        by_tensor = zip(*(message.split(sizes) for message in came), strict=True)
         for (i, (shape, scale)), parts in zip(kinds.items(), by_tensor, strict=True):
             whole = torch.cat([part.view(shape) for part in parts], dims[i])
-            found[i] = whole if scale is None else AdapterWeight(whole, scale)
-        return found
+            wholes[i] = whole if scale is None else AdapterWeight(whole, scale)
+        return wholes
 
-    sent = _joined(tensor for tensor, _ in there.values())
+    sent = _joined(tensor for tensor, _ in present.values())
     return Exchange(batch.ranks, "all_gather", sent, joined)
 
 
@@ -156,8 +156,8 @@ def placed_part(
     shape = list(x.shape)
     shape[dim] *= batch.ranks.size
     whole = x.new_zeros(shape)
-    own = batch.ranks.rank * x.shape[dim]
-    whole.narrow(dim, own, x.shape[dim]).copy_(x)
+    start = batch.ranks.rank * x.shape[dim]
+    whole.narrow(dim, start, x.shape[dim]).copy_(x)
     return whole
 
 
@@ -175,5 +175,5 @@ def own_part(
     if tokens:
         return rows_of_rank(x, batch.ranks.rank, batch.ranks.size).clone()
     size = x.shape[dim] // batch.ranks.size
-    own = x.narrow(dim, batch.ranks.rank * size, size)
-    return own.clone() if kept else own
+    part = x.narrow(dim, batch.ranks.rank * size, size)
+    return part.clone() if kept else part

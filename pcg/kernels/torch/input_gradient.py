@@ -113,8 +113,8 @@ class InputGradient(Product):
 
     def run_with(self, others: Sequence[InputGradient]) -> None:
         every = (self, *others)
-        for one, rows in zip(every, self._made(every), strict=True):
-            one._outputs = rows.clone()
+        for product, rows in zip(every, self._made(every), strict=True):
+            product._outputs = rows.clone()
 
     def _made(self, every: Sequence[InputGradient]) -> Sequence[Tensor]:
         pairs, counts = self._joined_pairs(every)
@@ -126,8 +126,8 @@ class InputGradient(Product):
             else:
                 dx = torch.addmm(dx, more, by, out=dx) if dx.is_cuda else dx.add_(more @ by)
         self._add_terms([dy for dy, _ in pairs], dx, every, counts)
-        own: Sequence[Tensor] = dx.split(counts)
-        return own
+        parts: Sequence[Tensor] = dx.split(counts)
+        return parts
 
     def _pairs(self) -> Sequence[tuple[Tensor, Tensor]]:
         assert self._x is not None
@@ -139,11 +139,11 @@ class InputGradient(Product):
         """Each weight with the dy of all, one behind the other, and how many tokens each has."""
         dy, counts = joined_tokens(every)
         pairs = [(dy, self.weight)]
-        for place, (own, weight) in enumerate(self.others):
-            rows = [one.others[place][0] for one in every]
-            pairs.append((torch.cat(rows) if len(rows) > 1 else own, weight))
-        for one in every:
-            one.others = ()
+        for place, (first_dy, weight) in enumerate(self.others):
+            rows = [product.others[place][0] for product in every]
+            pairs.append((torch.cat(rows) if len(rows) > 1 else first_dy, weight))
+        for product in every:
+            product.others = ()
         return pairs, counts
 
     @staticmethod
@@ -151,10 +151,12 @@ class InputGradient(Product):
         dys: Sequence[Tensor], dx: Tensor, every: Sequence[InputGradient], counts: Sequence[int]
     ) -> None:
         spans = zip(accumulate(counts[:-1], initial=0), counts, strict=True)
-        found = [(one.term, span) for one, span in zip(every, spans, strict=True) if one.term]
-        if found:
-            terms = [term for term, _ in found]
-            terms[0].add(dys, dx, terms, [span for _, span in found])
+        present = [
+            (product.term, span) for product, span in zip(every, spans, strict=True) if product.term
+        ]
+        if present:
+            terms = [term for term, _ in present]
+            terms[0].add(dys, dx, terms, [span for _, span in present])
 
 
 def _sum_dtype(x: Tensor) -> torch.dtype:
@@ -175,5 +177,5 @@ def product_backward(
     The dx of `others`, each a weight's name, dy and W, are summed with it.
     """
     names = (name, *(other for other, _, _ in others))
-    pairs = [(own, by) for _, own, by in others]
+    pairs = [(other_dy, by) for _, other_dy, by in others]
     return InputGradient((batch.layer, *names, "backward"), dy, weight, term, pairs).requested()

@@ -27,7 +27,7 @@ def as_weight(weight: Any) -> Any:
 def by_width(weights: Any) -> Sequence[Any]:
     """A site's weights, one for each width of adapters that have any."""
     every = weights if isinstance(weights, tuple) else (weights,)
-    return [one for one in every if one is not None]
+    return [weight for weight in every if weight is not None]
 
 
 def shrink(x: Tensor, a: Any) -> Any:
@@ -38,7 +38,7 @@ def shrink(x: Tensor, a: Any) -> Any:
     if a is None:
         return None
     if isinstance(a, tuple):
-        return tuple(shrink(x, one) for one in a)
+        return tuple(shrink(x, of_width) for of_width in a)
     a = as_weight(a)
     segments, weight = a.segments, a.weight
     if x.dtype != weight.dtype:
@@ -57,8 +57,8 @@ def expand_add(y: Tensor, s: Any, b: Any) -> Tensor:
     if s is None or b is None:
         return y
     if isinstance(b, tuple):
-        for own, one in zip(s, b, strict=True):
-            y = expand_add(y, own, one)
+        for of_width, b_of_width in zip(s, b, strict=True):
+            y = expand_add(y, of_width, b_of_width)
         return y
     b = as_weight(b)
     segments, weight = b.segments, b.weight
@@ -80,9 +80,9 @@ def expand_add_part(y: Tensor, s: Any, b: Any, batch: ProgramBatch) -> Tensor:
     """y + scale · s Bᵀ in the rank's own columns, those of its rows of B: [T, out]."""
     if s is None or b is None:
         return y
-    own = expand_add(own_part(y, -1, batch).contiguous(), s, b)
+    part = expand_add(own_part(y, -1, batch).contiguous(), s, b)
     z = y.clone()
-    own_part(z, -1, batch).copy_(own)
+    own_part(z, -1, batch).copy_(part)
     return z
 
 
@@ -91,8 +91,8 @@ def _segmented_product(x: Tensor, weight: Tensor, segments: Segments) -> Tensor:
     out = x.new_empty((x.shape[0], weight.shape[2]))
     if segments.gathered is not None:
         gather, tokens, places = segments.gathered
-        own = x[gather].view(weight.shape[0], segments.size, -1)
-        out.index_copy_(0, tokens, _products(own, weight).flatten(0, 1)[places])
+        rows = x[gather].view(weight.shape[0], segments.size, -1)
+        out.index_copy_(0, tokens, _products(rows, weight).flatten(0, 1)[places])
     for i, first, end in segments.loose:
         torch.mm(x[first:end], weight[i], out=out[first:end])
     return out
@@ -169,8 +169,8 @@ def _add_joined(y: Tensor, x: Tensor, lora: JoinedLora) -> None:
             _add_batched(y, s, run)
     elif segments.gathered is not None:
         gather, tokens, places = segments.gathered
-        own = x[gather].view(lora.a.shape[0], segments.size, -1)
-        s = _products(own, lora.a.to(x.dtype).transpose(1, 2))
+        rows = x[gather].view(lora.a.shape[0], segments.size, -1)
+        s = _products(rows, lora.a.to(x.dtype).transpose(1, 2))
         z = y.new_zeros((gather.shape[0], y.shape[1]))
         for run in _runs(lora, len(z)):
             _add_batched(z, s, run)
@@ -206,8 +206,8 @@ def _add_batched(y: Tensor, s: Tensor, run: LoraRun) -> None:
     if y.dtype == s.dtype and run.is_whole and size == 1 and y.is_contiguous():
         y.view(adapters * count, 1, out).baddbmm_(s.view(adapters * count, 1, rank), b)
         return
-    own = s.unflatten(-1, (count, rank)).transpose(1, 2)
-    z = _products(own.reshape(adapters * count, size, rank), b)
+    factors = s.unflatten(-1, (count, rank)).transpose(1, 2)
+    z = _products(factors.reshape(adapters * count, size, rank), b)
     columns = y.view(adapters, size, count, out)
     columns.add_(z.view(adapters, count, size, out).transpose(1, 2))
 
@@ -217,12 +217,12 @@ def _add_loose(y: Tensor, s: Tensor, run: LoraRun, adapter: int) -> None:
     _, count, out, rank = run.b.shape
     for i in range(count):
         column, row = run.column + i * out, run.row + i * rank
-        own, rows = y[:, column : column + out], s[:, row : row + rank]
+        columns, rows = y[:, column : column + out], s[:, row : row + rank]
         b = run.b[adapter, i].to(s.dtype)
         if y.dtype == s.dtype:
-            own.addmm_(rows, b.t())
+            columns.addmm_(rows, b.t())
         else:
-            own.add_(F.linear(rows, b))
+            columns.add_(F.linear(rows, b))
 
 
 def _products(x: Tensor, weight: Tensor) -> Tensor:
@@ -241,7 +241,7 @@ def column_norm(weight: Tensor, a: AdapterWeight, b: AdapterWeight) -> Tensor:
     if b.weight.device.type != "cpu" or b.weight.is_inference() or a.weight.is_inference():
         return _column_norm(weight, a, b)  # a recorded step has to compute it each time
     # All windows of a pass have the same norm, which takes as long as 100 tokens of a layer.
-    places = [one.data_ptr() for one in (weight, a.weight, b.weight)]
+    places = [tensor.data_ptr() for tensor in (weight, a.weight, b.weight)]
     of = (*places, a.weight._version, b.weight._version, b.scale)
     kept: tuple[object, Tensor] | None = getattr(b.weight, "column_norm", None)
     if kept is None or kept[0] != of:

@@ -41,8 +41,8 @@ def dequantize_fp8(codes: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
     """The values of codes, each times its block's scale: exact in every dtype, but for overflow."""
     size, wide = codes.shape[-1], torch.float32 if dtype == torch.float16 else dtype
     blocks = _blocks(codes).view(torch.float8_e4m3fn).to(wide)
-    one = torch.ones_like(scale, dtype=torch.promote_types(wide, torch.float32))
-    factor = torch.ldexp(one, scale.to(torch.int32) - _BIAS)
+    ones = torch.ones_like(scale, dtype=torch.promote_types(wide, torch.float32))
+    factor = torch.ldexp(ones, scale.to(torch.int32) - _BIAS)
     blocks *= factor.to(wide).unsqueeze(-1)
     most = torch.finfo(dtype).max
     x = blocks.clamp_(-most, most).flatten(-2)[..., :size].to(dtype)
@@ -116,8 +116,8 @@ def unpack_bf16(codes: Tensor, exponent: Tensor) -> Tensor:
     normal = (magnitude & 0x7F).bitwise_or_(0x7F80)
     bits = torch.where(magnitude >= _ENDLESS, normal, bits)
     bits |= torch.bitwise_and(blocks, 0x800, out=magnitude) << 4
-    found: Tensor = bits.view(torch.bfloat16).flatten(-2)[..., :size]
-    return found.contiguous()
+    values: Tensor = bits.view(torch.bfloat16).flatten(-2)[..., :size]
+    return values.contiguous()
 
 
 def _greatest(blocks: Tensor) -> Tensor:

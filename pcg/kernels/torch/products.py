@@ -62,14 +62,14 @@ def is_remote(tensor: Tensor | None) -> bool:
 
 def remote_of(tensor: Any) -> RemoteWeight:
     """Return the weight that a tensor stands for."""
-    found: RemoteWeight = tensor.remote
-    return found
+    weight: RemoteWeight = tensor.remote
+    return weight
 
 
 def remote_group(tensors: Sequence[Tensor]) -> Tensor:
     """Return a tensor that stands for some remote weights of the same inputs as one."""
     first, *others = map(remote_of, tensors)
-    shape = (sum(len(one) for one in tensors), *tensors[0].shape[1:])
+    shape = (sum(len(tensor) for tensor in tensors), *tensors[0].shape[1:])
     return remote_tensor(shape, tensors[0].dtype, first.joined(others))
 
 
@@ -132,8 +132,8 @@ class Product(ABC):
         """Give the outputs of all rows to the products that it was joined of."""
         outputs: Tensor = self.take()
         every, counts = self._parts or ((self,), (len(outputs),))
-        for one, own in zip(every, outputs.split(counts), strict=True):
-            one._outputs = one._of_rows(own)
+        for product, part in zip(every, outputs.split(counts), strict=True):
+            product._outputs = product._of_rows(part)
 
     def _of_rows(self, outputs: Tensor) -> Any:
         """Return the outputs that `take` returns, of one tensor for all rows."""
@@ -172,7 +172,7 @@ def fulfilled(result: Result) -> ProductRequest[Result]:
 
 def joined_tokens(every: Sequence[Product]) -> tuple[Tensor, list[int]]:
     """The first factors of all, one behind the other, and how many tokens each has."""
-    parts = [one._take_x() for one in every]
+    parts = [product._take_x() for product in every]
     return torch.cat(parts) if len(parts) > 1 else parts[0], [len(part) for part in parts]
 
 
@@ -228,14 +228,18 @@ class LinearProduct(Product):
     def run_with(self, others: Sequence[LinearProduct]) -> None:
         """Run it and others of its key as one, by the weights of one that has them joined."""
         every = (self, *others)
-        best = next((one for one in every if hasattr(one.weights[0], "group_sizes")), self)
+        best = next(
+            (product for product in every if hasattr(product.weights[0], "group_sizes")), self
+        )
         x, counts = joined_tokens(every)
         outputs = linear_group(x, best.weights, best.biases)
         split = [out.split(counts) for out in outputs]
-        for i, one in enumerate(every):
-            own = [rows[i] for rows in split]
+        for i, product in enumerate(every):
+            parts = [rows[i] for rows in split]
             # Each has memory of its own, which goes when it needs it no more.
-            one._outputs = torch.cat(own, -1) if one.is_whole else [rows.clone() for rows in own]
+            product._outputs = (
+                torch.cat(parts, -1) if product.is_whole else [rows.clone() for rows in parts]
+            )
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -295,10 +299,10 @@ def linear_group(
         return outs
     padded = biases or [None] * len(weights)
     if len(weights) > 1 and is_remote(first):
-        y = remote_of(first).linear(x, [remote_of(one) for one in weights[1:]])
-        outs = y.split([len(one) for one in weights], -1)  # type: ignore[arg-type]
+        y = remote_of(first).linear(x, [remote_of(weight) for weight in weights[1:]])
+        outs = y.split([len(weight) for weight in weights], -1)  # type: ignore[arg-type]
         return [
-            one if bias is None else one.add_(bias) for one, bias in zip(outs, padded, strict=True)
+            out if bias is None else out.add_(bias) for out, bias in zip(outs, padded, strict=True)
         ]
     return [linear(x, w, b) for w, b in zip(weights, padded, strict=True)]  # type: ignore[arg-type]
 
@@ -327,9 +331,9 @@ def experts(x: Tensor, indices: Tensor, weights: Tensor, gate_up: Tensor, down: 
     for expert, places, rows in _chosen(indices, gate_up.shape[0]):
         chosen = x[rows]
         gate, up = (F.linear(chosen, weight) for weight in gate_up[expert])
-        found = F.linear(F.silu(gate).mul_(up), down[expert])
-        found = found * weights.reshape(-1)[places, None]
-        y.index_add_(0, rows, found.to(y.dtype))
+        output = F.linear(F.silu(gate).mul_(up), down[expert])
+        output = output * weights.reshape(-1)[places, None]
+        y.index_add_(0, rows, output.to(y.dtype))
     return y
 
 
@@ -348,8 +352,8 @@ def experts_backward(
         of_choices[places] = (dhidden * silu * up).sum(-1, dtype=dweights.dtype)
         dhidden = (dhidden * shares[places, None]).to(x.dtype)
         dgate = dhidden * up * slope * (1 + gate * (1 - slope))
-        found = dgate @ gate_up[expert, 0]
-        dx.index_add_(0, rows, found.addmm_(dhidden.mul_(silu), gate_up[expert, 1]))
+        gradient = dgate @ gate_up[expert, 0]
+        dx.index_add_(0, rows, gradient.addmm_(dhidden.mul_(silu), gate_up[expert, 1]))
     return dx, dweights
 
 
@@ -386,14 +390,14 @@ class PieceCall(Product):
 
     def run_with(self, others: Sequence[PieceCall]) -> None:
         every = (self, *others)
-        counts = [len(one.inputs[0]) for one in every]
-        inputs = [torch.cat(parts) for parts in zip(*(one.inputs for one in every), strict=True)]
+        counts = [len(call.inputs[0]) for call in every]
+        inputs = [torch.cat(parts) for parts in zip(*(call.inputs for call in every), strict=True)]
         outputs = remote_of(self.weight).piece(self.text, self.layer, inputs)
-        own = zip(*(output.split(counts) for output in outputs), strict=True)
-        for one, rows in zip(every, own, strict=True):
-            one._x, one.inputs = None, ()
+        by_call = zip(*(output.split(counts) for output in outputs), strict=True)
+        for call, rows in zip(every, by_call, strict=True):
+            call._x, call.inputs = None, ()
             # Each has memory of its own, which goes when it needs it no more.
-            one._outputs = [row.clone() for row in rows]
+            call._outputs = [row.clone() for row in rows]
 
 
 def requested_piece(

@@ -187,12 +187,12 @@ def compiled() -> Counter[str]:
     """
     from triton import knobs
 
-    found: Counter[str] = Counter()
+    counts: Counter[str] = Counter()
     before = knobs.runtime.jit_post_compile_hook
 
-    def note(*given: Any, fn: Any, **named: Any) -> Any:
-        found[fn.name] += 1
-        return None if before is None else before(*given, fn=fn, **named)
+    def note(*arguments: Any, fn: Any, **named: Any) -> Any:
+        counts[fn.name] += 1
+        return None if before is None else before(*arguments, fn=fn, **named)
 
     knobs.runtime.jit_post_compile_hook = note
-    return found
+    return counts

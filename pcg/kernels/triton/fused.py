@@ -56,21 +56,21 @@ class FusedPart:
 class _Output:
     """One output: a tensor, or with `to` the `keys` or `values` of the cache.
 
-    `given` is the index of the value that stands for it without a cache; None where none does.
+    `stand_in` is the index of the value that replaces it without a cache; None where none does.
     """
 
     to: str
     dtype: torch.dtype
     features: tuple[int, ...]
-    given: int | None
+    stand_in: int | None
 
     @classmethod
     def parsed(cls, text: str) -> _Output:
-        found = re.fullmatch(r"(?:(keys|values) )?(\w+)\[([\d, ]*)\](?: of (\d+))?", text)
-        assert found is not None, text
-        features = tuple(int(size) for size in found[3].split(","))
-        given = None if found[4] is None else int(found[4])
-        return cls(found[1] or "", _DTYPES[found[2]], features, given)
+        match = re.fullmatch(r"(?:(keys|values) )?(\w+)\[([\d, ]*)\](?: of (\d+))?", text)
+        assert match is not None, text
+        features = tuple(int(size) for size in match[3].split(","))
+        stand_in = None if match[4] is None else int(match[4])
+        return cls(match[1] or "", _DTYPES[match[2]], features, stand_in)
 
 
 Made: TypeAlias = Tensor | CacheRows
@@ -117,26 +117,26 @@ class Fused:
         batch, inputs = (arguments[0], arguments[1:]) if self._appends else (None, arguments)
         cached = None if batch is None else batch.cached
         tokens, device = inputs[self._first].shape[0], inputs[self._first].device
-        made: list[Made] = []
+        outputs: list[Made] = []
         for output in self._outputs:
             if output.to and cached is not None:
-                made.append(CacheRows.of_layer(cached[output.to == "values"]))
-            elif output.given is not None:
-                made.append((*inputs, *made)[output.given])
+                outputs.append(CacheRows.of_layer(cached[output.to == "values"]))
+            elif output.stand_in is not None:
+                outputs.append((*inputs, *outputs)[output.stand_in])
             else:
                 shape = (tokens, *output.features)
-                made.append(torch.empty(shape, dtype=output.dtype, device=device))
+                outputs.append(torch.empty(shape, dtype=output.dtype, device=device))
         slots: Tensor | None = None if batch is None or cached is None else batch.rows
         programs = [self._programs(i, tokens, slots) for i in range(len(self._parts))]
         if any(map(all, programs)):
-            given = [x if self._is_taken(i, x) else _dense(x) for i, x in enumerate(inputs)]
-            self._launch(given, made, slots, tokens, programs)
-        return tuple(made) if len(made) > 1 else made[0]
+            dense = [x if self._is_taken(i, x) else _dense(x) for i, x in enumerate(inputs)]
+            self._launch(dense, outputs, slots, tokens, programs)
+        return tuple(outputs) if len(outputs) > 1 else outputs[0]
 
     def _programs(self, number: int, tokens: int, slots: Tensor | None) -> tuple[int, int]:
         """Blocks of rows and of columns of a part; none where all of it is there already."""
         part = self._parts[number]
-        if slots is None and all(output.given is not None for output in self._by_part[number]):
+        if slots is None and all(output.stand_in is not None for output in self._by_part[number]):
             return 0, 0
         row_block, column_block = part.block
         return -(-tokens * part.rows_a_token // row_block), -(-part.columns // column_block)
@@ -148,7 +148,7 @@ class Fused:
     def _launch(
         self,
         inputs: Sequence[Any],
-        made: Sequence[Made],
+        outputs: Sequence[Made],
         slots: Tensor | None,
         tokens: int,
         programs: Sequence[tuple[int, int]],
@@ -160,22 +160,22 @@ class Fused:
                 pointers += x.pointers or [inputs[self._first]] * len(DEFERRED_POINTERS)
             else:
                 pointers.append(x)
-        pointers += (x.base if isinstance(x, CacheRows) else x for x in made)
+        pointers += (x.base if isinstance(x, CacheRows) else x for x in outputs)
         strides = [x.stride(0) for x, is_of in zip(inputs, self._token_wise, strict=True) if is_of]
         strides += [inputs[number].stride(1) for number in self._apart]
         lora: Sequence[DeferredLora] = [inputs[number] for number in self._deferred]
-        for one in lora:
-            strides += one.numbers if one.parts else [0] * len(DEFERRED_NUMBERS)
+        for summand in lora:
+            strides += summand.numbers if summand.parts else [0] * len(DEFERRED_NUMBERS)
         constants: dict[str, int] = dict(
-            zip(self._parts_names, (one.parts for one in lora), strict=True)
+            zip(self._parts_names, (summand.parts for summand in lora), strict=True)
         )
         warps = self._warps
-        if any(one.parts for one in lora):
+        if any(summand.parts for summand in lora):
             warps = min(32, _DEFERRED_WARPS * warps)
         if self._appends:
             pointers.append(inputs[0] if slots is None else slots)
             constants["PAGE"] = 0 if slots is None else PAGE_TOKENS
-        for output, x in zip(self._outputs, made, strict=True):
+        for output, x in zip(self._outputs, outputs, strict=True):
             if output.to:
                 strides += x.strides if isinstance(x, CacheRows) else (0, 0, 0)
         if len(self._parts) == 1:

@@ -74,27 +74,27 @@ def assemblers(architecture: int) -> list[Ptxas]:
     paths = [
         *(shipped / name for name in ("ptxas", "ptxas-blackwell")),
         *(Path(home) / "bin/ptxas" for home in homes if home),
-        *([Path(there)] if (there := shutil.which("ptxas")) else []),
+        *([Path(on_path)] if (on_path := shutil.which("ptxas")) else []),
     ]
-    found: dict[tuple[int, ...], Ptxas] = {}
+    by_version: dict[tuple[int, ...], Ptxas] = {}
     for path in paths:
-        one = _at(str(path))
-        if one is not None and one.version > used.version:
-            found.setdefault(one.version, one)
-    return [used, *(found[version] for version in sorted(found, reverse=True))]
+        candidate = _at(str(path))
+        if candidate is not None and candidate.version > used.version:
+            by_version.setdefault(candidate.version, candidate)
+    return [used, *(by_version[version] for version in sorted(by_version, reverse=True))]
 
 
 def _at(path: str) -> Ptxas | None:
     """Return the assembler at a path; None where none runs."""
     try:
-        found = knobs.NvidiaTool.from_path(path)
+        tool = knobs.NvidiaTool.from_path(path)
     except OSError:  # of another machine, or not to be run
         return None
-    return None if found is None else _tool(found)
+    return None if tool is None else _tool(tool)
 
 
-def _tool(found: object) -> Ptxas:
-    path, version = (getattr(found, name) for name in ("path", "version"))
+def _tool(tool: object) -> Ptxas:
+    path, version = (getattr(tool, name) for name in ("path", "version"))
     return Ptxas(str(path), tuple(map(int, str(version).split("."))))
 
 
@@ -146,22 +146,22 @@ def products(device: torch.device) -> tuple[Tensor, Tensor]:
 def _is_right(device: torch.device) -> bool:
     """Return whether the assembler of this process gets the product right; waits for the device."""
     with on_device(device):
-        found, exact = products(device)
-    return torch.equal(found.cpu(), exact)
+        result, exact = products(device)
+    return torch.equal(result.cpu(), exact)
 
 
-def is_right_apart(one: Ptxas, device: torch.device) -> bool:
+def is_right_apart(assembler: Ptxas, device: torch.device) -> bool:
     """Return whether an assembler gets the product right, tried in a process of its own."""
     command = [sys.executable, "-m", __name__, str(device)]
     path = os.pathsep.join(filter(None, sys.path))  # pcg need not be installed
-    environment = {**os.environ, CHOICE: one.path, "PYTHONPATH": path}
+    environment = {**os.environ, CHOICE: assembler.path, "PYTHONPATH": path}
     try:
-        done = subprocess.run(
+        trial = subprocess.run(
             command, env=environment, capture_output=True, timeout=_TRIAL_S, check=False
         )
     except (OSError, subprocess.SubprocessError):
         return False
-    return done.returncode == 0
+    return trial.returncode == 0
 
 
 def _settle(device: torch.device) -> None:
@@ -169,9 +169,12 @@ def _settle(device: torch.device) -> None:
     is_compiled = get_ptxas_version.cache_info().currsize > 0
     if is_compiled or any(map(os.environ.get, TRITONS)):
         return
-    there = assemblers(_HOPPER)
-    others = len(there) > 1
-    right = next((one for one in there if others and is_right_apart(one, device)), None)
+    candidates = assemblers(_HOPPER)
+    others = len(candidates) > 1
+    right = next(
+        (candidate for candidate in candidates if others and is_right_apart(candidate, device)),
+        None,
+    )
     if right is not None:
         choose_assembler(right.path)
 

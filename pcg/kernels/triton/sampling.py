@@ -59,8 +59,8 @@ def _lowest(row, V, top, temperature, BLOCK: tl.constexpr):
     for start in range(0, V, BLOCK):
         _, x = scaled(row, start, V, top, temperature, BLOCK)
         least = tl.minimum(least, tl.where(x > float("-inf"), x, float("inf")))
-    found = tl.min(least, 0)
-    return tl.where(found < float("inf"), found, 0.0)
+    lowest = tl.min(least, 0)
+    return tl.where(lowest < float("inf"), lowest, 0.0)
 
 
 @triton.jit

@@ -163,13 +163,13 @@ class StepLists:
         if host.tiles is None or segments == known:
             return
         spans = spans_of(starts.tolist(), tokens.lengths, tokens.slots)
-        found = token_tiles.token_tiles(spans, room.block, room.by_adapter)
-        host.tiles.memory.copy_(found.memory)
+        tiles = token_tiles.token_tiles(spans, room.block, room.by_adapter)
+        host.tiles.memory.copy_(tiles.memory)
         if host.row_tiles is not None:
             slots = [tokens.slots[place] for place in tokens.read]
             spans = spans_of(range(len(slots)), [1] * len(slots), slots)
-            found = token_tiles.token_tiles(spans, DECODE_BLOCK, room.rows_by_adapter)
-            host.row_tiles.memory.copy_(found.memory)
+            tiles = token_tiles.token_tiles(spans, DECODE_BLOCK, room.rows_by_adapter)
+            host.row_tiles.memory.copy_(tiles.memory)
 
     def _write_tables(self, tables: Sequence[BlockTable]) -> None:
         """Copy the pages that sequences have and their rows of the block tables have not."""
@@ -195,8 +195,10 @@ def spans_of(
 ) -> list[TileSpan]:
     """Return first token, tokens and slot of neighbours with one adapter."""
     spans = []
-    for slot, own in groupby(zip(starts, lengths, slots, strict=True), key=lambda one: one[2]):
-        neighbours = list(own)
+    for slot, group in groupby(
+        zip(starts, lengths, slots, strict=True), key=lambda entry: entry[2]
+    ):
+        neighbours = list(group)
         spans.append((neighbours[0][0], sum(length for _, length, _ in neighbours), slot))
     return spans
 
@@ -221,8 +223,8 @@ def _rows(tokens: StepTokens, lengths: Rows, starts: Rows, positions: Rows) -> R
     pages = np.array(first, np.int64).repeat(lengths)
     for place in np.flatnonzero(lengths > 1).tolist():
         start, stop = int(starts[place]), int(starts[place] + lengths[place])
-        own = np.array(tokens.tables[place].pages, np.int64)
-        pages[start:stop] = own[positions[start:stop] // PAGE_TOKENS]
+        table = np.array(tokens.tables[place].pages, np.int64)
+        pages[start:stop] = table[positions[start:stop] // PAGE_TOKENS]
     return PAGE_TOKENS * pages + positions % PAGE_TOKENS
 
 

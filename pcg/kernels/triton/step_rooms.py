@@ -187,7 +187,9 @@ class StepRooms:
 
     def of(self, sizes: StepSizes) -> StepRoom | None:
         """Return the room of a step; None for a step without tokens or with too many."""
-        lengths, contexts = (np.array(one, np.int64) for one in (sizes.lengths, sizes.contexts))
+        lengths, contexts = (
+            np.array(numbers, np.int64) for numbers in (sizes.lengths, sizes.contexts)
+        )
         tokens, sequences = int(lengths.sum()), len(lengths)
         if not 0 < tokens <= self.tokens or sequences > self.sequences:
             return None
@@ -287,10 +289,10 @@ def _power(needed: int, least: int, factor: int) -> int:
 
 def _powers(least: int, most: int, factor: int) -> list[int]:
     """Return `least`, `least · factor`, … up to the first that is enough, the largest first."""
-    found = [least]
-    while found[-1] < most:
-        found.append(found[-1] * factor)
-    return found[::-1]
+    powers = [least]
+    while powers[-1] < most:
+        powers.append(powers[-1] * factor)
+    return powers[::-1]
 
 
 def _up_to(sizes: Sequence[int], most: int) -> Sequence[int]:

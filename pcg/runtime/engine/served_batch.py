@@ -234,14 +234,14 @@ def _shared(
     device = batch.input_ids.device
     parts = TokenParts([span.length for span in batch.spans], cp, device)
     spans, chosen = list[Span](), list[int]()
-    for piece in parts.own:
+    for piece in parts.pieces:
         span = batch.spans[piece.sequence]
         spans.append(_part_of(span, piece.start, piece.stop, len(chosen)))
         chosen += range(span.start + piece.start, span.start + piece.stop)
     ids = batch.input_ids[uploaded_list(chosen, torch.int64, device)]
     part = Batch(ids, spans, cache)
     part.parts, part.rows_of_all = parts, batch.rows
-    return part, [adapters[piece.sequence] for piece in parts.own]
+    return part, [adapters[piece.sequence] for piece in parts.pieces]
 
 
 def rows_of(read: List[ReadRows]) -> tuple[list[int], list[Adapter | None]]:

@@ -156,7 +156,7 @@ class WeightStore:
             if not in_shards:
                 return weights
             if not self._gathers.size_bytes:
-                self._gathers.put({layer: shard.own for layer, shard in self._shards.items()})
+                self._gathers.put({layer: shard.memory for layer, shard in self._shards.items()})
         return dataclasses.replace(weights, gathered=GatheredLayers(self._gathers, in_shards))
 
     def _places(

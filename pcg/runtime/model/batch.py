@@ -398,7 +398,7 @@ def whole_sequences(
     origins = [0, *accumulate(lengths)]
     spans: list[Span] = []
     ids: list[int] = []
-    for number, start, stop in pieces if parts is None else parts.own:
+    for number, start, stop in pieces if parts is None else parts.pieces:
         count = before[number]
         held = max(min(stop, count) - start, 0)
         place = (None, held, origins[number], number)

@@ -143,7 +143,7 @@ class PassSequences:
         spans, ids, targets = list[Span](), list[int](), list[int]()
         parts = self.parts
         is_spare = parts is not None and parts.is_spare
-        for index, start, stop in self.pieces(begin, end) if parts is None else parts.own:
+        for index, start, stop in self.pieces(begin, end) if parts is None else parts.pieces:
             one = self._each[index]
             virtual = max(min(stop, self._virtual) - start, 0)
             place = (one.table, virtual, one.origin, one.number)

@@ -80,7 +80,7 @@ class _Defined:
 
     def key(self, layer: int) -> int:
         """Return what `layers` has a layer's weights by: one for all, if they are of no layer."""
-        is_layered = any(LAYER in one.source for one in self.piece.graph.parameters)
+        is_layered = any(LAYER in parameter.source for parameter in self.piece.graph.parameters)
         return layer if is_layered else 0
 
 
@@ -107,8 +107,8 @@ class GraphPieces:
         digest = graph_digest(text)
         known = self._defined.get(digest)
         if known is None or client not in known.clients:
-            own = sum(client in one.clients for one in self._defined.values())
-            if own >= _MOST_GRAPHS:
+            count = sum(client in graph.clients for graph in self._defined.values())
+            if count >= _MOST_GRAPHS:
                 raise SplitError(f"a client defines {_MOST_GRAPHS} graphs at most")
         if known is None:
             known = self._defined[digest] = _compiled(read_piece(text, self._widest))
@@ -117,36 +117,38 @@ class GraphPieces:
 
     def forget(self, client: bytes) -> None:
         """Forget a client that is gone, and the graphs that nobody else has defined."""
-        for one in self._defined.values():
-            one.clients.discard(client)
-        self._defined = {key: one for key, one in self._defined.items() if one.clients}
+        for graph in self._defined.values():
+            graph.clients.discard(client)
+        self._defined = {key: graph for key, graph in self._defined.items() if graph.clients}
 
     def checked(self, client: bytes, piece: Piece, inputs: Sequence[Tensor]) -> PieceGraph:
         """Check a call. SplitError: the graph is unknown, or inputs or weights do not fit."""
-        found = self._defined.get(piece.weights[0])
-        if found is None or client not in found.clients:
+        known = self._defined.get(piece.weights[0])
+        if known is None or client not in known.clients:
             raise SplitError(f"{UNKNOWN_GRAPH}: {piece}")
-        wanted = found.piece.graph.inputs
+        wanted = known.piece.graph.inputs
         tokens = len(inputs[0]) if inputs and inputs[0].dim() else 0
         shapes = [(tokens, *value.type.features) for value in wanted]
-        if not tokens or shapes != [tuple(one.shape) for one in inputs]:
-            given = ", ".join(str(list(one.shape)) for one in inputs)
+        if not tokens or shapes != [tuple(tensor.shape) for tensor in inputs]:
+            shown_inputs = ", ".join(str(list(tensor.shape)) for tensor in inputs)
             shown = ", ".join(str(value.type) for value in wanted)
-            raise SplitError(f"the piece takes {shown} with T from 1 on, not {given or 'nothing'}")
-        for value, one in zip(wanted, inputs, strict=True):
-            if one.dtype != getattr(torch, TORCH_NAMES[value.type.dtype]):
-                raise SplitError(f"the piece takes {value.type}, not {one.dtype}")
-        layer = found.key(piece.layer)
-        if layer not in found.layers:
-            found.layers[layer] = self._bound(found.fused, layer)
-        return found.piece
+            raise SplitError(
+                f"the piece takes {shown} with T from 1 on, not {shown_inputs or 'nothing'}"
+            )
+        for value, tensor in zip(wanted, inputs, strict=True):
+            if tensor.dtype != getattr(torch, TORCH_NAMES[value.type.dtype]):
+                raise SplitError(f"the piece takes {value.type}, not {tensor.dtype}")
+        layer = known.key(piece.layer)
+        if layer not in known.layers:
+            known.layers[layer] = self._bound(known.fused, layer)
+        return known.piece
 
     def run(self, piece: Piece, inputs: Sequence[Tensor]) -> Sequence[Tensor]:
         """Run a graph that was checked."""
-        found = self._defined.get(piece.weights[0])
-        if found is None:
+        known = self._defined.get(piece.weights[0])
+        if known is None:
             raise SplitError(f"{UNKNOWN_GRAPH}: {piece}")
-        result = found.function(found.layers[found.key(piece.layer)], None, None, *inputs)
+        result = known.function(known.layers[known.key(piece.layer)], None, None, *inputs)
         return result if isinstance(result, tuple) else (result,)
 
     def _bound(self, graph: Graph, layer: int) -> SimpleNamespace:
@@ -218,7 +220,7 @@ class BaseExecutor:
                     kept = self.multiplied if parameter.name in products else self.fetched
                 tensor: Tensor = getattr(holder, python_name(parameter.name))
                 kept[parameter.source.format(layer=layer)] = tensor
-        widest = max(max(one.shape) for one in self.multiplied.values())
+        widest = max(max(weight.shape) for weight in self.multiplied.values())
         tensors = {**constants, **self.fetched, **self.multiplied}
         self.graphs = GraphPieces(tensors, widest, len(program.base.layers))
         self.absent: tuple[str, ...] = ()
@@ -227,8 +229,10 @@ class BaseExecutor:
 
     def leave_absent(self) -> None:
         """Leave the matrices out that other bases hold."""
-        self.absent = tuple(name for name, one in self.multiplied.items() if is_remote(one))
-        self.multiplied = {n: one for n, one in self.multiplied.items() if not is_remote(one)}
+        self.absent = tuple(name for name, weight in self.multiplied.items() if is_remote(weight))
+        self.multiplied = {
+            n: weight for n, weight in self.multiplied.items() if not is_remote(weight)
+        }
 
     def publish(self, publish: Callable[[Mapping[str, Tensor]], Mapping[str, Tensor]]) -> None:
         """Have the large tensors that clients fetch put where they can map them.
@@ -237,7 +241,9 @@ class BaseExecutor:
             publish: a transport's; it returns the tensors that lie elsewhere from then on.
         """
         if self.device.type == "cpu":
-            large = {n: one for n, one in self.fetched.items() if one.nbytes >= LEAST_BYTES}
+            large = {
+                n: tensor for n, tensor in self.fetched.items() if tensor.nbytes >= LEAST_BYTES
+            }
             for name, tensor in publish(large).items():
                 # In place, so that all who have the tensor leave the memory where it was.
                 self.fetched[name].data = tensor
@@ -278,8 +284,8 @@ class BaseExecutor:
             "device": self._sheet,
             "rates": None if rates is None else asdict(rates),
             "graphs": self.runs_graphs,
-            "pieces": {name: list(one.shape) for name, one in self.multiplied.items()},
-            "fetched": {name: list(one.shape) for name, one in self.fetched.items()},
+            "pieces": {name: list(tensor.shape) for name, tensor in self.multiplied.items()},
+            "fetched": {name: list(tensor.shape) for name, tensor in self.fetched.items()},
             "absent": self.absent,
             "digests": self.digests,
             "files": dict(directory_files),
@@ -297,8 +303,8 @@ class BaseExecutor:
         if any(shape[1] != shapes[0][1] for shape in shapes):
             raise SplitError(f"the weights of {piece} have inputs of different sizes")
         if len(inputs) != 1 or inputs[0].dim() != 2 or inputs[0].shape[1] != width:
-            given = ", ".join(str(list(one.shape)) for one in inputs)
-            raise SplitError(f"{piece} takes one tensor [tokens, {width}], not {given or 'none'}")
+            shown = ", ".join(str(list(tensor.shape)) for tensor in inputs)
+            raise SplitError(f"{piece} takes one tensor [tokens, {width}], not {shown or 'none'}")
         if not len(inputs[0]):
             raise SplitError(f"{piece} was given no tokens")
         outs = sum(shape[0] for shape in shapes) if piece.kind == LINEAR else shapes[0][1]
@@ -315,7 +321,7 @@ class BaseExecutor:
     def run(self, piece: Piece, inputs: Sequence[Tensor]) -> Sequence[Tensor]:
         """Run a piece on the tokens of one request, or of several, one after the other."""
         if piece.kind == GRAPH:
-            return self.graphs.run(piece, [one.to(self.device) for one in inputs])
+            return self.graphs.run(piece, [tensor.to(self.device) for tensor in inputs])
         return (self._product(piece, inputs[0].to(self.device)),)
 
     def _product(self, piece: Piece, x: Tensor) -> Tensor:

@@ -92,9 +92,9 @@ class Setbacks:
     def note(self, name: str, now_s: float) -> None:
         """Note that somebody has failed."""
         kept = {
-            other: one
-            for other, one in self._last.items()
-            if one.until_s + _FORGOTTEN_S > now_s and other != name
+            other: failure
+            for other, failure in self._last.items()
+            if failure.until_s + _FORGOTTEN_S > now_s and other != name
         }
         before = self._last.get(name)
         again = before is not None and before.until_s + _FORGOTTEN_S > now_s
@@ -234,8 +234,8 @@ class BaseLoop:
         now_s = time.monotonic()
         active = [
             client
-            for client, one in self._clients.items()
-            if one.has_asked and now_s - one.seen_s < _ACTIVE_S
+            for client, known in self._clients.items()
+            if known.has_asked and now_s - known.seen_s < _ACTIVE_S
         ]
         choice = self._policy.choose(self._queues, active, now_s)
         if not choice.batch:
@@ -264,14 +264,14 @@ class BaseLoop:
 
     def _aside(self, act: Callable[[], Result]) -> Result:
         """Have the second thread do something, and go on reading until it is done."""
-        done = self._worker.submit(act)
-        done.add_done_callback(lambda _: self.endpoint.wake())
+        future = self._worker.submit(act)
+        future.add_done_callback(lambda _: self.endpoint.wake())
         try:
-            while not done.done():
+            while not future.done():
                 self._receive(_BUSY_S)
         finally:
-            wait([done])  # also where reading fails: it wakes an endpoint that has to be there
-        return done.result()
+            wait([future])  # also where reading fails: it wakes an endpoint that has to be there
+        return future.result()
 
     # ------------------------------------------------------------------------------- messages
 
@@ -333,7 +333,7 @@ class BaseLoop:
             return Message("reply", message.seq, shared.fields)
         if message.op == "rows" and not self._options.downloads:
             raise SplitError("this base does not let its weights be downloaded (--downloads)")
-        if sum(one == client for one, _ in self._asked) >= _MOST_WAITING:
+        if sum(sender == client for sender, _ in self._asked) >= _MOST_WAITING:
             raise BaseBusyError(f"{_MOST_WAITING} requests of yours wait already")
         self._asked.append((client, message))
         self._told_s[client, message.seq] = known.seen_s
@@ -355,8 +355,8 @@ class BaseLoop:
                 f"this base speaks version {VERSION} of the messages, and the client version "
                 f"{str(fields.get('version'))[:20]}; install the same pcg on both"
             )
-        given = fields.get("key")
-        key = self._keys.find(given if isinstance(given, str) else "")
+        secret = fields.get("key")
+        key = self._keys.find(secret if isinstance(secret, str) else "")
         if key is None:
             self._wrong_keys.note(message.sender, time.monotonic())
             where = message.sender or client.hex()
@@ -388,12 +388,12 @@ class BaseLoop:
                     f"the client's model is another than the base's {base.name} ({difference}); "
                     "connect with the base's model, or with none to take what it has"
                 )
-        for name, own in (("dtype", self._facts["dtype"]), ("digest", self._facts["digest"])):
+        for name, known in (("dtype", self._facts["dtype"]), ("digest", self._facts["digest"])):
             wanted = fields.get(name)
-            if wanted is not None and wanted != own:
+            if wanted is not None and wanted != known:
                 raise SplitError(
                     f"the client wants {base.name} with {name} {str(wanted)[:80]}, and this base "
-                    f"has {own}; use the same on both sides"
+                    f"has {known}; use the same on both sides"
                 )
 
     def _define(self, client: bytes, message: Message, key: Key) -> Message:
@@ -468,10 +468,10 @@ class BaseLoop:
         def run() -> Sequence[Sequence[Tensor]]:
             inputs = batch[0].tensors
             if len(batch) > 1:
-                every = zip(*(one.tensors for one in batch), strict=True)
+                every = zip(*(request.tensors for request in batch), strict=True)
                 inputs = [torch.cat(parts) for parts in every]
             outputs = self.base.run(batch[0].piece, inputs)
-            counts = [one.tokens for one in batch]
+            counts = [request.tokens for request in batch]
             return list(zip(*(output.split(counts) for output in outputs), strict=True))
 
         begun_s = time.monotonic()
@@ -481,16 +481,16 @@ class BaseLoop:
             raise  # nothing runs without it
         except Exception as error:
             self._log.say(logging.ERROR, "%s failed", batch[0].piece, error=True)
-            for one in batch:
-                text = f"the base failed at {one.piece}: {type(error).__name__}: {error}"
-                self._reply(one.client, failure(one.seq, SplitError(text)))
+            for request in batch:
+                text = f"the base failed at {request.piece}: {type(error).__name__}: {error}"
+                self._reply(request.client, failure(request.seq, SplitError(text)))
             return
         took_s = time.monotonic() - begun_s
         self.counts.batches += 1
         self.counts.requests += len(batch)
-        self.counts.tokens += sum(one.tokens for one in batch)
-        for one, own in zip(batch, parts, strict=True):
-            self._reply(one.client, Message("reply", one.seq, tensors=own))
+        self.counts.tokens += sum(request.tokens for request in batch)
+        for request, outputs in zip(batch, parts, strict=True):
+            self._reply(request.client, Message("reply", request.seq, tensors=outputs))
         self._queues.ran(batch, took_s, time.monotonic())
 
     def _reply(self, client: bytes, message: Message) -> None:

@@ -32,8 +32,8 @@ from pcg.source import resolve
 
 def held_layers(text: str, count: int) -> range:
     """Read layers as `4-7` or `4`. SplitError: they are none of a model with so many."""
-    found = re.fullmatch(r"(\d+)(?:-(\d+))?", text)
-    first, last = (int(found[1]), int(found[2] or found[1])) if found else (0, -1)
+    match = re.fullmatch(r"(\d+)(?:-(\d+))?", text)
+    first, last = (int(match[1]), int(match[2] or match[1])) if match else (0, -1)
     if not 0 <= first <= last < count:
         raise SplitError(
             f"layers={text}; use the first and the last of those that this base has, as "

@@ -107,8 +107,8 @@ def read_piece(text: str, widest: int) -> PieceGraph:
         _check_parameter(parameter)
     if piece_text(graph).text != text:
         raise SplitError("a piece has the text that pcg.connect writes: its names, and no scopes")
-    made = [value for node in graph.nodes for value in node.outputs]
-    total = sum(_bytes_per_token(value.type) for value in (*graph.inputs, *made))
+    values = [value for node in graph.nodes for value in node.outputs]
+    total = sum(_bytes_per_token(value.type) for value in (*graph.inputs, *values))
     total += max(map(_temporary_bytes, graph.nodes))
     return PieceGraph(graph, any("_backward" in node.op for node in graph.nodes), total)
 
@@ -131,7 +131,9 @@ def _check_size(graph: Graph) -> None:
     for what, count in (("inputs", len(graph.inputs)), ("outputs", len(graph.outputs))):
         if not 0 < count <= _MOST_VALUES:
             raise SplitError(f"a piece has 1 to {_MOST_VALUES} {what}, not {count}")
-    sources = {one.name: one.source for one in graph.parameters}  # two may be of one matrix
+    sources = {
+        parameter.name: parameter.source for parameter in graph.parameters
+    }  # two may be of one matrix
     products = Counter(
         (node.op, sources.get(name))
         for node in graph.nodes
@@ -158,13 +160,13 @@ def _is_plain(name: str, value: Attribute) -> bool:
     if isinstance(value, str):
         return value in _WORDS.get(name, ())
     if isinstance(value, tuple):
-        return len(value) <= _MOST_DIMS and all(abs(one) < 2**31 for one in value)
+        return len(value) <= _MOST_DIMS and all(abs(number) < 2**31 for number in value)
     return math.isfinite(value) and abs(value) < 2**63
 
 
 def _check_values(graph: Graph, most: int) -> None:
-    made = {value.name for node in graph.nodes for value in node.outputs}
-    if len(set(graph.outputs)) < len(graph.outputs) or not made.issuperset(graph.outputs):
+    results = {value.name for node in graph.nodes for value in node.outputs}
+    if len(set(graph.outputs)) < len(graph.outputs) or not results.issuperset(graph.outputs):
         raise SplitError("a piece returns values that its nodes make, each once")
     of_weights = {parameter.name for parameter in graph.parameters}
     for value in graph.inputs:
@@ -173,7 +175,8 @@ def _check_values(graph: Graph, most: int) -> None:
         if of_weights.issuperset(node.inputs):
             of_weights.update(value.name for value in node.outputs)
             if any(
-                len(one.type.features) > 1 or prod(one.type.features) > most for one in node.outputs
+                len(output.type.features) > 1 or prod(output.type.features) > most
+                for output in node.outputs
             ):
                 raise SplitError(f"%{node.name} is no vector; weights make vectors alone")
             continue
@@ -209,7 +212,7 @@ def _temporary_bytes(node: Node) -> int:
     """Return a bound of what a node's kernel allocates beside its result, bytes a token."""
     types = [value.type for value in node.outputs]
     return _MOST_COPIES * sum(
-        prod(one.features) * max(_LEAST_BYTES, DTYPE_BYTES[one.dtype]) for one in types
+        prod(type_.features) * max(_LEAST_BYTES, DTYPE_BYTES[type_.dtype]) for type_ in types
     )
 
 

@@ -185,19 +185,19 @@ class Queues:
 
     def ran(self, batch: Sequence[Waiting], took_s: float, now_s: float) -> None:
         """Learn from a batch that was answered just now."""
-        for one in batch:
-            if one.client in self._last:  # it may have left meanwhile
-                self._replied_s[one.client] = now_s
+        for request in batch:
+            if request.client in self._last:  # it may have left meanwhile
+                self._replied_s[request.client] = now_s
         kind = _kind(batch[0].piece)
         if kind not in self._times and len(self._times) >= _MOST_REMEMBERED:
             self._times.clear()
-        tokens = sum(one.tokens for one in batch)
+        tokens = sum(request.tokens for request in batch)
         self._times.setdefault(kind, _Times()).observe(tokens, took_s)
 
     def saved_s(self, piece: Piece) -> float:
         """Return the time that is saved where a request joins a batch of a piece."""
-        found = self._times.get(_kind(piece))
-        return 0.0 if found is None else found.fixed_s
+        times = self._times.get(_kind(piece))
+        return 0.0 if times is None else times.fixed_s
 
     def coming(
         self, clients: Collection[bytes], now_s: float
@@ -211,11 +211,11 @@ class Queues:
             For each piece the clients, with None where their times are not known; and the clients
                 that are away, and whose way is not known.
         """
-        found: dict[Piece, dict[bytes, Coming | None]] = {}
+        by_piece: dict[Piece, dict[bytes, Coming | None]] = {}
         lost: set[bytes] = set()
-        there = self.clients
+        waiting = self.clients
         for client in clients:
-            at, is_away = self._last.get(client), client not in there
+            at, is_away = self._last.get(client), client not in waiting
             begun_s = self._replied_s.get(client) if is_away else now_s
             for distance in range(NEAR):
                 step = None if at is None else self._next[client].get(at, self._usual.get(at))
@@ -225,29 +225,29 @@ class Queues:
                     break
                 if begun_s is not None and (distance or not is_away):
                     begun_s += self._usual_s(at[0])
-                (piece, pace), one = step, None
+                (piece, pace), arrival = step, None
                 if begun_s is not None and pace.mean_s is not None:
                     usual_s = pace.mean_s + pace.deviation_s
                     begun_s += usual_s
-                    one = Coming(begun_s, usual_s)
-                found.setdefault(piece, {}).setdefault(client, one)
+                    arrival = Coming(begun_s, usual_s)
+                by_piece.setdefault(piece, {}).setdefault(client, arrival)
                 at = (piece, at[1])
-        return found, lost
+        return by_piece, lost
 
     def _usual_s(self, piece: Piece) -> float:
-        found = self._times.get(_kind(piece))
-        return 0.0 if found is None else found.usual_s
+        times = self._times.get(_kind(piece))
+        return 0.0 if times is None else times.usual_s
 
     def take(self, batch: Sequence[Waiting]) -> None:
         """Take requests out, which run now."""
         self.turn += 1
         chosen = set(map(id, batch))
-        self._keep(lambda one: id(one) not in chosen)
+        self._keep(lambda request: id(request) not in chosen)
 
     def drop(self, client: bytes) -> int:
         """Take out all of a client that is gone; returns how many there were."""
         before = len(self)
-        self._keep(lambda one: one.client != client)
+        self._keep(lambda request: request.client != client)
         self._last.pop(client, None)
         self._next.pop(client, None)
         self._paces.pop(client, None)
@@ -256,27 +256,27 @@ class Queues:
 
     def count(self, client: bytes) -> int:
         """Return the number of requests of a client."""
-        return sum(one.client == client for queue in self for one in queue)
+        return sum(request.client == client for queue in self for request in queue)
 
     def load_of(self, key: str) -> tuple[int, int]:
         """Return the tokens and the bytes of all requests that came with a key."""
-        own = [one for queue in self for one in queue if one.key == key]
-        size = sum(tensor.nbytes for one in own for tensor in one.tensors)
-        return sum(one.tokens for one in own), size
+        requests = [request for queue in self for request in queue if request.key == key]
+        size = sum(tensor.nbytes for request in requests for tensor in request.tensors)
+        return sum(request.tokens for request in requests), size
 
     @property
     def clients(self) -> set[bytes]:
         """The clients that wait."""
-        return {one.client for queue in self for one in queue}
+        return {request.client for queue in self for request in queue}
 
     @property
     def oldest(self) -> Waiting:
         """The request that came first."""
-        return min((queue[0] for queue in self), key=lambda one: one.arrived_s)
+        return min((queue[0] for queue in self), key=lambda request: request.arrived_s)
 
     def _keep(self, is_kept: object) -> None:
         kept = {
-            key: [one for one in queue if is_kept(one)]  # type: ignore[operator]
+            key: [request for request in queue if is_kept(request)]  # type: ignore[operator]
             for key, queue in self._queues.items()
         }
         self._queues = {key: queue for key, queue in kept.items() if queue}
@@ -317,9 +317,11 @@ class Policy(ABC):
     def _fitting(self, requests: Sequence[Waiting]) -> Sequence[Waiting]:
         """Return the first requests of some whose tokens fit in a batch."""
         tokens = 0
-        most = min(self.max_tokens, *(one.most_tokens or self.max_tokens for one in requests))
-        for index, one in enumerate(requests):
-            tokens += one.tokens
+        most = min(
+            self.max_tokens, *(request.most_tokens or self.max_tokens for request in requests)
+        )
+        for index, request in enumerate(requests):
+            tokens += request.tokens
             if index and tokens > most:
                 return requests[:index]
         return requests
@@ -340,17 +342,17 @@ class Lockstep(Policy):
         self._round: list[Waiting] = []
 
     def choose(self, queues: Queues, active: Collection[bytes], now_s: float) -> Choice:
-        there = {id(one): one for queue in queues for one in queue}
-        self._round = [one for one in self._round if id(one) in there]
+        waiting = {id(request): request for queue in queues for request in queue}
+        self._round = [request for request in self._round if id(request) in waiting]
         if not self._round:
             if not queues.clients.issuperset(active):
                 return Choice(wait_s=0.05)
-            self._round = list(there.values())
+            self._round = list(waiting.values())
         first = self._round[0]
         same = [
-            one
-            for one in self._round
-            if one.piece == first.piece and one.tensors[0].dtype == first.tensors[0].dtype
+            request
+            for request in self._round
+            if request.piece == first.piece and request.tensors[0].dtype == first.tensors[0].dtype
         ]
         return Choice(self._fitting(same))
 
@@ -372,12 +374,12 @@ class Opportunistic(Policy):
         due: list[tuple[int, int, list[Waiting]]] = []
         next_s = now_s + 1.0
         for place, queue in enumerate(queues):
-            first = min(one.turn for one in queue)
-            trains = not any(one.serves for one in queue)
+            first = min(request.turn for request in queue)
+            trains = not any(request.serves for request in queue)
             entry = (first + len(active) * trains, place, queue)
             near = {**dict.fromkeys(lost), **coming.get(queue[0].piece, {})}
-            for one in queue:
-                near.pop(one.client, None)
+            for request in queue:
+                near.pop(request.client, None)
             is_late = queues.turn - first > 2 * len(active)
             if is_late or self._is_full(queue) or not near:
                 whole.append(entry)
@@ -389,7 +391,9 @@ class Opportunistic(Policy):
         if not whole and not due:
             return Choice(wait_s=next_s - now_s)
         # If one has to wait behind another in this queue, the one with a user waits less.
-        queue = sorted(min(whole or due)[-1], key=lambda one: (not one.serves, one.arrived_s))
+        queue = sorted(
+            min(whole or due)[-1], key=lambda request: (not request.serves, request.arrived_s)
+        )
         return Choice(self._fitting(queue))
 
     def _due_s(
@@ -406,26 +410,28 @@ class Opportunistic(Policy):
         such clients k batches are saved, each time, for a wait for the slowest of them. Of a client
         whose times are not known, as much as is saved may be waited.
         """
-        arrived_s = min(one.arrived_s for one in queue)
+        arrived_s = min(request.arrived_s for request in queue)
         wait_s = self._wait_s
-        if any(one.serves for one in queue):
+        if any(request.serves for request in queue):
             wait_s /= 2
         else:
             saved_s *= 2
-        here_s = max((one.think_s for one in queue if one.think_s is not None), default=0.0)
+        here_s = max(
+            (request.think_s for request in queue if request.think_s is not None), default=0.0
+        )
         unknown = Coming(arrived_s + saved_s - wait_s, here_s)
-        times = [unknown if one is None else one for one in coming]
+        times = [unknown if arrival is None else arrival for arrival in coming]
         best_s, most_s, latest_s = now_s, 0.0, now_s
-        times = [one for one in times if now_s < one.at_s + wait_s]
-        for count, one in enumerate(sorted(times, key=lambda one: one.think_s), 1):
-            latest_s = max(latest_s, one.at_s + wait_s)
-            gained_s = count * saved_s - (one.think_s - here_s)
+        times = [arrival for arrival in times if now_s < arrival.at_s + wait_s]
+        for count, arrival in enumerate(sorted(times, key=lambda arrival: arrival.think_s), 1):
+            latest_s = max(latest_s, arrival.at_s + wait_s)
+            gained_s = count * saved_s - (arrival.think_s - here_s)
             if gained_s > most_s:
                 best_s, most_s = latest_s, gained_s
         return min(best_s, max(now_s, arrived_s + wait_s))
 
     def _is_full(self, queue: Sequence[Waiting]) -> bool:
-        return sum(one.tokens for one in queue) >= self.max_tokens
+        return sum(request.tokens for request in queue) >= self.max_tokens
 
 
 def make_policy(name: PolicyName, max_tokens: int, wait_ms: float) -> Policy:

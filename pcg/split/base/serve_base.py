@@ -44,7 +44,7 @@ def serve_base(
         SplitError: the address cannot be listened at.
         ServeError: a key is too short, or the file of keys is damaged.
     """
-    keys, made = open_keys(options.api_key, options.api_keys)
+    keys, new_key = open_keys(options.api_key, options.api_keys)
     # The address is taken first, so that one which cannot be is an answer at once.
     most, curve = options.max_request_mib * 2**20, options.curve
     endpoint = ZeroMqEndpoint(options.host, options.port, most, curve)
@@ -53,21 +53,21 @@ def serve_base(
         loop = BaseLoop(base, endpoint, options, files, keys)
         logging.getLogger("pcg.split").addHandler(_Lines(say))
         logging.getLogger("pcg.split").setLevel(logging.INFO)
-        kept = {one: signal.signal(one, _ended_by(loop, say)) for one in _SIGNALS}
+        kept = {number: signal.signal(number, _ended_by(loop, say)) for number in _SIGNALS}
         say(
             f"{base.name} in {str(base.dtype).removeprefix('torch.')} on {base.device}, "
             f"{size_text(base.size_bytes)} of weights; policy {options.policy}"
         )
-        if made is not None:
-            say(f"key: {made}")
+        if new_key is not None:
+            say(f"key: {new_key}")
         if curve is not None:
             say(f"CURVE key: {curve.public.decode()}")
         say(f"listening at {endpoint.where}")
         try:
             loop.run()
         finally:
-            for one, handler in kept.items():
-                signal.signal(one, handler)
+            for number, handler in kept.items():
+                signal.signal(number, handler)
         counts = loop.counts
         say(f"ended: {counts.requests} requests in {counts.batches} batches")
     finally:

@@ -98,10 +98,10 @@ class Shards:
 
     def _digests(self) -> Mapping[str, str]:
         """Hash this rank's rows, and return the digests of whole matrices."""
-        found = {}
+        by_name = {}
         with hashing_threads(self._device) as pool:
-            own = zip(self._rows, pool.map(row_digests, self._rows.values()), strict=True)
-            for name, digests in own:
+            of_rows = zip(self._rows, pool.map(row_digests, self._rows.values()), strict=True)
+            for name, digests in of_rows:
                 rows = self.shapes[name][0]
                 words = self.ranks.tell(digests.ljust(-(-rows // self.ranks.size) * 32, b"\0"))
                 ends = [self._range(rows, rank) for rank in range(self.ranks.size)]
@@ -109,8 +109,8 @@ class Shards:
                     word[: (end - begin) * 32]
                     for word, (begin, end) in zip(words, ends, strict=True)
                 ]
-                found[name] = hashlib.sha256(b"".join(parts)).hexdigest()
-        return found
+                by_name[name] = hashlib.sha256(b"".join(parts)).hexdigest()
+        return by_name
 
     # ------------------------------------------------------------------------------- the driver
 
@@ -198,20 +198,20 @@ class Shards:
             return self._gathered(names, [linear(x, self._rows[n].to(x.dtype)) for n in names])
         if what == _Do.GRADIENT:
             assert x is not None
-            own = slice(*self._range(self.shapes[names[0]][0], self.ranks.rank))
+            columns = slice(*self._range(self.shapes[names[0]][0], self.ranks.rank))
             weight = self._rows[names[0]].to(x.dtype)
-            return self.ranks.all_reduce(linear_backward(x[:, own].contiguous(), weight))
+            return self.ranks.all_reduce(linear_backward(x[:, columns].contiguous(), weight))
         if what == _Do.LENGTHS:
             squares = self._rows[names[0]].float().square().sum(1)
             return self._gathered(names, [squares[None]])[0]
         if what == _Do.ROWS:
             first, last = self._range(self.shapes[names[0]][0], self.ranks.rank)
-            found = self._rows[names[0]].new_zeros(end - begin, self.shapes[names[0]][1])
+            chosen = self._rows[names[0]].new_zeros(end - begin, self.shapes[names[0]][1])
             kept = slice(max(begin, first), min(end, last))
             if kept.start < kept.stop:
                 held = self._rows[names[0]][kept.start - first : kept.stop - first]
-                found[kept.start - begin : kept.stop - begin] = held
-            return self.ranks.all_reduce(found)
+                chosen[kept.start - begin : kept.stop - begin] = held
+            return self.ranks.all_reduce(chosen)
         return torch.empty(0)
 
     def _gathered(self, names: Sequence[str], parts: Sequence[Tensor]) -> Tensor:
@@ -219,14 +219,17 @@ class Shards:
         size = self.ranks.size
         widths = [-(-self.shapes[name][0] // size) for name in names]
         padded = [
-            F.pad(one, (0, width - one.shape[1])) for one, width in zip(parts, widths, strict=True)
+            F.pad(tensor, (0, width - tensor.shape[1]))
+            for tensor, width in zip(parts, widths, strict=True)
         ]
-        found = [one.split(widths, 1) for one in self.ranks.all_gather(torch.cat(padded, 1))]
+        by_rank = [
+            tensor.split(widths, 1) for tensor in self.ranks.all_gather(torch.cat(padded, 1))
+        ]
         whole = []
         for index, name in enumerate(names):
-            for rank, one in enumerate(found):
+            for rank, outputs in enumerate(by_rank):
                 begin, end = self._range(self.shapes[name][0], rank)
-                whole.append(one[index][:, : end - begin])
+                whole.append(outputs[index][:, : end - begin])
         return torch.cat(whole, 1)
 
 
@@ -239,7 +242,9 @@ class ShardedWeight:
 
     def joined(self, others: Sequence[Self]) -> ShardedWeight:
         """Return this matrix and others as one, [outs, in]."""
-        return replace(self, names=tuple(name for one in (self, *others) for name in one.names))
+        return replace(
+            self, names=tuple(name for weight in (self, *others) for name in weight.names)
+        )
 
     def linear(self, x: Tensor, others: Sequence[Self]) -> Tensor:
         """Return x Wᵀ by this matrix and others, side by side: [T, outs]."""

@@ -29,7 +29,7 @@ class SharedBase(BaseExecutor):
 
     def __init__(self, executor: Executor, engine: AsyncEngine) -> None:
         super().__init__(executor)
-        away = [name for name, one in self.multiplied.items() if is_remote(one)]
+        away = [name for name, weight in self.multiplied.items() if is_remote(weight)]
         if away:
             raise SplitError(
                 f"the weights of {self.name} are at a base executor, which split clients connect "
@@ -46,8 +46,8 @@ class SharedBase(BaseExecutor):
         rows, parts = len(inputs[0]), list[Sequence[Tensor]]()
 
         def act(begin: int, end: int) -> None:
-            part = super(SharedBase, self).run(piece, [one[begin:end] for one in inputs])
-            parts.append([one.cpu() for one in part])  # which waits for a GPU
+            part = super(SharedBase, self).run(piece, [tensor[begin:end] for tensor in inputs])
+            parts.append([tensor.cpu() for tensor in part])  # which waits for a GPU
 
         work: tuple[object, ...] = piece.weights
         if piece.kind != GRAPH:
@@ -63,10 +63,10 @@ class SharedBase(BaseExecutor):
     def answer(self, message: Message) -> Message:
         return self._wait(self._engine.call(lambda: super(SharedBase, self).answer(message)))
 
-    def _wait(self, done: Future[Result]) -> Result:
+    def _wait(self, future: Future[Result]) -> Result:
         while True:
             try:
-                return done.result(_LOOKS_S)
+                return future.result(_LOOKS_S)
             except TimeoutError:
                 if self._engine.ended is not None:
                     raise self._engine.ended from None

@@ -41,7 +41,7 @@ class CalledWeight:
 
     def joined(self, others: Sequence[Self]) -> CalledWeight:
         """Return this weight and others as one, [outs, in]."""
-        names = [name for one in (self, *others) for name in one.names]
+        names = [name for weight in (self, *others) for name in weight.names]
         return replace(self, names=tuple(names))
 
     def linear(self, x: Tensor, others: Sequence[Self]) -> Tensor:
@@ -62,12 +62,12 @@ class CalledWeight:
         (name,) = self.names
         if name not in self.squares:
             kinds = [((len(b),), torch.float32)]
-            (found,) = self.caller.tensors("lengths", kinds, name=name)
-            self.squares[name] = found.double()
-        given, scaled = a.double(), b.double() * scale
+            (squares,) = self.caller.tensors("lengths", kinds, name=name)
+            self.squares[name] = squares.double()
+        wide_a, scaled = a.double(), b.double() * scale
         through = self._run(Piece(LINEAR, self.names), a.float()).double()
         total = self.squares[name].to(a.device) + 2 * (through.t() * scaled).sum(1)
-        total += ((scaled @ (given @ given.t())) * scaled).sum(1)
+        total += ((scaled @ (wide_a @ wide_a.t())) * scaled).sum(1)
         return total.clamp_(min=0).sqrt_().to(a.dtype)
 
     def piece(self, text: str, layer: int, inputs: Sequence[Tensor]) -> Sequence[Tensor]:
@@ -80,11 +80,11 @@ class CalledWeight:
         graph = piece_of(text)
         types = [graph.types[name] for name in graph.outputs]
         wanted = [
-            ((len(inputs[0]), *one.features), getattr(torch, TORCH_NAMES[one.dtype]))
-            for one in types
+            ((len(inputs[0]), *type_.features), getattr(torch, TORCH_NAMES[type_.dtype]))
+            for type_ in types
         ]
-        found = self.caller.run_graph(str(piece), text, wanted, inputs, self.serves)
-        return [one.to(inputs[0].device) for one in found]
+        outputs = self.caller.run_graph(str(piece), text, wanted, inputs, self.serves)
+        return [tensor.to(inputs[0].device) for tensor in outputs]
 
     def digest(self) -> str:
         """Return the SHA-256 of the SHA-256 of all rows, as the base says."""
@@ -147,9 +147,9 @@ class CalledBase(Weights):
         return tensor if ranges is None else tensor[slices_of(ranges)]
 
     def _check_shape(self, kind: str, name: str, shape: Sequence[int]) -> None:
-        there = self._caller.facts[kind][name]
-        if list(there) != list(shape):
+        known = self._caller.facts[kind][name]
+        if list(known) != list(shape):
             raise SplitError(
-                f"{name} is {list(there)} at the base executor, and {list(shape)} here; install "
+                f"{name} is {list(known)} at the base executor, and {list(shape)} here; install "
                 "the same versions of pcg and transformers on both"
             )

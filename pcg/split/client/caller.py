@@ -100,19 +100,19 @@ def _is_rate(value: object) -> bool:
 
 
 def _are_texts(value: object) -> bool:
-    return isinstance(value, dict) and all(isinstance(one, str) for one in value.values())
+    return isinstance(value, dict) and all(isinstance(text, str) for text in value.values())
 
 
 def _are_names(value: object) -> bool:
-    return isinstance(value, (list, tuple)) and all(isinstance(one, str) for one in value)
+    return isinstance(value, (list, tuple)) and all(isinstance(name, str) for name in value)
 
 
 def _are_shapes(value: object) -> bool:
-    return isinstance(value, dict) and all(_is_shape(one, MOST_DIMS) for one in value.values())
+    return isinstance(value, dict) and all(_is_shape(shape, MOST_DIMS) for shape in value.values())
 
 
 def _are_matrices(value: object) -> bool:
-    return _are_shapes(value) and all(len(one) == 2 for one in value.values())  # type: ignore[attr-defined]
+    return _are_shapes(value) and all(len(shape) == 2 for shape in value.values())  # type: ignore[attr-defined]
 
 
 def _is_shape(value: object, most_dims: int) -> bool:
@@ -208,7 +208,10 @@ class Caller:
             SplitError: the base refuses it, and says why; or it is larger than the base takes.
             BaseLostError: the base is gone, or each time that this call is made.
         """
-        largest, most = max((one.nbytes for one in tensors), default=0), self.facts["most_bytes"]
+        largest, most = (
+            max((tensor.nbytes for tensor in tensors), default=0),
+            self.facts["most_bytes"],
+        )
         if largest > most:
             raise SplitError(
                 f"{op} has a tensor of {largest:,} bytes, and the base executor takes {most:,}; "
@@ -263,8 +266,8 @@ class Caller:
         shapes = [self.facts["pieces"][name] for name in piece.weights]
         width = shapes[0][1] if piece.kind == GRADIENT else sum(rows for rows, _ in shapes)
         wanted = [((len(x), width), x.dtype)]
-        (found,) = self.tensors("run", wanted, (x,), piece=str(piece), serves=serves)
-        return found
+        (outputs,) = self.tensors("run", wanted, (x,), piece=str(piece), serves=serves)
+        return outputs
 
     def run_graph(
         self, piece: str, text: str, wanted: Kinds, tensors: Sequence[Tensor], serves: bool
@@ -337,11 +340,11 @@ def _accepted(reply: Message) -> Message:
 
 def _as_wanted(reply: Message, op: str, wanted: Kinds) -> Sequence[Tensor]:
     kinds = [(tuple(shape), dtype) for shape, dtype in wanted]
-    given = [(tuple(one.shape), one.dtype) for one in reply.tensors]
-    if given != kinds:
+    received = [(tuple(tensor.shape), tensor.dtype) for tensor in reply.tensors]
+    if received != kinds:
         raise SplitError(
-            f"the base executor answers {op} with {_shown(given)}, and not with {_shown(kinds)}; "
-            "it is damaged, or no base executor of pcg"
+            f"the base executor answers {op} with {_shown(received)}, and not with "
+            f"{_shown(kinds)}; it is damaged, or no base executor of pcg"
         )
     return reply.tensors
 
@@ -360,42 +363,46 @@ class LayeredCaller(Caller):
     def __init__(self, callers: Sequence[Caller]) -> None:
         """Check that they are of one model. SplitError: they are not, or nobody holds a layer."""
         first = callers[0].facts
-        for one in callers:
-            if one.facts["digest"] != first["digest"]:
+        for caller in callers:
+            if caller.facts["digest"] != first["digest"]:
                 raise SplitError(
-                    f"the bases at {callers[0].where} and {one.where} have other weights: "
-                    f"{first['name']} and {one.facts['name']}; connect to bases of one model"
+                    f"the bases at {callers[0].where} and {caller.where} have other weights: "
+                    f"{first['name']} and {caller.facts['name']}; connect to bases of one model"
                 )
         self.callers = callers
         # A tied embedding is fetched from any base; only the base of the last layer multiplies it.
         self._holders = {
-            kind: {name: one for one in reversed(callers) for name in one.facts[kind]}
+            kind: {name: caller for caller in reversed(callers) for name in caller.facts[kind]}
             for kind in ("fetched", "pieces")
         }
-        pieces = {name: shape for one in callers for name, shape in one.facts["pieces"].items()}
-        absent = {name for one in callers for name in one.facts.get("absent", ())}
+        pieces = {
+            name: shape for caller in callers for name, shape in caller.facts["pieces"].items()
+        }
+        absent = {name for caller in callers for name in caller.facts.get("absent", ())}
         self.facts: Mapping[str, Any] = {
             **first,
             "pieces": pieces,
-            "fetched": {name: s for one in callers for name, s in one.facts["fetched"].items()},
+            "fetched": {
+                name: s for caller in callers for name, s in caller.facts["fetched"].items()
+            },
             "graphs": False,
             "absent": sorted(absent - pieces.keys()),
-            "rows": all(one.facts.get("rows") for one in callers),
+            "rows": all(caller.facts.get("rows") for caller in callers),
         }
 
     @property
     def where(self) -> str:
         """The addresses, with commas."""
-        return ",".join(one.where for one in self.callers)
+        return ",".join(caller.where for caller in self.callers)
 
     @property
     def moved(self) -> Moved:  # type: ignore[override]
         """Counts over all transports."""
-        every = [one.moved for one in self.callers]
+        every = [caller.moved for caller in self.callers]
         return Moved(
-            sum(one.calls for one in every),
-            sum(one.sent_bytes for one in every),
-            sum(one.received_bytes for one in every),
+            sum(counts.calls for counts in every),
+            sum(counts.sent_bytes for counts in every),
+            sum(counts.received_bytes for counts in every),
         )
 
     def call(self, op: str, tensors: Sequence[Tensor] = (), **fields: bool | int | str) -> Message:
@@ -404,7 +411,7 @@ class LayeredCaller(Caller):
             return self._at(kind, str(fields.get("name"))).call(op, tensors, **fields)
         piece = Piece.parse(str(fields["piece"]))
         where = [self._at("pieces", name) for name in piece.weights]
-        if all(one is where[0] for one in where):
+        if all(holder is where[0] for holder in where):
             return where[0].call(op, tensors, **fields)
         if piece.kind != LINEAR:
             raise SplitError(f"{piece} is at several base executors")
@@ -412,15 +419,15 @@ class LayeredCaller(Caller):
             caller.call(op, tensors, **{**fields, "piece": str(Piece(LINEAR, (name,)))})
             for caller, name in zip(where, piece.weights, strict=True)
         ]
-        joined = torch.cat([one.tensors[0] for one in replies], -1)
+        joined = torch.cat([reply.tensors[0] for reply in replies], -1)
         return Message("reply", replies[0].seq, tensors=(joined,))
 
     def close(self) -> None:
-        for one in self.callers:
-            one.close()
+        for caller in self.callers:
+            caller.close()
 
     def _at(self, kind: str, name: str) -> Caller:
-        found = self._holders[kind].get(name)
-        if found is None:
+        holder = self._holders[kind].get(name)
+        if holder is None:
             raise SplitError(f"none of the base executors at {self.where} has {name[:200]!r}")
-        return found
+        return holder

@@ -80,15 +80,15 @@ class CutReport:
             f"searched cut, link {self.link.name}: {self.link.latency_s * 1e3:.3g} ms a round "
             f"trip, {self.link.bytes_per_s * 8 / 1e9:.3g} Gbit/s"
         ]
-        for one in self.layers:
-            step = "training" if one.trains else "serving"
-            if one.cut is None:
-                lines.append(f"  {step} {one.name}: linear cut, as {one.reason}")
+        for layer in self.layers:
+            step = "training" if layer.trains else "serving"
+            if layer.cut is None:
+                lines.append(f"  {step} {layer.name}: linear cut, as {layer.reason}")
                 continue
-            costs = one.cut.costs
+            costs = layer.cut.costs
             lines.append(
-                f"  {step} {one.name}: {costs.round_trips} round trips a layer, "
-                f"each product a call {one.cut.fixed.round_trips}"
+                f"  {step} {layer.name}: {costs.round_trips} round trips a layer, "
+                f"each product a call {layer.cut.fixed.round_trips}"
             )
         return "\n".join(lines)
 
@@ -122,10 +122,10 @@ def searched_cut(
         rates: those that the base and the client reach, where they were measured.
     """
     try:
-        own = own_sheet(client)
+        client_sheet = own_sheet(client)
     except CostModelError:
-        own = "H100"  # a GPU without a sheet
-    models = rated_model(base_sheet, rates[0]), rated_model(own, rates[1])
+        client_sheet = "H100"  # a GPU without a sheet
+    models = rated_model(base_sheet, rates[0]), rated_model(client_sheet, rates[1])
     serving = SplitCosts(*models, link, SERVED_TOKENS, TRAINED_TOKENS)
     training = SplitCosts(*models, link, TRAINED_TOKENS, TRAINED_TOKENS)
     report = CutReport(link)
@@ -294,7 +294,7 @@ class SplitExecutor(Executor):
 
 
 @takes(ConnectArguments, SplitError)
-def connect(given: ConnectArguments) -> SplitExecutor:
+def connect(arguments: ConnectArguments) -> SplitExecutor:
     """Connect to a base executor: an executor that generates and finetunes by its weights.
 
     Raises:
@@ -302,26 +302,28 @@ def connect(given: ConnectArguments) -> SplitExecutor:
         BaseLostError: no base answers there.
         PcgError: what cannot be read, traced or attached is named.
     """
-    privacy = privacy_of(given.privacy)
-    if given.cut not in ("searched", "linear"):
-        raise SplitError(f"cut={given.cut!r}; use searched or linear")
-    if given.link is not None:
-        SplitLink.parse(given.link)  # refuses one that is none before anything is opened
-    if given.program is not None:
-        check_given(given.peft, given.model, given.memory_budget, ConnectArguments.memory_budget)
-    model = None if given.model is None else resolve(given.model)
+    privacy = privacy_of(arguments.privacy)
+    if arguments.cut not in ("searched", "linear"):
+        raise SplitError(f"cut={arguments.cut!r}; use searched or linear")
+    if arguments.link is not None:
+        SplitLink.parse(arguments.link)  # refuses one that is none before anything is opened
+    if arguments.program is not None:
+        check_given(
+            arguments.peft, arguments.model, arguments.memory_budget, ConnectArguments.memory_budget
+        )
+    model = None if arguments.model is None else resolve(arguments.model)
     hello = {
-        "key": given.api_key or os.environ.get(VARIABLE),
+        "key": arguments.api_key or os.environ.get(VARIABLE),
         "config": None if model is None else model.config,
-        "dtype": dtype_name(given.dtype),
+        "dtype": dtype_name(arguments.dtype),
         "client": f"process {os.getpid()}",
     }
-    caller = _caller(given.where, given.curve_server, given, hello)
+    caller = _caller(arguments.where, arguments.curve_server, arguments, hello)
     noise = None
     try:
         if privacy is not None:
-            noise = Noise(privacy, _effects(privacy, caller, given, hello))
-        return _split_executor(caller, given, model, noise)
+            noise = Noise(privacy, _effects(privacy, caller, arguments, hello))
+        return _split_executor(caller, arguments, model, noise)
     except BaseException:
         caller.close()
         if noise is not None:
@@ -330,7 +332,7 @@ def connect(given: ConnectArguments) -> SplitExecutor:
 
 
 def _caller(
-    where: Place, server: str | Path | None, given: ConnectArguments, hello: Mapping[str, Any]
+    where: Place, server: str | Path | None, arguments: ConnectArguments, hello: Mapping[str, Any]
 ) -> Caller:
     """Connect to a base, or to all of several. SplitError: there are layers that none holds.
 
@@ -343,9 +345,11 @@ def _caller(
     try:
         for place in places:
             transport = (
-                place if isinstance(place, Transport) else _transport(place.strip(), given, server)
+                place
+                if isinstance(place, Transport)
+                else _transport(place.strip(), arguments, server)
             )
-            times = {"connect_s": given.connect_s, "lost_s": given.lost_s}
+            times = {"connect_s": arguments.connect_s, "lost_s": arguments.lost_s}
             callers.append(Caller(transport, hello, **times))
         caller = callers[0] if len(callers) == 1 else LayeredCaller(callers)
         absent = caller.facts.get("absent")
@@ -361,27 +365,27 @@ def _caller(
         raise
 
 
-def _transport(where: str, given: ConnectArguments, server: str | Path | None) -> Transport:
+def _transport(where: str, arguments: ConnectArguments, server: str | Path | None) -> Transport:
     """Return a transport. SplitError: it is refused to send keys and tensors in clear."""
     curve = None
     if server is not None:
-        own = None if given.curve_key is None else Path(given.curve_key)
-        curve = ClientCurve.read(server, own)
-    elif given.curve_key is not None:
+        certificate = None if arguments.curve_key is None else Path(arguments.curve_key)
+        curve = ClientCurve.read(server, certificate)
+    elif arguments.curve_key is not None:
         raise SplitError(
             f"curve_key is for encrypted connections; give the CURVE key of {where}, too"
         )
     host, _ = address_of(where)
-    if not (is_loopback(host) or curve is not None or given.plaintext):
+    if not (is_loopback(host) or curve is not None or arguments.plaintext):
         raise SplitError(
             f"{where} is another machine, and keys and tensors would be sent to it in clear; give "
             "its CURVE key by curve_server=…, or plaintext=True to let them"
         )
-    return transport_to(where, given.transport, curve)
+    return transport_to(where, arguments.transport, curve)
 
 
 def _effects(
-    privacy: Privacy, caller: Caller, given: ConnectArguments, hello: Mapping[str, Any]
+    privacy: Privacy, caller: Caller, arguments: ConnectArguments, hello: Mapping[str, Any]
 ) -> Effects:
     """Return what computes the effects of noise. SplitError: it does not fit the base."""
     at = privacy.effects
@@ -396,7 +400,7 @@ def _effects(
         return EffectsHere(caller)
     asked = {**hello, "digest": caller.facts["digest"]}
     asked["key"] = privacy.effects_api_key or hello["key"]
-    second = _caller(at, privacy.effects_curve_server, given, asked)
+    second = _caller(at, privacy.effects_curve_server, arguments, asked)
     if not set(_instances(second)).isdisjoint(_instances(caller)):
         where = second.where
         second.close()
@@ -410,23 +414,23 @@ def _effects(
 def _instances(caller: Caller) -> list[str]:
     """Return what identifies the processes that a caller calls."""
     callers = caller.callers if isinstance(caller, LayeredCaller) else [caller]
-    return [one.facts["instance"] for one in callers]
+    return [connection.facts["instance"] for connection in callers]
 
 
 def _split_executor(
-    caller: Caller, given: ConnectArguments, model: ModelSource | None, noise: Noise | None
+    caller: Caller, arguments: ConnectArguments, model: ModelSource | None, noise: Noise | None
 ) -> SplitExecutor:
     facts = caller.facts
-    place, cut = _cut(caller, given)
-    if given.program is not None:
-        program = load_for(given.program, facts, linear_only=place is None)
+    place, cut = _cut(caller, arguments)
+    if arguments.program is not None:
+        program = load_for(arguments.program, facts, linear_only=place is None)
     else:
         program = compile_program(
             dict(facts["config"]),
-            given.peft,
+            arguments.peft,
             backend="torch",
             dtype=facts["dtype"],
-            memory_budget=given.memory_budget,
+            memory_budget=arguments.memory_budget,
             place=place,
         )
     if model is not None and model.weight_files:
@@ -436,7 +440,9 @@ def _split_executor(
         directory = None if model is None else model.directory
         if directory is None:
             directory = _write_files(facts["files"], Path(folder))
-        executor = make_executor(program, weights, given.peft, directory, given.device, place=place)
+        executor = make_executor(
+            program, weights, arguments.peft, directory, arguments.device, place=place
+        )
     executor.__class__ = SplitExecutor
     assert isinstance(executor, SplitExecutor)
     executor.caller = caller
@@ -445,17 +451,17 @@ def _split_executor(
     return executor
 
 
-def _cut(caller: Caller, given: ConnectArguments) -> tuple[CallPieces | None, CutReport]:
+def _cut(caller: Caller, arguments: ConnectArguments) -> tuple[CallPieces | None, CutReport]:
     """Return the pass that cuts the layers, None where each product is a call, and its report."""
-    if given.privacy is not None:
+    if arguments.privacy is not None:
         return None, CutReport(None, "noise hides linear operators alone")
-    if given.cut == "linear":
+    if arguments.cut == "linear":
         return None, CutReport(None, "it was asked for")
     if not caller.facts["graphs"]:
         return None, CutReport(None, "several ranks or bases hold the weights")
-    device, sheet = machine_device(given.device), str(caller.facts["device"])
-    if given.link is not None:
-        return searched_cut(SplitLink.parse(given.link), sheet, device)
+    device, sheet = machine_device(arguments.device), str(caller.facts["device"])
+    if arguments.link is not None:
+        return searched_cut(SplitLink.parse(arguments.link), sheet, device)
     known = caller.facts["rates"]
     rates = (
         None if known is None else OwnRates(**known),
@@ -466,10 +472,10 @@ def _cut(caller: Caller, given: ConnectArguments) -> tuple[CallPieces | None, Cu
 
 def _check_weights(program: Program, model: ModelSource, facts: Mapping[str, Any]) -> None:
     """Compare the client's own files with the base's weights. SplitError: they differ."""
-    own = Checkpoint.open(model, program.base_prefix)
-    store = WeightStore(program, own, torch.device("cpu"))
+    checkpoint = Checkpoint.open(model, program.base_prefix)
+    store = WeightStore(program, checkpoint, torch.device("cpu"))
     difference = weights_difference(weight_digests(store), facts["digests"])
-    own.release()
+    checkpoint.release()
     if difference:
         raise SplitError(
             f"the weights of {model.name} are not those of the base {facts['name']}: they differ "

@@ -105,8 +105,8 @@ class Privacy:
     @property
     def dtype(self) -> torch.dtype:
         """The dtype of rows with noise."""
-        found: torch.dtype = getattr(torch, self.precision)
-        return found
+        dtype: torch.dtype = getattr(torch, self.precision)
+        return dtype
 
     @property
     def step(self) -> float:
@@ -117,9 +117,9 @@ class Privacy:
         return 8 * torch.finfo(self.dtype).eps
 
 
-def privacy_of(given: str | Privacy | None) -> Privacy | None:
+def privacy_of(option: str | Privacy | None) -> Privacy | None:
     """Return what `connect` was given, a word for `effects` among it, as options."""
-    return Privacy(given) if isinstance(given, str) else given
+    return Privacy(option) if isinstance(option, str) else option
 
 
 _SLICE_BYTES = 2**24
@@ -168,7 +168,7 @@ class EffectsHere(Effects):
         for name in piece.weights:
             outs, ins = self._caller.facts["pieces"][name]
             is_linear = piece.kind == LINEAR
-            found = noise.new_zeros(len(noise), outs if is_linear else ins)
+            effects = noise.new_zeros(len(noise), outs if is_linear else ins)
             step = max(1, _SLICE_BYTES // (ins * noise.element_size()))
             for begin in range(0, outs, step):
                 end = min(begin + step, outs)
@@ -178,10 +178,10 @@ class EffectsHere(Effects):
                 self.downloaded_bytes += stored.nbytes
                 weight = stored.to(noise.dtype)
                 if is_linear:
-                    torch.mm(noise, weight.t(), out=found[:, begin:end])
+                    torch.mm(noise, weight.t(), out=effects[:, begin:end])
                 else:
-                    found.addmm_(noise[:, begin:end], weight)
-            parts.append(found)
+                    effects.addmm_(noise[:, begin:end], weight)
+            parts.append(effects)
         return torch.cat(parts, -1)
 
 
@@ -247,8 +247,8 @@ class Noise:
         # Both are multiples of one step, so that their sum, however it is rounded, tells of the
         # row nothing but its own multiple.
         hidden = self._on_grid(rows / size).add_(noise).mul_(size)
-        found = ask(hidden.to(self._privacy.dtype))
-        return torch.sub(found.cpu(), effects, alpha=size).to(x.dtype)
+        outputs = ask(hidden.to(self._privacy.dtype))
+        return torch.sub(outputs.cpu(), effects, alpha=size).to(x.dtype)
 
     def close(self) -> None:
         """Drop the pools, and end what computes effects."""
@@ -306,7 +306,7 @@ def _cell_thresholds() -> Tensor:
     The last cell begins 9 deviations from 0, where 2⁻⁶³ is the least that there is.
     """
     weights = [math.exp(-0.5 * (a / _CELLS) ** 2) for a in range(9 * _CELLS + 1)]
-    counts = [round(one / math.fsum(weights) * 2.0**63) for one in weights]
+    counts = [round(weight / math.fsum(weights) * 2.0**63) for weight in weights]
     counts[0] += 2**63 - sum(counts)
     return torch.tensor(list(accumulate(counts))[:-1])
 
@@ -324,10 +324,10 @@ def _gaussian(rows: int, width: int) -> Tensor:
     Source: Ducas, Durmus, Lepoint, Lyubashevsky, "Lattice signatures and bimodal Gaussians" (BLISS,
     CRYPTO 2013), Algorithm 11.
     """
-    found, done = torch.empty(rows * width, dtype=torch.float64), 0
-    while done < len(found):
+    numbers_kept, count_kept = torch.empty(rows * width, dtype=torch.float64), 0
+    while count_kept < len(numbers_kept):
         # 9 in 10 are kept.
-        count = min((len(found) - done) * 9 // 8 + 64, _DRAWN_AT_ONCE)
+        count = min((len(numbers_kept) - count_kept) * 9 // 8 + 64, _DRAWN_AT_ONCE)
         bits = torch.frombuffer(bytearray(os.urandom(24 * count)), dtype=torch.int64)
         of_cell, of_place, of_choice = bits.view(3, count)
         cell = torch.searchsorted(_THRESHOLDS, of_cell & (2**63 - 1), right=True).double()
@@ -336,10 +336,12 @@ def _gaussian(rows: int, width: int) -> Tensor:
         is_kept = (of_choice & (2**53 - 1)).double().mul_(2.0**-53) < chance
         numbers, is_negative = (cell + place) / _CELLS, of_place < 0
         is_kept &= (numbers != 0) | ~is_negative  # 0 is drawn with either sign, and counts once
-        kept = torch.where(is_negative, -numbers, numbers)[is_kept][: len(found) - done]
-        found[done : done + len(kept)] = kept
-        done += len(kept)
-    return found.view(rows, width)
+        kept = torch.where(is_negative, -numbers, numbers)[is_kept][
+            : len(numbers_kept) - count_kept
+        ]
+        numbers_kept[count_kept : count_kept + len(kept)] = kept
+        count_kept += len(kept)
+    return numbers_kept.view(rows, width)
 
 
 def _orthogonal(size: int) -> Tensor:

@@ -177,6 +177,6 @@ def deferred_rows(
         at = row[:, :, None] + column[:, None, :]
         b = tl.load(memory + at, kept[:, :, None] & inside[:, None, :], 0.0)
         each = (own_s + k)[:, None, :] + part * part_stride
-        own = tl.sum(tl.load(each, kept[:, None, :] & (part < parts), 0.0), 1)
-        total += tl.sum(b.to(tl.float32) * own[:, :, None], 1)
+        factors = tl.sum(tl.load(each, kept[:, None, :] & (part < parts), 0.0), 1)
+        total += tl.sum(b.to(tl.float32) * factors[:, :, None], 1)
     return total

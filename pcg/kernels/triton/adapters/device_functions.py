@@ -62,12 +62,12 @@ def of_slice(j, first, second, third, SLICES: tl.constexpr):
 
     With one, all slices share the first.
     """
-    found = first
+    chosen = first
     if SLICES > 1:
-        found = tl.where(j == 1, second, found)
+        chosen = tl.where(j == 1, second, chosen)
     if SLICES > 2:
-        found = tl.where(j == 2, third, found)
-    return found
+        chosen = tl.where(j == 2, third, chosen)
+    return chosen
 
 
 @triton.jit
@@ -143,9 +143,9 @@ def expand_token(
         k = first_rank + tl.arange(0, 16)
         row = rows_at(entries + k, memory, k < rank)
         chosen = (part < PARTS)[:, None] & (k < rank)[None, :]
-        own = tl.sum(tl.load(s + at + k[None, :], chosen, 0.0), 0) * scale
+        factors = tl.sum(tl.load(s + at + k[None, :], chosen, 0.0), 0) * scale
         b = tl.load(memory + row[:, None] + n[None, :], (k < rank)[:, None] & inside[None, :], 0.0)
-        total += tl.sum(b.to(tl.float32) * own[:, None], 0)
+        total += tl.sum(b.to(tl.float32) * factors[:, None], 0)
     return total
 
 

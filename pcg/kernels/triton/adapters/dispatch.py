@@ -76,8 +76,8 @@ def tiles_of(lora: LoraRows, x: Tensor) -> TokenTiles:
     known = lora.tokens.known
     if "tiles" not in known:
         known["tiles"] = tiles_on(lora.tokens.spans, x.device)
-    found: TokenTiles = known["tiles"]
-    return found
+    tiles: TokenTiles = known["tiles"]
+    return tiles
 
 
 def matrices_of(lora: LoraRows) -> tuple[RankRows, RankRows]:
@@ -102,28 +102,28 @@ def matrices_of(lora: LoraRows) -> tuple[RankRows, RankRows]:
                 lora.out_sizes,
             ),
         )
-    found: tuple[RankRows, RankRows] = lora.known["matrices"]
-    return found
+    matrices: tuple[RankRows, RankRows] = lora.known["matrices"]
+    return matrices
 
 
 def scale(y: Tensor, vector: Any, base: Tensor | None = None) -> Tensor:
     """vector ⊙ (y - base) + base, each token by its own adapter's vector."""
-    for one in by_width(vector):
-        if _is_stack(y, one):
+    for of_width in by_width(vector):
+        if _is_stack(y, of_width):
             # What the base makes may be read elsewhere, too.
-            y = segmented_scale(y.clone(), *_vectors(y, one), base)
+            y = segmented_scale(y.clone(), *_vectors(y, of_width), base)
         else:
-            y = torch_ops.scale(y, one, base)
+            y = torch_ops.scale(y, of_width, base)
     return y
 
 
 def bias_add(y: Tensor, bias: Any, base: Tensor | None = None) -> Tensor:
     """y + bias, or y + (bias - base), each token with its own adapter's bias."""
-    for one in by_width(bias):
-        if _is_stack(y, one):
-            y = segmented_bias_add(y, *_vectors(y, one), base)
+    for of_width in by_width(bias):
+        if _is_stack(y, of_width):
+            y = segmented_bias_add(y, *_vectors(y, of_width), base)
         else:
-            y = torch_ops.bias_add(y, one, base)
+            y = torch_ops.bias_add(y, of_width, base)
     return y
 
 

@@ -49,13 +49,13 @@ def shrink_width(
     for first in range(low, high, BLOCK_K):
         i = first + tl.arange(0, BLOCK_K)
         inside = (i < size)[None, :]
-        own = tl.load(x + token[:, None] + (start + i)[None, :], taken[:, None] & inside, 0.0)
+        of_x = tl.load(x + token[:, None] + (start + i)[None, :], taken[:, None] & inside, 0.0)
         at_a = i[None, :] * TURNED + k[:, None] if TURNED else row[:, None] + i[None, :]
         a = tl.load(memory + at_a, kept & inside, 0.0)
-        if own.dtype == a.dtype:
-            total = tl.dot(own, tl.trans(a), total, input_precision="ieee")
+        if of_x.dtype == a.dtype:
+            total = tl.dot(of_x, tl.trans(a), total, input_precision="ieee")
         else:
-            total = wide_product(own, tl.trans(a), total)
+            total = wide_product(of_x, tl.trans(a), total)
     at = m[:, None] * width + k[None, :]
     tl.store(s + at, total * scale, taken[:, None] & (k < width)[None, :])
 
@@ -95,14 +95,14 @@ def shrink_kernel(
         return
     low = part * part_columns
     high = tl.minimum(low + part_columns, size)
-    own = tl.minimum(rank - first_rank, BLOCK_R)
-    if own <= 16:
+    block_ranks = tl.minimum(rank - first_rank, BLOCK_R)
+    if block_ranks <= 16:
         shrink_width(
             x, token, m, taken, start, size, memory, row, k, rank, low, high, scale, s, width,
             BLOCK_K, TURNED,
         )  # fmt: skip
     if BLOCK_R >= 32:
-        is_middle = (own > 16) & (own <= 32)
+        is_middle = (block_ranks > 16) & (block_ranks <= 32)
         if is_middle:
             middle = first_rank + tl.arange(0, 32)
             of_middle = rows_at(entries + middle, memory, middle < width)
@@ -111,7 +111,7 @@ def shrink_kernel(
                 scale, s, width, BLOCK_K, TURNED,
             )  # fmt: skip
     if BLOCK_R == 64:
-        is_widest = own > 32
+        is_widest = block_ranks > 32
         if is_widest:
             widest = first_rank + tl.arange(0, 64)
             of_widest = rows_at(entries + widest, memory, widest < width)
@@ -234,8 +234,8 @@ def expand_tokens_kernel(
             return
     n = low + tl.arange(0, BLOCK_N)
     inside = n < size
-    own = token.to(tl.int64)
-    before = tl.load(y + tl.multiple_of(own * stride, 8) + start + n, inside, 0.0)
+    place = token.to(tl.int64)
+    before = tl.load(y + tl.multiple_of(place * stride, 8) + start + n, inside, 0.0)
     s += j * sums + first_sum
     total = tl.zeros((BLOCK_N,), tl.float32)
     for summed in tl.static_range(SUMMED):
@@ -250,7 +250,7 @@ def expand_tokens_kernel(
             total, memory, entries, rank, n, inside, s + summed * sums, slices * sums, scale,
             PARTS, PART_BLOCK, STAGES,
         )  # fmt: skip
-    z += tl.multiple_of(own * z_stride, 8) + start + n
+    z += tl.multiple_of(place * z_stride, 8) + start + n
     tl.store(z, (before.to(tl.float32) + total).to(before.dtype), inside)
 
 
@@ -283,15 +283,15 @@ def outer_kernel(
     k = first_rank + tl.arange(0, BLOCK_R)
     inside = n < size
     total = tl.zeros((BLOCK_N, BLOCK_R), tl.float32)
-    for done in range(0, count, BLOCK_T):
-        t = done + tl.arange(0, BLOCK_T)
+    for first_token in range(0, count, BLOCK_T):
+        t = first_token + tl.arange(0, BLOCK_T)
         taken = t < count
         token = tokens_at(order, first_place + t, taken, stride)
         at = token[:, None] + (start + n)[None, :]
-        own = tl.load(x + at, taken[:, None] & inside[None, :], 0.0)
+        of_x = tl.load(x + at, taken[:, None] & inside[None, :], 0.0)
         of_place = t[:, None] * width + k[None, :]
         of_token = tl.load(s + of_place, taken[:, None], 0.0)
-        total = wide_product(tl.trans(own), of_token, total)
+        total = wide_product(tl.trans(of_x), of_token, total)
     if HAS_SCALES:
         total *= tl.load(scales + matrix)
     if TURNED:

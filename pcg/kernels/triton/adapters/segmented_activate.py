@@ -165,8 +165,8 @@ def sum_kernel(
     k = first_k + tl.arange(0, BLOCK_R)
     defined = (k < (width + 15) // 16 * 16)[None, :]
     lines = tl.zeros((BLOCK_T, BLOCK_R), tl.float32)
-    for done in range(0, count, BLOCK_T):
-        t = done + tl.arange(0, BLOCK_T)
+    for first_token in range(0, count, BLOCK_T):
+        t = first_token + tl.arange(0, BLOCK_T)
         at = t[:, None] * stride + k[None, :]
         lines += tl.load(ds + at, (t < count)[:, None] & defined, 0.0)
     total = tl.sum(lines, 0)

@@ -104,7 +104,7 @@ def shrink(
     is_decode, is_wide = tiles.block == DECODE_BLOCK, a.memory.dtype == torch.float32
     if not is_wide:
         # Not in the kernel, where tensor cores would read what is converted from registers.
-        every = [one.to(a.memory.dtype) for one in every]
+        every = [tokens.to(a.memory.dtype) for tokens in every]
         check_slices(every, a)
     block_r = min(rank_block(tiles.block), triton.next_power_of_2(tiles.width))
     is_large = is_wide and block_r > 16  # tiles of fp32 rows
@@ -189,22 +189,22 @@ def expand_add_each(
     """As `expand_add`, of a y of each slice's own to new tensors; not for the tiles of decode."""
     check_slices(every, b)
     check_partial_sums(s, b, tiles)
-    found = [torch.empty(y.shape, dtype=y.dtype, device=y.device) for y in every]
+    outputs = [torch.empty(y.shape, dtype=y.dtype, device=y.device) for y in every]
     if tiles.capacity.tiles:
-        _expand(every, found, s, b, tiles, scales, 1)
-    return found
+        _expand(every, outputs, s, b, tiles, scales, 1)
+    return outputs
 
 
 def _expand(
     every: Sequence[Tensor],
-    made: Sequence[Tensor],
+    outputs: Sequence[Tensor],
     s: Tensor,
     b: RankRows,
     tiles: TokenTiles,
     scales: Tensor | None,
     summed: int,
 ) -> None:
-    is_wide, y, z = b.memory.dtype == torch.float32, every[0], made[0]
+    is_wide, y, z = b.memory.dtype == torch.float32, every[0], outputs[0]
     # y of 128 by 64 is 64 registers a thread; fp32 factors take registers too.
     block_n = 128 // (2 if is_wide else 1)
     columns = triton.cdiv(max(b.sizes), block_n)
@@ -214,23 +214,23 @@ def _expand(
         HAS_SCALES=scales is not None, SUMMED=summed, PARTS=s.shape[0],
         BLOCK_M=tiles.block, BLOCK_N=block_n, TURNED=b.turned,
         **_own("y", every), **_memories(b), OUTPUTS=len(every),
-        **{f"z_{number}": one for number, one in enumerate(made) if number},
+        **{f"z_{number}": output for number, output in enumerate(outputs) if number},
         num_warps=8 if is_wide else 4, num_stages=2,
     )  # fmt: skip
 
 
 def _own(name: str, every: Sequence[Tensor]) -> dict[str, Any]:
     """The arguments of a kernel for the tensors of tokens of the slices behind the first."""
-    found: dict[str, Any] = {}
-    for number, one in enumerate(every[1:], 1):
-        found |= {f"{name}_{number}": one, f"stride_{number}": one.stride(0)}
-    return found
+    arguments: dict[str, Any] = {}
+    for number, tensor in enumerate(every[1:], 1):
+        arguments |= {f"{name}_{number}": tensor, f"stride_{number}": tensor.stride(0)}
+    return arguments
 
 
 def _memories(rows: RankRows) -> dict[str, Any]:
     """The arguments of a kernel for the memories of the slices behind the first."""
-    own = {f"memory_{number}": one for number, one in enumerate(rows.others, 1)}
-    return {**own, "MEMORIES": 1 + len(rows.others)}
+    arguments = {f"memory_{number}": memory for number, memory in enumerate(rows.others, 1)}
+    return {**arguments, "MEMORIES": 1 + len(rows.others)}
 
 
 def segment_outer(

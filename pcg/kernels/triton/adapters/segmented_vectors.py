@@ -58,13 +58,13 @@ def vector_kernel(
     y += tokens_at(order, first_place + m, taken, stride)[:, None] + c[None, :]
     chosen = taken[:, None] & inside[None, :]
     before = tl.load(y, chosen, 0.0)
-    own = tl.zeros((BLOCK_N,), tl.float32)
+    of_base = tl.zeros((BLOCK_N,), tl.float32)
     if HAS_BASE:
-        own = tl.load(base + c, inside, 0.0).to(tl.float32)
+        of_base = tl.load(base + c, inside, 0.0).to(tl.float32)
     if ADDS:
-        after = before.to(tl.float32) + (v - own)[None, :]
+        after = before.to(tl.float32) + (v - of_base)[None, :]
     else:
-        after = (before.to(tl.float32) - own[None, :]) * v[None, :] + own[None, :]
+        after = (before.to(tl.float32) - of_base[None, :]) * v[None, :] + of_base[None, :]
     tl.store(y, after.to(before.dtype), chosen)
 
 
@@ -129,12 +129,12 @@ def inner_kernel(
     n = low + tl.arange(0, BLOCK_N)
     inside = n < size
     c = start + n
-    own = tl.zeros((BLOCK_N,), tl.float32)
+    of_base = tl.zeros((BLOCK_N,), tl.float32)
     if HAS_BASE:
-        own = tl.load(base + c, inside, 0.0).to(tl.float32)
+        of_base = tl.load(base + c, inside, 0.0).to(tl.float32)
     lines = tl.zeros((BLOCK_T, BLOCK_N), tl.float32)
-    for done in range(0, count, BLOCK_T):
-        t = done + tl.arange(0, BLOCK_T)
+    for first_token in range(0, count, BLOCK_T):
+        t = first_token + tl.arange(0, BLOCK_T)
         taken = t < count
         chosen = taken[:, None] & inside[None, :]
         token = tl.load(order + first_place + t, taken, 0).to(tl.int64)
@@ -143,7 +143,7 @@ def inner_kernel(
         if HAS_Y:
             of_y = tl.multiple_of(token * y_stride, [8])
             right = tl.load(y + of_y[:, None] + c[None, :], chosen, 0.0).to(tl.float32)
-            left *= right - own[None, :]
+            left *= right - of_base[None, :]
         lines += left
     total = tl.sum(lines, 0)
     if HAS_SCALES:

@@ -146,17 +146,17 @@ class _Segment:
     count: int
     sum_: int
 
-    def item(self, done: int, count: int, first_rank: int) -> list[int]:
+    def item(self, offset: int, count: int, first_rank: int) -> list[int]:
         number, first, width = self.slot
-        start = self.sum_ + done * width
-        return [number, self.place + done, count, width, first, start, first_rank, 0]
+        start = self.sum_ + offset * width
+        return [number, self.place + offset, count, width, first, start, first_rank, 0]
 
     def items(self, block: int, ranks: range) -> Iterator[list[int]]:
         """The items of its tiles, for blocks of ranks that begin at these."""
-        for done in range(0, self.count, block):
-            count = min(block, self.count - done)
+        for offset in range(0, self.count, block):
+            count = min(block, self.count - offset)
             for first_rank in ranks:
-                yield self.item(done, count, first_rank)
+                yield self.item(offset, count, first_rank)
 
 
 def token_tiles(
@@ -173,21 +173,27 @@ def token_tiles(
     """
     if block not in (DECODE_BLOCK, PREFILL_BLOCK):
         raise CodegenError(f"a tile of {block} places; {DECODE_BLOCK} or {PREFILL_BLOCK} can be")
-    own = sorted((slot, start, length) for start, length, slot in spans if slot[0] >= 0 and length)
-    order = _order(own)
-    segments = _segments(own)
+    sorted_spans = sorted(
+        (slot, start, length) for start, length, slot in spans if slot[0] >= 0 and length
+    )
+    order = _order(sorted_spans)
+    segments = _segments(sorted_spans)
     step = rank_block(block)
     firsts, more = [], []
     if capacity is None or capacity.segments:
-        firsts = [one.item(0, one.count, 0) for one in segments]
+        firsts = [segment.item(0, segment.count, 0) for segment in segments]
         more = [
-            item for one in segments for item in one.items(one.count, _ranks(one.slot, RANK_STEP))
+            item
+            for segment in segments
+            for item in segment.items(segment.count, _ranks(segment.slot, RANK_STEP))
         ]
-    tiles = [item for one in segments for item in one.items(block, range(1))]
-    wide = [item for one in segments for item in one.items(block, _ranks(one.slot, step))]
-    has_tokens = bool(own) and block == DECODE_BLOCK
+    tiles = [item for segment in segments for item in segment.items(block, range(1))]
+    wide = [
+        item for segment in segments for item in segment.items(block, _ranks(segment.slot, step))
+    ]
+    has_tokens = bool(sorted_spans) and block == DECODE_BLOCK
     tokens = max((start + length for start, length, _ in spans), default=0) if has_tokens else 0
-    sums = sum(one.count * one.slot.width for one in segments)
+    sums = sum(segment.count * segment.slot.width for segment in segments)
     needed = TileCapacity(len(order), len(firsts), len(more), len(tiles), len(wide), tokens, sums)
     capacity = capacity or needed
     for field, need, room in zip(fields(needed), astuple(needed), astuple(capacity), strict=True):
@@ -196,19 +202,19 @@ def token_tiles(
                 f"{need} {field.name} of tokens with adapters, and capacity for {room}; make that "
                 "by TileCapacity.of as many tokens, slots and ranks"
             )
-    width = max((one.slot.width for one in segments), default=RANK_STEP)
-    found = TokenTiles(torch.zeros(capacity.size, dtype=torch.int32), capacity, block, width)
-    found.order.numpy()[: len(order)] = order
+    width = max((segment.slot.width for segment in segments), default=RANK_STEP)
+    lists = TokenTiles(torch.zeros(capacity.size, dtype=torch.int32), capacity, block, width)
+    lists.order.numpy()[: len(order)] = order
     for list_, beginning, first, rest in (
-        (found.segments, capacity.segments, firsts, more),
-        (found.tiles, capacity.tiles, tiles, wide),
+        (lists.segments, capacity.segments, firsts, more),
+        (lists.tiles, capacity.tiles, tiles, wide),
     ):
         for start, items in ((0, first), (beginning, rest)):
             if items:
                 list_.numpy()[start : start + len(items)] = items
     if capacity.tokens:
-        _write_tokens(found.by_token.numpy(), segments, order)
-    return found
+        _write_tokens(lists.by_token.numpy(), segments, order)
+    return lists
 
 
 def tiles_on(spans: Sequence[TileSpan], device: torch.device) -> TokenTiles:
@@ -223,11 +229,11 @@ def _ranks(slot: AdapterSlot, step: int) -> range:
     return range(step, slot.width, step)
 
 
-def _segments(own: Sequence[tuple[AdapterSlot, int, int]]) -> list[_Segment]:
+def _segments(spans: Sequence[tuple[AdapterSlot, int, int]]) -> list[_Segment]:
     """The segments of slot, first token and length of sorted spans."""
     segments: list[_Segment] = []
     place = sum_ = 0
-    for slot, _, length in own:
+    for slot, _, length in spans:
         if segments and segments[-1].slot == slot:
             segments[-1] = replace(segments[-1], count=segments[-1].count + length)
         else:
@@ -238,22 +244,22 @@ def _segments(own: Sequence[tuple[AdapterSlot, int, int]]) -> list[_Segment]:
 
 def _write_tokens(by_token: np.ndarray, segments: Sequence[_Segment], order: np.ndarray) -> None:
     by_token[:, 0] = -1
-    for one in segments:
-        number, first, width = one.slot
-        tokens = order[one.place : one.place + one.count]
+    for segment in segments:
+        number, first, width = segment.slot
+        tokens = order[segment.place : segment.place + segment.count]
         by_token[tokens, :3] = number, width, first
-        by_token[tokens, 3] = one.sum_ + width * np.arange(one.count)
+        by_token[tokens, 3] = segment.sum_ + width * np.arange(segment.count)
 
 
-def _order(own: Sequence[tuple[AdapterSlot, int, int]]) -> np.ndarray:
+def _order(spans: Sequence[tuple[AdapterSlot, int, int]]) -> np.ndarray:
     """The tokens of the spans one behind the other. CodegenError: two spans share a token."""
     end = 0
-    for start, length, slot in sorted((start, length, slot) for slot, start, length in own):
+    for start, length, slot in sorted((start, length, slot) for slot, start, length in spans):
         if start < end:
             raise CodegenError(
                 f"{length} tokens from {start} with slot {slot.number} begin before the span in "
                 f"front of them ends, at {end}; a token has one adapter at most"
             )
         end = start + length
-    ranges = [np.arange(start, start + length, dtype=np.int32) for _, start, length in own]
+    ranges = [np.arange(start, start + length, dtype=np.int32) for _, start, length in spans]
     return np.concatenate([np.empty(0, np.int32), *ranges])

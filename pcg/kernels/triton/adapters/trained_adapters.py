@@ -63,15 +63,15 @@ def shrink(x: Tensor, a: Any) -> Tensor:
 
 def shrink_group(x: Tensor, a: Sequence[Any]) -> Sequence[Tensor]:
     """s = x Aᵀ by each A [r, in], [T, r] in A's dtype."""
-    matrices = [as_weight(one).weight for one in a]
+    matrices = [as_weight(weight).weight for weight in a]
     if not (is_tokens(x) and all(is_matrix(matrix, x.shape[1]) for matrix in matrices)):
-        return [torch_ops.shrink(x, one) for one in a]
+        return [torch_ops.shrink(x, weight) for weight in a]
     counts, ranks = [len(x)], [len(matrices[0])]
     tiles = segments_of(counts, ranks, x.device, len(a))
     down = slices_of([[matrix] for matrix in matrices])
     s = whole_sum(segmented_lora.shrink(x, down, tiles, parts=parts_for(tiles, len(a))))
     # Kept for backward.
-    return [by_job(own, counts, ranks)[0].contiguous() for own in by_slice(s)]
+    return [by_job(of_slice, counts, ranks)[0].contiguous() for of_slice in by_slice(s)]
 
 
 def expand_add(y: Tensor, s: Tensor, b: Any) -> Tensor:
@@ -84,19 +84,26 @@ def expand_add_group(
     y: Sequence[Tensor], s: Sequence[Tensor], b: Sequence[Any]
 ) -> Sequence[Tensor]:
     """y + scale · s Bᵀ of each site, in y's dtype and memory of its own."""
-    b = [as_weight(one) for one in b]
+    b = [as_weight(weight) for weight in b]
     sites, count, device = list(zip(y, s, b, strict=True)), len(y[0]), y[0].device
     if not all(
-        is_tokens(own) and is_summand(of) and is_matrix(by.weight.t(), own.shape[1])
-        for own, of, by in sites
+        is_tokens(y_of_site)
+        and is_summand(s_of_site)
+        and is_matrix(b_of_site.weight.t(), y_of_site.shape[1])
+        for y_of_site, s_of_site, b_of_site in sites
     ):
         return [torch_ops.expand_add(*site) for site in sites]
     tiles = segments_of([count], [s[0].shape[1]], device, len(sites))
     if tiles.block == DECODE_BLOCK and len(sites) > 1:  # its kernel has one output
         return [expand_add(*site) for site in sites]
-    up, scales = up_rows_of([[by.weight] for by in b], count), scales_of([[by] for by in b], device)
+    up, scales = (
+        up_rows_of([[b_of_site.weight] for b_of_site in b], count),
+        scales_of([[b_of_site] for b_of_site in b], device),
+    )
     if len(sites) > 1:
-        return segmented_lora.expand_add_each(y, as_slices([[of] for of in s]), up, tiles, scales)
+        return segmented_lora.expand_add_each(
+            y, as_slices([[s_of_site] for s_of_site in s]), up, tiles, scales
+        )
     return [segmented_lora.expand_add(y[0], as_sums(s), up, tiles, scales, in_place=False)]
 
 
@@ -108,8 +115,8 @@ def expand_backward(dz: Tensor, b: Any) -> Tensor:
     counts, ranks = [len(dz)], [b.weight.shape[1]]
     up, tiles = up_rows_of([[b.weight]], len(dz)), segments_of(counts, ranks, dz.device)
     ds = segmented_lora.shrink(dz, up, tiles, scales_of([[b]], dz.device), parts_for(tiles))
-    (own,) = by_job(whole_sum(ds), counts, ranks)
-    return own
+    (of_job,) = by_job(whole_sum(ds), counts, ranks)
+    return of_job
 
 
 def outer(ds: Tensor, x: Tensor) -> Tensor:
@@ -121,11 +128,11 @@ def outer(ds: Tensor, x: Tensor) -> Tensor:
 def outer_group(ds: Sequence[Tensor], x: Tensor) -> Sequence[Tensor]:
     """dA = dsᵀ x by each ds of one rank, [r, in] in the dtype of ds."""
     if not (is_tokens(x) and all(map(is_summand, ds))):
-        return [torch_ops.outer(one, x) for one in ds]
+        return [torch_ops.outer(of_site, x) for of_site in ds]
     ranks = [ds[0].shape[1]]
     tiles = segments_of([len(x)], ranks, x.device, len(ds))
-    found = _outers(as_slices([[one] for one in ds]), [x], ranks, tiles, None)
-    return [one for (one,) in found]
+    gradients = _outers(as_slices([[of_site] for of_site in ds]), [x], ranks, tiles, None)
+    return [of_site for (of_site,) in gradients]
 
 
 def scaled_outer(dz: Tensor, s: Tensor, b: Any) -> Tensor:
@@ -162,7 +169,7 @@ def lora_group_backward(
 
     The last ones may have no LoRA; there are fewer A, B and s then.
     """
-    a, b = [as_weight(one) for one in a], [as_weight(one) for one in b]
+    a, b = [as_weight(weight) for weight in a], [as_weight(weight) for weight in b]
     known = all(
         is_tokens(dz_)
         and is_summand(s_)
@@ -202,7 +209,9 @@ class LoraGradients(InputGradientTerm):
     def gradients(self) -> Sequence[Tensor]:
         """ds [T, r] of each linear operator, then dB [out, r] of each, once they are made."""
         every = self._parts or (self,)
-        return [own for one in every for own in one._ds] + [own for one in every for own in one._db]
+        return [gradient for term in every for gradient in term._ds] + [
+            gradient for term in every for gradient in term._db
+        ]
 
     def add(
         self,
@@ -226,10 +235,10 @@ class LoraGradients(InputGradientTerm):
             segmented_lora.expand_add(dx, ds, slices_of(downs), tiles)
         else:  # its kernel takes one memory
             own_tiles = segments_at(spans, ranks, device)
-            for own, down in zip(by_slice(ds), downs, strict=True):
-                segmented_lora.expand_add(dx, own.contiguous(), rows_of(down), own_tiles)
-        for own, of_site in zip(by_slice(ds), gradients, strict=True):
-            each = zip(jobs, by_job(own, counts, ranks), of_site, strict=True)
+            for of_slice, down in zip(by_slice(ds), downs, strict=True):
+                segmented_lora.expand_add(dx, of_slice.contiguous(), rows_of(down), own_tiles)
+        for of_slice, of_site in zip(by_slice(ds), gradients, strict=True):
+            each = zip(jobs, by_job(of_slice, counts, ranks), of_site, strict=True)
             for job, own_ds, own_db in each:
                 job._ds.append(own_ds)
                 job._db.append(own_db)
@@ -246,7 +255,7 @@ def asked_outer_group(
 ) -> ProductRequest[Any]:
     """Request dA of each ds of one rank; `name` is the first gradient's."""
     if not (is_tokens(x) and all(map(is_summand, ds))):
-        return fulfilled([torch_ops.outer(one, x) for one in ds])
+        return fulfilled([torch_ops.outer(of_site, x) for of_site in ds])
     return OuterProduct((batch.layer, name, len(ds)), x, ds).requested()
 
 
@@ -263,17 +272,17 @@ class OuterProduct(Product):
     def run_with(self, others: Sequence[OuterProduct]) -> None:
         """Run it and others as one launch, where they are small; else one after the other."""
         every = (self, *others)
-        if not are_few([len(one._ds[0]) for one in every]):
-            for one in every:
-                one.run()
+        if not are_few([len(product._ds[0]) for product in every]):
+            for product in every:
+                product.run()
             return
         x, counts = joined_tokens(every)
-        widths, sites = [one._ds[0].shape[1] for one in every], range(len(self._ds))
+        widths, sites = [product._ds[0].shape[1] for product in every], range(len(self._ds))
         tiles = segments_of(counts, widths, x.device, len(sites))
-        ds = as_slices([[one._ds[j] for one in every] for j in sites])
+        ds = as_slices([[product._ds[j] for product in every] for j in sites])
         gradients = list(zip(*_outers(ds, [x], widths, tiles, None), strict=True))
-        for one, own in zip(every, gradients, strict=True):
-            one._outputs = [gradient.clone() for gradient in own]
+        for product, of_product in zip(every, gradients, strict=True):
+            product._outputs = [gradient.clone() for gradient in of_product]
 
 
 def bottleneck_backward(
@@ -312,13 +321,13 @@ class BottleneckGradients(Product):
         every = (self, *others)
         function = str(self.key[-1])
         dz, counts = joined_tokens(every)
-        device, widths = dz.device, [one._s.shape[1] for one in every]
-        up = up_rows_of([[one._up.weight for one in every]], sum(counts))
+        device, widths = dz.device, [product._s.shape[1] for product in every]
+        up = up_rows_of([[product._up.weight for product in every]], sum(counts))
         tiles = segments_of(counts, widths, device)
-        of_up = scales_of([[one._up for one in every]], device)
-        of_bias = scales_of([[one._bias for one in every]], device)
-        biases = vectors_of([one._bias.weight for one in every])
-        s = as_sums([one._s for one in every])
+        of_up = scales_of([[product._up for product in every]], device)
+        of_bias = scales_of([[product._bias for product in every]], device)
+        biases = vectors_of([product._bias.weight for product in every])
+        s = as_sums([product._s for product in every])
         dh = segmented_lora.shrink(dz, up, tiles, of_up)
         h = segmented_activate(s, biases, up.ranks, tiles, function, of_bias)
         ds = segmented_activate(s, biases, up.ranks, tiles, function, of_bias, dh)
@@ -331,8 +340,8 @@ class BottleneckGradients(Product):
             sums.memory.split(widths),
             strict=True,
         )
-        for one, (own, of_rows, of_vector) in zip(every, gradients, strict=True):
-            one._outputs = own, of_rows, of_vector
+        for product, (of_product, of_rows, of_vector) in zip(every, gradients, strict=True):
+            product._outputs = of_product, of_rows, of_vector
 
 
 def _up_outers(
@@ -344,11 +353,11 @@ def _up_outers(
 ) -> Sequence[Sequence[Tensor]]:
     """The same as B lies, [out, r] each; those of several jobs are turned."""
     if len(ranks) > 1:
-        found = _outers(s, dz, ranks, tiles, scales)
-        return [[one.t().contiguous() for one in of_site] for of_site in found]
-    made = [_fp32((one.shape[1], *ranks), one) for one in dz]
-    segmented_lora.segment_outer(s, dz[0], turned_rows(made), tiles, scales, dz[1:])
-    return [[one] for one in made]
+        turned = _outers(s, dz, ranks, tiles, scales)
+        return [[tensor.t().contiguous() for tensor in of_site] for of_site in turned]
+    outputs = [_fp32((tensor.shape[1], *ranks), tensor) for tensor in dz]
+    segmented_lora.segment_outer(s, dz[0], turned_rows(outputs), tiles, scales, dz[1:])
+    return [[tensor] for tensor in outputs]
 
 
 def _outers(
@@ -363,10 +372,10 @@ def _outers(
     s is [1, sites, sums]; there is an x of each site, or one of all.
     """
     inputs = [*x] if len(x) == s.shape[1] else [*x] * s.shape[1]
-    made = [_fp32((sum(ranks), one.shape[1]), one) for one in inputs]
-    gradients = slices_of([one.split([*ranks]) for one in made], made)
+    outputs = [_fp32((sum(ranks), tensor.shape[1]), tensor) for tensor in inputs]
+    gradients = slices_of([tensor.split([*ranks]) for tensor in outputs], outputs)
     segmented_lora.segment_outer(s, x[0], gradients, tiles, scales, x[1:])
-    return [one.split([*ranks]) for one in made]
+    return [tensor.split([*ranks]) for tensor in outputs]
 
 
 def _fp32(shape: tuple[int, ...], like: Tensor) -> Tensor:
@@ -422,25 +431,25 @@ class VectorGradient(Product):
         """Run it and others as one launch, where they are small; else one after the other."""
         every = (self, *others)
         tensors = 1 if self._y is None else 2
-        of_one_base = all(one._base is self._base for one in others)
-        counts = [tensors * len(one._x) for one in every if one._x is not None]
+        of_one_base = all(product._base is self._base for product in others)
+        counts = [tensors * len(product._x) for product in every if product._x is not None]
         if of_one_base and are_few(counts):
-            for one, gradient in zip(every, self._made(every), strict=True):
-                one._outputs = gradient.clone()
+            for product, gradient in zip(every, self._made(every), strict=True):
+                product._outputs = gradient.clone()
         else:
-            for one in every:
-                one.run()
+            for product in every:
+                product.run()
 
     def _made(self, every: Sequence[VectorGradient]) -> Sequence[Tensor]:
         dz, counts = joined_tokens(every)
         y = self._y
         if y is not None and len(every) > 1:
-            y = torch.cat([one._y for one in every if one._y is not None])
-        for one in every:
-            one._y = None
+            y = torch.cat([product._y for product in every if product._y is not None])
+        for product in every:
+            product._y = None
         scales = None
         if self._bias is not None:
-            scales = scales_of([[as_weight(one._bias) for one in every]], dz.device)
+            scales = scales_of([[as_weight(product._bias) for product in every]], dz.device)
         return _sums(counts, dz, y, self._base, scales)
 
 

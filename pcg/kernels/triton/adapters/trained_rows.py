@@ -79,7 +79,7 @@ def up_rows_of(groups: Sequence[Sequence[Tensor]], tokens: int) -> RankRows:
     takes one by one.
     """
     firsts = [matrices[0] for matrices in groups]
-    lie = all(one.is_contiguous() and not one.data_ptr() % 16 for one in firsts)
+    lie = all(matrix.is_contiguous() and not matrix.data_ptr() % 16 for matrix in firsts)
     if len(groups[0]) > 1 or tokens <= DECODE_BLOCK or not lie:
         return slices_of([[matrix.t() for matrix in matrices] for matrices in groups])
     return turned_rows(firsts)
@@ -154,8 +154,8 @@ def _layout(
         for j, stride in enumerate(strides):
             first = slot.first + j * slot.width
             rows[first : first + rank] = stride * torch.arange(before, before + rank)
-    there, nowhere = int32_on([ranks] * slices, device), torch.empty(0, device=device)
-    return rank_rows(nowhere, uploaded(rows, device), 0, there, (0,) * slices, sizes)
+    of_slots, nowhere = int32_on([ranks] * slices, device), torch.empty(0, device=device)
+    return rank_rows(nowhere, uploaded(rows, device), 0, of_slots, (0,) * slices, sizes)
 
 
 def vectors_of(each: Sequence[Tensor]) -> RankRows:
@@ -220,8 +220,8 @@ def whole_sum(s: Tensor) -> Tensor:
 
 def by_slice(s: Tensor) -> Sequence[Tensor]:
     """s of each slice, [1, 1, sums], of s [1, slices, sums]."""
-    found: Sequence[Tensor] = s.split(1, 1)
-    return found
+    slices: Sequence[Tensor] = s.split(1, 1)
+    return slices
 
 
 def by_job(s: Tensor, counts: Sequence[int], ranks: Sequence[int]) -> Sequence[Tensor]:
@@ -229,7 +229,7 @@ def by_job(s: Tensor, counts: Sequence[int], ranks: Sequence[int]) -> Sequence[T
     widths = [padded_rank(rank) for rank in ranks]
     sizes = [count * width for count, width in zip(counts, widths, strict=True)]
     each = zip(s.view(-1).split(sizes), widths, ranks, strict=True)
-    return [own.view(-1, width)[:, :rank] for own, width, rank in each]
+    return [part.view(-1, width)[:, :rank] for part, width, rank in each]
 
 
 def as_sums(each: Sequence[Tensor]) -> Tensor:
@@ -252,9 +252,9 @@ def _lie_in_line(each: Sequence[Tensor]) -> bool:
     """Return whether tensors of one size lie one behind the other in one memory."""
     first, size = each[0], each[0].nbytes
     return all(
-        one.untyped_storage().data_ptr() == first.untyped_storage().data_ptr()
-        and one.data_ptr() == first.data_ptr() + number * size
-        for number, one in enumerate(each)
+        tensor.untyped_storage().data_ptr() == first.untyped_storage().data_ptr()
+        and tensor.data_ptr() == first.data_ptr() + number * size
+        for number, tensor in enumerate(each)
     )
 
 

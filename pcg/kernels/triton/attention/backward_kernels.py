@@ -76,11 +76,11 @@ def add_keys(
     """total += ds k over blocks of keys from `begin` to `end`; `last` ends the keys there are."""
     n = tl.arange(0, BLOCK_N)
     for first in range(begin, end, BLOCK_N):
-        there = None
+        present = None
         if MASKED:
-            there = first + n < last
-        at, place = located(keys, table, start, first, n, there, key_page, key_token, PAGED, PAGE)
-        key = load_rows(at, place, there, D, BLOCK_D)
+            present = first + n < last
+        at, place = located(keys, table, start, first, n, present, key_page, key_token, PAGED, PAGE)
+        key = load_rows(at, place, present, D, BLOCK_D)
         scores, growth = bounded(row_products(query, key, BLOCK_D), scale, SOFTCAP)
         if ALIBI:
             scores += slope[:, None] * (first + n[None, :] - i[:, None]).to(tl.float32)
@@ -89,9 +89,9 @@ def add_keys(
             visible = (first + n < last)[None, :] & seen(i[:, None], first + n[None, :], WINDOW)
             weights = tl.where(visible, weights, 0.0)
         at, place = located(
-            values, table, start, first, n, there, value_page, value_token, PAGED, PAGE
+            values, table, start, first, n, present, value_page, value_token, PAGED, PAGE
         )
-        value = load_rows(at, place, there, DV, BLOCK_DV)
+        value = load_rows(at, place, present, DV, BLOCK_DV)
         weighted = row_products(upstream, value, BLOCK_DV)
         dscores = weights * (weighted - inner[:, None]) * growth
         total = tl.dot(dscores.to(key.dtype), key, total, input_precision="ieee")
@@ -148,8 +148,8 @@ def query_gradients(
         BLOCK_DV, BLOCK_N, WINDOW, SOFTCAP, ALIBI, PAGED, PAGE, MASKED=True,
     )  # fmt: skip
     d = tl.arange(0, BLOCK_D)
-    found = (total * scale).to(dq.dtype.element_ty)
-    tl.store(dq + (row * D)[:, None] + d[None, :], found, real[:, None] & (d < D)[None, :])
+    gradients = (total * scale).to(dq.dtype.element_ty)
+    tl.store(dq + (row * D)[:, None] + d[None, :], gradients, real[:, None] & (d < D)[None, :])
 
 
 @triton.jit
@@ -193,18 +193,18 @@ def add_rows(
 
 @triton.jit
 def store_rows(
-    out, sums, found, of_batch, of_pass, there, own,
+    out, sums, gradients, of_batch, of_pass, present, in_batch,
     SIZE: tl.constexpr, BLOCK: tl.constexpr, PAGED: tl.constexpr,
 ):  # fmt: skip
     """Write gradients of the batch's own tokens; with a cache all are added to the pass's sums."""
     e = tl.arange(0, BLOCK)
-    inside = there[:, None] & (e < SIZE)[None, :]
+    inside = present[:, None] & (e < SIZE)[None, :]
     if PAGED:
         at = sums + (of_pass * SIZE)[:, None] + e[None, :]
-        found += tl.load(at, inside, 0.0)
-        tl.store(at, found, inside)
+        gradients += tl.load(at, inside, 0.0)
+        tl.store(at, gradients, inside)
     at = out + (of_batch * SIZE)[:, None] + e[None, :]
-    tl.store(at, found.to(out.dtype.element_ty), inside & own[:, None])
+    tl.store(at, gradients.to(out.dtype.element_ty), inside & in_batch[:, None])
 
 
 @triton.jit
@@ -234,18 +234,27 @@ def key_gradients(
 
     n = tl.arange(0, BLOCK_N)
     j = first_key + n
-    there = j < end_key
+    present = j < end_key
     table = pages + number * table_width
     head = kv_head.to(tl.int64)
     at, place = located(
-        keys + head * key_head, table, start, first_key, n, there, key_page, key_token, PAGED, PAGE
+        keys + head * key_head,
+        table,
+        start,
+        first_key,
+        n,
+        present,
+        key_page,
+        key_token,
+        PAGED,
+        PAGE,
     )
-    key = load_rows(at, place, there, D, BLOCK_D)
+    key = load_rows(at, place, present, D, BLOCK_D)
     at, place = located(
-        values + head * value_head, table, start, first_key, n, there, value_page, value_token,
+        values + head * value_head, table, start, first_key, n, present, value_page, value_token,
         PAGED, PAGE,
     )  # fmt: skip
-    value = load_rows(at, place, there, DV, BLOCK_DV)
+    value = load_rows(at, place, present, DV, BLOCK_DV)
     dkey = tl.zeros((BLOCK_N, BLOCK_D), tl.float32)
     dvalue = tl.zeros((BLOCK_N, BLOCK_DV), tl.float32)
     # Rows from `edge` to `full` see all keys of the block.
@@ -275,6 +284,6 @@ def key_gradients(
     heads: tl.constexpr = H // G
     of_pass = (origin + j).to(tl.int64) * heads + kv_head
     of_batch = (start + j - context).to(tl.int64) * heads + kv_head
-    own = j >= context
-    store_rows(dk, keys_sum, dkey * scale, of_batch, of_pass, there, own, D, BLOCK_D, PAGED)
-    store_rows(dv, values_sum, dvalue, of_batch, of_pass, there, own, DV, BLOCK_DV, PAGED)
+    in_batch = j >= context
+    store_rows(dk, keys_sum, dkey * scale, of_batch, of_pass, present, in_batch, D, BLOCK_D, PAGED)
+    store_rows(dv, values_sum, dvalue, of_batch, of_pass, present, in_batch, DV, BLOCK_DV, PAGED)

@@ -136,5 +136,5 @@ def _work(
         device = batch.input_ids.device
         spans = [span for span in batch.spans if has_prompts or span.length == 1]
         batch.known[key] = AttentionWork.build(spans, group, device, backward=backward)
-    found: AttentionWork = batch.known[key]
-    return found
+    work: AttentionWork = batch.known[key]
+    return work

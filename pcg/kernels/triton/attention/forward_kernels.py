@@ -54,11 +54,11 @@ def key_products(
 ):  # fmt: skip
     """q kᵀ of the block of keys from `first`, [rows, BLOCK_N], in fp32; MASKED: 0 from `last`."""
     n = tl.arange(0, BLOCK_N)
-    there = None
+    present = None
     if MASKED:
-        there = first + n < last
-    at, place = located(keys, table, start, first, n, there, key_page, key_token, PAGED, PAGE)
-    key = load_rows(at, place, there, D, BLOCK_D)
+        present = first + n < last
+    at, place = located(keys, table, start, first, n, present, key_page, key_token, PAGED, PAGE)
+    key = load_rows(at, place, present, D, BLOCK_D)
     return tl.dot(query, tl.trans(key), input_precision="ieee")
 
 
@@ -77,9 +77,9 @@ def attend_blocks(
     """
     n = tl.arange(0, BLOCK_N)
     for first in range(begin, end, BLOCK_N):
-        there = None
+        present = None
         if MASKED:
-            there = first + n < last
+            present = first + n < last
         if AHEAD:
             scores = products
         else:
@@ -107,9 +107,9 @@ def attend_blocks(
                 BLOCK_N, PAGED, PAGE, MASKED,
             )  # fmt: skip
         at, place = located(
-            values, table, start, first, n, there, value_page, value_token, PAGED, PAGE
+            values, table, start, first, n, present, value_page, value_token, PAGED, PAGE
         )
-        value = load_rows(at, place, there, DV, BLOCK_DV)
+        value = load_rows(at, place, present, DV, BLOCK_DV)
         total = tl.dot(
             weights.to(value.dtype), value, total * shrunk[:, None], input_precision="ieee"
         )
@@ -177,8 +177,8 @@ def attend_tiles(
     dv = tl.arange(0, BLOCK_DV)
     row = token * H + head
     inside = real[:, None] & (dv < DV)[None, :]
-    found = (total / norm[:, None]).to(out.dtype.element_ty)
-    tl.store(out + row[:, None] * DV + dv[None, :], found, inside)
+    result = (total / norm[:, None]).to(out.dtype.element_ty)
+    tl.store(out + row[:, None] * DV + dv[None, :], result, inside)
     if LSE:
         tl.store(lse + row, (m + tl.log2(norm)) * LN2, real)
 
@@ -252,8 +252,8 @@ def attend_splits(
             total = total * shrunk[:, None]
             m = higher
         row = start.to(tl.int64) * H + head
-        found = (total / norm[:, None]).to(out.dtype.element_ty)
-        tl.store(out + row[:, None] * DV + dv[None, :], found, inside)
+        result = (total / norm[:, None]).to(out.dtype.element_ty)
+        tl.store(out + row[:, None] * DV + dv[None, :], result, inside)
         if LSE:
             tl.store(lse + row, (m + tl.log2(norm)) * LN2, real)
     else:
@@ -288,15 +288,15 @@ def reduce_splits(
     total = tl.zeros((BLOCK_DV,), tl.float32)
     for first in range(0, count, BLOCK_S):
         s = first + tl.arange(0, BLOCK_S)
-        there = s < count
+        present = s < count
         row = (first_split + s).to(tl.int64) * H + head
-        high = tl.load(highest + row, there, LOWEST)
-        part = load_rows(totals, row * DV, there, DV, BLOCK_DV)
+        high = tl.load(highest + row, present, LOWEST)
+        part = load_rows(totals, row * DV, present, DV, BLOCK_DV)
         higher = tl.maximum(m, tl.max(high, 0))
         weights = tl.exp2(high - higher)
         shrunk = tl.exp2(m - higher)
         m = higher
-        norm = norm * shrunk + tl.sum(weights * tl.load(sums + row, there, 0.0), 0)
+        norm = norm * shrunk + tl.sum(weights * tl.load(sums + row, present, 0.0), 0)
         total = total * shrunk + tl.sum(weights[:, None] * part, 0)
     row = tl.load(parts + number * COLUMNS).to(tl.int64) * H + head
     tl.store(out + row * DV + dv, (total / norm).to(out.dtype.element_ty), dv < DV)

@@ -90,8 +90,8 @@ def _planned(
             kv_data_type=kv.keys.base.dtype,
         )
         batch.known[key] = planner, _rows(spans, q.device)
-    found: tuple[Any, slice | Tensor] = batch.known[key]
-    return found
+    plan: tuple[Any, slice | Tensor] = batch.known[key]
+    return plan
 
 
 @functools.cache

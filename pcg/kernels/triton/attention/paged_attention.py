@@ -288,10 +288,10 @@ def head_constants(q: Tensor, kv: KvRows) -> dict[str, int]:
         UnsupportedError: a head has another size, or KV heads do not share the heads evenly.
     """
     (heads, size), (keys, values) = q.shape[1:], kv
-    for found in (size, values.size):
-        if found not in HEAD_SIZES:
+    for head_size in (size, values.size):
+        if head_size not in HEAD_SIZES:
             raise UnsupportedError(
-                f"attention kernels know no heads of {found}; the sizes are "
+                f"attention kernels know no heads of {head_size}; the sizes are "
                 f"{', '.join(map(str, HEAD_SIZES))}: compile with backend='torch'"
             )
     if heads % keys.heads:

@@ -93,12 +93,12 @@ def located(
 
 
 @triton.jit
-def load_rows(base, place, there, SIZE: tl.constexpr, BLOCK: tl.constexpr):
+def load_rows(base, place, present, SIZE: tl.constexpr, BLOCK: tl.constexpr):
     """Rows of SIZE elements at some distances, [rows, BLOCK]; 0 where they are not `there`."""
     d = tl.arange(0, BLOCK)
     inside = (d < SIZE)[None, :]
-    if there is not None:
-        inside = there[:, None] & inside
+    if present is not None:
+        inside = present[:, None] & inside
     return tl.load(base + place[:, None] + d[None, :], inside, 0.0)
 
 

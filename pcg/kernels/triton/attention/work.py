@@ -131,8 +131,8 @@ class AttentionWork:
     @classmethod
     def of(cls, flat: Tensor, capacity: WorkCapacity) -> Self:
         """The lists that lie in a tensor."""
-        found = flat.split([rows * columns for rows, columns in capacity.shapes])
-        views = (some.view(shape) for some, shape in zip(found, capacity.shapes, strict=True))
+        lists = flat.split([rows * columns for rows, columns in capacity.shapes])
+        views = (some.view(shape) for some, shape in zip(lists, capacity.shapes, strict=True))
         return cls(flat, capacity, *views)
 
     @classmethod
