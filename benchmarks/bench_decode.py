@@ -36,7 +36,7 @@ from measure import interleave, medians, ratio, write
 
 import pcg
 from pcg.kernels import sgmv
-from pcg.runtime.engine.limits import Limits
+from pcg.runtime.admission.limits import Limits
 from pcg.runtime.requests.request import Request
 from pcg.runtime.sampling.sampling_params import SamplingParams
 

@@ -24,7 +24,7 @@ os.environ["TRITON_INTERPRET"] = "1"  # where there is no GPU, kernels can be im
 import torch
 
 import pcg.compiler as compiler
-from pcg.runtime.engine.limits import Limits
+from pcg.runtime.admission.limits import Limits
 from pcg.source import resolve
 
 LORA = {"peft_type": "LORA", "r": 16, "target_modules": "all-linear"}

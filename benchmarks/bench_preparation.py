@@ -45,8 +45,8 @@ from pcg.runtime.data.dataset import ReadOptions
 from pcg.runtime.data.example import Example, ModelSizes
 from pcg.runtime.data.sources import gather
 from pcg.runtime.engine.async_engine import AsyncEngine
-from pcg.runtime.engine.jobs import JobState
 from pcg.runtime.executor import Executor
+from pcg.runtime.metrics.status import JobState
 from pcg.runtime.text.tokenizer import Tokenizer
 from pcg.runtime.training.training_data import load_here
 from pcg.simulate.papers.sharing_rules import InferenceOnly

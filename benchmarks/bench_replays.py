@@ -37,7 +37,7 @@ from typing import Any
 from measure import write
 
 from pcg.kernels.triton.step_rooms import DECODE_TOKENS, StepRooms, StepSizes
-from pcg.runtime.engine.limits import Limits
+from pcg.runtime.admission.limits import Limits
 from pcg.runtime.engine.running import AHEAD
 from pcg.runtime.training.recorded.window_sizes import WindowSizes
 from pcg.runtime.training.warm_jobs import WINDOW

@@ -51,12 +51,12 @@ from pcg.parallel.costs.step_costs import SequenceChunk, StepShape
 from pcg.ranks.group import SINGLE_RANK
 from pcg.runtime.adapters.cache import AdapterCache
 from pcg.runtime.admission.fair_share import FairShare
+from pcg.runtime.admission.latency import Latencies, Latency
+from pcg.runtime.admission.limits import Limits
 from pcg.runtime.admission.policies import AdapterClustering, EarlyAbort, Fcfs
 from pcg.runtime.admission.policy import Policy
 from pcg.runtime.engine.clock import MachineClock
 from pcg.runtime.engine.device import Device, Finished
-from pcg.runtime.engine.latency import Latencies, Latency
-from pcg.runtime.engine.limits import Limits
 from pcg.runtime.engine.loop import EngineLoop
 from pcg.runtime.engine.options import EngineOptions
 from pcg.runtime.engine.scheduler import Scheduler
@@ -68,7 +68,7 @@ from pcg.runtime.model.batch import Batch
 from pcg.runtime.model.merged_execution import ProductRequest
 from pcg.runtime.requests.request import Request
 from pcg.runtime.requests.sequence import Sequence as Running
-from pcg.runtime.requests.step_results import Results
+from pcg.runtime.requests.step import Results
 from pcg.runtime.sampling.sampling_params import SamplingParams
 from pcg.simulate.simulated_program import SimulatedProgram, simulated_program
 

@@ -34,8 +34,8 @@ from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM
 
 import pcg
+from pcg.runtime.admission.limits import Limits
 from pcg.runtime.engine.engine import Engine
-from pcg.runtime.engine.limits import Limits
 from pcg.runtime.executor import Executor
 from pcg.runtime.metrics.report import ServingReport
 from pcg.simulate.replay import replay

@@ -257,8 +257,8 @@ def _trained(
     import torch
 
     import pcg
+    from pcg.runtime.admission.limits import Limits
     from pcg.runtime.data.example import Example
-    from pcg.runtime.engine.limits import Limits
     from pcg.runtime.training import bound_training
     from pcg.runtime.training.recorded.warm_job import WarmJob
     from pcg.runtime.training.warm_jobs import record_jobs

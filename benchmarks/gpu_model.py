@@ -130,7 +130,7 @@ class Model:
 
         Prompts are cut by the limit of tokens or an SLO, and by nothing else.
         """
-        from pcg.runtime.engine.limits import Limits
+        from pcg.runtime.admission.limits import Limits
         from pcg.simulate.papers.sharing_rules import InferenceOnly
 
         _emptied()  # of the pool and the graphs of the engine before
@@ -613,7 +613,7 @@ def serve_settings(bench: Bench) -> Iterator[Setting]:
 
 
 def _warm_engine(model: Model, sharing: Any) -> Any:
-    from pcg.runtime.engine.limits import Limits
+    from pcg.runtime.admission.limits import Limits
 
     return model.executor.engine(
         Limits(**SERVING, tpot_slo_s=TPOT_SLO_S, ttft_slo_s=5.0),

@@ -123,7 +123,7 @@ def _names(executor: Any, sizes: Sizes, count: int) -> list[str | None]:
 
 
 def _engine(executor: Any, sizes: Sizes, tokens: int) -> Any:
-    from pcg.runtime.engine.limits import Limits
+    from pcg.runtime.admission.limits import Limits
     from pcg.simulate.papers.sharing_rules import InferenceOnly
 
     return executor.engine(

@@ -32,9 +32,9 @@ if TYPE_CHECKING:
     from pcg.peft.vera import VeraConfig as VeraConfig
     from pcg.plan.plan import plan
     from pcg.runtime.admission.backlog import QueueLimits
+    from pcg.runtime.admission.limits import Limits
     from pcg.runtime.engine.async_engine import AsyncEngine
     from pcg.runtime.engine.engine import Engine
-    from pcg.runtime.engine.limits import Limits
     from pcg.runtime.executor import Executor
     from pcg.runtime.sampling.sampling_params import SamplingParams
     from pcg.runtime.training.trainer.datum import Datum
@@ -66,7 +66,7 @@ _HOMES = {
     "Datum": "pcg.runtime.training.trainer.datum",
     "Engine": "pcg.runtime.engine.engine",
     "Executor": "pcg.runtime.executor",
-    "Limits": "pcg.runtime.engine.limits",
+    "Limits": "pcg.runtime.admission.limits",
     "Privacy": "pcg.split.client.noise",
     "QueueLimits": "pcg.runtime.admission.backlog",
     "SamplingParams": "pcg.runtime.sampling.sampling_params",

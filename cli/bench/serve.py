@@ -24,8 +24,8 @@ from .workload import WorkloadOptions, at_least
 if TYPE_CHECKING:
     from rich.table import Table
 
+    from pcg.runtime.admission.limits import Limits
     from pcg.runtime.engine.engine import Engine
-    from pcg.runtime.engine.limits import Limits
     from pcg.runtime.engine.work import Sharing
     from pcg.runtime.executor import Executor
     from pcg.runtime.metrics.report import ServingReport
@@ -123,7 +123,7 @@ class ServingOptions:
     @property
     def limits(self) -> Limits:
         """The limits of a step, and the SLOs."""
-        from pcg.runtime.engine.limits import Limits
+        from pcg.runtime.admission.limits import Limits
 
         return Limits(
             running=self.max_num_seqs,

@@ -22,7 +22,7 @@ from pcg.plan.options import MachineOptions
 from pcg.plan.search import Device, Search
 from pcg.plan.serving_load import Served
 from pcg.plan.workload import MachineWorkload, parse_workload
-from pcg.runtime.engine.limits import Limits
+from pcg.runtime.admission.limits import Limits
 from pcg.runtime.training.torch_optimizers import FIELDS
 
 _USUAL_GPUS = ("A10G", "A100-40", "A100-80", "H100", "H200", "L40S")

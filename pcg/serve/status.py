@@ -16,8 +16,7 @@ from fastapi import APIRouter, Depends
 from pydantic import BaseModel
 
 from pcg.keys import Scope
-from pcg.runtime.engine.jobs import JobState
-from pcg.runtime.metrics.status import AdapterStatus, EngineNumbers, JobStatus
+from pcg.runtime.metrics.status import AdapterStatus, EngineNumbers, JobState, JobStatus
 from pcg.runtime.metrics.totals import Histogram, Promised, Totals
 from pcg.serve.adapters.catalog import Catalog
 from pcg.serve.engine.client import EngineStatus

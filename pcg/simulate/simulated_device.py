@@ -20,7 +20,7 @@ from pcg.runtime.engine.clock import SimulatedClock
 from pcg.runtime.engine.device import Finished, SideStream
 from pcg.runtime.requests.request import Request
 from pcg.runtime.requests.sequence import Sequence
-from pcg.runtime.requests.step_results import Results
+from pcg.runtime.requests.step import Results
 from pcg.runtime.training.work_units import Forward, Part, Phase
 from pcg.simulate.simulated_training import SimulatedPass
 

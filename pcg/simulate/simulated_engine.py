@@ -18,10 +18,10 @@ from pcg.keywords import takes
 from pcg.parallel.costs.step_costs import StepCosts
 from pcg.runtime.adapters.cache import AdapterCache
 from pcg.runtime.admission.backlog import UNLIMITED
+from pcg.runtime.admission.limits import Limits
 from pcg.runtime.engine.clock import SimulatedClock
 from pcg.runtime.engine.device import Finished, SideStream
 from pcg.runtime.engine.jobs import Job
-from pcg.runtime.engine.limits import Limits
 from pcg.runtime.engine.loop import EngineLoop
 from pcg.runtime.engine.options import EngineOptions
 from pcg.runtime.engine.scheduler import Scheduler
@@ -29,7 +29,7 @@ from pcg.runtime.memory.pool import PagePool
 from pcg.runtime.memory.prefixes import Prefixes
 from pcg.runtime.metrics.events import EventLog, Kind
 from pcg.runtime.requests.sequence import Sequence
-from pcg.runtime.requests.step_results import Results
+from pcg.runtime.requests.step import Results
 from pcg.runtime.training.recorded.window_sizes import WindowSizes
 from pcg.runtime.training.work_units import Forward
 from pcg.simulate.simulated_device import SimulatedDevice

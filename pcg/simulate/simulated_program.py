@@ -22,10 +22,10 @@ from pcg.passes.attach import Bypasses, bypasses_of
 from pcg.passes.pipeline import Settings, pipeline
 from pcg.passes.stages import TrainedModel
 from pcg.peft.lora import LoraConfig
+from pcg.runtime.admission.latency import Latencies
+from pcg.runtime.admission.limits import Limits
 from pcg.runtime.admission.policy import Policy
 from pcg.runtime.engine.calibration import MANY, fitted_latencies
-from pcg.runtime.engine.latency import Latencies
-from pcg.runtime.engine.limits import Limits
 from pcg.runtime.engine.work import Sharing
 from pcg.runtime.memory.kv_cache import bytes_of_page, kv_types
 from pcg.runtime.metrics.events import EventLog

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 import torch
 
 from pcg.parallel.costs.step_costs import SequenceChunk
-from pcg.runtime.model.load import Load
+from pcg.runtime.requests.step import Load
 from pcg.runtime.training.recorded.window_sizes import WindowSizes
 from pcg.runtime.training.work_units import (
     Forward,

@@ -21,8 +21,8 @@ from pcg.kernels.triton.adapters.trained_adapters import (
     LoraGradients,
     VectorGradient,
 )
+from pcg.runtime.admission.limits import Limits
 from pcg.runtime.data.example import Example
-from pcg.runtime.engine.limits import Limits
 from pcg.runtime.executor import Executor
 from pcg.runtime.memory.kv_cache import bytes_of_page, kv_types
 from pcg.runtime.metrics.events import Kind

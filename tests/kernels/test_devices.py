@@ -13,8 +13,8 @@ import triton.language as tl
 
 import pcg
 from pcg.kernels.devices import device_pool, device_thread, indexed, uploaded
+from pcg.runtime.admission.limits import Limits
 from pcg.runtime.data.example import Example
-from pcg.runtime.engine.limits import Limits
 from tests.support.interpreter import bf16
 from tests.support.interpreter.stand_in import stand_in
 from tests.support.interpreter.streams import DEVICE, ORDER, OTHER, DeviceError

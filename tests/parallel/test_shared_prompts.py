@@ -12,7 +12,7 @@ from pcg.errors import UnsupportedError
 from pcg.peft.prompt import PromptTuningConfig
 from pcg.ranks import stages as pipeline
 from pcg.ranks.mesh import MeshSizes, RankMesh
-from pcg.runtime.engine.limits import Limits
+from pcg.runtime.admission.limits import Limits
 from pcg.runtime.engine.served_batch import ServedBatch
 from pcg.runtime.executor import Executor
 from pcg.runtime.model import runner

@@ -13,8 +13,8 @@ from pcg.peft.prompt import PromptTuningConfig
 from pcg.ranks import stages as pipeline
 from pcg.ranks.mesh import MeshSizes
 from pcg.ranks.stages import Stages
+from pcg.runtime.admission.limits import Limits
 from pcg.runtime.engine.engine import Engine
-from pcg.runtime.engine.limits import Limits
 from pcg.runtime.training.runner import TrainingPass
 from pcg.runtime.training.windows import BackwardOrder, Turn
 from pcg.runtime.training.work_units import Forward, Part

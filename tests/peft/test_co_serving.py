@@ -19,15 +19,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from pcg.runtime.admission.limits import Limits
 from pcg.runtime.data.example import Example
-from pcg.runtime.engine.jobs import Job, JobState
-from pcg.runtime.engine.limits import Limits
+from pcg.runtime.engine.jobs import Job
 from pcg.runtime.engine.work import Sharing, Work
 from pcg.runtime.memory.kv_cache import bytes_of_page, kv_types
 from pcg.runtime.memory.pool import pages_for
 from pcg.runtime.metrics.events import Kind
-from pcg.runtime.model.load import Load
+from pcg.runtime.metrics.status import JobState
 from pcg.runtime.requests.request import Request
+from pcg.runtime.requests.step import Load
 from pcg.runtime.sampling.sampling_params import SamplingParams
 from pcg.runtime.training.runner import TrainingRunner, pass_through, training_runner
 from pcg.runtime.training.work_units import Forward, Part, Phase

@@ -23,13 +23,14 @@ from pcg.ir.program.program import Training
 from pcg.passes.attach import Bypasses, bypasses_of
 from pcg.peft.lora import LoraConfig
 from pcg.peft.registry import recipe_from
+from pcg.runtime.admission.limits import Limits
 from pcg.runtime.data.example import Example
-from pcg.runtime.engine.jobs import Job, JobState
-from pcg.runtime.engine.limits import Limits
+from pcg.runtime.engine.jobs import Job
 from pcg.runtime.engine.work import Sharing, Work
 from pcg.runtime.executor import Executor
-from pcg.runtime.model.load import Load
+from pcg.runtime.metrics.status import JobState
 from pcg.runtime.model.weights import StateDictCheckpoint
+from pcg.runtime.requests.step import Load
 from pcg.runtime.training.bound_training import BoundTraining
 from pcg.runtime.training.runner import TrainingPass, pass_through, training_runner
 from pcg.runtime.training.work_units import Forward, Part, Phase

@@ -9,8 +9,8 @@ import pytest
 from pcg.plan.serving_load import Load, Served, ServingSteps, interpolated
 from pcg.plan.training_load import CoServing
 from pcg.plan.workload import Serving, Training
-from pcg.runtime.engine.latency import Latencies, Latency
-from pcg.runtime.engine.limits import Limits
+from pcg.runtime.admission.latency import Latencies, Latency
+from pcg.runtime.admission.limits import Limits
 from pcg.runtime.metrics.report import ServingReport, Slo, serving_report
 from pcg.simulate.simulated_engine import SimulatedEngine
 from pcg.simulate.simulation import RoundRobin, Simulation

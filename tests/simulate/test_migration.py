@@ -6,7 +6,7 @@ from collections import Counter
 
 import pytest
 
-from pcg.runtime.engine.limits import Limits
+from pcg.runtime.admission.limits import Limits
 from pcg.runtime.metrics.events import Event, Kind
 from pcg.runtime.requests.sequence import Sequence
 from pcg.simulate.migration import Migration

@@ -6,8 +6,8 @@ import pytest
 
 from pcg.errors import CostModelError
 from pcg.parallel.costs.step_costs import StepShape
-from pcg.runtime.engine.latency import Latencies, Latency
-from pcg.runtime.engine.limits import Limits
+from pcg.runtime.admission.latency import Latencies, Latency
+from pcg.runtime.admission.limits import Limits
 from pcg.runtime.requests.request import Request
 from pcg.runtime.sampling.sampling_params import SamplingParams
 from pcg.simulate.profiled_costs import ProfiledCosts, StepProfile

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 
 from pcg.errors import BenchmarkError
-from pcg.runtime.engine.limits import Limits
+from pcg.runtime.admission.limits import Limits
 from pcg.runtime.metrics.events import Kind
 from pcg.runtime.metrics.report import Outcome, ServingReport
 from pcg.simulate.replay import replay, train

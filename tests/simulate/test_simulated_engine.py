@@ -10,12 +10,12 @@ import pytest
 
 from pcg.errors import BenchmarkError, GenerationError
 from pcg.parallel.costs.step_costs import StepShape
-from pcg.runtime.engine.latency import Latencies, Latency
-from pcg.runtime.engine.limits import Limits
+from pcg.runtime.admission.latency import Latencies, Latency
+from pcg.runtime.admission.limits import Limits
 from pcg.runtime.metrics.events import Kind
 from pcg.runtime.metrics.report import Slo, serving_report
-from pcg.runtime.model.load import Load
 from pcg.runtime.requests.request import Request
+from pcg.runtime.requests.step import Load
 from pcg.runtime.sampling.sampling_params import SamplingParams
 from pcg.runtime.training.work_units import Part, Phase
 from pcg.simulate.simulated_device import SimulatedAdapter

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pcg.runtime.engine.latency import Latencies, Latency
+from pcg.runtime.admission.latency import Latencies, Latency
 
 
 def certain(*latencies: Latency) -> Latencies:

@@ -18,8 +18,8 @@ from pcg.ir.program.program import Program
 from pcg.peft.lora import LoraConfig
 from pcg.ranks.group import Ranks
 from pcg.ranks.join import join_group
+from pcg.runtime.admission.limits import Limits
 from pcg.runtime.data.example import Example
-from pcg.runtime.engine.limits import Limits
 from pcg.runtime.executor import Executor
 from pcg.runtime.model.weights import Checkpoint, RandomWeights, StateDictCheckpoint
 from pcg.source import resolve

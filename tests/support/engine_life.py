@@ -8,12 +8,12 @@ from random import Random
 
 from pcg.errors import OutOfMemoryError
 from pcg.runtime.admission.fair_share import FairShare
+from pcg.runtime.admission.latency import Latencies, Latency
+from pcg.runtime.admission.limits import Limits
 from pcg.runtime.admission.policies import AdapterClustering, EarlyAbort, Fcfs
 from pcg.runtime.admission.policy import Policy
-from pcg.runtime.engine.jobs import JobState
-from pcg.runtime.engine.latency import Latencies, Latency
-from pcg.runtime.engine.limits import Limits
 from pcg.runtime.metrics.events import Event, EventLog, Kind
+from pcg.runtime.metrics.status import JobState
 from pcg.runtime.requests.request import Request
 from pcg.runtime.sampling.sampling_params import SamplingParams
 from pcg.simulate.simulated_device import SimulatedAdapter

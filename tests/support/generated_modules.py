@@ -35,8 +35,8 @@ from transformers.pytorch_utils import Conv1D
 
 import pcg.compiler as compiler
 from pcg.errors import CodegenError, IrError, PassError, PcgError
+from pcg.runtime.admission.limits import Limits
 from pcg.runtime.data.example import Example
-from pcg.runtime.engine.limits import Limits
 from pcg.runtime.executor import Executor
 from pcg.runtime.requests.request import Completion
 from tests.support import attention_edits, hook_edits, module_edits, oracle, structure_edits

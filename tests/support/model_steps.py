@@ -9,8 +9,8 @@ from collections.abc import Mapping
 from typing import Any
 
 import pcg.compiler as compiler
+from pcg.runtime.admission.limits import Limits
 from pcg.runtime.data.example import Example
-from pcg.runtime.engine.limits import Limits
 from pcg.source import resolve
 
 LORA: dict[str, Any] = {"peft_type": "LORA", "r": 16, "target_modules": "all-linear"}

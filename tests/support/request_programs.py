@@ -23,9 +23,9 @@ import transformers
 
 import pcg.compiler as compiler
 from pcg.errors import GenerationError, PcgError
+from pcg.runtime.admission.limits import Limits
 from pcg.runtime.data.example import Example
 from pcg.runtime.engine.engine import Engine
-from pcg.runtime.engine.limits import Limits
 from pcg.runtime.executor import Executor
 from pcg.runtime.memory.kv_cache import bytes_of_page, kv_types
 from pcg.runtime.requests.request import Chunk, Request

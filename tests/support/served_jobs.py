@@ -8,11 +8,11 @@ from typing import Any
 
 from torch import Tensor
 
+from pcg.runtime.admission.limits import Limits
 from pcg.runtime.engine.engine import Engine
-from pcg.runtime.engine.jobs import JobState
-from pcg.runtime.engine.limits import Limits
 from pcg.runtime.executor import Executor
 from pcg.runtime.metrics.events import Kind
+from pcg.runtime.metrics.status import JobState
 from tests.support.ranked import EXAMPLES, JOB, SEQUENCES, USED
 
 CACHE_BYTES = 2**20

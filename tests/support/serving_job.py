@@ -14,9 +14,9 @@ from random import Random
 from typing import Any
 
 import pcg
+from pcg.runtime.admission.limits import Limits
 from pcg.runtime.data.example import Example
 from pcg.runtime.engine.engine import Engine
-from pcg.runtime.engine.limits import Limits
 from pcg.runtime.executor import Executor
 from pcg.runtime.metrics.events import Kind
 from pcg.runtime.training.options import OnStep, StepRecord

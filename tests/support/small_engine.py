@@ -7,9 +7,9 @@ from typing import Any
 
 import pcg.compiler as compiler
 from pcg.peft.adapter import Adapter
+from pcg.runtime.admission.limits import Limits
 from pcg.runtime.data.example import Example
 from pcg.runtime.engine.engine import Engine
-from pcg.runtime.engine.limits import Limits
 from pcg.runtime.executor import Executor
 from pcg.runtime.memory.kv_cache import bytes_of_page, kv_types
 from pcg.runtime.requests.request import Completion, Request

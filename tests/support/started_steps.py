@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from pcg.runtime.requests.step_results import Results
+from pcg.runtime.requests.step import Results
 
 
 def when_read(running: Any, before: Callable[[], object], after: Callable[[], object]) -> Any:

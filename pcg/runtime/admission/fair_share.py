@@ -7,7 +7,7 @@ at the level of the least served one that has some, so that nobody saves up. Req
 tenant are those of one tenant: where there are no others, this is first come, first served.
 
 Turns do not bound what one tenant runs in a step, which makes it longer for all others. A tenant
-that runs more than twice the mean of the others is heavy (`pcg.runtime.admission.recent_use`), and
+that runs more than twice the mean of the others is heavy (`pcg.runtime.admission.step_bound`), and
 makes a step in which others decode `stretch` times as long at most, by the predicted times. While
 no other tenant decodes, it runs what it has. Where no place or page is left, the tenant that runs
 most makes room for one that runs less than half as much.
@@ -26,10 +26,9 @@ from collections.abc import Iterable, Iterator, Mapping
 from collections.abc import Sequence as List
 from itertools import chain, islice
 
+from pcg.runtime.admission.latency import Latency
 from pcg.runtime.admission.policy import Chunks, Line, Policy
-from pcg.runtime.admission.recent_use import AHEAD, RecentUse
-from pcg.runtime.admission.step_bound import StepBound
-from pcg.runtime.engine.latency import Latency
+from pcg.runtime.admission.step_bound import AHEAD, RecentUse, StepBound
 from pcg.runtime.requests.sequence import Sequence
 from pcg.value_checks import require_int, require_number
 

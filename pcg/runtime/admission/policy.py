@@ -20,8 +20,8 @@ from collections.abc import Sequence as List
 from typing import TypeAlias
 
 from pcg.errors import GenerationError
+from pcg.runtime.admission.latency import Latency
 from pcg.runtime.admission.step_bound import StepBound
-from pcg.runtime.engine.latency import Latency
 from pcg.runtime.requests.sequence import Sequence
 
 # ------------------------------------------------------------------------------------------- policy

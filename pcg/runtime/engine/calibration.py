@@ -23,16 +23,16 @@ import torch
 
 from pcg.kernels.batch import Span
 from pcg.ranks.group import broadcast_from_first
+from pcg.runtime.admission.latency import Knee, Latencies, Latency
 from pcg.runtime.engine.clock import Clock
-from pcg.runtime.engine.latency import Knee, Latencies, Latency
 from pcg.runtime.engine.served_batch import cut, hidden_requests
 from pcg.runtime.memory.kv_cache import KvCache, stage_kv_types
 from pcg.runtime.memory.pool import pages_for
 from pcg.runtime.model.batch import ANY_TOKEN, Batch
-from pcg.runtime.model.load import Load, keys_of
 from pcg.runtime.model.merged_execution import run_single
 from pcg.runtime.model.state import ModelState
 from pcg.runtime.model.step_graphs import StepGraphs
+from pcg.runtime.requests.step import Load, keys_of
 
 _SHORT, _LONG, _FEW, MANY = 16, 256, 64, 512
 """Numbers of tokens of the measured steps; the last two are below a knee and above it."""

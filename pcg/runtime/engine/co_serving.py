@@ -29,9 +29,9 @@ import math
 from collections import deque
 from typing import NamedTuple
 
-from pcg.runtime.engine.latency import Latencies
+from pcg.runtime.admission.latency import Latencies
 from pcg.runtime.engine.work import Refusal, Sharing, Work
-from pcg.runtime.model.load import Load
+from pcg.runtime.requests.step import Load
 from pcg.runtime.training.work_units import Forward, Part, Phase
 
 

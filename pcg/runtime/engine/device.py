@@ -19,7 +19,7 @@ from pcg.kernels.devices import stream_for
 from pcg.runtime.adapters.cache import ServedAdapter
 from pcg.runtime.requests.request import Request
 from pcg.runtime.requests.sequence import Sequence
-from pcg.runtime.requests.step_results import Results
+from pcg.runtime.requests.step import Results
 from pcg.runtime.training.work_units import Forward, Part
 
 

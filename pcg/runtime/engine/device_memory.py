@@ -28,7 +28,7 @@ from pcg.ir.types import DTYPE_BYTES
 from pcg.kernels.devices import device_memory, is_out_of_memory
 from pcg.kernels.triton.step_rooms import MOST_ROOMS
 from pcg.ranks.group import Ranks
-from pcg.runtime.engine.limits import Limits
+from pcg.runtime.admission.limits import Limits
 from pcg.runtime.model.state import ModelState
 from pcg.runtime.training.recorded.warm_job import WarmJob
 from pcg.runtime.training.warm_jobs import windows_bytes

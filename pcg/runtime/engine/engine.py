@@ -19,13 +19,13 @@ from pcg.ranks.line import Line
 from pcg.runtime.adapters.cache import AdapterCache, ServedAdapter
 from pcg.runtime.adapters.versions import AdapterVersion
 from pcg.runtime.admission.backlog import UNLIMITED, QueueLimits
+from pcg.runtime.admission.limits import Limits
 from pcg.runtime.data.limits import DataLimits
 from pcg.runtime.engine.async_engine import AsyncEngine
 from pcg.runtime.engine.calibration import calibrated
 from pcg.runtime.engine.clock import MachineClock
 from pcg.runtime.engine.device_memory import DeviceParts, fitted
 from pcg.runtime.engine.jobs import Job
-from pcg.runtime.engine.limits import Limits
 from pcg.runtime.engine.loop import EngineLoop
 from pcg.runtime.engine.options import KV_CACHE_BYTES, EngineArguments
 from pcg.runtime.engine.ranks.step_callback import StepCallback

@@ -16,7 +16,6 @@ import math
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from enum import StrEnum
 from typing import Any
 
 from pcg.errors import (
@@ -30,7 +29,8 @@ from pcg.runtime.engine.scheduler import Scheduler
 from pcg.runtime.engine.work import Refusal, Sharing, Work
 from pcg.runtime.memory.pool import PageTable, pages_for
 from pcg.runtime.metrics.events import Kind
-from pcg.runtime.model.load import Load
+from pcg.runtime.metrics.status import JobState
+from pcg.runtime.requests.step import Load
 from pcg.runtime.training.options import StepRecord
 from pcg.runtime.training.work_units import (
     Forward,
@@ -135,17 +135,6 @@ class LateReadings:
 
 
 _LOG = logging.getLogger("pcg.engine")
-
-
-class JobState(StrEnum):
-    """The state of a job; OpenAI's words where it has one."""
-
-    QUEUED = "queued"
-    RUNNING = "running"
-    PAUSED = "paused"
-    SUCCEEDED = "succeeded"
-    CANCELLED = "cancelled"
-    FAILED = "failed"
 
 
 _ENDS = {

@@ -18,12 +18,12 @@ from contextlib import contextmanager, nullcontext
 from pcg.errors import GenerationError, PcgError
 from pcg.peft.adapter import Adapter
 from pcg.runtime.adapters.cache import ServedAdapter
+from pcg.runtime.admission.latency import Latencies
 from pcg.runtime.engine.clock import Clock
 from pcg.runtime.engine.co_serving import CoServing
 from pcg.runtime.engine.device import Device
 from pcg.runtime.engine.job_parts import JobParts, Window
 from pcg.runtime.engine.jobs import Job, Jobs
-from pcg.runtime.engine.latency import Latencies
 from pcg.runtime.engine.open_requests import OpenRequests
 from pcg.runtime.engine.options import EngineOptions
 from pcg.runtime.engine.running import AHEAD, Running
@@ -33,10 +33,9 @@ from pcg.runtime.engine.work import Refusal, Sharing, Work
 from pcg.runtime.memory.pool import PagePool
 from pcg.runtime.metrics.events import KEPT_EVENTS, Event, EventLog, Kind
 from pcg.runtime.metrics.totals import Totals
-from pcg.runtime.model.load import Load
 from pcg.runtime.requests.request import Chunk, Request
 from pcg.runtime.requests.sequence import Sequence, State
-from pcg.runtime.requests.step_plan import Plan
+from pcg.runtime.requests.step import Load, Plan
 from pcg.runtime.training.work_units import Phase
 
 _LOG = logging.getLogger("pcg.engine")

@@ -12,11 +12,10 @@ from pcg.runtime.engine.scheduler import Scheduler
 from pcg.runtime.memory.pool import PageTable
 from pcg.runtime.metrics.events import Event, EventLog, Kind
 from pcg.runtime.metrics.totals import Totals
-from pcg.runtime.requests.deadlines import Deadlines
-from pcg.runtime.requests.groups import Groups
+from pcg.runtime.requests.groups import Deadlines, Groups
 from pcg.runtime.requests.request import Chunk
 from pcg.runtime.requests.sequence import Sequence, State
-from pcg.runtime.requests.step_results import Results
+from pcg.runtime.requests.step import Results
 
 
 @dataclass(slots=True)

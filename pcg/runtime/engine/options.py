@@ -7,10 +7,10 @@ from dataclasses import dataclass, field
 
 from pcg.errors import EngineError
 from pcg.runtime.admission.backlog import QueueLimits
+from pcg.runtime.admission.latency import Latencies
+from pcg.runtime.admission.limits import Limits
 from pcg.runtime.admission.policy import Policy
 from pcg.runtime.data.limits import DataLimits
-from pcg.runtime.engine.latency import Latencies
-from pcg.runtime.engine.limits import Limits
 from pcg.runtime.engine.work import Sharing
 from pcg.runtime.metrics.events import EventLog
 from pcg.runtime.training.recorded.warm_job import WarmJob

@@ -30,7 +30,7 @@ from pcg.runtime.engine.device import Launched
 from pcg.runtime.engine.jobs import Job
 from pcg.runtime.engine.work import Work
 from pcg.runtime.requests.sequence import Sequence, State
-from pcg.runtime.requests.step_plan import Plan
+from pcg.runtime.requests.step import Plan
 
 AHEAD = "ahead"
 """The reason of a step that is read once the next step has been launched."""

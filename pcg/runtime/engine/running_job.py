@@ -10,9 +10,9 @@ from concurrent.futures import Future, InvalidStateError
 
 from pcg.errors import FinetuneInterrupted
 from pcg.runtime.data.tokenizing import Cancelling
-from pcg.runtime.engine.jobs import Job, JobState
+from pcg.runtime.engine.jobs import Job
 from pcg.runtime.engine.loop import EngineLoop
-from pcg.runtime.metrics.status import JobStatus
+from pcg.runtime.metrics.status import JobState, JobStatus
 from pcg.runtime.training.options import FinetuneResult
 
 

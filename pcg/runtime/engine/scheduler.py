@@ -27,19 +27,17 @@ from pcg.kernels.sizes import PAGE_TOKENS
 from pcg.runtime.adapters.cache import AdapterCache, ServedAdapter
 from pcg.runtime.admission.backlog import UNLIMITED, Backlog, QueueLimits, new_requests
 from pcg.runtime.admission.fair_share import FairShare
+from pcg.runtime.admission.latency import Latency
+from pcg.runtime.admission.limits import Limits, why_never, why_unreachable
 from pcg.runtime.admission.page_room import PageRoom
 from pcg.runtime.admission.policy import Policy
-from pcg.runtime.admission.reachable import why_never, why_unreachable
 from pcg.runtime.admission.step_bound import StepBound
 from pcg.runtime.engine.device import Device
-from pcg.runtime.engine.latency import Latency
-from pcg.runtime.engine.limits import Limits
 from pcg.runtime.memory.pool import Needs, PagePool, PageTable, pages_for
 from pcg.runtime.memory.prefixes import Prefixes
 from pcg.runtime.metrics.events import Kind
-from pcg.runtime.model.load import Load
 from pcg.runtime.requests.sequence import Sequence, State
-from pcg.runtime.requests.step_plan import Plan
+from pcg.runtime.requests.step import Load, Plan
 from pcg.runtime.sampling.grammars import Grammar
 
 _LAST_ROW = Load(sampled=1, chunks=1)

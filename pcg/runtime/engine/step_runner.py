@@ -23,8 +23,8 @@ from pcg.kernels.triton.backend import compiled
 from pcg.peft.adapter import Adapter
 from pcg.runtime.adapters.cache import AdapterCache, ServedAdapter
 from pcg.runtime.adapters.versions import AdapterVersion
+from pcg.runtime.admission.limits import Limits
 from pcg.runtime.engine.device import SideStream
-from pcg.runtime.engine.limits import Limits
 from pcg.runtime.engine.served_batch import ServedBatch, rows_of
 from pcg.runtime.memory.kv_cache import KvCache
 from pcg.runtime.model.batch import ANY_TOKEN, LatestTokens, whole_sequences
@@ -36,7 +36,7 @@ from pcg.runtime.model.state import ModelState
 from pcg.runtime.model.step_graphs import step_graphs
 from pcg.runtime.requests.request import Request
 from pcg.runtime.requests.sequence import Sequence, State
-from pcg.runtime.requests.step_results import (
+from pcg.runtime.requests.step import (
     Computed,
     DrawnTokens,
     PooledStates,

@@ -8,10 +8,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from pcg.runtime.engine.latency import Latencies
-from pcg.runtime.engine.limits import Limits
-from pcg.runtime.model.load import Load
-from pcg.runtime.requests.step_plan import Plan
+from pcg.runtime.admission.latency import Latencies
+from pcg.runtime.admission.limits import Limits
+from pcg.runtime.requests.step import Load, Plan
 from pcg.runtime.training.work_units import Forward, Part, Phase
 
 

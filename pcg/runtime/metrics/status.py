@@ -8,7 +8,6 @@ from enum import StrEnum
 from pathlib import Path
 
 from pcg.runtime.adapters.versions import AdapterVersion
-from pcg.runtime.engine.jobs import JobState
 from pcg.runtime.metrics.totals import Totals
 
 
@@ -18,6 +17,17 @@ class EngineState(StrEnum):
     RUNNING = "running"
     DRAINING = "draining"
     ENDED = "ended"
+
+
+class JobState(StrEnum):
+    """The state of a job; OpenAI's words where it has one."""
+
+    QUEUED = "queued"
+    RUNNING = "running"
+    PAUSED = "paused"
+    SUCCEEDED = "succeeded"
+    CANCELLED = "cancelled"
+    FAILED = "failed"
 
 
 @dataclass(frozen=True)

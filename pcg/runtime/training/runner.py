@@ -38,9 +38,9 @@ from pcg.runtime.memory.host_memory import SLACK, FreedMemory, return_freed_memo
 from pcg.runtime.memory.kv_cache import KvCache
 from pcg.runtime.memory.pool import PageTable
 from pcg.runtime.model.batch import ANY_TOKEN, Batch
-from pcg.runtime.model.load import Load
 from pcg.runtime.model.merged_execution import run_single
 from pcg.runtime.model.state import ModelState
+from pcg.runtime.requests.step import Load
 from pcg.runtime.training.bound_training import BoundTraining
 from pcg.runtime.training.recorded.window_graphs import PassSizes
 from pcg.runtime.training.windows import (

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from pcg.kernels.devices import downloaded
 from pcg.runtime.memory.pool import PageTable
-from pcg.runtime.model.load import Load
+from pcg.runtime.requests.step import Load
 
 # --------------------------------------------------------------------------------------- work units
 

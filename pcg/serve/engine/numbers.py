@@ -10,9 +10,8 @@ from collections.abc import Mapping
 from dataclasses import fields, is_dataclass
 from typing import Any
 
-from pcg.runtime.engine.jobs import JobState
 from pcg.runtime.metrics.events import EventLog
-from pcg.runtime.metrics.status import EngineNumbers
+from pcg.runtime.metrics.status import EngineNumbers, JobState
 from pcg.runtime.metrics.totals import AdapterSums, AdapterTotals, Histogram, Totals
 
 

@@ -271,8 +271,8 @@ class ServeOptions:
         """
         from pcg.runtime.admission.backlog import QueueLimits
         from pcg.runtime.admission.fair_share import FairShare
+        from pcg.runtime.admission.limits import Limits
         from pcg.runtime.admission.policies import POLICIES
-        from pcg.runtime.engine.limits import Limits
         from pcg.runtime.engine.options import EngineArguments
         from pcg.serve.engine.warm_jobs import parse_warm_jobs
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 
-from pcg.runtime.engine.limits import Limits
+from pcg.runtime.admission.limits import Limits
 from pcg.runtime.metrics.events import Event, EventLog, Kind
 from pcg.runtime.requests.sequence import Sequence as Served
 from pcg.simulate.migration import Migration, working_set

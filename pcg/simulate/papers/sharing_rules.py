@@ -13,7 +13,7 @@ from __future__ import annotations
 from pcg.errors import FinetuneError
 from pcg.runtime.engine.co_serving import CoServing
 from pcg.runtime.engine.work import Sharing, Work
-from pcg.runtime.model.load import Load
+from pcg.runtime.requests.step import Load
 from pcg.runtime.training.work_units import Forward, Phase
 
 

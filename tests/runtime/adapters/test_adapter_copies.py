@@ -21,8 +21,8 @@ from pcg.kernels.torch.products import has_onednn
 from pcg.options import CompileOptions
 from pcg.runtime.adapters.ragged_tables import RaggedTables
 from pcg.runtime.adapters.stacked_weights import _StackedLora
+from pcg.runtime.admission.limits import Limits
 from pcg.runtime.data.example import Example
-from pcg.runtime.engine.limits import Limits
 from pcg.runtime.executor import Executor
 from tests.support import oracle
 from tests.support.families import BY_NAME

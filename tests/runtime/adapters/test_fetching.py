@@ -10,7 +10,7 @@ import pytest
 import pcg.compiler as compiler
 from pcg.runtime.adapters.row_memory import RowMemory
 from pcg.runtime.adapters.slots import AdapterSlots
-from pcg.runtime.engine.limits import Limits
+from pcg.runtime.admission.limits import Limits
 from pcg.runtime.requests.request import Request
 from pcg.runtime.sampling.sampling_params import SamplingParams
 from tests.support import oracle

@@ -17,7 +17,7 @@ from pcg.errors import UnsupportedError
 from pcg.peft.adapter import Adapter
 from pcg.runtime.adapters.ragged_tables import RaggedTables
 from pcg.runtime.adapters.stacked_weights import ServedWeights
-from pcg.runtime.engine.limits import Limits
+from pcg.runtime.admission.limits import Limits
 from pcg.runtime.executor import Executor
 from pcg.runtime.memory.pool import PageTable
 from tests.support import oracle

@@ -8,8 +8,8 @@ import pytest
 
 from pcg.errors import GenerationError, QueueFullError
 from pcg.runtime.admission.backlog import QueueLimits
-from pcg.runtime.engine.latency import Latencies, Latency
-from pcg.runtime.engine.limits import Limits
+from pcg.runtime.admission.latency import Latencies, Latency
+from pcg.runtime.admission.limits import Limits
 from pcg.runtime.metrics.events import Kind
 from pcg.runtime.metrics.report import serving_report
 from pcg.runtime.requests.request import Chunk, Request

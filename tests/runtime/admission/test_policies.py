@@ -13,9 +13,9 @@ import pytest
 from pcg.errors import GenerationError
 from pcg.runtime.admission import policies
 from pcg.runtime.admission.fair_share import FairShare
+from pcg.runtime.admission.limits import Limits
 from pcg.runtime.admission.policies import AdapterClustering, Fcfs
 from pcg.runtime.admission.policy import Policy
-from pcg.runtime.engine.limits import Limits
 from pcg.runtime.metrics.events import Kind
 from pcg.runtime.requests.request import Request
 from pcg.runtime.requests.sequence import Sequence

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from pcg.runtime.admission.fair_share import FairShare
+from pcg.runtime.admission.limits import Limits
 from pcg.runtime.admission.policies import Fcfs
 from pcg.runtime.admission.policy import Policy
-from pcg.runtime.engine.limits import Limits
 from pcg.runtime.metrics.events import Kind
 from pcg.runtime.requests.request import Request
 from pcg.runtime.sampling.sampling_params import SamplingParams

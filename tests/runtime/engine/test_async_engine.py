@@ -22,11 +22,11 @@ from pcg.errors import (
     PcgError,
 )
 from pcg.peft.adapter import Adapter
+from pcg.runtime.admission.limits import Limits
 from pcg.runtime.engine.async_engine import AsyncEngine
-from pcg.runtime.engine.jobs import JobState
-from pcg.runtime.engine.limits import Limits
 from pcg.runtime.executor import Executor, ServingProgram
 from pcg.runtime.metrics.events import Kind
+from pcg.runtime.metrics.status import JobState
 from pcg.runtime.requests.request import Chunk, Completion
 from pcg.runtime.requests.stream import Stream
 from tests.support.prompts import prompts

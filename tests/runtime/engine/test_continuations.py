@@ -10,8 +10,8 @@ import pytest
 
 from pcg.errors import GenerationError, PcgError
 from pcg.kernels.sizes import PAGE_TOKENS
+from pcg.runtime.admission.limits import Limits
 from pcg.runtime.engine.engine import Engine
-from pcg.runtime.engine.limits import Limits
 from pcg.runtime.executor import Executor
 from pcg.runtime.memory.kv_cache import bytes_of_page, kv_types
 from pcg.runtime.metrics.events import Kind

@@ -17,11 +17,10 @@ from pcg.errors import (
     FinetuneError,
     FinetuneInterrupted,
 )
-from pcg.runtime.engine.jobs import JobState
-from pcg.runtime.engine.limits import Limits
+from pcg.runtime.admission.limits import Limits
 from pcg.runtime.metrics.events import Event, Kind
 from pcg.runtime.metrics.report import serving_report
-from pcg.runtime.metrics.status import EngineState
+from pcg.runtime.metrics.status import EngineState, JobState
 from tests.support.small_engine import DATA, LORA, OPTIONS, make_engine, make_executor
 from tests.support.step_gate import StepGate
 from tests.support.waiting import until

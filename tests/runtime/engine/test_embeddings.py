@@ -14,7 +14,7 @@ from torch import Tensor
 
 import pcg.compiler as compiler
 from pcg.errors import GenerationError, ProgramError
-from pcg.runtime.engine.limits import Limits
+from pcg.runtime.admission.limits import Limits
 from pcg.runtime.executor import Executor
 from tests.support import oracle, tiny_llama
 from tests.support.families import BY_NAME

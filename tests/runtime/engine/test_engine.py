@@ -15,12 +15,12 @@ import torch
 
 from pcg.errors import OutOfMemoryError, PcgError
 from pcg.kernels.torch import input_gradient, products
-from pcg.runtime.engine.latency import Latencies, Latency
-from pcg.runtime.engine.limits import Limits
+from pcg.runtime.admission.latency import Latencies, Latency
+from pcg.runtime.admission.limits import Limits
 from pcg.runtime.memory.kv_cache import bytes_of_page, kv_types
 from pcg.runtime.metrics.events import Kind
-from pcg.runtime.model.load import Load
 from pcg.runtime.requests.request import Request
+from pcg.runtime.requests.step import Load
 from pcg.runtime.sampling.sampling_params import SamplingParams
 from tests.support.certain import certain
 from tests.support.prompts import prompts

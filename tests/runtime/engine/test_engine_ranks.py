@@ -11,7 +11,7 @@ from torch import Tensor
 
 from pcg.kernels.torch import lora
 from pcg.kernels.torch import ops as torch_ops
-from pcg.runtime.engine.limits import Limits
+from pcg.runtime.admission.limits import Limits
 from pcg.runtime.executor import Executor
 from pcg.runtime.metrics.events import Kind
 from tests.support.families import BY_NAME

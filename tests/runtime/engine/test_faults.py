@@ -15,12 +15,12 @@ import pytest
 import pcg.compiler as compiler
 from pcg.errors import GenerationError
 from pcg.peft.adapter import Adapter
+from pcg.runtime.admission.limits import Limits
 from pcg.runtime.data.example import Example
 from pcg.runtime.engine.async_engine import AsyncEngine
 from pcg.runtime.engine.clock import MachineClock
 from pcg.runtime.engine.engine import Engine
 from pcg.runtime.engine.jobs import Job
-from pcg.runtime.engine.limits import Limits
 from pcg.runtime.executor import Executor
 from pcg.runtime.memory.kv_cache import bytes_of_page, kv_types
 from pcg.runtime.metrics.events import EventLog

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 
 from pcg.runtime.admission.fair_share import FairShare
+from pcg.runtime.admission.latency import Latency
+from pcg.runtime.admission.limits import Limits
 from pcg.runtime.admission.policies import AdapterClustering, EarlyAbort, Fcfs
 from pcg.runtime.admission.policy import Policy
-from pcg.runtime.engine.latency import Latency
-from pcg.runtime.engine.limits import Limits
 from pcg.runtime.requests.request import Request
 from pcg.runtime.sampling.sampling_params import SamplingParams
 from pcg.simulate.simulated_device import SimulatedAdapter

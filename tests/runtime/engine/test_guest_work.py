@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from pcg.runtime.admission.limits import Limits
 from pcg.runtime.engine import guest_work
 from pcg.runtime.engine.guest_work import (
     LEAST_ROWS,
@@ -16,7 +17,6 @@ from pcg.runtime.engine.guest_work import (
     RowTimes,
     RowWork,
 )
-from pcg.runtime.engine.limits import Limits
 from pcg.runtime.engine.work import Work
 
 ROW_S = 1e-3

@@ -16,10 +16,10 @@ from pcg.errors import (
     GenerationError,
     OutOfMemoryError,
 )
+from pcg.runtime.admission.limits import Limits
 from pcg.runtime.engine.engine import Engine
-from pcg.runtime.engine.jobs import JobState
-from pcg.runtime.engine.limits import Limits
 from pcg.runtime.metrics.events import Event, Kind
+from pcg.runtime.metrics.status import JobState
 from pcg.runtime.requests.request import Chunk, Request
 from pcg.runtime.sampling.sampling_params import SamplingParams
 from pcg.runtime.training.work_units import Phase, Stage

@@ -16,7 +16,7 @@ import transformers
 import pcg.compiler as compiler
 from pcg.errors import GenerationError
 from pcg.ir.program.program import ModelGraph
-from pcg.runtime.engine.limits import Limits
+from pcg.runtime.admission.limits import Limits
 from pcg.runtime.executor import Executor
 from pcg.runtime.model.runner import ModelRunner
 from pcg.runtime.requests.request import Completion, Request

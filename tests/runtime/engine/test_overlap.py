@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 import pcg.compiler as compiler
+from pcg.runtime.admission.limits import Limits
 from pcg.runtime.engine.engine import Engine
-from pcg.runtime.engine.limits import Limits
 from pcg.runtime.executor import Executor
 from pcg.runtime.metrics.events import Kind
 from pcg.runtime.requests.request import Chunk, Request

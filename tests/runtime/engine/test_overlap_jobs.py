@@ -16,15 +16,16 @@ from unittest.mock import patch
 import pytest
 import torch
 
+from pcg.runtime.admission.latency import Latencies, Latency
+from pcg.runtime.admission.limits import Limits
 from pcg.runtime.engine.co_serving import CoServing
 from pcg.runtime.engine.engine import Engine
-from pcg.runtime.engine.jobs import Job, JobState
-from pcg.runtime.engine.latency import Latencies, Latency
-from pcg.runtime.engine.limits import Limits
+from pcg.runtime.engine.jobs import Job
 from pcg.runtime.engine.work import Sharing, Work
 from pcg.runtime.executor import Executor
 from pcg.runtime.metrics.events import Kind
-from pcg.runtime.model.load import Load
+from pcg.runtime.metrics.status import JobState
+from pcg.runtime.requests.step import Load
 from pcg.runtime.training.runner import TrainingPass
 from pcg.runtime.training.work_units import Forward, Phase, Reading
 from tests.support.interpreter.stand_in import tensors_on_cuda

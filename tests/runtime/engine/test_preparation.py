@@ -15,12 +15,12 @@ import pytest
 
 import pcg.compiler as compiler
 from pcg.errors import DataError, FinetuneError, PcgError
+from pcg.runtime.admission.limits import Limits
 from pcg.runtime.data.limits import DataLimits
 from pcg.runtime.engine.async_engine import AsyncEngine
-from pcg.runtime.engine.jobs import JobState
-from pcg.runtime.engine.limits import Limits
 from pcg.runtime.executor import Executor
 from pcg.runtime.memory.kv_cache import bytes_of_page, kv_types
+from pcg.runtime.metrics.status import JobState
 from pcg.runtime.text.tokenizer import Tokenizer
 from tests.support.text_model import CHATS, ENDLESS, ROWS, save_text_model
 

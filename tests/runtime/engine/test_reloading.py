@@ -15,9 +15,9 @@ import pcg.compiler as compiler
 from pcg.errors import AdapterConflictError, AdapterError, AdapterNotFoundError, CodegenError
 from pcg.peft.adapter_files import WEIGHTS
 from pcg.runtime.engine.async_engine import AsyncEngine
-from pcg.runtime.engine.jobs import JobState
 from pcg.runtime.executor import Executor
 from pcg.runtime.metrics.events import Kind
+from pcg.runtime.metrics.status import JobState
 from tests.support import oracle
 from tests.support.families import BY_NAME
 from tests.support.prompts import prompts

@@ -11,18 +11,18 @@ import pytest
 import torch
 
 from pcg.errors import FinetuneError
+from pcg.runtime.admission.latency import Latencies, Latency
+from pcg.runtime.admission.limits import Limits
 from pcg.runtime.engine.co_serving import CoServing
 from pcg.runtime.engine.engine import Engine
-from pcg.runtime.engine.jobs import JobState
-from pcg.runtime.engine.latency import Latencies, Latency
-from pcg.runtime.engine.limits import Limits
 from pcg.runtime.engine.running_job import RunningJob
 from pcg.runtime.engine.work import Sharing, Work
 from pcg.runtime.executor import Executor
 from pcg.runtime.memory.kv_cache import bytes_of_page, kv_types
 from pcg.runtime.metrics.events import Kind
-from pcg.runtime.model.load import Load
+from pcg.runtime.metrics.status import JobState
 from pcg.runtime.requests.request import Request
+from pcg.runtime.requests.step import Load
 from pcg.runtime.sampling.sampling_params import SamplingParams
 from pcg.runtime.training.work_units import Forward, Part, Phase
 from pcg.simulate.papers.sharing_rules import InferenceOnly, SpatialSharing, TemporalSharing

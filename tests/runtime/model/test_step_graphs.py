@@ -18,7 +18,7 @@ from pcg.kernels.triton.adapters.token_tiles import DECODE_BLOCK, TileCapacity, 
 from pcg.kernels.triton.attention.work import AttentionWork
 from pcg.kernels.triton.step_lists import StepLists, sizes_of
 from pcg.kernels.triton.step_rooms import MIXED_TOKENS, StepRoom, StepRooms, StepSizes
-from pcg.runtime.engine.limits import Limits
+from pcg.runtime.admission.limits import Limits
 from pcg.runtime.memory.pool import PageTable
 from pcg.runtime.model import step_graphs
 from pcg.runtime.requests.request import Request

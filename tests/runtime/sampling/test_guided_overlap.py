@@ -15,7 +15,7 @@ import pytest
 import torch
 
 import pcg.compiler as compiler
-from pcg.runtime.engine.limits import Limits
+from pcg.runtime.admission.limits import Limits
 from pcg.runtime.executor import Executor
 from pcg.runtime.requests.request import Completion
 from pcg.runtime.sampling.grammars import Grammars

@@ -9,8 +9,8 @@ import transformers
 
 import pcg.compiler as compiler
 from pcg.ranks.group import Ranks
+from pcg.runtime.admission.limits import Limits
 from pcg.runtime.data.example import Example
-from pcg.runtime.engine.limits import Limits
 from pcg.runtime.executor import Executor
 from tests.support import oracle, ranked
 from tests.support.threads import run_ranks

@@ -17,8 +17,8 @@ import torch
 
 import pcg.errors
 from pcg.errors import AdapterConflictError, FinetuneInterrupted, GenerationError
+from pcg.runtime.admission.limits import Limits
 from pcg.runtime.engine.async_engine import AsyncEngine
-from pcg.runtime.engine.limits import Limits
 from pcg.runtime.metrics.status import EngineNumbers, JobStatus
 from pcg.runtime.text.tokenizer import Tokenizer
 from pcg.serve.engine.channel import Channel

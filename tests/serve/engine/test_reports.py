@@ -9,8 +9,8 @@ from typing import Any
 import msgspec
 import pytest
 
+from pcg.runtime.admission.limits import Limits
 from pcg.runtime.engine.async_engine import AsyncEngine
-from pcg.runtime.engine.limits import Limits
 from pcg.runtime.metrics.status import EngineNumbers
 from pcg.runtime.requests.stream import Wakes
 from pcg.serve.engine.messages import Report, ToEngine, ToServer, Watch, decoder, encode

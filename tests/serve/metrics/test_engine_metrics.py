@@ -15,8 +15,8 @@ import pytest
 from prometheus_client import Metric
 from prometheus_client.parser import text_string_to_metric_families
 
+from pcg.runtime.admission.limits import Limits
 from pcg.runtime.engine.async_engine import AsyncEngine
-from pcg.runtime.engine.limits import Limits
 from pcg.runtime.executor import Executor
 from pcg.runtime.metrics.report import serving_report
 from pcg.serve.engine.engine_names import Owned

@@ -15,7 +15,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
-from pcg.runtime.engine.limits import Limits
+from pcg.runtime.admission.limits import Limits
 from pcg.serve.engine.facts import facts_of
 from pcg.serve.engine.options import ServeOptions
 from pcg.serve.http.errors import ApiError

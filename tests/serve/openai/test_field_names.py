@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from pcg.errors import GenerationError
-from pcg.runtime.engine.latency import Latencies, Latency
+from pcg.runtime.admission.latency import Latencies, Latency
 from pcg.serve.http.errors import ApiError
 from pcg.serve.http.service import Service
 from pcg.serve.openai.wire import FieldNames

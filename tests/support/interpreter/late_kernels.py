@@ -37,7 +37,7 @@ def late_kernels() -> dict[str, Any]:
 def _load(executor: Any) -> dict[str, Any]:
     """Serve requests of several lengths, adapters and ways to choose, which come and go."""
     from pcg.kernels.triton.backend import compiled
-    from pcg.runtime.engine.limits import Limits
+    from pcg.runtime.admission.limits import Limits
     from tests.support.prompts import prompts
 
     compiled()

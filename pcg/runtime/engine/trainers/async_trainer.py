@@ -19,9 +19,10 @@ import torch
 from pcg.errors import EngineError, FinetuneError, as_pcg_error
 from pcg.kernels.devices import device_thread
 from pcg.keywords import takes
-from pcg.runtime.engine.jobs import Job, JobState
+from pcg.runtime.engine.jobs import Job
 from pcg.runtime.engine.loop import EngineLoop
 from pcg.runtime.engine.trainers.trainer_call import TrainerCall
+from pcg.runtime.metrics.status import JobState
 from pcg.runtime.training.trainer.commands import (
     Aside,
     Command,

@@ -11,9 +11,9 @@ from pcg.errors import EngineError, FinetuneInterrupted, PcgError
 from pcg.peft.adapter import Adapter
 from pcg.peft.adapter_files import write_adapter
 from pcg.runtime.engine.async_engine import AsyncEngine
-from pcg.runtime.engine.jobs import JobState
 from pcg.runtime.engine.running_job import RunningJob
 from pcg.runtime.executor import Executor
+from pcg.runtime.metrics.status import JobState
 from pcg.runtime.training.options import FinetuneResult, StepRecord
 from pcg.serve.engine.engine_names import owned
 from pcg.serve.engine.jobs.news import (

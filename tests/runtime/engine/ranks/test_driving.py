@@ -14,8 +14,8 @@ import pytest
 from pcg.errors import AdapterError, EngineError, FinetuneError, GenerationError, UnsupportedError
 from pcg.peft.lora import LoraConfig
 from pcg.runtime.engine.async_engine import AsyncEngine
-from pcg.runtime.engine.jobs import JobState
 from pcg.runtime.executor import Executor
+from pcg.runtime.metrics.status import JobState
 from pcg.runtime.requests.stream import Stream
 from tests.support import oracle
 from tests.support.families import BY_NAME

@@ -16,8 +16,8 @@ from torch import Tensor
 
 import pcg.compiler as compiler
 from pcg.explain import explain as explaining
+from pcg.runtime.admission.limits import Limits
 from pcg.runtime.data.example import Example
-from pcg.runtime.engine.limits import Limits
 from pcg.runtime.executor import Executor
 from pcg.runtime.model import step_graphs
 from pcg.runtime.training import bound_training

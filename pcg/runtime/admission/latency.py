@@ -27,7 +27,7 @@ from __future__ import annotations
 from operator import mul
 from typing import NamedTuple
 
-from pcg.runtime.model.load import Load
+from pcg.runtime.requests.step import Load
 from pcg.runtime.training.work_units import Phase
 
 Vector = tuple[float, ...]

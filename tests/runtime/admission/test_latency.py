@@ -7,9 +7,9 @@ from random import Random
 
 import pytest
 
+from pcg.runtime.admission.latency import Latency, Reserve
 from pcg.runtime.engine.calibration import fitted_latencies
-from pcg.runtime.engine.latency import Latency, Reserve
-from pcg.runtime.model.load import Load
+from pcg.runtime.requests.step import Load
 
 TRUTH = (0.0154, 6.4e-4, 4e-7, 8e-4, 1.5e-3, 0.02)
 """Seconds of anything, a token, a key, a row of logits, a token's loss, a window."""
