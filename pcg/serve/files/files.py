@@ -11,11 +11,11 @@ from typing import TypeVar
 from pcg.serve.files import records
 from pcg.serve.files.quota import Quota
 from pcg.serve.files.records import FileRecord, Page
-from pcg.serve.files.wire import missing, now
+from pcg.serve.files.wire import missing
 from pcg.serve.http.errors import ApiError
 from pcg.serve.store.contents import Incoming
-from pcg.serve.store.ids import new_key
 from pcg.serve.store.store import Store
+from pcg.serve.store.tables import new_key, now
 
 Result = TypeVar("Result")
 

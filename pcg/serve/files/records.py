@@ -6,8 +6,7 @@ import sqlite3
 from dataclasses import dataclass
 from typing import Any
 
-from pcg.serve.store.holdings import held_bytes
-from pcg.serve.store.table import Table
+from pcg.serve.store.tables import Table, held_bytes
 
 RESULTS = "fine-tune-results"
 """The purpose of files that jobs make."""

@@ -29,14 +29,13 @@ from pcg.serve.files.wire import (
     check_filename,
     file_of,
     missing,
-    now,
 )
 from pcg.serve.http.caller import Caller, requires
 from pcg.serve.http.errors import ApiError
 from pcg.serve.http.service import LongBodyRoute, Service, ServiceDependency
 from pcg.serve.http.wire import WireModel
 from pcg.serve.store.contents import Contents, Incoming
-from pcg.serve.store.ids import new_key
+from pcg.serve.store.tables import new_key, now
 
 router = APIRouter(prefix="/v1/uploads", tags=["files"], route_class=LongBodyRoute)
 

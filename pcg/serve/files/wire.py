@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from typing import Annotated, Generic, Literal, TypeVar
 
 from pydantic import BaseModel, Field
@@ -79,8 +78,3 @@ def check_filename(name: str) -> str:
 def missing(kind: str, id: str) -> ApiError:
     """Return the error of something that is not there for a caller."""
     return ApiError(404, f"No such {kind} object: {id[:128]}", param="id")
-
-
-def now() -> int:
-    """Return Unix seconds."""
-    return int(time.time())

@@ -7,9 +7,9 @@ import sqlite3
 from pcg.errors import ServeError
 from pcg.files import shown_path
 from pcg.serve.engine.facts import ModelFacts
-from pcg.serve.files.wire import now
 from pcg.serve.jobs.records import UNFINISHED
 from pcg.serve.store.store import Store
+from pcg.serve.store.tables import now
 
 _WHOLE = "sha256:"
 """How digests of all weights begin; an older pcg's were of samples, and tell nothing here."""

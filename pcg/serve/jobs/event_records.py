@@ -9,9 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from pcg.serve.files.records import Page
-from pcg.serve.files.wire import now
-from pcg.serve.store.ids import new_key
-from pcg.serve.store.table import Table
+from pcg.serve.store.tables import Table, new_key, now
 
 MESSAGE, METRICS, CHECKPOINT = "message", "metrics", "checkpoint"
 """Types of events; those of checkpoints are messages for clients."""

@@ -34,8 +34,7 @@ from pcg.records.run_files import REPORT
 from pcg.runtime.training.checkpoints import OPTIMIZER, STATE, TRAINER, check_checkpoint
 from pcg.serve.adapters.kept_models import MODEL
 from pcg.serve.http.errors import ApiError
-from pcg.serve.store import removals
-from pcg.serve.store.contents import Contents
+from pcg.serve.store.contents import Contents, remove_path
 from pcg.serve.store.database import as_store_error
 from pcg.serve.store.store import Store
 
@@ -280,7 +279,7 @@ def sweep(store: Store, folders: Iterable[Path], rows: Rows) -> dict[str, int]:
             folder.tidy()
         for one in folder.unnamed(rows.named):
             if is_unfinished:
-                removals.remove(one)
+                remove_path(one)
             else:
                 unnamed.append(one)
     store.discard(unnamed)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from pcg.serve.files.records import Page
 from pcg.serve.http.errors import ApiError
-from pcg.serve.store.table import Table
+from pcg.serve.store.tables import Table
 
 _MOST = 256
 """The most permissions of a model."""

@@ -12,14 +12,14 @@ from pcg.serve.adapters.catalog import Catalog
 from pcg.serve.adapters.kept_models import KeptModels
 from pcg.serve.files.files import Files
 from pcg.serve.files.records import Page
-from pcg.serve.files.wire import ListPage, missing, now
+from pcg.serve.files.wire import ListPage, missing
 from pcg.serve.http.caller import Caller, requires
 from pcg.serve.http.errors import not_found
 from pcg.serve.http.service import LongBodyRoute, Service, ServiceDependency
 from pcg.serve.http.wire import WireModel
 from pcg.serve.jobs import permission_records
 from pcg.serve.jobs.permission_records import PermissionRecord
-from pcg.serve.store.ids import new_key
+from pcg.serve.store.tables import new_key, now
 
 router = APIRouter(
     prefix="/v1/fine_tuning/checkpoints", tags=["fine-tuning"], route_class=LongBodyRoute

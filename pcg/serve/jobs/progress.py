@@ -25,12 +25,11 @@ from pcg.serve.adapters.kept_models import KeptModel, new_model
 from pcg.serve.engine.jobs.news import TRAIN_REWARD, VALID_REWARD, JobStep
 from pcg.serve.files.files import Files, new_file
 from pcg.serve.files.records import FILES, RESULTS
-from pcg.serve.files.wire import now
 from pcg.serve.jobs import event_records, records
 from pcg.serve.jobs.event_records import METRICS
 from pcg.serve.jobs.folders import JobFolder, step_of
 from pcg.serve.jobs.records import SUCCEEDED, UNFINISHED, JobRecord
-from pcg.serve.store.holdings import hold_folder
+from pcg.serve.store.tables import hold_folder, now
 
 # ----------------------------------------------------------------------------------------- progress
 

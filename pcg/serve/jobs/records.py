@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from pcg.serve.files.records import Page
-from pcg.serve.store.table import Table
+from pcg.serve.store.tables import Table
 
 QUEUED, RUNNING, PAUSED = "queued", "running", "paused"
 SUCCEEDED, FAILED, CANCELLED = "succeeded", "failed", "cancelled"

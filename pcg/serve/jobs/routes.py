@@ -19,7 +19,7 @@ from pcg.serve.adapters.catalog import Catalog
 from pcg.serve.engine.engine_names import engine_name
 from pcg.serve.files.files import Files
 from pcg.serve.files.records import FileRecord, Page
-from pcg.serve.files.wire import ListPage, missing, now
+from pcg.serve.files.wire import ListPage, missing
 from pcg.serve.graders.host import usable_grader
 from pcg.serve.http.caller import Caller, requires
 from pcg.serve.http.errors import UNSUPPORTED, ApiError
@@ -41,7 +41,7 @@ from pcg.serve.jobs.wire import (
     event_of,
     job_of,
 )
-from pcg.serve.store.ids import new_key
+from pcg.serve.store.tables import new_key, now
 
 router = APIRouter(prefix="/v1/fine_tuning/jobs", tags=["fine-tuning"], route_class=LongBodyRoute)
 

@@ -44,7 +44,6 @@ from pcg.serve.engine.jobs.news import (
 )
 from pcg.serve.engine.options import ServeOptions
 from pcg.serve.files.files import Files
-from pcg.serve.files.wire import now
 from pcg.serve.http.errors import LOG, ApiError
 from pcg.serve.jobs import event_records, records
 from pcg.serve.jobs.folders import JobFolder, Rows, folder_of, folders_of, sweep
@@ -67,7 +66,17 @@ from pcg.serve.jobs.records import (
     UNFINISHED,
     JobRecord,
 )
-from pcg.serve.store import holdings, removals
+from pcg.serve.store.contents import remove_path
+from pcg.serve.store.tables import (
+    held_data,
+    held_folders,
+    hold_data,
+    hold_folder,
+    jobs_with_data,
+    now,
+    release_data,
+    resize_folder,
+)
 
 # ------------------------------------------------------------------------------------------- orders
 
@@ -191,8 +200,8 @@ async def clean_folders(files: Files, folders: Sequence[Path], days: float) -> N
         return Rows(
             going_on,
             {id for (id,) in connection.execute("SELECT id FROM jobs")} - going_on,
-            holdings.holds_data(connection) - going_on,
-            holdings.folders(connection),
+            jobs_with_data(connection) - going_on,
+            held_folders(connection),
             kept_models.folders(connection),
         )
 
@@ -202,8 +211,8 @@ async def clean_folders(files: Files, folders: Sequence[Path], days: float) -> N
 
     def note(connection: sqlite3.Connection) -> None:
         for job, size in left.items():
-            holdings.release_data(connection, job)
-            holdings.resize_folder(connection, job, size)
+            release_data(connection, job)
+            resize_folder(connection, job, size)
 
     await files.write(note, may_use_reserve=True)
 
@@ -224,14 +233,14 @@ async def tidy_job(files: Files, job: JobRecord, folder: JobFolder) -> None:
         else:
             folder.tidy()
         for path in folder.unnamed(named):
-            removals.remove(path)
+            remove_path(path)
         return folder.held_bytes()
 
     size = await asyncio.to_thread(remove)
 
     def note(connection: sqlite3.Connection) -> None:
-        holdings.release_data(connection, job.id)
-        holdings.hold_folder(connection, job.id, job.tenant, size)
+        release_data(connection, job.id)
+        hold_folder(connection, job.id, job.tenant, size)
 
     await files.write(note, may_use_reserve=True)
 
@@ -347,7 +356,7 @@ class JobRunner:
             check_count(records.count_unfinished(connection, job.tenant), most)
             self.files.quota.check_bytes(connection, job.tenant, job.config_bytes)
             records.JOBS.insert(connection, job)
-            holdings.hold_data(connection, job.id, job.tenant, data)
+            hold_data(connection, job.id, job.tenant, data)
             for message in (
                 f"Created fine-tuning job: {job.id}",
                 f"Validating training file: {job.training_file}",
@@ -414,7 +423,7 @@ class JobRunner:
         """Note what a job's folder holds, which counts in its tenant's quota."""
         size = await asyncio.to_thread(folder.held_bytes)
         await self.files.write(
-            lambda one: holdings.hold_folder(one, folder.id, tenant, size), may_use_reserve=True
+            lambda one: hold_folder(one, folder.id, tenant, size), may_use_reserve=True
         )
 
     async def _change(
@@ -474,7 +483,7 @@ class JobRunner:
         """Have the engine begin a job, unless it was changed meanwhile."""
         folder = self.folder(job)
         order = order_of(job, folder)
-        digests = await self.files.read(partial(holdings.data, job=job.id))
+        digests = await self.files.read(partial(held_data, job=job.id))
         if digests:
             await asyncio.to_thread(folder.check_data, digests)
         step, damage = await asyncio.to_thread(folder.last_good)

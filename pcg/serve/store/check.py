@@ -28,11 +28,15 @@ from pcg.files import (
 )
 from pcg.peft.adapter_files import CONFIG, WEIGHTS
 from pcg.runtime.training.checkpoints import OPTIMIZER, STATE, check_checkpoint
-from pcg.serve.store import removals
-from pcg.serve.store.contents import INCOMING, relative
+from pcg.serve.store.contents import (
+    INCOMING,
+    QUARANTINE,
+    named_paths,
+    recorded_removals,
+    relative,
+    to_quarantine,
+)
 from pcg.serve.store.database import connect
-from pcg.serve.store.named import named_paths
-from pcg.serve.store.removals import QUARANTINE, to_quarantine
 from pcg.serve.store.store import (
     DATABASE,
     IDENTITY,
@@ -62,7 +66,7 @@ _FORGET = (
 _LOST = {"code": "data_lost", "message": "the job's folder was lost; make it again", "param": None}
 
 
-def check_folder(given: Path, say: Callable[[str], None], *, repairs: bool) -> int:
+def check_folder(data_dir: Path, say: Callable[[str], None], *, repairs: bool) -> int:
     """Compare a data folder with itself, and repair it if that is wanted.
 
     Args:
@@ -72,11 +76,11 @@ def check_folder(given: Path, say: Callable[[str], None], *, repairs: bool) -> i
     Raises:
         ServeError: it is no data folder, a server has it, or a newer pcg wrote it.
     """
-    if not is_directory(given):
-        raise ServeError(f"{shown_path(given)} is no folder; give that of a server's --data-dir")
-    if not any((given / name).exists() for name in (LOCK, DATABASE, IDENTITY, *KEPT)):
-        raise ServeError(f"{shown_path(given)} has no {DATABASE}; give the folder of --data-dir")
-    with locked(given) as (folder, _):
+    if not is_directory(data_dir):
+        raise ServeError(f"{shown_path(data_dir)} is no folder; give that of a server's --data-dir")
+    if not any((data_dir / name).exists() for name in (LOCK, DATABASE, IDENTITY, *KEPT)):
+        raise ServeError(f"{shown_path(data_dir)} has no {DATABASE}; give the folder of --data-dir")
+    with locked(data_dir) as (folder, _):
         try:
             connection = open_database(folder, is_checked=False)
         except (PcgError, sqlite3.Error) as error:
@@ -178,14 +182,14 @@ def _check_named(
             continue
         if os.path.lexists(place):
             say(f"  moved to {to_quarantine(folder, place).relative_to(folder)}")
-        found = next((p for p in _in_quarantine(folder, path) if _problem(p, what) is None), None)
-        if found is None:
+        whole = next((p for p in _in_quarantine(folder, path) if _problem(p, what) is None), None)
+        if whole is None:
             _forget(connection, path)
             say(f"  forgotten: {what}")
         else:
             place.parent.mkdir(parents=True, exist_ok=True)
-            found.rename(place)
-            say(f"  put back from {found.relative_to(folder)}")
+            whole.rename(place)
+            say(f"  put back from {whole.relative_to(folder)}")
     return wrong
 
 
@@ -205,8 +209,8 @@ def _check_checkpoints(
         say(f"{_CHECKPOINT}: {problem}")
         wrong += not repairs
         if repairs:
-            for one in _of_training(path) if str(path.relative_to(folder)) in named else (path,):
-                say(f"  moved to {to_quarantine(folder, one).relative_to(folder)}")
+            for moved in _of_training(path) if str(path.relative_to(folder)) in named else (path,):
+                say(f"  moved to {to_quarantine(folder, moved).relative_to(folder)}")
             drop_files(path, (STATE, OPTIMIZER))
             say("  the job goes on from the one before")
     return wrong
@@ -284,8 +288,8 @@ def _in_quarantine(folder: Path, path: str) -> Iterator[Path]:
 def _checkpoints(connection: sqlite3.Connection, folder: Path) -> list[Path]:
     """Return the checkpoints of jobs that are not over."""
     jobs = connection.execute("SELECT id FROM jobs WHERE finished_s IS NULL")
-    found = ((folder / "jobs" / id / "checkpoints").glob("step-*") for (id,) in jobs)
-    return sorted(path for paths in found for path in paths if _has_state(path))
+    paths = (p for (id,) in jobs for p in (folder / "jobs" / id / "checkpoints").glob("step-*"))
+    return sorted(path for path in paths if _has_state(path))
 
 
 def _has_state(path: Path) -> bool:
@@ -298,15 +302,15 @@ def _has_state(path: Path) -> bool:
 
 def _of_training(path: Path) -> list[Path]:
     """Return what a checkpoint has beside the adapter, which is served and is whole."""
-    return [one for one in path.iterdir() if one.name not in (CONFIG, WEIGHTS, SUMS)]
+    return [file for file in path.iterdir() if file.name not in (CONFIG, WEIGHTS, SUMS)]
 
 
 def _unnamed(connection: sqlite3.Connection, folder: Path, named: dict[str, str]) -> list[Path]:
     """Return contents and folders that no row names, and no record tells of as removed."""
-    known = {*named, *removals.recorded(connection)}
+    known = {*named, *recorded_removals(connection)}
     known |= {f"jobs/{id}" for (id,) in connection.execute("SELECT id FROM jobs")}
     known |= {f"jobs/{job}" for (job,) in connection.execute("SELECT job FROM job_folders")}
     known |= {"/".join(path.split("/")[:2]) for path in named if path.startswith("jobs/")}
-    there = [*folder.glob("files/*/*"), *folder.glob("jobs/*"), *folder.glob("tinker/*")]
-    there += [path for path in map(folder.joinpath, (*KEPT, INCOMING)) if is_file(path)]
-    return sorted(path for path in there if str(path.relative_to(folder)) not in known)
+    paths = [*folder.glob("files/*/*"), *folder.glob("jobs/*"), *folder.glob("tinker/*")]
+    paths += [path for path in map(folder.joinpath, (*KEPT, INCOMING)) if is_file(path)]
+    return sorted(path for path in paths if str(path.relative_to(folder)) not in known)

@@ -1,29 +1,108 @@
-"""Contents of files, each once, under its digest.
+"""Contents of files, each once, under its digest; and the removal of paths that no row names.
 
-    <folder>/incoming/…             what is being written; a start removes it
+    <folder>/incoming/…             contents that are being written; a start removes them
     <folder>/files/3f/3f9a…         a content, under its SHA-256 in hexadecimal digits
+    <folder>/quarantine/<date>/…    paths that no row named and no record explains
 
 A content is written and synced under a temporary name, then renamed by the thread that writes rows,
-in the transaction of the row that names it. So a row never names what is not there; what no row
-names is removed or put in quarantine by the next start (`removals`). A content is compared with its
-name whenever it is read.
+in the transaction of the row that names it. So a row never names a path that is missing. A content
+is compared with its name whenever it is read.
+
+The table `removed` has the paths, relative to the data folder, that rows named until they were
+deleted (the schema's triggers write it with the deletion), and those that are being made: they are
+deleted. A path that neither a row nor a record names, as after the database was restored from a
+copy, may be all that is left of somebody's data: it moves to quarantine and is never deleted.
 """
 
 from __future__ import annotations
 
 import contextlib
 import hashlib
+import logging
 import os
 import secrets
+import shutil
 import sqlite3
-from collections.abc import Iterator
+import time
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 
 from pcg.errors import StoreDamagedError, StoreFullError
-from pcg.files import sync_names
-from pcg.serve.store import removals
-from pcg.serve.store.database import as_store_error
-from pcg.serve.store.reserve import Reserve
+from pcg.files import shown_path, sync_names
+from pcg.serve.store.database import Database, Reserve, as_store_error
+
+# ----------------------------------------------------------------------------------------- removals
+
+
+QUARANTINE = "quarantine"
+_LOG = logging.getLogger("pcg.serve")
+
+
+def note_removal(connection: sqlite3.Connection, path: str) -> None:
+    """Note a path that no row names yet, so that it is removed if none ever does."""
+    connection.execute(
+        "INSERT OR REPLACE INTO removed (path, removed_s) VALUES (?, ?)", (path, int(time.time()))
+    )
+
+
+def recorded_removals(connection: sqlite3.Connection) -> set[str]:
+    """Return the paths that a record tells of."""
+    return {path for (path,) in connection.execute("SELECT path FROM removed")}
+
+
+def forget_removals(connection: sqlite3.Connection, paths: Collection[str]) -> None:
+    """Remove the records of paths, which are gone or named again."""
+    connection.executemany("DELETE FROM removed WHERE path = ?", [(path,) for path in paths])
+
+
+def discard(database: Database, folder: Path, unnamed: Iterable[Path]) -> None:
+    """Delete paths that a record tells of, and move the others to quarantine.
+
+    Args:
+        folder: the data folder.
+        unnamed: paths in it that no row names.
+    """
+    known = database.read(recorded_removals).result()
+    moved = []
+    for path in unnamed:
+        if str(path.relative_to(folder)) in known:
+            remove_path(path)
+            continue
+        try:
+            moved.append(to_quarantine(folder, path))
+        except OSError as error:  # a full disk: it stays where it is
+            _LOG.error("%s cannot be moved to quarantine: %s", shown_path(path), error)
+    if moved:
+        _LOG.warning(
+            "%d files and folders that no row of the database names were moved to quarantine, "
+            "such as %s; `pcg data check` tells more",
+            *(len(moved), shown_path(moved[0])),
+        )
+
+
+def remove_path(path: Path) -> None:
+    """Remove a file, or a folder with all that is in it; what cannot be removed stays."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        path.unlink(missing_ok=True)
+
+
+def to_quarantine(folder: Path, path: Path) -> Path:
+    """Move a path of a data folder to its quarantine; returns where it is."""
+    place = folder / QUARANTINE / time.strftime("%Y-%m-%d") / path.relative_to(folder)
+    free, count = place, 0
+    while os.path.lexists(free):
+        count += 1
+        free = place.with_name(f"{place.name}.{count}")
+    free.parent.mkdir(parents=True, exist_ok=True)
+    path.rename(free)
+    sync_names(free.parent)
+    return free
+
+
+# ----------------------------------------------------------------------------------------- contents
+
 
 INCOMING = "incoming"
 _READ_BYTES = 2**20
@@ -92,8 +171,8 @@ class Contents:
         self._reserve = reserve
         self._incoming = folder / INCOMING
         self._files = folder / "files"
-        for one in (self._incoming, self._files):
-            one.mkdir(exist_ok=True)
+        for folder in (self._incoming, self._files):
+            folder.mkdir(exist_ok=True)
 
     def begin(self) -> Incoming:
         """Return a content to write. StoreFullError: there is no room."""
@@ -140,17 +219,17 @@ class Contents:
         """Remove a content that no row names any more, within a write behind that of the row."""
         if not _is_named(connection, digest):
             self.path(digest).unlink(missing_ok=True)
-        removals.forget(connection, [relative(digest)])
+        forget_removals(connection, [relative(digest)])
 
     def clear_incoming(self) -> None:
         """Remove the unfinished contents that a crash left."""
         for unfinished in self._incoming.iterdir():
-            removals.remove(unfinished)
+            remove_path(unfinished)
 
     def unnamed(self, connection: sqlite3.Connection) -> list[Path]:
         """Return the contents that no row names."""
-        found = sorted(self._files.glob("*/*"))
-        return [path for path in found if not _is_named(connection, path.name)]
+        paths = sorted(self._files.glob("*/*"))
+        return [path for path in paths if not _is_named(connection, path.name)]
 
 
 def relative(digest: str) -> str:
@@ -169,3 +248,40 @@ def _is_named(connection: sqlite3.Connection, digest: str) -> bool:
         connection.execute(f"SELECT 1 FROM {table} WHERE digest = ? LIMIT 1", (digest,)).fetchone()
         for table in ("files", "upload_parts")
     )
+
+
+# -------------------------------------------------------------------------------------------- named
+
+
+_FOLDERS = (
+    ("SELECT folder, 'model ' || name FROM models"),
+    ("SELECT 'jobs/' || id, 'job ' || id FROM jobs WHERE finished_s IS NULL"),
+    ("SELECT folder, 'checkpoint ' || path FROM tinker_checkpoints"),
+    ("SELECT state, 'state of ' || id FROM tinker_models WHERE state IS NOT NULL"),
+    (
+        "SELECT folder, 'sampling session ' || id FROM tinker_samplers "
+        "WHERE path IS NULL AND folder IS NOT NULL"
+    ),
+)
+_CONTENTS = (
+    "SELECT digest, 'file ' || id FROM files UNION ALL "
+    "SELECT digest, 'part of upload ' || upload FROM upload_parts"
+)
+
+
+def named_paths(connection: sqlite3.Connection) -> dict[str, str]:
+    """Return the paths that rows name, relative to the data folder, with what each is."""
+    named = {relative(digest): what for digest, what in connection.execute(_CONTENTS)}
+    for query in _FOLDERS:
+        named |= dict(iter(connection.execute(query)))
+    return named
+
+
+def missing(folder: Path, named: Mapping[str, str]) -> dict[str, int]:
+    """Count paths that are not there by the folder that has them; -1 where none of them is."""
+    total, lost = dict[str, int](), dict[str, int]()
+    for path in named:
+        kind = path.partition("/")[0]
+        total[kind] = total.get(kind, 0) + 1
+        lost[kind] = lost.get(kind, 0) + (not (folder / path).exists())
+    return {kind: -1 if count == total[kind] else count for kind, count in lost.items()}

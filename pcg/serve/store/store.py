@@ -15,16 +15,18 @@ refused, and `pcg data check` says what is wrong with it.
 
 from __future__ import annotations
 
+import asyncio
 import fcntl
 import json
 import logging
 import os
 import secrets
 import sqlite3
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import closing, contextmanager, suppress
 from functools import partial
 from pathlib import Path
+from typing import Concatenate, ParamSpec, TypeVar
 
 from pcg.errors import ServeError, StoreError, StoreFullError
 from pcg.files import (
@@ -39,12 +41,15 @@ from pcg.files import (
     write_sums,
     write_text,
 )
-from pcg.serve.store import removals
-from pcg.serve.store.contents import Contents
-from pcg.serve.store.database import Database, as_store_error, connect
-from pcg.serve.store.named import missing, named_paths
-from pcg.serve.store.reserve import Reserve
-from pcg.serve.store.schema import migrate
+from pcg.serve.store.contents import (
+    Contents,
+    discard,
+    forget_removals,
+    missing,
+    named_paths,
+    recorded_removals,
+)
+from pcg.serve.store.database import Database, Reserve, as_store_error, connect, migrate
 
 DATABASE = "pcg.sqlite"
 IDENTITY = "identity.json"
@@ -53,6 +58,9 @@ KEPT = ("files", "jobs", "tinker")
 """The folders of what rows name."""
 _ENDED, _ENDING = "ended", "ending"
 _LOG = logging.getLogger("pcg.serve")
+
+Arguments = ParamSpec("Arguments")
+Result = TypeVar("Result")
 
 
 class Store:
@@ -68,7 +76,7 @@ class Store:
     def __init__(self, folder: Path, reserve: Reserve) -> None:
         self.folder, self.reserve = folder, reserve
         path = folder / DATABASE
-        with _closing(open_database(folder)) as connection:
+        with closing(open_database(folder)) as connection:
             begin_use(connection, folder)
             self.contents = Contents(folder, reserve)
             unnamed = self.contents.unnamed(connection)
@@ -83,9 +91,41 @@ class Store:
             self.database.close()
             raise
 
-    def discard(self, unnamed: list[Path]) -> None:
-        """Remove paths that no row names, or move them to quarantine (`removals.discard`)."""
-        removals.discard(self.database, self.folder, unnamed)
+    async def read(
+        self,
+        act: Callable[Concatenate[sqlite3.Connection, Arguments], Result],
+        *args: Arguments.args,
+        **keywords: Arguments.kwargs,
+    ) -> Result:
+        """Run a function on what was written before."""
+        read = self.database.read(lambda connection: act(connection, *args, **keywords))
+        return await asyncio.wrap_future(read)
+
+    async def write(
+        self,
+        act: Callable[Concatenate[sqlite3.Connection, Arguments], Result],
+        *args: Arguments.args,
+        **keywords: Arguments.kwargs,
+    ) -> Result:
+        """Run a function in a transaction, and wait for the disk; errors as of `Database.write`."""
+        write = self.database.write(lambda connection: act(connection, *args, **keywords))
+        return await asyncio.wrap_future(write)
+
+    async def remove(
+        self,
+        act: Callable[Concatenate[sqlite3.Connection, Arguments], Result],
+        *args: Arguments.args,
+        **keywords: Arguments.kwargs,
+    ) -> Result:
+        """Run a function that deletes, as `write`, on a full disk with the room of the reserve."""
+        write = self.database.write(
+            lambda connection: act(connection, *args, **keywords), may_use_reserve=True
+        )
+        return await asyncio.wrap_future(write)
+
+    def discard(self, unnamed: Iterable[Path]) -> None:
+        """Delete paths that a record of removals names, and move the others to quarantine."""
+        discard(self.database, self.folder, unnamed)
 
     def close(self) -> None:
         """End its threads, once everything is written."""
@@ -101,11 +141,11 @@ def open_database(folder: Path, *, is_checked: bool = True) -> sqlite3.Connectio
     Raises:
         ServeError: it is not there and contents are, it is damaged, or it is of another folder.
     """
-    path, kept = folder / DATABASE, [one for one in KEPT if _has_entries(folder / one)]
+    path, kept = folder / DATABASE, [name for name in KEPT if _has_entries(folder / name)]
     fix = f"; bring it back from a copy, or run {_check(folder)}"
     check_sums(folder, (DATABASE,), ServeError, fix)
     if kept or is_file(folder / IDENTITY):
-        what = f"the contents of {', '.join(f'{one}/' for one in kept)}" if kept else IDENTITY
+        what = f"the contents of {', '.join(f'{name}/' for name in kept)}" if kept else IDENTITY
         if not is_file(path) or not path.stat().st_size:
             state = "is empty" if is_file(path) else "is not there"
             raise ServeError(f"{shown_path(path)} {state}, and {what} is without it{fix}")
@@ -173,10 +213,10 @@ def _check_database(
     if row is None or not row["is_written"]:  # an older pcg's, or one that is being made
         return
     path = folder / IDENTITY
-    found = read_json(path, ServeError, fix).get("id")
-    if found != row["id"]:
+    id = read_json(path, ServeError, fix).get("id")
+    if id != row["id"]:
         raise ServeError(
-            f"{shown_path(path)} has the id {str(found)[:64]}, and {DATABASE} is of the folder "
+            f"{shown_path(path)} has the id {str(id)[:64]}, and {DATABASE} is of the folder "
             f"{row['id']}: put back both from one copy, or run {_check(folder)}"
         )
 
@@ -230,8 +270,8 @@ def write_identity(folder: Path, id: str) -> None:
 def _begin_log(connection: sqlite3.Connection, folder: Path) -> None:
     """Write something, so that the log is not empty while a server has the folder."""
     connection.execute("UPDATE identity SET is_written = 1")
-    gone = [path for path in removals.recorded(connection) if not (folder / path).exists()]
-    removals.forget(connection, gone)
+    gone = [path for path in recorded_removals(connection) if not (folder / path).exists()]
+    forget_removals(connection, gone)
 
 
 def _has_entries(folder: Path) -> bool:
@@ -243,13 +283,13 @@ def _check(folder: Path) -> str:
 
 
 @contextmanager
-def locked(given: Path) -> Iterator[tuple[Path, Reserve]]:
+def locked(data_dir: Path) -> Iterator[tuple[Path, Reserve]]:
     """Have a data folder alone, which is made if need be, until the end of the `with`.
 
     Raises:
         ServeError: another server has it, or it cannot be used.
     """
-    folder = expanded(given)
+    folder = expanded(data_dir)
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         lock = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT, 0o600)
@@ -266,7 +306,7 @@ def locked(given: Path) -> Iterator[tuple[Path, Reserve]]:
 
 
 @contextmanager
-def open_store(given: Path) -> Iterator[Store]:
+def open_store(data_dir: Path) -> Iterator[Store]:
     """Open the store in a folder, which is made if need be, until the end of the `with`.
 
     On a full disk it only reads and deletes, with the room of its reserve.
@@ -275,7 +315,7 @@ def open_store(given: Path) -> Iterator[Store]:
         ServeError: another server has it, a newer pcg wrote it, its parts do not belong together,
             or it cannot be used.
     """
-    with locked(given) as (folder, reserve):
+    with locked(data_dir) as (folder, reserve):
         store = _opened(folder, reserve)
         try:
             yield store
@@ -347,11 +387,3 @@ def _take(lock: int, folder: Path) -> None:
             f"another server, process {owner}, serves --data-dir {shown_path(folder)}; end it, or "
             "give another folder"
         ) from None
-
-
-@contextmanager
-def _closing(connection: sqlite3.Connection) -> Iterator[sqlite3.Connection]:
-    try:
-        yield connection
-    finally:
-        connection.close()

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from pcg.errors import FinetuneError
 from pcg.serve.engine.trainer_orders import LoraOrder
-from pcg.serve.store.table import Table
+from pcg.serve.store.tables import Table
 from pcg.serve.tinker.model_records import lora_of
 
 WEIGHTS, SAMPLER, EXTERNAL = "weights", "sampler_weights", "external_weights"

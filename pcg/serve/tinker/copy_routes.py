@@ -8,7 +8,7 @@ from fastapi import APIRouter, Request
 
 from pcg.serve.http.errors import UNSUPPORTED, ApiError
 from pcg.serve.http.service import LongBodyRoute, ServiceDependency
-from pcg.serve.store.ids import new_key
+from pcg.serve.store.tables import new_key
 from pcg.serve.tinker.model_records import COPIES
 from pcg.serve.tinker.rest_wire import CopiedWeights, CopyBody
 from pcg.serve.tinker.session_routes import PREFIX, Trainer

@@ -7,7 +7,7 @@ import time
 from dataclasses import dataclass
 from typing import Any
 
-from pcg.serve.store.table import Table
+from pcg.serve.store.tables import Table
 
 PENDING, DONE, FAILED = "pending", "done", "failed"
 JSON, PROTOBUF = "application/json", "application/x-protobuf"

@@ -15,10 +15,9 @@ from collections.abc import Callable, Mapping
 from typing import Any, TypeAlias, TypeVar
 
 from pcg.errors import PcgError, StoreFullError
-from pcg.serve.files.wire import now
 from pcg.serve.http.errors import LOG, ApiError, as_api_error
 from pcg.serve.store.database import Database
-from pcg.serve.store.ids import new_key
+from pcg.serve.store.tables import new_key, now
 from pcg.serve.tinker import future_records as records
 from pcg.serve.tinker.future_records import DONE, FAILED, FUTURES, SERVER, USER, FutureRecord
 

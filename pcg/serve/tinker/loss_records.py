@@ -9,7 +9,7 @@ import msgspec
 
 from pcg.runtime.training.loss_graph import LossGraph
 from pcg.serve.http.errors import ApiError
-from pcg.serve.store.table import Table
+from pcg.serve.store.tables import Table
 from pcg.serve.tinker.session_records import OPEN
 
 MOST_OF_SESSION = 64

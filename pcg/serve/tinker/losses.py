@@ -8,9 +8,8 @@ import sqlite3
 import msgspec
 
 from pcg.runtime.training.loss_graph import LossGraph
-from pcg.serve.files.wire import now
 from pcg.serve.http.errors import ApiError
-from pcg.serve.store.ids import new_key
+from pcg.serve.store.tables import new_key, now
 from pcg.serve.tinker import future_records
 from pcg.serve.tinker import loss_records as records
 from pcg.serve.tinker.future_records import JSON, FutureRecord

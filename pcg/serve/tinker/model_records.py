@@ -7,7 +7,7 @@ import sqlite3
 from dataclasses import dataclass
 
 from pcg.serve.engine.trainer_orders import LoraOrder
-from pcg.serve.store.table import Table
+from pcg.serve.store.tables import Table
 
 OPEN, CLOSED = "open", "closed"
 COPIES = "copy-"

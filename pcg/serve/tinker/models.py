@@ -16,8 +16,8 @@ from pcg.serve.adapters.loader import Loader
 from pcg.serve.engine.client import EngineClient
 from pcg.serve.engine.options import ServeOptions
 from pcg.serve.engine.trainer_orders import LoraOrder
-from pcg.serve.files.wire import now
 from pcg.serve.http.errors import LOG, ApiError
+from pcg.serve.store.tables import now
 from pcg.serve.tinker import checkpoint_records, future_records, model_records
 from pcg.serve.tinker import sampler_records as samplers
 from pcg.serve.tinker.checkpoint_records import CheckpointRecord

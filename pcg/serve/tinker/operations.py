@@ -26,10 +26,9 @@ from pcg.serve.engine.trainer_orders import (
     TrainServe,
     TrainStep,
 )
-from pcg.serve.files.wire import now
 from pcg.serve.http.errors import LOG, ApiError
-from pcg.serve.store import removals
-from pcg.serve.store.ids import new_key
+from pcg.serve.store.contents import note_removal
+from pcg.serve.store.tables import new_key, now
 from pcg.serve.tinker import checkpoint_records as checkpoints
 from pcg.serve.tinker import future_records
 from pcg.serve.tinker import loss_records as losses
@@ -136,7 +135,7 @@ class Operations:
     async def keep_state(self, model: ModelRecord) -> str:
         """Write a model's state; returns its folder."""
         folder = self.folders.new()
-        await self._futures.write(lambda one: removals.note(one, folder))
+        await self._futures.write(lambda one: note_removal(one, folder))
         try:
             await self._run(model, TrainSave(str(self.folders.path(folder))))
         except BaseException:

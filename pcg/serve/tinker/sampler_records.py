@@ -7,7 +7,7 @@ import time
 from dataclasses import dataclass
 
 from pcg.serve.http.errors import ApiError
-from pcg.serve.store.table import Table
+from pcg.serve.store.tables import Table
 from pcg.serve.tinker import checkpoint_records
 from pcg.serve.tinker.future_records import FUTURES
 from pcg.serve.tinker.session_records import OPEN

@@ -28,7 +28,7 @@ from pcg.serve.adapters.catalog import Catalog, ServedModel
 from pcg.serve.http.caller import Caller
 from pcg.serve.http.errors import ApiError
 from pcg.serve.http.service import Service
-from pcg.serve.store.ids import new_key
+from pcg.serve.store.tables import new_key
 from pcg.serve.tinker import future_records
 from pcg.serve.tinker import sampler_records as records
 from pcg.serve.tinker.folders import adapter_name, checkpoint_origin

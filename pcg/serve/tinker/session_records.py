@@ -6,7 +6,7 @@ import sqlite3
 import time
 from dataclasses import dataclass
 
-from pcg.serve.store.table import Table
+from pcg.serve.store.tables import Table
 from pcg.serve.tinker.folders import run_folder
 from pcg.serve.tinker.model_records import COPIES
 

@@ -8,10 +8,9 @@ import sqlite3
 import time
 from collections.abc import Awaitable, Callable
 
-from pcg.serve.files.wire import now
 from pcg.serve.http.errors import ApiError
 from pcg.serve.store.database import Database
-from pcg.serve.store.ids import new_key
+from pcg.serve.store.tables import new_key, now
 from pcg.serve.tinker import session_records
 from pcg.serve.tinker.session_records import OPEN, SESSIONS, SessionRecord
 from pcg.serve.tinker.wire import SessionBody

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from pcg.errors import ServeError
-from pcg.serve.files.wire import now
 from pcg.serve.jobs.bases import check_base
 from pcg.serve.store.store import Store, open_store
+from pcg.serve.store.tables import now
 from pcg.serve.tinker import checkpoint_records, model_records, sampler_records
 from pcg.serve.tinker.checkpoint_records import SAMPLER, CheckpointRecord
 from pcg.serve.tinker.model_records import CLOSED, ModelRecord

@@ -11,13 +11,12 @@ from pcg.serve.adapters.kept_models import KeptModel
 from pcg.serve.engine.options import ServeOptions
 from pcg.serve.files.files import Files
 from pcg.serve.files.quota import Quota
-from pcg.serve.files.wire import now
 from pcg.serve.jobs import records
 from pcg.serve.jobs.folders import OPTIMIZER, STATE, JobFolder, folder_of, folders_of
 from pcg.serve.jobs.records import RUNNING, SUCCEEDED, JobRecord
 from pcg.serve.jobs.runner import clean_folders, tidy_job
-from pcg.serve.store import holdings
 from pcg.serve.store.store import Store, open_store
+from pcg.serve.store.tables import hold_data, hold_folder, jobs_with_data, now
 
 ALL = {
     "training.jsonl", "checkpoints/latest", "checkpoints/step-00000002/trainer_state.json",
@@ -48,8 +47,8 @@ def made(store: Store, id: str, status: str | None, *, named: bool = True) -> Jo
 
     def act(connection: sqlite3.Connection) -> None:
         records.JOBS.insert(connection, job)
-        holdings.hold_data(connection, id, "t", [("digest", 5)])
-        holdings.hold_folder(connection, id, "t", 10**6)
+        hold_data(connection, id, "t", [("digest", 5)])
+        hold_folder(connection, id, "t", 10**6)
         for name in ("model", "checkpoints/step-00000002") if named else ():
             model = KeptModel(f"{id}:{name}", "t", f"jobs/{id}/{name}", now(), None)
             kept_models.insert(connection, model)
@@ -89,7 +88,7 @@ def test_what_a_kill_left_is_removed(tmp_path: Path) -> None:
         assert not nobodys.path.exists()
         sizes = {one: folder_of(store, one).held_bytes() for one in ("over", "unnamed", "gone")}
         assert held(store) == {**sizes, "running": 10**6}
-        assert store.database.read(holdings.holds_data).result() == {"running"}
+        assert store.database.read(jobs_with_data).result() == {"running"}
 
 
 def test_the_end_of_a_job_leaves_what_is_named(tmp_path: Path) -> None:

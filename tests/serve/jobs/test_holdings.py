@@ -16,12 +16,11 @@ import pytest
 from pcg.errors import ServeError
 from pcg.serve.files import records as file_records
 from pcg.serve.files.files import Files
-from pcg.serve.files.wire import now
 from pcg.serve.jobs import runner
 from pcg.serve.jobs.bases import check_base
 from pcg.serve.jobs.runner import JobRunner
 from pcg.serve.store.contents import Incoming
-from pcg.serve.store.holdings import held_bytes
+from pcg.serve.store.tables import held_bytes, now
 from tests.support import serving
 from tests.support.job_client import ROWS, begin, client_of, ended, lines_of, text, upload
 from tests.support.waiting import until

@@ -23,10 +23,10 @@ from pcg.runtime.training.checkpoints import CheckpointStore, last_good
 from pcg.serve.files.files import Files
 from pcg.serve.jobs.folders import JobFolder
 from pcg.serve.jobs.runner import JobRunner
-from pcg.serve.store import holdings
 from pcg.serve.store.check import check_folder
-from pcg.serve.store.named import named_paths
+from pcg.serve.store.contents import named_paths
 from pcg.serve.store.store import Store, open_store
+from pcg.serve.store.tables import held_data
 from tests.support import tinker_client
 from tests.support.damage import damage, damages
 from tests.support.job_client import begin, client_of, ended, events, steps, text, upload
@@ -76,7 +76,7 @@ def content_of(store: Store, path: str, what: str) -> str:
         return hashlib.sha256(b"".join(store.contents.pieces(place.name))).hexdigest()
     if path.startswith("jobs/") and path.count("/") == 1:
         folder = JobFolder(store.folder, place.name)
-        digests = store.database.read(lambda one: holdings.data(one, place.name)).result()
+        digests = store.database.read(lambda one: held_data(one, place.name)).result()
         folder.check_data(digests)
         checkpoints = CheckpointStore(folder.checkpoints)
         found, _ = last_good(checkpoints.candidates(), lambda one: checkpoints.load(one, "a"))

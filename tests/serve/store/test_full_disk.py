@@ -136,7 +136,7 @@ def test_a_full_disk_is_emptied_by_its_clients(tmp_path: Path) -> None:
                     model = ended(client, begin(client, epochs=1).id).fine_tuned_model
                     said = text(client, model)
                     fill_up(disk)
-                assert server.service.reads_and_deletes is bool(start)
+                assert server.service.part(Files).store.reserve.is_whole is not bool(start)
                 files = {one.filename: one.id for one in client.files.list()}
                 for act in (functools.partial(begin, client), functools.partial(upload, client)):
                     with pytest.raises(openai.APIStatusError, match="only reads and deletes") as no:

@@ -11,7 +11,7 @@ import pytest
 
 from pcg.errors import ServeError
 from pcg.files import SUMS
-from pcg.serve.store.removals import QUARANTINE
+from pcg.serve.store.contents import QUARANTINE
 from pcg.serve.store.store import DATABASE, IDENTITY, open_store
 from tests.support.command_line import assert_one_error, output_of, run
 from tests.support.store_writer import put, writer, written

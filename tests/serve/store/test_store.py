@@ -14,9 +14,7 @@ import pytest
 
 from pcg.errors import ServeError, StoreFullError
 from pcg.files import SUMS
-from pcg.serve.store.database import connect
-from pcg.serve.store.reserve import RESERVE
-from pcg.serve.store.schema import MIGRATIONS
+from pcg.serve.store.database import MIGRATIONS, RESERVE, connect
 from pcg.serve.store.store import DATABASE, Store, open_store
 from tests.support.small_disk import fill_up, small_disk
 from tests.support.store_writer import put, writer, written
