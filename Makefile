@@ -7,7 +7,7 @@ JOBS ?= 2
 ARGS ?=
 TORCH := torch>=2.11,<2.14
 # The versions of a common image for GPUs, with peft's and all else that pcg imports.
-GPU_VERSIONS := torch==2.11.0 triton==3.6.0 transformers==5.17.0 peft bitsandbytes jinja2 matplotlib \
+GPU_VERSIONS := torch==2.11.0 triton==3.6.0 transformers==5.17.0 peft bitsandbytes jinja2 \
 	networkx numpy regex rich safetensors sympy tokenizers typer hypothesis pytest pytest-timeout pytest-xdist
 GPU_TESTS := tests/kernels tests/codegen tests/families tests/runtime/adapters tests/runtime/model \
 	tests/runtime/training/recorded tests/test_first_hour.py --ignore tests/codegen/test_emitted_programs.py

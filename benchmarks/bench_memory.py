@@ -34,7 +34,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 from unittest import mock
 
-import numpy as np
 import torch
 from baselines import (
     Case,
@@ -45,9 +44,6 @@ from baselines import (
     prepared,
     step,
 )
-from matplotlib.axes import Axes
-from matplotlib.figure import Figure
-from matplotlib.ticker import PercentFormatter
 from measure import RESULTS, write
 from rich.console import Console
 from rich.table import Table
@@ -56,7 +52,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import pcg
 from pcg.explain.baselines.partitioner import attention_as_on_cuda
 from pcg.explain.baselines.peer_model import MASKLESS
-from pcg.explain.page.svg import note, svg_file
+from pcg.pages import charts
+from pcg.pages.charts import Axis
 
 LLAMA_8B = "meta-llama/Llama-3.1-8B"
 OPT_PROJECTIONS = ("q_proj", "k_proj", "v_proj", "out_proj")
@@ -76,7 +73,7 @@ SHARES = (0.47, 0.62, 0.77)
 TINY = {"vocab_size": 96, "hidden_size": 64, "num_attention_heads": 4, "num_hidden_layers": 3}
 TINY_LLAMA = {"model_type": "llama", "intermediate_size": 160, "num_key_value_heads": 2, **TINY}
 TINY_OPT = {"model_type": "opt", "ffn_dim": 160, "word_embed_proj_dim": 64, **TINY}
-COLORS = {"eager": "#888888", "checkpointing": "#b3589a", "torch": "#c46a1b", "pcg": "#1f6fb4"}
+COLORS = {"eager": "other", "checkpointing": "optimizer", "torch": "recompute", "pcg": "save"}
 
 
 def mib(size_bytes: float) -> float:
@@ -307,41 +304,36 @@ def table(results: Sequence[Mapping[str, Any]]) -> Table:
 def plot(results: Sequence[Mapping[str, Any]]) -> str:
     """Return an SVG with a panel a case: MiB a block against the recomputed share of the blocks."""
     rows, title = (len(results) + 1) // 2, "MiB a block kept for backward, against the share"
-
-    def draw(figure: Figure) -> None:
-        figure.set_layout_engine("constrained")
-        figure.suptitle(f"{title} of its forward that is computed again", x=0.02, ha="left")
-        panels = figure.subplots(rows, 2, squeeze=False).flatten()
-        for axes in panels[len(results) :]:
-            axes.axis("off")
-        for axes, result in zip(panels, results, strict=False):
-            _panel(axes, result)
-        note_ = "hollow: fp32 adapters, or attention taken for free"
-        figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower left", ncols=4)
-        figure.text(0.98, 0.01, note_, ha="right")
-
-    return svg_file(draw, (12.5, 3.8 * rows + 0.8), title)
+    title += " of its forward that is computed again"
+    labels = {"eager": "eager, SDPA", "torch": "torch's partitioner"}
+    marks = {labels.get(kind, kind): charts.mark(0, 0, color) for kind, color in COLORS.items()}
+    height = 270 * rows + 80
+    parts = [charts.text(14, 20, title, "start", "ink")]
+    for place, result in enumerate(results):
+        parts += _panel(result, 450 * (place % 2), 60 + 270 * (place // 2))
+    parts.append(charts.legend(marks, 14, height - 12, 600)[0])
+    note = "hollow: fp32 adapters, or attention taken for free"
+    parts.append(charts.text(880, height - 12, note, "end"))
+    return charts.svg_file(900, height, title, parts)
 
 
-def _panel(axes: Axes, result: Mapping[str, Any]) -> None:
+def _panel(result: Mapping[str, Any], left: float, top: float) -> list[str]:
+    found = [mark for mark in points(result) if "eager attention" not in mark[1]]
+    x = Axis(-0.02, 1.1, left + 56, left + 436)
+    y = Axis(0, 1.06 * max(row["block_mib"] for *_, row in found), top + 216, top)
+    parts = [charts.text(left + 56, top - 8, result["case"], "start", "ink")]
+    parts.append(charts.grid(x, y, charts.ticks(x, 5, percent=True), charts.ticks(y, 5)))
     for kind, color in COLORS.items():
-        found = [(name, row) for one, name, row in points(result) if one == kind]
-        marks = [mark for mark in found if "eager attention" not in mark[0]]
-        line = sorted(
-            (row["recomputed"], -row["block_mib"]) for name, row in marks if _on_line(name)
-        )
-        axes.plot(*np.reshape(line, (-1, 2)).T * [[1], [-1]], color=color, linewidth=1)
-        label = {"eager": "eager, SDPA", "torch": "torch's partitioner"}.get(kind, kind)
+        marks = [(name, row) for one, name, row in found if one == kind]
+        budgets = [row for name, row in marks if _on_line(name)]
+        line = sorted((row["recomputed"], -row["block_mib"]) for row in budgets)
+        if line:
+            parts.append(charts.line([(share, -size) for share, size in line], x, y, color))
         for name, row in sorted(marks, key=lambda mark: not _is_hollow(mark[0])):
-            inside = "white" if _is_hollow(name) else color
-            place = (row["recomputed"], row["block_mib"])
-            (mark,) = axes.plot(*place, "o", color=color, mfc=inside, markersize=5)
-            note(mark, f"{name}: {row['block_mib']} MiB, {row['recomputed']:.1%}")
-        axes.plot([], [], "o", color=color, markersize=5, label=label)
-    axes.set_title(result["case"], loc="left", size=10)
-    axes.set_xlim(-0.02, 1.1)
-    axes.set_ylim(bottom=0)
-    axes.xaxis.set_major_formatter(PercentFormatter(1.0))
+            words = f"{name}: {row['block_mib']} MiB, {row['recomputed']:.1%}"
+            place = x(row["recomputed"]), y(row["block_mib"])
+            parts.append(charts.mark(*place, color, title=words, hollow=_is_hollow(name)))
+    return parts
 
 
 def _on_line(name: str) -> bool:

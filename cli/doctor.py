@@ -53,7 +53,6 @@ REQUIREMENTS = (
     Requirement("numpy", "arrays"),
     Requirement("regex", "names of modules"),
     Requirement("pyyaml", "configurations of training"),
-    Requirement("matplotlib", "plots", ">=3.10"),
     Requirement("rich", "tables"),
     Requirement("typer", "this command"),
     Requirement("triton", "GPU kernels", required=False),

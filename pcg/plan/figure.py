@@ -2,59 +2,49 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from markupsafe import Markup
-from matplotlib.figure import Figure
 
-from pcg.explain.page.svg import COLORS, note, svg_element
+from pcg.pages import charts
+from pcg.pages.charts import Axis
 from pcg.plan.candidate import Candidate
 from pcg.plan.plan_data import PlanData
 
-_SIZE = (11.0, 3.8)
-_MARKS = "osD^vP*X"
+_WIDTH, _HEIGHT, _LEFT, _RIGHT = 792, 274, 62, 784
 _COLORS = ("activations", "save", "compress", "recompute", "drop", "workspace", "other")
 
 
 def front_figure(plan: PlanData) -> Markup:
     """Return the front: cost across, tokens a second or the time per token up."""
     trains = plan.workload.training is not None
-    is_priced = all(one.dollars_per_hour is not None for one in plan.front)
+    is_priced = all(candidate.dollars_per_hour is not None for candidate in plan.front)
 
-    def cost(one: Candidate) -> float:
-        return (one.dollars_per_hour or 0.0) if is_priced else one.machine.gpus
+    def cost(candidate: Candidate) -> float:
+        return (candidate.dollars_per_hour or 0.0) if is_priced else candidate.machine.gpus
 
-    def height(one: Candidate) -> float:
-        return one.throughput if trains else 1e3 * one.latency_s
+    def height(candidate: Candidate) -> float:
+        return candidate.throughput if trains else 1e3 * candidate.latency_s
 
-    def draw(figure: Figure) -> None:
-        figure.set_layout_engine("constrained")
-        axes = figure.add_subplot()
-        for place, gpu in enumerate(dict.fromkeys(one.machine.gpu for one in plan.front)):
-            of_gpu = [one for one in plan.front if one.machine.gpu == gpu]
-            style: dict[str, Any] = {
-                "color": COLORS[_COLORS[place % len(_COLORS)]],
-                "marker": _MARKS[place % len(_MARKS)],
-                "linestyle": "",
-            }
-            places = ([*map(cost, of_gpu)], [*map(height, of_gpu)])
-            axes.plot(*places, label=gpu, **style)
-            for one in of_gpu:
-                (mark,) = axes.plot(cost(one), height(one), **style)
-                note(mark, _words(one, trains))
-        axes.set_xlim(left=0)
-        axes.set_ylim(bottom=0)
-        axes.set_xlabel("dollars an hour" if is_priced else "GPUs")
-        axes.set_ylabel("finetuned tokens/s" if trains else "ms per output token")
-        axes.legend(loc="lower left", bbox_to_anchor=(0, 1), ncols=8)
-
-    return svg_element("front", draw, _SIZE, "Machines of the front")
+    gpus = dict.fromkeys(candidate.machine.gpu for candidate in plan.front)
+    styles = {gpu: (_COLORS[place % len(_COLORS)], place) for place, gpu in enumerate(gpus)}
+    marks = {gpu: charts.mark(0, 0, *style) for gpu, style in styles.items()}
+    head, below = charts.legend(marks, _LEFT, 14, _RIGHT)
+    x = Axis(0, 1.05 * max(map(cost, plan.front)), _LEFT, _RIGHT)
+    y = Axis(0, 1.08 * max(map(height, plan.front)), _HEIGHT - 40, below + 14)
+    words = "finetuned tokens/s" if trains else "ms per output token"
+    parts = [head, charts.text(8, below + 6, words, "start")]
+    parts.append(charts.grid(x, y, charts.ticks(x, 8), charts.ticks(y, 5)))
+    words = "dollars an hour" if is_priced else "GPUs"
+    parts.append(charts.text((_LEFT + _RIGHT) / 2, _HEIGHT - 6, words))
+    for candidate in plan.front:
+        place, style = (x(cost(candidate)), y(height(candidate))), styles[candidate.machine.gpu]
+        parts.append(charts.mark(*place, *style, title=_words(candidate, trains)))
+    return charts.svg(_WIDTH, _HEIGHT, "Machines of the front", parts)
 
 
-def _words(one: Candidate, trains: bool) -> str:
-    words = f"{one.machine}"
+def _words(candidate: Candidate, trains: bool) -> str:
+    words = f"{candidate.machine}"
     if trains:
-        words += f": {one.throughput:,.0f} finetuned tokens/s"
-    if one.load is not None:
-        words += f", {1e3 * one.load.tpot_s:.3g} ms per output token"
+        words += f": {candidate.throughput:,.0f} finetuned tokens/s"
+    if candidate.load is not None:
+        words += f", {1e3 * candidate.load.tpot_s:.3g} ms per output token"
     return words

@@ -13,12 +13,10 @@ from itertools import pairwise
 from typing import TypeAlias
 
 import numpy as np
-from matplotlib.axes import Axes
-from matplotlib.figure import Figure
-from matplotlib.ticker import PercentFormatter
 from numpy.typing import NDArray
 
-from pcg.explain.page.svg import svg_file
+from pcg.pages import charts
+from pcg.pages.charts import Axis
 from pcg.runtime.metrics.report import Outcome, ServingReport, Timeline
 
 Samples: TypeAlias = NDArray[np.float64]
@@ -27,35 +25,35 @@ Samples: TypeAlias = NDArray[np.float64]
 _PARTS = 60
 _POINTS = 200
 """The points of the distribution's line."""
-_MEDIAN, _P99, _SLO = "#1f6fb4", "#c46a1b", "#888888"
+_WIDTH, _ROW = 1056, 200
+_MEDIAN, _P99, _SLO = "save", "activations", "other"
+_DASH = "6 3"
 
 
 def serving_svg(report: ServingReport, title: str) -> str:
-    """Return the plot as a file that stands alone, with a title at its top."""
+    """Return the plot as a file, with a title at its top."""
     rows = _rows(report)
-    size = (11.0, 0.9 + 2.1 * max(len(rows), 1))
-    return svg_file(lambda figure: draw_latencies(figure, report, title), size, title)
-
-
-def draw_latencies(figure: Figure, report: ServingReport, title: str) -> None:
-    """Fill a figure with the plot."""
-    figure.set_layout_engine("constrained")
-    figure.suptitle(title, x=0.02, ha="left")
-    rows = _rows(report)
+    height = 60 + _ROW * max(len(rows), 1)
+    parts = [charts.text(14, 18, title, "start", "ink")]
     if not rows:
-        figure.text(0.02, 0.5, "No request finished.")
-        return
-    grid = figure.subplots(len(rows), 2, squeeze=False, width_ratios=(2, 1))
-    for (name, (samples, slo)), (left, right) in zip(rows.items(), grid, strict=True):
-        _over_time(left, report, name, samples, slo)
-        _distribution(right, samples[:, 1], slo)
-    grid[-1][0].set_xlabel("time, s")
-    figure.legend(*grid[0][0].get_legend_handles_labels(), loc="outside upper right", ncols=3)
+        parts.append(charts.text(14, height / 2, "No request finished.", "start", "ink"))
+        return charts.svg_file(_WIDTH, height, title, parts)
+    lines = {"99th percentile": _P99, "median": _MEDIAN}
+    marks = {label: charts.sample_line(color) for label, color in lines.items()}
+    if any(slo is not None for _, slo in rows.values()):
+        marks["SLO"] = charts.sample_line(_SLO, _DASH)
+    parts.append(charts.legend(marks, 740, 18, _WIDTH)[0])
+    for place, (name, (samples, slo)) in enumerate(rows.items()):
+        top = 60 + place * _ROW
+        parts += _over_time(report, name, samples, slo, top)
+        parts += _distribution(samples[:, 1], slo, top)
+    parts.append(charts.text(360, height - 8, "time, s"))
+    return charts.svg_file(_WIDTH, height, title, parts)
 
 
 def _rows(report: ServingReport) -> dict[str, tuple[Samples, float | None]]:
     """Return the samples of each kind of latency that has any, and their SLO."""
-    finished = [one for one in report.requests if one.outcome is Outcome.FINISHED]
+    finished = [each for each in report.requests if each.outcome is Outcome.FINISHED]
     rows = {
         "time to first token": (_at_submission(finished, "ttft_s"), _common(finished, "ttft_s")),
         "time per output token": (_at_submission(finished, "tpot_s"), _common(finished, "tpot_s")),
@@ -66,52 +64,65 @@ def _rows(report: ServingReport) -> dict[str, tuple[Samples, float | None]]:
 
 def _at_submission(finished: Sequence[Timeline], name: str) -> Samples:
     """Return the latencies of requests that have one, at their submissions."""
-    pairs = [(one.submitted_s, getattr(one, name)) for one in finished]
+    pairs = [(each.submitted_s, getattr(each, name)) for each in finished]
     return np.array([pair for pair in pairs if pair[1] is not None])
 
 
 def _gaps(finished: Sequence[Timeline]) -> Samples:
-    times = [pair for one in finished for pair in pairwise(one.tokens)]
+    times = [pair for each in finished for pair in pairwise(each.tokens)]
     return np.array([(after, after - before) for (before, _), (after, _) in times])
 
 
 def _common(finished: Sequence[Timeline], name: str) -> float | None:
     """Return the SLO of all requests; None where they differ or have none."""
-    found = {getattr(one.slo, name) for one in finished}
-    return found.pop() if len(found) == 1 else None
+    slos = {getattr(timeline.slo, name) for timeline in finished}
+    return slos.pop() if len(slos) == 1 else None
 
 
 def _over_time(
-    axes: Axes,
-    report: ServingReport,
-    name: str,
-    samples: Samples,
-    slo: float | None,
-) -> None:
+    report: ServingReport, name: str, samples: Samples, slo: float | None, top: float
+) -> list[str]:
     scale, unit = _unit(samples[:, 1], slo)
     width = report.duration_s / _PARTS
     # What ends after the report's span counts to its last part.
     parts = np.minimum((samples[:, 0] - report.start_s) / width, _PARTS - 1).astype(int)
     present = np.unique(parts)
-    for share, label, color in ((0.99, "99th percentile", _P99), (0.5, "median", _MEDIAN)):
+    lines = {}
+    for share, label in ((0.99, "99th percentile"), (0.5, "median")):
         heights = [np.quantile(samples[parts == part, 1], share) / scale for part in present]
-        axes.plot((present + 0.5) * width, heights, color=color, label=label, marker=".")
+        lines[label] = list(zip((present + 0.5) * width, heights, strict=True))
+    most = max(height for _, height in lines["99th percentile"])
+    x = Axis(0, report.duration_s, 46, 676)
+    y = _from_zero(max(most, (slo or 0.0) / scale), top + _ROW - 48, top)
+    drawn = [charts.text(46, top - 12, f"{name}, {unit}", "start", "ink")]
+    drawn.append(charts.grid(x, y, charts.ticks(x, 6), charts.ticks(y, 4)))
+    for (label, points), color in zip(lines.items(), (_P99, _MEDIAN), strict=True):
+        drawn.append(charts.line(points, x, y, color, label=label))
+        drawn += [charts.mark(x(a), y(b), color) for a, b in points]
     if slo is not None:
-        axes.axhline(slo / scale, color=_SLO, linestyle="--", label="SLO")
-    axes.set_title(f"{name}, {unit}", loc="left", size=10)
-    axes.set_xlim(0, report.duration_s)
-    axes.set_ylim(bottom=0)
+        ends = [(0, slo / scale), (report.duration_s, slo / scale)]
+        drawn.append(charts.line(ends, x, y, _SLO, dash=_DASH, label="SLO"))
+    return drawn
 
 
-def _distribution(axes: Axes, latencies: NDArray[np.float64], slo: float | None) -> None:
+def _distribution(latencies: NDArray[np.float64], slo: float | None, top: float) -> list[str]:
     scale, unit = _unit(latencies, slo)
     shares = np.linspace(0, 1, _POINTS)
-    axes.plot(np.quantile(latencies, shares) / scale, shares, color=_MEDIAN)
+    points = list(zip(np.quantile(latencies, shares) / scale, shares, strict=True))
+    x = _from_zero(max(points[-1][0], (slo or 0.0) / scale), 740, 1046)
+    y = Axis(0, 1, top + _ROW - 48, top)
+    words = f"share of samples up to a latency, {unit}"
+    drawn = [charts.text(740, top - 12, words, "start", "ink")]
+    drawn.append(charts.grid(x, y, charts.ticks(x, 6), charts.ticks(y, 5, percent=True)))
+    drawn.append(charts.line(points, x, y, _MEDIAN, label="share"))
     if slo is not None:
-        axes.axvline(slo / scale, color=_SLO, linestyle="--")
-    axes.yaxis.set_major_formatter(PercentFormatter(1.0))
-    axes.set_title(f"share of samples up to a latency, {unit}", loc="left", size=10)
-    axes.set_xlim(left=0)
+        ends = [(slo / scale, 0), (slo / scale, 1)]
+        drawn.append(charts.line(ends, x, y, _SLO, dash=_DASH, label="SLO"))
+    return drawn
+
+
+def _from_zero(most: float, start: float, end: float) -> Axis:
+    return Axis(0, 1.04 * most or 1.0, start, end)
 
 
 def _unit(latencies: NDArray[np.float64], slo: float | None) -> tuple[float, str]:

@@ -11,8 +11,9 @@ from pathlib import Path
 import pytest
 
 from pcg.errors import RecordError
+from pcg.pages.charts import Axis, tick_text
 from pcg.records.comparison import compare
-from pcg.records.curves import Axis, Curve, figure, smoothed, thinned, tick_text
+from pcg.records.curves import Curve, figure, smoothed, thinned
 from pcg.records.page import comparison_page, run_page
 from pcg.records.record import RunRecord
 from pcg.records.run import find_runs, read_run

@@ -1,22 +1,18 @@
-"""The plots of a report: memory over one step, and bytes saved against operations recomputed."""
+"""The plots of a report: memory over one step, bytes saved against operations recomputed."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import cycle
-from typing import Any
 
 from markupsafe import Markup
-from matplotlib.axes import Axes
-from matplotlib.figure import Figure
-from matplotlib.ticker import MaxNLocator, PercentFormatter
 
-from pcg.explain.page.svg import COLORS, note, svg_element
 from pcg.explain.report_data import Moment, ReportData
+from pcg.pages import charts
+from pcg.pages.charts import Axis
 from pcg.units import gib
 
-_SIZE = (11.0, 3.6)
+_WIDTH, _HEIGHT, _LEFT, _RIGHT = 792, 268, 52, 784
 _OWN = ("pruned", "rematerialized", "compressed", "fp8")
 """The stages of pcg's own, of which the last is the chosen plan."""
 
@@ -25,40 +21,28 @@ def step_plot(moments: Sequence[Moment]) -> Markup:
     """Return bars of saved bytes and workspace over the moments of a step."""
     peak = max(moments, key=lambda moment: moment.total_bytes)
     unit, name = _unit(peak.total_bytes)
-
-    def draw(figure: Figure) -> None:
-        figure.set_layout_engine("constrained")
-        axes = figure.add_subplot(xlim=(-0.5, len(moments) - 0.5))
-        places = range(len(moments))
-        saved = [moment.kept_bytes / unit for moment in moments]
-        workspace = [moment.workspace_bytes / unit for moment in moments]
-        for bars in (
-            axes.bar(places, workspace, 1.0, saved, color=COLORS["workspace"], label="workspace"),
-            axes.bar(places, saved, 1.0, color=COLORS["activations"], label="saved for backward"),
-        ):
-            for bar, moment in zip(bars, moments, strict=True):
-                note(bar, _words(moment))
-        top = peak.total_bytes / unit
-        axes.annotate(
-            f"peak {gib(peak.total_bytes)} GiB",
-            (moments.index(peak), top),
-            (0, 5),
-            textcoords="offset points",
-            ha="center",
-            backgroundcolor=COLORS["paper"],
-        )
-        axes.set_ylim(top=1.15 * top)
-        axes.set_ylabel(name)
-        axes.yaxis.set_major_locator(MaxNLocator(4))
-        _label_layers(axes, moments)
-        axes.legend(loc="lower left", bbox_to_anchor=(0, 1), ncols=2)
-
-    return svg_element("timeline", draw, _SIZE, "Memory over one step")
+    top = peak.total_bytes / unit
+    colors = {"workspace": "workspace", "saved for backward": "activations"}
+    marks = {label: charts.mark(0, 0, color, 1) for label, color in colors.items()}
+    head, below = charts.legend(marks, _LEFT, 14, _RIGHT)
+    x = Axis(-0.5, len(moments) - 0.5, _LEFT, _RIGHT)
+    y = Axis(0, 1.12 * top, _HEIGHT - 40, below)
+    parts = [head, charts.grid(x, y, {}, charts.ticks(y, 4))]
+    parts.append(charts.text(_LEFT - 6, below, name, "end"))
+    for place, moment in enumerate(moments):
+        saved, total = moment.kept_bytes / unit, moment.total_bytes / unit
+        bars = charts.bar(x, y, place, 0, saved, "activations")
+        bars += charts.bar(x, y, place, saved, total, "workspace")
+        parts.append(charts.point(_words(moment), bars))
+    words = f"peak {gib(peak.total_bytes)} GiB"
+    parts.append(charts.text(x(moments.index(peak)), y(top) - 5, words, kind="ink"))
+    parts += _layer_labels(moments, x, y.start)
+    return charts.svg(_WIDTH, _HEIGHT, "Memory over one step", parts)
 
 
-def _label_layers(axes: Axes, moments: Sequence[Moment]) -> None:
-    """Number about four layers of each half, and name the phases below them."""
-    numbers: dict[int, str] = {}
+def _layer_labels(moments: Sequence[Moment], x: Axis, bottom: float) -> list[str]:
+    """Return numbers of about four layers of each half, and names of the phases below them."""
+    parts = []
     phases: dict[str, list[int]] = {}
     layers = sum(moment.label.startswith("forward") for moment in moments)
     for place, moment in enumerate(moments):
@@ -66,11 +50,11 @@ def _label_layers(axes: Axes, moments: Sequence[Moment]) -> None:
         if phase != "again":  # which is within backward
             phases.setdefault(phase, []).append(place)
             if layer and int(layer) % max(1, layers // 4) == 0:
-                numbers[place] = layer
-    axes.set_xticks(list(numbers), list(numbers.values()))
-    middles = [(places[0] + places[-1]) / 2 for places in phases.values()]
-    axes.set_xticks(middles, list(phases), minor=True)
-    axes.tick_params("x", which="minor", length=0, pad=18, labelcolor=COLORS["ink"])
+                parts.append(charts.text(x(place), bottom + 15, layer))
+    for phase, places in phases.items():
+        middle = (places[0] + places[-1]) / 2
+        parts.append(charts.text(x(middle), bottom + 31, phase, kind="ink"))
+    return parts
 
 
 def _words(moment: Moment) -> str:
@@ -128,42 +112,44 @@ def named_points(report: ReportData) -> list[Point]:
 def front_plot(report: ReportData) -> Markup:
     """Return pcg's front of plans, and where other ways to train lie."""
     front, named, peers = front_points(report), named_points(report), peer_points(report)
-    most = max(point.size_bytes for point in (*front, *named, *peers))
+    every = (*front, *named, *peers)
+    most = max(point.size_bytes for point in every)
     unit, name = _unit(most)
+    shapes = [0 if point.name == "chosen plan" else 1 + place for place, point in enumerate(named)]
+    colors = ["activations" if shape == 0 else "ink" for shape in shapes]
+    styles = list(zip(named, shapes, colors, strict=True))
+    marks = {
+        "attainable front": charts.sample_line("activations") + charts.mark(0, 0, "activations")
+    }
+    if peers:
+        label = "torch's partitioner, by budget"
+        marks[label] = charts.sample_line("soft", "5 3") + charts.mark(0, 0, "soft", 1)
+    marks |= {p.name: charts.mark(0, 0, color, shape, hollow=True) for p, shape, color in styles}
+    head, below = charts.legend(marks, _LEFT, 14, _RIGHT)
+    x = Axis(0, 1.05 * most / unit, _LEFT, _RIGHT)
+    y = Axis.around((point.ratio for point in every), _HEIGHT - 38, below)
+    parts = [head, charts.grid(x, y, charts.ticks(x, 6), charts.ticks(y, 8, percent=True))]
+    words = f"saved for backward, {name}, against what is recomputed"
+    parts.append(charts.text((_LEFT + _RIGHT) / 2, _HEIGHT - 5, words))
+    for points, color, dash, shape in ((front, "activations", "", 0), (peers, "soft", "5 3", 1)):
+        if points:
+            places = [(point.size_bytes / unit, point.ratio) for point in points]
+            parts.append(charts.line(places, x, y, color, dash=dash))
+            parts += [_mark(point, unit, x, y, color, shape) for point in points]
+    parts += [_mark(p, unit, x, y, color, shape, hollow=True) for p, shape, color in styles]
+    return charts.svg(_WIDTH, _HEIGHT, "Bytes saved against operations recomputed", parts)
 
-    def series(axes: Axes, label: str, points: Sequence[Point], **style: Any) -> None:
-        places = [(point.size_bytes / unit, point.ratio) for point in points]
-        axes.plot(*zip(*places, strict=True), label=label, **style)
-        for point, (x, y) in zip(points, places, strict=True):
-            (mark,) = axes.plot(x, y, **style)
-            words = f"{gib(point.size_bytes)} GiB saved, {point.ratio:.1%} recomputed"
-            note(mark, f"{point.name}: {words}")
 
-    def draw(figure: Figure) -> None:
-        figure.set_layout_engine("constrained")
-        axes = figure.add_subplot(xlim=(0, 1.05 * most / unit))
-        accent, ink = COLORS["activations"], COLORS["ink"]
-        series(axes, "attainable front", front, color=accent, marker="o", markersize=4)
-        if peers:
-            style = {"marker": "s", "markersize": 4, "linestyle": "--", "color": COLORS["soft"]}
-            series(axes, "torch's partitioner, by budget", peers, **style)
-        shapes = cycle("sD^v")
-        for point in named:
-            style = {"linestyle": "none", "markersize": 8, "markerfacecolor": "none"}
-            if point.name == "chosen plan":
-                style |= {"marker": "o", "markersize": 10, "markeredgecolor": accent}
-            else:
-                style |= {"marker": next(shapes), "markeredgecolor": ink}
-            series(axes, point.name, [point], **style)
-        axes.set_xlabel(f"saved for backward, {name}")
-        axes.set_ylabel("recomputed")
-        axes.yaxis.set_major_formatter(PercentFormatter(1.0))
-        axes.legend(loc="best")
-
-    return svg_element("pareto", draw, _SIZE, "Bytes saved against operations recomputed")
+def _mark(
+    point: Point, unit: int, x: Axis, y: Axis, color: str, shape: int, hollow: bool = False
+) -> str:
+    words = f"{gib(point.size_bytes)} GiB saved, {point.ratio:.1%} recomputed"
+    title = f"{point.name}: {words}"
+    place = x(point.size_bytes / unit), y(point.ratio)
+    return charts.mark(*place, color, shape, title=title, hollow=hollow)
 
 
 def _unit(most_bytes: int) -> tuple[int, str]:
     """Return the largest unit that so many bytes are one of, and its name."""
     units = ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB"))
-    return next((one for one in units if most_bytes >= one[0]), (1, "bytes"))
+    return next(((size, name) for size, name in units if most_bytes >= size), (1, "bytes"))

@@ -3,25 +3,15 @@
 from __future__ import annotations
 
 from itertools import pairwise
-from typing import Any
 
-from markupsafe import Markup
-from matplotlib.figure import Figure
-from matplotlib.patches import PathPatch
-from matplotlib.path import Path
+from markupsafe import Markup, escape
 
 from pcg.explain.page.layout import layered
-from pcg.explain.page.svg import COLORS, note, svg_element
 from pcg.explain.report_data import GraphNode, ReportData, SavedTensor
+from pcg.pages import charts
 
 _STEP, _HEIGHT, _GAP = 58.0, 30.0, 12.0
 """The distance of two ranks, the height of a box, and the space between two of them, in pixels."""
-_BORDERS: dict[str, dict[str, Any]] = {
-    "save": {"linewidth": 1.5},
-    "compress": {"linewidth": 3.0},
-    "recompute": {"linewidth": 1.2, "linestyle": (0, (4, 2))},
-    "drop": {"linewidth": 1.0, "edgecolor": COLORS["other"]},
-}
 
 
 def graph_plot(report: ReportData) -> Markup:
@@ -33,35 +23,37 @@ def graph_plot(report: ReportData) -> Markup:
     rows = {row.tensor.partition(".")[2]: row for row in ordered}
     inputs = {node.name: node.inputs for node in report.graph}
     widths = {node.name: 6.0 * max(len(node.name), len(node.op)) + 18 for node in report.graph}
-    found = layered(inputs, widths, _GAP)
-    width, height = found.width + 16, max(found.ranks.values()) * _STEP + _HEIGHT + 16
+    layout = layered(inputs, widths, _GAP)
+    parts = [_edge(places, layout.ranks[edge[0]]) for edge, places in layout.paths.items()]
+    for node in report.graph:
+        x, y = layout.centres[node.name] + 8, _middle(layout.ranks[node.name])
+        wide = widths[node.name]
+        corner = f"M{x - wide / 2:.1f} {y - _HEIGHT / 2:.1f}"
+        box = f'<path d="{corner}h{wide:.1f}v{_HEIGHT}h{-wide:.1f}z"></path>'
+        words = charts.text(x, y - 2, node.name) + charts.text(x, y + 10, node.op)
+        title = escape(_note(node, rows.get(node.name)))
+        kind = f"point node d-{node.decision}"
+        parts.append(f'<g class="{kind}"><title>{title}</title>{box}{words}</g>')
+    width, height = layout.width + 16, _middle(max(layout.ranks.values())) + _HEIGHT / 2 + 8
+    more = f' width="{1.2 * width:.0f}"'
+    return charts.svg(width, height, "Forward graph of one layer", parts, "", more)
 
-    def draw(figure: Figure) -> None:
-        axes = figure.add_axes((0, 0, 1, 1), xlim=(-8, width - 8), ylim=(height - 23, -23))
-        axes.axis("off")
-        for (source, _), places in found.paths.items():
-            top, points, codes = found.ranks[source] * _STEP, [(places[0], 0.0)], [Path.MOVETO]
-            points = [(places[0], top)]
-            for left, right in pairwise(places):
-                middle, end = top + _STEP / 2, top + _STEP - _HEIGHT / 2
-                start = top + _HEIGHT / 2
-                # From below one rank to above the next, then straight past the nodes of that rank.
-                points += [(left, start), (left, middle), (right, middle), (right, end)]
-                points += [(right, top + _STEP)]
-                codes += [Path.LINETO, *[Path.CURVE4] * 3, Path.LINETO]
-                top += _STEP
-            axes.add_patch(PathPatch(Path(points, codes), fill=False, ec=COLORS["other"]))
-        for node in report.graph:
-            place = (found.centres[node.name], found.ranks[node.name] * _STEP)
-            color = COLORS["soft" if node.decision == "drop" else "ink"]
-            box = {"boxstyle": "round,pad=0.45", "facecolor": COLORS[f"{node.decision}-in"]}
-            box |= {"edgecolor": COLORS[node.decision], **_BORDERS[node.decision]}
-            words = axes.text(*place, f"{node.name}\n{node.op}", color=color, bbox=box)
-            words.set(ha="center", va="center", size=9)
-            note(words, _note(node, rows.get(node.name)))
 
-    size = (width / 72, height / 72)
-    return svg_element("graph", draw, size, "Forward graph of one layer")
+def _middle(rank: int) -> float:
+    """Return the middle of the boxes of a rank."""
+    return 8 + _HEIGHT / 2 + rank * _STEP
+
+
+def _edge(places: tuple[float, ...], rank: int) -> str:
+    """Return a path from below one rank to above the next, then straight past that rank's nodes."""
+    top = _middle(rank)
+    drawn = f"M{places[0] + 8:.1f} {top:.1f}"
+    for left, right in pairwise(place + 8 for place in places):
+        middle, end = top + _STEP / 2, top + _STEP - _HEIGHT / 2
+        drawn += f"L{left:.1f} {top + _HEIGHT / 2:.1f}C{left:.1f} {middle:.1f} {right:.1f}"
+        drawn += f" {middle:.1f} {right:.1f} {end:.1f}L{right:.1f} {top + _STEP:.1f}"
+        top += _STEP
+    return f'<path class="edge" d="{drawn}"></path>'
 
 
 def _note(node: GraphNode, row: SavedTensor | None) -> str:
