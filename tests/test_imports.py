@@ -5,9 +5,6 @@ Which packages may import which is in pyproject.toml, for import-linter.
 
 from __future__ import annotations
 
-import subprocess
-import sys
-
 import grimp
 import networkx
 import pytest
@@ -52,9 +49,3 @@ def test_groups_of_processes_stand_on_graphs_and_errors_alone(imports: networkx.
     for importer, imported in imports.edges:
         if importer.startswith(room):
             assert imported.startswith(below), (importer, imported)
-
-
-def test_one_rank_needs_no_message_format() -> None:
-    """A GPU's image has PyTorch, transformers and what these need, and no msgspec."""
-    code = "import sys; sys.modules['msgspec'] = None; import pcg.runtime.executor, pcg.compiler"
-    subprocess.run([sys.executable, "-c", code], check=True)

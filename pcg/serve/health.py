@@ -16,6 +16,7 @@ from fastapi.responses import JSONResponse
 from pydantic import BaseModel
 
 from pcg.keys import Scope
+from pcg.runtime.engine.commands import Numbers
 from pcg.runtime.metrics.status import EngineState
 from pcg.serve.http.caller import Caller, requires
 from pcg.serve.http.errors import ApiError
@@ -109,7 +110,7 @@ async def load(
             f"The key {caller.key!r} lacks the scope 'metrics'.",
             code="insufficient_permissions",
         )
-    numbers = await asyncio.wrap_future(service.client.numbers())
+    numbers = await asyncio.wrap_future(service.client.call(Numbers()))
     return Load(server_load=numbers.running + numbers.queued)
 
 

@@ -40,6 +40,7 @@ from pcg.serve.adapters.roots import Roots
 from pcg.serve.app import create_app, open_service
 from pcg.serve.engine.client import EngineClient
 from pcg.serve.engine.options import ServeOptions
+from pcg.serve.engine.orders import Drain, SetKeys
 from pcg.serve.engine.split_base import SplitAccess
 from pcg.serve.engine.warm_jobs import parse_warm_jobs
 from pcg.serve.files.files import Files
@@ -344,7 +345,7 @@ class Server(uvicorn.Server):
             self.force_exit = self.should_exit = True
             return
         self._stop_waiting()
-        self._drained = self.service.client.drain(self.service.options.shutdown_timeout_s)
+        self._drained = self.service.client.call(Drain(self.service.options.shutdown_timeout_s))
         self._drained.add_done_callback(self._end)
 
     def _stop_waiting(self) -> None:
@@ -380,7 +381,7 @@ class Server(uvicorn.Server):
             if found.keys is not None:
                 was_alone = service.keys.tenants == 1
                 service.keys.become(found.keys)
-                await asyncio.wrap_future(service.client.set_keys(found.keys))
+                await asyncio.wrap_future(service.client.call(SetKeys(list(found.keys))))
                 lines.append(f"API keys: {counted(len(found.keys), 'key')}")
                 if was_alone is not (found.keys.tenants == 1):
                     lines.append("shares of tenants in the engine: those of the start")

@@ -16,10 +16,16 @@ from fastapi import APIRouter, Depends
 from pydantic import BaseModel
 
 from pcg.keys import Scope
-from pcg.runtime.metrics.status import AdapterStatus, EngineNumbers, JobState, JobStatus
+from pcg.runtime.engine.commands import Status
+from pcg.runtime.metrics.status import (
+    AdapterStatus,
+    EngineNumbers,
+    EngineStatus,
+    JobState,
+    JobStatus,
+)
 from pcg.runtime.metrics.totals import Histogram, Promised, Totals
 from pcg.serve.adapters.catalog import Catalog
-from pcg.serve.engine.client import EngineStatus
 from pcg.serve.engine.engine_names import Owned
 from pcg.serve.http.caller import Caller, requires
 from pcg.serve.http.service import Service, ServiceDependency
@@ -144,7 +150,7 @@ async def status(
     service: ServiceDependency, caller: Annotated[Caller, Depends(requires(Scope.INFER))]
 ) -> ServerStatus:
     """Return the state of the server."""
-    found = await asyncio.wrap_future(service.client.status())
+    found = await asyncio.wrap_future(service.client.call(Status()))
     return await service.beside(caller, _status, service, found, caller)
 
 

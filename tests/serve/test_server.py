@@ -28,7 +28,7 @@ from pcg.runtime.admission.fair_share import FairShare
 from pcg.runtime.admission.policies import EarlyAbort
 from pcg.runtime.executor import Executor
 from pcg.serve import listening, server
-from pcg.serve.engine.local import local_client
+from pcg.serve.engine.client import local_client
 from pcg.serve.engine.options import ServeOptions
 from pcg.serve.listening import Listener, check_certificate, listen, url_of
 from pcg.serve.openai.generation_config import GenerationConfig

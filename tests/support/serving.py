@@ -23,7 +23,7 @@ import pcg.compiler as compiler
 from pcg.keys import Key, Keys, Scope, digest_of, open_keys
 from pcg.runtime.executor import Executor
 from pcg.serve.app import create_app, open_service
-from pcg.serve.engine.local import local_client
+from pcg.serve.engine.client import local_client
 from pcg.serve.engine.options import ServeOptions
 from pcg.serve.http.service import Service
 from pcg.serve.server import Server, serve

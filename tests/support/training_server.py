@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from pcg.runtime.training.options import StepRecord
-from pcg.serve.engine.local import LocalClient, local_client
+from pcg.serve.engine.client import LocalClient, local_client
 from pcg.serve.engine.options import ServeOptions
 from pcg.serve.server import Server, serve
 from tests.support import serving

@@ -15,15 +15,17 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
 from threading import Lock
-from weakref import WeakKeyDictionary
+from typing import NamedTuple
+from weakref import WeakKeyDictionary, WeakValueDictionary
 
 import torch
 
-from pcg.errors import AdapterConflictError, AdapterError
+from pcg.errors import AdapterConflictError, AdapterError, AdapterNotFoundError
 from pcg.kernels.devices import device_pool
 from pcg.peft.adapter import Adapter
 from pcg.peft.adapter_files import digest_of
@@ -33,6 +35,13 @@ _GONE_NAMES = 65_536
 """Names without an adapter whose last number is remembered; older ones go on from the highest."""
 _MOST_WAITING = 8
 """Replaced versions whose weights wait to be hashed; of more, the digest stays unknown."""
+
+
+class VersionName(NamedTuple):
+    """The name of a version in messages."""
+
+    name: str
+    number: int
 
 
 class AdapterVersion:
@@ -67,6 +76,10 @@ class AdapterVersion:
     def known_digest(self) -> str | None:
         """The digest if it was computed already."""
         return self._digest
+
+    @property
+    def key(self) -> VersionName:
+        return VersionName(self.name, self.number)
 
     def compute(self, adapter: Adapter) -> None:
         """Compute the digest of this version's adapter, unless that was done."""
@@ -133,6 +146,7 @@ class Versions:
         self._collects = collects
         self._lock = Lock()
         self._of: WeakKeyDictionary[Adapter, _Served] = WeakKeyDictionary()
+        self._named: WeakValueDictionary[VersionName, Adapter] = WeakValueDictionary()
         self._last: dict[str, int] = {}
         self._gone: dict[str, int] = {}
         self._least = 0
@@ -162,6 +176,7 @@ class Versions:
             self._last[name] = last + 1
             version = AdapterVersion(name, last + 1, adapter)
             self._of[adapter] = _Served(version)
+            self._named[version.key] = adapter
         for tell in self._listeners:
             tell(name, adapter)
         return version
@@ -171,6 +186,26 @@ class Versions:
         with self._lock:
             served = self._of.get(adapter)
         return None if served is None else served.version
+
+    def named(self, name: VersionName) -> Adapter:
+        """Return the adapter of a version. AdapterNotFoundError: it is gone, or never was."""
+        with self._lock:
+            adapter = self._named.get(name)
+        if adapter is None:
+            raise AdapterNotFoundError(f"there is no adapter {name.name}@{name.number} any more")
+        return adapter
+
+    def hash(self, names: Sequence[VersionName]) -> Future[list[str | None]]:
+        """Compute the digests of versions beside the steps; None of those that are gone."""
+
+        def digest(name: VersionName) -> str | None:
+            try:
+                version = self.of(self.named(name))
+            except AdapterNotFoundError:
+                return None
+            return None if version is None or version.key != name else version.digest
+
+        return self._hashing.submit(lambda: [digest(name) for name in names])
 
     def answer(self, adapter: Adapter, *, hashes: bool) -> AdapterVersion | None:
         """Return the version that answers a request; with `hashes` its digest is computed beside.

@@ -87,7 +87,7 @@ class AsyncEngine(TrainerThread):
 
     def _made_loads(self) -> Loads:
         return Loads(
-            self._state, self._preparation, self.call, self._check_open, self._check_unreserved
+            self.state, self._preparation, self.call, self._check_open, self._check_unreserved
         )
 
     # ------------------------------------------------------------------------------- for any thread
@@ -103,7 +103,7 @@ class AsyncEngine(TrainerThread):
         tenant = fields.get("tenant", "")
         # What is refused is not looked at: a flood takes as little of Python's lock as it can.
         refused = self._refused(tenant) if isinstance(tenant, str) else None
-        return refused or self.submit_request(make_request(self._state, prompt, adapter, fields))
+        return refused or self.submit_request(make_request(self.state, prompt, adapter, fields))
 
     @takes(JobArguments, FinetuneError)
     def finetune(self, given: JobArguments) -> RunningJob:
@@ -146,7 +146,7 @@ class AsyncEngine(TrainerThread):
                 and EngineError.
         """
         self._check_open()
-        free = functools.partial(self._state.check_free, name, replace=replace)
+        free = functools.partial(self.state.check_free, name, replace=replace)
         check = functools.partial(free, expected_version=expected_version)
         return self._loads.add(name, path_or_config, seed, check)
 
@@ -177,7 +177,7 @@ class AsyncEngine(TrainerThread):
 
     def adapters(self) -> list[AdapterStatus]:
         """Return the adapters that requests may name; does not wait for a step."""
-        use_of, state = self.engine.scheduler.adapters.use_of, self._state
+        use_of, state = self.engine.scheduler.adapters.use_of, self.state
         found = []
         for name, adapter in sorted(state.adapters.items()):
             pages, running = use_of(adapter)
@@ -392,7 +392,7 @@ class AsyncEngine(TrainerThread):
             running.fail(FinetuneError(f"job {name!r} was cancelled"))
 
     def _fail_all(self, error: EngineError) -> None:
-        self._state.engine_thread = None
+        self.state.engine_thread = None
         super()._fail_all(error)
         for running in (*self._jobs, *self._reserved.values()):
             running.fail(error)

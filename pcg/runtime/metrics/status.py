@@ -158,3 +158,13 @@ class JobStatus:
     tokens_per_second: float | None = None
     remaining_s: float | None = None
     waits: str | None = None
+
+
+@dataclass(frozen=True)
+class EngineStatus:
+    """The status of an engine: its numbers, adapters, running requests and jobs."""
+
+    numbers: EngineNumbers
+    adapters: list[AdapterStatus]
+    running: list[RunningStatus]
+    jobs: list[JobStatus]

@@ -6,7 +6,6 @@ is not there is looked up under `--lora-roots`. What another tenant owns is not 
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,7 +15,7 @@ from pcg.keys import Scope
 from pcg.runtime.adapters.cache import ServedAdapter
 from pcg.runtime.adapters.versions import AdapterVersion
 from pcg.serve.adapters.kept_models import KeptModels
-from pcg.serve.adapters.loader import Loader, Origin
+from pcg.serve.adapters.loader import Loader, Origin, learn_digests
 from pcg.serve.adapters.modules import parse_modules
 from pcg.serve.adapters.roots import Resolver, Roots
 from pcg.serve.engine.client import EngineClient
@@ -158,7 +157,7 @@ class Catalog:
         """Have the digests of models computed, each once."""
         versions = [model.version for model in models if model.version is not None]
         if any(version.known_digest is None for version in versions):
-            await asyncio.wrap_future(self._client.hash(versions))
+            await learn_digests(self._client, versions)
 
     def _model(self, caller: Caller, adapter: ServedAdapter) -> ServedModel:
         owner, origin = owned(adapter.name), self.loader.origin(adapter.name)

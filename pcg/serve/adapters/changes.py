@@ -11,7 +11,7 @@ from pcg.keys import Scope
 from pcg.runtime.adapters.cache import ServedAdapter
 from pcg.runtime.adapters.versions import AdapterVersion
 from pcg.serve.adapters.catalog import Catalog
-from pcg.serve.adapters.loader import Origin
+from pcg.serve.adapters.loader import Origin, learn_digests
 from pcg.serve.engine.engine_names import engine_name, owned
 from pcg.serve.http.caller import Caller
 from pcg.serve.http.errors import ApiError, not_found
@@ -82,7 +82,7 @@ async def load(service: Service, asked: Load) -> AdapterVersion:
             raise _already(asked.name) from None
         raise _conflict(error, of_engine) from None
     version = service.client.version_of(adapter)
-    await asyncio.wrap_future(service.client.hash([version]))
+    await learn_digests(service.client, [version])
     return version
 
 

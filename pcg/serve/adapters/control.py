@@ -13,6 +13,7 @@ from fastapi import APIRouter, Depends
 from pydantic import BaseModel, Field
 
 from pcg.keys import Scope
+from pcg.runtime.engine.commands import GoOn, Pause
 from pcg.serve.adapters.catalog import Catalog
 from pcg.serve.http.caller import requires
 from pcg.serve.http.service import ServiceDependency
@@ -95,12 +96,12 @@ async def pause(service: ServiceDependency, mode: Literal["keep"]) -> State:
 
     It ends by itself after ten minutes, and where the server drains.
     """
-    await asyncio.wrap_future(service.client.pause(PAUSE_S))
+    await asyncio.wrap_future(service.client.call(Pause(PAUSE_S)))
     return State(status="paused")
 
 
 @router.post("/resume", dependencies=[Depends(requires(Scope.ADMIN))])
 async def resume(service: ServiceDependency) -> State:
     """Run steps again."""
-    await asyncio.wrap_future(service.client.go_on())
+    await asyncio.wrap_future(service.client.call(GoOn()))
     return State(status="resumed")

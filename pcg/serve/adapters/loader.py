@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import OrderedDict
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -18,6 +18,8 @@ from pcg.errors import AdapterConflictError, AdapterError, AdapterNotFoundError,
 from pcg.files import SUMS, shown_path
 from pcg.peft.adapter_files import CONFIG, WEIGHTS
 from pcg.runtime.adapters.cache import ServedAdapter
+from pcg.runtime.adapters.versions import AdapterVersion
+from pcg.runtime.engine.commands import AddAdapter, Hash, RemoveAdapter
 from pcg.serve.engine.client import EngineClient
 from pcg.serve.http.errors import ApiError
 
@@ -79,7 +81,7 @@ class Loader:
 
     def load_now(self, name: str, directory: Path, origin: Origin) -> None:
         """Load an adapter, and wait for it; before the event loop runs."""
-        self._client.wait(self._client.add_adapter(name, directory))
+        self._client.wait(self._client.call(AddAdapter(name, directory)))
         self._origins[name] = origin
 
     async def load(
@@ -103,10 +105,8 @@ class Loader:
         """
         await self._make_room(name, tenant)
         try:
-            end = self._client.add_adapter(
-                name, directory, replace=is_replacing, expected_version=expected_version
-            )
-            adapter = await asyncio.wrap_future(end)
+            command = AddAdapter(name, directory, is_replacing, expected_version)
+            adapter = await asyncio.wrap_future(self._client.call(command))
         except AdapterConflictError:
             raise
         except (AdapterError, UnsupportedError) as error:
@@ -139,7 +139,7 @@ class Loader:
 
         AdapterError: there is none, or a job trains it.
         """
-        await asyncio.wrap_future(self._client.remove_adapter(name))
+        await asyncio.wrap_future(self._client.call(RemoveAdapter(name)))
         self._used.pop(name, None)
         if name not in self.adapters:
             self._origins.pop(name, None)
@@ -238,6 +238,14 @@ class Loader:
     def _may_go(self, name: str) -> bool:
         origin = self._origins.get(name)
         return origin is not None and origin.is_found and name not in self._coming
+
+
+async def learn_digests(client: EngineClient, versions: Sequence[AdapterVersion]) -> None:
+    """Have the engine compute the digests of versions."""
+    digests = await asyncio.wrap_future(client.call(Hash([one.key for one in versions])))
+    for version, digest in zip(versions, digests, strict=True):
+        if digest is not None:
+            version.learn(digest)
 
 
 def as_asked(message: str, directory: Path, asked: str) -> str:

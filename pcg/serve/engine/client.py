@@ -1,51 +1,41 @@
-"""The engine's client: all that the server asks of an engine, wherever that runs.
+"""The client of an engine: the members by which a server uses an engine in any process.
 
-Nothing else of an engine is known in `pcg.serve`. What may take longer than a look at this
-process's memory is a future, so that nobody who asks on the event loop waits for the engine.
+Nothing else of an engine is known in `pcg.serve`. Everything that may take longer than a look at
+this process's memory is a command and gives a future, so that the event loop never waits for the
+engine.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import AbstractContextManager
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Protocol, TypeVar
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import replace
+from typing import Protocol, TypeVar, cast
 
 from pcg.errors import EngineError
-from pcg.keys import Keys
+from pcg.peft.adapter import Adapter
 from pcg.runtime.adapters.cache import ServedAdapter
 from pcg.runtime.adapters.versions import AdapterVersion
-from pcg.runtime.metrics.status import (
-    AdapterStatus,
-    EngineNumbers,
-    Health,
-    JobStatus,
-    RunningStatus,
-)
+from pcg.runtime.engine.async_engine import AsyncEngine
+from pcg.runtime.engine.commands import Command, settled
+from pcg.runtime.engine.engine import Engine
+from pcg.runtime.executor import Executor
+from pcg.runtime.metrics.status import Health
 from pcg.runtime.requests.request import Request, RequestFields
 from pcg.runtime.requests.stream import Stream
 from pcg.runtime.text.tokenizer import Tokenizer
-from pcg.serve.engine.facts import ModelFacts
-from pcg.serve.engine.jobs.news import JobOrder, Tell
-from pcg.serve.engine.trainer_orders import LoraOrder, TrainerOrder, TrainerReply
+from pcg.serve.engine.facts import ModelFacts, facts_of
+from pcg.serve.engine.news import Tell
+from pcg.serve.engine.options import ServeOptions
+from pcg.serve.engine.orders import Order, OrderedJobs
+from pcg.serve.engine.split_base import ServedBase, SplitAccess, served_base, split_endpoint
 
-Result = TypeVar("Result")
-
-
-@dataclass(frozen=True)
-class EngineStatus:
-    """The status of an engine: its numbers, adapters, running requests and jobs."""
-
-    numbers: EngineNumbers
-    adapters: list[AdapterStatus]
-    running: list[RunningStatus]
-    jobs: list[JobStatus]
+Reply = TypeVar("Reply")
 
 
 class EngineClient(Protocol):
-    """An engine that serves a model; for one event loop, and for threads beside it."""
+    """An engine that serves a model; for one event loop, and for other threads."""
 
     @property
     def facts(self) -> ModelFacts:
@@ -64,97 +54,126 @@ class EngineClient(Protocol):
         """The adapters that requests may name."""
 
     def version_of(self, adapter: ServedAdapter) -> AdapterVersion:
-        """Return the version that an adapter of `adapters` is, or was."""
-
-    def hash(self, versions: Iterable[AdapterVersion]) -> Future[None]:
-        """Have the digests of versions computed that are not known."""
-
-    # ------------------------------------------------------------------------------- requests
+        """Return the version of an adapter that is, or was, in `adapters`."""
 
     def request(
         self, prompt: str | Sequence[int], adapter: ServedAdapter | None, fields: RequestFields
     ) -> Request:
-        """Make a request; for any thread, as a text is tokenized. Errors as `Executor.request`."""
+        """Make a request, on any thread; a text is tokenized. Errors as `Executor.request`."""
 
     def submit(self, request: Request) -> Stream:
-        """Submit a request; why the engine refuses it is raised by the stream.
+        """Submit a request; the stream raises the engine's refusal.
 
         Raises:
             EngineError: the engine takes no requests.
         """
 
-    def taken(self) -> Future[None]:
-        """Return what is done once the engine has seen all that was submitted before."""
-
-    def most_tokens(self, adapter: ServedAdapter | None) -> Future[int]:
-        """Count the most tokens of a prompt and its output that there are pages for."""
-
-    # ------------------------------------------------------------------------------- adapters
-
-    def add_adapter(
-        self, name: str, path: Path, *, replace: bool = False, expected_version: int | None = None
-    ) -> Future[ServedAdapter]:
-        """Load an adapter beside the steps, as `AsyncEngine.add_adapter`."""
-
-    def remove_adapter(self, name: str) -> Future[None]:
-        """Forget an adapter, as `AsyncEngine.remove_adapter`."""
-
-    # ------------------------------------------------------------------------------- jobs
-
-    def begin_job(self, order: JobOrder, tell: Tell) -> Future[None]:
-        """Begin a finetuning job; errors as of `OrderedJobs.begin`.
+    def call(self, command: Command[Reply], tell: Tell | None = None) -> Future[Reply]:
+        """Have a command done; its error is the future's.
 
         Args:
-            tell: is called with what comes of it, on any thread.
+            tell: is called with the events of the command, on any thread.
         """
 
-    def end_job(self, adapter: str, *, interrupts: bool) -> Future[None]:
-        """End a job after its step with a checkpoint, or now; its end is told."""
-
-    def put_grades(
-        self, adapter: str, rewards: Sequence[float], error: str | None = None
-    ) -> Future[None]:
-        """Give a job the grades of the completions that it told last, or why there are none."""
-
-    def begin_trainer(self, name: str, order: LoraOrder) -> Future[None]:
-        """Make a trainer of the engine's name; errors as of `AsyncEngine.trainer`."""
-
-    def train(self, name: str, order: TrainerOrder) -> Future[TrainerReply]:
-        """Have a trainer do something, behind what it was told before."""
-
-    def end_trainer(self, name: str) -> Future[None]:
-        """Close a trainer; nothing happens if there is none."""
-
-    # ------------------------------------------------------------------------------- status
-
-    def numbers(self) -> Future[EngineNumbers]:
-        """Return what is there now, and what was done since the start."""
-
-    def jobs(self) -> Future[list[JobStatus]]:
-        """Return the jobs as they came, and how far each is."""
-
-    def status(self) -> Future[EngineStatus]:
-        """Return all that is known of the engine."""
-
     def health(self) -> Health:
-        """Return whether the engine goes on, and takes requests."""
+        """Return whether the engine runs, and takes requests."""
 
-    # ------------------------------------------------------------------------------- its life
-
-    def wait(self, future: Future[Result]) -> Result:
-        """Wait for one of these futures, before the event loop runs."""
+    def wait(self, future: Future[Reply]) -> Reply:
+        """Wait for a reply before the event loop runs."""
 
     def listening(self) -> AbstractContextManager[None]:
         """Have the running event loop hear the engine, within a `with`."""
 
-    def pause(self, timeout_s: float) -> Future[None]:
-        """Run no steps, as `StepThread.pause`."""
 
-    def go_on(self) -> Future[None]:
-        """Run steps again."""
+class LocalClient:
+    """An `EngineClient` of an engine on a thread of this process.
 
-    def set_keys(self, keys: Keys) -> Future[None]:
-        """Let clients of its base, if it has a port for them, come with these keys alone."""
+    Attributes:
+        executor, engine: those of the model.
+        base: the base executor of split clients; None without one.
+        jobs: the jobs that the server began.
+    """
 
-    def drain(self, timeout_s: float) -> Future[None]:
-        """End the work that is there, and take nothing new, as `AsyncEngine.drain`."""
+    def __init__(
+        self,
+        executor: Executor,
+        engine: AsyncEngine,
+        options: ServeOptions,
+        base: ServedBase | None = None,
+    ) -> None:
+        self.executor = executor
+        self.engine = engine
+        self.base = base
+        self.jobs = OrderedJobs(executor, engine)
+        facts = facts_of(executor, cast(Engine, engine.engine), options)
+        self._facts = facts if base is None else replace(facts, split_address=base.where)
+
+    @property
+    def facts(self) -> ModelFacts:
+        return self._facts
+
+    @property
+    def tokenizer(self) -> Tokenizer | None:
+        return self.executor.tokenizer
+
+    @property
+    def ended(self) -> EngineError | None:
+        return self.engine.ended
+
+    @property
+    def adapters(self) -> Mapping[str, ServedAdapter]:
+        return self.executor.adapters
+
+    def version_of(self, adapter: ServedAdapter) -> AdapterVersion:
+        version = self.executor.state.versions.of(cast(Adapter, adapter))
+        assert version is not None
+        return version
+
+    def request(
+        self, prompt: str | Sequence[int], adapter: ServedAdapter | None, fields: RequestFields
+    ) -> Request:
+        return self.executor.request(prompt, cast("Adapter | None", adapter), **fields)
+
+    def submit(self, request: Request) -> Stream:
+        return self.engine.submit_request(request)
+
+    def call(self, command: Command[Reply], tell: Tell | None = None) -> Future[Reply]:
+        if isinstance(command, Order):
+            return settled(lambda: command.apply(self, tell))
+        return settled(lambda: command.apply(self.engine))
+
+    def health(self) -> Health:
+        return self.engine.health()
+
+    def wait(self, future: Future[Reply]) -> Reply:
+        return future.result()
+
+    def listening(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
+
+@contextmanager
+def local_client(
+    load: Callable[[], Executor],
+    options: ServeOptions,
+    tenants: int,
+    split: SplitAccess | None = None,
+) -> Iterator[LocalClient]:
+    """Load a model and run its engine, on a thread, until the end of the `with`.
+
+    Args:
+        load: loads it.
+        tenants: the number of tenants that may ask.
+        split: the access of split clients to its weights; None for none.
+    """
+    with ExitStack() as stack:
+        # The address is taken first, so that an address in use is refused at once.
+        endpoint = None if split is None else stack.enter_context(split_endpoint(options))
+        executor, base = load(), None
+        engine = stack.enter_context(Engine(executor.state, options.engine(tenants)).start())
+        if split is not None and endpoint is not None:
+            serving = served_base(executor, engine, options, split, endpoint)
+            base = stack.enter_context(serving)
+        client = LocalClient(executor, engine, options, base)
+        stack.callback(client.jobs.close)
+        yield client

@@ -1,26 +1,43 @@
-"""Messages between the server and its engine's process, in MessagePack with types of their own.
+"""Messages between the server and its engine's process, in MessagePack.
 
-    server → engine   Submit · Cancel · Release · Watch · calls, each with an id
-    engine → server   Ready or Failed at first · Step · Report · Refused · Here · Gone · Answer ·
-                      JobTold · Ended
+    server → engine   Submit · Cancel · Release · Watch · Call
+    engine → server   Ready or Failed at first · Step · Report · Refused · Here · Gone · Event ·
+                      Answer · Ended
 
-A message is one of these and holds numbers, texts and lists alone, so that nothing that a client
-sends becomes an object of another kind. Tensors of adapters never cross: requests name a version.
+A message holds numbers, texts, bytes and lists alone, so that nothing that a client sends becomes
+an object of another type. Tensors of adapters never cross: requests name a version. A `Call` holds
+the bytes of a command; no verb is named here.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import fields, is_dataclass, replace
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import msgspec
+import tokenizers
+import torch
+from torch import Tensor
 
-from pcg.runtime.metrics.status import JobStatus, RunningStatus
+from pcg.errors import EngineError, FinetuneInterrupted, GenerationError, PcgError
+from pcg.runtime.adapters.versions import AdapterVersion, VersionName
+from pcg.runtime.metrics.events import EventLog
+from pcg.runtime.metrics.status import EngineNumbers, JobState, JobStatus
+from pcg.runtime.metrics.totals import AdapterSums, AdapterTotals, Histogram, Totals
+from pcg.runtime.requests.plain import PlainRequest
+from pcg.runtime.requests.request import Chunk
 from pcg.runtime.sampling.logprobs import TokenLogprobs
+from pcg.runtime.text.chat import ChatTemplate
+from pcg.runtime.text.tokenizer import Tokenizer
 from pcg.serve.engine.facts import ModelFacts
-from pcg.serve.engine.jobs.news import JobNews
+from pcg.serve.engine.news import JobNews
+from pcg.units import shown
+
+PromptLogprobs: TypeAlias = tuple[TokenLogprobs | None, ...]
 
 
 class Fault(msgspec.Struct, array_like=True):
@@ -30,30 +47,14 @@ class Fault(msgspec.Struct, array_like=True):
     text: str
 
 
-class VersionName(msgspec.Struct, array_like=True, frozen=True):
-    """A version of an adapter, which a server may name as long as it does not release it."""
-
-    name: str
-    number: int
-
-
-# --------------------------------------------------------------------------------- to the engine
+# ----------------------------------------------------------------------------------- to the engine
 
 
 class Submit(msgspec.Struct, array_like=True, tag="submit"):
-    """A request.
-
-    Attributes:
-        number: the server's, of which there is no other one now.
-        params: the fields of `SamplingParams` that differ from its defaults.
-        own: further fields of `Request`.
-    """
+    """A request; `number` is the server's, unique among open requests and calls."""
 
     number: int
-    prompt_ids: tuple[int, ...]
-    params: dict[str, Any]
-    adapter: VersionName | None
-    own: dict[str, str | int | float | bool | None]
+    request: PlainRequest
 
 
 class Cancel(msgspec.Struct, array_like=True, tag="cancel"):
@@ -69,10 +70,10 @@ class Release(msgspec.Struct, array_like=True, tag="release"):
 
 
 class Watch(msgspec.Struct, array_like=True, tag="watch"):
-    """The server wants reports until then, of the monotonic clock that both processes have.
+    """The server wants reports until `until_s`, of the monotonic clock of both processes.
 
     Attributes:
-        begins: True if it wants all numbers first; False to go on with those that change.
+        begins: True to get all numbers first; False to get those that change.
     """
 
     until_s: float
@@ -80,18 +81,17 @@ class Watch(msgspec.Struct, array_like=True, tag="watch"):
 
 
 class Call(msgspec.Struct, array_like=True, tag="call"):
-    """A call of one of the functions that `pcg.serve.engine.worker` answers, by its name."""
+    """A command; `number` is that of its answer and of its events."""
 
-    id: int
-    function: str
-    arguments: dict[str, Any]
+    number: int
+    command: msgspec.Raw
 
 
-# --------------------------------------------------------------------------------- to the server
+# ----------------------------------------------------------------------------------- to the server
 
 
 class TokenizerData(msgspec.Struct):
-    """A tokenizer: that of the library as its JSON, and the fields of `Tokenizer` beside it."""
+    """A tokenizer: the library's as its JSON, and the other fields of `Tokenizer`."""
 
     backend: str
     special_tokens: dict[str, str]
@@ -105,10 +105,9 @@ class TokenizerData(msgspec.Struct):
 class AdapterData(msgspec.Struct, array_like=True):
     """An adapter that requests may name."""
 
-    version: VersionName
+    version: AdapterVersion
     size_bytes: int
     prompt_tokens: int
-    digest: str | None
 
 
 class Ready(msgspec.Struct, array_like=True, tag="ready"):
@@ -124,43 +123,20 @@ class Failed(msgspec.Struct, array_like=True, tag="failed"):
     fault: Fault
 
 
-class CompletionData(msgspec.Struct, array_like=True):
-    """The fields of `Completion`; its prompt's logprobs may be those of the chunk."""
-
-    text: str
-    token_ids: tuple[int, ...]
-    finish_reason: str
-    adapter: str | None
-    prompt_tokens: int
-    cached_tokens: int
-    stop_reason: str | int | None
-    logprobs: tuple[TokenLogprobs, ...] | None
-    has_prompt_logprobs: bool
-    index: int
-    embedding: bytes | None
-    queued_s: float | None
-
-
 class ChunkData(msgspec.Struct, array_like=True):
-    """A chunk of the request of this number; the fields are those of `Chunk`.
+    """A chunk of the request of this number.
+
+    The logprobs of the prompt cross once, with the first chunk that has them.
 
     Attributes:
-        version, digest: the version that answers, by its number, and its digest if it is known.
-        has_prompt_logprobs: True for a chunk that has them: these, or those that came before.
+        has_prompt: True if the chunk has logprobs of the prompt.
+        completion_has_prompt: True if its completion has them.
     """
 
     number: int
-    text: str
-    token_id: int | None
-    choice: int
-    left: int
-    version: int | None
-    digest: str | None
-    completion: CompletionData | None
-    fault: Fault | None
-    logprobs: TokenLogprobs | None
-    has_prompt_logprobs: bool
-    prompt_logprobs: tuple[TokenLogprobs | None, ...] | None
+    chunk: Chunk
+    has_prompt: bool = False
+    completion_has_prompt: bool = False
 
 
 class Step(msgspec.Struct, array_like=True, tag="step"):
@@ -170,14 +146,14 @@ class Step(msgspec.Struct, array_like=True, tag="step"):
 
 
 class Report(msgspec.Struct, array_like=True, tag="report"):
-    """Numbers of the engine; parts that are as in the last report are None.
+    """Numbers of the engine; parts that did not change since the last report are None.
 
     Attributes:
-        time_s: when they were so, of the monotonic clock.
+        time_s: time of the numbers, of the monotonic clock.
         state: the fields of `EngineNumbers`, but for the totals.
         resident, waiting: versions with pages and requests that wait, by adapter, as of
             `AdapterTotals`.
-        totals: as `pcg.serve.engine.numbers` has them.
+        totals: as `plain` makes them.
     """
 
     time_s: float
@@ -207,11 +183,18 @@ class Gone(msgspec.Struct, array_like=True, tag="gone"):
     name: str
 
 
-class Answer(msgspec.Struct, array_like=True, tag="answer"):
-    """The end of a call: its result, or the error that it ended by."""
+class Event(msgspec.Struct, array_like=True, tag="event"):
+    """An event of the call of this number."""
 
-    id: int
-    result: msgspec.Raw
+    number: int
+    news: JobNews
+
+
+class Answer(msgspec.Struct, array_like=True, tag="answer"):
+    """The end of a call: its reply, or the error that it ended by."""
+
+    number: int
+    reply: msgspec.Raw
     fault: Fault | None
 
 
@@ -221,56 +204,249 @@ class Ended(msgspec.Struct, array_like=True, tag="ended"):
     text: str
 
 
-class AdapterStatusData(msgspec.Struct, array_like=True):
-    """The fields of `AdapterStatus`."""
-
-    version: VersionName
-    digest: str | None
-    method: str
-    size_bytes: int
-    running: int
-    pages: int
-    is_trained: bool
-
-
-class StatusData(msgspec.Struct):
-    """The fields of `EngineStatus`; numbers are as `pcg.serve.engine.numbers` has them."""
-
-    numbers: dict[str, Any]
-    adapters: list[AdapterStatusData]
-    running: list[RunningStatus]
-    jobs: list[JobStatus]
-
-
-class JobTold(msgspec.Struct, array_like=True, tag="job"):
-    """News of the job of this number, which the server gave it."""
-
-    number: int
-    news: JobNews
-
-
 ToEngine = Submit | Cancel | Release | Watch | Call
-ToServer = Ready | Failed | Step | Report | Refused | Here | Gone | Answer | Ended | JobTold
+ToServer = Ready | Failed | Step | Report | Refused | Here | Gone | Event | Answer | Ended
 
 
-def _plain(value: Any) -> str:
+# -------------------------------------------------------------------------------- MessagePack
+
+
+_KINDS = {"f4": torch.float32, "i8": torch.int64}
+
+
+def _data(value: Any) -> Any:
+    """Return plain data for an object of another type."""
     if isinstance(value, Path):
         return str(value)
+    if isinstance(value, AdapterVersion):
+        return (value.name, value.number, value.known_digest)
+    if isinstance(value, Totals):
+        return plain(value)
+    if isinstance(value, Tensor):
+        kind = "f4" if value.is_floating_point() else "i8"
+        return (kind, tuple(value.shape), value.to(_KINDS[kind]).contiguous().numpy().tobytes())
+    if isinstance(value, PcgError):
+        return fault_of(value)
     raise NotImplementedError(f"{type(value).__name__} has no place in a message")
 
 
-def _path(kind: type, value: str) -> Path:
-    assert kind is Path
-    return Path(value)
+def _object(kind: type, data: Any) -> Any:
+    """Return the object that `_data` made plain."""
+    if kind is Path:
+        return Path(data)
+    if kind is AdapterVersion:
+        name, number, digest = data
+        return AdapterVersion(name, number, digest=digest)
+    if kind is Totals:
+        return totals_of(data)
+    if kind is Tensor:
+        if not data or not isinstance(data[0], str):  # a list of numbers
+            return torch.tensor(data)
+        dtype, shape, content = data
+        if not content:
+            return torch.zeros(shape, dtype=_KINDS[dtype])
+        return torch.frombuffer(bytearray(content), dtype=_KINDS[dtype]).reshape(shape)
+    assert kind is PcgError
+    error = error_of(Fault(*data))
+    return error if isinstance(error, PcgError) else EngineError(str(error))
 
 
-encode = msgspec.msgpack.Encoder(enc_hook=_plain).encode
+encode = msgspec.msgpack.Encoder(enc_hook=_data).encode
 
 
 @cache
 def decoder(kind: Any) -> Callable[[bytes | msgspec.Raw], Any]:
-    """Return what turns bytes into a message, or a part of one, of this type.
+    """Return the function that decodes a message, or a part of one, of a type.
 
     msgspec.ValidationError: the bytes are of no such message.
     """
-    return msgspec.msgpack.Decoder(kind, dec_hook=_path).decode
+    return msgspec.msgpack.Decoder(kind, dec_hook=_object).decode
+
+
+def encoded(submit: Submit) -> bytes:
+    """Return the bytes of a request.
+
+    Raises:
+        GenerationError: a field has a number beyond 64 bits, or half a character.
+    """
+    try:
+        return encode(submit)
+    except (OverflowError, UnicodeEncodeError):
+        raise _refusal(submit.request) from None
+
+
+def _refusal(request: PlainRequest) -> GenerationError:
+    wrong = next((token for token in request.prompt_ids if not _is_sendable(token)), None)
+    if wrong is not None:
+        name = f"request {request.own['request_id']!r}"
+        return GenerationError(f"{name} has token {shown(wrong)}; the model has none")
+    options = {**request.params, **request.own}
+    name = next(name for name, value in options.items() if not _is_sendable(value))
+    return GenerationError(
+        f"{name}={shown(options[name])}; use numbers of 64 bits, and characters of Unicode"
+    )
+
+
+def _is_sendable(value: object) -> bool:
+    try:
+        encode(value)
+    except (OverflowError, UnicodeEncodeError):
+        return False
+    return True
+
+
+# ----------------------------------------------------------------------------------------- numbers
+
+
+def plain(value: Any) -> Any:
+    """Return totals as dicts, lists, texts and numbers, while another thread counts on."""
+    if isinstance(value, Histogram):
+        return [value.counts.copy(), value.sum]
+    if isinstance(value, dict):
+        return {key: plain(one) for key, one in value.copy().items()}
+    if isinstance(value, AdapterTotals):
+        return {**_public(value), "own": plain(value.own)}
+    if isinstance(value, Totals):
+        return _public(value)
+    if is_dataclass(value):
+        return {field.name: plain(getattr(value, field.name)) for field in fields(value)}
+    return value
+
+
+def plain_state(numbers: EngineNumbers) -> dict[str, Any]:
+    """Return the fields of numbers, without the totals."""
+    state = {**vars(numbers), "jobs": dict(numbers.jobs)}
+    del state["totals"]
+    return state
+
+
+def _public(value: object) -> dict[str, Any]:
+    return {name: plain(one) for name, one in vars(value).items() if not name.startswith("_")}
+
+
+def totals_of(data: Mapping[str, Any]) -> Totals:
+    """Return the totals that `plain` made data of; totals may get further values later."""
+    totals = Totals(EventLog(0))
+    for name, value in data.items():
+        setattr(totals, name, _restored(getattr(totals, name), value))
+    return totals
+
+
+def with_totals(state: Mapping[str, Any], totals: Totals) -> EngineNumbers:
+    """Return the numbers of a state and totals."""
+    jobs = {JobState(name): count for name, count in state["jobs"].items()}
+    return EngineNumbers(**{**state, "jobs": jobs, "totals": totals})
+
+
+def _restored(new: Any, value: Any) -> Any:
+    """Return a value in the class of a new engine's value."""
+    if isinstance(new, Histogram):
+        new.counts, new.sum = value
+        return new
+    if isinstance(new, Counter):
+        return Counter(value)
+    if isinstance(new, AdapterTotals):
+        own = {name: _restored(AdapterSums(), sums) for name, sums in value.pop("own").items()}
+        new.take(own)
+    if isinstance(new, AdapterTotals) or is_dataclass(new):
+        for name, one in value.items():
+            setattr(new, name, _restored(getattr(new, name), one))
+        return new
+    return value
+
+
+# ----------------------------------------------------------------------------------------- results
+
+
+def data_of(number: int, chunk: Chunk, *, knows_prompt: bool) -> ChunkData:
+    """Return the message of a chunk.
+
+    Args:
+        knows_prompt: True if the logprobs of the prompt came with an earlier chunk.
+    """
+    done = chunk.completion
+    data = ChunkData(number, chunk)
+    if chunk.prompt_logprobs is not None:
+        data.has_prompt = True
+        if knows_prompt:
+            data.chunk = chunk = replace(chunk, prompt_logprobs=None)
+    if done is not None and done.prompt_logprobs is not None:
+        data.completion_has_prompt = True
+        data.chunk = replace(chunk, completion=replace(done, prompt_logprobs=None))
+    return data
+
+
+def chunk_of(data: ChunkData, known: PromptLogprobs | None) -> Chunk:
+    """Return the chunk of a message.
+
+    Args:
+        known: the logprobs of the prompt, if they have come.
+    """
+    chunk = data.chunk
+    if data.has_prompt:
+        chunk.prompt_logprobs = known
+    if data.completion_has_prompt and chunk.completion is not None:
+        chunk.completion = replace(chunk.completion, prompt_logprobs=known)
+    return chunk
+
+
+# ------------------------------------------------------------------------------------------ errors
+
+
+class _UnknownError(Exception):
+    """An error that is none of pcg's, with its class and text."""
+
+
+def fault_of(error: BaseException) -> Fault:
+    """Return the message of an error."""
+    for kind in type(error).__mro__:
+        if _ERRORS.get(kind.__name__) is kind:
+            return Fault(kind.__name__, str(error))
+    return Fault("", f"{type(error).__name__}: {error}")
+
+
+def error_of(fault: Fault) -> Exception:
+    """Return the error of a message; an error that is none of pcg's is a fault of ours."""
+    kind = _ERRORS.get(fault.kind)
+    return _UnknownError(fault.text) if kind is None else kind(fault.text)
+
+
+def _kinds(of: type[PcgError]) -> dict[str, type[PcgError]]:
+    kinds = {of.__name__: of}
+    for kind in of.__subclasses__():
+        kinds |= _kinds(kind)
+    return kinds
+
+
+_ERRORS = _kinds(PcgError)
+del _ERRORS[FinetuneInterrupted.__name__]  # it has more than a text; FinetuneError stands for it
+
+
+# ------------------------------------------------------------------------------------- tokenizers
+
+
+def tokenizer_data(tokenizer: Tokenizer) -> TokenizerData:
+    """Return the message of a tokenizer."""
+    template = tokenizer.chat_template
+    return TokenizerData(
+        tokenizer.backend.to_str(),
+        dict(tokenizer.special_tokens),
+        tokenizer.bos_id,
+        tokenizer.eos_id,
+        tokenizer.eos_ids,
+        tokenizer.pad_id,
+        None if template is None else dict(template.sources),
+    )
+
+
+def tokenizer_of(data: TokenizerData) -> Tokenizer:
+    """Return the tokenizer of a message."""
+    return Tokenizer(
+        tokenizers.Tokenizer.from_str(data.backend),
+        data.special_tokens,
+        data.bos_id,
+        data.eos_id,
+        data.eos_ids,
+        data.pad_id,
+        None if data.templates is None else ChatTemplate(data.templates),
+    )

@@ -1,95 +1,260 @@
-"""The client of an engine in a process of its own.
+"""The client of an engine in another process, and the start of that process.
 
 In one process the engine's steps and the event loop take turns at the interpreter's lock. In two
-they do not: a step's chunks come in one message, which the event loop reads.
+processes a step's chunks come in one message, which the event loop reads.
 
-The start of an engine's process, which imports nothing before the garbage collector rests.
-
-Next to nothing of what is imported, traced and loaded becomes garbage; going through all of it
-again and again took a fifth of the processor time of a start (`benchmarks/bench_startup.py`).
+Before and after the event loop runs, the caller that waits for an answer reads the messages; while
+it runs, the loop does. Messages of one turn of the loop are sent together.
 """
 
 from __future__ import annotations
 
+import asyncio
 import gc
 import itertools
 import signal
 import socket
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+import sys
+import threading
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from multiprocessing import get_context
 from multiprocessing.context import SpawnProcess
-from pathlib import Path
 from typing import Any, TypeVar, cast
 
+import msgspec
 import torch
 
 from pcg.errors import DrainingError, EngineError, PcgError
-from pcg.keys import Keys
 from pcg.runtime.adapters.cache import ServedAdapter
-from pcg.runtime.adapters.versions import AdapterVersion
+from pcg.runtime.adapters.versions import AdapterVersion, VersionName
+from pcg.runtime.engine.commands import Close, Command, settled
 from pcg.runtime.executor import Executor
-from pcg.runtime.metrics.status import AdapterStatus, EngineNumbers, EngineState, Health, JobStatus
+from pcg.runtime.metrics.status import EngineState, Health
+from pcg.runtime.requests.plain import PlainRequest
 from pcg.runtime.requests.request import Request, RequestFields, make_request
 from pcg.runtime.requests.stream import Stream, Wakes
 from pcg.runtime.text.tokenizer import Tokenizer
 from pcg.serve.engine.channel import Channel
-from pcg.serve.engine.client import EngineStatus
-from pcg.serve.engine.connection import Connection
 from pcg.serve.engine.facts import ModelFacts
-from pcg.serve.engine.jobs.news import JobEnd, JobOrder, Tell
 from pcg.serve.engine.messages import (
     AdapterData,
+    Answer,
+    Call,
     Cancel,
     ChunkData,
+    Ended,
+    Event,
     Failed,
     Gone,
     Here,
-    JobTold,
+    PromptLogprobs,
     Ready,
     Refused,
     Release,
     Report,
-    StatusData,
     Step,
+    Submit,
     ToServer,
-    encode,
-)
-from pcg.serve.engine.numbers import numbers_of
-from pcg.serve.engine.options import ServeOptions
-from pcg.serve.engine.remote_adapters import RemoteAdapter, RemoteAdapters
-from pcg.serve.engine.split_base import SplitAccess
-from pcg.serve.engine.trainer_orders import LoraOrder, TrainerOrder, TrainerReply
-from pcg.serve.engine.translation import (
-    PromptLogprobs,
     chunk_of,
+    decoder,
+    encode,
     encoded,
     error_of,
-    name_of,
-    submit_of,
     tokenizer_of,
 )
-from pcg.serve.engine.watched_numbers import WatchedNumbers
+from pcg.serve.engine.news import JobEnd, Tell
+from pcg.serve.engine.options import ServeOptions
+from pcg.serve.engine.orders import Drain
+from pcg.serve.engine.reports import WatchedNumbers
+from pcg.serve.engine.split_base import SplitAccess
 from pcg.serve.engine.worker import SIGNALS
 
-# -------------------------------------------------------------------------------------------- start
-
-
-def start(*arguments: Any) -> None:
-    """Run an engine; arguments as of `pcg.serve.engine.worker.run`, which has it collect again."""
-    gc.disable()
-    from pcg.serve.engine.worker import run
-
-    run(*arguments)
-
-
-# ------------------------------------------------------------------------------------------ process
-
-
 Result = TypeVar("Result")
+
+_CLOSING_S = 5.0
+"""Time that the engine has to end after the step under way, seconds."""
+_ENDING_S = 1.0
+"""Time that a process takes at most to end once its socket is closed, seconds."""
+_SWITCH_S = 1e-4
+"""A turn of Python's threads here: the event loop does not wait 5 ms for one that tokenizes."""
+
+
+# ---------------------------------------------------------------------------------------- adapters
+
+
+@dataclass(eq=False)
+class RemoteAdapter:
+    """An adapter in the engine's process.
+
+    Attributes:
+        served: its version.
+        version: a number that no other adapter has in this process.
+    """
+
+    served: AdapterVersion
+    size_bytes: int
+    prompt_tokens: int
+    version: int
+
+    @property
+    def name(self) -> str:
+        return self.served.name
+
+
+class RemoteAdapters:
+    """The adapters that requests may name, by name.
+
+    An adapter that is replaced or removed stays in the engine as long as anything here refers to
+    it, so that requests on their way are answered by the version that they name.
+
+    Attributes:
+        released: versions that nothing here refers to any more, not yet released in the engine.
+    """
+
+    def __init__(self) -> None:
+        self.released: deque[VersionName] = deque()
+        self._here: dict[str, RemoteAdapter] = {}
+        self._known: weakref.WeakValueDictionary[VersionName, RemoteAdapter]
+        self._known = weakref.WeakValueDictionary()
+        self._versions = itertools.count(1)
+
+    @property
+    def here(self) -> Mapping[str, RemoteAdapter]:
+        return self._here.copy()
+
+    def put(self, data: AdapterData) -> None:
+        """Have an adapter answer to its name."""
+        self._here[data.version.name] = self.known(data)
+
+    def known(self, data: AdapterData) -> RemoteAdapter:
+        """Return the adapter of a version."""
+        key = data.version.key
+        adapter = self._known.get(key)
+        if adapter is None:
+            number = next(self._versions)
+            adapter = RemoteAdapter(data.version, data.size_bytes, data.prompt_tokens, number)
+            self._known[key] = adapter
+            weakref.finalize(adapter, self.released.append, key).atexit = False
+        return adapter
+
+    def remove(self, name: str) -> None:
+        """Have nothing answer to a name."""
+        self._here.pop(name, None)
+
+
+# -------------------------------------------------------------------------------------- connection
+
+
+class Connection:
+    """Sends messages to the engine's process, and hears its messages.
+
+    Attributes:
+        ended: the reason why nothing comes any more; None before the end.
+
+    Args:
+        take: takes messages.
+        lose: is called with the reason once nothing comes any more.
+    """
+
+    def __init__(
+        self,
+        channel: Channel,
+        process: SpawnProcess,
+        take: Callable[[list[ToServer]], None],
+        lose: Callable[[EngineError], None],
+    ) -> None:
+        self.ended: EngineError | None = None
+        self._channel = channel
+        self._process = process
+        self._take = take
+        self._lose = lose
+        self._decode = decoder(ToServer)
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._thread = 0
+        self._unsent: list[bytes] = []
+
+    def post(self, message: bytes) -> None:
+        """Send a message, from any thread; never waits."""
+        if self._loop is None or threading.get_ident() != self._thread:
+            self._channel.send(message)
+            return
+        if not self._unsent:
+            self._loop.call_soon(self._flush)
+        self._unsent.append(message)
+
+    def _flush(self) -> None:
+        messages, self._unsent = self._unsent, []
+        if messages:
+            self._channel.send(*messages)
+
+    @contextmanager
+    def listening(self) -> Iterator[None]:
+        """Have the running event loop hear what comes, within a `with`."""
+        self._loop, self._thread = asyncio.get_running_loop(), threading.get_ident()
+        self._loop.add_reader(self._channel.fileno(), self.hear)
+        interval_s = sys.getswitchinterval()
+        sys.setswitchinterval(min(_SWITCH_S, interval_s))
+        try:
+            yield
+        finally:
+            sys.setswitchinterval(interval_s)
+            self._loop.remove_reader(self._channel.fileno())
+            self._flush()
+            self._loop = None
+
+    def hear(self, *, waits: bool = False) -> None:
+        """Take the messages that have come."""
+        if self.ended is not None:
+            return
+        received = self._channel.read(waits=waits)
+        if received is None:
+            self._end(EngineError(f"the engine's process ended{self._cause()}"))
+            return
+        try:
+            messages = [self._decode(message) for message in received]
+        except msgspec.MsgspecError as error:
+            self._end(EngineError(f"the engine's process sent what is no message: {error}"))
+            return
+        last = messages[-1] if messages else None
+        self._take(messages)
+        if isinstance(last, Ended):
+            self._end(EngineError(last.text))
+
+    def _end(self, error: EngineError) -> None:
+        """Note that nothing comes any more, and fail everything that waits."""
+        self.ended = error
+        if self._loop is not None:
+            self._loop.remove_reader(self._channel.fileno())
+        self._lose(error)
+
+    def _cause(self) -> str:
+        """Return how the process ended, behind a text that says so."""
+        self._process.join(_ENDING_S)
+        code = self._process.exitcode
+        if code is None or code >= 0:
+            return "" if not code else f" with {code}"
+        return f" by {signal.Signals(-code).name}"
+
+    def close(self, *, at_once: bool) -> None:
+        """Wait for the end of the engine, which was asked to end; kill it late, or at once."""
+        until = time.monotonic() + (0.0 if at_once else _CLOSING_S)
+        while self.ended is None and self._channel.can_read(max(0.0, until - time.monotonic())):
+            self.hear(waits=True)
+        if self.ended is None:
+            self._process.kill()
+        self._channel.close()
+        self._process.join()
+        self._process.close()
+
+
+# ------------------------------------------------------------------------------------------ client
 
 
 @dataclass
@@ -99,6 +264,14 @@ class _Sent:
     stream: Stream
     adapter: RemoteAdapter | None
     prompt_logprobs: PromptLogprobs | None = None
+
+
+@dataclass
+class _Called:
+    """A call that the engine has."""
+
+    future: Future[Any]
+    kind: Any
 
 
 @dataclass(frozen=True)
@@ -120,7 +293,8 @@ class ProcessClient:
         self._remote = RemoteAdapters()
         self._ready: Ready | Failed | None = None
         self._streams: dict[int, _Sent] = {}
-        self._jobs: dict[int, Tell] = {}
+        self._calls: dict[int, _Called] = {}
+        self._events: dict[int, Tell] = {}
         self._numbers = itertools.count()
         self._wakes = Wakes()
         self._refusal: DrainingError | None = None
@@ -168,18 +342,6 @@ class ProcessClient:
     def version_of(self, adapter: ServedAdapter) -> AdapterVersion:
         return cast(RemoteAdapter, adapter).served
 
-    def hash(self, versions: Iterable[AdapterVersion]) -> Future[None]:
-        asked = list(versions)
-
-        def learn(digests: list[str | None]) -> None:
-            for version, digest in zip(asked, digests, strict=True):
-                version.learn(digest)
-
-        named = [name_of(version) for version in asked]
-        return self._call("hash", list[str | None], learn, versions=named)
-
-    # ------------------------------------------------------------------------------- requests
-
     def request(
         self, prompt: str | Sequence[int], adapter: ServedAdapter | None, fields: RequestFields
     ) -> Request:
@@ -190,8 +352,8 @@ class ProcessClient:
         if error is not None:
             raise error
         number, adapter = next(self._numbers), cast("RemoteAdapter | None", request.adapter)
-        version = None if adapter is None else adapter.served
-        message = encoded(submit_of(number, request, version))
+        version = None if adapter is None else adapter.served.key
+        message = encoded(Submit(number, PlainRequest.of(request, version)))
         stream = Stream(partial(self._cancel, number), request.request_id or None)
         self._streams[number] = _Sent(stream, adapter)
         self._post(message)
@@ -200,62 +362,24 @@ class ProcessClient:
     def _cancel(self, number: int, _: Stream) -> None:
         self._post(encode(Cancel(number)))
 
-    def taken(self) -> Future[None]:
-        return self._call("taken", type(None), _same)
-
-    def most_tokens(self, adapter: ServedAdapter | None) -> Future[int]:
-        named = None if adapter is None else name_of(self.version_of(adapter))
-        return self._call("most_tokens", int, _same, version=named)
-
-    # ------------------------------------------------------------------------------- adapters
-
-    def add_adapter(
-        self, name: str, path: Path, *, replace: bool = False, expected_version: int | None = None
-    ) -> Future[ServedAdapter]:
-        asked = {"replace": replace, "expected_version": expected_version}
-        known: Callable[[AdapterData], ServedAdapter] = self._remote.known
-        return self._call("add_adapter", AdapterData, known, name=name, path=str(path), **asked)
-
-    def remove_adapter(self, name: str) -> Future[None]:
-        return self._call("remove_adapter", type(None), _same, name=name)
-
-    # ------------------------------------------------------------------------------- jobs
-
-    def begin_job(self, order: JobOrder, tell: Tell) -> Future[None]:
-        number = next(self._numbers)
-        self._jobs[number] = tell
-        return self._call("begin_job", type(None), _same, number=number, order=order)
-
-    def end_job(self, adapter: str, *, interrupts: bool) -> Future[None]:
-        return self._call("end_job", type(None), _same, adapter=adapter, interrupts=interrupts)
-
-    def put_grades(
-        self, adapter: str, rewards: Sequence[float], error: str | None = None
-    ) -> Future[None]:
-        given = {"adapter": adapter, "rewards": list(rewards), "error": error}
-        return self._call("put_grades", type(None), _same, **given)
-
-    def begin_trainer(self, name: str, order: LoraOrder) -> Future[None]:
-        return self._call("begin_trainer", type(None), _same, name=name, order=order)
-
-    def train(self, name: str, order: TrainerOrder) -> Future[TrainerReply]:
-        return self._call("train", TrainerReply, _same, name=name, order=order)
-
-    def end_trainer(self, name: str) -> Future[None]:
-        return self._call("end_trainer", type(None), _same, name=name)
-
-    # ------------------------------------------------------------------------------- status
-
-    def numbers(self) -> Future[EngineNumbers]:
-        found = None if self.ended else self._watched.numbers()
-        return self._call("numbers", dict[str, Any], numbers_of) if found is None else _done(found)
-
-    def jobs(self) -> Future[list[JobStatus]]:
-        found = None if self.ended else self._watched.jobs()
-        return self._call("jobs", list[JobStatus], _same) if found is None else _done(found)
-
-    def status(self) -> Future[EngineStatus]:
-        return self._call("status", StatusData, _status_of)
+    def call(self, command: Command[Result], tell: Tell | None = None) -> Future[Result]:
+        if self.ended is not None:
+            future: Future[Result] = Future()
+            future.set_exception(self.ended)
+            return future
+        reply = self._watched.reply(command)
+        if reply is not None:
+            return settled(lambda: reply)
+        if isinstance(command, Drain):
+            self._refusal = DrainingError("the engine ends its work and takes nothing new")
+        number, future = next(self._numbers), Future()
+        future.set_running_or_notify_cancel()
+        message = encode(Call(number, msgspec.Raw(encode(command))))
+        self._calls[number] = _Called(future, command.reply_type)
+        if tell is not None:
+            self._events[number] = tell
+        self._post(message)
+        return future
 
     def health(self) -> Health:
         if self.ended is not None:
@@ -263,51 +387,33 @@ class ProcessClient:
         state = EngineState.RUNNING if self._refusal is None else EngineState.DRAINING
         return Health(state, None, None)
 
-    # ------------------------------------------------------------------------------- its life
-
     def wait(self, future: Future[Result]) -> Result:
-        return self._connection.wait(future)
+        while not future.done():
+            self._connection.hear(waits=True)
+        return future.result()
 
     def listening(self) -> AbstractContextManager[None]:
         return self._connection.listening()
 
-    def pause(self, timeout_s: float) -> Future[None]:
-        return self._call("pause", type(None), _same, timeout_s=timeout_s)
-
-    def go_on(self) -> Future[None]:
-        return self._call("go_on", type(None), _same)
-
-    def set_keys(self, keys: Keys) -> Future[None]:
-        return self._call("set_keys", type(None), _same, keys=list(keys))
-
-    def drain(self, timeout_s: float) -> Future[None]:
-        self._refusal = DrainingError("the engine ends its work and takes nothing new")
-        return self._call("drain", type(None), _same, timeout_s=timeout_s)
-
     def close(self) -> None:
         """End the engine's process, once no event loop runs."""
-        self._connection.close(at_once=not isinstance(self._ready, Ready))
+        is_ready = isinstance(self._ready, Ready)
+        if is_ready:
+            self.call(Close())
+        self._connection.close(at_once=not is_ready)
 
     # ------------------------------------------------------------------------------- messages
 
-    def _call(
-        self, function: str, kind: Any, then: Callable[[Any], Result], **arguments: Any
-    ) -> Future[Result]:
-        self._release()
-        return self._connection.call(function, kind, then, arguments)
-
     def _post(self, message: bytes) -> None:
-        self._release()
-        self._connection.post(message)
-
-    def _release(self) -> None:
-        """Tell the engine which versions nothing here refers to any more."""
+        """Send a message, after the versions that nothing here refers to any more."""
         released = self._remote.released
         while released:
             self._connection.post(encode(Release(released.popleft())))
+        self._connection.post(message)
 
     def _take(self, messages: list[ToServer]) -> None:
-        """Take messages, and wake those that wait for chunks of them."""
+        """Take messages, wake the readers of their chunks, and settle the calls."""
+        answers: list[Answer] = []
         for message in messages:
             if isinstance(message, Step):
                 for data in message.chunks:
@@ -322,28 +428,45 @@ class ProcessClient:
                 self._remote.put(message.adapter)
             elif isinstance(message, Gone):
                 self._remote.remove(message.name)
-            elif isinstance(message, JobTold):
-                self._tell_of_job(message)
+            elif isinstance(message, Event):
+                is_last = isinstance(message.news, JobEnd)
+                tell = (self._events.pop if is_last else self._events.__getitem__)(message.number)
+                tell(message.news)
             elif isinstance(message, Ready | Failed):
                 self._ready = message
+            elif isinstance(message, Answer):
+                answers.append(message)
         self._wakes.send()
+        for answer in answers:
+            self._settle(answer)
 
-    def _tell_of_job(self, told: JobTold) -> None:
-        """Tell who ordered a job what came of it."""
-        tell = self._jobs[told.number]
-        if isinstance(told.news, JobEnd):
-            del self._jobs[told.number]
-        tell(told.news)
+    def _settle(self, answer: Answer) -> None:
+        """Give a call its reply."""
+        called = self._calls.pop(answer.number)
+        try:
+            if answer.fault is not None:
+                raise error_of(answer.fault)
+            if called.kind is ServedAdapter:
+                reply: Any = self._remote.known(decoder(AdapterData)(answer.reply))
+            else:
+                reply = decoder(called.kind)(answer.reply)
+        except Exception as error:
+            self._events.pop(answer.number, None)
+            called.future.set_exception(error)
+        else:
+            called.future.set_result(reply)
 
     def _put(self, data: ChunkData) -> None:
         """Give a chunk to its stream."""
         sent = self._streams.get(data.number)
         if sent is None:
             return
-        if data.prompt_logprobs is not None:
-            sent.prompt_logprobs = data.prompt_logprobs
-        version = None if sent.adapter is None else sent.adapter.answering(data)
-        chunk = chunk_of(data, version, sent.prompt_logprobs)
+        if data.chunk.prompt_logprobs is not None:
+            sent.prompt_logprobs = data.chunk.prompt_logprobs
+        chunk = chunk_of(data, sent.prompt_logprobs)
+        version = chunk.adapter_version
+        if sent.adapter is not None and version == sent.adapter.served and version.known_digest:
+            sent.adapter.served.learn(version.known_digest)
         if chunk.is_last or chunk.error is not None:
             del self._streams[data.number]
         sent.stream.put(chunk, self._wakes)
@@ -352,6 +475,25 @@ class ProcessClient:
         streams, self._streams = self._streams, {}
         for sent in streams.values():
             sent.stream.fail(error)
+        calls, self._calls = self._calls, {}
+        for called in calls.values():
+            called.future.set_exception(error)
+
+
+# ------------------------------------------------------------------------------------------- start
+
+
+def start(*arguments: Any) -> None:
+    """Run an engine; arguments as of `pcg.serve.engine.worker.run`, which starts collection again.
+
+    The garbage collector rests before anything is imported: next to nothing of what is imported,
+    traced and loaded becomes garbage, and going through all of it again and again took a fifth of
+    the processor time of a start (`benchmarks/bench_startup.py`).
+    """
+    gc.disable()
+    from pcg.serve.engine.worker import run
+
+    run(*arguments)
 
 
 @contextmanager
@@ -389,29 +531,3 @@ def process_client(
         yield client
     finally:
         client.close()
-
-
-def _same(found: Any) -> Any:
-    return found
-
-
-def _done(found: Result) -> Future[Result]:
-    future: Future[Result] = Future()
-    future.set_result(found)
-    return future
-
-
-def _status_of(data: StatusData) -> EngineStatus:
-    adapters = [
-        AdapterStatus(
-            one.version.name,
-            AdapterVersion(one.version.name, one.version.number, digest=one.digest),
-            one.method,
-            one.size_bytes,
-            one.running,
-            one.pages,
-            one.is_trained,
-        )
-        for one in data.adapters
-    ]
-    return EngineStatus(numbers_of(data.numbers), adapters, data.running, data.jobs)

@@ -1,12 +1,7 @@
 """The engine's process: it loads the model, and does what the server's messages say.
 
 Signals are the server's: Ctrl-C and SIGTERM go to all processes of a terminal or a service, and the
-server drains. When the server is gone, however that came, this process ends at once.
-
-The ranks of a server's engine: processes beside the engine's own, which is the first rank.
-
-They load the same model, make the same engine, and follow the first one's; where that process ends,
-the system ends them.
+server drains. When the server is gone for any reason, this process ends at once.
 """
 
 from __future__ import annotations
@@ -22,7 +17,6 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from functools import partial
 from multiprocessing import get_context
-from pathlib import Path
 from types import FrameType
 from typing import Any
 
@@ -32,51 +26,56 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from pcg.errors import AdapterNotFoundError, PcgError
 from pcg.kernels.devices import device_thread
-from pcg.keys import Key, Keys
 from pcg.parent_process import end_with_parent
 from pcg.peft.adapter import Adapter
 from pcg.ranks.launch import LOOPBACK, mute_others
+from pcg.runtime.adapters.versions import VersionName
+from pcg.runtime.engine.commands import command_types, settled
 from pcg.runtime.engine.engine import Engine
 from pcg.runtime.engine.ranks.following_engine import FollowingEngine
 from pcg.runtime.executor import Executor
-from pcg.runtime.metrics.status import JobStatus
+from pcg.runtime.requests.request import Chunk
+from pcg.runtime.requests.stream import Stream, Wakes
 from pcg.serve.engine.channel import Channel
-from pcg.serve.engine.jobs.news import JobNews, JobOrder
-from pcg.serve.engine.local import LocalClient, local_client
+from pcg.serve.engine.client import LocalClient, local_client
 from pcg.serve.engine.messages import (
     AdapterData,
-    AdapterStatusData,
     Answer,
     Call,
     Cancel,
+    ChunkData,
     Ended,
+    Event,
     Failed,
     Gone,
     Here,
-    JobTold,
     Ready,
+    Refused,
     Release,
-    StatusData,
+    Report,
+    Step,
     Submit,
     ToEngine,
-    VersionName,
     Watch,
+    data_of,
     decoder,
     encode,
+    fault_of,
+    tokenizer_data,
 )
-from pcg.serve.engine.numbers import plain
+from pcg.serve.engine.news import JobNews
 from pcg.serve.engine.options import ServeOptions
-from pcg.serve.engine.outbox import Outbox
 from pcg.serve.engine.reports import Reports
 from pcg.serve.engine.split_base import SplitAccess
-from pcg.serve.engine.trainer_orders import LoraOrder, TrainerOrder, TrainerReply, then
-from pcg.serve.engine.translation import fault_of, name_of, request_of, tokenizer_data
 
 # -------------------------------------------------------------------------------------------- ranks
 
 
 class Ranks:
-    """The other ranks of an engine, which this process has started, as the first one.
+    """The other ranks of an engine, of which this process is the first; it starts them.
+
+    They load the same model, make the same engine and follow the first rank's. Where this process
+    ends, the system ends them.
 
     Attributes:
         threads: the number of threads for tensors that each rank has.
@@ -132,7 +131,7 @@ def _follow(
     tenants: int,
     threads: int,
 ) -> None:
-    """Follow the first rank to its end; its process says what went wrong."""
+    """Follow the first rank to its end; its process reports errors."""
     begin()
     os.environ.update(environment)
     mute_others()
@@ -222,6 +221,7 @@ class Worker:
         self._client: LocalClient | None = None
         self._named: dict[VersionName, Adapter] = {}
         self._decode = decoder(ToEngine)
+        self._command = decoder(command_types())
 
     def begin(self, client: LocalClient) -> None:
         """Tell the server what there is, and take its messages."""
@@ -239,7 +239,7 @@ class Worker:
         self._channel.send(encode(Ready(client.facts, data)))
 
     def _tell(self, name: str, adapter: Adapter | None) -> None:
-        """Tell which adapter has a name; it is kept until the server releases it."""
+        """Tell the server which adapter has a name; it is kept until the server releases it."""
         if adapter is None:
             self._channel.send(encode(Gone(name)))
         else:
@@ -247,23 +247,19 @@ class Worker:
 
     def _data_of(self, adapter: Adapter) -> AdapterData:
         version = self._local.version_of(adapter)
-        named = name_of(version)
-        self._named[named] = adapter
-        digest = version.known_digest
-        return AdapterData(named, adapter.size_bytes, adapter.prompt_tokens, digest)
+        self._named[version.key] = adapter
+        return AdapterData(version, adapter.size_bytes, adapter.prompt_tokens)
 
     @property
     def _local(self) -> LocalClient:
         assert self._client is not None
         return self._client
 
-    # ------------------------------------------------------------------------------- messages
-
     def read(self) -> None:
         """Do what messages say, until the server is gone."""
         try:
-            while (found := self._channel.read(waits=True)) is not None:
-                for message in found:
+            while (messages := self._channel.read(waits=True)) is not None:
+                for message in messages:
                     self._take(self._decode(message))
         except BaseException:  # whose request it was is not known, so none may wait for ever
             traceback.print_exc()
@@ -281,157 +277,125 @@ class Worker:
         else:
             self._call(message)
 
-    def _submit(self, asked: Submit) -> None:
-        number = asked.number
+    def _submit(self, message: Submit) -> None:
+        number, name = message.number, message.request.adapter
         try:
-            request = request_of(asked, self._adapter(asked.adapter))
-            make = partial(self._outbox.open, number)
-            self._local.engine.submit_request(request, make)
+            adapter = None if name is None else self._named.get(name)
+            if name is not None and adapter is None:
+                raise AdapterNotFoundError(
+                    f"there is no adapter {name.name}@{name.number} any more"
+                )
+            request = message.request.request(adapter)
+            self._local.engine.submit_request(request, partial(self._outbox.open, number))
         except Exception as error:
             self._outbox.forget(number)
             self._outbox.refuse(number, error)
 
-    def _adapter(self, named: VersionName | None) -> Adapter | None:
-        if named is None:
-            return None
-        adapter = self._named.get(named)
-        if adapter is None:
-            raise AdapterNotFoundError(f"there is no adapter {named.name}@{named.number} any more")
-        return adapter
+    def _call(self, message: Call) -> None:
+        """Apply a command, and send its reply when it is there."""
+        tell = partial(self._send_event, message.number)
+        reply = settled(lambda: self._local.call(self._command(message.command), tell))
+        reply.add_done_callback(partial(self._answer, message.number))
 
-    # ------------------------------------------------------------------------------- calls
+    def _send_event(self, number: int, news: JobNews) -> None:
+        self._channel.send(encode(Event(number, news)))
 
-    def _call(self, asked: Call) -> None:
-        """Call a function, and send its result when it is there."""
+    def _answer(self, number: int, reply: Future[Any]) -> None:
+        fault, data = None, b"\xc0"  # None
         try:
-            found = _FUNCTIONS[asked.function](self, **asked.arguments)
+            result = reply.result()
+            data = encode(self._data_of(result) if isinstance(result, Adapter) else result)
         except Exception as error:
-            self._answer(asked.id, None, error)
-            return
-        if isinstance(found, Future):
-            found.add_done_callback(partial(self._answer_later, asked.id))
-        else:
-            self._answer(asked.id, found)
-
-    def _answer_later(self, id: int, done: Future[Any]) -> None:
-        error = done.exception()
-        self._answer(id, None if error else done.result(), error)
-
-    def _answer(self, id: int, result: Any, error: BaseException | None = None) -> None:
-        fault = None if error is None else fault_of(error)
-        raw = msgspec.Raw(encode(result))
-        self._channel.send(encode(Answer(id, raw, fault)))
-
-    def taken(self) -> Future[None]:
-        return self._local.taken()
-
-    def most_tokens(self, version: list[Any] | None) -> int:
-        named = None if version is None else VersionName(*version)
-        return self._local.most_tokens(self._adapter(named)).result()
-
-    def hash(self, versions: list[list[Any]]) -> Future[list[str | None]]:
-        adapters = [self._named.get(VersionName(*one)) for one in versions]
-        found = [None if one is None else self._local.version_of(one) for one in adapters]
-        known = [one for one in found if one is not None]
-
-        def digests(_: None) -> list[str | None]:
-            return [None if one is None else one.known_digest for one in found]
-
-        return then(self._local.hash(known), digests)
-
-    def add_adapter(
-        self, name: str, path: str, replace: bool, expected_version: int | None
-    ) -> Future[AdapterData]:
-        added = self._local.engine.add_adapter(
-            name, Path(path), replace=replace, expected_version=expected_version
-        )
-        return then(added, self._data_of)
-
-    def remove_adapter(self, name: str) -> Future[None]:
-        return self._local.remove_adapter(name)
-
-    def begin_job(self, number: int, order: dict[str, Any]) -> None:
-        def tell(news: JobNews) -> None:
-            self._channel.send(encode(JobTold(number, news)))
-
-        self._local.begin_job(msgspec.convert(order, JobOrder), tell)
-
-    def end_job(self, adapter: str, interrupts: bool) -> None:
-        self._local.end_job(adapter, interrupts=interrupts)
-
-    def put_grades(self, adapter: str, rewards: list[float], error: str | None) -> None:
-        self._local.put_grades(adapter, rewards, error)
-
-    def begin_trainer(self, name: str, order: dict[str, Any]) -> Future[None]:
-        return self._local.begin_trainer(name, msgspec.convert(order, LoraOrder))
-
-    def train(self, name: str, order: dict[str, Any]) -> Future[TrainerReply]:
-        return self._local.train(name, msgspec.convert(order, TrainerOrder))
-
-    def end_trainer(self, name: str) -> Future[None]:
-        return self._local.end_trainer(name)
-
-    def numbers(self) -> dict[str, Any]:
-        found: dict[str, Any] = plain(self._local.engine.numbers())
-        return found
-
-    def jobs(self) -> list[JobStatus]:
-        return self._local.engine.jobs()
-
-    def status(self) -> StatusData:
-        engine = self._local.engine
-        adapters = [
-            AdapterStatusData(
-                name_of(one.version),
-                one.version.known_digest,
-                one.method,
-                one.size_bytes,
-                one.running,
-                one.pages,
-                one.is_trained,
-            )
-            for one in engine.adapters()
-        ]
-        return StatusData(self.numbers(), adapters, engine.running(), engine.jobs())
-
-    def pause(self, timeout_s: float) -> Future[None]:
-        return self._local.pause(timeout_s)
-
-    def go_on(self) -> Future[None]:
-        return self._local.go_on()
-
-    def set_keys(self, keys: list[dict[str, Any]]) -> Future[None]:
-        return self._local.set_keys(Keys(msgspec.convert(keys, list[Key])))
-
-    def drain(self, timeout_s: float) -> Future[None]:
-        return self._local.drain(timeout_s)
-
-    def close(self) -> None:
-        self._local.engine.close()
+            fault = fault_of(error)
+        self._channel.send(encode(Answer(number, msgspec.Raw(data), fault)))
 
 
-_FUNCTIONS: Mapping[str, Callable[..., Any]] = {
-    function.__name__: function
-    for function in (
-        Worker.taken,
-        Worker.most_tokens,
-        Worker.hash,
-        Worker.add_adapter,
-        Worker.remove_adapter,
-        Worker.begin_job,
-        Worker.end_job,
-        Worker.put_grades,
-        Worker.begin_trainer,
-        Worker.train,
-        Worker.end_trainer,
-        Worker.numbers,
-        Worker.jobs,
-        Worker.status,
-        Worker.set_keys,
-        Worker.drain,
-        Worker.go_on,
-        Worker.pause,
-        Worker.close,
-    )
-}
-"""The functions that the server may call."""
+# ------------------------------------------------------------------------------------------ outbox
+
+
+class Outbox:
+    """Sends chunks, all of a step in one message, and the errors of requests that end without."""
+
+    def __init__(self, channel: Channel) -> None:
+        self._channel = channel
+        self._chunks: list[ChunkData] = []
+        self._reports: list[bytes] = []
+        self._streams: dict[int, SentStream] = {}
+
+    def open(
+        self, number: int, cancel: Callable[[Stream], None], request_id: str | None
+    ) -> SentStream:
+        """Return the stream of the request of that number."""
+        stream = self._streams[number] = SentStream(self, number, cancel, request_id)
+        return stream
+
+    def cancel(self, number: int) -> None:
+        """End a request, if it has not ended."""
+        stream = self._streams.get(number)
+        if stream is not None:
+            stream.cancel()
+
+    def add(self, stream: SentStream, chunk: Chunk) -> None:
+        """Send a chunk with the others of its step, on the engine's thread."""
+        self._chunks.append(data_of(stream.number, chunk, knows_prompt=stream.has_sent_prompt))
+        if chunk.prompt_logprobs is not None:
+            stream.has_sent_prompt = True
+
+    def report(self, report: Report, wakes: Wakes | None) -> None:
+        """Send a report, on the engine's thread.
+
+        Args:
+            wakes: sends it now; None to send it with the next chunks, or the next report that is.
+        """
+        self._reports.append(encode(report))
+        if wakes is not None:
+            wakes.call(self.flush)
+
+    def flush(self) -> None:
+        """Send the chunks of the step."""
+        messages, self._reports = self._reports, []
+        if self._chunks:
+            chunks, self._chunks = self._chunks, []
+            messages.append(encode(Step(chunks)))
+        self._channel.send(*messages)
+
+    def refuse(self, number: int, error: BaseException) -> None:
+        """Send why a request ends without a last chunk; from any thread."""
+        self._channel.send(encode(Refused(number, fault_of(error))))
+
+    def forget(self, number: int) -> None:
+        self._streams.pop(number, None)
+
+
+class SentStream(Stream):
+    """A stream that is read in another process.
+
+    Attributes:
+        number: the server's number of the request.
+        has_sent_prompt: True once the logprobs of the prompt were sent.
+    """
+
+    def __init__(
+        self,
+        outbox: Outbox,
+        number: int,
+        cancel: Callable[[Stream], None],
+        request_id: str | None,
+    ) -> None:
+        super().__init__(cancel, request_id)
+        self.number = number
+        self.has_sent_prompt = False
+        self._outbox = outbox
+
+    def put(self, chunk: Chunk, wakes: Wakes) -> None:
+        self._outbox.add(self, chunk)
+        wakes.call(self._outbox.flush)
+        if chunk.is_last or chunk.error is not None:
+            self.is_over = True
+            self._outbox.forget(self.number)
+
+    def fail(self, error: BaseException) -> None:
+        if not self.is_over:
+            self.is_over = True
+            self._outbox.forget(self.number)
+            self._outbox.refuse(self.number, error)

@@ -8,7 +8,7 @@ from pcg.graders.reader import grader_from
 from pcg.graders.rewards import rewards_of
 from pcg.graders.sample import Sample
 from pcg.keys import Scope
-from pcg.serve.engine.jobs.news import JobSamples
+from pcg.serve.engine.news import JobSamples
 from pcg.serve.graders.host import ServedHost
 from pcg.serve.http.caller import Caller
 from pcg.serve.http.service import Service

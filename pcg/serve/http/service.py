@@ -31,6 +31,7 @@ from pcg.errors import GenerationError, PcgError
 from pcg.keys import Keys
 from pcg.keys import Scope as KeyScope
 from pcg.runtime.adapters.cache import ServedAdapter
+from pcg.runtime.engine.commands import MostTokens, Taken
 from pcg.runtime.requests.request import Request as EngineRequest
 from pcg.runtime.requests.request import RequestFields
 from pcg.runtime.requests.stream import Stream
@@ -165,7 +166,8 @@ class Service:
     async def room(self, model: Model) -> int:
         """Return the most tokens that a prompt and its output may have together."""
         virtual = 0 if model.adapter is None else model.adapter.prompt_tokens
-        pages = await asyncio.wrap_future(self.client.most_tokens(model.adapter))
+        adapter = None if model.adapter is None else self.client.version_of(model.adapter).key
+        pages = await asyncio.wrap_future(self.client.call(MostTokens(adapter)))
         bounds = (pages, self.max_model_len)
         return max(1, min(bound for bound in bounds if bound is not None) - virtual)
 
@@ -209,7 +211,7 @@ class Service:
 
     async def _all_begun(self, made: Sequence[Submitted]) -> None:
         """Wait until the engine has all requests; raises why it refuses one, and ends all."""
-        await asyncio.wrap_future(self.client.taken())
+        await asyncio.wrap_future(self.client.call(Taken()))
         try:
             for one in made:
                 if one.stream.is_over:

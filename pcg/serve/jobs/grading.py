@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any, Protocol
 
 from pcg.errors import PcgError
-from pcg.serve.engine.jobs.news import JobSamples
+from pcg.serve.engine.news import JobSamples
 from pcg.serve.http.errors import LOG
 from pcg.serve.jobs.records import JobRecord
 

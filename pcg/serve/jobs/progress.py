@@ -22,7 +22,7 @@ import msgspec
 
 from pcg.serve.adapters import kept_models
 from pcg.serve.adapters.kept_models import KeptModel, new_model
-from pcg.serve.engine.jobs.news import TRAIN_REWARD, VALID_REWARD, JobStep
+from pcg.serve.engine.news import TRAIN_REWARD, VALID_REWARD, JobStep
 from pcg.serve.files.files import Files, new_file
 from pcg.serve.files.records import FILES, RESULTS
 from pcg.serve.jobs import event_records, records

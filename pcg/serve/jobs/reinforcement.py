@@ -15,7 +15,7 @@ from pcg.runtime.data.limits import DataLimits
 from pcg.runtime.data.sources import read_rows
 from pcg.runtime.text.chat import check_messages
 from pcg.runtime.training.options import make_schedule
-from pcg.serve.engine.jobs.news import REINFORCEMENT
+from pcg.serve.engine.news import REINFORCEMENT
 from pcg.serve.http.errors import ApiError
 from pcg.serve.http.wire import WireModel
 from pcg.serve.jobs.settings import MOST_STEPS, Auto, PcgSettings, checked_peft

@@ -33,7 +33,7 @@ from pcg.serve.adapters.catalog import Catalog
 from pcg.serve.adapters.kept_models import KeptModels
 from pcg.serve.engine.client import EngineClient
 from pcg.serve.engine.engine_names import engine_name
-from pcg.serve.engine.jobs.news import (
+from pcg.serve.engine.news import (
     REINFORCEMENT,
     SUPERVISED,
     JobEnd,
@@ -43,6 +43,7 @@ from pcg.serve.engine.jobs.news import (
     JobStep,
 )
 from pcg.serve.engine.options import ServeOptions
+from pcg.serve.engine.orders import EndJob, PutGrades, StartJob
 from pcg.serve.files.files import Files
 from pcg.serve.http.errors import LOG, ApiError
 from pcg.serve.jobs import event_records, records
@@ -100,6 +101,7 @@ def order_of(job: JobRecord, folder: JobFolder) -> JobOrder:
         made,
         method,
         None if resolved.get("start") is None else str(folder.start),
+        job.tenant,
     )
 
 
@@ -442,7 +444,7 @@ class JobRunner:
 
     async def _end_on_engine(self, job: JobRecord, *, interrupts: bool) -> None:
         name = engine_name(job.tenant, job.name)
-        await asyncio.wrap_future(self._client.end_job(name, interrupts=interrupts))
+        await asyncio.wrap_future(self._client.call(EndJob(name, interrupts)))
 
     # ------------------------------------------------------------------------------- running
 
@@ -503,7 +505,7 @@ class JobRunner:
             self._leave(job)
             return
         tell = partial(self._tell, asyncio.get_running_loop(), job)
-        await asyncio.wrap_future(self._client.begin_job(order, tell))
+        await asyncio.wrap_future(self._client.call(StartJob(order), tell))
         found = await self.files.read(lambda one: records.find(one, job.id))
         changed = found is not None and found.status not in ACTIVE  # before it began
         if job.id in self._pauses or changed:
@@ -545,7 +547,7 @@ class JobRunner:
         """Grade what a job's model wrote."""
         rewards, said = await graded(self._grading, job, samples)
         name = engine_name(job.tenant, job.name)
-        await asyncio.wrap_future(self._client.put_grades(name, rewards, said))
+        await asyncio.wrap_future(self._client.call(PutGrades(name, list(rewards), said)))
 
     async def _apply(self, job: JobRecord, changes: Changes) -> None:
         """Serve the models that came by a write, and end serving those that went."""

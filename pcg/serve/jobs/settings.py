@@ -15,7 +15,7 @@ from pcg.runtime.data.formats import detect, parse, parse_pair
 from pcg.runtime.data.limits import DataLimits
 from pcg.runtime.data.sources import read_rows
 from pcg.runtime.training.options import FinetuneOptions
-from pcg.serve.engine.jobs.news import DPO
+from pcg.serve.engine.news import DPO
 from pcg.serve.engine.warm_jobs import DEFAULT_PEFT
 from pcg.serve.http.errors import ApiError
 from pcg.serve.http.wire import WireModel

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from pcg.serve.engine.jobs.news import DPO, REINFORCEMENT, SUPERVISED
+from pcg.serve.engine.news import DPO, REINFORCEMENT, SUPERVISED
 from pcg.serve.http.errors import UNSUPPORTED, ApiError
 from pcg.serve.http.wire import WireModel
 from pcg.serve.jobs.event_records import CHECKPOINT, MESSAGE, CheckpointRecord, EventRecord

@@ -31,6 +31,7 @@ from prometheus_client import (
     generate_latest,
 )
 
+from pcg.runtime.engine.commands import Jobs, Numbers
 from pcg.runtime.metrics.status import EngineNumbers, JobStatus
 from pcg.serve.engine.client import EngineClient
 from pcg.serve.engine.engine_names import Owned, OwnedName
@@ -96,12 +97,12 @@ class EngineMetrics:
         async with self._lock:
             now_s = self._now_s()
             if now_s - self._state.made_s >= _KEPT_S:
-                numbers = await _result(self._client.numbers())
+                numbers = await _result(self._client.call(Numbers()))
                 self._state.make(now_s, lambda to: self._write_state(to, numbers))
                 is_idle = not (numbers.running or numbers.queued)
                 kept_s = _KEPT_S if is_idle else _COUNTS_KEPT_S
                 if now_s - self._counts.made_s >= kept_s:
-                    jobs = await _result(self._client.jobs())
+                    jobs = await _result(self._client.call(Jobs()))
                     self._counts.make(now_s, lambda to: self._write_counts(to, numbers, jobs))
                 self._page = self._state.text + self._counts.text + self._process_part(now_s)
             return self._page

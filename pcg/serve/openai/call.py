@@ -11,6 +11,7 @@ from typing import Any, Protocol
 from fastapi import Request
 from starlette.responses import Response
 
+from pcg.runtime.engine.commands import Numbers
 from pcg.runtime.requests.request import Completion, RequestFields
 from pcg.serve.adapters.catalog import Catalog, ServedModel
 from pcg.serve.http.caller import Caller
@@ -110,5 +111,5 @@ class Call:
         asked = self.request.headers.get(ASKED)
         if asked is None or not self.service.shows_engine(self.caller):
             return self.model.headers
-        numbers = await asyncio.wrap_future(self.service.client.numbers())
+        numbers = await asyncio.wrap_future(self.service.client.call(Numbers()))
         return {**self.model.headers, **load_headers(asked, numbers)}

@@ -7,7 +7,7 @@ import sqlite3
 from dataclasses import dataclass
 
 from pcg.errors import FinetuneError
-from pcg.serve.engine.trainer_orders import LoraOrder
+from pcg.runtime.engine.commands import LoraOrder
 from pcg.serve.store.tables import Table
 from pcg.serve.tinker.model_records import lora_of
 

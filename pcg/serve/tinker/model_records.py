@@ -6,7 +6,7 @@ import json
 import sqlite3
 from dataclasses import dataclass
 
-from pcg.serve.engine.trainer_orders import LoraOrder
+from pcg.runtime.engine.commands import LoraOrder
 from pcg.serve.store.tables import Table
 
 OPEN, CLOSED = "open", "closed"

@@ -7,8 +7,8 @@ import secrets
 
 from fastapi import APIRouter
 
+from pcg.runtime.engine.commands import LoraOrder
 from pcg.serve.adapters.catalog import Catalog
-from pcg.serve.engine.trainer_orders import LoraOrder
 from pcg.serve.http.errors import ApiError
 from pcg.serve.http.service import Service, ServiceDependency
 from pcg.serve.tinker.model_wire import (

@@ -12,10 +12,10 @@ from typing import Any
 import msgspec
 
 from pcg.errors import FinetuneError
+from pcg.runtime.engine.commands import LoraOrder
 from pcg.serve.adapters.loader import Loader
 from pcg.serve.engine.client import EngineClient
 from pcg.serve.engine.options import ServeOptions
-from pcg.serve.engine.trainer_orders import LoraOrder
 from pcg.serve.http.errors import LOG, ApiError
 from pcg.serve.store.tables import now
 from pcg.serve.tinker import checkpoint_records, future_records, model_records

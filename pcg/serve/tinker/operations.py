@@ -14,18 +14,19 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from pcg.errors import FinetuneError
+from pcg.runtime.engine.commands import BeginTrainer, EndTrainer, Train
 from pcg.runtime.training.loss_graph import LossGraph
+from pcg.runtime.training.trainer.commands import (
+    LoadState,
+    OptimStep,
+    Publish,
+    SaveState,
+    TrainerCommands,
+)
+from pcg.runtime.training.trainer.datum import Scored, Stepped
 from pcg.serve.adapters.loader import Loader
 from pcg.serve.engine.client import EngineClient
 from pcg.serve.engine.engine_names import engine_name
-from pcg.serve.engine.trainer_orders import (
-    TrainerOrder,
-    TrainerReply,
-    TrainLoad,
-    TrainSave,
-    TrainServe,
-    TrainStep,
-)
 from pcg.serve.http.errors import LOG, ApiError
 from pcg.serve.store.contents import note_removal
 from pcg.serve.store.tables import new_key, now
@@ -116,11 +117,11 @@ class Operations:
     async def begin(self, model: ModelRecord) -> None:
         """Have the engine make a model's trainer, with the state that is kept."""
         name = engine_name(model.tenant, model.id)
-        await asyncio.wrap_future(self._client.begin_trainer(name, model.order))
+        await asyncio.wrap_future(self._client.call(BeginTrainer(name, model.tenant, model.order)))
         if model.state is None:
             return
         try:
-            await self._run(model, TrainLoad(str(self.folders.path(model.state)), optimizer=True))
+            await self._run(model, LoadState(self.folders.path(model.state)))
         except FinetuneError as error:
             found = await self._futures.read(lambda one: checkpoints.last(one, model.id))
             fix = "make another one" if found is None else f"make another one from {found}"
@@ -130,22 +131,22 @@ class Operations:
     async def end(self, model: ModelRecord) -> None:
         """Have the engine free what it has of a model."""
         name = engine_name(model.tenant, model.id)
-        await asyncio.wrap_future(self._client.end_trainer(name))
+        await asyncio.wrap_future(self._client.call(EndTrainer(name)))
 
     async def keep_state(self, model: ModelRecord) -> str:
         """Write a model's state; returns its folder."""
         folder = self.folders.new()
         await self._futures.write(lambda one: note_removal(one, folder))
         try:
-            await self._run(model, TrainSave(str(self.folders.path(folder))))
+            await self._run(model, SaveState(self.folders.path(folder)))
         except BaseException:
             self.folders.remove(folder)
             raise
         return folder
 
-    async def _run(self, model: ModelRecord, order: TrainerOrder) -> TrainerReply:
+    async def _run(self, model: ModelRecord, command: TrainerCommands) -> Any:
         name = engine_name(model.tenant, model.id)
-        return await asyncio.wrap_future(self._client.train(name, order))
+        return await asyncio.wrap_future(self._client.call(Train(name, command)))
 
     # ------------------------------------------------------------------------------- models
 
@@ -171,8 +172,8 @@ class Operations:
                 f"{saved.path} is of a LoRA of rank {saved.order.rank}, and the model has rank "
                 f"{model.order.rank} or other modules; create the model from the checkpoint"
             )
-        path = str(self.folders.path(saved.folder))
-        await self._run(model, TrainLoad(path, optimizer=bool(body["optimizer"])))
+        path = self.folders.path(saved.folder)
+        await self._run(model, LoadState(path, optimizer=bool(body["optimizer"])))
         state = await self.keep_state(model)
         told = {"path": saved.path, "model_id": model.id, "type": LOAD}
         return replace(_json(told), folder=state, state=state, stale=model.state)
@@ -197,10 +198,10 @@ class Operations:
         loss_id = loss_id_of(call)
         graph = None if loss_id is None else await self._graph(model, loss_id)
         order = await asyncio.to_thread(order_of, call, graph, trains=future.kind in REPLAYED)
-        reply = await self._run(model, order)
+        scored: Scored = await self._run(model, order)
         if is_json:
-            return Outcome(await asyncio.to_thread(json_result, call, reply))
-        return Outcome(await asyncio.to_thread(proto_result, call, reply), PROTOBUF)
+            return Outcome(await asyncio.to_thread(json_result, call, scored))
+        return Outcome(await asyncio.to_thread(proto_result, call, scored), PROTOBUF)
 
     async def _graph(self, model: ModelRecord, loss_id: str) -> LossGraph:
         found = await self._futures.read(
@@ -215,10 +216,13 @@ class Operations:
 
     async def _step(self, model: ModelRecord, future: FutureRecord) -> Outcome:
         body = _body(future)
-        clip = body.pop("grad_clip_norm")
-        reply = await self._run(model, TrainStep(**body, grad_clip_norm=clip if clip > 0 else None))
-        numbers = {**reply.numbers, "learning_rate": body["learning_rate"]}
-        return replace(_json({"metrics": reply.metrics}), step=numbers)
+        betas = body.pop("beta1"), body.pop("beta2")
+        clip = body.pop("grad_clip_norm") or None
+        command = OptimStep(**body, betas=betas, grad_clip_norm=clip)
+        stepped: Stepped = await self._run(model, command)
+        metrics = {"grad_norm:mean": stepped.gradient_norm, "step:max": float(stepped.step)}
+        numbers = {**vars(stepped), "learning_rate": body["learning_rate"]}
+        return replace(_json({"metrics": metrics}), step=numbers)
 
     # ------------------------------------------------------------------------------- saving
 
@@ -288,7 +292,7 @@ class Operations:
         name = adapter_name(model.tenant, folder)
 
         async def serve() -> None:
-            await self._run(model, TrainServe(name))
+            await self._run(model, Publish(name))
 
         try:
             await self._loader.take(name, checkpoint_origin(), serve)

@@ -7,12 +7,14 @@ from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal
 
 import numpy as np
+import torch
 import zstandard
 from pydantic import Field, ValidationError
 
 from pcg.errors import DataError
 from pcg.runtime.training.loss_graph import LossGraph
-from pcg.serve.engine.trainer_orders import ArrayData, DatumData, TrainerReply, TrainPass
+from pcg.runtime.training.trainer.commands import Forward, ForwardBackward, GraphOfData
+from pcg.runtime.training.trainer.datum import Datum, Scored
 from pcg.serve.http.limits import check_elements
 from pcg.serve.tinker.proto import (
     ForwardBackwardCall,
@@ -137,61 +139,86 @@ def loss_id_of(call: ForwardBackwardCall) -> str | None:
     return found
 
 
-def order_of(
-    call: ForwardBackwardCall, graph: LossGraph | None = None, *, trains: bool
-) -> TrainPass:
-    """Return a call as the engine is told of it.
+def order_of(call: ForwardBackwardCall, graph: LossGraph | None = None, *, trains: bool) -> Forward:
+    """Return the command of a call.
 
     Args:
         graph: its custom loss.
     Raises:
-        DataError: an option of the loss is a text.
+        DataError: an option of the loss is a text, or a datum has no targets, or an input that no
+            loss reads.
     """
+    command = ForwardBackward if trains else Forward
+    data = [_datum_of(one, f"data[{index}]", graph) for index, one in enumerate(call.data)]
     if graph is not None:
-        return TrainPass(_data_of(call), call.loss_fn, {}, trains, graph)
+        inputs = [{name: _tensor(array) for name, array in one.inputs.items()} for one in call.data]
+        return command(data, GraphOfData(graph, inputs))
     for name, value in call.loss_fn_config.items():
         if isinstance(value, str):
             raise DataError(f"loss_fn_config.{name} is a text, and loss {call.loss_fn!r} has none")
     options = {name: float(value) for name, value in call.loss_fn_config.items()}
-    return TrainPass(_data_of(call), call.loss_fn, options, trains)
+    return command(data, call.loss_fn, loss_options=options or None)
 
 
-def _data_of(call: ForwardBackwardCall) -> list[DatumData]:
-    return [
-        DatumData(_data(one.tokens), {name: _data(array) for name, array in one.inputs.items()})
-        for one in call.data
-    ]
+def _datum_of(datum: TinkerDatum, place: str, graph: LossGraph | None) -> Datum:
+    """Return a datum as trainers read it; a graph reads its inputs itself."""
+    unknown = sorted(datum.inputs.keys() - _COLUMNS.keys())
+    if unknown and graph is None:
+        raise DataError(
+            f"{place}.loss_fn_inputs has {unknown[0]!r}, which no loss reads; use "
+            f"{', '.join(_COLUMNS)}"
+        )
+    if "target_tokens" not in datum.inputs:
+        raise DataError(f"{place}.loss_fn_inputs has no target_tokens; give [N]")
+    names = _COLUMNS if graph is None else {"target_tokens": "targets"}
+    columns: dict[str, Any] = {
+        names[name]: _tensor(array) for name, array in datum.inputs.items() if name in names
+    }
+    return Datum(_tensor(datum.tokens), **columns)
 
 
-def _data(array: Any) -> ArrayData:
+_COLUMNS = {
+    "target_tokens": "targets",
+    "weights": "weights",
+    "advantages": "advantages",
+    "logprobs": "logprobs",
+}
+"""The fields of `Datum`, by their names in the protocol."""
+
+
+def _tensor(array: Any) -> Any:
     kind = "f4" if array.dtype.kind == "f" else "i8"
-    return ArrayData(kind, array.shape, np.ascontiguousarray(array, f"<{kind}").tobytes())
+    return torch.from_numpy(np.array(array, f"<{kind}"))  # a copy: torch does not read only
 
 
-def _logprobs(call: ForwardBackwardCall, reply: TrainerReply) -> list[Any]:
+def metrics_of(scored: Scored) -> Mapping[str, float]:
+    """Return the metrics of a pass, by the protocol's names."""
+    return {"loss:sum": scored.loss, "tokens:sum": float(scored.tokens), **scored.metrics}
+
+
+def _logprobs(call: ForwardBackwardCall, scored: Scored) -> list[Any]:
     """Return the log-probabilities of each datum, in the shape of its targets."""
-    found = zip(call.data, reply.logprobs, strict=True)
     return [
-        np.frombuffer(one, "<f4").reshape(datum.inputs["target_tokens"].shape)
-        for datum, one in found
+        logprobs.float().numpy().reshape(datum.inputs["target_tokens"].shape)
+        for datum, logprobs in zip(call.data, scored.logprobs, strict=True)
     ]
 
 
-def proto_result(call: ForwardBackwardCall, reply: TrainerReply) -> bytes:
+def proto_result(call: ForwardBackwardCall, scored: Scored) -> bytes:
     """Return a result as clients read it from 0.25 on."""
-    outputs: Sequence[Mapping[str, Any]] = [{"logprobs": one} for one in _logprobs(call, reply)]
-    return encode_forward_backward(ForwardBackwardResult(outputs, reply.metrics))
+    outputs: Sequence[Mapping[str, Any]] = [{"logprobs": one} for one in _logprobs(call, scored)]
+    return encode_forward_backward(ForwardBackwardResult(outputs, metrics_of(scored)))
 
 
-def json_result(call: ForwardBackwardCall, reply: TrainerReply) -> bytes:
+def json_result(call: ForwardBackwardCall, scored: Scored) -> bytes:
     """Return a result as clients before that read it."""
     outputs = [
         {"logprobs": {"data": one.ravel().tolist(), "dtype": "float32", "shape": list(one.shape)}}
-        for one in _logprobs(call, reply)
+        for one in _logprobs(call, scored)
     ]
     told = {
         "loss_fn_output_type": "ArrayRecord",
         "loss_fn_outputs": outputs,
-        "metrics": reply.metrics,
+        "metrics": metrics_of(scored),
     }
     return json.dumps(told).encode()

@@ -50,8 +50,8 @@ class PreferenceJob:
         name = f"pcg preferences of {self._arguments['adapter']}"
         device_thread(self._executor.device, self._work, name).start()
 
-    def stop(self) -> None:
-        """End behind the step under way, with a checkpoint."""
+    def interrupt(self) -> None:
+        """End after the step under way, with a checkpoint."""
         with self._lock:
             self._is_stopped = True
             if self._run is not None:

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from pcg.keys import Keys
+from pcg.runtime.engine.commands import Taken
 from pcg.runtime.executor import Executor
 from pcg.serve.adapters import control
 from pcg.serve.http.service import Service
@@ -88,7 +89,7 @@ def test_a_pause_keeps_what_is_asked_until_the_end(service: Service) -> None:
             assert (await client.post("/pause?mode=keep")).status_code == 200
             asked = asyncio.create_task(client.post("/v1/completions", json=body))
             for _ in range(20):  # each is between two steps, if there were any
-                await asyncio.wrap_future(service.client.taken())
+                await asyncio.wrap_future(service.client.call(Taken()))
             assert not asked.done()
             assert (await client.post("/resume")).status_code == 200
             return (await asked).status_code

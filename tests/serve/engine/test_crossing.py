@@ -17,15 +17,23 @@ import torch
 
 import pcg.errors
 from pcg.errors import AdapterConflictError, FinetuneInterrupted, GenerationError
+from pcg.runtime.adapters.versions import AdapterVersion, VersionName
 from pcg.runtime.admission.limits import Limits
 from pcg.runtime.engine.async_engine import AsyncEngine
+from pcg.runtime.engine.commands import Command, Numbers, settled
 from pcg.runtime.metrics.status import EngineNumbers, JobStatus
 from pcg.runtime.text.tokenizer import Tokenizer
 from pcg.serve.engine.channel import Channel
-from pcg.serve.engine.messages import AdapterData, VersionName, decoder, encode
-from pcg.serve.engine.numbers import numbers_of, plain
-from pcg.serve.engine.remote_adapters import RemoteAdapters
-from pcg.serve.engine.translation import error_of, fault_of, tokenizer_data, tokenizer_of
+from pcg.serve.engine.messages import (
+    AdapterData,
+    decoder,
+    encode,
+    error_of,
+    fault_of,
+    tokenizer_data,
+    tokenizer_of,
+)
+from pcg.serve.engine.process import RemoteAdapters
 from pcg.serve.metrics.engine_metrics import EngineMetrics, Served
 from tests.support import serving
 from tests.support.prompts import prompts
@@ -66,16 +74,8 @@ def page_of(numbers: EngineNumbers, jobs: list[JobStatus]) -> list[str]:
         adapters: ClassVar = {"a": None}
         facts = SimpleNamespace(pid=os.getpid())
 
-        def numbers(self) -> Future[EngineNumbers]:
-            return done(numbers)
-
-        def jobs(self) -> Future[list[JobStatus]]:
-            return done(jobs)
-
-    def done(value: object) -> Future:
-        future: Future = Future()
-        future.set_result(value)
-        return future
+        def call(self, command: Command) -> Future:
+            return settled(lambda: numbers if isinstance(command, Numbers) else jobs)
 
     page = asyncio.run(EngineMetrics(Client(), Served("tiny", 128, 8)).page()).decode()  # type: ignore[arg-type]
     lines = page.splitlines()
@@ -94,8 +94,10 @@ def test_a_page_of_metrics_is_that_of_the_engine_itself() -> None:
     with make_engine(make_executor(), 64, Limits(tpot_slo_s=30.0)).start() as engine:
         serve_some(engine)
         numbers, jobs = engine.numbers(), engine.jobs()
-        sent = decoder(dict)(encode(plain(numbers)))
-        crossed = numbers_of(sent), decoder(list[JobStatus])(encode(jobs))
+        crossed = (
+            decoder(EngineNumbers)(encode(numbers)),
+            decoder(list[JobStatus])(encode(jobs)),
+        )
         expected = page_of(numbers, jobs)
     assert crossed[1] == jobs
     assert crossed[0].jobs == numbers.jobs
@@ -118,7 +120,7 @@ def test_errors_keep_their_class_and_text() -> None:
 
 def test_a_version_is_released_once_nothing_names_it() -> None:
     remote = RemoteAdapters()
-    first, second = (AdapterData(VersionName("a", number), 8, 0, None) for number in (1, 2))
+    first, second = (AdapterData(AdapterVersion("a", number), 8, 0) for number in (1, 2))
     remote.put(first)
     running = remote.here["a"]
     remote.put(second)

@@ -17,6 +17,7 @@ import httpx2
 import pytest
 
 from pcg.errors import EngineError
+from pcg.runtime.engine.commands import Taken
 from pcg.runtime.executor import Executor
 from pcg.runtime.metrics.status import EngineState
 from pcg.serve.engine.options import ServeOptions
@@ -306,7 +307,7 @@ def test_an_engine_that_breaks_is_not_served_any_more() -> None:
         stream = client.submit(client.request("Hello", None, {"max_new_tokens": 4}))
         while client.ended is None:
             with suppress(EngineError):
-                client.wait(client.taken())
+                client.wait(client.call(Taken()))
         with pytest.raises(EngineError, match="broken on purpose"):
             stream.wait(0)
         assert client.health().state is EngineState.ENDED

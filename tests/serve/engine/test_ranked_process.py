@@ -14,6 +14,7 @@ import pytest
 from transformers import AutoModelForCausalLM
 
 from pcg.compiler import compile as compile_model
+from pcg.runtime.engine.commands import Taken
 from pcg.serve.engine.options import ServeOptions
 from pcg.serve.engine.process import process_client
 from pcg.serve.server import LEAST_S
@@ -33,7 +34,7 @@ def test_an_engine_over_ranks_serves_what_transformers_generates(tmp_path: Path)
     with process_client(load, ServeOptions(**serving.OPTIONS), 1, degree=2) as client:
         stream = client.submit(client.request(PROMPT, None, fields))
         while not stream.is_over:
-            client.wait(client.taken())
+            client.wait(client.call(Taken()))
         expected = oracle.greedy(AutoModelForCausalLM.from_pretrained(model).eval(), PROMPT, NEW)
         assert list(stream.wait(0).token_ids) == list(expected)
 

@@ -13,10 +13,17 @@ from pcg.runtime.admission.limits import Limits
 from pcg.runtime.engine.async_engine import AsyncEngine
 from pcg.runtime.metrics.status import EngineNumbers
 from pcg.runtime.requests.stream import Wakes
-from pcg.serve.engine.messages import Report, ToEngine, ToServer, Watch, decoder, encode
-from pcg.serve.engine.numbers import plain, plain_state
-from pcg.serve.engine.reports import Reports
-from pcg.serve.engine.watched_numbers import WatchedNumbers
+from pcg.serve.engine.messages import (
+    Report,
+    ToEngine,
+    ToServer,
+    Watch,
+    decoder,
+    encode,
+    plain,
+    plain_state,
+)
+from pcg.serve.engine.reports import Reports, WatchedNumbers
 from tests.support.prompts import prompts
 from tests.support.small_engine import DATA, LORA, OPTIONS, make_engine, make_executor
 from tests.support.waiting import until

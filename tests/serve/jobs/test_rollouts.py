@@ -10,10 +10,9 @@ import pytest
 from pcg.errors import FinetuneError, QueueFullError
 from pcg.records.run import read_run
 from pcg.runtime.engine.async_engine import AsyncEngine
-from pcg.serve.engine.jobs import rollouts
-from pcg.serve.engine.jobs.news import JobStep
-from pcg.serve.engine.jobs.reinforcement import add_step, opened
-from pcg.serve.engine.jobs.rollouts import Rollouts
+from pcg.serve.engine import reinforcement
+from pcg.serve.engine.news import JobStep
+from pcg.serve.engine.reinforcement import Rollouts, add_step, opened
 from pcg.train.grpo.result import Sample
 
 
@@ -58,7 +57,7 @@ class Engine:
 
 
 def test_they_are_their_tenants_and_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rollouts, "_AGAIN_S", 0.0)
+    monkeypatch.setattr(reinforcement, "_AGAIN_S", 0.0)
     engine = Engine(refuses=2)
     one = Rollouts(cast(AsyncEngine, engine), "alice", None).submit([1], n=8)
     assert one.wait_all() == one.wait_all() == ["text"]

@@ -19,8 +19,8 @@ from pcg.runtime.admission.limits import Limits
 from pcg.runtime.engine.async_engine import AsyncEngine
 from pcg.runtime.executor import Executor
 from pcg.runtime.metrics.report import serving_report
+from pcg.serve.engine.client import LocalClient
 from pcg.serve.engine.engine_names import Owned
-from pcg.serve.engine.local import LocalClient
 from pcg.serve.engine.options import ServeOptions
 from pcg.serve.metrics.engine_metrics import EngineMetrics, Served
 from tests.support.held_steps import held_steps
@@ -71,7 +71,7 @@ def metrics_of(
     engine: AsyncEngine, served: Served = SERVED, now_s: Callable[[], float] | None = None
 ) -> EngineMetrics:
     """The metrics of an engine, by a clock; without one, each page comes 1 s after the last."""
-    client = LocalClient(Executor(engine._state), engine, ServeOptions())
+    client = LocalClient(Executor(engine.state), engine, ServeOptions())
     return EngineMetrics(client, served, now_s or count(100).__next__)
 
 

@@ -17,7 +17,7 @@ from pcg.ranks.line import Line
 from pcg.runtime.engine.ranks.known_versions import ToldVersions
 from pcg.runtime.engine.ranks.orders import End, Message, Order, Submit, encode
 from pcg.runtime.model.state import ModelState
-from pcg.runtime.requests.plain import plain_fields, plain_params
+from pcg.runtime.requests.plain import PlainRequest
 from pcg.runtime.requests.request import Request
 
 
@@ -74,8 +74,7 @@ class Driver:
         """Return the order of a request. AdapterError: its adapter was never served here."""
         adapter = request.adapter
         named = None if adapter is None else self._told.name_of(adapter)  # type: ignore[arg-type]
-        params, own = plain_params(request.params), plain_fields(request)
-        return Submit(request.prompt_ids, params, named, own, submitted_s)
+        return Submit(PlainRequest.of(request, named), submitted_s)
 
     def end(self, why: str) -> None:
         """Let the other ranks go; nothing is told any more."""

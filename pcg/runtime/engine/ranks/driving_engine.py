@@ -49,7 +49,7 @@ class DrivingEngine(RankedEngine):
         super().__init__(engine, state, self._prepare_everywhere, data_limits, line, free)
 
     def _made_loads(self) -> Loads:
-        return _DrivingLoads(self, self._state, self._driver)
+        return _DrivingLoads(self, self.state, self._driver)
 
     # ------------------------------------------------------------------------------- its end
 

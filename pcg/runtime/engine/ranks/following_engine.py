@@ -43,7 +43,6 @@ from pcg.runtime.engine.ranks.orders import (
 from pcg.runtime.engine.ranks.ranked_engine import RankedEngine
 from pcg.runtime.metrics.events import Kind
 from pcg.runtime.model.state import ModelState
-from pcg.runtime.requests.plain import request_of_plain
 from pcg.runtime.requests.request import Chunk, Request
 from pcg.runtime.requests.stream import Stream
 from pcg.runtime.training.options import JobArguments
@@ -127,9 +126,9 @@ class Follower:
         if isinstance(order, Step):
             engine.step()
         elif isinstance(order, Submit):
-            adapter = None if order.adapter is None else self._kept.adapter(order.adapter)
-            request = request_of_plain(order.prompt_ids, order.params, adapter, order.own)
-            engine.submit(request, order.submitted_s)
+            name = order.request.adapter
+            adapter = None if name is None else self._kept.adapter(name)
+            engine.submit(order.request.request(adapter), order.submitted_s)
         elif isinstance(order, Cancel):
             engine.cancel(order.request, Kind(order.kind))
         elif isinstance(order, Put):

@@ -8,7 +8,7 @@ from collections import deque
 
 from pcg.errors import AdapterError, ParallelError
 from pcg.peft.adapter import Adapter
-from pcg.runtime.engine.ranks.orders import VersionName
+from pcg.runtime.adapters.versions import VersionName
 from pcg.runtime.model.state import ModelState
 
 
@@ -31,7 +31,7 @@ class _NamedVersions(ABC):
 
     def _named(self, adapter: Adapter) -> VersionName | None:
         version = self._versions.of(adapter)
-        return None if version is None else VersionName(version.name, version.number)
+        return None if version is None else version.key
 
     def close(self) -> None:
         """Hear of no version any more."""

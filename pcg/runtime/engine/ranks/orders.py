@@ -18,21 +18,14 @@ from typing import Any, TypeAlias
 
 import msgspec
 
-
-class VersionName(msgspec.Struct, array_like=True, frozen=True):
-    """A version of an adapter."""
-
-    name: str
-    number: int
+from pcg.runtime.adapters.versions import VersionName
+from pcg.runtime.requests.plain import PlainRequest
 
 
 class Submit(msgspec.Struct, array_like=True, tag="submit", frozen=True):
-    """A request; the fields are those of `pcg.runtime.requests.plain`."""
+    """A request, and when it came."""
 
-    prompt_ids: tuple[int, ...]
-    params: dict[str, Any]
-    adapter: VersionName | None
-    own: dict[str, Any]
+    request: PlainRequest
     submitted_s: float
 
 

@@ -144,7 +144,7 @@ class RankedEngine(AsyncEngine):
         self._line.leave_word(str(error))
         with self._lock:
             self.ended = error
-            self._state.engine_thread = None
+            self.state.engine_thread = None
             held = self._arrivals.clear()
         for stream in (*self._streams.values(), *held):
             stream.fail(error)

@@ -25,7 +25,6 @@ from pcg.runtime.engine.trainers.trainer_call import TrainerCall
 from pcg.runtime.metrics.status import JobState
 from pcg.runtime.training.trainer.commands import (
     Aside,
-    Command,
     Forward,
     ForwardBackward,
     LoadState,
@@ -33,6 +32,7 @@ from pcg.runtime.training.trainer.commands import (
     Publish,
     SaveState,
     Stages,
+    TrainerCommand,
 )
 from pcg.runtime.training.trainer.datum import Saved, Scored, Snapshot, Stepped
 from pcg.runtime.training.trainer.trained_adapter import TrainedAdapter
@@ -139,7 +139,7 @@ class AsyncTrainer:
         """Serve the adapter as it is now, as the next version of its name."""
         return self.run(Publish())
 
-    def run(self, command: Command[Result]) -> TrainerCall[Result]:
+    def run(self, command: TrainerCommand[Result]) -> TrainerCall[Result]:
         """Have a command done after those before it. EngineError: no new work is taken."""
 
         def begin(trained: TrainedAdapter | None) -> Stages[Result]:

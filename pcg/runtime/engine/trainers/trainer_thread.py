@@ -31,9 +31,9 @@ class TrainerThread(StepThread):
     ) -> None:
         super().__init__(engine, state.device)
         self._preparation = preparation
-        self._state = state
+        self.state = state
         self._prepare_trainer = prepare_trainer
-        self._trainers: list[AsyncTrainer] = []
+        self.trainers: dict[str, AsyncTrainer] = {}
         self._with_jobs: list[AsyncTrainer] = []
         self._trainers_lock = Lock()
 
@@ -53,12 +53,12 @@ class TrainerThread(StepThread):
     def begin_trainer(self, given: TrainerArguments) -> AsyncTrainer:
         """Do as `trainer` does, with arguments that are one object."""
         self.check_open()
-        ends = self._state.begin_training(given.name)
+        ends = self.state.begin_training(given.name)
 
         def end() -> None:
             ends()
             with self._trainers_lock:
-                self._trainers = [one for one in self._trainers if one.is_open]
+                self.trainers = {name: one for name, one in self.trainers.items() if one.is_open}
 
         try:
             make = partial(self._prepare_trainer, given)
@@ -67,7 +67,7 @@ class TrainerThread(StepThread):
             ends()
             raise
         with self._trainers_lock:
-            self._trainers.append(made)
+            self.trainers[given.name] = made
         return made
 
     def compile_aside(self, act: Callable[[], None]) -> None:
@@ -88,12 +88,12 @@ class TrainerThread(StepThread):
     @property
     def trains(self) -> bool:
         """True while a command of a trainer waits or runs."""
-        return any(one.is_busy for one in self._trainers)
+        return any(one.is_busy for one in self.trainers.values())
 
     def _cancel_all(self) -> None:
-        for one in list(self._trainers):
+        for one in list(self.trainers.values()):
             one.end_now()
 
     def _fail_all(self, error: EngineError) -> None:
-        for one in list(self._trainers):
+        for one in list(self.trainers.values()):
             one.fail(error)

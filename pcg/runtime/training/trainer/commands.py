@@ -1,11 +1,11 @@
 """The commands of a trainer, each of which is the parameters of one method.
 
 A command runs as a few stages in turn: work, which runs on the engine's thread as any job's does,
-and asides, which run beside the engine: checks of data, functions of the caller, files.
+and asides, which run on other threads: checks of data, functions of the caller, files. Commands
+cross processes as they are, except for a loss that is a function.
 
-Files of a trainer's state: those of a checkpoint, in one directory.
-
-A state is written beside its place and renamed, so that a path holds a whole one or none.
+A saved state has the files of a checkpoint, in one directory. It is written under another name and
+renamed, so that a path holds a whole state or none.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from __future__ import annotations
 import dataclasses
 import secrets
 import shutil
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Generic, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeAlias, TypeVar
 
+import msgspec
 import torch
 from safetensors import SafetensorError
 from torch import Tensor
@@ -26,6 +26,7 @@ from torch import Tensor
 from pcg.errors import AdapterError, FinetuneError
 from pcg.files import SUMS, expanded, is_directory, is_file, shown_path, sync_names
 from pcg.runtime.training.checkpoints import STATE, Checkpoint, CheckpointStore, write_checkpoint
+from pcg.runtime.training.loss_graph import GraphLoss, LossGraph
 from pcg.runtime.training.losses import CROSS_ENTROPY, OF_A_FUNCTION, loss_of
 from pcg.runtime.training.trainer.datum import (
     Datum,
@@ -122,6 +123,21 @@ CustomLoss: TypeAlias = Callable[[Sequence[Tensor]], Tensor]
 """Returns the loss of log-probabilities, of each datum as its targets; differentiable."""
 
 
+class GraphOfData(msgspec.Struct, frozen=True, array_like=True, eq=False):
+    """A loss that is a graph, and the arrays of each datum that it reads, by name."""
+
+    graph: LossGraph
+    data: list[dict[str, Tensor]]
+
+
+if TYPE_CHECKING:
+    DataOfPass: TypeAlias = Iterable[Datum]
+    LossOfPass: TypeAlias = str | CustomLoss | GraphOfData
+    StatePath: TypeAlias = str | Path
+else:  # the types that messages hold
+    DataOfPass, LossOfPass, StatePath = list[Datum], str | GraphOfData, Path
+
+
 @dataclass(frozen=True)
 class Aside:
     """A stage that does not touch the model, and runs on another thread than the engine's.
@@ -137,16 +153,20 @@ class Aside:
 Stages: TypeAlias = Generator[Aside | Work[Any], Any, Result]
 
 
-class Command(ABC, Generic[Result]):
-    """Something that a trainer does."""
+class TrainerCommand(msgspec.Struct, Generic[Result], frozen=True, tag=True, eq=False):
+    """A verb of a trainer."""
 
-    @abstractmethod
     def stages(self, trained: TrainedAdapter) -> Stages[Result]:
         """Yield stages, each of which gives its result back; return that of the command."""
+        raise NotImplementedError
 
 
-@dataclass(frozen=True)
-class Forward(Command[Scored]):
+class _Pass(TrainerCommand[Scored], frozen=True):
+    data: DataOfPass
+    loss: LossOfPass = "cross_entropy"
+
+
+class Forward(_Pass, frozen=True, kw_only=True):
     """Computes a loss without gradients, and without dropout.
 
     Attributes:
@@ -159,80 +179,84 @@ class Forward(Command[Scored]):
             of its terms.
     """
 
-    data: Iterable[Datum] = field(repr=False, compare=False)
-    loss: str | CustomLoss = "cross_entropy"
-    loss_options: Mapping[str, float] | None = field(default=None, kw_only=True)
+    loss_options: Mapping[str, float] | None = None
 
     def stages(self, trained: TrainedAdapter) -> Stages[Scored]:
-        batches = yield Aside(lambda: self._batches(trained))
+        loss, batches = yield Aside(lambda: self._begin(trained))
         scored: Scored = yield trained.forward(batches)
-        if isinstance(self.loss, str):
+        if isinstance(loss, str):
             return scored
-        loss, _ = yield Aside(lambda: self._evaluate(scored))
-        return Scored(loss, scored.logprobs, scored.tokens, scored.targets)
+        total, _ = yield Aside(lambda: _evaluate(loss, scored))
+        return dataclasses.replace(scored, loss=total, metrics=_metrics(loss))
 
-    def _batches(self, trained: TrainedAdapter) -> list[ScoredBatch]:
-        loss = OF_A_FUNCTION if callable(self.loss) else loss_of(self.loss)
-        options = loss.with_options(self.loss_options)
-        data = checked(self.data, loss, trained.sizes, trained.virtual_tokens)
-        return trained.batches(data, loss, options)
-
-    def _evaluate(self, scored: Scored) -> tuple[float, list[Tensor]]:
-        """Return the loss by the caller's function, and its gradient by each log-probability."""
-        assert not isinstance(self.loss, str)
-        leaves = [one.detach().clone().requires_grad_() for one in scored.logprobs]
-        total = self.loss([*leaves])  # its own list, which it may change
-        if not (
-            isinstance(total, Tensor)
-            and total.numel() == 1
-            and total.is_floating_point()
-            and total.requires_grad
-        ):
-            raise FinetuneError(
-                f"the loss function returned {shown(total)}; return a scalar tensor that torch "
-                "can differentiate by the log-probabilities"
-            )
-        slopes = torch.autograd.grad(total.sum(), leaves, allow_unused=True)
-        found = [
-            torch.zeros_like(leaf) if slope is None else slope
-            for leaf, slope in zip(leaves, slopes, strict=True)
-        ]
-        if not all(one.isfinite().all() for one in (total, *found)):
-            raise FinetuneError(
-                "the loss function, or its gradient, is not finite; look at what it computes"
-            )
-        return float(total.detach()), found
+    def _begin(self, trained: TrainedAdapter) -> tuple[str | CustomLoss, list[ScoredBatch]]:
+        """Return the loss, a graph as a function, and the data as batches."""
+        loss = self.loss
+        if isinstance(loss, GraphOfData):
+            loss = GraphLoss(loss.graph, loss.data)
+        known = OF_A_FUNCTION if callable(loss) else loss_of(loss)
+        options = known.with_options(self.loss_options)
+        data = checked(self.data, known, trained.sizes, trained.virtual_tokens)
+        return loss, trained.batches(data, known, options)
 
 
-@dataclass(frozen=True)
-class ForwardBackward(Forward):
+class ForwardBackward(Forward, frozen=True):
     """Computes a loss, and adds its gradients to those that wait for an update."""
 
     def stages(self, trained: TrainedAdapter) -> Stages[Scored]:
-        batches = yield Aside(lambda: self._batches(trained))
-        if isinstance(self.loss, str):
+        loss, batches = yield Aside(lambda: self._begin(trained))
+        if isinstance(loss, str):
             done: Scored = yield trained.forward_backward(batches)
             return done
         scored: Scored = yield trained.forward(batches)
-        loss, slopes = yield Aside(lambda: self._evaluate(scored))
-        weighted = yield Aside(lambda: self._weighted(trained, batches, slopes))
+        total, slopes = yield Aside(lambda: _evaluate(loss, scored))
+        weighted = yield Aside(lambda: _weighted(trained, batches, slopes))
         done = yield trained.forward_backward(weighted)
-        return Scored(loss, scored.logprobs, done.tokens, done.targets)
-
-    def _weighted(
-        self,
-        trained: TrainedAdapter,
-        batches: Sequence[ScoredBatch],
-        slopes: Sequence[Tensor],
-    ) -> list[ScoredBatch]:
-        """Return the batches whose cross entropy has the gradients of the caller's function."""
-        read = [one for batch in batches for one in batch.data]
-        data = [one.weighted(-slope) for one, slope in zip(read, slopes, strict=True)]
-        return trained.batches(data, CROSS_ENTROPY, {})
+        return dataclasses.replace(
+            done, loss=total, logprobs=scored.logprobs, metrics=_metrics(loss)
+        )
 
 
-@dataclass(frozen=True, kw_only=True)
-class OptimStep(Command[Stepped]):
+def _evaluate(function: CustomLoss, scored: Scored) -> tuple[float, list[Tensor]]:
+    """Return the loss by the caller's function, and its gradient by each log-probability."""
+    leaves = [one.detach().clone().requires_grad_() for one in scored.logprobs]
+    total = function([*leaves])  # its own list, which it may change
+    if not (
+        isinstance(total, Tensor)
+        and total.numel() == 1
+        and total.is_floating_point()
+        and total.requires_grad
+    ):
+        raise FinetuneError(
+            f"the loss function returned {shown(total)}; return a scalar tensor that torch "
+            "can differentiate by the log-probabilities"
+        )
+    slopes = torch.autograd.grad(total.sum(), leaves, allow_unused=True)
+    gradients = [
+        torch.zeros_like(leaf) if slope is None else slope
+        for leaf, slope in zip(leaves, slopes, strict=True)
+    ]
+    if not all(one.isfinite().all() for one in (total, *gradients)):
+        raise FinetuneError(
+            "the loss function, or its gradient, is not finite; look at what it computes"
+        )
+    return float(total.detach()), gradients
+
+
+def _metrics(loss: CustomLoss) -> Mapping[str, float]:
+    return loss.metrics if isinstance(loss, GraphLoss) else {}
+
+
+def _weighted(
+    trained: TrainedAdapter, batches: Sequence[ScoredBatch], slopes: Sequence[Tensor]
+) -> list[ScoredBatch]:
+    """Return the batches whose cross entropy has the gradients of the caller's function."""
+    read = [one for batch in batches for one in batch.data]
+    data = [one.weighted(-slope) for one, slope in zip(read, slopes, strict=True)]
+    return trained.batches(data, CROSS_ENTROPY, {})
+
+
+class OptimStep(TrainerCommand[Stepped], frozen=True, kw_only=True):
     """Updates the adapter by the gradients that wait, and drops them.
 
     Attributes:
@@ -275,8 +299,15 @@ class OptimStep(Command[Stepped]):
         return stepped
 
 
-@dataclass(frozen=True)
-class SaveState(Command[Saved]):
+class _OfState(TrainerCommand[Saved], frozen=True):
+    path: StatePath
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.path, str | Path) or not str(self.path).strip():
+            raise FinetuneError(f"path={shown(self.path)}; give the path of a directory")
+
+
+class SaveState(_OfState, frozen=True, kw_only=True):
     """Writes the adapter, the optimizer's state and the number of updates.
 
     Attributes:
@@ -285,12 +316,11 @@ class SaveState(Command[Saved]):
         notes: values of JSON to keep with it, which `load_state` gives back.
     """
 
-    path: str | Path
-    overwrite: bool = field(default=False, kw_only=True)
-    notes: Mapping[str, Any] | None = field(default=None, kw_only=True)
+    overwrite: bool = False
+    notes: Mapping[str, Any] | None = None
 
     def __post_init__(self) -> None:
-        _check_path(self.path)
+        super().__post_init__()
         if self.notes is not None and not isinstance(self.notes, Mapping):
             raise FinetuneError(f"notes={shown(self.notes)}; use a dict")
 
@@ -304,8 +334,7 @@ class SaveState(Command[Saved]):
         return Saved(written, checkpoint.state.step, checkpoint.state.position)
 
 
-@dataclass(frozen=True)
-class LoadState(Command[Saved]):
+class LoadState(_OfState, frozen=True, kw_only=True):
     """Goes on from a state that was saved; gradients that wait are dropped.
 
     Attributes:
@@ -314,11 +343,7 @@ class LoadState(Command[Saved]):
             weights alone.
     """
 
-    path: str | Path
-    optimizer: bool = field(default=True, kw_only=True)
-
-    def __post_init__(self) -> None:
-        _check_path(self.path)
+    optimizer: bool = True
 
     def stages(self, trained: TrainedAdapter) -> Stages[Saved]:
         def load() -> Saved:
@@ -330,8 +355,7 @@ class LoadState(Command[Saved]):
         return saved
 
 
-@dataclass(frozen=True)
-class Publish(Command[Snapshot]):
+class Publish(TrainerCommand[Snapshot], frozen=True):
     """Serves the adapter as it is now, as the next version of its name.
 
     Attributes:
@@ -349,6 +373,4 @@ class Publish(Command[Snapshot]):
         return snapshot
 
 
-def _check_path(path: object) -> None:
-    if not isinstance(path, str | Path) or not str(path).strip():
-        raise FinetuneError(f"path={shown(path)}; give the path of a directory")
+TrainerCommands: TypeAlias = Forward | ForwardBackward | OptimStep | SaveState | LoadState | Publish

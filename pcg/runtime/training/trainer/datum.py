@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from numbers import Integral
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -94,6 +94,15 @@ MOST_TARGETS = 1024
 """The most targets of a token; the head runs once for each."""
 
 
+if TYPE_CHECKING:
+    Ids: TypeAlias = Sequence[int]
+    WideIds: TypeAlias = Sequence[Sequence[int]]
+    Numbers: TypeAlias = Sequence[float]
+    WideNumbers: TypeAlias = Sequence[Sequence[float]]
+else:  # the type that messages hold
+    Ids = WideIds = Numbers = WideNumbers = Tensor
+
+
 @dataclass(frozen=True)
 class Datum:
     """A sequence to train on, with numbers for each of its tokens. Nothing is shifted.
@@ -112,11 +121,11 @@ class Datum:
             the reference.
     """
 
-    tokens: Sequence[int]
-    targets: Sequence[int] | Sequence[Sequence[int]] | None = None
-    weights: Sequence[float] | Sequence[Sequence[float]] | None = None
-    advantages: Sequence[float] | None = None
-    logprobs: Sequence[float] | None = None
+    tokens: Ids
+    targets: Ids | WideIds | None = None
+    weights: Numbers | WideNumbers | None = None
+    advantages: Numbers | None = None
+    logprobs: Numbers | None = None
 
 
 @dataclass(frozen=True)
@@ -392,12 +401,14 @@ class Scored:
             in host memory; 0 where nothing is predicted.
         tokens: tokens that went through the model, virtual ones not counted.
         targets: targets among them.
+        metrics: further numbers of a loss that is a graph, by name.
     """
 
     loss: float
     logprobs: tuple[Tensor, ...]
     tokens: int
     targets: int
+    metrics: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

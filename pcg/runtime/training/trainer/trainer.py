@@ -15,13 +15,13 @@ from pcg.keywords import takes
 from pcg.runtime.model.state import ModelState
 from pcg.runtime.training.trainer.commands import (
     Aside,
-    Command,
     Forward,
     ForwardBackward,
     LoadState,
     OptimStep,
     Publish,
     SaveState,
+    TrainerCommand,
 )
 from pcg.runtime.training.trainer.datum import Saved, Scored, Snapshot, Stepped, TrainerArguments
 from pcg.runtime.training.trainer.trained_adapter import TrainedAdapter
@@ -41,7 +41,7 @@ class Trainer:
     """
 
     def __init__(
-        self, name: str, run: Callable[[Command[Any]], Any], end: Callable[[], None]
+        self, name: str, run: Callable[[TrainerCommand[Any]], Any], end: Callable[[], None]
     ) -> None:
         """Make the handle of a trainer that is there.
 
@@ -108,7 +108,7 @@ class Trainer:
         """Free all that the trainer holds; versions that it published are served on."""
         self._end()
 
-    def _did(self, command: Command[Result]) -> Result:
+    def _did(self, command: TrainerCommand[Result]) -> Result:
         result: Result = self._run(command)
         return result
 
@@ -140,7 +140,7 @@ def trainer_here(state: ModelState, given: TrainerArguments) -> Trainer:
         ends()
         raise
 
-    def run(command: Command[Result]) -> Result:
+    def run(command: TrainerCommand[Result]) -> Result:
         if not held:
             raise FinetuneError(f"trainer {given.name!r} was closed; make another one")
         state.check_no_engine("a trainer that was made before", "make one by trainer() now")
@@ -162,7 +162,7 @@ def _gradients(device: torch.device) -> Iterator[None]:
         yield
 
 
-def run_here(command: Command[Result], trained: TrainedAdapter) -> Result:
+def run_here(command: TrainerCommand[Result], trained: TrainedAdapter) -> Result:
     """Run all stages of a command in turn, with nothing beside them."""
     stages = command.stages(trained)
     try:

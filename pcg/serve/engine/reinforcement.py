@@ -36,6 +36,7 @@ from pcg.errors import (
     FinetuneError,
     FinetuneInterrupted,
     PcgError,
+    QueueFullError,
     as_pcg_error,
 )
 from pcg.files import SUMS, is_file, seal, sync_names
@@ -48,9 +49,10 @@ from pcg.runtime.data.sources import read_rows
 from pcg.runtime.engine.async_engine import AsyncEngine
 from pcg.runtime.engine.trainers.async_trainer import AsyncTrainer
 from pcg.runtime.executor import Executor
+from pcg.runtime.requests.request import Completion
+from pcg.runtime.requests.stream import Stream
 from pcg.runtime.training.checkpoints import STATE, TRAINER, check_checkpoint, last_good
-from pcg.serve.engine.engine_names import owned
-from pcg.serve.engine.jobs.news import (
+from pcg.serve.engine.news import (
     TRAIN_REWARD,
     VALID_REWARD,
     JobEnd,
@@ -60,7 +62,6 @@ from pcg.serve.engine.jobs.news import (
     Tell,
     start_of,
 )
-from pcg.serve.engine.jobs.rollouts import Rollouts
 from pcg.train.grpo.loop import GrpoLoop, Task
 from pcg.train.grpo.options import GrpoOptions
 from pcg.train.grpo.prompts import Prompt
@@ -131,6 +132,90 @@ def end_cancelled(record: RunRecord) -> None:
     record.end(Status.CANCELLED)
 
 
+# ----------------------------------------------------------------------------------------- rollouts
+
+
+_MOST = 256
+"""The most sequences of a job in the engine, so that the queue has room for its tenant's others."""
+_AGAIN_S = 0.1
+"""Time after which an engine that has too much waiting is asked again, seconds."""
+
+
+class Rollout:
+    """A request of a job, which is asked again while too much waits."""
+
+    def __init__(self, ask: Callable[[], Stream], width: int) -> None:
+        self.width = width
+        self.is_taken = False
+        self._ask = ask
+        self._stream = ask()
+
+    @property
+    def is_over(self) -> bool:
+        return self._stream.is_over
+
+    def wait_all(self) -> list[Completion]:
+        """Wait for all of its completions; errors as of `Stream`, or that the job has ended."""
+        while True:
+            try:
+                found = self._stream.wait_all()
+            except QueueFullError:
+                time.sleep(_AGAIN_S)
+                self._stream = self._ask()
+            else:
+                self.is_taken = True
+                return found
+
+    def cancel(self) -> None:
+        """End it."""
+        self._stream.cancel()
+
+
+class Rollouts:
+    """An engine as the loop of a job asks it, from the job's thread.
+
+    Args:
+        tenant: whose requests they are.
+        queue: the most sequences of a tenant that may wait; None for no bound.
+    Attributes:
+        has_ended: True once nothing more may be asked.
+    """
+
+    def __init__(self, engine: AsyncEngine, tenant: str, queue: int | None) -> None:
+        self._engine = engine
+        self._most = _MOST if queue is None else min(_MOST, queue)
+        self._tenant = tenant
+        self._asked: list[Rollout] = []
+        self._running: list[Rollout] = []
+        self.has_ended = False
+
+    def submit(self, *args: Any, **fields: object) -> Rollout:
+        """Submit a prompt, once there is room for it beside those that were submitted before."""
+
+        def ask() -> Stream:
+            if self.has_ended:
+                raise FinetuneError("the job was cancelled")
+            return self._engine.submit(*args, **fields, tenant=self._tenant)  # type: ignore[arg-type]
+
+        width = cast(int, fields.get("n", 1))
+        while self._running and sum(one.width for one in self._running) + width > self._most:
+            with suppress(PcgError):  # who waits for its completions is told
+                self._running[0].wait_all()
+            self._running = [one for one in self._running if not one.is_over]
+        made = Rollout(ask, width)
+        self._running.append(made)
+        self._asked = [*(one for one in self._asked if not one.is_taken), made]
+        if self.has_ended:  # meanwhile
+            made.cancel()
+        return made
+
+    def end(self) -> None:
+        """End all of them, from any thread, and ask nothing more."""
+        self.has_ended = True
+        for one in list(self._asked):
+            one.cancel()
+
+
 # ------------------------------------------------------------------------------------ reinforcement
 
 
@@ -139,7 +224,7 @@ _TOLD = 1024
 """The steps that a checkpoint has the numbers of; the rows of earlier ones were written long ago,
 and a job of many steps would write all of them again with each checkpoint."""
 _AT_ONCE = 256
-"""Completions that are told together: with their rows they are a message of some 16 MiB."""
+"""Completions that are graded together: with their rows they are a message of some 16 MiB."""
 
 
 class ReinforcementRun:
@@ -154,7 +239,7 @@ class ReinforcementRun:
         self._tell = tell
         self._asked = order.options
         queue = engine.engine.scheduler.backlog.limits.tenant_requests
-        self._rollouts = Rollouts(engine, owned(order.adapter).tenant, queue)
+        self._rollouts = Rollouts(engine, order.tenant, queue)
         self._grades: SimpleQueue[tuple[Sequence[float], str | None] | None] = SimpleQueue()
         self._interrupts = Event()
         self._told: deque[JobStep] = deque(maxlen=_TOLD)
@@ -168,12 +253,15 @@ class ReinforcementRun:
         act = partial(self._run, ended)
         device_thread(self._executor.device, act, "pcg reinforcement").start()
 
-    def end(self, *, interrupts: bool) -> None:
-        """End behind the step that runs, with a checkpoint, or now."""
+    def interrupt(self) -> None:
+        """End after the step that runs, with a checkpoint."""
         self._interrupts.set()
-        if not interrupts:
-            self._rollouts.end()
-            self._grades.put(None)
+
+    def cancel(self) -> None:
+        """End now."""
+        self._interrupts.set()
+        self._rollouts.end()
+        self._grades.put(None)
 
     def put_grades(self, rewards: Sequence[float], error: str | None) -> None:
         """Take the grades of the completions that were told last, or why there are none."""
@@ -216,7 +304,7 @@ class ReinforcementRun:
             seed=options.seed,
             batch_size=options.batch_size,
             dropout=False,
-            tenant=owned(order.adapter).tenant,
+            tenant=order.tenant,
         )
         with trainer:
             trainer.created.wait()

@@ -1,4 +1,4 @@
-"""Finetuning jobs that a server orders from its engine, and the news of them.
+"""Finetuning jobs that a server begins on its engine, and the news of them.
 
 A job writes its checkpoints in a folder of its own before the news of a step goes out, and the
 adapter that it ends with before the news of its end. So whatever was told is on the disk.
@@ -30,6 +30,7 @@ class JobOrder(msgspec.Struct, frozen=True):
         options: further options of `FinetuneOptions` or `DpoOptions`, or those of reinforcement.
         method: how it learns.
         start: the folder of the adapter that it goes on from; None for a new one of the recipe.
+        tenant: the owner of the job.
     """
 
     adapter: str
@@ -41,6 +42,7 @@ class JobOrder(msgspec.Struct, frozen=True):
     options: dict[str, Any]
     method: str = SUPERVISED
     start: str | None = None
+    tenant: str = ""
 
 
 class JobStep(msgspec.Struct, frozen=True, tag="step"):

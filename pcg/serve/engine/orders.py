@@ -1,0 +1,251 @@
+"""Orders: the commands of an engine that need the server's own parts, and the jobs that they begin.
+
+Jobs read and write folders of the server. A job is trained by the engine, by `pcg.train.preference`
+or by `pcg.train.grpo`, and tells its news as events.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any, Protocol, TypeVar
+
+from pcg.errors import EngineError, FinetuneInterrupted, PcgError
+from pcg.kernels.devices import device_pool
+from pcg.keys import Key, Keys
+from pcg.peft.adapter import Adapter
+from pcg.peft.adapter_files import write_adapter
+from pcg.runtime.engine.async_engine import AsyncEngine
+from pcg.runtime.engine.commands import Command
+from pcg.runtime.executor import Executor
+from pcg.runtime.metrics.status import JobState
+from pcg.runtime.training.options import FinetuneResult, StepRecord
+from pcg.serve.engine.news import DPO, REINFORCEMENT, JobEnd, JobOrder, JobStep, Tell, start_of
+from pcg.serve.engine.reinforcement import ReinforcementRun
+from pcg.serve.engine.split_base import ServedBase
+from pcg.train.preference.job import PreferenceJob, step_numbers
+from pcg.train.preference.records import PreferenceResult, PreferenceStep
+
+Reply = TypeVar("Reply")
+
+ALL_CHECKPOINTS = 2**31
+"""The server removes the checkpoints that it does not keep."""
+
+
+class ServedEngine(Protocol):
+    """An engine with the parts that its server adds."""
+
+    engine: AsyncEngine
+    base: ServedBase | None
+    jobs: OrderedJobs
+
+
+class Order(Command[Reply], frozen=True):
+    """A command whose handler needs the server's parts."""
+
+    def apply(self, served: ServedEngine, tell: Tell | None = None) -> Reply | Future[Reply]:
+        """Do what the order says; `tell` is called with its events, on any thread."""
+        raise NotImplementedError
+
+
+class StartJob(Order[None], frozen=True):
+    """Begin a finetuning job, or go on with it from its last checkpoint.
+
+    Raises:
+        EngineError: the engine takes nothing new.
+        FinetuneError: bad options.
+    """
+
+    job: JobOrder
+
+    def apply(self, served: ServedEngine, tell: Tell | None = None) -> None:
+        assert tell is not None
+        served.jobs.begin(self.job, tell)
+
+
+class EndJob(Order[None], frozen=True):
+    """End a job: after its step, with a checkpoint, or now. Its end is an event of `StartJob`."""
+
+    adapter: str
+    interrupts: bool
+
+    def apply(self, served: ServedEngine, tell: Tell | None = None) -> None:
+        job = served.jobs.running.get(self.adapter)
+        if job is not None and self.interrupts:
+            job.interrupt()
+        elif job is not None:
+            job.cancel()
+
+
+class PutGrades(Order[None], frozen=True):
+    """Give a job the grades of its latest samples, or the error of their grader."""
+
+    adapter: str
+    rewards: list[float]
+    error: str | None = None
+
+    def apply(self, served: ServedEngine, tell: Tell | None = None) -> None:
+        job = served.jobs.running.get(self.adapter)
+        if isinstance(job, ReinforcementRun):
+            job.put_grades(self.rewards, self.error)
+
+
+class SetKeys(Order[None], frozen=True):
+    """Let clients of the engine's base, if it has a port for them, use these keys alone."""
+
+    keys: list[Key]
+
+    def apply(self, served: ServedEngine, tell: Tell | None = None) -> None:
+        if served.base is not None:
+            served.base.keys.become(Keys(self.keys))
+
+
+class Drain(Order[None], frozen=True):
+    """End the present work and take nothing new, as `AsyncEngine.drain`; reply at the end."""
+
+    timeout_s: float
+
+    def apply(self, served: ServedEngine, tell: Tell | None = None) -> Future[None]:
+        drained = served.engine.drain(self.timeout_s)
+        return drained if served.base is None else _both(drained, served.base.drain())
+
+
+def _both(one: Future[None], other: Future[None]) -> Future[None]:
+    both: Future[None] = Future()
+
+    def wait_for_other(_: Future[None]) -> None:
+        other.add_done_callback(lambda _: both.set_result(None))
+
+    one.add_done_callback(wait_for_other)
+    return both
+
+
+# -------------------------------------------------------------------------------------------- jobs
+
+
+class OrderedJob(Protocol):
+    """A job that runs."""
+
+    def interrupt(self) -> None:
+        """End it after its step, with a checkpoint."""
+
+    def cancel(self) -> None:
+        """End it now."""
+
+
+class OrderedJobs:
+    """The jobs of an engine that a server began.
+
+    Attributes:
+        running: the jobs that are not over, by the names of their adapters.
+    """
+
+    def __init__(self, executor: Executor, engine: AsyncEngine) -> None:
+        self.running: dict[str, OrderedJob] = {}
+        self._executor = executor
+        self._engine = engine
+        self._writing = device_pool(executor.device, 1, "pcg models")
+
+    def begin(self, order: JobOrder, tell: Tell) -> None:
+        """Begin a job; errors as of `StartJob`.
+
+        Args:
+            tell: is called with its news, on the engine's thread or another one.
+        """
+        if order.method == REINFORCEMENT:
+            run = ReinforcementRun(self._executor, self._engine, order, tell)
+            self.running[order.adapter] = run
+            run.begin(lambda: self._forget(order))
+        elif order.method == DPO:
+            self._begin_preferences(order, tell)
+        else:
+            self._begin_supervised(order, tell)
+
+    def close(self) -> None:
+        """Write no further adapters."""
+        self._writing.shutdown(cancel_futures=True)
+
+    def _forget(self, order: JobOrder) -> None:
+        self.running.pop(order.adapter, None)
+
+    def _begin_supervised(self, order: JobOrder, tell: Tell) -> None:
+        running = self._engine.finetune(
+            **_arguments(order, lambda record: tell(_step_of(record))), tenant=order.tenant
+        )
+        self.running[order.adapter] = running
+
+        def end(done: Future[FinetuneResult]) -> None:
+            self._forget(order)
+            error = done.exception()
+            if error is None:
+                # No later version can have taken its place: this is still the engine's thread.
+                adapter, tokens = self._executor.adapters[order.adapter], done.result().tokens
+                self._writing.submit(_finish, adapter, Path(order.output), tokens, tell)
+                return
+            goes_on = isinstance(error, FinetuneInterrupted | EngineError)
+            is_final = not goes_on and running.state is not JobState.CANCELLED
+            tell(JobEnd(str(running.state), is_final, kind=type(error).__name__, text=str(error)))
+
+        running.on_end(end)
+
+    def _begin_preferences(self, order: JobOrder, tell: Tell) -> None:
+        def end(result: PreferenceResult | None, error: Exception | None, is_final: bool) -> None:
+            self._forget(order)
+            if result is None:
+                tell(JobEnd("failed", is_final, kind=type(error).__name__, text=str(error)))
+                return
+            adapter = self._executor.adapters.get(order.adapter)
+            if adapter is None:  # removed meanwhile
+                text = "the adapter was removed before it was saved"
+                tell(JobEnd("failed", is_final=True, kind="AdapterNotFoundError", text=text))
+                return
+            _finish(adapter, Path(order.output), result.tokens, tell)
+
+        arguments = _arguments(order, lambda record: tell(_step_of(record)))
+        job = PreferenceJob(self._executor, end, arguments)
+        self.running[order.adapter] = job
+        job.begin()
+
+
+def _arguments(order: JobOrder, on_step: Callable[[Any], None]) -> dict[str, Any]:
+    return {
+        "data": Path(order.data),
+        "adapter": order.adapter,
+        "peft": start_of(order),
+        "eval_data": None if order.eval_data is None else Path(order.eval_data),
+        "checkpoint_dir": Path(order.checkpoints),
+        "keep_last": ALL_CHECKPOINTS,
+        "on_step": on_step,
+        **order.options,
+    }
+
+
+def _step_of(record: StepRecord | PreferenceStep) -> JobStep:
+    if isinstance(record, StepRecord):
+        eval_loss, more = record.eval_loss, {}
+    else:
+        eval_loss = None if record.evaluation is None else record.evaluation["loss"]
+        more = step_numbers(record)
+    return JobStep(
+        record.step,
+        record.total_steps,
+        record.loss,
+        eval_loss,
+        record.learning_rate,
+        record.gradient_norm,
+        record.tokens,
+        record.tokens_per_second,
+        None if record.checkpoint is None else record.checkpoint.name,
+        more,
+    )
+
+
+def _finish(adapter: Adapter, output: Path, tokens: int, tell: Tell) -> None:
+    """Write the adapter that a job ended with, and tell."""
+    try:
+        write_adapter(adapter, output)
+    except PcgError as error:
+        tell(JobEnd("failed", is_final=True, kind=type(error).__name__, text=str(error)))
+    else:
+        tell(JobEnd("succeeded", is_final=True, tokens=tokens))
