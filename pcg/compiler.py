@@ -68,15 +68,23 @@ class ProgramArguments(CompileOptions):
 
 
 @takes(ProgramArguments)
-def compile_program(given: ProgramArguments) -> Program:
+def compile_program(arguments: ProgramArguments) -> Program:
     """Compile a model to a program; no weights are needed.
 
     Raises:
         PcgError: what cannot be read, traced or attached is named.
     """
-    source, to_trace = source_of(given.model)
+    source, to_trace = source_of(arguments.model)
     device = machine_device()
-    return _compiled(source, to_trace, given.peft, given, device, given.observe, place=given.place)
+    return _compiled(
+        source,
+        to_trace,
+        arguments.peft,
+        arguments,
+        device,
+        arguments.observe,
+        place=arguments.place,
+    )
 
 
 def _compiled(
@@ -90,13 +98,15 @@ def _compiled(
     place: CallPieces | None = None,
 ) -> Program:
     recipes = recipes_of(peft)
-    given = {one.name: getattr(options, one.name) for one in dataclasses.fields(CompileOptions)}
-    given["costs"] = costs_name(options.costs) if options.tp > 1 else None
-    given["tp_plan"] = options.styles or None
-    given["dtype"] = dtype_name(options.dtype)
-    given["memory_budget"] = options.budget.written
-    given["backend"] = choose_backend(options.backend, device).name
-    settled = CompileOptions(**{**given, "attention": attention_libraries.OWN})
+    values = {
+        option.name: getattr(options, option.name) for option in dataclasses.fields(CompileOptions)
+    }
+    values["costs"] = costs_name(options.costs) if options.tp > 1 else None
+    values["tp_plan"] = options.styles or None
+    values["dtype"] = dtype_name(options.dtype)
+    values["memory_budget"] = options.budget.written
+    values["backend"] = choose_backend(options.backend, device).name
+    settled = CompileOptions(**{**values, "attention": attention_libraries.OWN})
     settings = settings_of(source.name, source.config, recipes.values(), settled, place)
     passes = pipeline(dataclasses.replace(settings, whole=whole))
     traced = passes.trace.run(to_trace, observe)
@@ -147,7 +157,7 @@ class CompileArguments(RankOptions, CompileOptions):
 
 
 @takes(CompileArguments)
-def compile(given: CompileArguments) -> Executor:
+def compile(arguments: CompileArguments) -> Executor:
     """Compile a model and load its weights: an executor that generates and finetunes.
 
     A model in memory is traced itself, with its own classes, buffers and hooks, and left as it was.
@@ -156,27 +166,31 @@ def compile(given: CompileArguments) -> Executor:
         ParallelError: the ranks have compiled different programs; which, and in what.
         PcgError: what cannot be read, traced, attached or loaded is named.
     """
-    device, module = given.device, given.model
-    sizes = given.sizes(given.tp)
+    device, module = arguments.device, arguments.model
+    sizes = arguments.sizes(arguments.tp)
     if sizes.world > 1:
         if started_ranks() == 1:
             check_started(sizes)
         # A rank's own GPU comes first: torch's current one is the same on all of them.
         device = own_device(machine_device(device))
-    costs = given.costs
-    if given.tp > 1 and costs is None:
-        costs = _own_sheet(machine_device(device), given.tp)
-    mesh = join_mesh(sizes, machine_device(device), given.rank_timeout_s).sharing(given.shard_base)
-    ranks, options = mesh.world, given
-    if given.tp > 1:
+    costs = arguments.costs
+    if arguments.tp > 1 and costs is None:
+        costs = _own_sheet(machine_device(device), arguments.tp)
+    mesh = join_mesh(sizes, machine_device(device), arguments.rank_timeout_s).sharing(
+        arguments.shard_base
+    )
+    ranks, options = mesh.world, arguments
+    if arguments.tp > 1:
         check_same(ranks, "compile", {"costs": "given" if costs else "measured"})
-        costs = costs or own_profile(mesh.tp, given.dtype, source_of(given.model)[0].config)
-        options = dataclasses.replace(given, costs=costs)
+        costs = costs or own_profile(mesh.tp, arguments.dtype, source_of(arguments.model)[0].config)
+        options = dataclasses.replace(arguments, costs=costs)
 
     def compiled_here(
         source: ModelSource, to_trace: Mapping[str, Any] | torch.nn.Module, whole: bool = False
     ) -> Program:
-        return _compiled(source, to_trace, given.peft, options, machine_device(device), whole=whole)
+        return _compiled(
+            source, to_trace, arguments.peft, options, machine_device(device), whole=whole
+        )
 
     if not isinstance(module, torch.nn.Module):
 
@@ -186,9 +200,9 @@ def compile(given: CompileArguments) -> Executor:
             return source, program, Checkpoint.open(source, program.base_prefix)
 
         source, program, checkpoint = agreed(ranks, "compile", read)
-        return make_executor(program, checkpoint, given.peft, source.directory, device, mesh)
+        return make_executor(program, checkpoint, arguments.peft, source.directory, device, mesh)
     count = sum(parameter.numel() for parameter in module.parameters())
-    verified = count <= VERIFIED_PARAMETERS if given.verify is None else given.verify
+    verified = count <= VERIFIED_PARAMETERS if arguments.verify is None else arguments.verify
 
     def compiled(whole: bool) -> Executor:
         def trace_here() -> Program:
@@ -198,7 +212,7 @@ def compile(given: CompileArguments) -> Executor:
 
         program = agreed(ranks, "compile", trace_here)
         weights = StateDictCheckpoint(module.state_dict(keep_vars=True), program.base_prefix)
-        executor = make_executor(program, weights, given.peft, None, device, mesh)
+        executor = make_executor(program, weights, arguments.peft, None, device, mesh)
         if verified:
             check_logits(executor, module)
         return executor
@@ -265,14 +279,14 @@ class LoadArguments(RankOptions):
 
 
 @takes(LoadArguments)
-def load(given: LoadArguments) -> Executor:
+def load(arguments: LoadArguments) -> Executor:
     """Load a compiled folder and its weights: an executor that generates and finetunes.
 
     Raises:
         PcgError: the folder or the weights are missing, damaged, or of another model.
     """
-    folder, weights = expanded(given.directory), given.weights
-    program = load_program(folder, trust_edits=given.trust_edits)
+    folder, weights = expanded(arguments.directory), arguments.weights
+    program = load_program(folder, trust_edits=arguments.trust_edits)
     for name, fields in program.recipes.items():
         try:
             recipe_of_fields(fields)
@@ -300,9 +314,9 @@ def load(given: LoadArguments) -> Executor:
     # A program compiled from a shipped config has no tokenizer; the weights come with one.
     has_tokenizer = (folder / "tokenizer.json").exists()
     tokenizer_directory = folder if has_tokenizer else source.directory
-    device = own_device(machine_device(given.device))
-    mesh = join_mesh(given.sizes(program.options.tp), device, given.rank_timeout_s)
-    mesh = mesh.sharing(given.shard_base)
+    device = own_device(machine_device(arguments.device))
+    mesh = join_mesh(arguments.sizes(program.options.tp), device, arguments.rank_timeout_s)
+    mesh = mesh.sharing(arguments.shard_base)
     return make_executor(program, checkpoint, None, tokenizer_directory, device, mesh)
 
 

@@ -344,7 +344,7 @@ def check_writable(directory: Path, what: str, error_type: type[PcgError]) -> No
         ) from error
 
 
-def exchange(one: Path, other: Path) -> bool:
+def exchange(first: Path, other: Path) -> bool:
     """Swap what two paths of a file system name, in one step.
 
     Returns:
@@ -356,7 +356,7 @@ def exchange(one: Path, other: Path) -> bool:
     rename = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
     if sys.platform != "linux" or rename is None:
         return False
-    if not rename(_AT_FDCWD, os.fsencode(one), _AT_FDCWD, os.fsencode(other), _RENAME_EXCHANGE):
+    if not rename(_AT_FDCWD, os.fsencode(first), _AT_FDCWD, os.fsencode(other), _RENAME_EXCHANGE):
         return True
     number = ctypes.get_errno()
     if number in (errno.EINVAL, errno.ENOSYS, errno.ENOTSUP):

@@ -97,11 +97,11 @@ def check_logits(executor: Executor, model: nn.Module) -> None:
                 name, f"logits of {len(tokens)} tokens are off by {error:.1e} of their size"
             )
     try:
-        (done,) = executor.generate([ids], max_new_tokens=_DECODED, ignore_eos=True)
+        (output,) = executor.generate([ids], max_new_tokens=_DECODED, ignore_eos=True)
     except UnsupportedError:  # no attention, or no kernel of its size; an engine says so
         return
-    rows = expected([*ids, *done.token_ids])[_TOKENS - 1 : -1]
-    chosen = rows.gather(-1, torch.tensor(done.token_ids)[:, None])[:, 0]
+    rows = expected([*ids, *output.token_ids])[_TOKENS - 1 : -1]
+    chosen = rows.gather(-1, torch.tensor(output.token_ids)[:, None])[:, 0]
     # Where two logits are nearly the same, rounding decides.
     short = (rows.max(-1).values - chosen) / _spread(rows)
     if (short > allowed).any():
@@ -130,12 +130,12 @@ def _logits(model: nn.Module, ids: Tensor) -> Tensor:
     return logits[0].cpu().double()
 
 
-def _relative_error(found: Tensor, expected: Tensor) -> float:
+def _relative_error(actual: Tensor, expected: Tensor) -> float:
     """The largest error of a token's logits, by their spread around their mean."""
-    if found.shape != expected.shape or not torch.equal(found.isfinite(), expected.isfinite()):
+    if actual.shape != expected.shape or not torch.equal(actual.isfinite(), expected.isfinite()):
         return float("inf")
-    found, expected = found.nan_to_num(0, 0, 0), expected.nan_to_num(0, 0, 0)
-    return float(((found - expected).norm(dim=-1) / _spread(expected)).max())
+    actual, expected = actual.nan_to_num(0, 0, 0), expected.nan_to_num(0, 0, 0)
+    return float(((actual - expected).norm(dim=-1) / _spread(expected)).max())
 
 
 def _spread(logits: Tensor) -> Tensor:

@@ -90,17 +90,17 @@ class Keys:
         """Replace the keys, for every holder of this object."""
         self._keys = others._keys
 
-    def find(self, given: str) -> Key | None:
+    def find(self, sent: str) -> Key | None:
         """Return the key that a client sent; None if it is none.
 
         Every key is compared, in a time that does not depend on where a hash differs.
         """
-        digest = digest_of(given)
-        found = None
+        digest = digest_of(sent)
+        match = None
         for key in self._keys:
             if hmac.compare_digest(key.digest, digest):
-                found = key
-        return found
+                match = key
+        return match
 
 
 def digest_of(key: str) -> bytes:
@@ -108,11 +108,11 @@ def digest_of(key: str) -> bytes:
     return hashlib.sha256(key.encode("utf-8", "surrogatepass")).digest()
 
 
-def open_keys(given: Sequence[str], file: Path | None) -> tuple[Keys, str | None]:
+def open_keys(sent: Sequence[str], file: Path | None) -> tuple[Keys, str | None]:
     """Make the keys of a server.
 
     Args:
-        given: keys with all scopes, of the one tenant `default`; by default the one in the
+        sent: keys with all scopes, of the one tenant `default`; by default the one in the
             environment's PCG_API_KEY, which other processes do not see.
         file: a file of further keys.
     Returns:
@@ -120,34 +120,34 @@ def open_keys(given: Sequence[str], file: Path | None) -> tuple[Keys, str | None
     Raises:
         ServeError: a key is too short, or the file is damaged.
     """
-    made = None
-    own = os.environ.get(VARIABLE)
-    if own and not given:
-        given = (own,)
-    if not given and file is None:
-        made = f"pcg-{secrets.token_urlsafe(24)}"
-        given = (made,)
-    for key in given:
+    created = None
+    environment = os.environ.get(VARIABLE)
+    if environment and not sent:
+        sent = (environment,)
+    if not sent and file is None:
+        created = f"pcg-{secrets.token_urlsafe(24)}"
+        sent = (created,)
+    for key in sent:
         if len(key) < _SHORTEST or not key.isascii() or not key.isprintable() or " " in key:
             raise ServeError(
                 f"an API key has {len(key)} characters; use at least {_SHORTEST}, ASCII without "
                 "spaces"
             )
     everything = frozenset(Scope)
-    names = ["default", *(f"default-{number}" for number in range(2, len(given) + 1))]
+    names = ["default", *(f"default-{number}" for number in range(2, len(sent) + 1))]
     keys = [
         Key(name, digest_of(key), everything, "default")
-        for name, key in zip(names, given, strict=False)
+        for name, key in zip(names, sent, strict=False)
     ]
-    return Keys([*keys, *(_read(file) if file is not None else ())]), made
+    return Keys([*keys, *(_read(file) if file is not None else ())]), created
 
 
 def _read(file: Path) -> list[Key]:
     where = shown_path(file)
-    found = json_value(read_bytes(file, ServeError), where, ServeError)
-    if not isinstance(found, list) or not found:
+    entries = json_value(read_bytes(file, ServeError), where, ServeError)
+    if not isinstance(entries, list) or not entries:
         raise ServeError(f"{where} has to be a list of keys, at least one")
-    return [_key(entry, f"{where}, key {index}") for index, entry in enumerate(found)]
+    return [_key(entry, f"{where}, key {index}") for index, entry in enumerate(entries)]
 
 
 def _key(entry: Any, where: str) -> Key:
@@ -166,6 +166,6 @@ def _key(entry: Any, where: str) -> Key:
             "as `printf %s KEY | sha256sum` prints them"
         )
     words = [scope.value for scope in Scope]
-    if not isinstance(scopes, list) or not scopes or not all(one in words for one in scopes):
+    if not isinstance(scopes, list) or not scopes or not all(word in words for word in scopes):
         raise ServeError(f"{where}: scopes={shown(scopes)}; use a list of {', '.join(words)}")
     return Key(str(name), bytes.fromhex(digest), frozenset(map(Scope, scopes)), str(tenant))

@@ -50,19 +50,19 @@ def takes(
     """
 
     def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
-        own = inspect.signature(function)
+        wrapped_signature = inspect.signature(function)
         fields = inspect.signature(arguments)
-        before = list(own.parameters.values())[:-1]  # `self` of a method
+        before = list(wrapped_signature.parameters.values())[:-1]  # `self` of a method
 
         @functools.wraps(function)
         def call(*args: Any, **keywords: Any) -> Any:
             check_names(keywords, fields.parameters, error)
-            given = fields.bind(*args[len(before) :], **keywords)
-            return function(*args[: len(before)], arguments(*given.args, **given.kwargs))
+            bound = fields.bind(*args[len(before) :], **keywords)
+            return function(*args[: len(before)], arguments(*bound.args, **bound.kwargs))
 
         signature = fields.replace(
             parameters=[*before, *fields.parameters.values()],
-            return_annotation=own.return_annotation,
+            return_annotation=wrapped_signature.return_annotation,
         )
         call.__signature__ = signature  # type: ignore[attr-defined]
         call.__doc__ = _with_args(function.__doc__ or "", field_docs(arguments))
@@ -100,9 +100,9 @@ def _entries(docstring: str) -> dict[str, str]:
     _, _, section = docstring.partition("Attributes:\n")
     section = re.split(r"^\S", section, maxsplit=1, flags=re.MULTILINE)[0]
     entries: dict[str, str] = {}
-    for found in _ENTRY.finditer(section):
-        text = " ".join(found[2].split())
-        entries |= dict.fromkeys(re.split(r",\s*", found[1]), text)
+    for match in _ENTRY.finditer(section):
+        text = " ".join(match[2].split())
+        entries |= dict.fromkeys(re.split(r",\s*", match[1]), text)
     return entries
 
 
@@ -110,7 +110,7 @@ def _with_args(docstring: str, docs: Mapping[str, str]) -> str:
     """A docstring with the fields as its section `Args`, before the sections that it has."""
     text = inspect.cleandoc(docstring)
     lines = "\n".join(["Args:", *(f"    {name}: {doc}" for name, doc in docs.items())])
-    found = re.search(r"^(Returns|Raises|Yields):$", text, re.MULTILINE)
-    if found is None:
+    match = re.search(r"^(Returns|Raises|Yields):$", text, re.MULTILINE)
+    if match is None:
         return f"{text}\n\n{lines}\n"
-    return f"{text[: found.start()].rstrip()}\n\n{lines}\n{text[found.start() :]}\n"
+    return f"{text[: match.start()].rstrip()}\n\n{lines}\n{text[match.start() :]}\n"

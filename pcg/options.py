@@ -90,10 +90,10 @@ class PlanOptions:
             return
         defaults = {"costs": None, "tp_plan": None, "gradient_accumulation_steps": 1}
         for name, default in defaults.items():
-            given = getattr(self, name)
-            if given != default:
+            count = getattr(self, name)
+            if count != default:
                 raise ParallelError(
-                    f"{name}={given!r} has no effect with tp=1, where nothing is parallelized; "
+                    f"{name}={count!r} has no effect with tp=1, where nothing is parallelized; "
                     f"give tp=2 or more (--tp 2), or leave {name} out"
                 )
         if self.sequence_parallel:
@@ -242,8 +242,8 @@ class ExplainOptions(OptimizerChoice, CompileOptions):
         if tokens is not None and (type(tokens) is not int or tokens < 0):
             raise UnsupportedError(f"serve_tokens={tokens!r}; use an int of at least 0")
         for name in ("cp", "pp", "shard_base"):
-            if type(given := getattr(self, name)) is not int or given < 1:
-                raise ParallelError(f"{name}={given!r}; use an int of at least 1")
+            if type(value := getattr(self, name)) is not int or value < 1:
+                raise ParallelError(f"{name}={value!r}; use an int of at least 1")
         if self.device not in ("cuda", "cpu"):
             raise UnsupportedError(f"device={self.device!r}; use cuda or cpu")
         if self.device == "cpu" and self.gpus:

@@ -15,10 +15,10 @@ _BYTES = {
 
 def parse_bytes(text: str) -> int | None:
     """The bytes that a text such as `8GiB` or `500 MB` names; None if it is no size with a unit."""
-    found = re.fullmatch(r"\s*(\d+\.?\d*|\.\d+)(e[+-]?\d+)?\s*([A-Za-z]+)\s*", text)
-    if found is None or found[3] not in _BYTES:
+    match = re.fullmatch(r"\s*(\d+\.?\d*|\.\d+)(e[+-]?\d+)?\s*([A-Za-z]+)\s*", text)
+    if match is None or match[3] not in _BYTES:
         return None
-    return int(float(found[1] + (found[2] or "")) * _BYTES[found[3]])
+    return int(float(match[1] + (match[2] or "")) * _BYTES[match[3]])
 
 
 def size_text(size_bytes: float) -> str:

@@ -37,16 +37,16 @@ Item: TypeAlias = Node | GroupKernel
 
 def emit_function(function: Function, items: Sequence[Item] | None = None) -> str:
     """The source of one function of nodes and launches, in their order; by default the graph's."""
-    graph, given = function.graph, function.given
+    graph, holders = function.graph, function.holders
     expressions = _expressions(graph)
-    packed = {value for values in given.values() for value in values}
+    packed = {value for values in holders.values() for value in values}
     inputs = [expressions[v.name] for v in graph.inputs if v.name not in packed]
-    lines = [f"def {function.name}({', '.join(['w', 'a', 'batch', *given, *inputs])}):"]
+    lines = [f"def {function.name}({', '.join(['w', 'a', 'batch', *holders, *inputs])}):"]
     lines += [f'    """{function.doc}', ""]
     lines += [f"    {value.name}: {value.type}" for value in graph.inputs]
     lines += [f"    -> {output}: {graph.types[output]}" for output in graph.outputs]
     lines.append('    """')
-    for holder, values in given.items():
+    for holder, values in holders.items():
         if values:
             lines += wrapped([f"{python_name(n)}," for n in values], "(", f") = {holder}")
             lines.append(f"    {holder}.clear()")
@@ -145,8 +145,8 @@ def _last_uses(
     lasting = {*graph.outputs, *graph.parameters_by_name}
     last: dict[str, int] = {value.name: -1 for value in graph.inputs}
     for index, item in enumerate(items):
-        made = item.outputs if isinstance(item, GroupKernel) else [v.name for v in item.outputs]
-        last |= dict.fromkeys(made, waited.get(index, index)) | dict.fromkeys(item.inputs, index)
+        outputs = item.outputs if isinstance(item, GroupKernel) else [v.name for v in item.outputs]
+        last |= dict.fromkeys(outputs, waited.get(index, index)) | dict.fromkeys(item.inputs, index)
     uses: dict[int, list[str]] = {}
     for name, index in last.items():
         if name not in lasting and index >= 0:
@@ -215,9 +215,9 @@ def emit_with_kernels(function: Function) -> str:
 
 def _operators(group: KernelGroup) -> list[str]:
     """The operators that a kernel is named by; what reads and adds for them is left out."""
-    found = dict.fromkeys(node.op for node in group.nodes)
-    named = [op for op in found if op != "add_deferred" and not operator(op).is_view]
-    every = named or list(found)
+    operators = dict.fromkeys(node.op for node in group.nodes)
+    named = [op for op in operators if op != "add_deferred" and not operator(op).is_view]
+    every = named or list(operators)
     return every if len(every) <= _MOST_NAMED else [*every[: _MOST_NAMED - 1], "and_more"]
 
 
@@ -265,7 +265,7 @@ def emit_module(
 
 def _pieces(functions: Sequence[Function]) -> Iterator[str]:
     """The texts of the pieces that functions ask a base executor for, each once."""
-    called = (n for one in functions for n in one.graph.nodes if n.op == BasePiece.name)
+    called = (n for function in functions for n in function.graph.nodes if n.op == BasePiece.name)
     for text in dict.fromkeys(str(node.attribute("text")) for node in called):
         escaped = text.replace("\\", "\\\\").replace("'", "\\'")
         yield f"{piece_constant(text)} = '''{escaped}'''\n"

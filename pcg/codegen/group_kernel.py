@@ -72,8 +72,8 @@ def _side_by_side(group: KernelGroup, name: str) -> str:
     shapes = [TileShape.of(part, elements) for part in group.parts]
     names = [f"{name}_of_{python_name(part.outputs[0])}" for part in group.parts]
     functions = [
-        TileWriter(part, own, shape, is_part=True).written()
-        for part, own, shape in zip(group.parts, names, shapes, strict=True)
+        TileWriter(part, part_names, shape, is_part=True).written()
+        for part, part_names, shape in zip(group.parts, names, shapes, strict=True)
     ]
     firsts = [f"first_{i}" for i in range(1, len(group.parts))]
     constants = [f"{name}: tl.constexpr" for name in constants_of(group)]
@@ -92,19 +92,19 @@ def _side_by_side(group: KernelGroup, name: str) -> str:
         *filled(f'"""{"; ".join(map(_operators, group.parts))}."""'.split()),
         "    program = tl.program_id(0)",
     ]
-    for i, (part, own, shape) in enumerate(zip(group.parts, names, shapes, strict=True)):
+    for i, (part, part_names, shape) in enumerate(zip(group.parts, names, shapes, strict=True)):
         kernel.append(f"    {_condition(i, len(group.parts))}:")
-        kernel += _call(part, own, shape, f"program - first_{i}" if i else "program")
+        kernel += _call(part, part_names, shape, f"program - first_{i}" if i else "program")
     return "\n\n\n".join([*functions, "\n".join(kernel)])
 
 
 def _inputs(group: KernelGroup) -> str:
     flags = ", ".join(str(group.graph.types[name].is_token_wise) for name in group.inputs)
-    found = f"token_wise=({flags},)"
+    source = f"token_wise=({flags},)"
     for kind, names in (("apart", group.apart), ("deferred", group.deferred)):
         if names:
-            found += f", {kind}=({', '.join(str(group.inputs.index(n)) for n in names)},)"
-    return found
+            source += f", {kind}=({', '.join(str(group.inputs.index(n)) for n in names)},)"
+    return source
 
 
 def _cut(shape: TileShape) -> str:
@@ -126,8 +126,8 @@ def _output(name: str, group: KernelGroup) -> str:
     if node is None:
         return type_
     values = (*group.inputs, *group.outputs)
-    given = f" of {values.index(node.inputs[0])}" if node.inputs[0] in values else ""
-    return f"{node.attribute('to')} {type_}{given}"
+    origin = f" of {values.index(node.inputs[0])}" if node.inputs[0] in values else ""
+    return f"{node.attribute('to')} {type_}{origin}"
 
 
 def _parts(group: KernelGroup, shapes: list[TileShape]) -> Iterator[str]:

@@ -33,21 +33,21 @@ def statement(text: str, indent: int = 4) -> str:
 
 def _parts(inner: str) -> list[str]:
     """Arguments, or else the operands of the loosest operator, which begins each but the first."""
-    found = _arguments(inner)
+    operands = _arguments(inner)
     words = inner.split(" ")
     for kind in _OPERATORS:
-        if len(found) > 1:
-            return found
-        found, depth = [], 0
+        if len(operands) > 1:
+            return operands
+        operands, depth = [], 0
         for word in words:
-            if not depth and word in kind and found:
-                found.append(word)
-            elif found:
-                found[-1] += f" {word}"
+            if not depth and word in kind and operands:
+                operands.append(word)
+            elif operands:
+                operands[-1] += f" {word}"
             else:
-                found.append(word)
+                operands.append(word)
             depth += sum({"(": 1, "[": 1, ")": -1, "]": -1}.get(mark, 0) for mark in word)
-    return found
+    return operands
 
 
 def _arguments(inner: str) -> list[str]:

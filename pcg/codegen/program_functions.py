@@ -18,8 +18,8 @@ class Function:
         doc: the first line of its docstring.
         outputs: groups of the graph's outputs, each of which is returned as a tuple; None to
             return the outputs themselves.
-        given: inputs that arrive together, in lists of these names before the others. The function
-            empties them, so that it alone holds what is in them.
+        holders: names of lists before the other arguments, each with the inputs that it holds. The
+            function empties them, so that no other reference keeps the inputs alive.
         free: True to delete each value after its last use.
         yields_products: True to make it a generator that asks its caller for products by frozen
             weights, so that functions that run together run these together.
@@ -29,7 +29,7 @@ class Function:
     name: str
     doc: str
     outputs: Sequence[Sequence[str]] | None = None
-    given: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    holders: Mapping[str, Sequence[str]] = field(default_factory=dict)
     free: bool = False
     yields_products: bool = False
 
@@ -91,7 +91,7 @@ def training_functions(
             prologue.name,
             "Prologue, backward. Gradients of its adapters.",
             outputs=[prologue.outputs],
-            given={"gradients": incoming},
+            holders={"gradients": incoming},
             free=True,
         )
     for index, plan in enumerate(plans):
@@ -129,7 +129,7 @@ def _plan_functions(block: Graph, plan: TrainingGraph, where: str) -> Iterator[F
         f"{where}, backward. Gradients of its inputs{'' if count else ': none'}, and of its "
         "adapters.",
         outputs=[outputs[:count], outputs[count:]],
-        given={"kept": plan.saved, "gradients": incoming},
+        holders={"kept": plan.saved, "gradients": incoming},
         free=True,
         yields_products=True,
     )

@@ -93,28 +93,30 @@ def _power_of_two(size: int) -> int:
     return 1 << max(size - 1, 0).bit_length()
 
 
-def position_read(read: TensorType, made: TensorType, place: TilePosition, op: str) -> TilePosition:
+def position_read(
+    read: TensorType, output: TensorType, place: TilePosition, op: str
+) -> TilePosition:
     """The position at which an operator reads an input to make its output at a position."""
-    own, of_output = read.features, made.features
-    if op == "reshape" and own[-1:] != of_output[-1:]:
+    features, of_output = read.features, output.features
+    if op == "reshape" and features[-1:] != of_output[-1:]:
         linear = _linear(place, of_output[-1])
-        if prod(own[:-1]) == 1:
+        if prod(features[:-1]) == 1:
             return TilePosition("0", linear)
-        return TilePosition(f"({linear} // {own[-1]})", f"({linear} % {own[-1]})")
-    column = "0" if own[-1] == 1 else place.column
-    rows, rows_made = prod(own[:-1]), prod(of_output[:-1])
+        return TilePosition(f"({linear} // {features[-1]})", f"({linear} % {features[-1]})")
+    column = "0" if features[-1] == 1 else place.column
+    rows, rows_made = prod(features[:-1]), prod(of_output[:-1])
     if rows == rows_made:
         return TilePosition(place.group, column)
     if rows == 1:
         return TilePosition("0", column)
-    return TilePosition(_broadcast_group(own[:-1], of_output[:-1], place.group), column)
+    return TilePosition(_broadcast_group(features[:-1], of_output[:-1], place.group), column)
 
 
-def _broadcast_group(own: tuple[int, ...], made: tuple[int, ...], group: str) -> str:
+def _broadcast_group(input_rows: tuple[int, ...], output_rows: tuple[int, ...], group: str) -> str:
     """The row of an input that is repeated along some dims of rows."""
     terms, stride, own_stride = [], 1, 1
-    padded = (1,) * (len(made) - len(own)) + own
-    for size, size_made in zip(reversed(padded), reversed(made), strict=True):
+    padded = (1,) * (len(output_rows) - len(input_rows)) + input_rows
+    for size, size_made in zip(reversed(padded), reversed(output_rows), strict=True):
         if size != 1:
             terms.append(f"{group} // {stride} % {size_made} * {own_stride}")
         stride, own_stride = stride * size_made, own_stride * size
@@ -325,8 +327,8 @@ class TileWriter:
                 self.variables[key] = self._loaded(name, place)
             else:
                 tile = _NodeTile(self, node, place)
-                found = operator(node.op).tile(tile, dict(node.attributes))
-                rounded = tile.rounded(found, node.output.type.dtype)
+                expression = operator(node.op).tile(tile, dict(node.attributes))
+                rounded = tile.rounded(expression, node.output.type.dtype)
                 self.variables[key] = self.assign(name, rounded)
         return self.variables[key]
 
@@ -369,8 +371,8 @@ class TileWriter:
         by_row = type_.is_token_wise or (has_rows and not is_flat)
         by_column = self.shape.is_padded and (place.column != "0" or (has_rows and is_flat))
         masks = {(True, True): "inside", (True, False): "in_rows", (False, True): "in_row"}
-        found = (masks.get((by_row, by_column), ""), place.mask)
-        return " & ".join(one for one in found if one)
+        conditions = (masks.get((by_row, by_column), ""), place.mask)
+        return " & ".join(condition for condition in conditions if condition)
 
     def _offset(self, place: TilePosition, type_: TensorType) -> str:
         """A value's element among its features."""
@@ -451,10 +453,10 @@ class _NodeTile:
         if operator(self.node.op).sums_rows and type_.features[-1] == 1:
             type_ = self._type(0)
         place = writer.main(type_)
-        found = summand(replace(self, place=place))
+        term = summand(replace(self, place=place))
         if writer.shape.is_padded:
-            found = f"tl.where(in_row, {found}, 0.0)"
-        return writer.let(name, f"tl.sum({found}, 1)[:, None]")
+            term = f"tl.where(in_row, {term}, 0.0)"
+        return writer.let(name, f"tl.sum({term}, 1)[:, None]")
 
 
 def _atom(expression: str) -> str:

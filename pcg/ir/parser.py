@@ -104,8 +104,8 @@ class TokenReader:
     def fail(self, expected: str, token: Token | None = None) -> NoReturn:
         """Raise a ParseError at the token, the current one unless given."""
         token = token or self.token
-        found = "the end of the text" if token.kind == "end" else repr(token.text)
-        self._raise(token.start, f"expected {expected}, found {found}")
+        token_text = "the end of the text" if token.kind == "end" else repr(token.text)
+        self._raise(token.start, f"expected {expected}, found {token_text}")
 
     def _raise(self, start: int, message: str) -> NoReturn:
         number = self._text.count("\n", 0, start) + 1
@@ -126,9 +126,9 @@ class TokenReader:
         return self.token.kind in ("sign", "word") and self.token.text in texts
 
     def accept(self, text: str) -> bool:
-        found = self.next_is(text)
-        self._position += found
-        return found
+        accepted = self.next_is(text)
+        self._position += accepted
+        return accepted
 
     def expect(self, *texts: str) -> str:
         if not self.next_is(*texts):
@@ -259,10 +259,10 @@ class _Parser(TokenReader):
         return self._several(lambda: self.take("value", "a value's name, as in %x").text[1:])
 
     def _several(self, read: Callable[[], _Read]) -> tuple[_Read, ...]:
-        found = [read()]
+        items = [read()]
         while self.accept(","):
-            found.append(read())
-        return tuple(found)
+            items.append(read())
+        return tuple(items)
 
     def _parameter(self) -> Parameter:
         role = self.advance().text

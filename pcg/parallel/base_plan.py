@@ -34,19 +34,19 @@ _LAYOUTS = dict(zip(STYLES, (COLUMN, ROW, REPLICATED), strict=True))
 
 
 def base_plan(
-    graph: Graph, degree: int, given: Mapping[str, str] | None = None
+    graph: Graph, degree: int, styles: Mapping[str, str] | None = None
 ) -> dict[str, Layout]:
     """Layouts of the weights of a layer's matrix products, by parameter; others stay whole.
 
     Args:
         graph: a layer's graph without bypass networks.
         degree: the number of ranks.
-        given: the user's plan, `PlanOptions.styles`; products that it does not name are replicated.
+        styles: the user's plan, `PlanOptions.styles`; products without a style are replicated.
     Raises:
         ParallelError: the degree divides neither heads nor products; names those that do. Or a
             given module is no linear operator of the layer.
     """
-    plan = _given(graph, given) if given else _pairs(graph, degree)
+    plan = _given(graph, styles) if styles else _pairs(graph, degree)
     sizes = list(_sizes(graph, plan))
     if any(size % degree for _, size in sizes):
         what, size = next((what, size) for what, size in sizes if size % degree)
@@ -71,7 +71,7 @@ def _way_out(graph: Graph, degree: int, plan: Mapping[str, Layout]) -> str:
 
 
 def _style(layout: Layout) -> str:
-    return next(style for style, one in _LAYOUTS.items() if one == layout)
+    return next(style for style, candidate in _LAYOUTS.items() if candidate == layout)
 
 
 def _plans_of_pairs(graph: Graph, plan: Mapping[str, Layout]) -> Iterator[Mapping[str, Layout]]:
@@ -95,10 +95,10 @@ def _paths(graph: Graph) -> dict[str, str]:
     return {w: source.rpartition("{layer}.")[2] for w, source in sources.items()}
 
 
-def _given(graph: Graph, given: Mapping[str, str]) -> dict[str, Layout]:
+def _given(graph: Graph, styles: Mapping[str, str]) -> dict[str, Layout]:
     paths = _paths(graph)
     plan = dict.fromkeys(paths, REPLICATED)
-    for module, style in given.items():
+    for module, style in styles.items():
         wanted = f".{module.rpartition('*.')[2]}"
         named = [w for w in paths if f".{paths[w]}".endswith(wanted)]
         if not named:
@@ -129,15 +129,15 @@ def partitioned_attentions(graph: Graph, plan: Mapping[str, Layout]) -> frozense
     The graph is a layer's without bypass networks, the plan has the layouts of its weights.
     """
     has_part: set[str] = set()
-    found = set()
+    attentions = set()
     for node in graph.nodes:
         if node.op == "attention" and node.inputs[0] in has_part:
-            found.add(node.name)
+            attentions.add(node.name)
         weight = _frozen_weight(graph, node)
-        made = weight is None and any(name in has_part for name in node.inputs)
-        if made or plan.get(weight or "") == COLUMN:
+        is_part = weight is None and any(name in has_part for name in node.inputs)
+        if is_part or plan.get(weight or "") == COLUMN:
             has_part.update(value.name for value in node.outputs)
-    return frozenset(found)
+    return frozenset(attentions)
 
 
 def _pairs(graph: Graph, degree: int) -> dict[str, Layout]:
@@ -147,11 +147,11 @@ def _pairs(graph: Graph, degree: int) -> dict[str, Layout]:
     for node in graph.nodes:
         weight = _frozen_weight(graph, node)
         behind = frozenset().union(*(makers.get(name, ()) for name in node.inputs))
-        made = behind
+        makers_of_output = behind
         if node.op == "experts":
             # Each rank has a part of every expert, and so all that the router says.
             plan |= dict.fromkeys(behind, REPLICATED)
-            made = frozenset()
+            makers_of_output = frozenset()
         elif weight is None:
             values = [name for name in node.inputs if name not in graph.parameters_by_name]
             adds_whole = node.op in ("add", "sub") and not all(makers.get(n) for n in values)
@@ -159,15 +159,15 @@ def _pairs(graph: Graph, degree: int) -> dict[str, Layout]:
                 # A shard meets a whole value: those products are no pairs with a later one.
                 for name in behind:
                     plan.pop(name, None)
-                made = frozenset()
+                makers_of_output = frozenset()
             if node.op == "attention" and graph.types[node.inputs[1]].features[-2] % degree:
                 for name in {*makers.get(node.inputs[1], ()), *makers.get(node.inputs[2], ())}:
                     plan[name] = REPLICATED
         elif behind & plan.keys():
-            plan[weight], made = ROW, frozenset()
+            plan[weight], makers_of_output = ROW, frozenset()
         else:
-            plan[weight], made = COLUMN, frozenset([weight])
-        makers.update((value.name, made) for value in node.outputs)
+            plan[weight], makers_of_output = COLUMN, frozenset([weight])
+        makers.update((value.name, makers_of_output) for value in node.outputs)
     for name in graph.outputs:
         for weight in makers.get(name, ()):
             plan.pop(weight, None)
@@ -176,11 +176,11 @@ def _pairs(graph: Graph, degree: int) -> dict[str, Layout]:
 
 def _experts(graph: Graph) -> dict[str, Layout]:
     """Layouts of experts' weights, cut by the features between gate, up and down."""
-    found: dict[str, Layout] = {}
+    layouts: dict[str, Layout] = {}
     for node in graph.nodes:
         if node.op == "experts":
-            found |= zip(node.inputs[3:], EXPERTS_BY_FEATURES, strict=True)
-    return found
+            layouts |= zip(node.inputs[3:], EXPERTS_BY_FEATURES, strict=True)
+    return layouts
 
 
 def _frozen_weight(graph: Graph, node: Node) -> str | None:

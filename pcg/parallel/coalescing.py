@@ -38,12 +38,12 @@ class Access:
 
 def accesses_of(graph: Graph) -> list[Access]:
     """The accesses of a rank's graph, in the order of its nodes."""
-    found = []
+    accesses = []
     for node in graph.nodes:
         is_shared = node.op in _COALESCED and not node.get("tokens")
         key = (node.op, graph.types[node.inputs[0]].dtype) if is_shared else None
-        found.append(Access(key, node.inputs, tuple(value.name for value in node.outputs)))
-    return found
+        accesses.append(Access(key, node.inputs, tuple(value.name for value in node.outputs)))
+    return accesses
 
 
 def coalesced_runs(accesses: Sequence[Access]) -> list[list[int]]:
@@ -138,7 +138,7 @@ def _reshards(graph: Graph, node_plan: NodePlan, active: Container[str]) -> Iter
 
 def _backward(events: Sequence[_Event], reached: set[tuple[str, Layout]]) -> Iterator[_Sent]:
     for event in reversed(events):
-        reads = tuple(made for made in event.makes if made in reached)
+        reads = tuple(value for value in event.makes if value in reached)
         if event.reshard and event.reshard[0].op == "regather" and event.active:
             # Its value was not saved, so that backward gathers it with or without a gradient.
             yield event, (), ()
@@ -151,18 +151,18 @@ def _messages(
     sent: Sequence[_Sent], kind_of: Callable[[Reshard], str], degree: int
 ) -> tuple[Message, ...]:
     accesses, alone = [], []
-    found: dict[int, tuple[str, TensorType]] = {}
+    messages: dict[int, tuple[str, TensorType]] = {}
     for place, (event, reads, makes) in enumerate(sent):
         key = None
         if event.reshard and (kind := kind_of(event.reshard[0])):
             reshard, type_ = event.reshard
-            found[place] = (kind, reshard.message(type_, degree))
+            messages[place] = (kind, reshard.message(type_, degree))
             if reshard.is_of_tokens(type_):
                 alone.append([place])
             else:
                 key = (kind, type_.dtype)
         accesses.append(Access(key, reads, makes))
     return tuple(
-        Message(found[run[0]][0], tuple(found[place][1] for place in run))
+        Message(messages[run[0]][0], tuple(messages[place][1] for place in run))
         for run in sorted(coalesced_runs(accesses) + alone)
     )

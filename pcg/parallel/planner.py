@@ -115,11 +115,11 @@ class ReshardPaths:
         self, type_: TensorType, have: frozenset[Layout], reshards: Iterable[Reshard]
     ) -> frozenset[Layout]:
         """The layouts of a value after some reshards."""
-        for one in reshards:
-            is_had = not self.is_marked(type_, one.before) or saved(one.before) in have
-            if is_had and one.op != "gather" and not is_saved(one.after):
-                have |= self.made(type_, one.after)
-            have |= {one.after}
+        for reshard in reshards:
+            is_had = not self.is_marked(type_, reshard.before) or saved(reshard.before) in have
+            if is_had and reshard.op != "gather" and not is_saved(reshard.after):
+                have |= self.made(type_, reshard.after)
+            have |= {reshard.after}
         return have
 
     # ------------------------------------------------------------------------------------- paths
@@ -185,24 +185,24 @@ def reshards_from(
     A tensor can be held in `parts`; `tokens` is the one of these that shards its tokens, where
     ranks may hold such.
     """
-    found: list[tuple[str, Layout]]
+    steps: list[tuple[str, Layout]]
     if layout == SAVED_COPY:
-        found = [("recompute", saved(part)) for part in parts if part != tokens]
+        steps = [("recompute", saved(part)) for part in parts if part != tokens]
     elif is_saved(layout):
-        found = [("recompute", saved(PRE_REDUCE))] if layout.state is State.PARTITIONED else []
+        steps = [("recompute", saved(PRE_REDUCE))] if layout.state is State.PARTITIONED else []
     elif layout == WHOLE:
-        found = [("replicate", REPLICATED), *(("partition", part) for part in parts)]
+        steps = [("replicate", REPLICATED), *(("partition", part) for part in parts)]
     elif layout == REPLICATED:
-        found = [("take", part) for part in parts]
+        steps = [("take", part) for part in parts]
     elif layout == PRE_REDUCE:
-        found = [("reduce", WHOLE)]
+        steps = [("reduce", WHOLE)]
         if tokens is not None:
-            found.append(("scatter", tokens))
+            steps.append(("scatter", tokens))
     else:
-        found = [("combine", WHOLE), ("place", PRE_REDUCE)]
+        steps = [("combine", WHOLE), ("place", PRE_REDUCE)]
         if layout == tokens:
-            found += [("gather", REPLICATED), ("regather", SAVED_COPY)]
-    return tuple(Reshard(op, layout, after) for op, after in found)
+            steps += [("gather", REPLICATED), ("regather", SAVED_COPY)]
+    return tuple(Reshard(op, layout, after) for op, after in steps)
 
 
 # ------------------------------------------------------------------------------------------ planner
@@ -321,21 +321,21 @@ class Planner:
             TypeCheckError: no way to run an operator takes its inputs in the layouts that can be
                 had; names the operator, the layouts, and what it takes.
         """
-        given = {
+        versions = {
             value.name: self.paths.made(value.type, fixed.inputs.get(value.name, WHOLE))
             for value in self.graph.inputs
         }
-        states = [_State(given, (0.0, 0))]
+        states = [_State(versions, (0.0, 0))]
         for place, node in enumerate(self.graph.nodes):
-            found: dict[object, _State] = {}
+            by_key: dict[object, _State] = {}
             for state in states:
                 for new in self._after(state, place, node, fixed):
                     key = tuple(sorted(new.versions.items()))
-                    if key not in found or new.cost < found[key].cost:
-                        found[key] = new
-            if not found:
+                    if key not in by_key or new.cost < by_key[key].cost:
+                        by_key[key] = new
+            if not by_key:
                 raise TypeCheckError(self._refusal(node, states[0], fixed))
-            states = self._undominated(found.values(), fixed)
+            states = self._undominated(by_key.values(), fixed)
         ends = [end for state in states if (end := self._ended(state, fixed)) is not None]
         if not ends:
             wanted = ", ".join(map(str, self._outputs(fixed)))
@@ -358,14 +358,14 @@ class Planner:
         outputs = tuple(value.type for value in node.outputs)
         needs = tuple(name in self.active for name in node.inputs)
         takes_all = node.name not in self._token_nodes
-        found = {}
+        rules = {}
         for rule in operator(node.op).shardings(types, dict(node.attributes)):
             held = (*zip(types, rule.inputs, strict=True), *zip(outputs, rule.outputs, strict=True))
             if takes_all and any(at.dim and at == token_part(type_) for type_, at in held):
                 continue
             if all(self.paths.fits(type_, layout) for type_, layout in held):
-                found[rule] = self.costs.node(node, self.graph, rule, needs)
-        return found
+                rules[rule] = self.costs.node(node, self.graph, rule, needs)
+        return rules
 
     def _after(self, state: _State, place: int, node: Node, fixed: Constraints) -> Iterator[_State]:
         only = fixed.rules.get(node.name)
@@ -492,11 +492,11 @@ class Planner:
                 remaining.append(state)
         return remaining
 
-    def _dominates(self, one: _State, other: _State, fixed: Constraints) -> bool:
+    def _dominates(self, state: _State, other: _State, fixed: Constraints) -> bool:
         """Return whether the one can do all that the other can, for no more."""
-        cost, count = one.cost
+        cost, count = state.cost
         for name, layouts in other.versions.items():
-            have = one.versions.get(name)
+            have = state.versions.get(name)
             if have is None:
                 return False
             had = have
@@ -542,8 +542,8 @@ def _last_readers(graph: Graph) -> dict[int, list[str]]:
     last: dict[str, int] = {}
     for place, node in enumerate(graph.nodes):
         last |= dict.fromkeys((*node.inputs, *(value.name for value in node.outputs)), place)
-    found: dict[int, list[str]] = {}
+    names: dict[int, list[str]] = {}
     for name, place in last.items():
         if name not in graph.outputs:
-            found.setdefault(place, []).append(name)
-    return found
+            names.setdefault(place, []).append(name)
+    return names

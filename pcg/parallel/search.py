@@ -54,11 +54,11 @@ class KeptValues:
         self._costs = planner.costs
         self._nodes = {node.name: node for node in planner.graph.nodes}
         self._makers = {name: node.name for name, node in planner.graph.producers.items()}
-        own = {name for site in sites for name in site.nodes}
-        private = _private(planner.graph, own)
+        site_nodes = {name for site in sites for name in site.nodes}
+        private = _private(planner.graph, site_nodes)
         self._reads: dict[str, list[tuple[int, str]]] = {}
         known: set[str] = set()
-        for name in (name for name in self._nodes if name in own):
+        for name in (name for name in self._nodes if name in site_nodes):
             node = self._nodes[name]
             for place in sorted(gradient_reads(planner.graph, node, planner.active)[0]):
                 value = node.inputs[place]
@@ -91,16 +91,16 @@ class KeptValues:
     def _least(self, value: str, layout: Layout, byte_seconds: float) -> float:
         """The least seconds of having a value in a layout, whatever its node is given."""
         paths, type_ = self._planner.paths, self._planner.graph.types[value]
-        found = []
+        costs = []
         for other in (layout, *paths.parts(type_)):
             sent = paths.path(type_, False, frozenset([other]), layout)
             if sent is not None:
-                found.append(byte_seconds * self._local_bytes(value, other) + sent[0])
+                costs.append(byte_seconds * self._local_bytes(value, other) + sent[0])
         for rule, seconds in self.seconds(self._makers[value]).items():
             sent = paths.path(type_, False, frozenset([rule.outputs[0]]), layout)
             if sent is not None:
-                found.append(seconds + sent[0])
-        return min(found)
+                costs.append(seconds + sent[0])
+        return min(costs)
 
     def seconds(self, name: str) -> dict[Sharding, float]:
         """Seconds of a node's forward, by its ways."""
@@ -114,13 +114,13 @@ class KeptValues:
         return -(-whole // self._planner.degree) if layout.dim else whole
 
 
-def _private(graph: Graph, own: set[str]) -> set[str]:
+def _private(graph: Graph, nodes: set[str]) -> set[str]:
     """Token-wise values that these nodes make, and no other node reads."""
-    made = {value.name for node in _those(graph, own) for value in node.outputs}
-    inner = {name for node in _those(graph, own) for name in node.inputs}
-    outer = {name for node in graph.nodes if node.name not in own for name in node.inputs}
-    found = (made & inner) - outer - set(graph.outputs)
-    return {name for name in found if graph.types[name].is_token_wise}
+    outputs = {value.name for node in _those(graph, nodes) for value in node.outputs}
+    inner = {name for node in _those(graph, nodes) for name in node.inputs}
+    outer = {name for node in graph.nodes if node.name not in nodes for name in node.inputs}
+    private = (outputs & inner) - outer - set(graph.outputs)
+    return {name for name in private if graph.types[name].is_token_wise}
 
 
 def _those(graph: Graph, names: set[str]) -> Iterator[Node]:
@@ -136,9 +136,9 @@ def _those(graph: Graph, names: set[str]) -> Iterator[Node]:
 class PlanCosts:
     """The costs of one layer's plans, with what is given of all of them."""
 
-    def __init__(self, planner: Planner, given: Constraints) -> None:
+    def __init__(self, planner: Planner, constraints: Constraints) -> None:
         self.planner = planner
-        self._given = given
+        self._given = constraints
         self._without: dict[object, tuple[ParallelPlan, Cost]] = {}
         self._planners: dict[frozenset[str], Planner] = {}
 
@@ -157,13 +157,17 @@ class PlanCosts:
         if nodes not in self._planners:
             self._planners[nodes] = self.planner.of(_without(self.planner.graph, nodes))
         planner = self._planners[nodes]
-        given, graph = self._given, planner.graph
+        constraints, graph = self._given, planner.graph
         rules = {name: rule for name, rule in plan.rules.items() if name not in nodes}
         held = {name: at for name, at in plan.held.items() if name in graph.parameters_by_name}
         ends = zip(graph.outputs, self.planner.graph.outputs, strict=True)
-        outputs = {here: given.outputs[there] for here, there in ends if there in given.outputs}
-        layouts = {**given.layouts, **held}
-        fixed = replace(given, layouts=layouts, rules=rules, outputs=outputs)
+        outputs = {
+            here: constraints.outputs[whole_name]
+            for here, whole_name in ends
+            if whole_name in constraints.outputs
+        }
+        layouts = {**constraints.layouts, **held}
+        fixed = replace(constraints, layouts=layouts, rules=rules, outputs=outputs)
         return _cost(planner, planner.plan(fixed))
 
 
@@ -176,10 +180,10 @@ def _cost(planner: Planner, plan: ParallelPlan) -> Cost:
         for name, reshards in node_plan.reshards
         for reshard in reshards
     )
-    together = sum(costs.send(one.kind, *one.types) for one in (*forward, *backward))
+    together = sum(costs.send(message.kind, *message.types) for message in (*forward, *backward))
 
     def sent(messages: Sequence[Message]) -> int:
-        return sum(costs.bytes_sent(one.kind, *one.types) for one in messages)
+        return sum(costs.bytes_sent(message.kind, *message.types) for message in messages)
 
     step_bytes = sum(node_plan.step_bytes for node_plan in plan.nodes.values())
     bytes_ = (sent(forward), sent(backward), step_bytes)
@@ -341,10 +345,10 @@ class Search:
     def _of_one_input(self) -> list[tuple[BypassSite, ...]]:
         """Sites that read the same value of the base's, where they are several."""
         inputs = {node.name: node.inputs[0] for node in self.graph.nodes}
-        found: dict[str, list[BypassSite]] = {}
+        groups: dict[str, list[BypassSite]] = {}
         for site in self.sites:
-            found.setdefault(inputs[site.nodes[0]], []).append(site)
-        return [tuple(some) for some in found.values() if 1 < len(some) < len(self.sites)]
+            groups.setdefault(inputs[site.nodes[0]], []).append(site)
+        return [tuple(some) for some in groups.values() if 1 < len(some) < len(self.sites)]
 
     def _with(
         self, best: ParallelPlan, other: ParallelPlan, some: Iterable[BypassSite]
@@ -428,7 +432,9 @@ class Search:
     def _gathered(plan: ParallelPlan, site: BypassSite) -> frozenset[str]:
         """Weights that the site's nodes gather."""
         reshards = [some for node in site.nodes for some in plan.nodes[node].reshards]
-        combined = {name for name, some in reshards if any(one.op == "combine" for one in some)}
+        combined = {
+            name for name, some in reshards if any(reshard.op == "combine" for reshard in some)
+        }
         return frozenset(n for n in site.weights if n in combined and plan.held[n].dim)
 
     def chosen(self, best: ParallelPlan, site: BypassSite) -> Candidate:
@@ -437,15 +443,15 @@ class Search:
 
     def _choice(self, best: ParallelPlan, site: BypassSite) -> SiteChoice:
         chosen = self.chosen(best, site)
-        found = {chosen.key: chosen}
+        candidates = {chosen.key: chosen}
         for layouts, gathered in self.ways(site, chosen):
             try:
                 plan = self.force(best, site, layouts, gathered)
             except TypeCheckError:
                 continue  # no way to run it so
             candidate = self._candidate(plan, best, site, gathered)
-            found.setdefault(candidate.key, candidate)
-        ordered = sorted(found.values(), key=lambda candidate: candidate.added.value)
+            candidates.setdefault(candidate.key, candidate)
+        ordered = sorted(candidates.values(), key=lambda candidate: candidate.added.value)
         return SiteChoice(site, chosen, tuple(ordered))
 
     def _candidate(

@@ -49,7 +49,7 @@ def saved_reads(graph: Graph, active: Container[str]) -> frozenset[tuple[str, in
     A gradient may flow back to the `active` values.
     """
     needed: set[str] = set()
-    found: set[tuple[str, int]] = set()
+    reads: set[tuple[str, int]] = set()
     for node in reversed(graph.nodes):
         inputs, outputs = gradient_reads(graph, node, active)
         needed.update(node.outputs[index].name for index in outputs)
@@ -57,8 +57,8 @@ def saved_reads(graph: Graph, active: Container[str]) -> frozenset[tuple[str, in
         if is_recomputed and any(value.name in needed for value in node.outputs):
             inputs = set(range(len(node.inputs)))
         needed.update(node.inputs[index] for index in inputs)
-        found.update((node.name, index) for index in inputs)
-    return frozenset(found)
+        reads.update((node.name, index) for index in inputs)
+    return frozenset(reads)
 
 
 def gradient_reads(graph: Graph, node: Node, active: Container[str]) -> tuple[set[int], set[int]]:
@@ -72,7 +72,7 @@ def gradient_reads(graph: Graph, node: Node, active: Container[str]) -> tuple[se
         backward = backward_of(node.op, types, outputs, dict(node.attributes), needs)
     except UnsupportedError:
         return set(), set()  # it is not trained
-    read = {name for one in backward.nodes for name in one.inputs}
+    read = {name for reader in backward.nodes for name in reader.inputs}
     return (
         {index for index in range(len(types)) if f"i{index}" in read},
         {index for index in range(len(outputs)) if f"o{index}" in read},

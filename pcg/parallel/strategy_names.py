@@ -39,17 +39,17 @@ def bypass_sites(graph: Graph, base: Mapping[str, Sharding]) -> tuple[BypassSite
     import networkx  # 11 MiB, which a process that loads a program does without
 
     added = [node for node in graph.nodes if node.name not in base]
-    made = {value.name: node.name for node in added for value in node.outputs}
+    makers = {value.name: node.name for node in added for value in node.outputs}
     adapter = {p.name for p in graph.parameters if p.role == "adapter"}
     links = networkx.Graph()
     links.add_nodes_from(node.name for node in added)
     for node in added:
         for name in node.inputs:
-            if name in made:
-                links.add_edge(node.name, made[name])
+            if name in makers:
+                links.add_edge(node.name, makers[name])
             elif name in adapter:
                 links.add_edge(node.name, f"weight {name}")
-    found = []
+    sites = []
     for component in networkx.connected_components(links):
         nodes = [node for node in added if node.name in component]
         weights = dict.fromkeys(n for node in nodes for n in node.inputs if n in adapter)
@@ -61,8 +61,8 @@ def bypass_sites(graph: Graph, base: Mapping[str, Sharding]) -> tuple[BypassSite
             if not is_row and not any(o.dim for o in outputs):
                 is_row = None
             names = tuple(node.name for node in nodes)
-            found.append(BypassSite(at.scope or at.name, names, tuple(weights), is_row))
-    return tuple(found)
+            sites.append(BypassSite(at.scope or at.name, names, tuple(weights), is_row))
+    return tuple(sites)
 
 
 # ----------------------------------------------------------------------------------- strategy names
@@ -134,11 +134,11 @@ def _of_lora(graph: Graph, site: BypassSite, plan: ParallelPlan, gathered: Colle
     nodes = [node for node in graph.nodes if node.name in site.nodes]
     down = next(node for node in nodes if a in node.inputs)
     up = next(node for node in nodes if b in node.inputs)
-    own = {value.name for node in nodes for value in node.outputs}
+    site_values = {value.name for node in nodes for value in node.outputs}
     (s,) = {
         layout
         for name, layout in zip(up.inputs, plan.nodes[up.name].rule.inputs, strict=True)
-        if name in own
+        if name in site_values
     }
     key = _plain(reads[a][0]), _plain(s), _plain(reads[b][0])
     known = _OF_ROW if site.is_row else _OF_COLUMN
@@ -161,14 +161,14 @@ def _of_lora(graph: Graph, site: BypassSite, plan: ParallelPlan, gathered: Colle
 
 def _reads(graph: Graph, site: BypassSite, plan: ParallelPlan) -> dict[str, list[Layout]]:
     """The layouts in which a site's nodes read its weights."""
-    found: dict[str, list[Layout]] = {name: [] for name in site.weights}
+    layouts: dict[str, list[Layout]] = {name: [] for name in site.weights}
     for node in graph.nodes:
         if node.name in site.nodes:
             rule = plan.nodes[node.name].rule
             for name, layout in zip(node.inputs, rule.inputs, strict=True):
-                if name in found:
-                    found[name].append(layout)
-    return found
+                if name in layouts:
+                    layouts[name].append(layout)
+    return layouts
 
 
 def _plain(layout: Layout) -> Layout:

@@ -82,17 +82,19 @@ class Bypasses:
 
     def for_serving(self) -> Bypasses:
         """The networks as serving has them, where adapters of any size meet, without dropout."""
-        at = {site: _united(each.served() for each in found) for site, found in self.at.items()}
+        at = {
+            site: _united(each.served() for each in networks) for site, networks in self.at.items()
+        }
         return dataclasses.replace(self, at=at, dropout=0.0, serving=True, layers=())
 
 
 def _united(bypasses: Iterable[Bypass]) -> tuple[Bypass, ...]:
     """The union of those of each kind, in the order in which kinds come."""
-    found: dict[object, Bypass] = {}
+    by_kind: dict[object, Bypass] = {}
     for bypass in bypasses:
         kind = bypass.kind
-        found[kind] = found[kind].union(bypass) if kind in found else bypass
-    return tuple(found.values())
+        by_kind[kind] = by_kind[kind].union(bypass) if kind in by_kind else bypass
+    return tuple(by_kind.values())
 
 
 def bypasses_of(
@@ -109,7 +111,7 @@ def bypasses_of(
         AdapterError: a recipe fits no module of the model, or trains nothing of it.
     """
     places = _places(model)
-    found: dict[str, list[Bypass]] = {}
+    at_sites: dict[str, list[Bypass]] = {}
     layers = [_Layer() for _ in model.layers]
     biases: set[str] = set()
     dropout = 0.0
@@ -118,26 +120,26 @@ def bypasses_of(
         adapted = recipe.bypasses_in(model, model_type)
         for path, bypass in adapted.items():
             site, layer = places[path]
-            found.setdefault(site, []).append(bypass)
+            at_sites.setdefault(site, []).append(bypass)
             # Of a module whose rank was pruned to 0 there is nothing to train.
             if layer is not None and getattr(bypass, "rank", None) != 0:
-                layers[layer].found.setdefault(site, []).append(bypass)
-        own = [
+                layers[layer].networks.setdefault(site, []).append(bypass)
+        biased = [
             (source, layer)
             for source, layer in _base_biases(model)
             if recipe.trains_bias(source.format(layer=layer).removesuffix(".bias"), adapted)
         ]
-        if not adapted and not own:
+        if not adapted and not biased:
             raise AdapterError(
                 f"{recipe.method} trains nothing of this {model_type}, which has no biases; "
                 "use LoRA"
             )
-        for source, layer in own:
+        for source, layer in biased:
             biases.add(source)
             if layer is not None:
                 layers[layer].biases.add(source)
         dropout = max(dropout, recipe.dropout)
-    at = {site: _united(bypasses) for site, bypasses in found.items()}
+    at = {site: _united(bypasses) for site, bypasses in at_sites.items()}
     of_layers = tuple(layer.united() for layer in layers)
     return Bypasses(at, frozenset(biases), dtype, dropout, layers=of_layers)
 
@@ -146,11 +148,11 @@ def bypasses_of(
 class _Layer:
     """The networks of one layer, by site, as recipes ask for them one after the other."""
 
-    found: dict[str, list[Bypass]] = field(default_factory=dict)
+    networks: dict[str, list[Bypass]] = field(default_factory=dict)
     biases: set[str] = field(default_factory=set)
 
     def united(self) -> LayerBypasses:
-        at = {site: _united(bypasses) for site, bypasses in self.found.items()}
+        at = {site: _united(bypasses) for site, bypasses in self.networks.items()}
         return LayerBypasses(at, frozenset(self.biases))
 
 
@@ -196,8 +198,10 @@ def attach(model: ModelGraph, bypasses: Bypasses) -> ModelGraph:
     ends = (attached_graph(graph, outside) for graph in (model.prologue, model.epilogue))
     prologue, epilogue = ends
     attached = ModelGraph(prologue, blocks, layers, epilogue)
-    there = {p.source for graph in attached.graphs for p in graph.parameters if p.role == "adapter"}
-    missing = sorted(bypasses.biases - there)
+    sources = {
+        p.source for graph in attached.graphs for p in graph.parameters if p.role == "adapter"
+    }
+    missing = sorted(bypasses.biases - sources)
     if missing:
         raise UnsupportedError(
             f"{missing[0]} is not added by a linear operator or a layer norm, and pcg trains no "
@@ -308,17 +312,17 @@ class _Place:
                 "recipe's targets"
             )
         site = EACH_LAYER if self._node.op == "attention" else self.site
-        found = at.get(site, ()) if site else ()
-        if found and self._node.op == "linear":
+        networks = at.get(site, ()) if site else ()
+        if networks and self._node.op == "linear":
             self._require_plain()
-        for bypass in found:
+        for bypass in networks:
             bypass.read(self)
         self._builder.append(self._node)
         value = self._node.name
-        for bypass in found:
+        for bypass in networks:
             value = value if bypass.behind_bias else bypass.attach(self, value)
         value = self._bias(value)
-        for bypass in found:
+        for bypass in networks:
             value = bypass.attach(self, value) if bypass.behind_bias else value
         for bypass in at.get(WHOLE_MODEL, ()) if prompted else ():
             value = bypass.attach(self, value)
@@ -352,8 +356,8 @@ class _Place:
             parameter = self._graph.parameters_by_name.get(name)
             if parameter is not None and parameter.source in self._here.biases:
                 size = parameter.type.features[0]
-                own = self._parameter(f"{name}.own", parameter.source, size)
-                return self._builder.add("bias_add", [value, own, name], scope=self._node.scope)
+                bias = self._parameter(f"{name}.own", parameter.source, size)
+                return self._builder.add("bias_add", [value, bias, name], scope=self._node.scope)
         return value
 
     # ---------------------------------------------------------------------------- for bypasses
@@ -371,7 +375,9 @@ class _Place:
 
     def largest(self, kind: type[Bypass]) -> Shape:
         sites = self._bypasses.at.items()
-        shapes = [self._shapes[site] for site, found in sites for b in found if isinstance(b, kind)]
+        shapes = [
+            self._shapes[site] for site, networks in sites for b in networks if isinstance(b, kind)
+        ]
         return max(out for out, _ in shapes), max(in_ for _, in_ in shapes)
 
     def module_input(self, names: Sequence[str]) -> str | None:

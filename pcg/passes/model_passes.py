@@ -170,25 +170,25 @@ class Rematerialize(Pass[Gradients, Trained]):
         training = None if before.training is None else self._trained(before.training)
         return Trained(before.serving, training)
 
-    def _trained(self, given: ModelGradients) -> TrainedModel:
-        model = given.model
+    def _trained(self, gradients: ModelGradients) -> TrainedModel:
+        model = gradients.model
         budget = self.budget
         step = (budget.batch, budget.seq, self.costs, budget.parts)
-        found = frontiers(model, given.kinds, *step)
+        ways = frontiers(model, gradients.kinds, *step)
         prologue, trained = None, tuple[str, ...]()
-        if given.prologue is not None:
+        if gradients.prologue is not None:
             carried = model.prologue.outputs[: len(model.blocks[0].outputs)]
-            prologue = prologue_backward(given.prologue, carried)
-            trained = given.prologue.trained
+            prologue = prologue_backward(gradients.prologue, carried)
+            trained = gradients.prologue.trained
         return TrainedModel(
             model,
-            found,
-            found.plan(self.budget),
+            ways,
+            ways.plan(self.budget),
             prologue,
             trained,
-            loss_and_gradients(given.loss),
-            given.loss.trained,
-            given.loss.graph,
+            loss_and_gradients(gradients.loss),
+            gradients.loss.trained,
+            gradients.loss.graph,
         )
 
 
@@ -216,8 +216,8 @@ class ChooseAttention(Pass[Functions, Functions]):
     def _changed(self, functions: Iterable[Function], use: str) -> tuple[Function, ...]:
         libraries = [library for library in self.libraries if library.use == use]
         return tuple(
-            dataclasses.replace(one, graph=_with_libraries(one.graph, libraries))
-            for one in functions
+            dataclasses.replace(function, graph=_with_libraries(function.graph, libraries))
+            for function in functions
         )
 
 
@@ -225,10 +225,12 @@ def _with_libraries(graph: Graph, libraries: Iterable[AttentionLibrary]) -> Grap
     def changed(node: Node) -> Node:
         if node.op not in ("attention", "attention_backward"):
             return node
-        found = next((one.name for one in libraries if one.knows(graph, node)), None)
-        if found is None:
+        library = next(
+            (candidate.name for candidate in libraries if candidate.knows(graph, node)), None
+        )
+        if library is None:
             return node
-        attributes = {**dict(node.attributes), "library": found}
+        attributes = {**dict(node.attributes), "library": library}
         return dataclasses.replace(node, attributes=tuple(sorted(attributes.items())))
 
     return graph.replace(nodes=tuple(changed(node) for node in graph.nodes))
@@ -257,8 +259,8 @@ class Emit(Pass[Functions, Emitted]):
     def run(self, before: Functions) -> Emitted:
         source = emit_serving(self.model, before.serving, self.backend)
         serving = Serving(before.trained.serving, source)
-        found = before.trained.training
-        if found is None:
+        trained_model = before.trained.training
+        if trained_model is None:
             return Emitted(before, serving, None)
         training = emit_training(self.model, before.training, self.backend)
-        return Emitted(before, serving, found.with_source(training))
+        return Emitted(before, serving, trained_model.with_source(training))

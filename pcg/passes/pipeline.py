@@ -160,7 +160,7 @@ class Pipeline:
 
     @property
     def stages(self) -> tuple[Stage[Any, Any], ...]:
-        return tuple(getattr(self, one.name) for one in dataclasses.fields(self))
+        return tuple(getattr(self, stage_field.name) for stage_field in dataclasses.fields(self))
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -190,17 +190,17 @@ LAYER_ORDER: tuple[LayerPass, ...] = (CoalesceLayer(), OverlapLayer())
 """The passes that lead from a memory plan's layers to those that run."""
 
 
-def pipeline(given: Settings) -> Pipeline:
+def pipeline(settings: Settings) -> Pipeline:
     """The pipeline for these settings."""
-    options, triton = given.options, given.backend == "triton"
+    options, triton = settings.options, settings.backend == "triton"
     tp, sequence_parallel = options.tp, options.sequence_parallel
     is_lossy = options.lossy_activations == "fp8"
     serving, functions = Trained.map_serving_graphs, Functions.map_graphs
     return Pipeline(
-        trace=_stage("trace", Trace(dtype_name(options.dtype), given.whole)),
+        trace=_stage("trace", Trace(dtype_name(options.dtype), settings.whole)),
         fold=_stage("fold", FoldTrace()),
         raise_operators=_stage("raise", On(Base.map_model, RaiseOperators())),
-        attach=_stage("attach", Attach(given.bypasses, given.trains)),
+        attach=_stage("attach", Attach(settings.bypasses, settings.trains)),
         parallelize=_stage(
             "parallelize",
             *when(
@@ -210,29 +210,29 @@ def pipeline(given: Settings) -> Pipeline:
                 RepeatHeadsOfModels(tp, not options.styles),
                 Shard(
                     tp,
-                    given.device_costs,
+                    settings.device_costs,
                     sequence_parallel,
                     options.budget,
-                    given.rank_costs,
+                    settings.rank_costs,
                     is_lossy,
-                    given.serving_costs,
+                    settings.serving_costs,
                 ),
                 On(Sharded.map_graphs, Localize(tp)),
             ),
         ),
         differentiate=_stage("differentiate", AddLoss(), DifferentiateModel()),
         prune=_stage("prune", On(Gradients.map_all, Prune())),
-        place=_stage("place", *(() if given.place is None else (given.place,))),
+        place=_stage("place", *(() if settings.place is None else (settings.place,))),
         compress=_stage(
             "compress",
-            *when(given.windows, On(Gradients.map_layers, WindowAttention())),
+            *when(settings.windows, On(Gradients.map_layers, WindowAttention())),
             *when(is_lossy, On(Gradients.map_layers, Quantize())),
             On(Gradients.map_layers, Compress()),
         ),
         rematerialize=_stage(
             "rematerialize",
-            Rematerialize(given.budget, given.rank_costs),
-            *(On(Trained.map_layers, one) for one in LAYER_ORDER),
+            Rematerialize(settings.budget, settings.rank_costs),
+            *(On(Trained.map_layers, layer_pass) for layer_pass in LAYER_ORDER),
         ),
         fuse=_stage(
             "fuse",
@@ -271,8 +271,8 @@ def pipeline(given: Settings) -> Pipeline:
                 On(functions, SideBySide()),
                 On(functions, OrderKernels()),
             ),
-            *when(bool(given.libraries), ChooseAttention(given.libraries)),
-            Emit(given.model, given.backend),
+            *when(bool(settings.libraries), ChooseAttention(settings.libraries)),
+            Emit(settings.model, settings.backend),
         ),
     )
 
@@ -288,8 +288,8 @@ def when(condition: bool, *passes: Pass[Any, Any]) -> tuple[Pass[Any, Any], ...]
 
 def in_order(plan: MemoryPlan) -> MemoryPlan:
     """A memory plan's layers as they run, in the order that hides collectives."""
-    for one in LAYER_ORDER:
-        plan = plan.map(one.run)
+    for layer_pass in LAYER_ORDER:
+        plan = plan.map(layer_pass.run)
     return plan
 
 

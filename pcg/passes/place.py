@@ -51,37 +51,41 @@ class _Part:
     """The client's forward or backward as far as it is written."""
 
     nodes: list[Node] = field(default_factory=list)
-    made: set[str] = field(default_factory=set)
+    values: set[str] = field(default_factory=set)
     read: set[str] = field(default_factory=set)
 
     def append(self, node: Node) -> None:
         self.nodes.append(node)
-        self.made.update(value.name for value in node.outputs)
+        self.values.update(value.name for value in node.outputs)
 
 
 class _Writer:
     def __init__(self, split: SplitGraph, cut: Cut) -> None:
         self.split, self.cut, self.problem = split, cut, split.problem
         graphs = split.graphs
-        self.types = {key: type_ for one in reversed(graphs) for key, type_ in one.types.items()}
-        self.makers = {key: node for one in graphs for key, node in one.producers.items()}
-        self.parameters = {key: p for one in graphs for key, p in one.parameters_by_name.items()}
+        self.types = {
+            key: type_ for graph in reversed(graphs) for key, type_ in graph.types.items()
+        }
+        self.makers = {key: node for graph in graphs for key, node in graph.producers.items()}
+        self.parameters = {
+            key: p for graph in graphs for key, p in graph.parameters_by_name.items()
+        }
         self.placed = {node.name for node in split.nodes if node is not None}
         self.parts = [_Part()]
 
     def run(self) -> tuple[Graph, Graph | None]:
         problem = self.problem
-        own = mask_of(range(len(problem.nodes)))
+        client_nodes = mask_of(range(len(problem.nodes)))
         for trip in self.cut.trips:
-            own &= ~trip.nodes
+            client_nodes &= ~trip.nodes
         has = mask_of(v for v in range(len(problem.values)) if v not in problem.makers)
-        own, has = self._client(own, has)
+        client_nodes, has = self._client(client_nodes, has)
         for trip in self.cut.trips:
             self._call(trip)
             has |= trip.returned
             _, has = self._client(trip.again, has)
-            own, has = self._client(own, has)
-        assert not own, "a cut leaves no node out"
+            client_nodes, has = self._client(client_nodes, has)
+        assert not client_nodes, "a cut leaves no node out"
         forward, *backward = self.split.graphs
         written = self._forward(forward, self.parts[0], self.parts[1:])
         return written, self._backward(backward[0]) if backward else None
@@ -112,9 +116,9 @@ class _Writer:
     def _provide(self, name: str) -> None:
         """Have a value in the part that is written, by views and by what weights alone make."""
         part = self.parts[-1]
-        if name in part.made or name in self.parameters:
+        if name in part.values or name in self.parameters:
             return
-        if name not in self.makers or (part is not self.parts[0] and name in self.parts[0].made):
+        if name not in self.makers or (part is not self.parts[0] and name in self.parts[0].values):
             part.read.add(name)
             return
         maker = self.makers[name]
@@ -141,16 +145,16 @@ class _Writer:
 
     def _forward(self, graph: Graph, part: _Part, later: Iterable[_Part]) -> Graph:
         for name in graph.outputs:
-            if name not in part.made and name in self.makers:
+            if name not in part.values and name in self.makers:
                 self._at_end(part, name)
         return graph.replace(nodes=tuple(part.nodes), parameters=self._read(part.nodes))
 
     def _backward(self, graph: Graph) -> Graph:
         part = self.parts[1]
         for name in graph.outputs:
-            if name not in part.made and name in self.makers:
+            if name not in part.values and name in self.makers:
                 self._at_end(part, name)
-        part.read.update(name for name in graph.outputs if name not in part.made)
+        part.read.update(name for name in graph.outputs if name not in part.values)
         incoming = [value for value in graph.inputs if value.name in part.read]
         known = {value.name for value in incoming}
         forward = self.split.graphs[0]
@@ -169,7 +173,7 @@ class _Writer:
 
     def _read(self, nodes: Iterable[Node]) -> tuple[Parameter, ...]:
         read = {name for node in nodes for name in node.inputs}
-        return tuple(one for name, one in self.parameters.items() if name in read)
+        return tuple(parameter for name, parameter in self.parameters.items() if name in read)
 
 
 # -------------------------------------------------------------------------------------- call pieces
@@ -225,12 +229,12 @@ class CallPieces(Pass[Gradients, Gradients]):
         for kind in after.training.kinds:
             pair = kind.gradients
             if pair.backward.outputs:
-                found = self._cut(
+                graphs = self._cut(
                     kind.name, len(kind.layers), pair.graph, pair.backward, self.training
                 )
             else:
-                found = self._cut(kind.name, len(kind.layers), pair.graph, None, self.training)
-            kinds.append(dataclasses.replace(kind, gradients=_with(pair, *found)))
+                graphs = self._cut(kind.name, len(kind.layers), pair.graph, None, self.training)
+            kinds.append(dataclasses.replace(kind, gradients=_with(pair, *graphs)))
         training = dataclasses.replace(after.training, kinds=tuple(kinds))
         return dataclasses.replace(after, training=training)
 

@@ -122,40 +122,40 @@ class GraphFile:
 class OnFile(Pass[GraphFile, GraphFile]):
     """A pass over the graphs of a file."""
 
-    given: Pass[Any, Any]
+    inner: Pass[Any, Any]
 
     @property
     def name(self) -> str:  # type: ignore[override]
-        return self.given.name
+        return self.inner.name
 
     def run(self, before: GraphFile) -> GraphFile:
-        given = self.given
-        if isinstance(given, GradientPass):
+        inner = self.inner
+        if isinstance(inner, GradientPass):
             if not any(isinstance(item, Differentiated) for item in before.items):
                 raise PassError(
                     f"pass {self.name!r} needs graphs with their backward; put 'differentiate' "
                     "before it"
                 )
-            items = (i if isinstance(i, Graph) else given.run(i) for i in before.items)
+            items = (i if isinstance(i, Graph) else inner.run(i) for i in before.items)
             return GraphFile(tuple(items))
         model = _model(before)
-        if isinstance(given, RaiseOperators) and model is None:
+        if isinstance(inner, RaiseOperators) and model is None:
             return GraphFile(tuple(map(raise_graph, before.every)))
-        if isinstance(given, ModelPass):
+        if isinstance(inner, ModelPass):
             if model is None:
                 names = ", ".join(f"@{graph.name}" for graph in before.every)
                 raise PassError(
                     f"pass {self.name!r} needs the graphs of a model, @prologue, @block_… and "
                     f"@epilogue; the file has {names}"
                 )
-            return GraphFile(given.run(model).graphs)
-        if isinstance(given, Fold):
+            return GraphFile(inner.run(model).graphs)
+        if isinstance(inner, Fold):
             if len(before.every) != 1:
                 raise PassError(
                     f"pass 'fold' needs the one graph of a model; the file has {len(before.every)}"
                 )
-            return GraphFile(given.run(before.every[0]).graphs)
-        return GraphFile(tuple(given.run(graph) for graph in before.every))
+            return GraphFile(inner.run(before.every[0]).graphs)
+        return GraphFile(tuple(inner.run(graph) for graph in before.every))
 
 
 def _model(file: GraphFile) -> ModelGraph | None:
@@ -186,8 +186,8 @@ def run_text(text: str, passes: str | None) -> str:
 def run_graphs(graphs: Sequence[Graph], passes: str) -> tuple[Graph, ...]:
     """Graphs after some passes; the arguments and errors are those of `run_text`."""
     file = GraphFile(tuple(graphs))
-    for one in parse_passes(passes):
-        file = run_pass(OnFile(one), file)
+    for step in parse_passes(passes):
+        file = run_pass(OnFile(step), file)
     return file.every
 
 
@@ -217,17 +217,17 @@ def parse_passes(text: str) -> tuple[Pass[Any, Any], ...]:
 
 
 def _made(name: str, options: str) -> Pass[Any, Any]:
-    found = {one.name: one for one in PASSES}
+    by_name = {kind.name: kind for kind in PASSES}
     if name in REFUSED:
         raise PassError(
             f"pass {name!r} does not run over graphs in text: {REFUSED[name]}; use pcg compile "
             f"MODEL --print-after {name}"
         )
-    if name not in found:
-        close = difflib.get_close_matches(name, [*found, *REFUSED], n=2)
+    if name not in by_name:
+        close = difflib.get_close_matches(name, [*by_name, *REFUSED], n=2)
         hint = f"did you mean {' or '.join(close)}? " if close else ""
-        raise PassError(f"there is no pass {name!r}; {hint}The passes are {', '.join(found)}")
-    return found[name](**_options(found[name], options))
+        raise PassError(f"there is no pass {name!r}; {hint}The passes are {', '.join(by_name)}")
+    return by_name[name](**_options(by_name[name], options))
 
 
 def _options(kind: type[Pass[Any, Any]], text: str) -> dict[str, Any]:
@@ -265,7 +265,7 @@ def options_of(kind: type[Pass[Any, Any]]) -> dict[str, Any]:
 
 def _value(where: str, text: str, hint: Any) -> Any:
     if isinstance(hint, types.UnionType):
-        hint = next(one for one in typing.get_args(hint) if one is not types.NoneType)
+        hint = next(option for option in typing.get_args(hint) if option is not types.NoneType)
     if typing.get_origin(hint) is tuple:
         words = (word.strip() for word in text.strip("()").split(","))
         return tuple(_value(where, word, typing.get_args(hint)[0]) for word in words if word)

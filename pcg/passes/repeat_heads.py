@@ -172,26 +172,27 @@ class RepeatHeadsOfModels(Pass[Prepared, Prepared]):
     moves: bool = True
 
     def run(self, before: Prepared) -> Prepared:
-        found = [self._repeats(before, place) for place in range(len(before.base.blocks))]
+        repeats = [self._repeats(before, place) for place in range(len(before.base.blocks))]
 
         def repeated(model: ModelGraph) -> ModelGraph:
             pairs = zip(before.base_blocks(model), model.blocks, strict=True)
-            blocks = tuple(found[place][0](block) for place, block in pairs)
+            blocks = tuple(repeats[place][0](block) for place, block in pairs)
             return dataclasses.replace(model, blocks=blocks)
 
         layouts = tuple(
-            {**given, **held} for given, (_, held) in zip(before.layouts, found, strict=True)
+            {**of_block, **held}
+            for of_block, (_, held) in zip(before.layouts, repeats, strict=True)
         )
         return dataclasses.replace(before.map_models(repeated), layouts=layouts)
 
     def _repeats(
-        self, given: Prepared, place: int
+        self, prepared: Prepared, place: int
     ) -> tuple[Callable[[Graph], Graph], Mapping[str, Layout]]:
         """The change of a block of the base and of its models, and layouts of the base's weights.
 
         All models hold the weights alike, so rows are repeated in all of them or in none.
         """
-        plain, layouts = given.base.blocks[place], given.layouts[place]
+        plain, layouts = prepared.base.blocks[place], prepared.layouts[place]
         attentions = tuple(sorted(partitioned_attentions(plain, layouts)))
         rest = RepeatHeads(self.degree, attentions)
         copies = {
@@ -200,15 +201,15 @@ class RepeatHeadsOfModels(Pass[Prepared, Prepared]):
         (count,) = copies if len(copies) == 1 else (1,)
         if not self.moves or count == 1:
             return rest.run, {}
-        models = [model for model in (given.serving, given.training) if model is not None]
+        models = [model for model in (prepared.serving, prepared.training) if model is not None]
         blocks = [
             block
             for model in models
-            for at, block in zip(given.base_blocks(model), model.blocks, strict=True)
+            for at, block in zip(prepared.base_blocks(model), model.blocks, strict=True)
             if at == place
         ]
         rows = {block: RepeatedRows(block, count) for block in (plain, *blocks)}
-        if not all(one.take(attentions) for one in rows.values()):
+        if not all(repeated.take(attentions) for repeated in rows.values()):
             return rest.run, {}
         return lambda block: rows[block].repeated(), rows[plain].parameters
 

@@ -98,13 +98,13 @@ class _Sharder:
 
     def _transition(self, name: str, reshard: Reshard) -> str:
         attributes = (("dim", reshard.dim),) if reshard.dim else ()
-        made = self.builder.fresh(f"{name}_{_SUFFIX[reshard.op]}")
-        value = Value(made, reshard.after.of(self.graph.types[name], self.degree))
+        new_name = self.builder.fresh(f"{name}_{_SUFFIX[reshard.op]}")
+        value = Value(new_name, reshard.after.of(self.graph.types[name], self.degree))
         maker = self.graph.producers.get(name)
         scope = maker.scope if maker else ""
         source = self.versions[name][reshard.before]
         self.builder.append(Node(reshard.op, (source,), (value,), attributes, scope))
-        return made
+        return new_name
 
     def _hold(self, parameter: Parameter, layout: Layout) -> None:
         versions = self.versions.setdefault(parameter.name, {})
@@ -166,34 +166,34 @@ class Shard(Pass[Prepared, Sharded]):
 
     def run(self, before: Prepared) -> Sharded:
         base, *_ = dataclasses.replace(self, costs=None)._over_ranks(before.base, before, True)
-        found = served = self._over_ranks(before.serving, before, False)
+        chosen = served = self._over_ranks(before.serving, before, False)
         training, joint = None, None
         if before.training is not None:
-            found = self._over_ranks(before.training, before, True)
-            joint = self._joint(before, base, found[1])
+            chosen = self._over_ranks(before.training, before, True)
+            joint = self._joint(before, base, chosen[1])
             if joint is not None and joint.best is not joint.sequential:
                 plans = joint.best.plans
-                typed = self._typed(before.training, before, True, found[1], plans)
-                found = (typed, found[1], plans)
-            training = found[0]
+                typed = self._typed(before.training, before, True, chosen[1], plans)
+                chosen = (typed, chosen[1], plans)
+            training = chosen[0]
         serving, searches, plans = served
-        return Sharded(base, serving, training, before.layouts, *found, joint, searches, plans)
+        return Sharded(base, serving, training, before.layouts, *chosen, joint, searches, plans)
 
     def _joint(
-        self, given: Prepared, base: ModelGraph, searches: tuple[Search, ...]
+        self, prepared: Prepared, base: ModelGraph, searches: tuple[Search, ...]
     ) -> Joint | None:
         """Layouts that are chosen with what is kept; None where no number of bytes binds."""
-        model = given.training
+        model = prepared.training
         if model is None or self.rank_costs is None or self.budget.size_bytes is None:
             return None
         localize = Localize(self.degree).run
 
         def local(plans: tuple[ParallelPlan, ...]) -> ModelGraph:
-            return self._typed(model, given, True, searches, plans).map(localize)
+            return self._typed(model, prepared, True, searches, plans).map(localize)
 
         search = JointSearch(
             base.map(localize),
-            given.base_blocks(model),
+            prepared.base_blocks(model),
             searches,
             local,
             self.rank_costs,
@@ -231,35 +231,35 @@ class Shard(Pass[Prepared, Sharded]):
             weighed.append((1 / search.plan().cost, costs))
         return MixedCosts(weighed)
 
-    def searches(self, model: ModelGraph, given: Prepared, trains: bool) -> tuple[Search, ...]:
+    def searches(self, model: ModelGraph, prepared: Prepared, trains: bool) -> tuple[Search, ...]:
         """The searches for the bypass networks of each layer of a model."""
-        places = zip(model.blocks, given.base_blocks(model), strict=True)
+        places = zip(model.blocks, prepared.base_blocks(model), strict=True)
         return tuple(
-            self.search(block, given.base.blocks[place], given.layouts[place], trains)
+            self.search(block, prepared.base.blocks[place], prepared.layouts[place], trains)
             for block, place in places
         )
 
     def _over_ranks(
-        self, model: ModelGraph, given: Prepared, trains: bool
+        self, model: ModelGraph, prepared: Prepared, trains: bool
     ) -> tuple[ModelGraph, tuple[Search, ...], tuple[ParallelPlan, ...]]:
-        searches = self.searches(model, given, trains)
+        searches = self.searches(model, prepared, trains)
         plans = tuple(search.plan() for search in searches)
-        return self._typed(model, given, trains, searches, plans), searches, plans
+        return self._typed(model, prepared, trains, searches, plans), searches, plans
 
     def _typed(
         self,
         model: ModelGraph,
-        given: Prepared,
+        prepared: Prepared,
         trains: bool,
         searches: tuple[Search, ...],
         plans: tuple[ParallelPlan, ...],
     ) -> ModelGraph:
         """The model with layouts, by the plans of its blocks."""
         blocks = tuple(
-            shard(search.graph, self.degree, found)
-            for search, found in zip(searches, plans, strict=True)
+            shard(search.graph, self.degree, plan)
+            for search, plan in zip(searches, plans, strict=True)
         )
-        ends = [self._end(model, given.base, trains, is_first=first) for first in (True, False)]
+        ends = [self._end(model, prepared.base, trains, is_first=first) for first in (True, False)]
         return dataclasses.replace(model, prologue=ends[0], blocks=blocks, epilogue=ends[1])
 
     def _end(self, model: ModelGraph, base: ModelGraph, trains: bool, *, is_first: bool) -> Graph:

@@ -90,8 +90,8 @@ class Attached:
 
     def base_blocks(self, model: ModelGraph) -> tuple[int, ...]:
         """The index of the base's block of which each block of a model with networks is made."""
-        found = dict(zip(model.layers, self.base.layers, strict=True))
-        return tuple(found[block] for block in range(len(model.blocks)))
+        base_of = dict(zip(model.layers, self.base.layers, strict=True))
+        return tuple(base_of[block] for block in range(len(model.blocks)))
 
     def map_models(self, change: Callable[[ModelGraph], ModelGraph]) -> Self:
         training = None if self.training is None else change(self.training)
@@ -179,13 +179,13 @@ class ModelGradients:
     def graphs(self) -> Named:
         pairs = {kind.name: kind.gradients for kind in self.kinds}
         pairs["epilogue_loss"] = self.loss
-        found = {"training.prologue": self.model.prologue}
+        named = {"training.prologue": self.model.prologue}
         if self.prologue is not None:
-            found["training.prologue_backward"] = self.prologue.backward
+            named["training.prologue_backward"] = self.prologue.backward
         for name, pair in pairs.items():
-            found[f"training.{name}"] = pair.graph
-            found[f"training.{name}_backward"] = pair.backward
-        return found
+            named[f"training.{name}"] = pair.graph
+            named[f"training.{name}_backward"] = pair.backward
+        return named
 
     def check(self) -> None:
         check_model(self.model)
@@ -194,9 +194,9 @@ class ModelGradients:
         if self.prologue is not None:
             self.prologue.check()
         for kind in self.kinds:
-            block, found = self.model.blocks[kind.block], kind.gradients
-            check_signature(block, found.graph)
-            found.check()
+            block, gradients = self.model.blocks[kind.block], kind.gradients
+            check_signature(block, gradients.graph)
+            gradients.check()
 
 
 @dataclass(frozen=True)
@@ -227,12 +227,12 @@ class Gradients:
 
     def map_all(self, change: Callable[[Differentiated], Differentiated]) -> Gradients:
         """The stage with the gradients of layers, prologue and loss changed."""
-        found = self.map_layers(change)
-        if found.training is None:
-            return found
-        prologue, loss = found.training.prologue, change(found.training.loss)
+        stage = self.map_layers(change)
+        if stage.training is None:
+            return stage
+        prologue, loss = stage.training.prologue, change(stage.training.loss)
         prologue = None if prologue is None else change(prologue)
-        return replace(found, training=replace(found.training, prologue=prologue, loss=loss))
+        return replace(stage, training=replace(stage.training, prologue=prologue, loss=loss))
 
 
 @dataclass(frozen=True)
@@ -363,12 +363,12 @@ class Functions:
         self.trained.check()
         serving, training = functions_of(self.trained)
         pairs = zip((*serving, *training), (*self.serving, *self.training), strict=True)
-        for own, function in pairs:
-            check_signature(own.graph, function.graph)
+        for expected, function in pairs:
+            check_signature(expected.graph, function.graph)
 
     def map_graphs(self, change: Callable[[Graph], Graph]) -> Functions:
         def changed(functions: Iterable[Function]) -> tuple[Function, ...]:
-            return tuple(replace(one, graph=change(one.graph)) for one in functions)
+            return tuple(replace(function, graph=change(function.graph)) for function in functions)
 
         return replace(self, serving=changed(self.serving), training=changed(self.training))
 
@@ -392,10 +392,10 @@ class Emitted:
 def functions_of(trained: Trained) -> tuple[tuple[Function, ...], tuple[Function, ...]]:
     """The functions that serve, and those that train, of a program's graphs."""
     training: tuple[Function, ...] = ()
-    if (found := trained.training) is not None:
-        plans, layers = found.plan.plans, found.plan.layers
-        ends = (found.epilogue, found.loss, found.prologue)
-        training = tuple(training_functions(found.model, plans, layers, *ends))
+    if (trained_model := trained.training) is not None:
+        plans, layers = trained_model.plan.plans, trained_model.plan.layers
+        ends = (trained_model.epilogue, trained_model.loss, trained_model.prologue)
+        training = tuple(training_functions(trained_model.model, plans, layers, *ends))
     return serving_functions(trained.serving), training
 
 

@@ -50,26 +50,26 @@ class ComputedIntegers(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
-        given = _tensors((args, kwargs))
-        out = self._run(func, args, kwargs, given)
+        tensors = _tensors((args, kwargs))
+        out = self._run(func, args, kwargs, tensors)
         if func is torch.ops.aten.native_layer_norm.default:
             out = (out[0], *(t.float() if t.dtype in _HALVES else t for t in out[1:]))
-        known = {storage_key(tensor) for tensor in given}
+        known = {storage_key(tensor) for tensor in tensors}
         for tensor in _tensors(out):
             if (key := storage_key(tensor)) not in known:
                 self.places[key] = self.place
                 self._seen.append(StorageWeakRef(tensor.untyped_storage()))
         return out
 
-    def _run(self, func: Any, args: Any, kwargs: Any, given: list[Tensor]) -> Any:
+    def _run(self, func: Any, args: Any, kwargs: Any, tensors: list[Tensor]) -> Any:
         if func is torch.ops.aten._grouped_mm.default:  # whose type check knows bf16 alone
             return func(*(t.bfloat16() for t in args[:2]), *args[2:], **kwargs).to(args[0].dtype)
-        if any(isinstance(tensor, FakeTensor) for tensor in given) or _is_large(given):
+        if any(isinstance(tensor, FakeTensor) for tensor in tensors) or _is_large(tensors):
             return func(*args, **kwargs)
-        if not given:
-            made = func(*args, **kwargs)
-            if not isinstance(made, Tensor) or not self._has_data(made):
-                return made
+        if not tensors:
+            result = func(*args, **kwargs)
+            if not isinstance(result, Tensor) or not self._has_data(result):
+                return result
         with unset_fake_temporarily():
             out = func(*args, **kwargs)
         return tree_map_only(

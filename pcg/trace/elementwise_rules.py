@@ -37,8 +37,8 @@ def carried(flat: FlatGraph, node: Node) -> FlatValue:
     target = node.target
     name = target._schema.name if isinstance(target, torch._ops.OpOverload) else ""
     name = name.removeprefix("aten::").removesuffix("_")
-    given = [*node.args, *node.kwargs.values()]
-    tensors = [a for a in given if isinstance(flat.value(a), FlatValue)]
+    operands = [*node.args, *node.kwargs.values()]
+    tensors = [a for a in operands if isinstance(flat.value(a), FlatValue)]
     if set(node.all_input_nodes) != set(tensors) or not 1 <= len(tensors) <= 3:
         raise refusal(
             node,
@@ -55,7 +55,7 @@ def carried(flat: FlatGraph, node: Node) -> FlatValue:
     # A tensor without dims does not widen the others' dtype.
     names = [name if x.tags else x.name for name, x in zip(names, values, strict=True)]
     places = itertools.count()
-    sources = [f"{{{next(places)}}}" if a in tensors else _literal(a) for a in given]
+    sources = [f"{{{next(places)}}}" if a in tensors else _literal(a) for a in operands]
     keys = [*("" for _ in node.args), *(f"{key}=" for key in node.kwargs)]
     arguments = ", ".join(map(add, keys, sources))
     return lies.named(_carry(flat, node, "pointwise", names, arguments))
@@ -67,12 +67,12 @@ def _rowwise(flat: FlatGraph, node: Node) -> FlatValue:
         ((i, a.name, a.default_value) for i, a in enumerate(schema.arguments) if "dim" in a.name),
         (0, "", None),
     )
-    given = argument(node, place, default, key) if key else None
-    dims: list[Any] = list(given) if isinstance(given, list | tuple) else [given]
+    dims_value = argument(node, place, default, key) if key else None
+    dims: list[Any] = list(dims_value) if isinstance(dims_value, list | tuple) else [dims_value]
     if not dims or any(dim is None or x.tags[dim] != "d" for dim in dims):
         raise refusal(node, "it runs over all dims, or over tokens")
     flat_dims = [x.feature_dim(dim) for dim in dims]
-    written = repr(flat_dims if isinstance(given, list | tuple) else flat_dims[0])
+    written = repr(flat_dims if isinstance(dims_value, list | tuple) else flat_dims[0])
     sources = ["{0}", *map(_literal, node.args[1:])]
     if len(node.args) > place:
         sources[place] = written

@@ -77,9 +77,9 @@ def check_no_recurrence(model: nn.Module, run: Callable[[int], object]) -> None:
     counts: list[Counter[tuple[str, str]]] = []
     for tokens in _TOKENS:
         # A run that ends early counts up to there; torch.export says why, in its own words.
-        with _recorded(model) as found, contextlib.suppress(Exception):
+        with _recorded(model) as recorder, contextlib.suppress(Exception):
             run(tokens)
-        counts.append(found)
+        counts.append(recorder)
     fewer, more = counts
     for (module, operator), count in more.items():
         if operator.startswith(_MIXES):
@@ -110,7 +110,7 @@ def check_gradients(model: nn.Module, run: Callable[[int], object]) -> None:
         UnsupportedError: names the module and the function.
     """
     tables = [module.weight for module in model.modules() if isinstance(module, nn.Embedding)]
-    found: list[list[tuple[str, Hashable]]] = []
+    runs: list[list[tuple[str, Hashable]]] = []
     for with_gradients in (False, True):
         with contextlib.ExitStack() as undo:
             undo.enter_context(torch.set_grad_enabled(with_gradients))
@@ -127,8 +127,8 @@ def check_gradients(model: nn.Module, run: Callable[[int], object]) -> None:
                 raise
             except Exception as error:
                 raise _EndedEarly from error
-        found.append(functions.calls)
-    for without, beside in itertools.zip_longest(*found, fillvalue=("the model", None)):
+        runs.append(functions.calls)
+    for without, beside in itertools.zip_longest(*runs, fillvalue=("the model", None)):
         if without != beside:
             raise UnsupportedError(
                 f"{beside[0]} computes something else where gradients are computed, as by a branch "
@@ -207,8 +207,8 @@ class _Functions(TorchFunctionMode):
             )
         # torch.no_grad() puts the mode of before back.
         if func is not torch._C._set_grad_enabled:
-            given = tuple(map(self._described, (*args, *(kwargs or {}).values())))
-            self.calls.append((module, (getattr(func, "__qualname__", str(func)), given)))
+            arguments = tuple(map(self._described, (*args, *(kwargs or {}).values())))
+            self.calls.append((module, (getattr(func, "__qualname__", str(func)), arguments)))
         return func(*args, **(kwargs or {}))
 
     def _described(self, x: Any) -> Hashable:
@@ -395,28 +395,28 @@ def _first_way(name: str, run: Callable[[_Way], Exported], ways: Iterable[_Way])
 def _export_module(model: nn.Module, dtype: torch.dtype | None, whole: bool) -> Exported:
     check_module(model)
     names = {getattr(config, "_attn_implementation", None) for config in configs_of(model)}
-    own = next(iter(names)) or "eager"
+    implementation = next(iter(names)) or "eager"
 
     # Modules of several attentions, or with their attention in a class, are traced as they are.
     ways = (IMPLEMENTATION, None) if len(names) == 1 else (None,)
     with with_frozen(model, dtype), without_custom_gradients(model):
         return _first_way(
-            type(model).__name__, lambda way: _export_with(way, model, own, whole), ways
+            type(model).__name__, lambda way: _export_with(way, model, implementation, whole), ways
         )
 
 
 def _export_with(
-    implementation: str | None, model: nn.Module, own: str | None, whole: bool
+    implementation: str | None, model: nn.Module, model_implementation: str | None, whole: bool
 ) -> Exported:
     """Export a model by an attention implementation; `own` is the one that a module has."""
     path, kinds = layer_kinds(model)
     run = functools.partial(_run, model)
-    is_given = own is not None
-    if own is None:
-        own = "sdpa" if getattr(model, "_supports_sdpa", False) else "eager"
+    is_given = model_implementation is not None
+    if model_implementation is None:
+        model_implementation = "sdpa" if getattr(model, "_supports_sdpa", False) else "eager"
     with contextlib.ExitStack() as prepared:
         prepared.enter_context(with_attention(model, implementation, experts=IMPLEMENTATION))
-        prepared.enter_context(of_attention(own))
+        prepared.enter_context(of_attention(model_implementation))
         prepared.enter_context(with_modules_of_their_own(model))
         if is_given and not whole:
             most = positions_of(model.config) or 2**20
@@ -512,15 +512,15 @@ def _export(model: nn.Module) -> torch.export.ExportedProgram:
     shapes = {name: {1: tokens} for name in inputs}
     original = model.forward
 
-    def forward(**given: torch.Tensor) -> Any:
-        return original(**given, **options)
+    def forward(**inputs: torch.Tensor) -> Any:
+        return original(**inputs, **options)
 
-    def logits(_: nn.Module, __: Any, given: Mapping[str, torch.Tensor], out: Any) -> torch.Tensor:
-        return _logits(model, out, given["input_ids"].shape[1])
+    def logits(_: nn.Module, __: Any, inputs: Mapping[str, torch.Tensor], out: Any) -> torch.Tensor:
+        return _logits(model, out, inputs["input_ids"].shape[1])
 
     names = [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY) for name in inputs]
     forward.__signature__ = inspect.Signature(names)  # type: ignore[attr-defined]
-    own = vars(model).get("forward")
+    own_forward = vars(model).get("forward")
     last = model.register_forward_hook(logits, with_kwargs=True)
     model.forward = forward
     try:
@@ -534,8 +534,8 @@ def _export(model: nn.Module) -> torch.export.ExportedProgram:
     finally:
         last.remove()
         del model.forward
-        if own is not None:
-            model.forward = own
+        if own_forward is not None:
+            model.forward = own_forward
 
 
 def arguments_of(model: nn.Module, tokens: int) -> tuple[dict[str, torch.Tensor], dict[str, bool]]:

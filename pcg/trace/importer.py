@@ -161,8 +161,8 @@ class _Importer:
             if node in live:
                 continue
             live.add(node)
-            found = self._scores.get(node)
-            queue.extend(found.inputs if found else node.all_input_nodes)
+            attention = self._scores.get(node)
+            queue.extend(attention.inputs if attention else node.all_input_nodes)
             # An in-place operator on a live value is live too.
             queue.extend(
                 user
@@ -232,23 +232,25 @@ class _Importer:
 
     def _score_attention(self, node: Node) -> FlatValue:
         """A recognised attention, in the layout of its product."""
-        flat, found = self.flat, self._scores[node]
+        flat, attention = self.flat, self._scores[node]
         dtype = dtype_of(node.meta["val"])
         inputs = []
-        for x in (flat.tensor(n) for n in (found.q, found.k, found.v)):
+        for x in (flat.tensor(n) for n in (attention.q, attention.k, attention.v)):
             heads = x.features if len(x.features) == 2 else (1, *x.features)
             inputs.append(self._narrowed(flat.reshape(x.name, heads), dtype))
         attributes: dict[str, Any] = {
-            "scale": float(found.scale),  # configurations may have ints
-            "window": found.window,
-            "softcap": float(found.softcap),
+            "scale": float(attention.scale),  # configurations may have ints
+            "window": attention.window,
+            "softcap": float(attention.softcap),
         }
-        if found.slopes:
-            slopes = flat.constant("alibi_slopes", torch.tensor(found.slopes, dtype=torch.float32))
+        if attention.slopes:
+            slopes = flat.constant(
+                "alibi_slopes", torch.tensor(attention.slopes, dtype=torch.float32)
+            )
             inputs.append(slopes.name)
             attributes["alibi"] = True
-        if found.sinks is not None:
-            inputs.append(flat.tensor(found.sinks).name)
+        if attention.sinks is not None:
+            inputs.append(flat.tensor(attention.sinks).name)
             attributes["sinks"] = True
         out = flat.add_many("attention", *inputs, **attributes)[0]
         shape = traced_shape(node)

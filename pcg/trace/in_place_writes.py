@@ -64,10 +64,10 @@ def written(node: Node) -> Iterator[tuple[Node, bool]]:
             yield value, place == 0
 
 
-def _are_parts(one: Node, other: Node) -> bool:
+def _are_parts(node: Node, other: Node) -> bool:
     """True of different parts that one operator cut a tensor into."""
-    is_part = one.target is other.target is python_operator.getitem
-    return is_part and one.args[0] is other.args[0] and one.args[1] != other.args[1]
+    is_part = node.target is other.target is python_operator.getitem
+    return is_part and node.args[0] is other.args[0] and node.args[1] != other.args[1]
 
 
 def memory_of(node: Node) -> int | None:

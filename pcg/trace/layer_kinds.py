@@ -21,8 +21,8 @@ _OF_EVERY_MODULE = frozenset(vars(nn.Module())) - {"_forward_hooks", "_forward_p
 def configs_of(model: nn.Module) -> list[Any]:
     """The configurations that a model and its modules hold, each once."""
     held = [vars(module).get("config") for module in model.modules()]
-    found = {id(config): config for config in held if hasattr(config, "to_dict")}
-    return list(found.values())
+    configs = {id(config): config for config in held if hasattr(config, "to_dict")}
+    return list(configs.values())
 
 
 def layer_kinds(model: nn.Module) -> tuple[str, list[Hashable]]:
@@ -42,9 +42,9 @@ def layer_kinds(model: nn.Module) -> tuple[str, list[Hashable]]:
         if isinstance(module, nn.ModuleList)
     ]
     most, path = max(lists, default=(0, ""))
-    there = f"{path} has {most}" if lists else "it has no ModuleList"
+    longest = f"{path} has {most}" if lists else "it has no ModuleList"
     raise TraceError(
-        f"{name} has no list of config.num_hidden_layers={count} layers; {there}. Where layers "
+        f"{name} has no list of config.num_hidden_layers={count} layers; {longest}. Where layers "
         "were removed, set model.config.num_hidden_layers, and its lists of layers, to those there"
     )
 

@@ -94,7 +94,7 @@ def register_markers() -> None:
 
 
 @contextlib.contextmanager
-def of_attention(own: str) -> Iterator[None]:
+def of_attention(implementation: str) -> Iterator[None]:
     """Let the marker stand for an attention implementation, within transformers' own code.
 
     A sequence is traced by itself, so that packed ones are not looked for. Where a module would
@@ -115,12 +115,12 @@ def of_attention(own: str) -> Iterator[None]:
     def get_interface(self: Any, name: str, default: Any) -> Any:
         if name != IMPLEMENTATION:
             return lookup(self, name, default)
-        checked(lookup(self, own, default))
+        checked(lookup(self, implementation, default))
         return _attention_interface
 
     def get_item(self: Any, name: str) -> Any:
         if name == IMPLEMENTATION:
-            checked(None if own == "eager" else self[own])
+            checked(None if implementation == "eager" else self[implementation])
         return super(AttentionInterface, self).__getitem__(name)
 
     def find_none(position_ids: torch.Tensor) -> Any:
@@ -140,7 +140,7 @@ def of_attention(own: str) -> Iterator[None]:
 
         return mask
 
-    before = own_attention.set(own)
+    before = own_attention.set(implementation)
     masking_utils._vmap_expansion_sdpa = broadcast  # tensors of vmap cannot be traced
     AttentionInterface.get_interface = get_interface
     AttentionInterface.__getitem__ = get_item
@@ -193,17 +193,19 @@ def _is_of_transformers(function: Any) -> bool:
     return code is not None and Path(transformers.__file__).parent in Path(code.co_filename).parents
 
 
-def _mask_interface(**given: Any) -> torch.Tensor | None:
+def _mask_interface(**arguments: Any) -> torch.Tensor | None:
     """The mask that the module's own implementation has, and never None for a causal one."""
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
-    own = own_attention.get()
-    given["allow_is_causal_skip"] = False
-    if own not in ALL_MASK_ATTENTION_FUNCTIONS:
-        raise ValueError(f"its attention {own} is not a function of transformers")
-    if own != "eager" and _is_of_transformers(ALL_MASK_ATTENTION_FUNCTIONS.get(own)):
-        own = "sdpa"  # as a tensor, which flash and flex attention have no need of
-    return ALL_MASK_ATTENTION_FUNCTIONS[own](**given)  # type: ignore[no-any-return]
+    implementation = own_attention.get()
+    arguments["allow_is_causal_skip"] = False
+    if implementation not in ALL_MASK_ATTENTION_FUNCTIONS:
+        raise ValueError(f"its attention {implementation} is not a function of transformers")
+    if implementation != "eager" and _is_of_transformers(
+        ALL_MASK_ATTENTION_FUNCTIONS.get(implementation)
+    ):
+        implementation = "sdpa"  # as a tensor, which flash and flex attention have no need of
+    return ALL_MASK_ATTENTION_FUNCTIONS[implementation](**arguments)  # type: ignore[no-any-return]
 
 
 def _attention_interface(
@@ -215,14 +217,14 @@ def _attention_interface(
     **options: Any,
 ) -> tuple[torch.Tensor, None]:
     """The marker as transformers calls it; which options are given differs by architecture."""
-    own = own_attention.get()
+    implementation = own_attention.get()
     if not options.pop("is_causal", getattr(module, "is_causal", True)):
         raise TraceError(f"{type(module).__name__} attends to later tokens; pcg needs a causal LM")
-    if attention_mask is None and own == "eager":
+    if attention_mask is None and implementation == "eager":
         raise ValueError(f"{type(module).__name__} gives its attention no mask")
     window, softcap = (options.pop(name, None) or 0 for name in ("sliding_window", "softcap"))
     scaling, sinks = (options.pop(name, None) for name in ("scaling", "s_aux"))
-    if softcap and own == "sdpa":
+    if softcap and implementation == "sdpa":
         raise ValueError("sdpa attention does not cap scores; use attn_implementation='eager'")
     for name, option in options.items():
         is_neutral = option is None or option is False or name in _WITHOUT_EFFECT
@@ -230,7 +232,7 @@ def _attention_interface(
             raise ValueError(f"its attention is given {name}")
     scale = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
     # sdpa and eager attention read the mask alone.
-    read = int(window) if "flash" in own else None
+    read = int(window) if "flash" in implementation else None
     arguments = (attention_mask, sinks, scale, float(softcap), read)
     return torch.ops.pcg.attention(query, key, value, *arguments), None
 

@@ -159,7 +159,7 @@ class Evaluation:
     def bias(self) -> tuple[Tensor, Tensor]:
         """Return what is added to scores [heads, n, n] that are all 0, and that are all 1."""
         count = len(self.positions)
-        found = []
+        biases = []
         for fill in (0.0, 1.0) if self._subgraph.product is not None else (0.0,):
             self._fill = fill
             bias = self._run()
@@ -169,8 +169,8 @@ class Evaluation:
             if bias.dim() < 2 or bias.shape[-1] != count:
                 raise self._refused(self._subgraph.root, "its mask is not one of keys by queries")
             bias = bias.broadcast_to(*bias.shape[:-2], count, count)
-            found.append(bias.reshape(-1, count, count).clamp(min=-1e30))
-        return found[0], found[1] if len(found) > 1 else found[0] + 1.0
+            biases.append(bias.reshape(-1, count, count).clamp(min=-1e30))
+        return biases[0], biases[1] if len(biases) > 1 else biases[0] + 1.0
 
     def _run(self) -> Tensor:
         self._values.clear()
@@ -230,14 +230,14 @@ class Evaluation:
         return [count if self._is_token(s) else self._constant(s) for s in sizes]  # type: ignore[misc]
 
     def _depends(self, node: Node, on: set[Node]) -> bool:
-        return any(one in on for one in node.all_input_nodes)
+        return any(node_input in on for node_input in node.all_input_nodes)
 
     def _spread(self, node: Node) -> None:
         """Note what a node's value depends on, and all names of the memory that it writes."""
         names = [node]
         memories = {memory_of(value) for value, _ in written(node)}
         if memories:
-            names += [one for one in self._values if memory_of(one) in memories]
+            names += [node_name for node_name in self._values if memory_of(node_name) in memories]
         for kept in (self._positional, self._scored):
             if self._depends(node, kept):
                 kept.update(names)
@@ -285,9 +285,9 @@ class Evaluation:
 
     def _native(self, node: Node, *arguments: Any) -> Any:
         """The node's own operator on the values; constants of the meta device are on the CPU."""
-        given = arguments or tuple(map(self._value, node.args))
+        operands = arguments or tuple(map(self._value, node.args))
         keywords = {key: self._value(value) for key, value in node.kwargs.items()}
-        return node.target(*given, **keywords)  # type: ignore[operator]
+        return node.target(*operands, **keywords)  # type: ignore[operator]
 
     def _product(self, node: Node) -> Tensor:
         self._scored.add(node)
@@ -386,9 +386,9 @@ class Evaluation:
     def _slice(self, node: Node) -> Tensor:
         x: Tensor = self._value(node.args[0])
         names = ("dim", "start", "end", "step")
-        given: dict[str, Any] = {"dim": 0, "start": 0, "step": 1} | node.kwargs
-        given |= dict(zip(names, map(self._value, node.args[1:]), strict=False))
-        dim, start, step = given["dim"], given["start"] or 0, given["step"]
+        bounds: dict[str, Any] = {"dim": 0, "start": 0, "step": 1} | node.kwargs
+        bounds |= dict(zip(names, map(self._value, node.args[1:]), strict=False))
+        dim, start, step = bounds["dim"], bounds["start"] or 0, bounds["step"]
         size, sliced = self._size(node.args[0], dim), self._size(node, dim)
         if not self._is_token(sliced):
             if self._is_token(size):
@@ -445,7 +445,7 @@ class Evaluation:
         x, indices = self._value(node.args[0]), list(map(self._value, node.args[1]))  # type: ignore[arg-type]
         shape = node.args[0].meta["val"].shape  # type: ignore[union-attr]
         places = [dim for dim, index in enumerate(indices) if index is not None]
-        if any(one in self._scored for one in node.args[1]):  # type: ignore[union-attr]
+        if any(operand in self._scored for operand in node.args[1]):  # type: ignore[union-attr]
             raise self._refused(node, "its mask depends on the scores")
         for dim in places:
             index = indices[dim]
@@ -527,7 +527,9 @@ class Evaluation:
             (gap.diff(dim=dim) / steps.view(shape)).abs().unique()
             for dim, shape in ((-2, (-1, 1)), (-1, (1, -1)))
         ]
-        rows, columns = ({round(float(x), 6) for x in found if x > 1e-9} for found in factors)
+        rows, columns = (
+            {round(float(x), 6) for x in factor_set if x > 1e-9} for factor_set in factors
+        )
         if rows and columns and rows != columns:
             raise self._refused(node, f"its mask compares positions of factors {rows | columns}")
 
@@ -568,7 +570,7 @@ class Evaluation:
 
 def combined(numbers: Sequence[float]) -> set[int]:
     """The positions or distances at which a chain of sums and products of numbers turns."""
-    found: set[float] = set()
+    factors: set[float] = set()
     for count in range(1, len(numbers) + 1):
         for first, *others in itertools.permutations(numbers, count):
             reached = {first, 1 / first}
@@ -579,9 +581,9 @@ def combined(numbers: Sequence[float]) -> set[int]:
                     for result in (x + other, x - other, x * other, x / other)
                     if result
                 }
-            found |= reached
-    found = {abs(x) for x in found if 1 <= abs(x) < _FARTHEST}
-    return {whole(x) for x in found for whole in (math.floor, math.ceil)}
+            factors |= reached
+    factors = {abs(x) for x in factors if 1 <= abs(x) < _FARTHEST}
+    return {whole(x) for x in factors for whole in (math.floor, math.ceil)}
 
 
 def refused_attention(node: Node, why: str) -> TraceError:

@@ -184,14 +184,14 @@ def with_cause(error: PcgError, name: str, config: Mapping[str, Any]) -> PcgErro
         name: the model's type or class.
         config: the contents of its config.json.
     """
-    told = str(error)
-    if cause_of(told) is not None:
+    refusal = str(error)
+    if cause_of(refusal) is not None:
         return error
     fields = json.dumps(config, sort_keys=True, default=str)
-    cause = next((cause for cause in CAUSES if cause.is_shown(fields, told)), None)
+    cause = next((cause for cause in CAUSES if cause.is_shown(fields, refusal)), None)
     if cause is None:
         return error
-    detail = told.removeprefix("cannot trace ").removeprefix(f"{name}: ").partition("; ")[0]
+    detail = refusal.removeprefix("cannot trace ").removeprefix(f"{name}: ").partition("; ")[0]
     detail = detail if len(detail) <= _MOST_DETAIL else f"{detail[: _MOST_DETAIL - 1]}…"
     return type(error)(f"cannot trace {name}: {cause.name} ({cause.why}); {detail}")
 
@@ -228,12 +228,14 @@ def check_sizes(fields: Mapping[str, Any], config_class: Any) -> None:
         for key in _names_of(name, config_class):
             value = fields.get(key)
             values = value if isinstance(value, list) else [value]  # of each layer
-            for one in values:
-                if one is not None and (type(one) is not int or one < 1):
-                    raise ConfigError(f"config.json has {key}={one!r}; it has to be an int above 0")
-                if name == "num_hidden_layers" and one is not None and one > _MOST_LAYERS:
+            for size in values:
+                if size is not None and (type(size) is not int or size < 1):
                     raise ConfigError(
-                        f"config.json has {key}={shown(one)}; pcg takes at most {_MOST_LAYERS}"
+                        f"config.json has {key}={size!r}; it has to be an int above 0"
+                    )
+                if name == "num_hidden_layers" and size is not None and size > _MOST_LAYERS:
+                    raise ConfigError(
+                        f"config.json has {key}={shown(size)}; pcg takes at most {_MOST_LAYERS}"
                     )
 
 
@@ -338,8 +340,8 @@ def _check_dtype(fields: Mapping[str, Any]) -> None:
         value = fields.get(key)
         if value in (None, "auto"):
             continue
-        found = getattr(torch, value.removeprefix("torch."), None) if type(value) is str else value
-        if not (isinstance(found, torch.dtype) and found.is_floating_point):
+        dtype = getattr(torch, value.removeprefix("torch."), None) if type(value) is str else value
+        if not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
             raise ConfigError(
                 f"config.json has {key}={shown(value)}; use a floating-point one, as 'bfloat16'"
             )
@@ -420,6 +422,6 @@ def _rope_types(parameters: object) -> set[str]:
     """The rope types that a configuration names, for all layers or for each type of layer."""
     if not isinstance(parameters, Mapping):
         return set()
-    own = parameters.get("rope_type")
-    found = {str(own)} if own else set()
-    return found.union(*map(_rope_types, parameters.values()))
+    rope_type = parameters.get("rope_type")
+    rope_types = {str(rope_type)} if rope_type else set()
+    return rope_types.union(*map(_rope_types, parameters.values()))

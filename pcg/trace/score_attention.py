@@ -89,18 +89,18 @@ def find_scores(
     Raises:
         TraceError: there are probabilities over tokens that are not causal attention.
     """
-    found: dict[Node, ScoreAttention] = {}
+    attentions: dict[Node, ScoreAttention] = {}
     prover = _Prover(graph, constants, positions)
     for node in graph.nodes:
         if node.target is torch.ops.pcg.attention.default:
-            found[node] = prover.marker(node)
+            attentions[node] = prover.marker(node)
         elif node.target is _CALL:
-            found[node] = prover.call(node)
+            attentions[node] = prover.call(node)
         elif node.target in _PRODUCT and node.target is not ADDED:
             softmax = _probabilities(node.args[0])
             if softmax is not None:
-                found[node] = prover.written_out(node, softmax)
-    return found
+                attentions[node] = prover.written_out(node, softmax)
+    return attentions
 
 
 def _probabilities(node: Any) -> Node | None:
@@ -170,12 +170,12 @@ class _Prover:
 
     def call(self, node: Node) -> ScoreAttention:
         names = [argument.name for argument in _CALL._schema.arguments]
-        given: dict[str, Any] = dict(zip(names, node.args, strict=False)) | node.kwargs
-        if given.get("dropout_p"):
+        arguments: dict[str, Any] = dict(zip(names, node.args, strict=False)) | node.kwargs
+        if arguments.get("dropout_p"):
             raise refused_attention(node, "it drops probabilities")
-        q, k, v = (given[name] for name in ("query", "key", "value"))
-        scale = given.get("scale") or q.meta["val"].shape[-1] ** -0.5
-        mask, is_causal = given.get("attn_mask"), bool(given.get("is_causal"))
+        q, k, v = (arguments[name] for name in ("query", "key", "value"))
+        scale = arguments.get("scale") or q.meta["val"].shape[-1] ** -0.5
+        mask, is_causal = arguments.get("attn_mask"), bool(arguments.get("is_causal"))
         if (mask is None) != is_causal:
             raise refused_attention(node, "its mask is neither causal nor a causal window")
         window: int = 0
@@ -217,9 +217,9 @@ class _Prover:
             from_end = {tokens - 1 - p for p in beside}
             chosen = {p for p in beside | from_end if 0 <= p < tokens}
             evaluation = Evaluation(subgraph, tokens, sorted(chosen))
-            found = _seen(node, evaluation)
-            whole = whole or found
-            if not _agree(whole, found, tokens):
+            seen = _seen(node, evaluation)
+            whole = whole or seen
+            if not _agree(whole, seen, tokens):
                 raise refused_attention(
                     node, f"its scores change with the number of tokens, as at {tokens} tokens"
                 )
@@ -227,11 +227,11 @@ class _Prover:
         return whole
 
 
-def _agree(whole: _Seen, found: _Seen, tokens: int) -> bool:
+def _agree(whole: _Seen, seen: _Seen, tokens: int) -> bool:
     window = whole[0] if whole[0] < tokens else 0
-    pairs = zip((whole[2], *whole[1]), (found[2], *found[1]), strict=False)
+    pairs = zip((whole[2], *whole[1]), (seen[2], *seen[1]), strict=False)
     is_close = all(abs(a - b) <= 1e-5 * max(1e-4, abs(a)) for a, b in pairs)
-    return window == found[0] and len(whole[1]) == len(found[1]) and is_close
+    return window == seen[0] and len(whole[1]) == len(seen[1]) and is_close
 
 
 def _seen(node: Node, evaluation: Evaluation) -> _Seen:

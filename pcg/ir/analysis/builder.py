@@ -87,9 +87,9 @@ class Builder:
         """Apply an operator of several outputs; returns their names."""
         table_entry = operator(op)
         sorted_attributes = tuple(sorted(attributes.items()))
-        made = self.equal_node(op, inputs, sorted_attributes, scope)
-        if made is not None:
-            return made
+        existing = self.equal_node(op, inputs, sorted_attributes, scope)
+        if existing is not None:
+            return existing
         unknown = [i for i in inputs if i not in self.types]
         if unknown:
             raise VerifyError(

@@ -28,22 +28,22 @@ def trained(graph: Graph) -> tuple[str, ...]:
 
     VeRA's shared matrices are an adapter's, and are not trained: operators take them for constants.
     """
-    found = set(graph.outputs)
+    reached = set(graph.outputs)
     for node in reversed(graph.nodes):
-        if any(value.name in found for value in node.outputs):
+        if any(value.name in reached for value in node.outputs):
             constants = operator(node.op).constant_in
-            found.update(name for i, name in enumerate(node.inputs) if i not in constants)
-    return tuple(p.name for p in graph.parameters if p.role == "adapter" and p.name in found)
+            reached.update(name for i, name in enumerate(node.inputs) if i not in constants)
+    return tuple(p.name for p in graph.parameters if p.role == "adapter" and p.name in reached)
 
 
 def reachable(graph: Graph, sources: Iterable[str]) -> frozenset[str]:
     """The sources, and the values through which a gradient flows back to them."""
-    found = set(sources)
+    reached = set(sources)
     for node in graph.nodes:
         constants = operator(node.op).constant_in
-        if any(name in found for i, name in enumerate(node.inputs) if i not in constants):
-            found.update(value.name for value in node.outputs if value.type.is_float)
-    return frozenset(found)
+        if any(name in reached for i, name in enumerate(node.inputs) if i not in constants):
+            reached.update(value.name for value in node.outputs if value.type.is_float)
+    return frozenset(reached)
 
 
 # ---------------------------------------------------------------------------------------- in flight
@@ -69,21 +69,21 @@ def waits(items: Sequence[Reader]) -> dict[int, int]:
 
     That is the place of the first item that reads its outputs; the end where none does.
     """
-    found = {}
+    first_readers = {}
     for place, item in enumerate(items):
         if not isinstance(item, Node) or collective_of(item) is None:
             continue
         first = first_reader(items, place, item)
         if any(_is_work(other) for other in items[place + 1 : first]):
-            found[place] = first
-    return found
+            first_readers[place] = first
+    return first_readers
 
 
 def first_reader(items: Sequence[Reader], place: int, node: Node) -> int:
     """The place of the first item behind a node that reads its outputs; the end where none does."""
-    made = {value.name for value in node.outputs}
+    outputs = {value.name for value in node.outputs}
     later = range(place + 1, len(items))
-    return next((i for i in later if not made.isdisjoint(items[i].inputs)), len(items))
+    return next((i for i in later if not outputs.isdisjoint(items[i].inputs)), len(items))
 
 
 def _is_work(item: Reader) -> bool:

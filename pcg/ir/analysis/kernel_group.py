@@ -84,14 +84,14 @@ class KernelGroup:
 
 def group_of(graph: Graph, parts: Iterable[Iterable[str]]) -> KernelGroup:
     """The group of a kernel with these parts, each by the names of its nodes."""
-    found = [
+    groups = [
         KernelGroup(graph, tuple(n for n in graph.nodes if n.name in names))
         for names in map(frozenset, parts)
     ]
-    if len(found) == 1:
-        return found[0]
-    every = {name for part in found for name in part.made}
-    return KernelGroup(graph, tuple(n for n in graph.nodes if n.name in every), tuple(found))
+    if len(groups) == 1:
+        return groups[0]
+    every = {name for part in groups for name in part.made}
+    return KernelGroup(graph, tuple(n for n in graph.nodes if n.name in every), tuple(groups))
 
 
 def names_of(group: KernelGroup) -> tuple[tuple[str, ...], ...]:

@@ -44,10 +44,10 @@ class Storage:
         return self.op == "parameter"
 
     def size_bytes(self, tokens: sympy.Expr) -> sympy.Expr:
-        one = prod(self.type.features) * DTYPE_BYTES[self.type.dtype]
+        row_bytes = prod(self.type.features) * DTYPE_BYTES[self.type.dtype]
         if not self.type.is_token_wise:
-            return sympy.Integer(one)
-        return one * tokens_at(self.type.shape[0], tokens)
+            return sympy.Integer(row_bytes)
+        return row_bytes * tokens_at(self.type.shape[0], tokens)
 
 
 class Storages:

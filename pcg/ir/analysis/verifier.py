@@ -142,8 +142,8 @@ class _Verifier:
             self._fail(str(error))
         except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
             # The table's rules index and count; what they trip over is not what they take.
-            given = ", ".join(map(str, types))
-            self._fail(f"{node.op} does not take {given} with these attributes: {error}")
+            input_types = ", ".join(map(str, types))
+            self._fail(f"{node.op} does not take {input_types} with these attributes: {error}")
 
     def _types(self, node: Node, inferred: tuple[TensorType, ...]) -> None:
         if len(node.outputs) != len(inferred):
@@ -151,9 +151,9 @@ class _Verifier:
             self._fail(f"{node.op} has {len(inferred)} outputs ({wanted}), not {len(node.outputs)}")
         for value, type_ in zip(node.outputs, inferred, strict=True):
             if (value.type.dtype, value.type.shape) != (type_.dtype, type_.shape):
-                given = ", ".join(str(self.defined[name]) for name in node.inputs)
+                input_types = ", ".join(str(self.defined[name]) for name in node.inputs)
                 self._fail(
-                    f"%{value.name} is declared {value.type}, but {node.op} of {given} gives "
+                    f"%{value.name} is declared {value.type}, but {node.op} of {input_types} gives "
                     f"{type_}; declare that, or change what the node reads"
                 )
 

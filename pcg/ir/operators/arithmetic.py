@@ -348,12 +348,12 @@ class CarriedBackward(Operator):
         return (dx,)
 
     def source(self, inputs: Sequence[str], attributes: Attributes) -> str:
-        dy, *given = inputs
+        dy, *arguments = inputs
         place, name = attributes["place"], "value"
-        while name in given:
+        while name in arguments:
             name += "_"
-        x, given[place] = given[place], name
-        function = f"lambda {name}: {Carried().source(given, attributes)}"
+        x, arguments[place] = arguments[place], name
+        function = f"lambda {name}: {Carried().source(arguments, attributes)}"
         return f"torch.func.vjp({function}, {x})[1]({dy})[0]"
 
     def temporaries(self, inputs: Types, outputs: Types, attributes: Attributes) -> sympy.Expr:

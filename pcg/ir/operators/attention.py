@@ -202,16 +202,18 @@ class WindowAttentionBackward(AttentionBackward):
         return super().flops((*inputs[:4], *outputs[1:]), outputs, attributes)
 
     def moved_bytes(self, inputs: Types, outputs: Types, attributes: Attributes) -> sympy.Expr:
-        own = Operator.moved_bytes(self, inputs, outputs, attributes)
-        return own + 3 * _cached_bytes(outputs[1:])
+        token_bytes = Operator.moved_bytes(self, inputs, outputs, attributes)
+        return token_bytes + 3 * _cached_bytes(outputs[1:])
 
 
-def _check_of_heads(q: TensorType, given: Sequence[TensorType], attributes: Attributes) -> None:
+def _check_of_heads(
+    q: TensorType, head_types: Sequence[TensorType], attributes: Attributes
+) -> None:
     """Check the inputs that hold a number of each head: `alibi`, `sinks`."""
     names = [name for name in ("alibi", "sinks") if attributes.get(name)]
-    if len(given) != len(names) or any(type_.shape != q.shape[1:2] for type_ in given):
+    if len(head_types) != len(names) or any(type_.shape != q.shape[1:2] for type_ in head_types):
         wanted = " and ".join(f"{name} [{q.shape[1]}]" for name in names) or "nothing"
-        shown = ", ".join(map(str, given)) or "nothing"
+        shown = ", ".join(map(str, head_types)) or "nothing"
         raise TypeCheckError(f"attention of q {q} takes {wanted} behind v, not {shown}")
 
 

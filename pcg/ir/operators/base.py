@@ -84,7 +84,7 @@ TEXT = Kind("a string", lambda value: type(value) is str)
 SIZES = Kind(
     "a tuple of ints of 64 bits",
     lambda value: (
-        type(value) is tuple and all(type(one) is int and one in INTEGERS for one in value)
+        type(value) is tuple and all(type(item) is int and item in INTEGERS for item in value)
     ),
 )
 DTYPE = word(*DTYPE_BYTES)
@@ -196,9 +196,9 @@ class Operator:
             return {i: -len(types[i].dims) for i, part in enumerate(self.made_rows) if part}
         size = output.shape[dim]
         for inputs, outputs in self.aligned(types, attributes):
-            there = {place: at for place, at in enumerate(inputs) if at}
-            if outputs == (dim,) and all(types[i].shape[at] == size for i, at in there.items()):
-                return there
+            dims = {place: at for place, at in enumerate(inputs) if at}
+            if outputs == (dim,) and all(types[i].shape[at] == size for i, at in dims.items()):
+                return dims
         return None
 
     def shardings(self, types: Types, attributes: Attributes) -> Iterator[Sharding]:
@@ -478,7 +478,8 @@ def check_norm(x: TensorType, weights: Types) -> None:
         count = len(weight.dims)
         fits = not weight.is_token_wise and 0 < count <= len(x.dims) - x.is_token_wise
         if not fits or any(
-            size not in (1, own) for size, own in zip(weight.shape, x.shape[-count:], strict=True)
+            size not in (1, target)
+            for size, target in zip(weight.shape, x.shape[-count:], strict=True)
         ):
             raise TypeCheckError(f"a weight {weight} does not fit the last dims of {x}")
 

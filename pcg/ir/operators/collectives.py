@@ -64,8 +64,8 @@ class Transition(Operator):
         """The transition of that name, of a class of its own."""
         attributes = declared() if before and after else declared(dim=DIM)
         fields = {"name": name, "attributes": attributes, "before": before, "after": after}
-        found: Transition = type(name, (cls,), fields)()
-        return found
+        transition: Transition = type(name, (cls,), fields)()
+        return transition
 
 
 class Replicate(Transition):

@@ -178,9 +178,11 @@ class BasePiece(Product):
     def infer(self, types: Types, attributes: Attributes) -> Types:
         graph = piece_of(attributes["text"])
         wanted = [value.type for value in graph.inputs]
-        if [(one.dtype, one.shape) for one in types[:-1]] != [(w.dtype, w.shape) for w in wanted]:
-            given, shown = (", ".join(map(str, every)) for every in (types[:-1], wanted))
-            raise TypeCheckError(f"the piece takes {shown}, not {given}")
+        if [(type_.dtype, type_.shape) for type_ in types[:-1]] != [
+            (w.dtype, w.shape) for w in wanted
+        ]:
+            actual, shown = (", ".join(map(str, every)) for every in (types[:-1], wanted))
+            raise TypeCheckError(f"the piece takes {shown}, not {actual}")
         if len(types[-1].dims) != 2 or types[-1].is_token_wise:
             raise TypeCheckError(f"the piece is asked for by a weight [out, in], not {types[-1]}")
         if any(name not in graph.types for name in graph.outputs):
@@ -195,8 +197,8 @@ class BasePiece(Product):
 
     @staticmethod
     def _arguments(inputs: Sequence[str], attributes: Attributes) -> str:
-        *given, weight = inputs
-        return ", ".join(["batch", piece_constant(attributes["text"]), weight, *given])
+        *values, weight = inputs
+        return ", ".join(["batch", piece_constant(attributes["text"]), weight, *values])
 
     def flops(self, inputs: Types, outputs: Types, attributes: Attributes) -> sympy.Expr:
         graph, total = piece_of(attributes["text"]), sympy.Integer(0)

@@ -254,12 +254,12 @@ class LoraLinear(Product):
     def adapted(attributes: Attributes) -> tuple[int, ...]:
         """Indices of the outputs that have LoRA."""
         count = attributes["count"]
-        found: tuple[int, ...] = attributes.get("adapted", tuple(range(count)))
-        if sorted({*range(count)}.intersection(found)) != [*found]:
+        indices: tuple[int, ...] = attributes.get("adapted", tuple(range(count)))
+        if sorted({*range(count)}.intersection(indices)) != [*indices]:
             raise TypeCheckError(
-                f"lora_linear has adapted={found}; expected some of 0 to {count - 1}, in order"
+                f"lora_linear has adapted={indices}; expected some of 0 to {count - 1}, in order"
             )
-        return found
+        return indices
 
     def infer(self, types: Types, attributes: Attributes) -> Types:
         count, x = attributes["count"], types[0]
@@ -302,9 +302,14 @@ class LoraLinear(Product):
 
     def _groups(self, inputs: Sequence[str], attributes: Attributes) -> list[Sequence[str]]:
         """Weights, biases, A and B."""
-        count, own = attributes["count"], len(self.adapted(attributes))
-        biases = inputs[1 + count : -2 * own]
-        return [inputs[1 : 1 + count], biases, inputs[-2 * own : -own], inputs[-own:]]
+        count, adapted_count = attributes["count"], len(self.adapted(attributes))
+        biases = inputs[1 + count : -2 * adapted_count]
+        return [
+            inputs[1 : 1 + count],
+            biases,
+            inputs[-2 * adapted_count : -adapted_count],
+            inputs[-adapted_count:],
+        ]
 
 
 class LoraLinearBackward(Product):
@@ -403,14 +408,20 @@ class ExpandAddGroup(Product):
     inputs = (6, 3 * MOST_SITES)
 
     def infer(self, types: Types, attributes: Attributes) -> Types:
-        return tuple(ExpandAdd().infer(own, {})[0] for own in zip(*by_kind(types, 3), strict=True))
+        return tuple(
+            ExpandAdd().infer(site_types, {})[0]
+            for site_types in zip(*by_kind(types, 3), strict=True)
+        )
 
     def source(self, inputs: Sequence[str], attributes: Attributes) -> str:
         return f"K.{self.name}({', '.join(map(tuple_source, by_kind(inputs, 3)))})"
 
     def flops(self, inputs: Types, outputs: Types, attributes: Attributes) -> sympy.Expr:
         each = zip(*by_kind(inputs, 3), strict=True)
-        return sum((ExpandAdd().flops(own, own[:1], {}) for own in each), sympy.Integer(0))
+        return sum(
+            (ExpandAdd().flops(site_types, site_types[:1], {}) for site_types in each),
+            sympy.Integer(0),
+        )
 
 
 class LoraGroupBackward(Product):
@@ -428,8 +439,13 @@ class LoraGroupBackward(Product):
     def infer(self, types: Types, attributes: Attributes) -> Types:
         dz, weights, *rest = by_site(types, int(attributes["plain"]))
         adapted = zip(dz, weights, *rest, strict=False)
-        ds, db, _ = zip(*(LoraLinearBackward().infer(own, {}) for own in adapted), strict=True)
-        dx = [LinearBackward().infer(own, {})[0] for own in zip(dz, weights, strict=True)]
+        ds, db, _ = zip(
+            *(LoraLinearBackward().infer(site_types, {}) for site_types in adapted), strict=True
+        )
+        dx = [
+            LinearBackward().infer(site_types, {})[0]
+            for site_types in zip(dz, weights, strict=True)
+        ]
         if len(set(dx)) > 1:
             raise TypeCheckError(f"{self.name} sums gradients {dx} of different types")
         return (*ds, *db, dx[0])

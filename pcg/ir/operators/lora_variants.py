@@ -52,9 +52,9 @@ class ColumnNorm(Operator):
         # gradient, what is not parted may be held either way.
         for held in (WHOLE, REPLICATED):
             yield sharding(partitioned(-2), held, partitioned(-2), partitioned(-1))
-            for given in (WHOLE, REPLICATED):
+            for layout in (WHOLE, REPLICATED):
                 columns = (partitioned(-1), partitioned(-1), held)
-                yield Sharding(columns, (given,), "column_norm_part")
+                yield Sharding(columns, (layout,), "column_norm_part")
 
     def gradient(self, context: Gradient) -> list[str | None]:
         return [None, None, None]

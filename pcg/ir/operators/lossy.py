@@ -83,8 +83,8 @@ class QuantizeFp8(Encoder):
     def temporaries(self, inputs: Types, outputs: Types, attributes: Attributes) -> sympy.Expr:
         # The scaled copy, in fp32 for fp16; a padded one, and its codes.
         x = inputs[0]
-        own = DTYPE_BYTES[x.dtype]
-        return _padded(x, 4 if x.dtype == "f16" else own, own + 1)
+        element_bytes = DTYPE_BYTES[x.dtype]
+        return _padded(x, 4 if x.dtype == "f16" else element_bytes, element_bytes + 1)
 
 
 class DequantizeFp8(Decoder):
@@ -110,8 +110,8 @@ class DequantizeFp8(Decoder):
 
     def temporaries(self, inputs: Types, outputs: Types, attributes: Attributes) -> sympy.Expr:
         out = outputs[0]
-        own = DTYPE_BYTES[out.dtype]
-        return _padded(out, 4, 0) if out.dtype == "f16" else _padded(out, 0, own)
+        element_bytes = DTYPE_BYTES[out.dtype]
+        return _padded(out, 4, 0) if out.dtype == "f16" else _padded(out, 0, element_bytes)
 
 
 class QuantizeInt8(Encoder):

@@ -113,8 +113,8 @@ def _rstd(tile: Tile, x: int, eps: object) -> str:
 
 
 def _rms_scale(tile: Tile, weight: int, attributes: Attributes) -> str:
-    found, offset = tile.read(weight), attributes["offset"]
-    return f"({found} + {offset!r})" if offset else found
+    factor, offset = tile.read(weight), attributes["offset"]
+    return f"({factor} + {offset!r})" if offset else factor
 
 
 class RmsNormBackward(NormBackward):

@@ -201,14 +201,16 @@ class Concat(Operator):
         return bool(attributes["dim"] == -1)
 
     def tile(self, tile: Tile, attributes: Attributes) -> str:
-        found, start = "", 0
+        expression, start = "", 0
         for index in range(tile.inputs):
             end = start + tile.size(index)
-            there = f"({tile.column} >= {start}) & ({tile.column} < {end})"
-            own = tile.read(index, f"{tile.column} - {start}", there)
-            found = f"tl.where({tile.column} >= {start}, {own}, {found})" if found else own
+            condition = f"({tile.column} >= {start}) & ({tile.column} < {end})"
+            part = tile.read(index, f"{tile.column} - {start}", condition)
+            expression = (
+                f"tl.where({tile.column} >= {start}, {part}, {expression})" if expression else part
+            )
             start = end
-        return found
+        return expression
 
     def infer(self, types: Types, attributes: Attributes) -> Types:
         dim = feature_dim(types[0], attributes["dim"])

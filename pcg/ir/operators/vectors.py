@@ -98,8 +98,8 @@ class VectorGradient(Operator):
         return (x.with_shape(size).with_dtype(attributes["dtype"]),)
 
     def source(self, inputs: Sequence[str], attributes: Attributes) -> str:
-        found = super().source(inputs, attributes)
-        return f"{found}.to(torch.{TORCH_NAMES[attributes['dtype']]})"
+        expression = super().source(inputs, attributes)
+        return f"{expression}.to(torch.{TORCH_NAMES[attributes['dtype']]})"
 
 
 class Inner(VectorGradient):

@@ -145,10 +145,10 @@ class LinearCrossEntropy(Operator):
         return (loss, x)[: 1 + len(gradient)]
 
     def source(self, inputs: Sequence[str], attributes: Attributes) -> str:
-        given = list(inputs)
-        bias = given.pop(2) if attributes["bias"] else "None"
-        trains = len(given) == 4
-        arguments = [*given, *([] if trains else ["None"]), bias]
+        operands = list(inputs)
+        bias = operands.pop(2) if attributes["bias"] else "None"
+        trains = len(operands) == 4
+        arguments = [*operands, *([] if trains else ["None"]), bias]
         arguments += [f"{name}={attributes[name]!r}" for name in ("scale", "softcap")]
         called = f"K.linear_cross_entropy({', '.join(arguments)})"
         return called if trains else f"{called}[0]"

@@ -214,12 +214,12 @@ def _plan(program: Program) -> dict[str, Any]:
 def options_from(plan: Mapping[str, Any], dtype: str) -> CompileOptions:
     """The options in plan.json; older folders lack some, and have no dtype, batch and seq there."""
     names = {field.name for field in dataclasses.fields(CompileOptions)} & plan.keys()
-    given = {name: plan[name] for name in names if plan[name] not in ("", {})}
+    options = {name: plan[name] for name in names if plan[name] not in ("", {})}
     if isinstance(plan.get("memory_budget"), dict):
         budget = MemoryBudget(**plan["memory_budget"])
-        given |= {"memory_budget": budget.written, "batch": budget.batch, "seq": budget.seq}
+        options |= {"memory_budget": budget.written, "batch": budget.batch, "seq": budget.seq}
     older = {"dtype": TORCH_NAMES.get(dtype, dtype), "backend": "torch", "attention": "own"}
-    return CompileOptions(**{**older, **given})
+    return CompileOptions(**{**older, **options})
 
 
 def _training_plan(training: Training) -> dict[str, Any]:
@@ -229,12 +229,12 @@ def _training_plan(training: Training) -> dict[str, Any]:
         # Inputs behind the carried ones come from the prologue, and all layers share them.
         shared = {value.name for value in graph.inputs[len(graph.outputs) :]}
         types = plan.forward.types
-        own = [types[name].size_bytes for name in plan.saved if name not in shared]
+        sizes = [types[name].size_bytes for name in plan.saved if name not in shared]
         plans.append(
             {
                 "block": plan.block,
                 "layers": [layer for layer, of in enumerate(training.layers) if of == index],
-                "bytes_per_layer": str(sympy.Add(*own)),
+                "bytes_per_layer": str(sympy.Add(*sizes)),
                 "kept": [
                     {
                         "value": name,

@@ -140,16 +140,16 @@ def free_folder(directory: str | os.PathLike[str]) -> Path:
     check_writable(target, "the program", ProgramError)
     if target.is_symlink():  # rename what it points to, not the link
         target = target.resolve()
-    there = {p.relative_to(target).as_posix() for p in target.rglob("*") if not p.is_dir()}
-    if not there:
+    existing = {p.relative_to(target).as_posix() for p in target.rglob("*") if not p.is_dir()}
+    if not existing:
         return target
-    if MANIFEST not in there:
+    if MANIFEST not in existing:
         raise ProgramError(
-            f"{target} is not empty and not a compiled program (it has {min(there)}); give a new "
-            "folder"
+            f"{target} is not empty and not a compiled program (it has {min(existing)}); give a "
+            "new folder"
         )
     try:
-        others = there - {MANIFEST, *read_manifest(target).files}
+        others = existing - {MANIFEST, *read_manifest(target).files}
     except ProgramError as error:
         raise ProgramError(
             f"{target} holds a program that cannot be read ({error}), so which of its files are "
@@ -235,9 +235,9 @@ def load_program(directory: str | os.PathLike[str], *, trust_edits: bool = False
     files = {}
     for name, expected in manifest.files.items():
         files[name] = read_bytes(folder / name)
-        found = hashlib.sha256(files[name]).hexdigest()
-        if found != expected:
-            _check_edit(folder, name, found, expected, trust_edits)
+        digest = hashlib.sha256(files[name]).hexdigest()
+        if digest != expected:
+            _check_edit(folder, name, digest, expected, trust_edits)
     missing = [name for name in REQUIRED if name not in files]
     if missing:
         raise ProgramError(f"{folder / MANIFEST} names no {missing[0]}; {compile_again(folder)}")
@@ -247,8 +247,8 @@ def load_program(directory: str | os.PathLike[str], *, trust_edits: bool = False
         raise ProgramError(f"{folder}: {error}") from error
 
 
-def _check_edit(folder: Path, name: str, found: str, expected: str, trust_edits: bool) -> None:
-    hashes = f"SHA-256 {found[:8]}…, compiled as {expected[:8]}…"
+def _check_edit(folder: Path, name: str, digest: str, expected: str, trust_edits: bool) -> None:
+    hashes = f"SHA-256 {digest[:8]}…, compiled as {expected[:8]}…"
     if name not in SOURCES and (name in REQUIRED or name.endswith(".pcg")):
         raise ProgramError(
             f"{folder / name} is damaged or was edited ({hashes}); only the emitted source may be "

@@ -68,8 +68,8 @@ def check_model(model: ModelGraph) -> None:
                     f"@{graph.name} takes {value}, which @{prologue.name} does not return; it "
                     f"returns {_names(prologue.outputs)}"
                 )
-            given = Value(value.name, prologue.types[value.name])
-            _check_same(prologue, given, graph, value)
+            carried_value = Value(value.name, prologue.types[value.name])
+            _check_same(prologue, carried_value, graph, value)
     logits = [epilogue.types[name] for name in epilogue.outputs]
     if len(logits) != 1 or len(logits[0].dims) != 2 or not logits[0].is_float:
         raise TypeCheckError(
@@ -85,8 +85,8 @@ def check_logits(models: Iterable[ModelGraph | None]) -> None:
         TypeCheckError: two do not; both are shown.
     """
     ends = [model.epilogue for model in models if model is not None]
-    for one, other in pairwise(ends):
-        _check_returned(other, _outputs(one), f"the logits of @{one.name} of the same model")
+    for first, other in pairwise(ends):
+        _check_returned(other, _outputs(first), f"the logits of @{first.name} of the same model")
 
 
 def check_signature(graph: Graph, other: Graph) -> None:
@@ -142,11 +142,11 @@ def _check_layer(block: Graph, layer: TrainingGraph) -> None:
             )
         return
     inputs = {value.name for value in forward.inputs}
-    made = tuple(name for name in layer.saved if name not in inputs)
-    if forward.outputs[count:] != made:
+    made_values = tuple(name for name in layer.saved if name not in inputs)
+    if forward.outputs[count:] != made_values:
         raise TypeCheckError(
             f"@{forward.name} returns {_names(forward.outputs[count:]) or 'nothing'} for "
-            f"@{backward.name}, for which {_names(made) or 'nothing'} is saved"
+            f"@{backward.name}, for which {_names(made_values) or 'nothing'} is saved"
         )
     incoming = {gradient_name(name) for name in block.outputs}
     taken = {value.name for value in backward.inputs} - incoming
@@ -176,8 +176,8 @@ def check_training(training: Training) -> None:
     if training.prologue is not None:
         check_backward(model.prologue, training.prologue, training.prologue_trained)
     epilogue, loss = model.epilogue, training.epilogue
-    given = (*epilogue.inputs, TARGETS, Value(gradient_name(_LOSS.name), _LOSS.type))
-    _check_inputs(loss, given, f"@{epilogue.name} with the loss and its gradient")
+    loss_inputs = (*epilogue.inputs, TARGETS, Value(gradient_name(_LOSS.name), _LOSS.type))
+    _check_inputs(loss, loss_inputs, f"@{epilogue.name} with the loss and its gradient")
     gradients = (epilogue.inputs[0].name, *training.epilogue_trained)
     wanted = [_LOSS, *_gradients_of(epilogue, gradients, loss)]
     _check_returned(loss, wanted, f"the loss, and the gradients of @{epilogue.name}")
@@ -186,41 +186,43 @@ def check_training(training: Training) -> None:
         backward, trained = plans[index].backward, plans[index].trained
         passes_on = backward is not None and len(backward.outputs) > len(trained)
         if below is not None and not passes_on:
-            own = backward or plans[index].forward
-            raise TypeCheckError(f"@{own.name} returns no gradient of what @{below.name} gives")
+            layer_graph = backward or plans[index].forward
+            raise TypeCheckError(
+                f"@{layer_graph.name} returns no gradient of what @{below.name} gives"
+            )
         below = backward
 
 
 def _check_attention(graph: Graph, most: int) -> None:
-    found = [node.scope or node.name for node in graph.nodes if node.op == "attention"]
-    if len(found) > most:
+    attentions = [node.scope or node.name for node in graph.nodes if node.op == "attention"]
+    if len(attentions) > most:
         raise TypeCheckError(
-            f"@{graph.name} has attention in {', '.join(found)}; the KV cache has one entry for "
-            f"each layer, and none outside the layers, so there can be {most}"
+            f"@{graph.name} has attention in {', '.join(attentions)}; the KV cache has one entry "
+            f"for each layer, and none outside the layers, so there can be {most}"
         )
 
 
 def _check_carried(giver: Graph, taker: Graph, count: int) -> None:
-    given, taken = giver.outputs[:count], taker.inputs[:count]
-    if len(given) < count or len(taken) < count:
+    returned, taken = giver.outputs[:count], taker.inputs[:count]
+    if len(returned) < count or len(taken) < count:
         raise TypeCheckError(
             f"@{giver.name} returns {_names(giver.outputs) or 'nothing'}, and @{taker.name} takes "
             f"{_shown(taker.inputs) or 'nothing'}; layers hand on {count} values"
         )
-    for name, value in zip(given, taken, strict=True):
+    for name, value in zip(returned, taken, strict=True):
         _check_same(giver, Value(name, giver.types[name]), taker, value)
 
 
-def _check_same(giver: Graph, given: Value, taker: Graph, taken: Value) -> None:
-    if given.type != taken.type:
-        raise TypeCheckError(f"@{giver.name} gives {given}, but @{taker.name} takes {taken}")
+def _check_same(giver: Graph, returned: Value, taker: Graph, taken: Value) -> None:
+    if returned.type != taken.type:
+        raise TypeCheckError(f"@{giver.name} gives {returned}, but @{taker.name} takes {taken}")
 
 
-def _check_inputs(graph: Graph, given: Iterable[Value], what: str) -> None:
-    given = tuple(given)
-    if [value.type for value in graph.inputs] != [value.type for value in given]:
+def _check_inputs(graph: Graph, values: Iterable[Value], what: str) -> None:
+    values = tuple(values)
+    if [value.type for value in graph.inputs] != [value.type for value in values]:
         raise TypeCheckError(
-            f"@{graph.name} takes {_shown(graph.inputs)}, and {what} {_shown(given)}"
+            f"@{graph.name} takes {_shown(graph.inputs)}, and {what} {_shown(values)}"
         )
 
 
@@ -228,15 +230,15 @@ def _check_returned(
     graph: Graph, wanted: Sequence[Value], what: str, outputs: Sequence[str] | None = None
 ) -> None:
     """Check the types of what a graph returns, or of some outputs; `what` says what is wanted."""
-    given = _outputs(graph, outputs)
-    if len(given) != len(wanted):
+    returned = _outputs(graph, outputs)
+    if len(returned) != len(wanted):
         raise TypeCheckError(
-            f"@{graph.name} returns {len(given)} values, {_shown(given)}; as {what}, it returns "
-            f"{len(wanted)}, {_shown(wanted)}"
+            f"@{graph.name} returns {len(returned)} values, {_shown(returned)}; as {what}, it "
+            f"returns {len(wanted)}, {_shown(wanted)}"
         )
-    for own, value in zip(given, wanted, strict=True):
-        if own.type != value.type:
-            raise TypeCheckError(f"@{graph.name} returns {own}; as {what}, it returns {value}")
+    for output, value in zip(returned, wanted, strict=True):
+        if output.type != value.type:
+            raise TypeCheckError(f"@{graph.name} returns {output}; as {what}, it returns {value}")
 
 
 def _outputs(graph: Graph, names: Sequence[str] | None = None) -> list[Value]:

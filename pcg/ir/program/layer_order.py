@@ -76,7 +76,7 @@ class GatherOrder:
         if layer not in self._rooms:
             self._put(layer, 1 - self._latest, gathered)
         self._latest = self._rooms.index(layer)
-        after = next((one for one in self._ahead if one != layer), None)
+        after = next((upcoming for upcoming in self._ahead if upcoming != layer), None)
         if after is not None and after not in self._rooms:
             self._put(after, 1 - self._latest, gathered)
         return self._latest, gathered
@@ -92,11 +92,11 @@ def gathers_of_step(passes: Sequence[Sequence[int]]) -> list[int]:
     Args:
         passes: the layers of each pass, in order.
     """
-    rooms, found = GatherOrder(), list[int]()
+    rooms, gathered = GatherOrder(), list[int]()
     for _ in range(2):
-        found.clear()
+        gathered.clear()
         for order in passes:
             rooms.follow(order)
             for layer in order:
-                found += [one for one, _ in rooms.take(layer)[1]]
-    return found
+                gathered += [other for other, _ in rooms.take(layer)[1]]
+    return gathered

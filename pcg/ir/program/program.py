@@ -154,8 +154,8 @@ def counts_on_host(model: ModelGraph) -> bool:
 def token_embedding(prologue: Graph) -> Node | None:
     """The node that looks token ids up, the first input of a prologue; None where there is none."""
     ids = prologue.inputs[0].name
-    found = (n for n in prologue.nodes if n.op == "embedding" and n.inputs[1] == ids)
-    return next(found, None)
+    lookups = (n for n in prologue.nodes if n.op == "embedding" and n.inputs[1] == ids)
+    return next(lookups, None)
 
 
 def site_of(graph: Graph, node: Node) -> str | None:
@@ -185,7 +185,7 @@ def computed_site(graph: Graph, node: Node) -> str | None:
     if not _is_module(graph, node) or node.inputs[1] in graph.parameters_by_name:
         return None
     sources = (parameter.source.partition("{layer}") for parameter in graph.parameters)
-    prefix = next((before for before, found, _ in sources if found), None)
+    prefix = next((before for before, layer_mark, _ in sources if layer_mark), None)
     return None if prefix is None else f"{prefix}{{layer}}.{node.scope}"
 
 
@@ -305,8 +305,8 @@ class Program:
     def max_positions(self) -> int | None:
         """The most tokens of a sequence; None if the configuration names no number."""
         names = "max_position_embeddings", "n_positions", "max_seq_len"
-        found = map(self.config.get, names)
-        return next((size for size in found if isinstance(size, int)), None)
+        values = map(self.config.get, names)
+        return next((size for size in values if isinstance(size, int)), None)
 
 
 def python_name(name: str) -> str:

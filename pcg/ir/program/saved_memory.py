@@ -81,8 +81,8 @@ def saved_memory(model: ModelGraph, plan: Planned) -> SavedMemory:
     """The memory that training a model with bypass networks saves, by a plan of its layers."""
     saved = [_saved_storages(model.blocks[p.block], p) for p in plan.plans]
     keeps_output = [
-        Storages.of(p.forward)[model.blocks[p.block].outputs[0]] in found
-        for p, found in zip(plan.plans, saved, strict=True)
+        Storages.of(p.forward)[model.blocks[p.block].outputs[0]] in storages
+        for p, storages in zip(plan.plans, saved, strict=True)
     ]
     sizes: dict[tuple[int, bool], sympy.Expr] = {}
     layers: list[sympy.Expr] = []
@@ -131,17 +131,17 @@ def _saved_storages(block: Graph, plan: TrainingGraph) -> set[Storage]:
 
 def _shared(model: ModelGraph, plan: Planned) -> Iterable[OutsideTensor]:
     """The prologue's values for all layers that one at least reads in backward."""
-    found: dict[str, tuple[TensorType, dict[str, None]]] = {}
+    values: dict[str, tuple[TensorType, dict[str, None]]] = {}
     for p in plan.plans:
         block = model.blocks[p.block]
         for value in block.inputs[len(block.outputs) :]:
             if p.backward is not None and value.name in p.saved:
-                readers = found.setdefault(value.name, (value.type, {}))[1]
+                readers = values.setdefault(value.name, (value.type, {}))[1]
                 nodes = p.backward.consumers.get(value.name, ())
                 readers.update((node.op, None) for node in nodes)
             if plan.restored:
-                found.setdefault(value.name, (value.type, {}))[1]["a layer's forward again"] = None
-    for name, (type_, texts) in found.items():
+                values.setdefault(value.name, (value.type, {}))[1]["a layer's forward again"] = None
+    for name, (type_, texts) in values.items():
         yield OutsideTensor(f"prologue.{name}", type_, tuple(texts), "all layers share it")
 
 
@@ -209,7 +209,7 @@ def training_transients(
     that share the tokens of sequences, these are the tokens of one.
     """
     resident = [{value.name for value in b.inputs[len(b.outputs) :]} for b in model.blocks]
-    found = []
+    transients = []
     for plan in plans:
         storages = Storages.of(plan.forward)
         saved = {storages[name].name for name in plan.saved}
@@ -217,8 +217,8 @@ def training_transients(
         backward = None
         if plan.backward is not None:
             backward = transient(plan.backward, tokens, seq, resident[plan.block], cp)
-        found.append((forward, backward))
-    return found
+        transients.append((forward, backward))
+    return transients
 
 
 def transient(
@@ -285,13 +285,13 @@ def _moments(nodes: Sequence[Node]) -> list[tuple[Node, tuple[str, ...]]]:
     Its outputs are alive from where it begins, as it takes memory for them there.
     """
     begun = waits(nodes)
-    found: list[tuple[Node, tuple[str, ...]]] = []
+    moments: list[tuple[Node, tuple[str, ...]]] = []
     for index in range(len(nodes) + 1):
         for node in (nodes[place] for place, first in begun.items() if first == index):
             entry = collective_of(node)
-            found.append((node, node.inputs if entry and entry.holds_inputs else ()))
-        found += ((node, node.inputs) for node in nodes[index : index + 1])
-    return found
+            moments.append((node, node.inputs if entry and entry.holds_inputs else ()))
+        moments += ((node, node.inputs) for node in nodes[index : index + 1])
+    return moments
 
 
 @lru_cache(maxsize=4096)

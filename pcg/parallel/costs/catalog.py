@@ -156,8 +156,8 @@ def profile_of_ranks(
     """
     path = kept_path(device, dtype, ranks.size, quick=quick)
     is_first = ranks.rank == 0
-    found = kept_profile(path) if is_first and not fresh else None
-    text = _from_first(ranks, "" if found is None else found.text)
+    cached = kept_profile(path) if is_first and not fresh else None
+    text = _from_first(ranks, "" if cached is None else cached.text)
     is_old = bool(text)
     if not is_old:
         exchanges, backend = exchanges_between(ranks, device, quick=quick)
@@ -183,10 +183,12 @@ def own_profile(ranks: Ranks, dtype: object, config: Mapping[str, Any]) -> str:
     """
     known = dtype_name(dtype or config.get("dtype") or config.get("torch_dtype"))
     dtypes = {name: short for short, name in TORCH_NAMES.items()}
-    found = profile_of_ranks(ranks, ranks.device, dtypes.get(known or "", "f32"))
-    if not found.is_old and ranks.rank == 0:
-        _LOG.warning("%s has no data sheet; it was measured: %s", found.profile.device, found.path)
-    return str(found.path)
+    profile = profile_of_ranks(ranks, ranks.device, dtypes.get(known or "", "f32"))
+    if not profile.is_old and ranks.rank == 0:
+        _LOG.warning(
+            "%s has no data sheet; it was measured: %s", profile.profile.device, profile.path
+        )
+    return str(profile.path)
 
 
 def _from_first(ranks: Ranks, text: str) -> str:

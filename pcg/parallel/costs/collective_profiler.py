@@ -65,9 +65,11 @@ def _rank(rank: int, degree: int, backend: str, directory: str, sizes: tuple[int
     store = f"file://{directory}/store"
     dist.init_process_group(backend, init_method=store, rank=rank, world_size=degree)
     try:
-        found = _times(degree, device, sizes, None)
+        times = _times(degree, device, sizes, None)
         if rank == 0:
-            (Path(directory) / "found").write_text(json.dumps([asdict(one) for one in found]))
+            (Path(directory) / "found").write_text(
+                json.dumps([asdict(measured) for measured in times])
+            )
     finally:
         dist.destroy_process_group()
 
@@ -81,20 +83,20 @@ def exchanges_between(
     """
     sizes = QUICK_SIZES if quick else SIZES
     node = int(os.environ.get("LOCAL_WORLD_SIZE", ranks.size))
-    found: list[CollectiveTime] = []
+    exchanges: list[CollectiveTime] = []
     if 1 < node < ranks.size and ranks.size % node == 0:
         first = range(0, ranks.size, node)
         groups = [dist.new_group(list(range(rank, rank + node))) for rank in first]
-        found += _times(node, device, sizes, groups[ranks.rank // node])
-    found += _times(ranks.size, device, sizes, None)
-    return tuple(found), str(dist.get_backend())
+        exchanges += _times(node, device, sizes, groups[ranks.rank // node])
+    exchanges += _times(ranks.size, device, sizes, None)
+    return tuple(exchanges), str(dist.get_backend())
 
 
 def _times(
     degree: int, device: torch.device, sizes: tuple[int, ...], group: dist.ProcessGroup | None
 ) -> list[CollectiveTime]:
     """Times of collectives over a group of so many ranks; None for all ranks there are."""
-    found = []
+    times = []
     for size in sizes:
         # Whole parts of fp32 for each rank.
         part = torch.ones(-(-size // (4 * degree)), device=device)
@@ -102,18 +104,18 @@ def _times(
         size_bytes = 4 * whole.numel()
         for kind, call in _calls(part, whole, degree, group).items():
             seconds = _seconds(call, device, group)
-            found.append(CollectiveTime(kind, size_bytes, degree, seconds))
-    return found
+            times.append(CollectiveTime(kind, size_bytes, degree, seconds))
+    return times
 
 
 def _calls(
     part: Tensor, whole: Tensor, degree: int, group: dist.ProcessGroup | None
 ) -> dict[str, Callable[[], Any]]:
-    parts, own, most = list(whole.chunk(degree)), torch.empty_like(part), dist.ReduceOp.MAX
+    parts, output, most = list(whole.chunk(degree)), torch.empty_like(part), dist.ReduceOp.MAX
     return {
         "all_gather": lambda: dist.all_gather(parts, part, group),
         "all_reduce": lambda: dist.all_reduce(whole, most, group),
-        "reduce_scatter": lambda: dist.reduce_scatter(own, parts, most, group),
+        "reduce_scatter": lambda: dist.reduce_scatter(output, parts, most, group),
     }
 
 

@@ -113,10 +113,10 @@ class SheetModel(CostModel):
         self.node_ranks = node_ranks
         self.sheet = sheet
         self.achieved = achieved
-        found = [known for known in sheet.links if link is None or known.lower() == link.lower()]
-        if not found:
+        links = [known for known in sheet.links if link is None or known.lower() == link.lower()]
+        if not links:
             raise CostModelError(f"{name} has no link {link!r}; it has {', '.join(sheet.links)}")
-        self.link_name = found[0]
+        self.link_name = links[0]
 
     def work_seconds(self, work: Work) -> float:
         return roofline_seconds(work, self.sheet, self.achieved, self.name)

@@ -88,12 +88,12 @@ class DeviceProfile:
     @cached_property
     def tiers(self) -> Mapping[int, Mapping[str, Link]]:
         """The link of each kind of collective, by the ranks that it was measured over."""
-        found: dict[int, dict[str, list[CollectiveTime]]] = {}
-        for one in sorted(self.exchanges, key=lambda exchange: (exchange.degree, exchange.kind)):
-            found.setdefault(one.degree, {}).setdefault(one.kind, []).append(one)
+        by_degree: dict[int, dict[str, list[CollectiveTime]]] = {}
+        for point in sorted(self.exchanges, key=lambda exchange: (exchange.degree, exchange.kind)):
+            by_degree.setdefault(point.degree, {}).setdefault(point.kind, []).append(point)
         return {
             degree: {kind: fitted_link(times, self.backend) for kind, times in kinds.items()}
-            for degree, kinds in found.items()
+            for degree, kinds in by_degree.items()
         }
 
     @property
@@ -143,20 +143,20 @@ class DeviceProfile:
     def read(cls, text: str, path: Path) -> DeviceProfile:
         """A profile in the text of a file; errors as of `load`."""
         fix = f"make it again with pcg profile -o {path}"
-        found = json_object(text, str(path), CostModelError, f"; {fix}")
+        fields = json_object(text, str(path), CostModelError, f"; {fix}")
         try:
-            if found["format"] != FORMAT:
+            if fields["format"] != FORMAT:
                 raise CostModelError(
-                    f"{path} is a profile of format {found['format']}, not {FORMAT}; {fix}"
+                    f"{path} is a profile of format {fields['format']}, not {FORMAT}; {fix}"
                 )
-            rows = [dict(row) for row in found["points"]]
+            rows = [dict(row) for row in fields["points"]]
             points = tuple(
                 OperatorTime(seconds=row.pop("seconds"), work=Work(**row)) for row in rows
             )
-            exchanges = tuple(CollectiveTime(**row) for row in found["exchanges"])
+            exchanges = tuple(CollectiveTime(**row) for row in fields["exchanges"])
             if not points or min([p.seconds for p in points] + [e.seconds for e in exchanges]) <= 0:
                 raise ValueError("no points, or one of no time")
-            return cls(found["device"], found["versions"], points, exchanges, found["backend"])
+            return cls(fields["device"], fields["versions"], points, exchanges, fields["backend"])
         except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
             why = f"{type(error).__name__}: {shown(str(error), 200)}"
             raise CostModelError(f"{path} is no profile ({why}); {fix}") from None
@@ -209,8 +209,8 @@ class ProfileModel(CostModel):
             slowness = nearest[0][1]
         else:
             weights = [1 / distance**2 for distance, _ in nearest]
-            found = zip(weights, nearest, strict=True)
-            slowness = sum(w * s for w, (_, s) in found) / sum(weights)
+            neighbours = zip(weights, nearest, strict=True)
+            slowness = sum(w * s for w, (_, s) in neighbours) / sum(weights)
         return self._roofline(work) * math.exp(slowness)
 
     def _roofline(self, work: Work) -> float:

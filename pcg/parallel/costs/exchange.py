@@ -49,13 +49,13 @@ class Exchange:
             degree: the number of ranks.
             among: count only what makes these values; of a message of several, their share.
         """
-        found = cls()
+        exchange = cls()
         for node in graph.nodes:
             for kind, sizes in _messages(graph, node, tokens, degree):
                 wanted = [size for name, size in sizes.items() if among is None or name in among]
                 if wanted:
-                    found += cls(ring_bytes(kind, sum(wanted), degree), 1)
-        return found
+                    exchange += cls(ring_bytes(kind, sum(wanted), degree), 1)
+        return exchange
 
     @classmethod
     def of_parts(cls, graph: Graph, rows: int, degree: int) -> Exchange:
@@ -65,14 +65,14 @@ class Exchange:
             rows: the most tokens that one of them has.
             degree: the number of these ranks.
         """
-        found = cls()
+        exchange = cls()
         for node in graph.nodes:
             inputs = tuple(graph.types[name] for name in node.inputs)
             gathered = operator(node.op).context_inputs(inputs)
             size = degree * sum(size_bytes(type_, rows) for type_ in gathered)
             for kind in _OF_PARTS[node.op] if gathered else ():
-                found += cls(ring_bytes(kind, size, degree), 1)
-        return found
+                exchange += cls(ring_bytes(kind, size, degree), 1)
+        return exchange
 
 
 def _messages(

@@ -135,7 +135,7 @@ class DeviceCosts(LayerCosts):
             seconds = self._seconds(key[0], ins, outs, attributes)
             if any(needs):
                 local = backward_of(key[0], ins, outs, attributes, needs)
-                seconds += sum(self._node_seconds(local, one) for one in local.nodes)
+                seconds += sum(self._node_seconds(local, local_node) for local_node in local.nodes)
             self._known[key] = seconds
         return self._known[key]
 
@@ -151,8 +151,8 @@ class DeviceCosts(LayerCosts):
         """A batch's share of its bytes' time; the message is that of all gradients together."""
         size = size_bytes(type_, self.tokens)
         seconds = self.model.collective_seconds
-        one, two = (seconds("all_reduce", times * size, self.degree) for times in (1, 2))
-        return (two - one) / self.gradient_accumulation_steps
+        once, twice = (seconds("all_reduce", times * size, self.degree) for times in (1, 2))
+        return (twice - once) / self.gradient_accumulation_steps
 
     def _held(self, types: Sequence[TensorType], layouts: Sequence[Layout]) -> Types:
         pairs = zip(types, layouts, strict=True)
@@ -186,10 +186,10 @@ def backward_of(
 ) -> Graph:
     """An operator's gradient, which reads its inputs `i0`, …, outputs `o0`, … and gradient `d`."""
     values = tuple(Value(f"i{i}", type_) for i, type_ in enumerate(ins))
-    made = tuple(Value(f"o{i}", type_) for i, type_ in enumerate(outs))
+    outputs = tuple(Value(f"o{i}", type_) for i, type_ in enumerate(outs))
     pairs: tuple[tuple[str, Attribute], ...] = tuple(sorted(attributes.items()))
-    node = Node(op, tuple(value.name for value in values), made, pairs)
-    graph = Graph("one", values, (), (node,), (made[0].name,))
+    node = Node(op, tuple(value.name for value in values), outputs, pairs)
+    graph = Graph("one", values, (), (node,), (outputs[0].name,))
     builder = Builder("backward")
     incoming = builder.input("d", outs[0])
     upstream = (incoming, *(None,) * (len(outs) - 1))

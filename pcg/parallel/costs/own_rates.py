@@ -73,13 +73,13 @@ def rated_model(sheet: str, rates: OwnRates | None) -> CostModel:
     model = find_cost_model(sheet)
     if rates is None or not isinstance(model, SheetModel):
         return model
-    own = model.sheet
-    share = rates.product_flops_per_s["f32"] / own.product_flops_per_s["f32"]
-    products = {name: peak * share for name, peak in own.product_flops_per_s.items()}
+    vendor = model.sheet
+    share = rates.product_flops_per_s["f32"] / vendor.product_flops_per_s["f32"]
+    products = {name: peak * share for name, peak in vendor.product_flops_per_s.items()}
     measured = replace(
-        own,
+        vendor,
         product_flops_per_s={**products, **rates.product_flops_per_s},
-        vector_flops_per_s={name: one * share for name, one in own.vector_flops_per_s.items()},
+        vector_flops_per_s={name: rate * share for name, rate in vendor.vector_flops_per_s.items()},
         memory_bytes_per_s=rates.memory_bytes_per_s,
         source="measured as the process began",
     )

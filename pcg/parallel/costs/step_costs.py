@@ -188,12 +188,12 @@ class GraphCosts:
         host_bytes_per_s: float,
     ) -> None:
         self.layers = len(serving.layers)
-        made: dict[int, GraphSeconds] = {}
+        by_graph: dict[int, GraphSeconds] = {}
 
         def seconds_of(graph: Graph) -> GraphSeconds:
-            if id(graph) not in made:
-                made[id(graph)] = GraphSeconds(graph, model, degree)
-            return made[id(graph)]
+            if id(graph) not in by_graph:
+                by_graph[id(graph)] = GraphSeconds(graph, model, degree)
+            return by_graph[id(graph)]
 
         blocks = [seconds_of(block) for block in serving.blocks]
         counts = [serving.layers.count(index) for index in range(len(blocks))]
@@ -208,21 +208,21 @@ class GraphCosts:
 
     def on(self, model: CostModel) -> GraphCosts:
         """Return the costs of the same graphs on another device; copies from the host stay."""
-        made: dict[int, GraphSeconds] = {}
+        by_graph: dict[int, GraphSeconds] = {}
 
         def moved(graph: GraphSeconds) -> GraphSeconds:
-            if id(graph) not in made:
-                made[id(graph)] = graph.on(model)
-            return made[id(graph)]
+            if id(graph) not in by_graph:
+                by_graph[id(graph)] = graph.on(model)
+            return by_graph[id(graph)]
 
-        found = copy.copy(self)
-        found._forward = [(moved(graph), count) for graph, count in self._forward]
-        found._layers = [moved(graph) for graph in self._layers]
-        found._head = moved(self._head)
-        found._loss = None if self._loss is None else moved(self._loss)
-        found._backward = [None if graph is None else moved(graph) for graph in self._backward]
-        found._update_s = model.work_seconds(_update(self.trained)) if self.trained else 0.0
-        return found
+        costs = copy.copy(self)
+        costs._forward = [(moved(graph), count) for graph, count in self._forward]
+        costs._layers = [moved(graph) for graph in self._layers]
+        costs._head = moved(self._head)
+        costs._loss = None if self._loss is None else moved(self._loss)
+        costs._backward = [None if graph is None else moved(graph) for graph in self._backward]
+        costs._update_s = model.work_seconds(_update(self.trained)) if self.trained else 0.0
+        return costs
 
     def step_seconds(self, shape: StepShape) -> float:
         total = 0.0
@@ -269,21 +269,21 @@ class GraphSeconds:
 
     def on(self, model: CostModel) -> GraphSeconds:
         """Return the seconds of the same graph on another device; its work is counted once."""
-        found = copy.copy(self)
-        found._model, found._known = model, {}
-        return found
+        seconds = copy.copy(self)
+        seconds._model, seconds._known = model, {}
+        return seconds
 
     def seconds(self, shape: StepShape) -> float:
         tokens = shape.tokens
         total = self._known.get(tokens)
         if total is None:
             total = self._known[tokens] = self._plain_seconds(tokens)
-        for window, one in self._attention:
-            total += one.seconds(self._model, 1, tokens, *shape.seen(window))
+        for window, work in self._attention:
+            total += work.seconds(self._model, 1, tokens, *shape.seen(window))
         if shape.adapters:
             sums = (shape.adapters, shape.adapted, shape.ranks, shape.adapted_ranks)
-            for one in self._bypass:
-                total += one.seconds(self._model, *sums)
+            for work in self._bypass:
+                total += work.seconds(self._model, *sums)
         for kind, types in self._open:
             total += self._message_seconds(kind, types, tokens, shape.adapted_ranks)
         return total
@@ -314,8 +314,8 @@ class GraphSeconds:
             window = int(str(attributes.get("window") or 0))
             self._attention.append((window, _attention(node.op, ins, outs, attributes)))
         elif is_open:
-            for op, inputs, outputs, own in parts_of(node.op, ins, outs, attributes):
-                self._bypass.append(_bypass(op, inputs, outputs, own))
+            for op, inputs, outputs, part_attributes in parts_of(node.op, ins, outs, attributes):
+                self._bypass.append(_bypass(op, inputs, outputs, part_attributes))
         else:
             self._plain[node.op, ins, outs, node.attributes] += 1
 
@@ -370,11 +370,11 @@ def _bypass(op: str, ins: Types, outs: Types, attributes: Attributes) -> _Biline
 
 def _attention(op: str, ins: Types, outs: Types, attributes: Attributes) -> _Bilinear:
     """The work of attention: x tokens, y keys and values that are read, x · y pairs."""
-    one, longer = (work_of(op, ins, outs, attributes, 1, keys) for keys in (1, 2))
-    cached = longer.moved_bytes - one.moved_bytes
+    shorter, longer = (work_of(op, ins, outs, attributes, 1, keys) for keys in (1, 2))
+    cached = longer.moved_bytes - shorter.moved_bytes
     # A token's own keys and values are among those that are read.
-    bytes_ = (0.0, one.moved_bytes - cached, cached, 0.0)
-    return _Bilinear(one, (0.0, 0.0, 0.0, one.flops), bytes_)
+    bytes_ = (0.0, shorter.moved_bytes - cached, cached, 0.0)
+    return _Bilinear(shorter, (0.0, 0.0, 0.0, shorter.flops), bytes_)
 
 
 def _update(count: int) -> Work:

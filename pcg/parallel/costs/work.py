@@ -145,13 +145,13 @@ def parts_of(
             yield "expand_add", (part, s, b), (part,), {}
             yield "placed_part", (part,), (whole,), {"dim": -1, "degree": degree}
         case "window_attention_backward":
-            own = {k: v for k, v in attributes.items() if k not in ("kv_heads", "value_size")}
-            yield "attention_backward", (*inputs[:4], *outputs[1:], *inputs[4:]), outputs, own
+            kept = {k: v for k, v in attributes.items() if k not in ("kv_heads", "value_size")}
+            yield "attention_backward", (*inputs[:4], *outputs[1:], *inputs[4:]), outputs, kept
         case "linear_cross_entropy":
             yield from _parts_of_loss(inputs, outputs, attributes)
         case "asked_inner" | "asked_outer" | "asked_sum_tokens":
-            own = {key: value for key, value in attributes.items() if key != "of"}
-            yield op.removeprefix("asked_"), inputs, outputs, own
+            kept = {key: value for key, value in attributes.items() if key != "of"}
+            yield op.removeprefix("asked_"), inputs, outputs, kept
         case "shrink_group" | "expand_add_group" | "asked_outer_group" | "lora_group_backward":
             yield from _parts_of_group(op, inputs, outputs, attributes)
         case "lora_linear_backward" | "bottleneck_backward":
@@ -183,15 +183,17 @@ def _parts_of_group(
             for ds, da in zip(inputs[:-1], outputs, strict=True):
                 yield "outer", (ds, inputs[-1]), (da,), {}
         case "expand_add_group":
-            for own, z in zip(zip(*by_kind(inputs, 3), strict=True), outputs, strict=True):
-                yield "expand_add", own, (z,), {}
+            for site_types, z in zip(zip(*by_kind(inputs, 3), strict=True), outputs, strict=True):
+                yield "expand_add", site_types, (z,), {}
         case _:
             dz, weights, *rest = by_site(inputs, int(attributes["plain"]))
             dx, count = outputs[-1], len(rest[0])
             sites = zip(dz, weights, *rest, *by_kind(outputs[:-1], 2), strict=False)
-            for *given, ds, db in sites:
-                made = ds, db, dx
-                yield from _parts_of_gradients("lora_linear_backward", (*given,), made, attributes)
+            for *site, ds, db in sites:
+                gradients = ds, db, dx
+                yield from _parts_of_gradients(
+                    "lora_linear_backward", (*site,), gradients, attributes
+                )
             for plain in zip(dz[count:], weights[count:], strict=True):
                 yield "linear_backward", plain, (dx,), {}
 
@@ -220,10 +222,10 @@ def _parts_of_gradients(
     else:
         dz, b, s, bias = inputs
         ds, db, dbias = outputs
-        slope, own = Activate.gradients[str(attributes["function"])]
+        slope, slope_attributes = Activate.gradients[str(attributes["function"])]
         yield "activate", (s, bias), (s,), attributes
         yield "bias_add", (s, bias), (s,), {}
-        yield slope, (ds, s), (ds,), own
+        yield slope, (ds, s), (ds,), slope_attributes
         yield "sum_tokens", (ds, bias), (dbias,), {"dtype": dbias.dtype}
     yield "expand_backward", (dz, b), (ds,), {}
     yield "scaled_outer", (dz, s, b), (db,), {}

@@ -139,8 +139,8 @@ def _last_sum(block: Graph) -> Node | None:
 
 def _is_there(block: Graph, name: str) -> bool:
     """Return whether a value lies in memory, whatever kernel adds it."""
-    made = block.producers.get(name)
-    return made is None or not is_fusible(block, made) or len(block.consumers[name]) > 1
+    maker = block.producers.get(name)
+    return maker is None or not is_fusible(block, maker) or len(block.consumers[name]) > 1
 
 
 def _summed(graph: Graph) -> Graph:
@@ -161,18 +161,20 @@ class DeferLora(ModelPass):
     name = "defer_lora"
 
     def run(self, before: ModelGraph) -> ModelGraph:
-        own = [{*_of_one_lora(block)} for block in before.blocks]
+        of_lora = [{*_of_one_lora(block)} for block in before.blocks]
         carried = [
             index
             for index in _carried(before)
-            if any(block.outputs[index] in of for block, of in zip(before.blocks, own, strict=True))
+            if any(
+                block.outputs[index] in of for block, of in zip(before.blocks, of_lora, strict=True)
+            )
         ]
-        given = [
+        received = [
             {block.outputs[index] for index in carried} & of
-            for block, of in zip(before.blocks, own, strict=True)
+            for block, of in zip(before.blocks, of_lora, strict=True)
         ]
         blocks = []
-        for block, names in zip(before.blocks, given, strict=True):
+        for block, names in zip(before.blocks, received, strict=True):
             left = _deferred(block, names)
             blocks.append(_received(_returned(left, block, carried), carried, len(block.outputs)))
         prologue, count = before.prologue, len(before.blocks[0].outputs)

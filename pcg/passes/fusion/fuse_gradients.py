@@ -124,23 +124,23 @@ def _path(graph: Graph, base: Node, down: Node) -> tuple[str, Sequence[Node]] | 
         lora = reader.name
     if graph.types[lora] != graph.types[base.name]:
         return None
-    own, others = (sums_of(graph, name) for name in (lora, base.name))
-    first = next((node for node in own if node in others), None)
+    lora_sums, others = (sums_of(graph, name) for name in (lora, base.name))
+    first = next((node for node in lora_sums if node in others), None)
     if first is None:
         return None
-    return lora, (*own[: own.index(first)], *others[: others.index(first)], first)
+    return lora, (*lora_sums[: lora_sums.index(first)], *others[: others.index(first)], first)
 
 
 def sums_of(graph: Graph, name: str) -> list[Node]:
     """The sums that a value is a summand of, from the inmost."""
-    found: list[Node] = []
+    sums: list[Node] = []
     while len(readers := graph.consumers.get(name, ())) == 1 and name not in graph.outputs:
         (reader,) = readers
         if reader.op != "add" or len({*reader.inputs}) != 2:
             break
-        found.append(reader)
+        sums.append(reader)
         name = reader.name
-    return found
+    return sums
 
 
 def _with_operator(
@@ -209,5 +209,5 @@ def _with_bottleneck(graph: Graph, inner: Node) -> Graph:
 
 def _reader(readers: Mapping[str, Sequence[Node]], value: str, op: str, last: str) -> Node | None:
     """The node of an operator that reads a value and, behind it, another one."""
-    found = (n for n in readers.get(value, ()) if n.op == op and n.inputs == (value, last))
-    return next(found, None)
+    nodes = (n for n in readers.get(value, ()) if n.op == op and n.inputs == (value, last))
+    return next(nodes, None)

@@ -106,16 +106,16 @@ class FuseLora(GraphPass):
 
 def _loras_of(graph: Graph, node: Node) -> dict[int, tuple[Node, Node]]:
     """The shrink and the expand_add of each output that has LoRA, where these alone read the s."""
-    found = {
+    pairs = {
         i: pair
         for i, value in enumerate(node.outputs)
         if (pair := _lora_of(graph, node.inputs[0], value.name)) is not None
     }
-    expands = {expand.name for _, expand in found.values()}
+    expands = {expand.name for _, expand in pairs.values()}
     # Outputs that were split over ranks share one s, and collectives may lie before some.
     return {
         i: (shrink, expand)
-        for i, (shrink, expand) in found.items()
+        for i, (shrink, expand) in pairs.items()
         if all(reader.name in expands for reader in graph.consumers[shrink.name])
     }
 
@@ -199,8 +199,8 @@ def _scale_and_cap(factors: Iterable[Node]) -> tuple[float, float] | None:
 
 
 def _is_frozen(graph: Graph, head: Node) -> bool:
-    found = [graph.parameters_by_name.get(name) for name in head.inputs[1:]]
-    return all(parameter is not None and parameter.role != "adapter" for parameter in found)
+    parameters = [graph.parameters_by_name.get(name) for name in head.inputs[1:]]
+    return all(parameter is not None and parameter.role != "adapter" for parameter in parameters)
 
 
 def _linear_backward(graph: Graph, back: Node, logits: str, head: Node) -> Node | None:
@@ -210,9 +210,9 @@ def _linear_backward(graph: Graph, back: Node, logits: str, head: Node) -> Node 
     for node in graph.nodes:
         if node.op == "linear_backward" and node.inputs[1] == head.inputs[1]:
             value = node.inputs[0]
-            while (made := graph.producers.get(value)) is not None and made is not back:
-                if made.op not in ("mul", "div", "tanh_backward"):
+            while (maker := graph.producers.get(value)) is not None and maker is not back:
+                if maker.op not in ("mul", "div", "tanh_backward"):
                     return None
-                value = made.inputs[0]
-            return node if made is back else None
+                value = maker.inputs[0]
+            return node if maker is back else None
     return None

@@ -85,12 +85,12 @@ class _Grouping:
                 if j is not None and is_fusible(graph, graph.nodes[j]):
                     self._join(i, j)
         for i, j in self._reading_the_same():
-            one, other = (self._group(self._members[self._owner[k]]) for k in (i, j))
-            if self._owner[j] != self._owner[i] and _loads_in_common(one, other):
+            later_group, other = (self._group(self._members[self._owner[k]]) for k in (i, j))
+            if self._owner[j] != self._owner[i] and _loads_in_common(later_group, other):
                 self._join(i, j)
         fusible = (m for m in self._members if m and is_fusible(graph, graph.nodes[m[0]]))
-        found = [_without_views_at_borders(self._group(members)) for members in fusible]
-        return [group for group in found if _is_worth_a_kernel(group)]
+        groups = [_without_views_at_borders(self._group(members)) for members in fusible]
+        return [group for group in groups if _is_worth_a_kernel(group)]
 
     def _group(self, members: Sequence[int]) -> KernelGroup:
         return KernelGroup(self._graph, tuple(self._graph.nodes[i] for i in sorted(members)))
@@ -146,10 +146,10 @@ def is_fusible(graph: Graph, node: Node) -> bool:
     return sized and bool(type_.features) and operator(node.op).tiles(dict(node.attributes))
 
 
-def _loads_in_common(one: KernelGroup, other: KernelGroup) -> bool:
+def _loads_in_common(group: KernelGroup, other: KernelGroup) -> bool:
     """Return whether two groups share two inputs or more that are as large as what leaves them."""
-    types, size = one.graph.types, one.type.features
-    both = {*one.inputs} & {*other.inputs} - one.graph.parameters_by_name.keys()
+    types, size = group.graph.types, group.type.features
+    both = {*group.inputs} & {*other.inputs} - group.graph.parameters_by_name.keys()
     return sum(prod(types[name].features) == prod(size) for name in both) > 1
 
 
@@ -165,10 +165,10 @@ def _fits(group: KernelGroup) -> bool:
         return True
     rows = {_row(type_) for type_ in leaving}
     for node in group.nodes:
-        read, made = types[node.inputs[0]], types[node.name]
+        read, output = types[node.inputs[0]], types[node.name]
         if operator(node.op).sums_rows:
             rows.add(_row(read))
-        if operator(node.op).is_view and _row(read) != _row(made):
+        if operator(node.op).is_view and _row(read) != _row(output):
             return False
     return len(rows) == 1 and rows.pop()[1] <= MOST_COLUMNS
 
@@ -237,12 +237,12 @@ def dependencies(graph: Graph, groups: Iterable[KernelGroup]) -> networkx.DiGrap
 
     first = {value.name: node.name for node in graph.nodes for value in node.outputs}
     first |= {name: group.nodes[0].name for group in groups for name in group.made}
-    found: networkx.DiGraph[str] = networkx.DiGraph()
-    found.add_nodes_from(first[node.name] for node in graph.nodes)
+    readers: networkx.DiGraph[str] = networkx.DiGraph()
+    readers.add_nodes_from(first[node.name] for node in graph.nodes)
     for node in graph.nodes:
-        made = {first[name] for name in node.inputs if name in first} - {first[node.name]}
-        found.add_edges_from((maker, first[node.name]) for maker in made)
-    return found
+        makers = {first[name] for name in node.inputs if name in first} - {first[node.name]}
+        readers.add_edges_from((maker, first[node.name]) for maker in makers)
+    return readers
 
 
 # ------------------------------------------------------------------------------------- side by side
@@ -255,13 +255,13 @@ class SideBySide(GraphPass):
 
     def run(self, before: Graph) -> KernelGraph:
         graph = grouped(before, self.name)
-        found = [group_of(graph, parts) for parts in graph.kernels]
+        groups = [group_of(graph, parts) for parts in graph.kernels]
         for node in graph.nodes:
             if operator(node.op).sees_sequences:
-                made = [value.name for value in node.outputs]
-                found = _with_shared(found, _of_values(node.inputs, found, "outputs"))
-                found = _with_shared(found, _of_values(made, found, "inputs"))
-        return dataclasses.replace(graph, kernels=tuple(map(names_of, found)))
+                outputs = [value.name for value in node.outputs]
+                groups = _with_shared(groups, _of_values(node.inputs, groups, "outputs"))
+                groups = _with_shared(groups, _of_values(outputs, groups, "inputs"))
+        return dataclasses.replace(graph, kernels=tuple(map(names_of, groups)))
 
 
 def _with_shared(groups: list[KernelGroup], around: Sequence[KernelGroup]) -> list[KernelGroup]:
@@ -273,9 +273,9 @@ def _with_shared(groups: list[KernelGroup], around: Sequence[KernelGroup]) -> li
     order = dependencies(around[0].graph, groups)
     parts = list(around[:1])
     for group in around[1:]:
-        both, own = _joined([*parts, group]), group.nodes[0].name
+        both, name = _joined([*parts, group]), group.nodes[0].name
         fits = len(both.inputs) + len(both.outputs) <= MOST_VALUES
-        connected = networkx.ancestors(order, own) | networkx.descendants(order, own)
+        connected = networkx.ancestors(order, name) | networkx.descendants(order, name)
         if fits and connected.isdisjoint(part.nodes[0].name for part in parts):
             parts.append(group)
     if len(parts) < 2:
@@ -289,9 +289,9 @@ def _of_values(
     """The groups that read, or make, some of the values, in the order of the values."""
     places = []
     for group in groups:
-        own = [values.index(name) for name in getattr(group, side) if name in values]
-        if own:
-            places.append((min(own), group))
+        indices = [values.index(name) for name in getattr(group, side) if name in values]
+        if indices:
+            places.append((min(indices), group))
     return [group for _, group in sorted(places, key=lambda pair: pair[0])]
 
 

@@ -51,13 +51,13 @@ Order = Callable[[Sequence[Node]], tuple[Node, ...]]
 
 def _groups(graph: Graph, key: Key) -> Iterator[list[str]]:
     """The names of nodes of one key, not None: of two or more, and so many as an operator takes."""
-    found: dict[object, list[str]] = {}
+    groups: dict[object, list[str]] = {}
     # Gradients come in the opposite order; so each s is found where forward put it.
     for node in reversed(graph.nodes) if key in _OF_GRADIENTS else graph.nodes:
-        own = key(graph, node)
-        if own is not None:
-            found.setdefault(own, []).append(node.name)
-    for names in found.values():
+        group_key = key(graph, node)
+        if group_key is not None:
+            groups.setdefault(group_key, []).append(node.name)
+    for names in groups.values():
         for first in range(0, len(names) - 1, MOST_SITES):
             yield names[first : first + MOST_SITES]
 
@@ -85,15 +85,15 @@ def _joined(graph: Graph, nodes: Sequence[Node], new: Node, order: Order = in_or
 def _delayed(nodes: Sequence[Node]) -> tuple[Node, ...]:
     """The nodes; one that reads what comes later waits for it, while the others stay in order."""
     missing = {value.name for node in nodes for value in node.outputs}
-    found: list[Node] = []
+    ordered: list[Node] = []
     waiting: list[Node] = []
     for node in nodes:
         waiting.append(node)
-        while ready := [one for one in waiting if missing.isdisjoint(one.inputs)]:
-            found.append(ready[0])
+        while ready := [candidate for candidate in waiting if missing.isdisjoint(candidate.inputs)]:
+            ordered.append(ready[0])
             waiting.remove(ready[0])
             missing -= {value.name for value in ready[0].outputs}
-    return tuple(found)
+    return tuple(ordered)
 
 
 def _columns(nodes: Sequence[Node]) -> list[str]:
@@ -142,7 +142,10 @@ def _backwards(graph: Graph, nodes: Sequence[Node]) -> Graph:
     plain = _plain(graph, nodes)
     ds, db, dx = zip(*(node.outputs for node in nodes), strict=True)
     dz, weights, *rest = zip(*(node.inputs for node in nodes), strict=True)
-    dz, weights = ((*own, *(n.inputs[i] for n in plain)) for i, own in enumerate((dz, weights)))
+    dz, weights = (
+        (*joined_names, *(n.inputs[i] for n in plain))
+        for i, joined_names in enumerate((dz, weights))
+    )
     inputs, outputs = (
         (*dz, *weights, *(name for names in rest for name in names)),
         (*ds, *db, dx[0]),
@@ -160,18 +163,18 @@ def _plain(graph: Graph, nodes: Sequence[Node]) -> list[Node]:
     """Products by frozen weights without LoRA, of the same sum as some with it."""
     of_lora = nodes[0].outputs[-1].name
     whole = sums_of(graph, of_lora)[-1]
-    found: list[Node] = []
+    products: list[Node] = []
     for node in graph.nodes:
         weight = graph.parameters_by_name.get(node.inputs[1]) if node.op == PLAIN else None
-        if weight is None or weight.role != "frozen" or len(nodes) + len(found) == MOST_SITES:
+        if weight is None or weight.role != "frozen" or len(nodes) + len(products) == MOST_SITES:
             continue
         sums = sums_of(graph, node.name)
         is_like = (
             bool(sums) and sums[-1] is whole and graph.types[node.name] == graph.types[of_lora]
         )
-        if is_like and _are_free(graph, [*nodes, *found, node]):
-            found.append(node)
-    return found
+        if is_like and _are_free(graph, [*nodes, *products, node]):
+            products.append(node)
+    return products
 
 
 PLAIN = "linear_backward"

@@ -52,11 +52,11 @@ class CoalesceCollectives(GraphPass):
     name = "coalesce_collectives"
 
     def run(self, before: Graph) -> Graph:
-        found = [run for run in coalesced_runs(accesses_of(before)) if len(run) > 1]
-        if not found:
+        runs = [run for run in coalesced_runs(accesses_of(before)) if len(run) > 1]
+        if not runs:
             return before
-        ends = {run[-1]: _joined([before.nodes[place] for place in run]) for run in found}
-        members = {place for run in found for place in run}
+        ends = {run[-1]: _joined([before.nodes[place] for place in run]) for run in runs}
+        members = {place for run in runs for place in run}
         nodes: list[Node] = []
         later: list[Node] = []
         waiting: set[str] = set()
@@ -156,9 +156,9 @@ class OverlapLayer(LayerPass):
         if before.backward is None:
             return before
         inputs = [value.name for value in before.forward.inputs]
-        made = [name for name in before.saved if name not in inputs]
-        shared = inputs[len(before.forward.outputs) - len(made) :]
-        forward = Overlap((*made, *shared)).run(before.forward)
+        saved = [name for name in before.saved if name not in inputs]
+        shared = inputs[len(before.forward.outputs) - len(saved) :]
+        forward = Overlap((*saved, *shared)).run(before.forward)
         backward = Overlap(tuple(shared)).run(before.backward)
         return dataclasses.replace(before, forward=forward, backward=backward)
 

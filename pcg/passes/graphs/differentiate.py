@@ -130,8 +130,8 @@ def _backpropagate(
     needs = tuple(name in active for name in node.inputs)
     if not any(upstream) or not any(needs):
         return
-    made = operator(node.op).gradient(Gradient(builder, graph, node, upstream, needs))
-    for name, need, gradient in zip(node.inputs, needs, made, strict=True):
+    input_gradients = operator(node.op).gradient(Gradient(builder, graph, node, upstream, needs))
+    for name, need, gradient in zip(node.inputs, needs, input_gradients, strict=True):
         if need and gradient is not None:
             if name in gradients:
                 gradient = builder.add("add", [gradients[name], gradient], scope=node.scope)

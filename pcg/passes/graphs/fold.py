@@ -50,8 +50,8 @@ class Fold(Pass[Graph, ModelGraph]):
 
 def _numbered(graph: Graph) -> str:
     """The path of the outermost modules of a graph that are numbered."""
-    found = (re.match(r"(.+?)\.\d+(\.|$)", node.scope) for node in graph.nodes)
-    return min((match[1] for match in found if match), key=len, default="layers")
+    matches = (re.match(r"(.+?)\.\d+(\.|$)", node.scope) for node in graph.nodes)
+    return min((match[1] for match in matches if match), key=len, default="layers")
 
 
 class _Folder:
@@ -74,18 +74,18 @@ class _Folder:
         for node in self.graph.nodes:
             if node.op == "attention":
                 scopes.setdefault(self._region[node.name], []).append(node.scope)
-        for region, found in scopes.items():
-            modules = ", ".join(dict.fromkeys(found))
+        for region, attentions in scopes.items():
+            modules = ", ".join(dict.fromkeys(attentions))
             if not 0 <= region < self._count:
                 raise UnsupportedError(
                     f"attention outside the layers of {self.layers_path}: {modules}; pcg's KV "
                     "cache has one entry for each layer, and none elsewhere"
                 )
-            if len(found) > 1:
+            if len(attentions) > 1:
                 raise UnsupportedError(
                     f"two attentions in one layer: {self.layers_path}.{region} computes "
-                    f"{len(found)} ({modules}), which would share the layer's one entry of pcg's "
-                    "KV cache"
+                    f"{len(attentions)} ({modules}), which would share the layer's one entry of "
+                    "pcg's KV cache"
                 )
 
     def run(self, schedule: Sequence[int]) -> ModelGraph:
@@ -196,11 +196,11 @@ class _Folder:
 
     def _reads(self, nodes: Iterable[Node]) -> list[str]:
         """Values that nodes read and do not make, parameters apart, in order of first use."""
-        made: set[str] = set()
+        defined: set[str] = set()
         reads: dict[str, None] = {}
         for node in nodes:
-            reads.update(dict.fromkeys(name for name in node.inputs if name not in made))
-            made.update(value.name for value in node.outputs)
+            reads.update(dict.fromkeys(name for name in node.inputs if name not in defined))
+            defined.update(value.name for value in node.outputs)
         return [name for name in reads if name not in self.graph.parameters_by_name]
 
     def _carried(self, reads: Sequence[str], region: int) -> list[str]:

@@ -40,18 +40,22 @@ class Quantize(GradientPass):
     name = "quantize"
 
     def run(self, before: Differentiated) -> Differentiated:
-        given = {v.name for v in before.backward.inputs if v.name in before.graph.types}
-        made = {value.name for node in before.backward.nodes for value in node.outputs}
-        found = _Approximations(before.graph, made)
-        found.require(before.backward.nodes, given)
-        nodes = [found.read_by(node, given) for node in before.backward.nodes]
-        types = found.builder.types
+        forward_values = {v.name for v in before.backward.inputs if v.name in before.graph.types}
+        backward_values = {value.name for node in before.backward.nodes for value in node.outputs}
+        approximations = _Approximations(before.graph, backward_values)
+        approximations.require(before.backward.nodes, forward_values)
+        nodes = [approximations.read_by(node, forward_values) for node in before.backward.nodes]
+        types = approximations.builder.types
         read = {name for node in nodes for name in node.inputs}
         inputs = {value.name: value for value in before.backward.inputs}
         for name in types:
-            if name in read and name not in made and name not in before.graph.parameters_by_name:
+            if (
+                name in read
+                and name not in backward_values
+                and name not in before.graph.parameters_by_name
+            ):
                 inputs.setdefault(name, Value(name, types[name]))
-        graph = before.graph.replace(nodes=_early(before.graph, found.builder.nodes))
+        graph = before.graph.replace(nodes=_early(before.graph, approximations.builder.nodes))
         backward = with_nodes(before.backward, nodes, inputs.values())
         return dataclasses.replace(before, graph=graph, backward=backward)
 
@@ -70,32 +74,32 @@ class _Approximations:
         self._coded_leaves: set[str] = set()
         self._summed: set[str] = set()
 
-    def require(self, nodes: Iterable[Node], given: Container[str]) -> None:
+    def require(self, nodes: Iterable[Node], available: Container[str]) -> None:
         """Note the values whose codes backward's nodes need whatever else is recomputed."""
         for node in nodes:
-            if node.op in _NORM_GRADIENTS and node.inputs[1] in given:
+            if node.op in _NORM_GRADIENTS and node.inputs[1] in available:
                 self._coded_leaves.add(_before_weight(node.inputs[1]))
                 continue
             entry = operator(node.op)
             for index, name in enumerate(node.inputs):
-                if name in given and index in entry.row_bounded_in:
+                if name in available and index in entry.row_bounded_in:
                     self._summed.add(name)
                     self._coded_leaves.add(name)
-                if name in given and index in entry.bounded_in:
+                if name in available and index in entry.bounded_in:
                     leaves = self._leaves(name)
                     self._coded_leaves.update(leaves if len(leaves) == 1 else ())
 
-    def read_by(self, node: Node, given: Container[str]) -> Node:
+    def read_by(self, node: Node, available: Container[str]) -> Node:
         """A node of backward that reads approximations of the values that it is given."""
-        if node.op in _NORM_GRADIENTS and node.inputs[1] in given:
+        if node.op in _NORM_GRADIENTS and node.inputs[1] in available:
             return self._norm_gradient(node)
         entry, inputs = operator(node.op), [*node.inputs]
         for index, name in enumerate(node.inputs):
-            if name in given and index in entry.bounded_in:
+            if name in available and index in entry.bounded_in:
                 inputs[index] = self.of(name)
-            elif name in given and index in entry.row_bounded_in:
+            elif name in available and index in entry.row_bounded_in:
                 inputs[index] = self._of_rows(name)
-            elif name in given and index in entry.finely_bounded_in:
+            elif name in available and index in entry.finely_bounded_in:
                 inputs[index] = self._packed(name)
         return dataclasses.replace(node, inputs=tuple(inputs))
 
@@ -123,8 +127,8 @@ class _Approximations:
         inputs = [self.of(n) if i in bounded else n for i, n in enumerate(node.inputs)]
         if inputs == [*node.inputs]:
             return name
-        attributes, made = dict(node.attributes), f"{name}_approximate"
-        return self.builder.add(node.op, inputs, name=made, scope=node.scope, **attributes)
+        attributes, approximate = dict(node.attributes), f"{name}_approximate"
+        return self.builder.add(node.op, inputs, name=approximate, scope=node.scope, **attributes)
 
     def _leaves(self, name: str) -> dict[str, int]:
         """The values whose codes approximate a value, and the elements that a token has of each."""
@@ -138,11 +142,11 @@ class _Approximations:
             return {_before_weight(node.inputs[0]): elements}
         if node.output.name != name or not _propagates(node):
             return {name: elements}
-        found: dict[str, int] = {}
+        leaves: dict[str, int] = {}
         for index in _bounded(node):
             if index < len(node.inputs):
-                found |= self._leaves(node.inputs[index])
-        return found
+                leaves |= self._leaves(node.inputs[index])
+        return leaves
 
     def _coded(self, name: str) -> str:
         """A value from its codes: those of rows, where others read these anyway."""
@@ -217,16 +221,16 @@ class _Approximations:
 def _early(graph: Graph, nodes: Sequence[Node]) -> tuple[Node, ...]:
     """A graph's nodes, and behind each the added ones that read it, so that it can go soon."""
     added = nodes[len(graph.nodes) :]
-    there = {value.name for value in graph.inputs} | set(graph.parameters_by_name)
+    available = {value.name for value in graph.inputs} | set(graph.parameters_by_name)
     placed: list[Node] = []
 
     def place(node: Node) -> None:
         placed.append(node)
-        there.update(value.name for value in node.outputs)
+        available.update(value.name for value in node.outputs)
 
     def place_added() -> None:
         for other in added:
-            if other.name not in there and there.issuperset(other.inputs):
+            if other.name not in available and available.issuperset(other.inputs):
                 place(other)
 
     place_added()

@@ -139,18 +139,18 @@ class Stage(Generic[Before, After]):
         `within` names the stages around this one, `ends` those of them that end with it.
         """
         within = (*within, self.name)
-        for number, one in enumerate(self.passes, 1):
+        for number, item in enumerate(self.passes, 1):
             ended = (*ends, self.name) if number == len(self.passes) else ()
-            if isinstance(one, Stage):
-                yield from one.flat(within, ended)
+            if isinstance(item, Stage):
+                yield from item.flat(within, ended)
             else:
-                own = () if one.name in within else (one.name,)
-                yield one, (*own, *ended)
+                label = () if item.name in within else (item.name,)
+                yield item, (*label, *ended)
 
     def until(self, kind: type[Pass[Middle, Any]]) -> Stage[Before, Middle]:
         """The passes before the first of a class."""
-        flat = [one for one, _ in self.flat()]
-        stop = next(i for i, one in enumerate(flat) if isinstance(one, kind))
+        flat = [item for item, _ in self.flat()]
+        stop = next(i for i, item in enumerate(flat) if isinstance(item, kind))
         return Stage(self.name, tuple(flat[:stop]))
 
     def run(self, before: Before, observe: Observer | None = None) -> After:
@@ -163,47 +163,47 @@ class Stage(Generic[Before, After]):
             PcgError: what a pass refuses.
         """
         state: Any = before
-        for one, labels in self.flat():
-            state = run_pass(one, state, labels, observe)
+        for step, labels in self.flat():
+            state = run_pass(step, state, labels, observe)
         return cast("After", state)
 
 
 def run_pass(
-    one: Pass[Any, Any], before: Any, labels: tuple[str, ...] = (), observe: Observer | None = None
+    step: Pass[Any, Any], before: Any, labels: tuple[str, ...] = (), observe: Observer | None = None
 ) -> Any:
     """The state after one pass, verified; the arguments and errors are those of `Stage.run`."""
     started = time.perf_counter()
-    given: Named = getattr(before, "graphs", {})
+    graphs: Named = getattr(before, "graphs", {})
     try:
-        after: State = one.run(before)
+        after: State = step.run(before)
     except IrError as error:
-        message = f"pass {one.name!r} cannot build a graph: {error}"
-        raise BrokenGraphError(message, text_of(given)) from error
+        message = f"pass {step.name!r} cannot build a graph: {error}"
+        raise BrokenGraphError(message, text_of(graphs)) from error
     except PcgError:
         raise
     except Exception as error:
-        message = f"pass {one.name!r} failed: {type(error).__name__}: {error}"
-        raise PassError(message, text_of(given)) from error
-    known = {id(graph) for graph in given.values()}
+        message = f"pass {step.name!r} failed: {type(error).__name__}: {error}"
+        raise PassError(message, text_of(graphs)) from error
+    known = {id(graph) for graph in graphs.values()}
     for name, graph in after.graphs.items():
         if id(graph) not in known:
-            _verify(one, name, graph, given)
+            _verify(step, name, graph, graphs)
     try:
         after.check()
     except IrError as error:
-        message = f"pass {one.name!r} made graphs that do not fit: {error}"
-        raise BrokenGraphError(message, text_of(given)) from error
+        message = f"pass {step.name!r} made graphs that do not fit: {error}"
+        raise BrokenGraphError(message, text_of(graphs)) from error
     if observe is not None:
-        observe(PassRecord(one.name, labels, time.perf_counter() - started, after.graphs))
+        observe(PassRecord(step.name, labels, time.perf_counter() - started, after.graphs))
     return after
 
 
-def _verify(one: Pass[Any, Any], name: str, graph: Graph, given: Named) -> None:
+def _verify(step: Pass[Any, Any], name: str, graph: Graph, graphs: Named) -> None:
     try:
         verify(graph)
     except IrError as error:
-        before = {name: given[name]} if name in given else given
-        message = f"pass {one.name!r} made a wrong graph {name}: {error}"
+        before = {name: graphs[name]} if name in graphs else graphs
+        message = f"pass {step.name!r} made a wrong graph {name}: {error}"
         raise BrokenGraphError(message, text_of(before)) from error
 
 

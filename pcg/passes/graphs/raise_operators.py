@@ -79,8 +79,8 @@ class Rewriter:
     def run(self, rules: Sequence[Rule]) -> Graph:
         for node in self.graph.nodes:
             self._scope = node.scope
-            found = (new for rule in rules if (new := rule(self, node)) is not None)
-            replacement = next(found, None)
+            replacements = (new for rule in rules if (new := rule(self, node)) is not None)
+            replacement = next(replacements, None)
             if replacement is None:
                 names = self.add_many(node.op, *node.inputs, scope="", **dict(node.attributes))
                 for old, new in zip(node.outputs, names, strict=True):
@@ -150,11 +150,11 @@ def rms_norm(rewriter: Rewriter, node: Node) -> NewName | None:
     types = rewriter.graph.types
     for weight, value in _factors(rewriter, node):
         rounding = rewriter.producer(value, "cast")
-        found = _normalised(rewriter, rounding.inputs[0] if rounding else value)
+        normalised = _normalised(rewriter, rounding.inputs[0] if rounding else value)
         scale = _norm_weight(rewriter, weight)
-        if found is None or scale is None:
+        if normalised is None or scale is None:
             continue
-        (x, eps), (parameter, offset) = found, scale
+        (x, eps), (parameter, offset) = normalised, scale
         if types[x] != node.output.type or types[parameter].shape != types[x].shape[-1:]:
             return None
         # Without a cast in between nothing is rounded, so either order is the same.
@@ -180,10 +180,10 @@ def _norm_weight(rewriter: Rewriter, name: str) -> tuple[str, float] | None:
 def plain_rms_norm(rewriter: Rewriter, node: Node) -> NewName | None:
     """normalised(x) that no weight follows."""
     name = node.inputs[0] if node.op == "cast" else node.name
-    found = _normalised(rewriter, name)
-    if found is None or rewriter.graph.types[found[0]] != node.output.type:
+    normalised = _normalised(rewriter, name)
+    if normalised is None or rewriter.graph.types[normalised[0]] != node.output.type:
         return None
-    return rewriter.add("rms_norm", found[0], eps=found[1], offset=0.0, round_first=True)
+    return rewriter.add("rms_norm", normalised[0], eps=normalised[1], offset=0.0, round_first=True)
 
 
 def layer_norm(rewriter: Rewriter, node: Node) -> NewName | None:
@@ -224,10 +224,10 @@ def rope(rewriter: Rewriter, node: Node) -> NewName | None:
         return None
     for plain, turned in orders(node):
         for rotated, sin in orders(rewriter.producer(turned, "mul")):
-            found = _rotation(rewriter, rotated)
-            if found is None:
+            rotation = _rotation(rewriter, rotated)
+            if rotation is None:
                 continue
-            style, x = found
+            style, x = rotation
             for same, cos in orders(rewriter.producer(plain, "mul")):
                 if same != x or not _keeps_dtype(rewriter, node, x):
                     continue
@@ -261,8 +261,8 @@ def _rotation(rewriter: Rewriter, name: str) -> tuple[str, str] | None:
         parts = [*joined.inputs]
         style, turned = "half", [(True, size // 2, size, 1), (False, 0, size // 2, 1)]
     slices = [_slice_of(rewriter, part) for part in parts]
-    sources = {found[0] for found in slices if found}
-    if len(sources) == 1 and [found and found[1:] for found in slices] == turned:
+    sources = {sliced[0] for sliced in slices if sliced}
+    if len(sources) == 1 and [sliced and sliced[1:] for sliced in slices] == turned:
         return style, sources.pop()
     return None
 
@@ -433,8 +433,8 @@ def _linear_bias(rewriter: Rewriter, node: Node) -> NewName | None:
     for product, bias in orders(node):
         linear = rewriter.producer(product, "linear")
         if linear and len(linear.inputs) == 2 and rewriter.is_parameter(bias):
-            type_, own = rewriter.graph.types[bias], linear.output.type
-            is_bias = type_.shape == own.shape[-1:] and type_.dtype == own.dtype
+            type_, output_type = rewriter.graph.types[bias], linear.output.type
+            is_bias = type_.shape == output_type.shape[-1:] and type_.dtype == output_type.dtype
             if is_bias and rewriter.is_read_once(product):
                 return rewriter.add("linear", *linear.inputs, bias, scope=linear.scope)
     return None

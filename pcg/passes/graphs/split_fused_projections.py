@@ -90,19 +90,19 @@ class _Splitter:
         if output.is_token_wise and len(output.dims) != 2:
             return None
         types = tuple(self.graph.types[other] for other in node.inputs)
-        found = operator(node.op).dims_behind(types, output, dict(node.attributes), _dim(output))
-        if found is None or any(at != _dim(types[place]) for place, at in found.items()):
+        dims = operator(node.op).dims_behind(types, output, dict(node.attributes), _dim(output))
+        if dims is None or any(at != _dim(types[place]) for place, at in dims.items()):
             return None
-        return {place: node.inputs[place] for place in found}
+        return {place: node.inputs[place] for place in dims}
 
     def _sliced(self, name: str, start: int, stop: int) -> str:
         """Entries of a value's last dim, or rows of a weight."""
         parameter = self.graph.parameters_by_name.get(name)
         if parameter is not None:
             return self.builder.parameter(rows_of(parameter, start, stop))
-        made = f"{name}_{start}_{stop}"
-        if made in self.builder.types:
-            return made
+        part = f"{name}_{start}_{stop}"
+        if part in self.builder.types:
+            return part
         node, behind = self.graph.producers[name], self._behind(name)
         assert behind is not None
         inputs = tuple(
@@ -111,14 +111,14 @@ class _Splitter:
         )
         sizes = list(node.output.type.shape)
         sizes[_dim(node.output.type)] = stop - start
-        outputs = (Value(made, node.output.type.with_shape(tuple(sizes))),)
+        outputs = (Value(part, node.output.type.with_shape(tuple(sizes))),)
         types = tuple(value.type for value in outputs)
         attributes = operator(node.op).local_attributes(dict(node.attributes), types)
         pairs = tuple(sorted(attributes.items()))
         self.builder.append(
             dataclasses.replace(node, inputs=inputs, outputs=outputs, attributes=pairs)
         )
-        return made
+        return part
 
 
 def _dim(type_: TensorType) -> int:

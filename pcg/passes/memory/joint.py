@@ -71,9 +71,9 @@ def base_cut(
     nodes = {node.name: node for node in search.graph.nodes}
     added_to = (nodes[site.nodes[-1]].inputs[0] for site in search.sites)
     wrt = dict.fromkeys([*passes_on, *(name for name in added_to if name in graph.producers)])
-    found = Compress().run(Prune().run(Differentiate(wrt=tuple(wrt)).run(graph)))
-    needed = tuple(dict.fromkeys((*found.needed, *read)))
-    problem = SaveProblem(found.graph, needed, inputs[count:], *step)
+    gradients = Compress().run(Prune().run(Differentiate(wrt=tuple(wrt)).run(graph)))
+    needed = tuple(dict.fromkeys((*gradients.needed, *read)))
+    problem = SaveProblem(gradients.graph, needed, inputs[count:], *step)
     for site in search.sites:
         last = search.kept.seconds(site.nodes[-1])
         problem.add_cost(nodes[site.nodes[-1]].inputs[0], min(last.values()))
@@ -83,9 +83,9 @@ def base_cut(
 def _with_parts(base: Graph, search: Search, degree: int) -> tuple[Graph, list[str]]:
     """The layer with each rank's part of what the networks' gradients read, and these parts."""
     builder, read = Builder.extending(base), []
-    made = base.producers.keys() - search.graph.parameters_by_name.keys()
+    computed = base.producers.keys() - search.graph.parameters_by_name.keys()
     for name in _read_by_sites(search):
-        if name not in made:
+        if name not in computed:
             continue
         whole, local = search.graph.types[name], base.types[name]
         if local == whole and int(whole.shape[-1]) % degree == 0:
@@ -98,13 +98,13 @@ def _with_parts(base: Graph, search: Search, degree: int) -> tuple[Graph, list[s
 
 def _read_by_sites(search: Search) -> list[str]:
     """Values that gradients of the networks read."""
-    found: dict[str, None] = {}
-    own = {name for site in search.sites for name in site.nodes}
+    read: dict[str, None] = {}
+    site_nodes = {name for site in search.sites for name in site.nodes}
     for node in search.graph.nodes:
-        if node.name in own:
+        if node.name in site_nodes:
             places, _ = gradient_reads(search.graph, node, search.planner.active)
-            found |= dict.fromkeys(node.inputs[place] for place in sorted(places))
-    return list(found)
+            read |= dict.fromkeys(node.inputs[place] for place in sorted(places))
+    return list(read)
 
 
 # -------------------------------------------------------------------------------------------- joint
@@ -206,9 +206,9 @@ class JointSearch:
         least = 0.0
         if not self._is_lossy:
             least = self._least_of_base(first.frontiers, rate) - rate * limit * PICOSECOND
-        found = [first]
-        bounds = [self._block(index, found, least, rate) for index in range(len(self._searches))]
-        best = min(found, key=lambda step: step.seconds)
+        steps = [first]
+        bounds = [self._block(index, steps, least, rate) for index in range(len(self._searches))]
+        best = min(steps, key=lambda step: step.seconds)
         alone = first.frontiers.within(first.frontiers.by_flops, self._budget)
         seconds = first.seconds
         if alone is not None:
@@ -216,57 +216,57 @@ class JointSearch:
             seconds += again - first.again_seconds
         return Joint(best, limit, first, seconds, max(bounds))
 
-    def _binds(self, found: Frontiers) -> bool:
-        chosen = found.choices(self._budget)
-        return chosen is not None and chosen != [front[0] for front in found.of_layers]
+    def _binds(self, ways: Frontiers) -> bool:
+        chosen = ways.choices(self._budget)
+        return chosen is not None and chosen != [front[0] for front in ways.of_layers]
 
     # --------------------------------------------------------------------------------- one block
 
-    def _block(self, index: int, found: list[Step], least: float, rate: float) -> float:
+    def _block(self, index: int, steps: list[Step], least: float, rate: float) -> float:
         """Search one block's layouts, the others' as in the first step; a bound of every step.
 
         Steps whose cut was made are added to those found.
         """
-        search, first = self._searches[index], found[0]
+        search, first = self._searches[index], steps[0]
         count = first.frontiers.model.layers.count(index)
         for plan in search.proposals(rate * PICOSECOND):
-            self._add(found, index, plan)
+            self._add(steps, index, plan)
         rate = 0.0 if self._is_lossy else rate
         rest = least + sum(
-            first.frontiers.model.layers.count(other) * one.least_cost(rate * PICOSECOND)
-            for other, one in enumerate(self._searches)
+            first.frontiers.model.layers.count(other) * other_search.least_cost(rate * PICOSECOND)
+            for other, other_search in enumerate(self._searches)
             if other != index
         )
         planner = search.kept.planner(rate * PICOSECOND)
         waiting: list[tuple[float, int, _Part]] = []
-        made = itertools.count()
+        numbers = itertools.count()
 
         def add(part: _Part) -> None:
             try:
                 plan = planner.plan(search.holding(part.layouts, part.gathered))
             except TypeCheckError:
                 return  # no way to run it so
-            heapq.heappush(waiting, (rest + count * plan.cost, next(made), part))
+            heapq.heappush(waiting, (rest + count * plan.cost, next(numbers), part))
 
         add(_Part(0, {}, frozenset()))
-        while waiting and len(found) < _MOST_STEPS and next(made) < _MOST_PLANS:
+        while waiting and len(steps) < _MOST_STEPS and next(numbers) < _MOST_PLANS:
             bound, _, part = heapq.heappop(waiting)
-            if bound >= _best(found) * _NEARLY:
-                return _best(found)
+            if bound >= _best(steps) * _NEARLY:
+                return _best(steps)
             if part.sites == len(search.sites):
-                self._add(found, index, search.hold(part.layouts, part.gathered))
+                self._add(steps, index, search.hold(part.layouts, part.gathered))
                 continue
             for inner in _branches(search, first.plans[index], part):
                 add(inner)
-        return min([_best(found), *(bound for bound, _, _ in waiting)])
+        return min([_best(steps), *(bound for bound, _, _ in waiting)])
 
-    def _add(self, found: list[Step], index: int, plan: ParallelPlan) -> None:
+    def _add(self, steps: list[Step], index: int, plan: ParallelPlan) -> None:
         """Add the step with one block's plan, if it fits the budget and is not there."""
-        first = found[0].plans
+        first = steps[0].plans
         plans = (*first[:index], plan, *first[index + 1 :])
-        if all(plans != step.plans for step in found):
+        if all(plans != step.plans for step in steps):
             step = self._step(plans)
-            found += [] if step is None else [step]
+            steps += [] if step is None else [step]
 
     # ---------------------------------------------------------------------------------- the cuts
 
@@ -276,8 +276,8 @@ class JointSearch:
         kinds = [replace(kind, gradients=self._ready(kind)) for kind in layer_kinds(model)]
         budget = self._budget
         step = (budget.batch, budget.seq, self._costs, budget.parts)
-        found = frontiers(model, kinds, *step)
-        choices = found.choices(self._budget)
+        ways = frontiers(model, kinds, *step)
+        choices = ways.choices(self._budget)
         if choices is None:
             return None
         again = sum(choice.cost for choice in choices) * PICOSECOND
@@ -286,22 +286,22 @@ class JointSearch:
         coalesced = sum(together[block] for block in model.layers)
         apart = sum(plans[block].cost for block in model.layers)
         kept = sum(choice.size_bytes for choice in choices)
-        return Step(plans, found, coalesced + again, apart + again, again, kept)
+        return Step(plans, ways, coalesced + again, apart + again, again, kept)
 
     def _ready(self, kind: LayerKind) -> Differentiated:
         """A kind's gradients after the passes that come before its plan."""
-        found = Prune().run(kind.gradients)
-        return Compress().run(Quantize().run(found) if self._is_lossy else found)
+        gradients = Prune().run(kind.gradients)
+        return Compress().run(Quantize().run(gradients) if self._is_lossy else gradients)
 
-    def _least_of_base(self, found: Frontiers, rate: float) -> float:
+    def _least_of_base(self, ways: Frontiers, rate: float) -> float:
         """Seconds of what all layers' backwards recompute and keep at least, at a rate."""
         total = 0.0
-        for kind in found.kinds:
+        for kind in ways.kinds:
             cut = base_cut(
                 self._base.blocks[self._blocks[kind.block]],
                 self._searches[kind.block],
                 kind,
-                (found.batch, found.seq, self._costs, found.parts),
+                (ways.batch, ways.seq, self._costs, ways.parts),
             )
             total += len(kind.layers) * _priced(cut(rate), rate) if cut is not None else 0.0
         return total * PICOSECOND
@@ -315,17 +315,17 @@ def _branches(search: Search, plan: ParallelPlan, part: _Part) -> Iterator[_Part
         yield _Part(part.sites + 1, held, part.gathered | gathered)
 
 
-def _best(found: Sequence[Step]) -> float:
-    return min(step.apart_seconds for step in found)
+def _best(steps: Sequence[Step]) -> float:
+    return min(step.apart_seconds for step in steps)
 
 
 def _priced(choice: Choice, rate: float) -> float:
     return choice.cost + rate * choice.size_bytes
 
 
-def _rate(found: Frontiers, limit_bytes: int) -> float:
+def _rate(ways: Frontiers, limit_bytes: int) -> float:
     """The picoseconds a byte at which the bound of a step's recomputing is the highest."""
-    hulls = [front[1:] if len(front) > 1 else front for front in found.of_kind]
+    hulls = [front[1:] if len(front) > 1 else front for front in ways.of_kind]
     rates = {
         (then.cost - now.cost) / (now.size_bytes - then.size_bytes)
         for hull in hulls
@@ -334,6 +334,6 @@ def _rate(found: Frontiers, limit_bytes: int) -> float:
 
     def bound(rate: float) -> float:
         least = [min(_priced(choice, rate) for choice in hull) for hull in hulls]
-        return sum(least[kind] for kind in found.layers) - rate * limit_bytes
+        return sum(least[kind] for kind in ways.layers) - rate * limit_bytes
 
     return max(rates, key=bound, default=0.0)

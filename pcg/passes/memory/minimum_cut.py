@@ -37,11 +37,11 @@ class Network:
 
         Every path from the source to the sink has an edge that is bounded.
         """
-        given = list(capacities)
-        unbounded = 1 + sum(one for one in given if one is not None)
+        limits = list(capacities)
+        unbounded = 1 + sum(limit for limit in limits if limit is not None)
         free: list[int] = []
-        for one in given:
-            free += (unbounded if one is None else one, 0)
+        for limit in limits:
+            free += (unbounded if limit is None else limit, 0)
         while True:
             levels = self._levels(free)
             if levels[SOURCE] < 0:

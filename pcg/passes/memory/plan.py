@@ -95,7 +95,9 @@ def _sized_mixes(frontiers: LayerFrontiers, shared: SharedBytes) -> Iterator[tup
         mix[layer] = _start(frontier)
     size = sum(choice.size_bytes for choice in _chosen(frontiers, mix))
     readers = Counter(name for choice in _chosen(frontiers, mix) for name in choice.shared)
-    for _, layer in heapq.merge(*(_steps(one, layer) for layer, one in enumerate(frontiers))):
+    for _, layer in heapq.merge(
+        *(_steps(layer_choices, layer) for layer, layer_choices in enumerate(frontiers))
+    ):
         now, then = frontiers[layer][mix[layer] :][:2]
         mix[layer] += 1
         size += then.size_bytes - now.size_bytes
@@ -152,9 +154,9 @@ def restorable(
 def shared_inputs(restorable: Sequence[bool], count: int) -> tuple[int, ...] | None:
     """So many layers whose input is recomputed, of those that can be; None if there are fewer."""
     for longest in range(1, max(isqrt(len(restorable)), 1) + 1):
-        found = _in_segments(restorable, longest)
-        if len(found) >= count:
-            return tuple(found[:count])
+        recomputed = _in_segments(restorable, longest)
+        if len(recomputed) >= count:
+            return tuple(recomputed[:count])
     return None
 
 
@@ -165,12 +167,12 @@ def most_shared(restorable: Sequence[bool]) -> tuple[int, ...]:
 
 def _in_segments(restorable: Sequence[bool], longest: int) -> list[int]:
     """All layers but the first of each segment, with segments of this length at most."""
-    found, length = [], 1
+    recomputed, length = [], 1
     for layer, can_be in enumerate(restorable):
         length = length + 1 if can_be and length < longest else 1
         if length > 1:
-            found.append(layer)
-    return found
+            recomputed.append(layer)
+    return recomputed
 
 
 def _saves_its_input_alone(model: ModelGraph, plan: TrainingGraph) -> bool:
@@ -179,9 +181,9 @@ def _saves_its_input_alone(model: ModelGraph, plan: TrainingGraph) -> bool:
         return False
     storages = Storages.of(plan.forward)
     resident = {value.name for value in block.inputs[1:]}
-    own = {storages[name] for name in plan.saved}
-    own = {s for s in own if not s.is_parameter and s.name not in resident}
-    return own == {storages[block.inputs[0].name]}
+    storages_saved = {storages[name] for name in plan.saved}
+    storages_saved = {s for s in storages_saved if not s.is_parameter and s.name not in resident}
+    return storages_saved == {storages[block.inputs[0].name]}
 
 
 # --------------------------------------------------------------------------------------------- plan
@@ -265,7 +267,7 @@ class Frontiers:
             return ()
         alone = (self._problem(kind, None).frontier() for kind in self.kinds)
         pairs = zip(self._problems, alone, strict=True)
-        return tuple(problem.in_costs(found) for problem, found in pairs)
+        return tuple(problem.in_costs(choices) for problem, choices in pairs)
 
     @cached_property
     def firsts(self) -> tuple[Choice, ...]:
@@ -277,9 +279,9 @@ class Frontiers:
         return tuple(self._problem(kind, self.costs) for kind in self.kinds)
 
     def _problem(self, kind: LayerKind, costs: RankCosts | None) -> SaveProblem:
-        found = kind.gradients
+        gradients = kind.gradients
         step = (self.batch, self.seq, costs, self.parts)
-        return SaveProblem(found.graph, found.needed, kind.shared, *step)
+        return SaveProblem(gradients.graph, gradients.needed, kind.shared, *step)
 
     @property
     def of_layers(self) -> list[tuple[Choice, ...]]:
@@ -303,14 +305,14 @@ class Frontiers:
             if i in (0, len(every) - 1) or not _on_a_line(*every[i - 1 : i + 2])
         ]
         forward_flops = sum(self.layer_flops) or 1
-        found = [(c.size_bytes + self.outside_bytes, c.flops / forward_flops, 0) for c in corners]
+        points = [(c.size_bytes + self.outside_bytes, c.flops / forward_flops, 0) for c in corners]
         least = self._least()
         restored = most_shared(restorable(self.model, least.plans, least.layers))
         if restored:
             share = dataclasses.replace(least, restored=restored).recompute_flops_ratio
             size = self._running_again(least) - sum(map(self._input_bytes, restored))
-            found.append((size + self.outside_bytes, share, len(restored)))
-        return found
+            points.append((size + self.outside_bytes, share, len(restored)))
+        return points
 
     def plan(self, budget: MemoryBudget) -> MemoryPlan:
         """The plan with the fewest recomputed operations within a budget.
@@ -331,8 +333,14 @@ class Frontiers:
         best = self.within(self.of_kind, budget)
         if not self.by_flops or best == [front[0] for front in self.of_layers]:
             return best
-        found = [one for one in (best, self.within(self.by_flops, budget)) if one is not None]
-        return min(found, key=lambda one: sum(choice.cost for choice in one), default=None)
+        candidates = [
+            candidate
+            for candidate in (best, self.within(self.by_flops, budget))
+            if candidate is not None
+        ]
+        return min(
+            candidates, key=lambda candidate: sum(choice.cost for choice in candidate), default=None
+        )
 
     def within(
         self, of_kind: Sequence[Sequence[Choice]], budget: MemoryBudget
@@ -431,11 +439,11 @@ def _read_of_shared(kind: LayerKind) -> set[str]:
     return {storages[name].name for name in kind.gradients.needed} & {*kind.shared}
 
 
-def replanned(plan: MemoryPlan, found: Frontiers) -> MemoryPlan | None:
+def replanned(plan: MemoryPlan, ways: Frontiers) -> MemoryPlan | None:
     """A plan's choices for layers of other sizes; None where they lack a tensor that it saves."""
     plans = []
     for index, choice in enumerate(plan.choices):
-        kind = found.kinds[found.layers[plan.layers.index(index)]]
+        kind = ways.kinds[ways.layers[plan.layers.index(index)]]
         if not kind.gradients.graph.types.keys() >= set(choice.saved):
             return None
         name = plan.plans[index].forward.name.removesuffix("_forward")

@@ -25,12 +25,14 @@ def plan_layer(kind: LayerKind, saved: tuple[str, ...], name: str) -> TrainingGr
     if not gradients.backward.outputs:
         return TrainingGraph(kind.block, graph.replace(name=f"{name}_forward"), None, (), ())
     backward = _recomputing(gradients, {*saved, *kind.shared}, f"{name}_backward")
-    given = {value.name for value in backward.inputs}
-    inputs = tuple(v.name for v in graph.inputs if v.name in given)
-    made = tuple(n for n in saved if n in given and n not in inputs)
-    nodes = tuple(_copying(node) if node.name in made else node for node in graph.nodes)
-    forward = graph.replace(name=f"{name}_forward", nodes=nodes, outputs=(*graph.outputs, *made))
-    saves = (*inputs, *made)
+    available = {value.name for value in backward.inputs}
+    inputs = tuple(v.name for v in graph.inputs if v.name in available)
+    made_values = tuple(n for n in saved if n in available and n not in inputs)
+    nodes = tuple(_copying(node) if node.name in made_values else node for node in graph.nodes)
+    forward = graph.replace(
+        name=f"{name}_forward", nodes=nodes, outputs=(*graph.outputs, *made_values)
+    )
+    saves = (*inputs, *made_values)
     trained = kind.gradients.trained
     return TrainingGraph(kind.block, forward.without_dead_code(), backward, saves, trained)
 

@@ -133,20 +133,20 @@ class SaveProblem:
         if not self._needed:
             return Choice((), (), 0, 0, 0)
         capacities = [self._price(edge.price, byte_weight, cost_weight) for edge in self._edges]
-        there = self._network.sink_side(capacities)
-        return self._choice({name for name, place in self._places.items() if place in there})
+        sink_side = self._network.sink_side(capacities)
+        return self._choice({name for name, place in self._places.items() if place in sink_side})
 
     @cached_property
     def _edges(self) -> tuple[_Edge, ...]:
         """The edges of the network, each with what its capacity is the price of."""
         edges = [_Edge(_SOURCE, storage.name, storage) for storage in self._given]
         for node in self._nodes:
-            made = self._made(node)
+            stored = self._made(node)
             place = f"node {node.name}"
             edges.append(_Edge(_SOURCE, place, node))
             edges += (_Edge(read.name, place) for read in self._stored(node.inputs))
-            for storage in made:
-                inner = place if len(made) == 1 else f"in {storage.name}"
+            for storage in stored:
+                inner = place if len(stored) == 1 else f"in {storage.name}"
                 if inner != place:
                     edges.append(_Edge(place, inner))
                 edges.append(_Edge(inner, storage.name, storage))
@@ -222,8 +222,8 @@ class SaveProblem:
 
     def _stored(self, names: Iterable[str]) -> list[Storage]:
         """The storages of values that are not resident."""
-        found = (self._storages[name] for name in names)
-        return [s for s in found if not s.is_parameter and s.name not in self._resident]
+        storages = (self._storages[name] for name in names)
+        return [s for s in storages if not s.is_parameter and s.name not in self._resident]
 
     def _made(self, node: Node) -> list[Storage]:
         return self._stored(value.name for value in node.outputs)
@@ -260,10 +260,10 @@ class SaveProblem:
 
     def _elements_of(self, node: Node) -> int:
         elements = [value.type.elements for value in node.outputs]
-        return int(sum(one.subs(TOKENS, self._tokens) for one in elements))
+        return int(sum(count.subs(TOKENS, self._tokens) for count in elements))
 
-    def _choice(self, there: set[str]) -> Choice:
-        recomputed = [node for node in self._nodes if f"node {node.name}" in there]
+    def _choice(self, sink_side: set[str]) -> Choice:
+        recomputed = [node for node in self._nodes if f"node {node.name}" in sink_side]
         again = {storage.name for node in recomputed for storage in self._made(node)}
         read = {storage.name for storage in self._needed}
         read.update(s.name for node in recomputed for s in self._stored(node.inputs))

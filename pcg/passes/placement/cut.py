@@ -114,14 +114,14 @@ class StepCut:
         return total
 
 
-def cut_graph(name: str, count: int, graph: SplitGraph, found: Cut | None = None) -> GraphCut:
+def cut_graph(name: str, count: int, graph: SplitGraph, cut: Cut | None = None) -> GraphCut:
     """Return the account of a cut, of the cheapest unless one is given.
 
     Raises:
         UnsupportedError: the graph is too wide to search.
     """
     problem = graph.problem
-    best = exact_cut(problem) if found is None else found
+    best = exact_cut(problem) if cut is None else cut
     elsewhere = 0
     for trip in best.trips:
         elsewhere |= trip.nodes & ~trip.again
@@ -146,12 +146,12 @@ def _piece(name: str, graph: SplitGraph, trip: RoundTrip) -> Piece:
         return tuple(graph.problem.nodes[number].name for number in bits(nodes))
 
     def crossing(values: int) -> Crossing:
-        found = (graph.problem.values[number] for number in bits(values))
-        return tuple((value.name, value.size_bytes) for value in found)
+        crossed = (graph.problem.values[number] for number in bits(values))
+        return tuple((value.name, value.size_bytes) for value in crossed)
 
     nodes, repeated = names(trip.nodes), names(trip.repeated)
     inputs, outputs = crossing(trip.sent), crossing(trip.returned)
-    given = [key for key, _ in inputs], [key for key, _ in outputs]
+    ends = [key for key, _ in inputs], [key for key, _ in outputs]
     return Piece(
         any(number >= graph.first_backward for number in bits(trip.nodes)),
         nodes,
@@ -159,7 +159,7 @@ def _piece(name: str, graph: SplitGraph, trip: RoundTrip) -> Piece:
         inputs,
         outputs,
         trip.cost_ps * 1e-12,
-        piece_graph(name, graph.graphs, (*nodes, *repeated), *given),
+        piece_graph(name, graph.graphs, (*nodes, *repeated), *ends),
     )
 
 

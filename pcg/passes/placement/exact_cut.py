@@ -58,7 +58,7 @@ class Transfer:
 def cheapest_transfer(
     problem: SplitProblem,
     wanted: int,
-    there: int,
+    present: int,
     may_repeat: int,
     unsendable: int,
     is_up: bool,
@@ -74,24 +74,24 @@ def cheapest_transfer(
     """
 
     def send(value: int) -> int:
-        one = problem.values[value]
-        return one.up_ps if is_up else one.down_ps
+        split_value = problem.values[value]
+        return split_value.up_ps if is_up else split_value.down_ps
 
     def run(node: int) -> int:
-        one = problem.nodes[node]
-        return one.base_ps if is_up else one.client_ps
+        split_node = problem.nodes[node]
+        return split_node.base_ps if is_up else split_node.client_ps
 
-    wanted &= ~there
+    wanted &= ~present
     makers = problem.makers
     if not any(may_repeat >> makers[v] & 1 for v in bits(wanted) if v in makers):
         return Transfer(wanted, 0, sum(map(send, bits(wanted))))
-    return _cut(problem, wanted, there, may_repeat, unsendable, (send, run))
+    return _cut(problem, wanted, present, may_repeat, unsendable, (send, run))
 
 
 def _cut(
     problem: SplitProblem,
     wanted: int,
-    there: int,
+    present: int,
     may_repeat: int,
     unsendable: int,
     prices: tuple[Callable[[int], int], Callable[[int], int]],
@@ -130,15 +130,15 @@ def _cut(
             nodes[maker] = place()
             edge(SOURCE, nodes[maker], run(maker))
             for read in problem.nodes[maker].reads:
-                if not there >> read & 1:
+                if not present >> read & 1:
                     edge(place_of(read), nodes[maker], None)
         edge(nodes[maker], values[value], price)
-    found = Network(2 + len(values) + len(nodes), edges).sink_side(capacities)
-    repeated = mask_of(node for node, at in nodes.items() if at in found)
+    sink_side = Network(2 + len(values) + len(nodes), edges).sink_side(capacities)
+    repeated = mask_of(node for node, at in nodes.items() if at in sink_side)
     sent = mask_of(
         value
         for value, at in values.items()
-        if at in found and not (value in makers and repeated >> makers[value] & 1)
+        if at in sink_side and not (value in makers and repeated >> makers[value] & 1)
     )
     cost = sum(map(send, bits(sent))) + sum(map(run, bits(repeated)))
     return Transfer(sent, repeated, cost)
@@ -199,8 +199,8 @@ def fixed_cut(problem: SplitProblem) -> Cut:
             cost += sum(problem.values[value].up_ps for value in bits(sent))
             cost += sum(problem.values[value].down_ps for value in bits(returned))
             trips.append(RoundTrip(1 << number, 0, sent, returned, 0, cost))
-    own = sum(node.client_ps for node in problem.nodes if node.side is not Side.BASE)
-    return Cut(tuple(trips), own + sum(trip.cost_ps for trip in trips))
+    client_ps = sum(node.client_ps for node in problem.nodes if node.side is not Side.BASE)
+    return Cut(tuple(trips), client_ps + sum(trip.cost_ps for trip in trips))
 
 
 @dataclass(frozen=True)
@@ -210,7 +210,7 @@ class _State:
     It may where the client did something since the one before.
     """
 
-    done: int
+    ran: int
     lost: int
     is_open: bool
 
@@ -238,16 +238,16 @@ class _Search:
     def run(self) -> Cut:
         problem = self.problem
         start = _State(self._closed(0), 0, True)
-        costs = {start: self._client_ps(start.done)}
+        costs = {start: self._client_ps(start.ran)}
         ways: dict[_State, tuple[_State, RoundTrip | None]] = {}
         settled: dict[int, list[tuple[int, _State]]] = {}
         tickets = itertools.count()
         waiting = [(0, next(tickets), costs[start], start)]
         while waiting:
             _, _, cost, state = heapq.heappop(waiting)
-            if state.done == self.every:
+            if state.ran == self.every:
                 return Cut(_trips(ways, state), cost)
-            others = settled.setdefault(state.done, [])
+            others = settled.setdefault(state.ran, [])
             if cost > costs[state] or _is_worse(cost, state, others):
                 continue
             others.append((cost, state))
@@ -260,31 +260,31 @@ class _Search:
                 if cost + added < costs.get(after, cost + added + 1):
                     costs[after] = cost + added
                     ways[after] = state, trip
-                    bound = cost + added + self._left(after.done)
+                    bound = cost + added + self._left(after.ran)
                     heapq.heappush(waiting, (bound, next(tickets), cost + added, after))
         raise AssertionError("a graph's own order always runs")
 
     def _moves(self, state: _State) -> Iterator[tuple[_State, int, RoundTrip | None]]:
-        problem, done, lost = self.problem, state.done, state.lost
-        for number in bits(self.either & ~done):
+        problem, ran, lost = self.problem, state.ran, state.lost
+        for number in bits(self.either & ~ran):
             node = problem.nodes[number]
-            if not problem.before[number] & ~done and not mask_of(node.reads) & lost:
-                after = self._closed(done | 1 << number)
-                yield _State(after, lost, True), self._client_ps(after & ~done), None
+            if not problem.before[number] & ~ran and not mask_of(node.reads) & lost:
+                after = self._closed(ran | 1 << number)
+                yield _State(after, lost, True), self._client_ps(after & ~ran), None
         if not state.is_open:
             return
-        for piece in self._pieces(done):
+        for piece in self._pieces(ran):
             yield from self._round_trips(state, piece)
 
     def _round_trips(self, state: _State, piece: int) -> Iterator[tuple[_State, int, RoundTrip]]:
         problem, lost = self.problem, state.lost
-        ran = state.done | piece
+        ran = state.ran | piece
         after = self._closed(ran)
         if after == ran != self.every and not self._ready(ran):
             return
-        made = problem.made_by(piece)
-        needed = made & problem.wanted
-        optional = self._optional(made, ran)
+        piece_values = problem.made_by(piece)
+        needed = piece_values & problem.wanted
+        optional = self._optional(piece_values, ran)
         reads = problem.read_by(piece)
         up = self._up(reads, lost & self._behind(reads))
         base = sum(problem.nodes[n].base_ps for n in bits(piece))
@@ -293,41 +293,43 @@ class _Search:
             down = self._down(fetched, piece, lost & reads)
             cost = problem.latency_ps + base + up.cost_ps + down.cost_ps
             trip = RoundTrip(piece, up.repeated, up.sent, down.sent, down.repeated, cost)
-            then = _State(after, (lost | made & ~fetched) & self._used_later(after), after != ran)
+            then = _State(
+                after, (lost | piece_values & ~fetched) & self._used_later(after), after != ran
+            )
             yield then, cost + self._client_ps(after & ~ran), trip
 
     def _client_ps(self, nodes: int) -> int:
         """Return the time that the client runs some nodes for."""
         return sum(self.problem.nodes[number].client_ps for number in bits(nodes))
 
-    def _bound(self, done: int) -> int:
+    def _bound(self, ran: int) -> int:
         """Return a time that a state with these nodes done takes at least, to the end.
 
         Each other node runs once, on its faster side. What the base's own nodes read is made there
         of what is sent, and what the client wants is made there of what is returned: at least the
         minimum cut, if nodes took no time and pieces had what others made.
         """
-        problem, left = self.problem, self.every & ~done
-        time = self._trips_left(done) * problem.latency_ps
+        problem, left = self.problem, self.every & ~ran
+        time = self._trips_left(ran) * problem.latency_ps
         for number in bits(left):
             node = problem.nodes[number]
             times = {Side.BASE: node.base_ps, Side.CLIENT: node.client_ps}
             time += times.get(node.side, min(node.base_ps, node.client_ps))
-        own = left & self.at_base
-        made = problem.made_by(own)
-        reads = mask_of(v for n in bits(own & ~self.either) for v in problem.nodes[n].reads)
-        has = ((1 << len(problem.values)) - 1) & ~made
+        base_nodes = left & self.at_base
+        base_values = problem.made_by(base_nodes)
+        reads = mask_of(v for n in bits(base_nodes & ~self.either) for v in problem.nodes[n].reads)
+        has = ((1 << len(problem.values)) - 1) & ~base_values
         up = cheapest_transfer(self.timeless, reads, 0, self.at_base, 0, True)
         down = cheapest_transfer(
-            self.timeless, problem.wanted & made, has, own & self.either, 0, False
+            self.timeless, problem.wanted & base_values, has, base_nodes & self.either, 0, False
         )
         return time + up.cost_ps + down.cost_ps
 
-    def _trips_left(self, done: int) -> int:
+    def _trips_left(self, ran: int) -> int:
         """Return the least number of round trips behind some nodes, whatever they cost."""
         problem = self.problem
         at_client, at_base = [0] * len(problem.values), [1] * len(problem.values)
-        for number in bits(self.every & ~done):
+        for number in bits(self.every & ~ran):
             node = problem.nodes[number]
             client = max((at_client[value] for value in node.reads), default=0)
             base = max((at_base[value] for value in node.reads), default=1)
@@ -339,17 +341,17 @@ class _Search:
                 at_client[value], at_base[value] = min(client, base), min(base, client + 1)
         return max((at_client[value] for value in bits(problem.wanted)), default=0)
 
-    def _ready(self, done: int) -> bool:
+    def _ready(self, ran: int) -> bool:
         """Return whether the client can run a node that the base could, too."""
         before = self.problem.before
-        return any(not before[number] & ~done for number in bits(self.either & ~done))
+        return any(not before[number] & ~ran for number in bits(self.either & ~ran))
 
-    def _later(self, done: int) -> int:
+    def _later(self, ran: int) -> int:
         """The values that nodes which did not run read, and all that these may be made of again."""
         nodes = self.problem.nodes
-        return self._behind(mask_of(v for n in bits(self.every & ~done) for v in nodes[n].reads))
+        return self._behind(mask_of(v for n in bits(self.every & ~ran) for v in nodes[n].reads))
 
-    def _worth_returning(self, made: int, ran: int) -> tuple[int, ...]:
+    def _worth_returning(self, piece_values: int, ran: int) -> tuple[int, ...]:
         """Return the values of a piece that the client may want for later pieces alone.
 
         A value that only nodes of the piece read is no better than what they make of it, where
@@ -357,22 +359,22 @@ class _Search:
         """
         problem, later = self.problem, self._used_later(ran)
         prices: dict[int, tuple[int, int]] = {}
-        found = []
-        for value in reversed(tuple(bits(made & later))):
-            one = problem.values[value]
+        returned = []
+        for value in reversed(tuple(bits(piece_values & later))):
+            split_value = problem.values[value]
             if problem.wanted >> value & 1:
-                prices[value] = 0, one.up_ps
+                prices[value] = 0, split_value.up_ps
                 continue
             readers = bits(problem.readers[value])
             made_of_it = [prices.get(w, (0, 0)) for n in readers for w in problem.nodes[n].makes]
             down, up = (sum(price[way] for price in made_of_it) for way in (0, 1))
             is_read_later = problem.readers[value] & ~ran
-            if is_read_later or one.down_ps < down or one.up_ps < up:
-                found.append(value)
-                prices[value] = one.down_ps, one.up_ps
+            if is_read_later or split_value.down_ps < down or split_value.up_ps < up:
+                returned.append(value)
+                prices[value] = split_value.down_ps, split_value.up_ps
             else:
                 prices[value] = down, up
-        return tuple(found)
+        return tuple(returned)
 
     def _made_of(self, values: int) -> int:
         """Return values, and all that the base may read to make them."""
@@ -390,26 +392,26 @@ class _Search:
 
     def _returned(self, fetched: int, piece: int, lost: int) -> Transfer:
         problem = self.problem
-        made = problem.made_by(piece)
+        piece_values = problem.made_by(piece)
         may = 0
         for number in bits(piece & self.either):
             if not mask_of(problem.nodes[number].reads) & lost:
                 may |= 1 << number
         # What the piece did not make, the client has.
-        there = ((1 << len(problem.values)) - 1) & ~made
-        return cheapest_transfer(problem, fetched, there, may, 0, False)
+        others = ((1 << len(problem.values)) - 1) & ~piece_values
+        return cheapest_transfer(problem, fetched, others, may, 0, False)
 
-    def _pieces_behind(self, done: int) -> tuple[int, ...]:
+    def _pieces_behind(self, ran: int) -> tuple[int, ...]:
         """Sets of nodes that the base can run behind some, each with all that it needs."""
-        before, found, waiting = self.problem.before, {0}, [0]
+        before, pieces, waiting = self.problem.before, {0}, [0]
         for piece in waiting:
-            for number in bits(self.at_base & ~done & ~piece):
-                if not before[number] & ~(done | piece):
+            for number in bits(self.at_base & ~ran & ~piece):
+                if not before[number] & ~(ran | piece):
                     more = piece | 1 << number
-                    if more not in found:
-                        found.add(more)
+                    if more not in pieces:
+                        pieces.add(more)
                         waiting.append(more)
-            if len(found) > MOST_STATES:
+            if len(pieces) > MOST_STATES:
                 raise UnsupportedError(
                     f"a graph of {len(self.problem.nodes)} nodes has more than {MOST_STATES:,} "
                     "pieces, as too many of its nodes can run in any order"
@@ -420,8 +422,10 @@ class _Search:
 def _is_worse(cost: int, state: _State, others: list[tuple[int, _State]]) -> bool:
     """Return whether one of the states was reached for no more, and has all that a state has."""
     return any(
-        least <= cost and not one.lost & ~state.lost and (one.is_open or not state.is_open)
-        for least, one in others
+        least <= cost
+        and not other_lost.lost & ~state.lost
+        and (other_lost.is_open or not state.is_open)
+        for least, other_lost in others
     )
 
 

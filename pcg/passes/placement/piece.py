@@ -33,28 +33,30 @@ def piece_graph(
     """
     types = {key: type_ for graph in reversed(graphs) for key, type_ in graph.types.items()}
     makers = {key: node for graph in graphs for key, node in graph.producers.items()}
-    known = {key: one for graph in graphs for key, one in graph.parameters_by_name.items()}
+    known = {
+        key: parameter for graph in graphs for key, parameter in graph.parameters_by_name.items()
+    }
     sent = tuple(inputs)
-    there, chosen, parameters = set(sent), set[str](), dict[str, Parameter]()
+    available, chosen, parameters = set(sent), set[str](), dict[str, Parameter]()
     waiting: list[Node] = []
-    for one in nodes:
-        node = makers[one]
+    for parameter in nodes:
+        node = makers[parameter]
         chosen.add(node.name)
-        there.update(value.name for value in node.outputs)
+        available.update(value.name for value in node.outputs)
         waiting.append(node)
     while waiting:
         for read in waiting.pop().inputs:
             if read in known:
                 parameters[read] = known[read]
-            elif read not in there:
+            elif read not in available:
                 node = makers[read]
                 chosen.add(node.name)
-                there.update(value.name for value in node.outputs)
+                available.update(value.name for value in node.outputs)
                 waiting.append(node)
     return Graph(
         name,
         tuple(Value(key, types[key]) for key in sent),
-        tuple(one for key, one in known.items() if key in parameters),
+        tuple(parameter for key, parameter in known.items() if key in parameters),
         tuple(node for graph in graphs for node in graph.nodes if node.name in chosen),
         tuple(outputs),
     )
@@ -76,17 +78,17 @@ def piece_text(graph: Graph) -> PieceText:
     """Return a piece's text."""
     live = graph.without_dead_code()
     read = {name: None for node in live.nodes for name in node.inputs}
-    given = {value.name: value for value in live.inputs}
-    inputs = [name for name in read if name in given]
+    inputs_by_name = {value.name: value for value in live.inputs}
+    inputs = [name for name in read if name in inputs_by_name]
     known = {parameter.name: parameter for parameter in live.parameters}
     parameters = [known[name] for name in read if name in known]
-    made = [value.name for node in live.nodes for value in node.outputs]
-    outputs = [name for name in made if name in live.outputs]
+    made_names = [value.name for node in live.nodes for value in node.outputs]
+    outputs = [name for name in made_names if name in live.outputs]
     names = {name: f"p{n}" for n, name in enumerate(parameter.name for parameter in parameters)}
-    names |= {name: f"v{n}" for n, name in enumerate([*inputs, *made])}
+    names |= {name: f"v{n}" for n, name in enumerate([*inputs, *made_names])}
     plain = Graph(
         "piece",
-        tuple(given[name] for name in inputs),
+        tuple(inputs_by_name[name] for name in inputs),
         tuple(parameters),
         tuple(dataclasses.replace(node, scope="") for node in live.nodes),
         tuple(outputs),

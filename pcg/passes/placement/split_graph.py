@@ -57,8 +57,8 @@ def split_problem(
         builder.add(graph.without_dead_code())
     else:
         builder.add(graph)
-        given = [value for value in backward.inputs if value.name not in graph.types]
-        builder.rest(graph.outputs, [(value.name, value.type) for value in given])
+        forward_values = [value for value in backward.inputs if value.name not in graph.types]
+        builder.rest(graph.outputs, [(value.name, value.type) for value in forward_values])
         builder.add(backward)
         outputs = list(backward.outputs)
     return builder.build(outputs)
@@ -121,8 +121,8 @@ class _Builder:
     def rest(self, outputs: Iterable[str], gradients: Iterable[tuple[str, TensorType]]) -> None:
         """Put the rest of the model between a forward and its backward."""
         reads = tuple(dict.fromkeys(self.numbers[name] for name in outputs))
-        made = tuple(self._value(name, type_) for name, type_ in gradients)
-        self.nodes.append(SplitNode(REST, Side.CLIENT, 0, 0, reads, made))
+        values = tuple(self._value(name, type_) for name, type_ in gradients)
+        self.nodes.append(SplitNode(REST, Side.CLIENT, 0, 0, reads, values))
         self.origins.append(None)
         self.first_backward = len(self.nodes)
 
@@ -167,9 +167,9 @@ class _Builder:
             for name in self.matrices.intersection(node.inputs):
                 self.held[name] = self.costs.size_bytes(graph.types[name])
         reads = tuple(dict.fromkeys(self.numbers[n] for n in node.inputs if n in self.numbers))
-        made = tuple(self._value(value.name, value.type) for value in node.outputs)
+        values = tuple(self._value(value.name, value.type) for value in node.outputs)
         times = self.costs.node_ps(graph, node, side)
-        self.nodes.append(SplitNode(node.name, side, *times, reads, made))
+        self.nodes.append(SplitNode(node.name, side, *times, reads, values))
         self.origins.append(node)
 
     def _side(self, node: Node) -> Side:

@@ -99,11 +99,11 @@ class SplitProblem:
     @cached_property
     def readers(self) -> tuple[int, ...]:
         """The nodes that read each value, as a mask."""
-        found = [0] * len(self.values)
+        masks = [0] * len(self.values)
         for number, node in enumerate(self.nodes):
             for value in node.reads:
-                found[value] |= 1 << number
-        return tuple(found)
+                masks[value] |= 1 << number
+        return tuple(masks)
 
     @cached_property
     def before(self) -> tuple[int, ...]:
@@ -120,8 +120,10 @@ class SplitProblem:
     @cached_property
     def wanted(self) -> int:
         """The values that the client needs in any case: outputs, and what its own nodes read."""
-        own = (node for node in self.nodes if node.side is Side.CLIENT)
-        return mask_of(self.outputs) | mask_of(value for node in own for value in node.reads)
+        client_nodes = (node for node in self.nodes if node.side is Side.CLIENT)
+        return mask_of(self.outputs) | mask_of(
+            value for node in client_nodes for value in node.reads
+        )
 
     @cached_property
     def eager(self) -> int:
@@ -130,16 +132,16 @@ class SplitProblem:
         The others make what it needs in any case, of what it then has in any case, in less time
         than that takes to return. The base may run them, too.
         """
-        makers, found = self.makers, self.client_only
+        makers, eager = self.makers, self.client_only
         for number, node in enumerate(self.nodes):
             if node.side is Side.EITHER and all(self.wanted >> v & 1 for v in node.makes):
                 has = all(
-                    v not in makers or found >> makers[v] & 1 or self.wanted >> v & 1
+                    v not in makers or eager >> makers[v] & 1 or self.wanted >> v & 1
                     for v in node.reads
                 )
                 if has and node.client_ps <= sum(self.values[v].down_ps for v in node.makes):
-                    found |= 1 << number
-        return found
+                    eager |= 1 << number
+        return eager
 
     def made_by(self, nodes: int) -> int:
         """The values that some nodes make."""
@@ -150,12 +152,12 @@ class SplitProblem:
         read = mask_of(value for n in bits(nodes) for value in self.nodes[n].reads)
         return read & ~self.made_by(nodes)
 
-    def closed(self, done: int) -> int:
+    def closed(self, ran: int) -> int:
         """Nodes with all the eager ones that can run behind them."""
-        for number in bits(self.eager & ~done):
-            if not self.before[number] & ~done:
-                done |= 1 << number
-        return done
+        for number in bits(self.eager & ~ran):
+            if not self.before[number] & ~ran:
+                ran |= 1 << number
+        return ran
 
 
 def mask_of(numbers: Iterable[int]) -> int:
