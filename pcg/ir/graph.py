@@ -32,18 +32,19 @@ class Value:
 
 @dataclass(frozen=True, slots=True)
 class Parameter:
-    """A tensor that the graph holds rather than is given.
+    """A tensor that the graph holds.
 
     Attributes:
         role: `frozen` (a weight of the base model, in its checkpoint), `constant` (computed from
             the config, in the program), `adapter` (a bypass network's, trainable).
         source: the tensor's name in the checkpoint, with `{layer}` for the layer's index.
         transposed: the checkpoint holds [in, out] where the graph has [out, in].
-        part: the layout of a rank's part, which the value's type is that of.
+        part: the layout of a rank's part; the value's type is that of the part.
         degree: number of ranks.
-        rows: the rows of the source's first dim, first and behind the last; None for all.
-        copies: how many ranks, one after the other, hold the same part of the first dim; each row
-            of the source stands so often in a value that is not cut yet.
+        rows: range of the source's first dim; None for all.
+        copies: number of consecutive ranks that hold the same part of the first dim; in a value
+            that
+            is not cut yet, each row of the source is repeated so often.
     """
 
     value: Value
@@ -70,10 +71,8 @@ class Node:
 
     Attributes:
         op: the operator's name in the table `pcg.ir.operators`.
-        inputs: the names of the values that it reads.
-        outputs: the values that it makes.
         attributes: the operator's constants.
-        scope: the path of the module that the node came from, within its layer.
+        scope: path, within its layer, of the module that the node came from.
     """
 
     op: str
@@ -89,7 +88,7 @@ class Node:
 
     @property
     def name(self) -> str:
-        """The name of the first output, which names the node too."""
+        """The name of the first output, which also names the node."""
         return self.outputs[0].name
 
     def attribute(self, name: str) -> Attribute:
@@ -111,7 +110,6 @@ class Graph:
 
     @cached_property
     def types(self) -> Mapping[str, TensorType]:
-        """Type of each value by name."""
         types = {value.name: value.type for value in self.inputs}
         types.update({parameter.name: parameter.type for parameter in self.parameters})
         types.update({value.name: value.type for node in self.nodes for value in node.outputs})
@@ -136,11 +134,10 @@ class Graph:
         return {parameter.name: parameter for parameter in self.parameters}
 
     def replace(self, **changes: object) -> Graph:
-        """A copy with other fields."""
         return dataclasses.replace(self, **changes)  # type: ignore[arg-type]
 
     def without_dead_code(self) -> Graph:
-        """The graph without nodes and parameters that no output needs; inputs stay."""
+        """Drop nodes and parameters that no output needs; inputs stay."""
         live = set(self.outputs)
         kept: list[Node] = []
         for node in reversed(self.nodes):
@@ -151,7 +148,7 @@ class Graph:
         return self.replace(parameters=parameters, nodes=tuple(reversed(kept)))
 
     def renamed(self, names: Mapping[str, str]) -> Graph:
-        """The graph with values renamed; a name that the mapping lacks stays."""
+        """Rename values; a name without an entry in the mapping stays."""
 
         def value(old: Value) -> Value:
             return Value(names.get(old.name, old.name), old.type)
@@ -174,7 +171,7 @@ class Graph:
 
 @dataclass(frozen=True)
 class KernelGraph(Graph):
-    """A graph that says which of its nodes one kernel runs; each other node runs by itself."""
+    """A graph with groups of nodes that one kernel runs; every other node runs by itself."""
 
     kernels: tuple[tuple[tuple[str, ...], ...], ...]
     """The parts of each kernel, side by side in it; each part by the names of its nodes."""

@@ -47,7 +47,7 @@ class Layout(NamedTuple):
         return f"{self.state.value}{self.dim}" if self.dim else self.state.value
 
     def of(self, type_: TensorType, degree: int) -> TensorType:
-        """The type with this layout over so many ranks; `=` and `+` stand at the first dim."""
+        """The type in this layout over `degree` ranks; `=` and `+` are marked on the first dim."""
         if self.state is State.WHOLE or degree == 1:
             return type_
         dims = list(type_.dims) or [Dim(1)]
@@ -56,7 +56,7 @@ class Layout(NamedTuple):
         return dataclasses.replace(type_, dims=tuple(dims))
 
     def fits(self, type_: TensorType, degree: int) -> bool:
-        """Return whether a tensor of this type has such parts, all equal."""
+        """Return whether a tensor of this type has equal parts in this layout."""
         if not self.dim:
             return True
         if len(type_.dims) < -self.dim:
@@ -78,7 +78,7 @@ def partitioned(dim: int) -> Layout:
 
 @lru_cache(maxsize=4096)
 def token_part(type_: TensorType) -> Layout:
-    """Parts of the tokens; whole for a tensor without any."""
+    """Parts of the tokens; whole for a tensor without a token dim."""
     return partitioned(-len(type_.dims)) if type_.is_token_wise else WHOLE
 
 
@@ -122,7 +122,7 @@ def dual(layout: Layout) -> Layout:
 
 
 def layout_of(type_: TensorType) -> Layout:
-    """The layout that a type says; the inverse of `Layout.of`."""
+    """The layout of a type; the inverse of `Layout.of`."""
     for at, dim in enumerate(type_.dims):
         if dim.state is State.PARTITIONED:
             return partitioned(at - len(type_.dims))

@@ -35,7 +35,7 @@ def layer_path(layer: int) -> str:
 
 
 def is_module(path: str) -> bool:
-    """Return whether the path is a module's own, not one of those above, which no target means."""
+    """Return whether the path is a module's, and not the root or a list above modules."""
     return path != WHOLE_MODEL and re.fullmatch(r"layers\.\d+", path) is None
 
 
@@ -45,12 +45,10 @@ def ends_in(path: str, names: Iterable[str]) -> bool:
 
 
 def match_start(pattern: str, path: str, within: str = "{}") -> regex.Match[str] | None:
-    """Return the match of the regex from the start of the path on, or None.
+    """Match the regex from the start of the path; `within` has {} in the place of the pattern.
 
-    Args:
-        within: the regex around it, with {} in its place.
     Raises:
-        AdapterError: it is no regex, is too long, or takes too long.
+        AdapterError: the pattern is no regex, is too long, or takes too long.
     """
     if len(pattern) > _LONGEST:
         raise AdapterError(
@@ -76,12 +74,12 @@ def matches_whole(pattern: str, path: str) -> bool:
 
 
 def is_plain(pattern: str) -> bool:
-    """Return whether a regex is made of letters, digits, _ and dots alone, as paths are."""
+    """Return whether a regex has only letters, digits, _ and dots, as paths do."""
     return _PLAIN.fullmatch(pattern) is not None
 
 
 def matches_end(pattern: str, path: str) -> bool:
-    """Return whether the regex matches the path, or all of it behind a dot; raises likewise."""
+    """Return whether the regex matches the path, or a suffix behind a dot; raises likewise."""
     if is_plain(pattern):  # as a configuration with an entry for each module has hundreds of
         end = path[-len(pattern) :]
         before = path[: len(path) - len(pattern)]
@@ -104,7 +102,7 @@ def name_list(paths: Iterable[str]) -> str:
 
 
 def did_you_mean(name: str, paths: Iterable[str]) -> str:
-    """Names and paths that are spelled like `name`, for a message; empty if there are none."""
+    """Names and paths with a spelling close to `name`, for a message; empty without any."""
     paths = list(paths)
     close = difflib.get_close_matches(name.rpartition(".")[2], _last_names(paths), n=3)
     close += difflib.get_close_matches(name, paths, n=1) if "." in name else []

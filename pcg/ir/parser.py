@@ -69,7 +69,7 @@ class Token:
 
 
 class TokenReader:
-    """Reads a text token by token; what was not expected is shown in its line."""
+    """Reads a text token by token; errors show the line of the token."""
 
     def __init__(self, text: str) -> None:
         self._text = text
@@ -102,7 +102,6 @@ class TokenReader:
         return self._tokens[self._position - 1]
 
     def fail(self, expected: str, token: Token | None = None) -> NoReturn:
-        """Raise a ParseError at the token, the current one unless given."""
         token = token or self.token
         token_text = "the end of the text" if token.kind == "end" else repr(token.text)
         self._raise(token.start, f"expected {expected}, found {token_text}")
@@ -142,8 +141,6 @@ class TokenReader:
         return self.advance()
 
     def unquote(self, text: str, start: int) -> str:
-        """The string that a literal at this place of the text stands for."""
-
         def character(match: re.Match[str]) -> str:
             code, letter = match.groups()
             if code and int(code, 16) <= 0x10FFFF:
@@ -173,11 +170,7 @@ _Read = TypeVar("_Read")
 
 
 def parse_graph(text: str) -> Graph:
-    """The one graph that the text holds.
-
-    Raises:
-        ParseError: the text is no graph, or more than one; the message shows the place.
-    """
+    """Parse a text with one graph. ParseError: it has none or several; shows the place."""
     parser = _Parser(text)
     graph = parser.graph()
     parser.end("graph")
@@ -185,11 +178,7 @@ def parse_graph(text: str) -> Graph:
 
 
 def parse_graphs(text: str) -> tuple[Graph, ...]:
-    """All graphs of the text, in order.
-
-    Raises:
-        ParseError: the text is not IR; the message shows the place.
-    """
+    """Parse all graphs of a text, in order. ParseError: it is not IR; shows the place."""
     parser = _Parser(text)
     graphs: list[Graph] = []
     while parser.token.kind != "end":
@@ -198,11 +187,7 @@ def parse_graphs(text: str) -> tuple[Graph, ...]:
 
 
 def parse_type(text: str) -> TensorType:
-    """A tensor type such as `bf16[T, 4096|4]`.
-
-    Raises:
-        ParseError: the text is no type.
-    """
+    """Parse a tensor type such as `bf16[T, 4096|4]`. ParseError: the text is no type."""
     parser = _Parser(text)
     type_ = parser.type()
     parser.end("type")
@@ -210,7 +195,7 @@ def parse_type(text: str) -> TensorType:
 
 
 class _Parser(TokenReader):
-    """Recursive descent; each method reads what its name says, from the current token on."""
+    """Recursive descent; each method reads its grammar rule from the current token on."""
 
     def __init__(self, text: str) -> None:
         super().__init__(text)
@@ -253,7 +238,6 @@ class _Parser(TokenReader):
         return Value(name.text[1:], self.type())
 
     def _names(self) -> tuple[str, ...]:
-        """Values' names; none where none follows."""
         if self.token.kind != "value":
             return ()
         return self._several(lambda: self.take("value", "a value's name, as in %x").text[1:])
@@ -281,7 +265,6 @@ class _Parser(TokenReader):
         return int(self.take("number", expected).text)
 
     def _part(self) -> tuple[Layout, int]:
-        """The layout of a rank's part of a parameter, and the number of ranks."""
         for state, word in PARTS.items():
             if self.accept(word):
                 dim = 0
@@ -417,7 +400,6 @@ class _Parser(TokenReader):
         return [self._bounded(sympy.Add(*terms), start)]
 
     def _factors(self) -> list[sympy.Expr]:
-        """A product, as its factors."""
         start = self.token
         factors = [sympy.Integer(-1)] if self.accept("-") else []
         factors += self._power()
@@ -470,7 +452,7 @@ class _Parser(TokenReader):
         return self._bounded(FUNCTIONS[name](*arguments), token)
 
     def _nested(self, read: Callable[[], _Read], *closing: str) -> _Read:
-        """Read by `read`, and then one of the signs that may follow."""
+        """Read by `read`, then one of the operators that may follow."""
         self._depth += 1
         if self._depth > DEEPEST_NESTING:
             self.fail(f"a size of at most {DEEPEST_NESTING} levels of parentheses")

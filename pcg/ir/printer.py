@@ -38,11 +38,7 @@ PARTS = {State.PARTITIONED: "dim", State.REPLICATED: "copy", State.PRE_REDUCE: "
 
 
 def print_graph(graph: Graph) -> str:
-    """The graph as text, without a newline at its end.
-
-    Raises:
-        VerifyError: an attribute is of a kind that does not read back, such as nan.
-    """
+    """Print a graph, without a final newline. VerifyError: an attribute does not read back."""
     lines = [_head(graph)]
     lines += [f"  {print_parameter(parameter)}" for parameter in graph.parameters]
     kernels = _kernels(graph)
@@ -52,7 +48,7 @@ def print_graph(graph: Graph) -> str:
 
 
 def _kernels(graph: Graph) -> dict[str, str]:
-    """The comment that ends a node's line: the kernel that runs it, and the part of it."""
+    """The comment at the end of a node's line: its kernel, and its part of the kernel."""
     kernels = graph.kernels if isinstance(graph, KernelGraph) else ()
     return {
         name: f"  # kernel {number}" + f", part {place}" * (len(parts) > 1)
@@ -83,11 +79,7 @@ def print_parameter(parameter: Parameter) -> str:
 
 
 def print_node(node: Node) -> str:
-    """A node's line, not indented.
-
-    Raises:
-        VerifyError: an attribute is of a kind that does not read back.
-    """
+    """A node's line, not indented. VerifyError: an attribute does not read back."""
     outputs = ", ".join(map(str, node.outputs))
     line = f"{outputs} = {node.op}({', '.join(f'%{name}' for name in node.inputs)})"
     if node.attributes:
@@ -99,7 +91,7 @@ def print_node(node: Node) -> str:
 
 
 def print_attribute(value: Attribute) -> str:
-    """An attribute's value; each kind prints unlike the others, and reads back exactly.
+    """Print an attribute's value so that it reads back exactly, with its kind.
 
     Raises:
         VerifyError: the value is nan, an integer of more than 64 bits, or of another kind.
@@ -121,18 +113,17 @@ def print_attribute(value: Attribute) -> str:
 
 
 def scope_text(scope: str) -> str:
-    """A scope on one line, in quotes if it is no plain path: it may be a stranger's."""
+    """A scope on one line, in quotes unless it is a plain path: the name may be untrusted."""
     return scope if NAME.fullmatch(scope) else quote(scope)
 
 
 def quote(text: str) -> str:
-    r"""A string in double quotes, on one line; what does not print becomes `\u{hex}`."""
+    r"""A string in double quotes, on one line; unprintable characters become `\u{hex}`."""
     characters = (ESCAPES.get(c, c if c.isprintable() else f"\\u{{{ord(c):x}}}") for c in text)
     return f'"{"".join(characters)}"'
 
 
 def _head(graph: Graph) -> str:
-    """The line that opens the graph; an input a line where one line would be too long."""
     inputs = list(map(str, graph.inputs))
     line = f"graph @{graph.name}({', '.join(inputs)}) {{"
     if len(line) <= LINE_LENGTH:

@@ -39,7 +39,7 @@ Size: TypeAlias = int | sympy.Expr
 
 @lru_cache(maxsize=64)
 def part_of_tokens(degree: int) -> sympy.Expr:
-    """Rows that each of so many ranks has of a step's tokens; the last may be padding."""
+    """Rows of a step's tokens on each of `degree` ranks; the last may be padding."""
     return sympy.ceiling(TOKENS / degree)
 
 
@@ -68,12 +68,12 @@ _RANKS = {"bool": 0, "u8": 1, "i32": 2, "i64": 3, "f16": 4, "bf16": 4, "f32": 5,
 
 
 def tokens_at(size: Size, tokens: Size) -> Size:
-    """A size that counts tokens, with a number or a formula in the place of T."""
+    """A size that counts tokens, with T replaced by a number or a formula."""
     return tokens if size == TOKENS else sympy.sympify(size).subs(TOKENS, tokens)
 
 
 def parts_of_tokens(size: Size) -> int:
-    """The number of parts in which ranks hold the tokens that a size counts; 1 for T itself."""
+    """The number of ranks that share the tokens of a size; 1 for T itself."""
     return 1 if size == TOKENS else int(TOKENS / sympy.sympify(size).args[0])
 
 
@@ -114,10 +114,7 @@ class Dim:
 
 @dataclass(frozen=True)
 class TensorType:
-    """The type of a tensor: dtype and dims.
-
-    Searches ask the same few types for their sizes and hash all the time, so both are kept.
-    """
+    """The type of a tensor: dtype and dims. Sizes and hash are cached for searches."""
 
     dtype: str
     dims: tuple[Dim, ...]
@@ -154,13 +151,13 @@ class TensorType:
 
     @property
     def is_sized(self) -> bool:
-        """True unless a feature is left open, as adapters' ranks are in serving."""
+        """True unless a feature is symbolic, as adapters' ranks are in serving."""
         sizes = self.shape[1:] if self.is_token_wise else self.shape
         return all(isinstance(size, int) or size.is_number for size in sizes)
 
     @cached_property
     def features(self) -> tuple[int, ...]:
-        """The sizes behind the token dim; every size of a tensor that has no token dim."""
+        """The sizes behind the token dim; every size of a tensor without a token dim."""
         sizes = self.shape[1:] if self.is_token_wise else self.shape
         return tuple(int(size) for size in sizes)
 
@@ -175,18 +172,16 @@ class TensorType:
 
     @property
     def size_bytes(self) -> sympy.Expr:
-        """Bytes of the whole tensor, a formula in `T`."""
         return self.elements * DTYPE_BYTES[self.dtype]
 
     def with_dtype(self, dtype: str) -> TensorType:
         return replace(self, dtype=dtype)
 
     def with_shape(self, shape: tuple[Size, ...]) -> TensorType:
-        """The type of the same dtype with whole dims of these sizes."""
         return tensor(self.dtype, *shape)
 
     def with_features(self, *features: int) -> TensorType:
-        """The type with other sizes behind the token dim (instead of all, where it has none)."""
+        """Replace the sizes behind the token dim (all sizes of a tensor without one)."""
         return self.with_shape((self.shape[0], *features) if self.is_token_wise else features)
 
 
@@ -206,7 +201,7 @@ def promote(left: str, right: str) -> str:
 def result_dtype(left: TensorType, right: TensorType) -> str:
     """The dtype of an elementwise result of two tensors, as torch.result_type has it.
 
-    As `promote`, but a tensor without dims yields to one with dims, unless only it is a float or
+    As `promote`, but a tensor without dims yields to one with dims, unless it is the only float or
     the other is a bool.
     """
     if bool(left.dims) != bool(right.dims):
@@ -217,16 +212,11 @@ def result_dtype(left: TensorType, right: TensorType) -> str:
 
 
 def _category(dtype: str) -> int:
-    """Bools, integers, floats: 0, 1, 2."""
     return 2 if dtype in _FLOATS else int(dtype != "bool")
 
 
 def broadcast(left: tuple[Size, ...], right: tuple[Size, ...]) -> tuple[Size, ...]:
-    """The shape of an elementwise result.
-
-    Raises:
-        TypeCheckError: two sizes differ and neither is 1.
-    """
+    """The shape of an elementwise result. TypeCheckError: two sizes differ and neither is 1."""
     length = max(len(left), len(right))
     padded = [(1,) * (length - len(shape)) + shape for shape in (left, right)]
     sizes: list[Size] = []

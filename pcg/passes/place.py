@@ -236,7 +236,7 @@ class CallPieces(Pass[Gradients, Gradients]):
                 graphs = self._cut(kind.name, len(kind.layers), pair.graph, None, self.training)
             kinds.append(dataclasses.replace(kind, gradients=_with(pair, *graphs)))
         training = dataclasses.replace(after.training, kinds=tuple(kinds))
-        return dataclasses.replace(after, training=training)
+        return Gradients(after.serving, training)
 
     def _cut(
         self, name: str, count: int, graph: Graph, backward: Graph | None, costs: SplitCosts

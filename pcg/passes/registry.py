@@ -14,6 +14,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import itertools
+import operator
 import re
 import types
 import typing
@@ -28,49 +29,20 @@ from pcg.ir.parser import parse_graphs
 from pcg.ir.printer import print_graphs
 from pcg.ir.program.interfaces import check_model
 from pcg.ir.program.program import ModelGraph
-from pcg.passes.fusion.defer_sums import DeferLora, DeferResidualAdd, SplitCacheAppend
-from pcg.passes.fusion.fuse_gradients import FuseGradients
-from pcg.passes.fusion.fuse_products import FuseLinears, FuseLora, FuseLoss
-from pcg.passes.fusion.group_kernels import GroupKernels, OrderKernels, SideBySide
-from pcg.passes.fusion.join_lora import JoinLora
-from pcg.passes.graphs.collectives import CoalesceCollectives, MarkLogits, Overlap
+from pcg.passes import pipeline  # noqa: F401
 from pcg.passes.graphs.differentiate import Differentiate, Differentiated, GradientPass
 from pcg.passes.graphs.fold import Fold
-from pcg.passes.graphs.gradients import Compress, Prune, WindowAttention
-from pcg.passes.graphs.localize import Localize
-from pcg.passes.graphs.lossy import Quantize
-from pcg.passes.graphs.pass_base import ModelPass, Named, Pass, run_pass
+from pcg.passes.graphs.pass_base import GraphPass, ModelPass, Named, Pass, run_pass
 from pcg.passes.graphs.raise_operators import RaiseOperators, raise_graph
-from pcg.passes.graphs.split_fused_projections import SplitFusedProjections
-from pcg.passes.repeat_heads import RepeatHeads
 
-PASSES: tuple[type[Pass[Any, Any]], ...] = (
-    CoalesceCollectives,
-    Compress,
-    DeferLora,
-    DeferResidualAdd,
-    Differentiate,
-    Fold,
-    FuseGradients,
-    FuseLinears,
-    FuseLora,
-    FuseLoss,
-    GroupKernels,
-    JoinLora,
-    Localize,
-    MarkLogits,
-    OrderKernels,
-    Overlap,
-    Prune,
-    Quantize,
-    RaiseOperators,
-    RepeatHeads,
-    SideBySide,
-    SplitCacheAppend,
-    SplitFusedProjections,
-    WindowAttention,
+_KINDS: tuple[type[Pass[Any, Any]], ...] = (GraphPass, ModelPass, GradientPass)
+PASSES: tuple[type[Pass[Any, Any]], ...] = tuple(
+    sorted(
+        (Differentiate, Fold, *(each for kind in _KINDS for each in kind.__subclasses__())),
+        key=operator.attrgetter("name"),
+    )
 )
-"""The passes that run over graphs in text, in the order of their names."""
+"""The passes that run over graphs in text, sorted by name; importing the pipeline defines them."""
 
 REFUSED: dict[str, str] = {
     "trace": "it needs a model's configuration, not a graph",
@@ -211,12 +183,12 @@ def parse_passes(text: str) -> tuple[Pass[Any, Any], ...]:
             raise PassError(
                 f"expected a pass at {text[position:]!r}; write them as raise,localize{{degree=4}}"
             )
-        passes.append(_made(match[1], match[2] or ""))
+        passes.append(_pass(match[1], match[2] or ""))
         position = match.end()
     return tuple(passes)
 
 
-def _made(name: str, options: str) -> Pass[Any, Any]:
+def _pass(name: str, options: str) -> Pass[Any, Any]:
     by_name = {kind.name: kind for kind in PASSES}
     if name in REFUSED:
         raise PassError(

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
-from typing import Self
+from typing import Generic, Self, TypeVar
 
 from pcg.codegen.program_functions import Function, serving_functions, training_functions
 from pcg.ir.graph import Graph
@@ -200,42 +200,6 @@ class ModelGradients:
 
 
 @dataclass(frozen=True)
-class Gradients:
-    """Models with the backward of the one to train; None where nothing is trained."""
-
-    serving: ModelGraph
-    training: ModelGradients | None
-
-    @property
-    def graphs(self) -> Named:
-        training = self.training.graphs if self.training else {}
-        return {**_named("serving.", self.serving.graphs), **training}
-
-    def check(self) -> None:
-        check_model(self.serving)
-        if self.training is not None:
-            self.training.check()
-            check_logits((self.serving, self.training.model))
-
-    def map_layers(self, change: Callable[[Differentiated], Differentiated]) -> Gradients:
-        if self.training is None:
-            return self
-        kinds = tuple(
-            replace(kind, gradients=change(kind.gradients)) for kind in self.training.kinds
-        )
-        return replace(self, training=replace(self.training, kinds=kinds))
-
-    def map_all(self, change: Callable[[Differentiated], Differentiated]) -> Gradients:
-        """The stage with the gradients of layers, prologue and loss changed."""
-        stage = self.map_layers(change)
-        if stage.training is None:
-            return stage
-        prologue, loss = stage.training.prologue, change(stage.training.loss)
-        prologue = None if prologue is None else change(prologue)
-        return replace(stage, training=replace(stage.training, prologue=prologue, loss=loss))
-
-
-@dataclass(frozen=True)
 class TrainedModel:
     """A model to train, and what its forward saves.
 
@@ -289,12 +253,15 @@ class TrainedModel:
         )
 
 
+TrainingPart = TypeVar("TrainingPart", ModelGradients, TrainedModel)
+
+
 @dataclass(frozen=True)
-class Trained:
-    """The graphs of a program: models that serve and train, None where nothing is trained."""
+class ServedAndTrained(Generic[TrainingPart]):
+    """A model that serves, and one that trains; None where nothing is trained."""
 
     serving: ModelGraph
-    training: TrainedModel | None
+    training: TrainingPart | None
 
     @property
     def graphs(self) -> Named:
@@ -306,6 +273,31 @@ class Trained:
         if self.training is not None:
             self.training.check()
             check_logits((self.serving, self.training.model))
+
+
+class Gradients(ServedAndTrained[ModelGradients]):
+    """Models with the backward of the one to train."""
+
+    def map_layers(self, change: Callable[[Differentiated], Differentiated]) -> Gradients:
+        if self.training is None:
+            return self
+        kinds = tuple(
+            replace(kind, gradients=change(kind.gradients)) for kind in self.training.kinds
+        )
+        return Gradients(self.serving, replace(self.training, kinds=kinds))
+
+    def map_all(self, change: Callable[[Differentiated], Differentiated]) -> Gradients:
+        """The stage with the gradients of layers, prologue and loss changed."""
+        stage = self.map_layers(change)
+        if stage.training is None:
+            return stage
+        prologue, loss = stage.training.prologue, change(stage.training.loss)
+        prologue = None if prologue is None else change(prologue)
+        return Gradients(self.serving, replace(stage.training, prologue=prologue, loss=loss))
+
+
+class Trained(ServedAndTrained[TrainedModel]):
+    """The graphs of a program."""
 
     def map_serving(self, change: Callable[[ModelGraph], ModelGraph]) -> Trained:
         return replace(self, serving=change(self.serving))
@@ -321,7 +313,7 @@ class Trained:
 
     def map_layers(self, change: Callable[[TrainingGraph], TrainingGraph]) -> Trained:
         training = None if self.training is None else self.training.map_layers(change)
-        return replace(self, training=training)
+        return Trained(self.serving, training)
 
     def map_forwards(self, change: Callable[[Graph], Graph]) -> Trained:
         return self.map_layers(lambda layer: replace(layer, forward=change(layer.forward)))
@@ -338,7 +330,7 @@ class Trained:
         if self.training is None:
             return self
         epilogue, loss = change(self.training.epilogue), change(self.training.loss)
-        return replace(self, training=replace(self.training, epilogue=epilogue, loss=loss))
+        return Trained(self.serving, replace(self.training, epilogue=epilogue, loss=loss))
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from pcg.ir.types import TensorType
 class Builder:
     """Makes a graph node by node, inferring types from the operator table.
 
-    Equal nodes are made once (common subexpressions), which is sound as no operator has effects.
+    Equal nodes are added once (common subexpressions), which is sound as operators have no effects.
     """
 
     def __init__(self, name: str) -> None:
@@ -30,7 +30,6 @@ class Builder:
 
     @classmethod
     def extending(cls, graph: Graph) -> Builder:
-        """A builder that already holds a graph."""
         builder = cls(graph.name)
         for value in graph.inputs:
             builder.input(value.name, value.type)
@@ -55,7 +54,6 @@ class Builder:
         return parameter.name
 
     def append(self, node: Node) -> tuple[str, ...]:
-        """Add a node as it stands."""
         for value in node.outputs:
             self._define(value.name, value.type)
         self.nodes.append(node)
@@ -72,7 +70,7 @@ class Builder:
         scope: str = "",
         **attributes: Attribute,
     ) -> str:
-        """Apply an operator; returns the name of its first output."""
+        """Apply an operator; return the name of its first output."""
         return self.add_many(op, inputs, name=name, scope=scope, **attributes)[0]
 
     def add_many(
@@ -84,7 +82,6 @@ class Builder:
         scope: str = "",
         **attributes: Attribute,
     ) -> tuple[str, ...]:
-        """Apply an operator of several outputs; returns their names."""
         table_entry = operator(op)
         sorted_attributes = tuple(sorted(attributes.items()))
         existing = self.equal_node(op, inputs, sorted_attributes, scope)
@@ -113,11 +110,10 @@ class Builder:
         attributes: tuple[tuple[str, Attribute], ...],
         scope: str,
     ) -> tuple[str, ...] | None:
-        """The outputs of a node that is there and equals this one; None where none does."""
+        """The outputs of an existing node equal to this one, or None."""
         return self._made.get(_node_key(op, inputs, attributes, scope))
 
     def fresh(self, stem: str) -> str:
-        """A name that no value has yet."""
         name = stem
         while name in self.types or name in self.reserved:
             self._counts[stem] += 1
@@ -125,7 +121,7 @@ class Builder:
         return name
 
     def build(self, outputs: Iterable[str]) -> Graph:
-        """The graph so far, with these outputs and without dead code."""
+        """Return the graph with these outputs, without dead code."""
         return Graph(
             self.name,
             tuple(self.inputs),
@@ -143,7 +139,7 @@ class Builder:
 def _node_key(
     op: str, inputs: Sequence[str], attributes: tuple[tuple[str, Attribute], ...], scope: str
 ) -> object:
-    """A key that equal nodes share; 1, 1.0 and True differ in it, and so do 0.0 and -0.0.
+    """A key of equal nodes; 1, 1.0 and True differ in it, and so do 0.0 and -0.0.
 
     Products of two modules that share a weight differ, as each may have an adapter.
     """

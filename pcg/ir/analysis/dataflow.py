@@ -24,9 +24,9 @@ from pcg.ir.types import CONTEXT, TOKENS
 
 
 def trained(graph: Graph) -> tuple[str, ...]:
-    """Adapters' parameters that a gradient of an output flows back to.
+    """Adapters' parameters that a gradient of an output reaches.
 
-    VeRA's shared matrices are an adapter's, and are not trained: operators take them for constants.
+    Excludes VeRA's shared matrices, which operators take for constants.
     """
     reached = set(graph.outputs)
     for node in reversed(graph.nodes):
@@ -65,9 +65,9 @@ def collective_of(item: Reader) -> Collective | None:
 
 
 def waits(items: Sequence[Reader]) -> dict[int, int]:
-    """The place where each collective that has work beside it is waited for, by its own place.
+    """Map the index of each overlapped collective to that of the first item that reads its outputs.
 
-    That is the place of the first item that reads its outputs; the end where none does.
+    The index is the number of items where no item reads them.
     """
     first_readers = {}
     for place, item in enumerate(items):
@@ -80,14 +80,14 @@ def waits(items: Sequence[Reader]) -> dict[int, int]:
 
 
 def first_reader(items: Sequence[Reader], place: int, node: Node) -> int:
-    """The place of the first item behind a node that reads its outputs; the end where none does."""
+    """The index of the first item behind a node that reads its outputs, or the number of items."""
     outputs = {value.name for value in node.outputs}
     later = range(place + 1, len(items))
     return next((i for i in later if not outputs.isdisjoint(items[i].inputs)), len(items))
 
 
 def _is_work(item: Reader) -> bool:
-    """Return whether a node computes: a view does not, and a collective takes the same links."""
+    """Return whether a node overlaps a collective: a view does not, nor does another collective."""
     if not isinstance(item, Node):
         return True
     return not operator(item.op).is_view and collective_of(item) is None

@@ -16,9 +16,8 @@ class KernelGroup:
     """Nodes that one kernel runs.
 
     Attributes:
-        graph: the graph that the nodes are part of.
         nodes: the nodes in the graph's order.
-        parts: groups that stand side by side in the kernel; empty where it is one function.
+        parts: groups that run side by side in the kernel; empty for a single function.
     """
 
     graph: Graph
@@ -27,41 +26,39 @@ class KernelGroup:
 
     @cached_property
     def made(self) -> frozenset[str]:
-        """All values that it makes."""
         return frozenset(node.name for node in self.nodes)
 
     @cached_property
     def inputs(self) -> tuple[str, ...]:
-        """Values that it reads, in the order in which they are read first."""
+        """The values that it reads from outside, in the order of the first read."""
         read = (name for node in self.nodes for name in node.inputs)
         return tuple(dict.fromkeys(name for name in read if name not in self.made))
 
     @cached_property
     def outputs(self) -> tuple[str, ...]:
-        """Values that others read, in order; those of each part behind those of the one before."""
+        """The values read outside, in order, part by part."""
         if self.parts:
             return tuple(name for part in self.parts for name in part.outputs)
         return tuple(node.name for node in self.nodes if self.leaves(node))
 
     def leaves(self, node: Node) -> bool:
-        """Return True if a node's output is read outside the group."""
         readers = self.graph.consumers.get(node.name, ())
         return node.name in self.graph.outputs or any(r.name not in self.made for r in readers)
 
     def appended(self, name: str) -> Node | None:
-        """The node that appends an output to the cache; None for an output that is a tensor."""
+        """The node that appends an output to the cache; None for a plain tensor."""
         node = self.graph.producers[name]
         return node if node.op == "append" else None
 
     @cached_property
     def deferred(self) -> tuple[str, ...]:
-        """Inputs that are LoRA's summands, which do not lie in memory."""
+        """Inputs that are deferred LoRA summands, which are not in memory."""
         summands = {node.inputs[1] for node in self.nodes if node.op == "add_deferred"}
         return tuple(name for name in self.inputs if name in summands)
 
     @property
     def apart(self) -> tuple[str, ...]:
-        """Inputs [T, heads, d] whose heads may not lie side by side: slices of a joined product."""
+        """Inputs [T, heads, d] with a stride between heads: slices of a joined product."""
 
         def is_apart(name: str) -> bool:
             node, type_ = self.graph.producers.get(name), self.graph.types[name]
@@ -78,12 +75,11 @@ class KernelGroup:
 
     @property
     def type(self) -> TensorType:
-        """The type of the first output."""
         return self.graph.types[self.outputs[0]]
 
 
 def group_of(graph: Graph, parts: Iterable[Iterable[str]]) -> KernelGroup:
-    """The group of a kernel with these parts, each by the names of its nodes."""
+    """The group of a kernel with these parts, each given by its nodes' names."""
     groups = [
         KernelGroup(graph, tuple(n for n in graph.nodes if n.name in names))
         for names in map(frozenset, parts)
@@ -95,7 +91,7 @@ def group_of(graph: Graph, parts: Iterable[Iterable[str]]) -> KernelGroup:
 
 
 def names_of(group: KernelGroup) -> tuple[tuple[str, ...], ...]:
-    """The names of a group's nodes, part by part, as a `KernelGraph` has them."""
+    """The names of a group's nodes, part by part, as in `KernelGraph.kernels`."""
     return tuple(tuple(n.name for n in part.nodes) for part in group.parts or (group,))
 
 

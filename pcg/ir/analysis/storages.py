@@ -30,9 +30,8 @@ class Storage:
     """Memory that one or several values share.
 
     Attributes:
-        name: the name of the value that it was made for.
-        op: the operator that made it; "input" or "parameter" where none did.
-        type: the type of that value.
+        name: the value that it was allocated for.
+        op: the operator that allocated it; "input" or "parameter" for those.
     """
 
     name: str
@@ -51,11 +50,7 @@ class Storage:
 
 
 class Storages:
-    """The storage of each value of a graph.
-
-    Args:
-        graph: its nodes are added one by one, in order, by `add`.
-    """
+    """The storage of each value of a graph; `add` takes the graph's nodes in order."""
 
     def __init__(self, graph: Graph) -> None:
         self._types = dict(graph.types)
@@ -68,7 +63,6 @@ class Storages:
 
     @classmethod
     def of(cls, graph: Graph) -> Storages:
-        """The storages of all values of a graph."""
         storages = cls(graph)
         for node in graph.nodes:
             storages.add(node)
@@ -78,13 +72,11 @@ class Storages:
         return self._storages[name]
 
     def make(self, name: str, op: str, type_: TensorType) -> Storage:
-        """Give a value memory of its own."""
         self._storages[name] = storage = Storage(name, op, type_)
         self._layouts[name] = _contiguous(type_.features)
         return storage
 
     def add(self, node: Node) -> None:
-        """The storages of a node's outputs."""
         layout = self._view_layout(node) if operator(node.op).is_view else None
         if layout is None:
             for value in node.outputs:
@@ -94,7 +86,7 @@ class Storages:
         self._layouts[node.name] = layout
 
     def _view_layout(self, node: Node) -> tuple[int, ...] | None:
-        """The layout of a view's output; None where it has to be a copy."""
+        """The layout of a view's output; None if it has to be a copy."""
         source = self._types[node.inputs[0]]
         old, new = source.features, node.output.type.features
         layout = self._layouts[node.inputs[0]]
@@ -126,7 +118,7 @@ def _contiguous(sizes: tuple[int, ...]) -> tuple[int, ...]:
 def _regrouped(
     old: Sequence[int], layout: Sequence[int], new: Sequence[int]
 ) -> tuple[int, ...] | None:
-    """The strides of a tensor viewed with other sizes; None where no strides can say it.
+    """The strides of a tensor viewed with other sizes; None if no strides express the view.
 
     Source: at::detail::computeStride of ATen/TensorUtils.cpp.
     """

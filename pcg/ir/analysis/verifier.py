@@ -71,7 +71,6 @@ class _Verifier:
     # ---------------------------------------------------------------------------------- values
 
     def _value(self, value: Value) -> None:
-        """Check a value where it is defined."""
         if not NAME.fullmatch(value.name):
             self._fail(f"the name {value.name!r} is not of letters, digits, '_' and '.'; rename it")
         if value.name in self.defined:

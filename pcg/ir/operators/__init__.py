@@ -31,7 +31,7 @@ OPERATORS: dict[str, Operator] = {
 
 
 def operator(name: str) -> Operator:
-    """The table's entry of that name. IrError: there is none; the message names the closest."""
+    """The table's entry of a name. IrError: unknown; the message has the closest names."""
     try:
         return OPERATORS[name]
     except KeyError:

@@ -68,7 +68,7 @@ class Unary(Elementwise):
 
 
 class UnaryBackward(Elementwise):
-    """dx of a unary function, from dy and what the rule of the forward operator reads."""
+    """dx of a unary function, from dy and the value that the forward's rule reads."""
 
     inputs = (2, 2)
 
@@ -268,10 +268,9 @@ _ARGUMENTS = Kind("a list of arguments with {0} for the first tensor", _takes_te
 
 
 class Carried(Operator):
-    """An operator outside the table, carried as it is.
+    """An operator outside the table, carried as it is, with PyTorch's gradient.
 
-    `target` is its overload, `arguments` its argument list with {0} for the first tensor, and its
-    gradient is PyTorch's own.
+    `target` is its overload, `arguments` its argument list with {0} for the first tensor.
     """
 
     def source(self, inputs: Sequence[str], attributes: Attributes) -> str:
@@ -399,7 +398,6 @@ class Binary(Operator):
         return broadcast_dims(types, self.infer(types, attributes)[0])
 
     def result_dtype(self, promoted: str) -> str:
-        """The dtype of the result, from that of the operands."""
         return promoted
 
     def source(self, inputs: Sequence[str], attributes: Attributes) -> str:

@@ -31,10 +31,10 @@ from pcg.ir.types import CONTEXT, DTYPE_BYTES, TensorType, tensor
 
 
 class Append(Operator):
-    """Keys or values (`to`) where attention reads them: in the layer's cache, where there is one.
+    """Keys or values (`to`) where attention reads them: in the layer's cache, if it has one.
 
-    Only programs for Triton have it, whose kernels write keys and values as they make them; without
-    it attention appends its own.
+    Only programs for Triton have it: the kernels that make keys and values store them. Elsewhere
+    attention appends its own.
     """
 
     name = "append"
@@ -99,7 +99,7 @@ class Attention(Operator):
         return f"K.attention(batch, {_attention_arguments(inputs, 3, attributes)})"
 
     def aligned(self, types: Types, attributes: Attributes) -> Iterator[Aligned]:
-        """Heads, of which those that a KV head serves stand together."""
+        """Heads; those that a KV head serves stay together."""
         yield (-2, -2, -2, *(-1,) * (len(types) - 3)), (-2, -1)
 
     def gradient(self, context: Gradient) -> list[str | None]:
@@ -209,7 +209,7 @@ class WindowAttentionBackward(AttentionBackward):
 def _check_of_heads(
     q: TensorType, head_types: Sequence[TensorType], attributes: Attributes
 ) -> None:
-    """Check the inputs that hold a number of each head: `alibi`, `sinks`."""
+    """Check `alibi` and `sinks`, inputs with a number for each head."""
     names = [name for name in ("alibi", "sinks") if attributes.get(name)]
     if len(head_types) != len(names) or any(type_.shape != q.shape[1:2] for type_ in head_types):
         wanted = " and ".join(f"{name} [{q.shape[1]}]" for name in names) or "nothing"
@@ -218,7 +218,7 @@ def _check_of_heads(
 
 
 def _check_outputs(types: Types, outputs: Types) -> None:
-    """Check that dout, out and lse are as attention gives them."""
+    """Check that dout, out and lse have attention's types."""
     dout, out, lse = types[:3]
     if (dout.shape, out.shape) != (outputs[0].shape,) * 2 or lse.shape != outputs[1].shape:
         raise TypeCheckError(
@@ -228,14 +228,14 @@ def _check_outputs(types: Types, outputs: Types) -> None:
 
 
 def _mean_keys(attributes: Attributes) -> sympy.Expr:
-    """Keys that a token attends to, on average over a sequence: itself, and those before it."""
+    """Keys that a token attends to, itself included, on average over a sequence."""
     window = attributes["window"]
     seen = sympy.Min(CONTEXT, window) if window else CONTEXT
     return seen - seen * (seen - 1) / (2 * CONTEXT)
 
 
 def _cached_bytes(kv: Types) -> sympy.Expr:
-    """Bytes of keys and values that are read beside the tokens' own: the rest of one context."""
+    """Bytes of the keys and values of the rest of one context."""
     a_token = sympy.Add(*(type_.size_bytes / type_.shape[0] for type_ in kv))
     return a_token * sympy.Max(0, CONTEXT - kv[0].shape[0])
 
@@ -243,8 +243,8 @@ def _cached_bytes(kv: Types) -> sympy.Expr:
 def _score_bytes(q: TensorType, attributes: Attributes, copies: int) -> sympy.Expr:
     """Bytes of scores and masks that the PyTorch kernel makes, one sequence at a time.
 
-    The fused kernel has only the mask that a window or ALiBi needs, in q's dtype; where it is not
-    fused, so many copies of scores [heads, S, S] in fp32 are alive at once.
+    The fused kernel has only the mask of a window or ALiBi, in q's dtype; otherwise `copies` of the
+    scores [heads, S, S] in fp32 are alive at once.
     """
     pairs, heads = CONTEXT**2, int(q.shape[1])
     if attributes["softcap"] or attributes.get("sinks"):

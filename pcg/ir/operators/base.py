@@ -42,8 +42,7 @@ class Kind(NamedTuple):
 
     Attributes:
         text: the values in words, for messages.
-        holds: returns whether a value is one of them.
-        is_needed: False if a node may lack the attribute.
+        is_needed: False if the attribute is optional.
     """
 
     text: str
@@ -52,7 +51,7 @@ class Kind(NamedTuple):
 
 
 def optional(kind: Kind) -> Kind:
-    """The kind of an attribute that a node may lack."""
+    """The same kind for an optional attribute."""
     return kind._replace(is_needed=False)
 
 
@@ -152,7 +151,7 @@ class Operator:
         return (types[0],)
 
     def source(self, inputs: Sequence[str], attributes: Attributes) -> str:
-        """The PyTorch expression of the operator over Python expressions of its inputs."""
+        """The PyTorch expression, over Python expressions of the inputs."""
         if not self.executable:
             raise UnsupportedError(
                 f"operator {self.name!r} cannot run yet; it can only be explained"
@@ -162,11 +161,11 @@ class Operator:
         return self.template.format(*inputs, name=self.name, inputs=", ".join(inputs), **named)
 
     def request_source(self, inputs: Sequence[str], attributes: Attributes) -> str | None:
-        """The expression that requests a product of the base's (`pcg.kernels.torch.products`)."""
+        """The expression that requests a product of the base (`pcg.kernels.torch.products`)."""
         return None
 
     def tiles(self, attributes: Attributes) -> bool:
-        """Return whether `tile` states an element: by default, if the operator defines it."""
+        """Return whether `tile` gives an element: by default, if the operator defines it."""
         return type(self).tile is not Operator.tile
 
     def tile(self, tile: Tile, attributes: Attributes) -> str:
@@ -174,21 +173,21 @@ class Operator:
         raise UnsupportedError(f"operator {self.name!r} is no part of a fused kernel")
 
     def gradient(self, context: Gradient) -> list[str | None]:
-        """Add the backward nodes; returns the gradient of each input, None where not needed."""
+        """Add the backward nodes; return the gradient of each input, None where not needed."""
         if not self.adjoint:
             raise UnsupportedError(f"operator {self.name!r} has no gradient")
         return [context.add(self.adjoint, context.incoming, **context.attributes)]
 
     def aligned(self, types: Types, attributes: Attributes) -> Iterator[Aligned]:
-        """Feature dims along which it treats each entry alike, whatever the others are."""
+        """Feature dims along which entries are independent and treated alike."""
         return iter(())
 
     def dims_behind(
         self, types: Types, output: TensorType, attributes: Attributes, dim: int
     ) -> Mapping[int, int] | None:
-        """The dims of inputs, by their places, whose entries alone make those of an output's dim.
+        """The dims of inputs, by index, whose entries alone determine those of an output dim.
 
-        None where an entry there is made of others, too, or drawn by its place.
+        None if an entry depends on others, too, or is drawn by its place.
         """
         if self.is_random:
             return None
@@ -204,8 +203,8 @@ class Operator:
     def shardings(self, types: Types, attributes: Attributes) -> Iterator[Sharding]:
         """The ways in which ranks can run it without communication.
 
-        All whole, all replicated, parts of an aligned dim, summands of what it is linear in.
-        Operators that sum over a dim add theirs.
+        All whole, all replicated, parts of an aligned dim, summands of a linear input. Operators
+        that sum over a dim add theirs.
         """
         outputs = self.infer(types, attributes)
         for layout in (WHOLE, REPLICATED):
@@ -225,7 +224,7 @@ class Operator:
                 )
 
     def local_attributes(self, attributes: Attributes, outputs: Types) -> Attributes:
-        """The attributes on one rank, whose outputs have these types."""
+        """The attributes on one rank with outputs of these types."""
         return attributes
 
     def flops(self, inputs: Types, outputs: Types, attributes: Attributes) -> sympy.Expr:
@@ -233,42 +232,41 @@ class Operator:
         return sympy.Integer(0) if self.is_view else outputs[0].elements
 
     def moved_bytes(self, inputs: Types, outputs: Types, attributes: Attributes) -> sympy.Expr:
-        """Bytes that a kernel reads and writes at least, a formula in `T`; a view moves none."""
+        """The least bytes that a kernel reads and writes, a formula in `T`; 0 for a view."""
         if self.is_view:
             return sympy.Integer(0)
         return sympy.Add(*(type_.size_bytes for type_ in (*inputs, *outputs)))
 
     def compute_dtype(self, inputs: Types) -> str:
-        """The dtype of its arithmetic: the widest float that it reads, else the first input's."""
+        """The dtype of its arithmetic: the widest float input, else the first input's."""
         floats = [type_.dtype for type_ in inputs if type_.is_float and not self.computes_in_first]
         return max(floats, key=DTYPE_BYTES.__getitem__) if floats else inputs[0].dtype
 
     def measured(self, size: int, rank: int, dtype: str) -> Iterator[Measured]:
-        """The measurements of an operator of adapters' parameters alone, for a profile.
+        """A profile's measurements of an operator with adapters' parameters alone.
 
-        `size` is the number of a module's inputs or outputs; rank and dtype are the adapter's.
+        `size` is a module's number of inputs or outputs; rank and dtype are the adapter's.
         """
         return iter(())
 
     def temporaries(self, inputs: Types, outputs: Types, attributes: Attributes) -> sympy.Expr:
-        """Bytes alive in PyTorch's kernel beside inputs and outputs, at most; not a few a token."""
+        """The peak of bytes in PyTorch's kernel besides inputs and outputs; not a few per token."""
         return sympy.Integer(0)
 
     def context_inputs(self, inputs: Types) -> Types:
-        """The inputs of which a token reads those of its whole sequence, such as keys and values.
+        """The inputs that a token reads over its whole sequence, such as keys and values.
 
-        Where ranks have parts of the tokens, they gather these.
+        Ranks that share the tokens of a sequence gather these.
         """
         return ()
 
     def output_suffixes(self, count: int) -> tuple[str, ...]:
-        """The suffixes of the names of so many outputs."""
         if count > len(self.suffixes):
             return ("", *map(str, range(1, count)))
         return self.suffixes[:count]
 
     def check_attributes(self, attributes: Attributes) -> None:
-        """Raise TypeCheckError if one is not declared, of another kind, or missing."""
+        """Raise TypeCheckError for an undeclared, wrong or missing attribute."""
         for name, value in attributes.items():
             kind = self.attributes.get(name)
             if kind is None:
@@ -281,7 +279,6 @@ class Operator:
                 raise TypeCheckError(f"{self.name} needs the attribute {name}, {kind.text}")
 
     def check_arity(self, types: Types) -> None:
-        """Raise TypeCheckError if it takes another number of inputs."""
         fewest, most = self.inputs
         if not fewest <= len(types) <= most:
             expected = f"{fewest}" if fewest == most else f"{fewest} to {most}"
@@ -293,13 +290,13 @@ def _token_dims(types: Types) -> tuple[int, ...]:
 
 
 def same_dims(type_: TensorType, count: int = 1) -> Iterator[Aligned]:
-    """Each feature dim, the same in so many inputs and in the output."""
+    """Each feature dim, the same in `count` inputs and in the output."""
     for dim in range(-len(type_.features), 0):
         yield (dim,) * count, (dim,)
 
 
 def broadcast_dims(types: Types, output: TensorType) -> Iterator[Aligned]:
-    """Each feature dim of the output, with the inputs' that are not repeated along it."""
+    """Each feature dim of the output, with those of the inputs that have its size."""
     for dim in range(-len(output.features), 0):
         size = output.shape[dim]
         yield tuple(dim if _has(type_, dim, size) else 0 for type_ in types), (dim,)
@@ -312,13 +309,13 @@ def _has(type_: TensorType, dim: int, size: object) -> bool:
 class Tile(Protocol):
     """A tile of an operator's output: rows, along the last dim, and columns.
 
-    An element (`Operator.tile`) is made of what is read at the same place, at another column of the
-    same row, or summed over the row. Values are in the dtype of arithmetic: fp32 for half ones.
+    An element (`Operator.tile`) depends on inputs at the same place, at another column of the row,
+    or summed over the row. Values have the dtype of arithmetic: fp32 for half precision.
     """
 
     @property
     def column(self) -> str:
-        """Expression of each element's place along the last dim."""
+        """Expression of each element's index in the last dim."""
 
     @property
     def inputs(self) -> int:
@@ -331,19 +328,19 @@ class Tile(Protocol):
         """An input's dtype, as `bf16`."""
 
     def read(self, index: int, column: str | None = None, where: str = "") -> str:
-        """An input where the output is, or at another column, broadcast to it.
+        """An input at the output's position, or at another column, broadcast to the output.
 
-        `where` is the condition of elements that have such a column; any number stands for others.
+        `where` is the condition for the column to exist; elsewhere any number will do.
         """
 
     def let(self, name: str, expression: str) -> str:
-        """A variable with an expression's value; its name begins like that."""
+        """Assign an expression to a variable; its name begins with `name`."""
 
     def rounded(self, expression: str, dtype: str) -> str:
-        """The expression as a value of a dtype would hold it."""
+        """The expression rounded to a dtype."""
 
     def row_sum(self, name: str, summand: Callable[[Tile], str]) -> str:
-        """A variable with the sum of an expression over the row, for each row."""
+        """Assign the sum of an expression over the row to a variable."""
 
 
 class GraphBuilder(Protocol):
@@ -371,8 +368,7 @@ class Gradient:
 
     Attributes:
         builder: the builder of the backward graph.
-        forward: the graph that is differentiated.
-        node: its node whose gradient is built.
+        node: the differentiated node of `forward`.
         upstream: gradient of each output of the node; None where nothing flows back.
         needs: for each input of the node, True if its gradient is needed.
     """
@@ -389,7 +385,6 @@ class Gradient:
 
     @property
     def incoming(self) -> str:
-        """Gradient of the first output."""
         gradient = self.upstream[0]
         if gradient is None:
             raise TypeCheckError(f"no gradient flows into %{self.node.name}")
@@ -403,20 +398,17 @@ class Gradient:
         return self.forward.types[self.node.inputs[index]]
 
     def input(self, index: int) -> str:
-        """An input of the forward node, read by the backward graph."""
         return self.saved(self.node.inputs[index])
 
     @property
     def inputs(self) -> list[str]:
-        """All inputs of the forward node, read by the backward graph."""
         return [self.saved(name) for name in self.node.inputs]
 
     def output(self, index: int = 0) -> str:
-        """An output of the forward node, read by the backward graph."""
         return self.saved(self.node.outputs[index].name)
 
     def saved(self, name: str) -> str:
-        """A forward value: a parameter stays one, everything else becomes an input."""
+        """Read a forward value in backward, as a parameter or as an input."""
         if name in self.builder.types:
             return name
         parameter = self.forward.parameters_by_name.get(name)
@@ -431,7 +423,7 @@ class Gradient:
         return self.builder.add_many(op, inputs, name=op, scope=self.node.scope, **attributes)
 
     def reduced(self, gradient: str, index: int) -> str:
-        """The gradient summed over dims that input `index` was broadcast along, in its dtype."""
+        """Sum the gradient over the broadcast dims of input `index`, in the input's dtype."""
         wanted = self.input_type(index)
         have = self.builder.types[gradient]
         if wanted.is_token_wise != have.is_token_wise:
@@ -448,7 +440,6 @@ class Gradient:
         return self.cast(gradient, wanted.dtype)
 
     def cast(self, name: str, dtype: str) -> str:
-        """The value in another dtype; itself where it has it."""
         if self.builder.types[name].dtype == dtype:
             return name
         return self.add("cast", name, dtype=dtype)
@@ -460,12 +451,12 @@ def widened(type_: TensorType) -> TensorType:
 
 
 def cast_bytes(type_: TensorType, dtype: str) -> sympy.Expr:
-    """Bytes of a copy in another dtype; none where it has it."""
+    """Bytes of a copy in another dtype; 0 if the dtype is the same."""
     return sympy.Integer(0) if type_.dtype == dtype else type_.with_dtype(dtype).size_bytes
 
 
 def check_gradient(gradient: TensorType, of: TensorType) -> None:
-    """Raise TypeCheckError if a gradient has another shape than what it is the gradient of."""
+    """Raise TypeCheckError if a gradient has another shape than its value."""
     if gradient.shape != of.shape:
         raise TypeCheckError(f"gradient {gradient} does not fit {of}")
 

@@ -38,9 +38,9 @@ do not depend on how its sequence is cut into windows."""
 class Dropout(Operator):
     """y = x · mask / (1 - p): each element is dropped with probability p, in training alone.
 
-    The mask is drawn from a generator seeded by the step's batch, the layer and `key`, which no
-    other dropout of the layer has. So backward draws it again, and neither it nor y is saved; the
-    gradient is the operator itself with the same key. `dtype` is y's, where it is not x's.
+    The mask's generator is seeded by the step's batch, the layer and `key`, unique within the
+    layer. So backward draws it again, and neither it nor y is saved; the gradient is the operator
+    itself with the same key. `dtype` is y's, if it differs from x's.
     """
 
     name = "dropout"

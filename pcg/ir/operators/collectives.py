@@ -61,7 +61,6 @@ class Transition(Operator):
 
     @classmethod
     def between(cls, name: str, before: Layout | None, after: Layout | None) -> Transition:
-        """The transition of that name, of a class of its own."""
         attributes = declared() if before and after else declared(dim=DIM)
         fields = {"name": name, "attributes": attributes, "before": before, "after": after}
         transition: Transition = type(name, (cls,), fields)()
@@ -69,7 +68,7 @@ class Transition(Operator):
 
 
 class Replicate(Transition):
-    """x, of which each rank has a part of the gradient from here on."""
+    """x; each rank has a part of its gradient from here on."""
 
     name = "replicate"
     adjoint = "all_reduce"
@@ -112,7 +111,7 @@ class Collective(Operator):
     """True if its inputs, or as much, are held until all has come; a sum is made in a copy."""
 
     def begun_source(self, inputs: Sequence[str], attributes: Attributes) -> str:
-        """The expression that begins it; its value, called, waits for it and gives the result."""
+        """The expression that begins it; calling the value waits for the result."""
         return self.source(inputs, attributes).replace("(", ".begin(", 1)
 
     def flops(self, inputs: Types, outputs: Types, attributes: Attributes) -> sympy.Expr:
@@ -183,7 +182,7 @@ class AllGather(Collective):
 
 
 class PlacedPart(AllGather):
-    """The rank's part among zeros in the place of the others'."""
+    """The rank's part, with zeros in place of the other parts."""
 
     name = "placed_part"
     attributes = declared(dim=DIM, degree=_DEGREE, tokens=PRESENT)
@@ -235,7 +234,6 @@ class ReduceScatter(Collective):
 
 
 def _parted(types: Types, attributes: Attributes) -> TensorType:
-    """The type of one rank's part of a tensor."""
     dim, degree = _dim_and_degree(types, attributes, TOKENS)
     sizes = list(types[0].shape)
     size = sizes[dim]
@@ -249,7 +247,6 @@ def _parted(types: Types, attributes: Attributes) -> TensorType:
 
 
 def _joined(types: Types, attributes: Attributes) -> TensorType:
-    """The type of the ranks' parts together."""
     dim, degree = _dim_and_degree(types, attributes, part_of_tokens(attributes["degree"]))
     sizes = list(types[0].shape)
     sizes[dim] = TOKENS if counts_tokens(sizes[dim]) else sizes[dim] * degree
@@ -257,7 +254,7 @@ def _joined(types: Types, attributes: Attributes) -> TensorType:
 
 
 def _dim_and_degree(types: Types, attributes: Attributes, tokens: Size) -> tuple[int, int]:
-    """The dim and the degree, checked; `tokens` is the size that a token dim has to have."""
+    """Check and return dim and degree; `tokens` is the required size of a token dim."""
     dim, degree = attributes["dim"], attributes["degree"]
     if not -len(types[0].dims) <= dim < 0 or degree < 2:
         raise TypeCheckError(f"{types[0]} has no {degree} parts of dim {dim}")

@@ -155,7 +155,7 @@ class LinearGroup(Product):
 
 @lru_cache(1024)
 def piece_of(text: str) -> Graph:
-    """Return the graph of a base executor's piece. ParseError: the text is none."""
+    """Parse a base executor's piece. ParseError: the text is none."""
     return parse_graph(text)
 
 
@@ -165,9 +165,9 @@ def piece_constant(text: str) -> str:
 
 
 class BasePiece(Product):
-    """A piece that a base executor runs, a graph of which the attribute `text` is the text.
+    """A piece that a base executor runs; the attribute `text` is its graph as text.
 
-    Inputs: the piece's, then a frozen weight that the base holds, by which it is asked.
+    Inputs: the piece's, then a frozen weight of the base, which addresses the request.
     """
 
     name = "base_piece"
@@ -214,7 +214,7 @@ EXPERTS_BY_FEATURES = (partitioned(-2), partitioned(-1))
 
 
 class OfExperts(Operator):
-    """An operator of experts' weights, its last two inputs, with the tokens' choices before."""
+    """An operator with experts' weights as its last two inputs, and the tokens' choices before."""
 
     is_product = True
     computes_in_first = True

@@ -142,7 +142,6 @@ class ExpandAdd(Product):
         return [context.incoming if context.needs[0] else None, ds, dweight]
 
     def _own_columns(self, context: Gradient) -> str:
-        """The columns of dz that B's rows make."""
         return context.incoming
 
     def flops(self, inputs: Types, outputs: Types, attributes: Attributes) -> sympy.Expr:
@@ -252,7 +251,6 @@ class LoraLinear(Product):
 
     @staticmethod
     def adapted(attributes: Attributes) -> tuple[int, ...]:
-        """Indices of the outputs that have LoRA."""
         count = attributes["count"]
         indices: tuple[int, ...] = attributes.get("adapted", tuple(range(count)))
         if sorted({*range(count)}.intersection(indices)) != [*indices]:
@@ -301,7 +299,6 @@ class LoraLinear(Product):
         return f"K.with_deferred_lora({begun}, {product}, {weight})"
 
     def _groups(self, inputs: Sequence[str], attributes: Attributes) -> list[Sequence[str]]:
-        """Weights, biases, A and B."""
         count, adapted_count = attributes["count"], len(self.adapted(attributes))
         biases = inputs[1 + count : -2 * adapted_count]
         return [
@@ -485,7 +482,7 @@ class OuterRequestGroup(Product):
 
 
 def by_kind(items: Sequence[Item], count: int) -> list[Sequence[Item]]:
-    """Items of as many kinds as `count`, by kind. TypeCheckError: some kind has more of them."""
+    """Split items into `count` kinds of equal size. TypeCheckError: the sizes differ."""
     if len(items) % count:
         raise TypeCheckError(f"{len(items)} inputs are not as many of each of {count} kinds")
     size = len(items) // count

@@ -253,7 +253,6 @@ class KhatriRao(Operator):
 
 
 def _root(rank: int) -> int:
-    """The largest rank whose square is at most this one."""
     return max(1, isqrt(rank))
 
 

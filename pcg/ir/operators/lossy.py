@@ -38,7 +38,7 @@ BLOCK = 128
 
 
 def _padded(x: TensorType, bytes_each: int, more_if_padded: int) -> sympy.Expr:
-    """Bytes of so many an element; of more, where the last block of 128 is filled up."""
+    """Bytes at so many per element; more if the last block of 128 is padded."""
     n = x.features[-1]
     if n % BLOCK == 0 or n < BLOCK:
         return bytes_each * x.elements
@@ -46,7 +46,7 @@ def _padded(x: TensorType, bytes_each: int, more_if_padded: int) -> sympy.Expr:
 
 
 class Encoder(Operator):
-    """Codes of a value in fewer bytes, then what each block of them has in common."""
+    """Codes of a value in fewer bytes, then a common factor of each block."""
 
     error: ClassVar[str]
     """How far off e the value of a code is, by its x and the greatest |x| of its block."""

@@ -55,7 +55,7 @@ class Rope(Operator):
 
     @staticmethod
     def _partner(tile: Tile, attributes: Attributes) -> tuple[str, str]:
-        """The column that each is paired with, and whether it is the first of its pair."""
+        """The paired column of each, and whether it is the first of its pair."""
         column, turned = tile.column, attributes["rotary_dim"]
         if attributes["style"] == "interleaved":
             first, other = f"{column} % 2 == 0", f"{column} ^ 1"
@@ -69,7 +69,7 @@ class Rope(Operator):
 
     @staticmethod
     def _turning(tile: Tile, column: str) -> str:
-        """A column of cos and sin, which have those alone that turn."""
+        """A column of cos and sin, which have only the rotated columns."""
         turned = tile.size(1)
         return column if turned == tile.size(0) else f"tl.minimum({column}, {turned - 1})"
 

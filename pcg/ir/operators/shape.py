@@ -31,12 +31,11 @@ from pcg.ir.types import TensorType, promote, tensor
 
 
 def other_dims(attributes: Attributes, dims: Iterator[Aligned]) -> Iterator[Aligned]:
-    """The dims but for that of the attribute `dim`."""
+    """The dims without the attribute `dim`'s."""
     return (pair for pair in dims if pair[0][0] != attributes["dim"])
 
 
 def _full_shape(type_: TensorType, attributes: Attributes) -> TensorType:
-    """The type with the sizes of the attribute, whose -1 is the token dim."""
     sizes = attributes["shape"]
     if (sizes[:1] == (-1,)) != type_.is_token_wise:
         raise TypeCheckError(f"shape {list(sizes)} of {type_}: -1 first if and only if tokens lead")
@@ -61,7 +60,7 @@ class Reshape(Operator):
         return (shape,)
 
     def aligned(self, types: Types, attributes: Attributes) -> Iterator[Aligned]:
-        """Dims with as many entries before them have the same parts, where both have equal ones."""
+        """Dims preceded by equally many entries in both have the same parts."""
         before = {prod(f[:i]): i - len(f) for f in [types[0].features] for i in range(len(f))}
         new = self.infer(types, attributes)[0].features
         for i in range(len(new)):

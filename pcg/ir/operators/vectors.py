@@ -39,7 +39,7 @@ INNER_TOKENS = 64
 
 
 def wider_bytes(y: TensorType, vector: TensorType) -> sympy.Expr:
-    """Bytes of a result in the wider dtype of y and a vector, before it is y's; 0 if it is y's."""
+    """Bytes of a result in the wider dtype of y and a vector, before its cast to y's; else 0."""
     return cast_bytes(y, promote(y.dtype, vector.dtype))
 
 
@@ -185,10 +185,10 @@ class BiasAdd(Operator):
 
 
 class VirtualTokens(Operator):
-    """x, with its adapter's own in each virtual row: embeddings, or a layer's keys or values.
+    """x, with the adapter's row in each virtual row: embeddings, or a layer's keys or values.
 
-    `x: [T, …]`, `prompt: [n, h]` with h the features of x, which keeps the rows of an adapter
-    without a prompt here.
+    `x: [T, …]`, `prompt: [n, h]` with h the features of x. Rows of an adapter without a prompt here
+    stay.
     """
 
     name = "virtual_tokens"
@@ -212,7 +212,7 @@ class VirtualTokens(Operator):
 
 
 class WithoutVirtual(Operator):
-    """x with zeros in each virtual row: the gradient of what a prompt replaced."""
+    """x with zeros in each virtual row: the gradient of the replaced rows."""
 
     name = adjoint = "without_virtual"
     template = "K.{name}(batch, {inputs})"
@@ -225,7 +225,7 @@ class WithoutVirtual(Operator):
 
 
 class VirtualTokensBackward(Operator):
-    """dprompt: for each virtual token, the sum of dy over the rows that it stands in.
+    """dprompt: for each virtual token, the sum of dy over its rows.
 
     `dy: [T, …]`, `prompt: [n, h]` give `[n, h]` in the prompt's dtype.
     """

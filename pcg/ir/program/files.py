@@ -44,11 +44,7 @@ SOURCES = (SERVING, TRAINING)
 
 
 def files_of(program: Program) -> dict[str, bytes]:
-    """The files of a program by name.
-
-    Raises:
-        ProgramError: the configuration holds what JSON cannot.
-    """
+    """Encode a program as files by name. ProgramError: JSON cannot hold the configuration."""
     # Costs 1 s by torch; the text forms do without.
     import safetensors.torch
 
@@ -69,10 +65,10 @@ def files_of(program: Program) -> dict[str, bytes]:
 
 
 def program_from(files: Mapping[str, bytes], manifest: Manifest) -> Program:
-    """The program of files that `files_of` made.
+    """Decode the files that `files_of` wrote.
 
     Raises:
-        ProgramError: a file is missing or damaged, or two do not go together; it is named.
+        ProgramError: a file is missing, damaged, or contradicts another; names it.
     """
     import safetensors.torch
 
@@ -202,7 +198,7 @@ def _text(files: Mapping[str, bytes], name: str) -> str:
 
 
 def _plan(program: Program) -> dict[str, Any]:
-    """The facts that the graphs do not hold: options, layers' blocks, saved values."""
+    """Options, the layers' blocks, and saved values: facts that the graphs do not hold."""
     return {
         "symbols": {"T": "tokens of the step"},
         **dataclasses.asdict(program.options),
@@ -212,7 +208,7 @@ def _plan(program: Program) -> dict[str, Any]:
 
 
 def options_from(plan: Mapping[str, Any], dtype: str) -> CompileOptions:
-    """The options in plan.json; older folders lack some, and have no dtype, batch and seq there."""
+    """The options in plan.json; older folders have fewer, and no dtype, batch and seq there."""
     names = {field.name for field in dataclasses.fields(CompileOptions)} & plan.keys()
     options = {name: plan[name] for name in names if plan[name] not in ("", {})}
     if isinstance(plan.get("memory_budget"), dict):

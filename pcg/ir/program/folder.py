@@ -62,11 +62,7 @@ TOKENIZER_FILES = (
 
 
 def options_of(directory: str | os.PathLike[str]) -> CompileOptions:
-    """The options that a program was compiled with.
-
-    Raises:
-        ProgramError: its manifest or its plan cannot be read.
-    """
+    """The options that a program was compiled with. ProgramError: they cannot be read."""
     path = expanded(directory) / PLAN
     plan = json_object(read_bytes(path), str(path), ProgramError, AGAIN)
     dtype = read_manifest(directory).dtype
@@ -85,14 +81,14 @@ def save_program(
     tokenizer_directory: str | os.PathLike[str] | None = None,
     report: Mapping[str, Any] | None = None,
 ) -> Manifest:
-    """Write a program's folder, in place of a program that is there; returns its manifest.
+    """Write a program's folder, replacing an existing program, and return its manifest.
 
     Args:
-        weights: directory or hub id that holds the weights, for the manifest.
+        weights: directory or hub id of the weights, for the manifest.
         tokenizer_directory: directory of the tokenizer's files, which are copied.
         report: the report of `pcg explain`, as JSON.
     Raises:
-        ProgramError: it cannot be written, or something else is there.
+        ProgramError: it cannot be written, or the folder holds other files.
     """
     target = free_folder(directory)
     files = files_of(program)
@@ -131,10 +127,10 @@ def save_program(
 
 
 def free_folder(directory: str | os.PathLike[str]) -> Path:
-    """The folder that a program can be written to.
+    """Check that a program can be written to a directory, and return its path.
 
     Raises:
-        ProgramError: nothing can be written there, or there are files that are not a program's.
+        ProgramError: it cannot be written to, or holds files that are not a program's.
     """
     target = expanded(directory)
     check_writable(target, "the program", ProgramError)
@@ -187,10 +183,10 @@ def _write(path: Path, content: bytes) -> None:
 
 
 def _replace(target: Path, new: Path) -> None:
-    """Rename `new` to `target`; a program that is there goes when the new one has its place.
+    """Rename `new` to `target`, and remove the old program afterwards.
 
-    Where the file system cannot swap them, a process that is killed between two renames leaves the
-    old program in a folder `-old` beside.
+    Where the file system cannot exchange folders, a process killed between two renames leaves the
+    old program in a folder with the suffix `-old`.
     """
     if not target.exists():
         new.rename(target)
@@ -209,7 +205,7 @@ def _replace(target: Path, new: Path) -> None:
 
 
 def _sweep(target: Path) -> None:
-    """Remove what processes that were killed have left beside a program that is there."""
+    """Remove the temporary folders of killed processes."""
     name = re.compile(re.escape(f".{target.name}-") + "[0-9a-f]{8}(-old)?")
     with contextlib.suppress(OSError):
         for path in target.parent.iterdir():
@@ -225,8 +221,8 @@ def load_program(directory: str | os.PathLike[str], *, trust_edits: bool = False
     """Read a program's folder.
 
     Args:
-        trust_edits: accept files whose edits stand alone: emitted source, the tokenizer's files,
-            the report. Loading a program runs its source.
+        trust_edits: accept edits of emitted source, the tokenizer's files and the report. Loading a
+            program runs its source.
     Raises:
         ProgramError: the folder is missing, damaged, edited, or of a newer pcg; says the fix.
     """

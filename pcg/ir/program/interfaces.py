@@ -26,16 +26,12 @@ _TOKENS, _LOSS = tensor("i64", TOKENS), Value("loss", tensor("f32", TOKENS))
 
 
 def gradient_name(name: str) -> str:
-    """The backward graph's name for the gradient of an output of the forward graph."""
+    """The backward graph's name for the gradient of a forward output."""
     return f"d_{name}"
 
 
 def check_model(model: ModelGraph) -> None:
-    """Check that a model's graphs hand on what the next ones take.
-
-    Raises:
-        TypeCheckError: two do not fit; both are named.
-    """
+    """Check the chain of a model's graphs. TypeCheckError: two do not fit; names both."""
     prologue, epilogue = model.prologue, model.epilogue
     if [value.type for value in prologue.inputs] != [_TOKENS, _TOKENS]:
         raise TypeCheckError(
@@ -79,22 +75,14 @@ def check_model(model: ModelGraph) -> None:
 
 
 def check_logits(models: Iterable[ModelGraph | None]) -> None:
-    """Check that forms of a model return logits of one type.
-
-    Raises:
-        TypeCheckError: two do not; both are shown.
-    """
+    """Check that forms of a model return logits of one type. TypeCheckError: they do not."""
     ends = [model.epilogue for model in models if model is not None]
     for first, other in pairwise(ends):
         _check_returned(other, _outputs(first), f"the logits of @{first.name} of the same model")
 
 
 def check_signature(graph: Graph, other: Graph) -> None:
-    """Check that another form of a graph takes and returns the same.
-
-    Raises:
-        TypeCheckError: it does not; both are named.
-    """
+    """Check that another form of a graph takes and returns the same types."""
     _check_inputs(other, graph.inputs, f"@{graph.name}, of which it is made,")
     _check_returned(other, _outputs(graph), f"what @{graph.name} returns")
 
@@ -106,11 +94,7 @@ def check_loss(epilogue: Graph, loss: Graph) -> None:
 
 
 def check_backward(graph: Graph, backward: Graph, of: Sequence[str]) -> None:
-    """Check a graph's backward, which gives the gradients of these inputs and parameters.
-
-    Raises:
-        TypeCheckError: the two do not fit; both are named.
-    """
+    """Check a graph's backward, with gradients of `of`. TypeCheckError: they do not fit."""
     incoming = {gradient_name(name): graph.types[name] for name in graph.outputs}
     for value in backward.inputs:
         type_ = graph.types.get(value.name, incoming.get(value.name))
@@ -125,11 +109,7 @@ def check_backward(graph: Graph, backward: Graph, of: Sequence[str]) -> None:
 
 
 def _check_layer(block: Graph, layer: TrainingGraph) -> None:
-    """Check one way to train a layer of a block.
-
-    Raises:
-        TypeCheckError: its forward, its backward and the block do not fit; both sides are named.
-    """
+    """Check one way to train a layer of a block. TypeCheckError: two graphs do not fit."""
     forward, backward, count = layer.forward, layer.backward, len(block.outputs)
     _check_inputs(forward, block.inputs, f"@{block.name}")
     first = forward.outputs[:count]
@@ -229,7 +209,6 @@ def _check_inputs(graph: Graph, values: Iterable[Value], what: str) -> None:
 def _check_returned(
     graph: Graph, wanted: Sequence[Value], what: str, outputs: Sequence[str] | None = None
 ) -> None:
-    """Check the types of what a graph returns, or of some outputs; `what` says what is wanted."""
     returned = _outputs(graph, outputs)
     if len(returned) != len(wanted):
         raise TypeCheckError(
@@ -246,7 +225,6 @@ def _outputs(graph: Graph, names: Sequence[str] | None = None) -> list[Value]:
 
 
 def _gradients_of(graph: Graph, names: Sequence[str], backward: Graph) -> list[Value]:
-    """The gradients of inputs and parameters of a graph, which another gives."""
     known = {value.name: value.type for value in graph.inputs}
     known |= {parameter.name: parameter.type for parameter in graph.parameters}
     for name in names:

@@ -22,11 +22,7 @@ ROOMS = 2
 
 
 def layers_of_pass(planned: Planned, trains: bool) -> list[int]:
-    """Return the layers whose weights a pass of one window reads, in order.
-
-    Args:
-        trains: True if the pass goes back, too.
-    """
+    """The layers that read weights in a pass of one window, in order; `trains` adds backward."""
     count = len(planned.layers)
     order = list(range(count))
     if not trains:
@@ -45,7 +41,7 @@ def layers_of_pass(planned: Planned, trains: bool) -> list[int]:
 
 
 class GatherOrder:
-    """The layers in the two rooms, as passes take one after the other."""
+    """The layers in the two buffers, as passes take one after the other."""
 
     def __init__(self) -> None:
         self._rooms: list[int | None] = [None] * ROOMS
@@ -53,15 +49,16 @@ class GatherOrder:
         self._ahead: deque[int] = deque()
 
     def follow(self, order: Iterable[int]) -> None:
-        """Begin a pass that takes these layers; what an abandoned one left is dropped."""
+        """Begin a pass over these layers, and drop the rest of an abandoned pass."""
         self._ahead = deque(order)
 
     def take(self, layer: int) -> tuple[int, list[tuple[int, int]]]:
         """Take the pass's next layer.
 
         Returns:
-            Its room, and the layers to gather now with their rooms: itself if it is in none, and
-            the one that comes next.
+            Its buffer, and the layers to gather now with their buffers: itself if it is in none,
+                and the
+            next one.
         Raises:
             ProgramError: the pass takes another layer next.
         """
@@ -87,11 +84,7 @@ class GatherOrder:
 
 
 def gathers_of_step(passes: Sequence[Sequence[int]]) -> list[int]:
-    """Return the layers that a step's passes gather, where the same step ran before.
-
-    Args:
-        passes: the layers of each pass, in order.
-    """
+    """The layers that a step's passes gather, if the previous step was the same."""
     rooms, gathered = GatherOrder(), list[int]()
     for _ in range(2):
         gathered.clear()

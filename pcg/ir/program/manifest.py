@@ -29,10 +29,10 @@ class Manifest:
         versions: the versions of pcg, torch and transformers that compiled the model.
         dtype: the dtype of weights and activations, in the IR's names.
         base_prefix: name of the base model within the causal LM.
-        weights: directory or hub id that holds the weights; None when compiled without a source.
-        recipes: the fields of each adapter's recipe, by its name; they are not checked here.
+        weights: directory or hub id of the weights; None when compiled without a source.
+        recipes: the fields of each adapter's recipe by name, unchecked.
         files: SHA-256 of every other file, in hexadecimal, by its path in the folder.
-        choices: as of `Program`; older folders have none.
+        choices: see `Program`; older folders have none.
     """
 
     format: int
@@ -47,16 +47,12 @@ class Manifest:
 
 
 def is_program_folder(path: str | os.PathLike[str]) -> bool:
-    """Return whether a compiled program is there, be it a damaged one."""
+    """Return whether a directory holds a compiled program, even a damaged one."""
     return is_file(expanded(path) / MANIFEST)
 
 
 def read_manifest(directory: str | os.PathLike[str]) -> Manifest:
-    """Read and check a folder's manifest.
-
-    Raises:
-        ProgramError: there is none, it is damaged, or of a newer format.
-    """
+    """Read and check a folder's manifest. ProgramError: missing, damaged or of a newer format."""
     folder = expanded(directory)
     path = folder / MANIFEST
     again = compile_again(folder)
@@ -119,7 +115,7 @@ def compile_again(folder: Path) -> str:
 
 
 def json_text(value: object, what: str = "it") -> str:
-    """JSON as it stands in the folder. ProgramError: the value holds what JSON cannot."""
+    """Encode JSON as in the folder. ProgramError: JSON cannot hold the value."""
     try:
         return json.dumps(value, indent=2) + "\n"
     except (RecursionError, TypeError, ValueError) as error:

@@ -28,7 +28,8 @@ class ModelGraph:
     """A model as prologue · blocks · epilogue.
 
     Attributes:
-        prologue: (input_ids, position_ids) to the first layer's input and what all layers share.
+        prologue: (input_ids, position_ids) to the first layer's input and the values all layers
+            share.
         blocks: the distinct layers.
         layers: the index of each layer's block.
         epilogue: the last layer's output to the logits.
@@ -45,18 +46,18 @@ class ModelGraph:
 
     @property
     def dtype(self) -> str:
-        """The dtype of the activations between layers."""
+        """The dtype of activations between layers."""
         return self.epilogue.inputs[0].type.dtype
 
     @property
     def adapter_dtype(self) -> str:
-        """The dtype of adapters: fp32 over a half-precision base, as peft has it, else its own."""
+        """The dtype of adapters: fp32 over a half-precision base, as in peft, else the base's."""
         return "f64" if self.dtype == "f64" else "f32"
 
     def linear_sites(self) -> dict[str, tuple[int, int]]:
-        """(out, in) of every linear operator by site: its module's path, with `{layer}`.
+        """(out, in) of every linear operator by site, its module's path with `{layer}`.
 
-        A site may have other sizes in some layers, and be in some layers alone.
+        A site may be in some layers only, with different sizes.
         """
         sites: dict[str, tuple[int, int]] = {}
         for graph in self.graphs:
@@ -64,7 +65,7 @@ class ModelGraph:
         return sites
 
     def linear_places(self) -> dict[str, tuple[str, int | None]]:
-        """The site of every linear module, by its path, and its layer; None outside the layers."""
+        """The site and layer of every linear module by path; layer None outside the layers."""
         places: dict[str, tuple[str, int | None]] = {}
         blocks = [sites_of(block).keys() for block in self.blocks]
         for site in self.linear_sites():
@@ -77,7 +78,6 @@ class ModelGraph:
         return places
 
     def linear_modules(self) -> dict[str, tuple[int, int]]:
-        """(out, in) of every linear module of every layer, by its path."""
         sites, blocks = self.linear_sites(), [sites_of(block) for block in self.blocks]
         return {
             path: sites[site] if layer is None else blocks[self.layers[layer]][site]
@@ -85,11 +85,10 @@ class ModelGraph:
         }
 
     def module_shapes(self) -> dict[str, tuple[int, int]]:
-        """(out, in) of what adapters may adapt, by path.
+        """(out, in) of everything that adapters may adapt, by path.
 
-        Every linear module of every layer; as `layers.<i>` the attention of each layer, (features
-        of its values, of its keys); and as the whole model its token embedding, (vocabulary,
-        width), where it has one.
+        Every linear module of every layer; `layers.<i>` for the attention of a layer, (features of
+        its values, of its keys); and the empty path for the token embedding, (vocabulary, width).
         """
         shapes = self.linear_modules()
         for layer, index in enumerate(self.layers):
@@ -105,7 +104,7 @@ class ModelGraph:
         return shapes
 
     def embedding_modules(self) -> tuple[str, ...]:
-        """Paths of the embeddings, of tokens and of learned positions; no method adapts them."""
+        """Paths of token and position embeddings, which no method adapts."""
         nodes = [node for node in self.prologue.nodes if node.op == "embedding"]
         tables = [self.prologue.parameters_by_name.get(node.inputs[0]) for node in nodes]
         sources = [table.source for table in tables if table is not None]
@@ -113,14 +112,13 @@ class ModelGraph:
 
     @property
     def vocabulary(self) -> int:
-        """The number of tokens that the model has a logit for."""
         return int(self.epilogue.types[self.epilogue.outputs[0]].shape[-1])
 
     @property
     def loss_chunk(self) -> int:
-        """The most tokens whose logits, in fp32, exist at once in training: 16 MiB, or 16 tokens.
+        """The most tokens with fp32 logits in memory at once in training: 16 MiB, or 16 tokens.
 
-        Backward holds their gradient beside them.
+        Backward holds their gradient as well.
         """
         return max(16, 16 * 2**20 // (4 * self.vocabulary))
 
@@ -131,7 +129,6 @@ class ModelGraph:
         return next(site for site in sites if site is not None)
 
     def map(self, change: Callable[[Graph], Graph]) -> ModelGraph:
-        """The model with each graph changed."""
         return dataclasses.replace(
             self,
             prologue=change(self.prologue),
@@ -140,19 +137,19 @@ class ModelGraph:
         )
 
     def parameters(self) -> Iterator[tuple[Parameter, int | None]]:
-        """Every parameter of every layer, with the layer's index; None outside the layers."""
+        """Every parameter of every layer with the layer's index; None outside the layers."""
         layers = [(self.blocks[block], layer) for layer, block in enumerate(self.layers)]
         for graph, layer in [(self.prologue, None), *layers, (self.epilogue, None)]:
             yield from ((parameter, layer) for parameter in graph.parameters)
 
 
 def counts_on_host(model: ModelGraph) -> bool:
-    """Return whether a layer waits for the device on the host, as one with experts does."""
+    """Return whether a layer synchronizes with the host, as experts do."""
     return any(operator(n.op).counts_on_host for block in model.blocks for n in block.nodes)
 
 
 def token_embedding(prologue: Graph) -> Node | None:
-    """The node that looks token ids up, the first input of a prologue; None where there is none."""
+    """The node that embeds token ids, the first input of a prologue, or None."""
     ids = prologue.inputs[0].name
     lookups = (n for n in prologue.nodes if n.op == "embedding" and n.inputs[1] == ids)
     return next(lookups, None)
@@ -161,8 +158,8 @@ def token_embedding(prologue: Graph) -> Node | None:
 def site_of(graph: Graph, node: Node) -> str | None:
     """The site of a linear node, where a bypass network may attach; None for any other node.
 
-    A tied head is a site by its own module, not by the embedding whose weight it reads, and so is a
-    module of a layer that reads another layer's weight. A module that picks experts by its product
+    A tied head has its own module's site, not that of the embedding with the same weight, and so
+    does a module of a layer with another layer's weight. A module that picks experts by its product
     is a router, which peft does not take for a linear module.
     """
     if not _is_module(graph, node):
@@ -178,7 +175,7 @@ def site_of(graph: Graph, node: Node) -> str | None:
 
 
 def computed_site(graph: Graph, node: Node) -> str | None:
-    """The site of a layer's linear node whose weight is computed, as by a parametrization.
+    """The site of a layer's linear node with a computed weight, as by a parametrization.
 
     It is a linear module for peft, and pcg attaches nothing to it.
     """
@@ -208,18 +205,17 @@ def sites_of(graph: Graph) -> dict[str, tuple[int, int]]:
 
 @dataclass(frozen=True)
 class TrainingGraph:
-    """One way to train a layer: a forward that saves, and a backward that reads what was saved.
+    """One way to train a layer: a forward that saves, and a backward that reads the saved values.
 
     Attributes:
         block: index of the layer's block in the model.
-        forward: a graph that returns the block's outputs, then saved values; its name and that of
-            `backward` are those of the emitted functions.
-        backward: a graph that takes the gradients of the outputs, then `saved`; it recomputes the
-            rest of what it reads, and returns the gradients of the carried inputs, then of
-            `trained`. The first layer's returns no gradient of the carried inputs; None where it
-            trains nothing.
-        saved: values that backward is given, in order: outputs of forward, and the graph's inputs.
-        trained: adapter parameters with a gradient, of `backward`.
+        forward: returns the block's outputs, then saved values. The emitted functions
+            have its name and that of `backward`.
+        backward: takes the gradients of the outputs, then `saved`; recomputes its other inputs, and
+            returns gradients of the carried inputs (none in the first layer), then of `trained`.
+            None where it trains nothing.
+        saved: inputs of backward, in order: outputs of forward, and the graph's inputs.
+        trained: adapter parameters with a gradient in `backward`.
     """
 
     block: int
@@ -237,13 +233,14 @@ class Training:
         model: the model with bypass networks of concrete ranks.
         plans: the distinct ways in which layers are trained.
         layers: the index of each layer's plan.
-        epilogue: the graph from hidden states and targets to loss and gradients.
+        epilogue: hidden states and targets to loss and gradients.
         epilogue_trained, prologue_trained: adapter parameters with a gradient there.
         source: emitted Python of all of them.
-        prologue: backward of the prologue, from its inputs and the gradients of what the first
-            layer is given; None where it trains nothing.
-        restored: layers whose input is not saved: backward recomputes it by the layers before it,
-            from the nearest whose input is saved.
+        prologue: backward of the prologue, from its inputs and the gradients of the first layer's
+            inputs; None where it trains nothing.
+        restored: layers with an unsaved input, which backward recomputes by the layers before it,
+            from
+            the nearest saved input.
     """
 
     model: ModelGraph
@@ -258,13 +255,13 @@ class Training:
 
     @property
     def first_back(self) -> int:
-        """The first layer that has a backward: the first that trains; the end if none does."""
+        """The first layer with a backward; the number of layers if none trains."""
         return sum(self.plans[plan].backward is None for plan in self.layers)
 
 
 @dataclass(frozen=True)
 class Serving:
-    """The graphs, with ranks left open, and the source that serve adapters at one set of sites."""
+    """The graphs, with symbolic ranks, and the source that serve adapters at one set of sites."""
 
     model: ModelGraph
     source: str
@@ -276,17 +273,16 @@ class Program:
 
     Attributes:
         config: the model's config.json.
-        base: the whole model without bypass networks; specialised anew when adapters need other
-            sites.
+        base: the whole model without bypass networks, compiled again for adapters at other sites.
         serving: the graphs and source that generate.
         training: the graphs and source that finetune; None when compiled without a recipe.
-        recipes: the recipes that it was compiled for, by adapter name, as dicts.
-        options: the options that it was compiled with. With a `tp` above 1, the graphs of
-            `serving` and `training` are those of one rank of the group.
+        recipes: fields of the recipes that it was compiled for, by adapter name.
+        options: the options that it was compiled with. Above tp=1, the graphs of `serving` and
+            `training` are those of one rank.
         constants: tensors computed from the configuration, by name.
-        base_prefix: name of the base model within the causal LM, for checkpoints that leave it out.
+        base_prefix: name of the base model within the causal LM, which some checkpoints omit.
         dtype: the dtype of weights and activations, in the IR's names.
-        choices: what the compiler chose where it was free to, and why, by what it is of: "backend".
+        choices: the compiler's choices and their reasons, by subject: "backend".
     """
 
     name: str
@@ -303,14 +299,14 @@ class Program:
 
     @property
     def max_positions(self) -> int | None:
-        """The most tokens of a sequence; None if the configuration names no number."""
+        """The longest sequence in tokens; None if the configuration has no limit."""
         names = "max_position_embeddings", "n_positions", "max_seq_len"
         values = map(self.config.get, names)
         return next((size for size in values if isinstance(size, int)), None)
 
 
 def python_name(name: str) -> str:
-    """A value's or parameter's name as a Python identifier of the emitted source."""
+    """A value's or parameter's name as a Python identifier in the emitted source."""
     python = name.replace(".", "_")
     return f"{python}_" if keyword.iskeyword(python) or python in _TAKEN else python
 
@@ -328,13 +324,13 @@ _NEUTRAL_FIELDS = (
 
 
 def check_same_model(program: Program, config: Mapping[str, Any], where: str) -> None:
-    """Refuse weights whose configuration says another model; their shapes alone would not tell.
+    """Refuse weights of another model, as their configuration tells; equal shapes would not.
 
     Args:
-        config: the configuration beside the weights.
-        where: where they are, for the message.
+        config: the configuration next to the weights.
+        where: the place of the weights, for the message.
     Raises:
-        ProgramError: says in which fields they differ.
+        ProgramError: names the fields that differ.
     """
     both = sorted((program.config.keys() & config.keys()).difference(_NEUTRAL_FIELDS))
     other = [

@@ -42,11 +42,11 @@ class Planned(Protocol):
 
 @dataclass(frozen=True)
 class OutsideTensor:
-    """A tensor that is saved outside the layers.
+    """A tensor saved outside the layers.
 
     Attributes:
         tensor: its graph and value, as `prologue.cos`.
-        needed_by: operators that read it, or another reader.
+        needed_by: the operators that read it, or another reader.
     """
 
     tensor: str
@@ -56,7 +56,6 @@ class OutsideTensor:
 
     @property
     def size_bytes(self) -> sympy.Expr:
-        """A formula in B and S."""
         return self.type.size_bytes.subs(TOKENS, TOKENS_OF_BATCH)
 
 
@@ -66,7 +65,7 @@ class SavedMemory:
 
     Attributes:
         layers: bytes of each layer, formulas in B and S.
-        outside: values that layers share, and those that the loss reads.
+        outside: values that layers share, and inputs of the loss.
     """
 
     layers: tuple[sympy.Expr, ...]
@@ -103,18 +102,18 @@ def saved_memory(model: ModelGraph, plan: Planned) -> SavedMemory:
 
 
 def window_memory(model: ModelGraph, plan: Planned) -> SavedMemory:
-    """The memory that sequences save window by window, before the first window goes back.
+    """The memory that sequences save window by window, before the first window's backward.
 
-    The loss leaves its gradients by the last layer's outputs, and no logits; keys and values are in
-    the KV cache, and the plan reads them there (`pcg.passes.graphs.gradients`). Sizes are those of
-    all windows together, however sequences are cut.
+    The loss leaves its gradients at the last layer's outputs, and no logits; keys and values are in
+    the KV cache, where the plan reads them (`pcg.passes.graphs.gradients`). Sizes are those of all
+    windows together, however sequences are cut.
     """
     outside = [*_shared(model, plan), *_gradients_of_loss(model)]
     return SavedMemory(saved_memory(model, plan).layers, tuple(outside))
 
 
 def outside_bytes(model: ModelGraph, shared: Iterable[str], tokens: int) -> int:
-    """Bytes that are saved outside the layers at most: these shared inputs, and the loss's."""
+    """The most bytes saved outside the layers: these shared inputs, and the loss's inputs."""
     types = {v.name: v.type for block in model.blocks for v in block.inputs}
     rows = [types[name] for name in dict.fromkeys(shared)]
     rows += [row.type for row in _read_by_loss(model, skip_first=False)]
@@ -122,7 +121,7 @@ def outside_bytes(model: ModelGraph, shared: Iterable[str], tokens: int) -> int:
 
 
 def _saved_storages(block: Graph, plan: TrainingGraph) -> set[Storage]:
-    """The storages that a layer saves of its own: neither weights nor values that layers share."""
+    """The storages that only this layer saves: neither weights nor shared values."""
     storages = Storages.of(plan.forward)
     shared = {value.name for value in block.inputs[len(block.outputs) :]}
     saved = {storages[name] for name in plan.saved}
@@ -130,7 +129,7 @@ def _saved_storages(block: Graph, plan: TrainingGraph) -> set[Storage]:
 
 
 def _shared(model: ModelGraph, plan: Planned) -> Iterable[OutsideTensor]:
-    """The prologue's values for all layers that one at least reads in backward."""
+    """The prologue's values that some layer's backward reads."""
     values: dict[str, tuple[TensorType, dict[str, None]]] = {}
     for p in plan.plans:
         block = model.blocks[p.block]
@@ -170,11 +169,11 @@ def _gradients_of_loss(model: ModelGraph) -> Iterable[OutsideTensor]:
 
 @dataclass(frozen=True)
 class Transient:
-    """The most bytes that one graph needs at once, beside those that are counted elsewhere.
+    """The peak of bytes that one graph needs beyond those counted elsewhere.
 
     bytes = per_token · tokens + per_row · rows + fixed + per_pair · S²
 
-    with a rank's rows = ceil(tokens / parts), where it holds a part of the tokens.
+    with rows = ceil(tokens / parts) of a rank that holds a part of the tokens.
     """
 
     per_token: int
@@ -202,11 +201,11 @@ gradients, and those that one sequence's tokens add."""
 def training_transients(
     model: ModelGraph, plans: Sequence[TrainingGraph], tokens: int, seq: int, cp: int = 1
 ) -> list[tuple[Transient, Transient | None]]:
-    """The transients of each plan's forward and backward, at so many tokens in sequences of `seq`.
+    """The transients of each plan's forward and backward, for `tokens` in sequences of `seq`.
 
-    Values that the layer saved count in its backward, which frees them as it goes, and so do its
-    adapters' gradients, until they are added to those of the micro-batches before. Of `cp` ranks
-    that share the tokens of sequences, these are the tokens of one.
+    A layer's saved values count in its backward, which frees them as it goes, and so do its
+    adapters' gradients, until they are added to those of earlier micro-batches. `tokens` are those
+    of one of the `cp` ranks that share sequences.
     """
     resident = [{value.name for value in b.inputs[len(b.outputs) :]} for b in model.blocks]
     transients = []
@@ -224,15 +223,15 @@ def training_transients(
 def transient(
     graph: Graph, tokens: int, seq: int, counted: Iterable[str] = (), cp: int = 1
 ) -> Transient:
-    """The most bytes alive at one node of a graph, at so many tokens in sequences of `seq`."""
+    """The most bytes alive at one node of a graph, for `tokens` in sequences of `seq`."""
     return Alive(graph, counted, cp).most(graph.nodes, tokens, seq)
 
 
 class Alive:
-    """The values alive at the nodes of a graph, in whatever order they run.
+    """The values alive at the nodes of a graph, in any order of the nodes.
 
-    Parameters are not counted, nor are `counted`: values whose memory is counted elsewhere. Of `cp`
-    ranks that share the tokens of sequences, the values are those of one.
+    Parameters and `counted`, values with memory counted elsewhere, are excluded. Values are those
+    of one of the `cp` ranks that share sequences.
     """
 
     def __init__(self, graph: Graph, counted: Iterable[str] = (), cp: int = 1) -> None:
@@ -257,7 +256,7 @@ class Alive:
         self._graph = graph
 
     def most(self, nodes: Sequence[Node], tokens: int, seq: int) -> Transient:
-        """The most bytes alive at one node, of so many tokens in sequences of `seq`."""
+        """The most bytes alive at one node, for `tokens` in sequences of `seq`."""
         last: dict[str, int] = {}
         moments = _moments(nodes)
         for index, (node, reads) in enumerate(moments):
@@ -280,9 +279,9 @@ class Alive:
 
 
 def _moments(nodes: Sequence[Node]) -> list[tuple[Node, tuple[str, ...]]]:
-    """The nodes in order with their reads; a collective stands again where it is waited for.
+    """The nodes in order with their reads; a collective appears again where it is waited for.
 
-    Its outputs are alive from where it begins, as it takes memory for them there.
+    Its outputs are alive from its start, which allocates them.
     """
     begun = waits(nodes)
     moments: list[tuple[Node, tuple[str, ...]]] = []
@@ -303,9 +302,9 @@ def _temporaries(
     parts: int,
     cp: int,
 ) -> tuple[int, int, int, int]:
-    """Bytes of a kernel's temporaries a token, fixed, a rank's row, and a pair of tokens.
+    """Bytes of a kernel's temporaries: per token, fixed, per row of a rank, per pair of tokens.
 
-    Own tokens have pairs with those of all `cp` ranks, whose keys and values are gathered.
+    A rank's tokens pair with those of all `cp` ranks, as it gathers their keys and values.
     """
     formula = operator(op).temporaries(types, outputs, dict(attributes))
     if cp > 1:
@@ -323,7 +322,7 @@ def _temporaries(
 
 
 def _sizes(storages: Storages, names: Iterable[str]) -> Mapping[str, tuple[int, int, int]]:
-    """Bytes a token, bytes whatever the tokens, and bytes a rank's row of each storage."""
+    """Bytes per token, fixed bytes, and bytes per row of a rank of each storage."""
     sizes = {}
     for name in names:
         type_ = storages[name].type
