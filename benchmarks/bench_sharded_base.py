@@ -17,8 +17,7 @@ from typing import Any
 from measure import write
 
 from pcg.explain.base_memory import layer_bytes
-from pcg.explain.graph_costs import graph_costs
-from pcg.explain.planned_model import PlannedModel, Setup, plan_model
+from pcg.explain.planned_model import PlannedModel, Setup, graph_costs, plan_model
 from pcg.explain.step_memory import memory_bytes
 from pcg.given_module import source_of
 from pcg.ir.program.layer_order import gathers_of_step, layers_of_pass

@@ -20,8 +20,8 @@ from .options.method import Method, adapter_or_none
 from .options.pages import check_page, write_page
 
 if TYPE_CHECKING:
-    from pcg.explain.report import Report
-    from pcg.explain.split.report import SplitReport
+    from pcg.explain.report.report import Report
+    from pcg.explain.report.split_report import SplitReport
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,7 +83,7 @@ def explain_command(
     if show.split:
         configuration = method.configuration()
         with busy(f"tracing {source.name}"):
-            from pcg.explain.split.explain import explain_split
+            from pcg.explain.explain_split import explain_split
 
             cut = explain_split(model, configuration, **options.values, **between.values)
         _show(cut, cut.to_text(), show.html, json)
@@ -93,7 +93,7 @@ def explain_command(
         methods = {word: adapter_or_none(word, "--compare") for word in words}
         with busy(f"tracing {source.name}"):
             from pcg.explain import explain as explaining
-            from pcg.explain.text import comparison
+            from pcg.explain.report.report import comparison
 
             reports = explaining.compare(model, methods, **options.values)
         if json:

@@ -80,9 +80,9 @@ def test_version_is_that_of_the_distribution() -> None:
 
 
 def test_functions_stay_beside_packages_of_their_names(model: Path) -> None:
-    import pcg.explain.report
+    import pcg.explain.report.report
     import pcg.trace.export
-    from pcg.explain.report import Report
+    from pcg.explain.report.report import Report
     from pcg.trace import TracedModel
 
     assert isinstance(pcg.explain(model, seq=16), Report)

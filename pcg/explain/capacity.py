@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 from pcg.errors import FinetuneError, MemoryBudgetError, ParallelError, UnsupportedError
 from pcg.explain.planned_model import PlannedModel, Setup, plan_model
-from pcg.explain.report_data import GpuCapacity
+from pcg.explain.report.report_data import GpuCapacity
 from pcg.explain.step_memory import memory_bytes
 from pcg.parallel.costs.accelerators import ACCELERATORS, RESERVED_BYTES, Accelerator
 from pcg.parallel.costs.catalog import costs_name, find_cost_model

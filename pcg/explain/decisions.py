@@ -7,7 +7,7 @@ from typing import Any
 
 import sympy
 
-from pcg.explain.report_data import GraphNode, SavedTensor
+from pcg.explain.report.report_data import GraphNode, SavedTensor
 from pcg.explain.step_memory import bytes_at, formula_text
 from pcg.ir.analysis.storages import SEQUENCES, TOKENS_OF_BATCH, Storage, Storages
 from pcg.ir.graph import Graph, Node

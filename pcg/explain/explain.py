@@ -10,13 +10,14 @@ from typing import Any
 import sympy
 
 from pcg.errors import UnsupportedError
+from pcg.explain.baseline_stages import with_peers
 from pcg.explain.capacity import capacities, gpus_that_hold
+from pcg.explain.parallel_report import context_rows, parallel_rows, serving_rows
 from pcg.explain.plan_validity import parallel_regions, with_formulas
 from pcg.explain.planned_model import ContextStep, Setup, plan_model
-from pcg.explain.ranks.parallel_report import context_rows, parallel_rows, serving_rows
-from pcg.explain.ranks.stage_memory import pipeline_step, with_stages
-from pcg.explain.report import Report
+from pcg.explain.report.report import Report
 from pcg.explain.report_builder import build_report
+from pcg.explain.stage_memory import pipeline_step, with_stages
 from pcg.given_module import source_of
 from pcg.ir.analysis.storages import TOKENS_OF_BATCH
 from pcg.keywords import takes
@@ -117,7 +118,7 @@ def compared(model: Any, pefts: Mapping[str, object], options: ExplainOptions) -
         setup = Setup(*model_setup, found, optimizer, served, *place)
         reports[name] = _explained(setup, devices, options.find_region)
         if options.peers:
-            reports[name] = _with_peers(reports[name], setup)
+            reports[name] = with_peers(reports[name], setup)
     return reports
 
 
@@ -155,14 +156,3 @@ def _explained(setup: Setup, devices: Sequence[Accelerator], find_region: bool) 
         fits=capacities(planned, devices),
         gpus=gpus_that_hold(planned) if setup.device == "cuda" else (),
     )
-
-
-def _with_peers(report: Report, setup: Setup) -> Report:
-    from pcg.explain.peers import with_peers  # imports functorch and inductor, which takes seconds
-
-    if report.tp > 1:
-        raise UnsupportedError(
-            f"peers: torch's partitioner divides the graph of one rank, not of {report.tp}; "
-            "use tp=1"
-        )
-    return with_peers(report, setup)

@@ -18,11 +18,18 @@ from typing import Any
 import sympy
 
 from pcg.errors import MemoryBudgetError, ParallelError
-from pcg.explain.formula_pieces import lengths_of_pieces, piecewise_in_length
-from pcg.explain.formulas import AtDegree, in_degree, in_rank, rank_of, with_rank
+from pcg.explain.formulas import (
+    AtDegree,
+    in_degree,
+    in_rank,
+    lengths_of_pieces,
+    piecewise_in_length,
+    rank_of,
+    with_rank,
+)
+from pcg.explain.parallel_report import token_regions
 from pcg.explain.planned_model import PlannedModel, Setup, plan_model
-from pcg.explain.ranks.parallel_report import token_regions
-from pcg.explain.report import Report
+from pcg.explain.report.report import Report
 from pcg.explain.step_memory import (
     bytes_at,
     formula_text,

@@ -1,10 +1,13 @@
-"""A model as a report accounts for it: folded, with bypass networks, and planned for training."""
+"""A model as a report accounts for it: folded, with bypass networks, and planned for training.
+
+Beside it are what the recipes train of it, and the costs of its steps.
+"""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -12,21 +15,100 @@ import sympy
 import torch
 
 from pcg.errors import UnsupportedError
-from pcg.explain.adapter_use import AdapterUse, adapter_use, shaped_adapters
 from pcg.ir.analysis.storages import SEQUENCES
+from pcg.ir.graph import Graph
 from pcg.ir.program.program import ModelGraph
 from pcg.ir.program.saved_memory import SavedMemory, saved_memory
-from pcg.ir.types import CONTEXT
+from pcg.ir.types import CONTEXT, TORCH_NAMES, Shape, Shapes, elements
 from pcg.options import CompileOptions, PlanOptions
+from pcg.parallel.costs.cost_model import CostModel
+from pcg.parallel.costs.step_costs import GraphCosts
+from pcg.passes.attach import Bypasses, bypasses_of
 from pcg.passes.fusion.fuse_products import FuseLinears, FuseLora
 from pcg.passes.graphs.differentiate import LayerKind
 from pcg.passes.memory.plan import Frontiers, MemoryPlan
 from pcg.passes.pipeline import Pipeline, Settings, in_order, pipeline
 from pcg.passes.stages import Attached, Base, Sharded, Traced, TrainedModel
-from pcg.peft.adapter import Adapter
+from pcg.peft.adapter import Adapter, new_adapter
 from pcg.peft.recipe import Recipe
 from pcg.runtime.adapters.served_bytes import served_bytes
 from pcg.runtime.training.torch_optimizers import Optimizer
+
+# -------------------------------------------------------------------------------------- adapter use
+
+
+@dataclass(frozen=True)
+class AdapterUse:
+    """The networks and the trained tensors of some recipes.
+
+    Attributes:
+        bypasses: the bypass networks to attach.
+        trained: shapes of the trained tensors, of all adapters.
+    """
+
+    bypasses: Bypasses
+    trained: Shapes
+
+    @property
+    def trainable(self) -> int:
+        """The number of trained parameters."""
+        return elements(self.trained)
+
+
+def adapter_use(
+    model: ModelGraph, recipes: Mapping[str, Recipe], model_type: str, dtype: str
+) -> AdapterUse:
+    """The use that recipes, by adapter name, make of a folded model without bypass networks.
+
+    Raises:
+        AdapterError: a recipe fits no module of the model.
+        UnsupportedError: a feature of a recipe that pcg does not do; it is named.
+    """
+    shapes = model.module_shapes()
+    trained: list[Shape] = []
+    for recipe in recipes.values():
+        own = bypasses_of(model, [recipe], model_type, dtype)
+        trained += {
+            parameter.source.format(layer=layer): parameter.type.features
+            for parameter, layer in model.parameters()
+            if parameter.source in own.of(layer).biases
+        }.values()
+        found = recipe.bypasses_in(model, model_type)
+        trained += recipe.trained_shapes(found, shapes)
+    bypasses = bypasses_of(model, recipes.values(), model_type, dtype)
+    return AdapterUse(bypasses, tuple(trained))
+
+
+def shaped_adapters(
+    model: ModelGraph, recipes: Mapping[str, Recipe], model_type: str
+) -> list[Adapter]:
+    """Return adapters of some recipes over a model without bypass networks, on the meta device."""
+    shapes = model.module_shapes()
+    dtype = getattr(torch, TORCH_NAMES[model.adapter_dtype])
+    adapters = []
+    with torch.device("meta"):
+        base = {path: torch.empty(shape) for path, shape in shapes.items()}
+        for name, recipe in recipes.items():
+            fresh = new_adapter(
+                name,
+                recipe,
+                shapes,
+                dtype,
+                output_layer=model.output_module,
+                model_type=model_type,
+                base_weights=base,
+            )
+            biases = {
+                module: torch.empty(parameter.type.features, dtype=dtype)
+                for parameter, layer in model.parameters()
+                for module, _, kind in [parameter.source.format(layer=layer).rpartition(".")]
+                if kind == "bias" and recipe.trains_bias(module, fresh.weights)
+            }
+            adapters.append(replace(fresh, biases=biases))
+    return adapters
+
+
+# ------------------------------------------------------------------------------------ planned model
 
 
 @dataclass(frozen=True)
@@ -236,3 +318,44 @@ def _copies_bytes(setup: Setup, serves: CompileOptions, serving: ModelGraph) -> 
 def fused_serving(serving: ModelGraph) -> ModelGraph:
     """Return a model that serves, with its products fused as tables of adapters have them."""
     return serving.map(lambda graph: FuseLora().run(FuseLinears().run(graph)))
+
+
+# -------------------------------------------------------------------------------------- graph costs
+
+
+def graph_costs(
+    model: CostModel,
+    degree: int,
+    serving: ModelGraph,
+    training: TrainedModel | None = None,
+    *,
+    host_bytes_per_s: float,
+) -> GraphCosts:
+    """Return the costs of one rank's graphs, of `degree` ranks.
+
+    Args:
+        training: the graphs that train, with what the plan recomputes in backward; None for none.
+        host_bytes_per_s: bandwidth of copies from the host's memory.
+    Raises:
+        CostModelError: an operator has no cost.
+    """
+    if training is None:
+        return GraphCosts(model, degree, serving, host_bytes_per_s=host_bytes_per_s)
+    plan = training.plan
+    layers = [plan.plans[index] for index in plan.layers]
+    return GraphCosts(
+        model,
+        degree,
+        serving,
+        [layer.backward for layer in layers],
+        training.epilogue,
+        sum(_trained(layer.backward, layer.trained) for layer in layers),
+        host_bytes_per_s=host_bytes_per_s,
+    )
+
+
+def _trained(backward: Graph | None, names: Sequence[str]) -> int:
+    """Return how many numbers a layer trains on one rank."""
+    if backward is None:
+        return 0
+    return sum(int(backward.types[name].elements) for name in backward.outputs[-len(names) :])

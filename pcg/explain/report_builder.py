@@ -15,11 +15,11 @@ import sympy
 
 from pcg.errors import MemoryBudgetError
 from pcg.explain.base_memory import layer_bytes, parameter_count
+from pcg.explain.baseline_stages import eager_account
 from pcg.explain.decisions import decided_graph, decisions, sizes_at
-from pcg.explain.eager_stage import eager_account
 from pcg.explain.planned_model import PlannedModel
-from pcg.explain.report import Report
-from pcg.explain.report_data import (
+from pcg.explain.report.report import Report
+from pcg.explain.report.report_data import (
     GraphNode,
     LayerGroup,
     Moment,

@@ -3,8 +3,8 @@
     total = weights + adapters + gradients + optimizer + served adapters + KV cache + activations
             + workspace
 
-`pcg.explain.report_data.ReportData` defines each. Activations are the bytes saved for backward, the
-workspace the other bytes of the step's peak over its moments:
+`pcg.explain.report.report_data.ReportData` defines each. Activations are the bytes saved for
+backward, the workspace the other bytes of the step's peak over its moments:
 
     forward i    saved = shared + Σ_{j <= i} layer j    tensors saved by forward i count at its end
     loss         saved = shared + Σ layers + what the loss reads
@@ -27,7 +27,7 @@ import torch
 
 from pcg.explain.base_memory import base_bytes, packed_bytes
 from pcg.explain.planned_model import PlannedModel
-from pcg.explain.report_data import KINDS, Moment
+from pcg.explain.report.report_data import KINDS, Moment
 from pcg.ir.analysis.dataflow import trained
 from pcg.ir.analysis.storages import SEQUENCES, TOKENS_OF_BATCH
 from pcg.ir.layouts import layout_of

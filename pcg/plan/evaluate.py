@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from pcg.errors import CostModelError
-from pcg.explain.report_data import KINDS
+from pcg.explain.report.report_data import KINDS
 from pcg.parallel.costs.cost_model import CostModel
 from pcg.parallel.costs.step_costs import GraphCosts, host_seconds
 from pcg.plan.candidate import Candidate, Machine, Promise

@@ -12,9 +12,8 @@ import torch
 
 from pcg.errors import UnsupportedError
 from pcg.explain.base_memory import layer_bytes
-from pcg.explain.graph_costs import graph_costs
-from pcg.explain.planned_model import PlannedModel, Setup, fused_serving, plan_model
-from pcg.explain.report_data import KINDS
+from pcg.explain.planned_model import PlannedModel, Setup, fused_serving, graph_costs, plan_model
+from pcg.explain.report.report_data import KINDS
 from pcg.explain.step_memory import memory_bytes
 from pcg.ir.graph import Graph, Parameter
 from pcg.ir.program.layer_order import gathers_of_step, layers_of_pass

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from textwrap import fill
 
-from pcg.explain.text import bar
+from pcg.explain.report.report import bar
 from pcg.plan.candidate import Candidate
 from pcg.plan.front_table import MACHINE, front_columns, price_words
 from pcg.plan.plan_data import PlanData

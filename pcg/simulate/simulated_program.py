@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from pcg.errors import CostModelError, OutOfMemoryError
-from pcg.explain.graph_costs import graph_costs
+from pcg.explain.planned_model import graph_costs
 from pcg.explain.step_memory import bytes_at
 from pcg.ir.analysis.storages import SEQUENCES
 from pcg.ir.graph import Graph

@@ -11,7 +11,7 @@ from cli.options.fields import flags_of
 from cli.options.method import ALIASES, Method
 from cli.options.types import kind_of
 from pcg.explain import explain as explaining
-from pcg.explain.split import explain as splitting
+from pcg.explain import explain_split as splitting
 from pcg.ir.program.folder import load_program
 from pcg.peft.lora import LoraConfig
 from pcg.peft.registry import SHORTHANDS

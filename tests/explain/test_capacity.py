@@ -11,7 +11,7 @@ import pytest
 
 import pcg
 from pcg.errors import AdapterError, UnsupportedError
-from pcg.explain.report import Report
+from pcg.explain.report.report import Report
 from pcg.parallel.costs.accelerators import ACCELERATORS, RESERVED_BYTES
 from pcg.source import resolve
 

@@ -17,9 +17,8 @@ import pcg
 import pcg.compiler as compiler
 from pcg.errors import UnsupportedError
 from pcg.explain import explain as explaining
-from pcg.explain.report import Report
-from pcg.explain.report_data import KINDS
-from pcg.explain.text import bar, comparison
+from pcg.explain.report.report import Report, bar, comparison
+from pcg.explain.report.report_data import KINDS
 from pcg.peft.lora import LoraConfig
 from pcg.runtime.memory.host_memory import SLACK
 from pcg.source import resolve

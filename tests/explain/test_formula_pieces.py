@@ -9,8 +9,8 @@ import pytest
 import sympy
 
 import pcg
-from pcg.explain.formula_pieces import lengths_of_pieces
-from pcg.explain.report import Report
+from pcg.explain.formulas import lengths_of_pieces
+from pcg.explain.report.report import Report
 from pcg.ir.analysis.storages import SEQUENCES
 from pcg.ir.types import CONTEXT, RANK
 from pcg.source import resolve

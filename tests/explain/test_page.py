@@ -19,9 +19,9 @@ from typer.testing import CliRunner
 
 import pcg
 from cli.application import app
-from pcg.explain.page.layout import layered
-from pcg.explain.report import Report
-from pcg.explain.report_data import KINDS, GpuCapacity, Stage
+from pcg.explain.report.layer_graph import layered
+from pcg.explain.report.report import Report
+from pcg.explain.report.report_data import KINDS, GpuCapacity, Stage
 from pcg.ir.operators.base import Operator
 from pcg.ir.operators.linear import Experts
 from pcg.source import resolve
@@ -237,9 +237,9 @@ def test_the_same_report_gives_the_same_page(report: Report, page: Page) -> None
 
 
 def test_only_the_page_imports_what_draws_it() -> None:
-    code = "import sys, pcg.explain.report, pcg_cli.explain; print(*sys.modules)"
+    code = "import sys, pcg.explain.report.report, pcg_cli.explain; print(*sys.modules)"
     ended = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
-    assert not [name for name in ended.stdout.split() if name.startswith("pcg.explain.page")]
+    assert not [name for name in ended.stdout.split() if name == "pcg.explain.report.page"]
 
 
 # --------------------------------------------------------------------------------------- its parts

@@ -14,14 +14,15 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from html import unescape
 from typing import Any
 
 import pytest
 
 import pcg
+from pcg.explain.baseline_stages import peer_point
 from pcg.explain.baselines.peers import BUDGETS, MASKLESS, torch_partitioner
-from pcg.explain.peers import peer_point
-from pcg.explain.report import Report
+from pcg.explain.report.report import Report
 from pcg.ir.analysis.dataflow import graph_flops, node_flops
 from pcg.peft.lora import LoraConfig
 from pcg.source import resolve
@@ -121,7 +122,7 @@ def test_points_stand_in_json_text_and_html(report: Report) -> None:
     assert "budget 0.25" in text
     html = report.to_html()
     assert html.count("budget 0.25") == 2  # at its mark, and in the table
-    assert "torch's partitioner, by budget</text>" in html
+    assert "torch's partitioner, by budget</text>" in unescape(html)
 
 
 def test_without_peers_nothing_is_said_of_them() -> None:

@@ -7,8 +7,8 @@ import peft
 import pytest
 
 from pcg.errors import CostModelError, UnsupportedError
-from pcg.explain.split.explain import explain_split
-from pcg.explain.split.report import SplitReport
+from pcg.explain.explain_split import explain_split
+from pcg.explain.report.split_report import SplitReport
 from tests.support import tiny_llama
 
 QV = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"])

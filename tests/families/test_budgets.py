@@ -11,7 +11,7 @@ from torch import Tensor
 
 import pcg.compiler as compiler
 from pcg.explain import explain as explaining
-from pcg.explain.report import Report
+from pcg.explain.report.report import Report
 from pcg.peft.lora import LoraConfig
 from pcg.runtime.data.example import Example
 from pcg.runtime.executor import Executor

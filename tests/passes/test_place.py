@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from pcg.errors import UnsupportedError
-from pcg.explain.adapter_use import adapter_use
+from pcg.explain.planned_model import adapter_use
 from pcg.given_module import source_of
 from pcg.ir.analysis.verifier import verify
 from pcg.ir.parser import parse_graphs

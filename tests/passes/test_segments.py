@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 import pcg.compiler as compiler
 from pcg.errors import MemoryBudgetError
 from pcg.explain import explain as explaining
-from pcg.explain.report import Report
+from pcg.explain.report.report import Report
 from pcg.ir.program.folder import load_program, save_program
 from pcg.ir.types import TOKENS
 from pcg.passes.memory.plan import most_shared, shared_inputs

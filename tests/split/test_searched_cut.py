@@ -12,7 +12,7 @@ import torch
 import pcg
 import pcg.compiler as compiler
 from pcg.compiler import compile_program
-from pcg.explain.split.explain import explain_split
+from pcg.explain.explain_split import explain_split
 from pcg.options import SplitLink
 from pcg.parallel.costs.own_rates import OwnRates
 from pcg.passes.placement import exact_cut

@@ -7,10 +7,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from pcg.errors import UnsupportedError
-from pcg.explain.adapter_use import adapter_use
+from pcg.explain.planned_model import adapter_use
+from pcg.explain.report.split_report import LinkSpeed, SplitReport, tokens_per_s
 from pcg.explain.report_builder import recipes_text
-from pcg.explain.split.report import SplitReport
-from pcg.explain.split.report_data import LinkSpeed, tokens_per_s
 from pcg.given_module import source_of
 from pcg.ir.types import TORCH_NAMES
 from pcg.keywords import takes

@@ -7,7 +7,7 @@ from functools import cache
 import pytest
 
 import pcg
-from pcg.explain.ranks.parallel_report import strategies, token_regions
+from pcg.explain.parallel_report import strategies, token_regions
 from pcg.parallel.base_plan import COLUMN
 from pcg.parallel.search import Search
 from tests.support.families import BY_NAME

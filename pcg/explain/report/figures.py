@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from markupsafe import Markup
 
-from pcg.explain.report_data import Moment, ReportData
+from pcg.explain.report.report_data import Moment, ReportData
 from pcg.pages import charts
 from pcg.pages.charts import Axis
 from pcg.units import gib

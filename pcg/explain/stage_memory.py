@@ -14,9 +14,9 @@ from typing import Any
 
 from pcg.errors import UnsupportedError
 from pcg.explain.planned_model import PipelineStep, PlannedModel
-from pcg.explain.report import Report
+from pcg.explain.report.report import Report
+from pcg.explain.report.report_data import KINDS
 from pcg.explain.report_builder import host_bytes
-from pcg.explain.report_data import KINDS
 from pcg.explain.step_memory import bytes_at, state_memory, step_memory, timeline
 from pcg.ir.graph import Graph, Value
 from pcg.ir.program.program import ModelGraph

@@ -30,6 +30,8 @@ STAGES = {
     "torch-partitioner": "torch.compile's default",
 }
 """The stages, and in words what each of them saves."""
+LAYOUTS = {"|-2": "column-parallel", "|-1": "row-parallel"}
+"""The layouts of weights over ranks, in words."""
 
 
 @dataclass(frozen=True)

@@ -6,16 +6,15 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
-from pcg.explain.page.figures import (
+from pcg.explain.report.figures import (
     front_plot,
     front_points,
     named_points,
     peer_points,
     step_plot,
 )
-from pcg.explain.page.layer_graph import graph_plot
-from pcg.explain.ranks.parallel_text import LAYOUTS
-from pcg.explain.report_data import STAGES, ReportData, SavedTensor
+from pcg.explain.report.layer_graph import graph_plot
+from pcg.explain.report.report_data import LAYOUTS, STAGES, ReportData, SavedTensor
 from pcg.pages.environment import page_environment
 from pcg.units import gib, rounded
 
@@ -51,7 +50,7 @@ SECTIONS = {
 
 def page(report: ReportData) -> str:
     """Return the whole page, which refers to no other file."""
-    environment = page_environment("pcg.explain.page")
+    environment = page_environment("pcg.explain.report")
     environment.filters |= {"mib": _mib, "kib": _kib, "count": rounded}
     given = _heading(report) | _memory(report) | _plots(report) | _tensors(report)
     return environment.get_template("page.html").render(given, report=report)

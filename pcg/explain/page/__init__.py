@@ -1,1 +1,0 @@
-"""A report as one HTML page: `page.page(report)` puts together what the other files draw."""

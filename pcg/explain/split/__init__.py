@@ -1,1 +1,0 @@
-"""The report of a cut between a base and its client: `pcg explain --split`."""
