@@ -14,7 +14,6 @@ from pcg.serve import health, page, status
 from pcg.serve.adapters import control, sglang
 from pcg.serve.adapters import routes as adapters
 from pcg.serve.adapters.catalog import Catalog
-from pcg.serve.anthropic import routes as anthropic
 from pcg.serve.engine.client import EngineClient
 from pcg.serve.engine.options import ServeOptions
 from pcg.serve.files import routes as files
@@ -36,13 +35,11 @@ from pcg.serve.jobs.runner import JobRunner
 from pcg.serve.metrics import routes as metrics
 from pcg.serve.metrics.engine_metrics import EngineMetrics, Served
 from pcg.serve.observers import Observers
-from pcg.serve.openai import completions, embeddings, models, scores, tokens
-from pcg.serve.openai.chat import completions as chat_completions
-from pcg.serve.openai.chat.tool_use import ChatSupport
-from pcg.serve.openai.generation_config import GenerationConfig
+from pcg.serve.openai import anthropic, chat, completions, embeddings, models, responses
 from pcg.serve.openai.logprobs import TokenTexts
-from pcg.serve.openai.responses import routes as responses
-from pcg.serve.openai.responses.store import ResponseStore
+from pcg.serve.openai.response_items import ResponseStore
+from pcg.serve.openai.sampling import GenerationConfig
+from pcg.serve.openai.tools import ChatSupport
 from pcg.serve.store.store import Store
 from pcg.serve.tinker import copy_routes as tinker_copies
 from pcg.serve.tinker import future_routes as tinker_futures
@@ -59,7 +56,7 @@ from pcg.version import __version__
 ROUTERS: tuple[APIRouter, ...] = (
     adapters.router,
     anthropic.router,
-    chat_completions.router,
+    chat.router,
     completions.router,
     control.router,
     embeddings.router,
@@ -73,7 +70,6 @@ ROUTERS: tuple[APIRouter, ...] = (
     page.router,
     permissions.router,
     responses.router,
-    scores.router,
     status.router,
     sglang.router,
     tinker_copies.router,
@@ -83,7 +79,6 @@ ROUTERS: tuple[APIRouter, ...] = (
     tinker_sampling.router,
     tinker_sessions.router,
     tinker_training.router,
-    tokens.router,
     uploads.router,
 )
 

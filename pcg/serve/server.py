@@ -49,7 +49,7 @@ from pcg.serve.http.errors import LOG
 from pcg.serve.http.service import Service
 from pcg.serve.jobs.bases import check_base
 from pcg.serve.listening import Listener, check_certificate
-from pcg.serve.openai.generation_config import GenerationConfig, read_generation_config
+from pcg.serve.openai.sampling import GenerationConfig, read_generation_config
 from pcg.serve.store.store import open_store
 from pcg.units import counted, size_text
 

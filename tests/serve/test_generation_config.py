@@ -14,7 +14,7 @@ import transformers
 from pcg.errors import ConfigError
 from pcg.runtime.model.recorder import WarmUp
 from pcg.serve.http.service import Service
-from pcg.serve.openai.generation_config import read_generation_config
+from pcg.serve.openai.sampling import read_generation_config
 from pcg.serve.server import announcement
 from pcg_cli.options.executors import PlaceOptions, files_of
 from tests.support import serving

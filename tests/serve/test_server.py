@@ -31,7 +31,7 @@ from pcg.serve import listening, server
 from pcg.serve.engine.client import local_client
 from pcg.serve.engine.options import ServeOptions
 from pcg.serve.listening import Listener, check_certificate, listen, url_of
-from pcg.serve.openai.generation_config import GenerationConfig
+from pcg.serve.openai.sampling import GenerationConfig
 from pcg.serve.server import Server, serve
 from tests.support import serving
 from tests.support.step_gate import StepGate

@@ -20,10 +20,10 @@ from pcg.serve.http.caller import Caller
 from pcg.serve.http.errors import ApiError, as_api_error
 from pcg.serve.http.service import Service
 from pcg.serve.http.wire import new_id
-from pcg.serve.openai.chat.generation import Chat, prepared
-from pcg.serve.openai.chat.messages import Message
-from pcg.serve.openai.chat.tool_use import AskedTools
-from pcg.serve.openai.event_stream import check_ended
+from pcg.serve.openai.chat import Chat
+from pcg.serve.openai.messages import Message, Template
+from pcg.serve.openai.replies import check_ended
+from pcg.serve.openai.tools import ChatSupport
 
 Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")
@@ -94,9 +94,9 @@ class ServedHost:
         messages = [Message(**one) for one in question.messages]  # type: ignore[arg-type]
         effort = question.reasoning_effort
         variables = {} if effort is None else {"reasoning_effort": effort}
-        template: dict[str, Any] = {"add_generation_prompt": True, "variables": variables}
-        chat = Chat(messages, AskedTools([], None, True, None), {}, template)
-        prompt, _ = await service.beside(caller, prepared, service, chat)
+        chat = Chat(messages, template=Template(variables=variables))
+        support, bound = service.part(ChatSupport), service.max_model_len
+        prompt, _ = await service.beside(caller, chat.prompt, support, bound)
         room = await service.room(model) - len(prompt)
         fields: dict[str, Any] = {**question.sampling}
         fields["max_new_tokens"] = max(1, min(fields["max_new_tokens"], room))

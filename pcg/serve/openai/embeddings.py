@@ -1,78 +1,204 @@
-"""/v1/embeddings: the last hidden states of prompts, as OpenAI's clients read them.
+"""/v1/embeddings, /score and /rerank: the last hidden states of texts, and their similarity.
 
-A causal language model's embedding is the state that its head multiplies, of the last token or as
-the mean over the prompt's, divided by its norm. A part of it is an embedding only where the model
-was trained so (Matryoshka), which its config.json says by `is_matryoshka` or
-`matryoshka_dimensions`; for all others `dimensions` is refused, as in vLLM.
+A causal language model's embedding is the state that its head multiplies, of the last token or the
+mean over the prompt's, divided by its norm. A part of it is an embedding only if the model was
+trained so (Matryoshka), which its config.json says by `is_matryoshka` or `matryoshka_dimensions`;
+for all others `dimensions` is refused, as in vLLM.
+
+Such a model has no head that scores a pair, so a score is the cosine of two embeddings, as vLLM's
+of a model that embeds. Each text is embedded once.
+
+Source: vllm/entrypoints/pooling/scoring; /rerank is Jina's and Cohere's.
 """
 
 from __future__ import annotations
 
 import base64
-from collections.abc import Sequence
-from functools import partial
+import time
+from collections.abc import Callable, Sequence
 from typing import Annotated, Any, Literal
 
 import numpy as np
 import orjson
-from fastapi import APIRouter, Depends, Request
+from fastapi import APIRouter
 from pydantic import BaseModel, Field
 from starlette.responses import Response
 
-from pcg.keys import Scope
 from pcg.runtime.requests.request import Completion, Pooling, RequestFields
 from pcg.serve.engine.facts import ModelFacts
-from pcg.serve.http.caller import Caller, requires
 from pcg.serve.http.errors import ApiError
-from pcg.serve.http.service import LongBodyRoute, ServiceDependency
-from pcg.serve.http.wire import new_id
-from pcg.serve.openai.call import Call
-from pcg.serve.openai.sampling_fields import Truncation
-from pcg.serve.openai.wire import AbsentOfEmbeddings, FieldNames, Prompts
+from pcg.serve.http.service import LongBodyRoute
+from pcg.serve.http.wire import WireModel, json_bytes, new_id
+from pcg.serve.openai.replies import Call, CallDependency
+from pcg.serve.openai.sampling import Truncation, Whole, of_engine
+from pcg.serve.openai.wire import (
+    MOST_PROMPTS,
+    EmptyObject,
+    FieldNames,
+    Nothing,
+    On,
+    Only,
+    Prompts,
+    RequestName,
+)
 
-router = APIRouter(prefix="/v1", tags=["embeddings"], route_class=LongBodyRoute)
+router = APIRouter(route_class=LongBodyRoute)
 
 Encoding = Literal["float", "base64"]
+Text = Annotated[str, Field(min_length=1)]
+Texts = Text | Annotated[list[Text], Field(min_length=1, max_length=MOST_PROMPTS)]
+_SIDES = (
+    ("queries", "documents"),
+    ("queries", "items"),
+    ("data_1", "data_2"),
+    ("text_1", "text_2"),
+)
+"""The names that the two sides of a score may have."""
 
 
-class EmbeddingsBody(AbsentOfEmbeddings):
-    """Prompts to embed; `user`, `request_id` and `session_id` have no effect.
+class PooledBody(WireModel):
+    """Fields of all; `user` and `request_id` have no effect.
 
-    `add_special_tokens`, `cache_salt`, `pooling`, `normalize`, `truncate_prompt_tokens` and
-    `priority` are not OpenAI's.
+    `add_special_tokens`, `cache_salt`, `pooling`, `truncate_prompt_tokens` and `priority` are not
+    OpenAI's.
     """
 
-    input: Prompts
-    dimensions: Annotated[int, Field(ge=1)] | None = None
-    encoding_format: Encoding | None = None
     model: str | None = None
     user: str | None = None
 
     add_special_tokens: bool | None = None
     cache_salt: str | None = None
-    normalize: bool | None = None
+    mm_processor_kwargs: Nothing = None
     pooling: Pooling | None = None
     priority: int | None = None
+    request_id: RequestName | None = None
     truncate_prompt_tokens: Truncation | None = None
+    truncation_side: Annotated[Any, Only(("left",))] = None
+    use_activation: On = None
 
-    def names(self) -> FieldNames:
-        """Return the names of fields that the engine has others for."""
-        return FieldNames("input")
-
-    def fields(self) -> RequestFields:
+    def fields(self, normalize: bool = True) -> RequestFields:
         """Return the fields of the engine's requests."""
-        found: RequestFields = {
+        names = ("cache_salt", "priority", "truncate_prompt_tokens")
+        fields = {
             "pooling": self.pooling or "last",
-            "normalize": self.normalize is not False,
+            "normalize": normalize,
             "add_special_tokens": self.add_special_tokens is not False,
         }
-        if self.cache_salt is not None:
-            found["cache_salt"] = self.cache_salt
-        if self.priority is not None:
-            found["priority"] = self.priority
-        if self.truncate_prompt_tokens is not None:
-            found["truncate_prompt_tokens"] = self.truncate_prompt_tokens
-        return found
+        return of_engine(fields, {name: getattr(self, name) for name in names})
+
+
+class EmbeddingsBody(PooledBody):
+    """Prompts to embed; `session_id` has no effect. Numbers are fp32, the lowest byte first."""
+
+    input: Prompts
+    dimensions: Annotated[int, Field(ge=1)] | None = None
+    embed_dtype: Annotated[Any, Only(("float32",))] = None
+    encoding_format: Encoding | None = None
+    endianness: Annotated[Any, Only(("native", "little"))] = None
+    normalize: bool | None = None
+    session_id: str | None = None
+
+    def names(self) -> FieldNames:
+        return FieldNames("input")
+
+    def check_dimensions(self, facts: ModelFacts) -> None:
+        """Raise an ApiError for a number of dimensions that the model's embeddings cannot have."""
+        asked, width, allowed = self.dimensions, facts.width, facts.matryoshka_dimensions
+        if asked is None or asked == width:
+            return
+        if not allowed and not facts.is_matryoshka:
+            raise ApiError(
+                400,
+                f"dimensions={asked}: the model's embeddings have {width}, and it was not trained "
+                "so that a part of one is an embedding; leave dimensions out.",
+                param="dimensions",
+            )
+        if asked > width or (allowed and asked not in allowed):
+            which = ", ".join(map(str, allowed)) if allowed else f"1 to {width}"
+            said = f"dimensions={asked}: the model's embeddings have {which}."
+            raise ApiError(400, said, param="dimensions")
+
+    def vector(self, completion: Completion) -> np.ndarray[Any, Any] | str:
+        """Return an embedding, fp32, or its first dimensions, as the request has it encoded."""
+        assert completion.embedding is not None
+        vector: np.ndarray[Any, Any] = completion.embedding.numpy()
+        if self.dimensions is not None and self.dimensions != len(vector):
+            vector = vector[: self.dimensions]
+            norm = 1.0 if self.normalize is False else float(np.linalg.norm(vector))
+            vector = np.ascontiguousarray(vector / np.float32(norm or 1.0))
+        if self.encoding_format == "base64":
+            return base64.b64encode(vector.astype("<f4").tobytes()).decode("ascii")
+        return vector
+
+
+class PairsBody(PooledBody):
+    """Fields of scores and ranks."""
+
+    chat_template_kwargs: EmptyObject = None
+    instruction: Nothing = None
+    max_tokens_per_doc: Annotated[Any, Only((0,))] = None
+    max_tokens_per_query: Annotated[Any, Only((0,))] = None
+
+    def names(self) -> FieldNames:
+        return FieldNames("documents")
+
+    def pairs(self) -> list[tuple[str, str]]:
+        """Return the texts to compare. ApiError: the body has not two sides of one length."""
+        raise NotImplementedError
+
+
+class ScoreBody(PairsBody):
+    """Two sides, each a text or texts: one with each of the other's, or as many with as many."""
+
+    queries: Texts | None = None
+    documents: Texts | None = None
+    items: Texts | None = None
+    data_1: Texts | None = None
+    data_2: Texts | None = None
+    text_1: Texts | None = None
+    text_2: Texts | None = None
+
+    def names(self) -> FieldNames:
+        return FieldNames(self._sides()[1])
+
+    def pairs(self) -> list[tuple[str, str]]:
+        sides = self._sides()
+        left, right = (_listed(getattr(self, name)) for name in sides)
+        if len(left) == 1:
+            left = left * len(right)
+        if len(left) != len(right):
+            raise ApiError(
+                400,
+                f"{sides[0]} has {len(left)} texts, and {sides[1]} {len(right)}; use one text, or "
+                "as many on both sides",
+                param=sides[1],
+            )
+        return list(zip(left, right, strict=True))
+
+    def _sides(self) -> tuple[str, str]:
+        fields = {name for pair in _SIDES for name in pair}
+        used = {name for name in fields if getattr(self, name) is not None}
+        for sides in _SIDES:
+            if used == set(sides):
+                return sides
+        expected = "; ".join(" and ".join(pair) for pair in _SIDES)
+        raise ApiError(400, f"give two sides and no more: {expected}", param="queries")
+
+
+class RerankBody(PairsBody):
+    """A query, and documents to sort by their similarity to it; 0 for all of them."""
+
+    query: Text
+    documents: Texts
+    top_n: Whole = 0
+    return_documents: On = None
+
+    def pairs(self) -> list[tuple[str, str]]:
+        return [(self.query, document) for document in _listed(self.documents)]
+
+
+def _listed(texts: Texts) -> list[str]:
+    return [texts] if isinstance(texts, str) else texts
 
 
 class Embedding(BaseModel):
@@ -99,66 +225,133 @@ class EmbeddingsReply(BaseModel):
     usage: EmbeddingUsage
 
 
-@router.post("/embeddings", response_model=EmbeddingsReply)
-async def create_embeddings(
-    body: EmbeddingsBody,
-    request: Request,
-    service: ServiceDependency,
-    caller: Annotated[Caller, Depends(requires(Scope.INFER))],
-) -> Response:
+class ScoreUsage(BaseModel):
+    """The tokens of all texts, each once."""
+
+    prompt_tokens: int
+    total_tokens: int
+
+
+class Score(BaseModel):
+    """The score of a pair, from -1 to 1."""
+
+    object: Literal["score"]
+    index: int
+    score: float
+
+
+class ScoreReply(BaseModel):
+    """A score of each pair, in their order."""
+
+    id: str
+    object: Literal["list"]
+    created: int
+    model: str
+    data: list[Score]
+    usage: ScoreUsage
+
+
+class RankedDocument(BaseModel):
+    """The text of a document."""
+
+    text: str
+
+
+class Ranked(BaseModel):
+    """A document with its place in the request, and its score."""
+
+    index: int
+    document: RankedDocument
+    relevance_score: float
+
+
+class RerankReply(BaseModel):
+    """The documents, the most similar ones first."""
+
+    id: str
+    model: str
+    usage: ScoreUsage
+    results: list[Ranked]
+
+
+@router.post("/v1/embeddings", response_model=EmbeddingsReply, tags=["embeddings"])
+async def create_embeddings(body: EmbeddingsBody, call: CallDependency) -> Response:
     """Embed prompts, given as texts or as token ids."""
-    call = await Call.of(service, request, caller, body)
-    check_dimensions(service.client.facts, body.dimensions)
-    submitted = await call.submit(body.input, body.fields(), new_id("embd"))
-    groups = await call.completions(submitted)
-    found = [completion for group in groups for completion in group]
-    return await call.reply(partial(_reply, body, call.model.name, found))
+    call = await call.of(body)
+    body.check_dimensions(call.service.client.facts)
+    fields = body.fields(body.normalize is not False)
+    submitted = await call.submit(body.input, fields, new_id("embd"))
+    completions = [each for group in await call.completions(submitted) for each in group]
+
+    def write() -> bytes:
+        data = [
+            {"object": "embedding", "index": index, "embedding": body.vector(completion)}
+            for index, completion in enumerate(completions)
+        ]
+        usage = _usage(completions)
+        content = {"object": "list", "data": data, "model": call.model.name, "usage": usage}
+        return orjson.dumps(content, option=orjson.OPT_SERIALIZE_NUMPY)
+
+    return await call.whole(write)
 
 
-def check_dimensions(facts: ModelFacts, asked: int | None) -> None:
-    """Raise an ApiError for a number of dimensions that the model's embeddings cannot have."""
-    width, allowed = facts.width, facts.matryoshka_dimensions
-    if asked is None or asked == width:
-        return
-    if not allowed and not facts.is_matryoshka:
-        raise ApiError(
-            400,
-            f"dimensions={asked}: the model's embeddings have {width}, and it was not trained so "
-            "that a part of one is an embedding; leave dimensions out.",
-            param="dimensions",
-        )
-    if asked > width or (allowed and asked not in allowed):
-        which = ", ".join(map(str, allowed)) if allowed else f"1 to {width}"
-        raise ApiError(
-            400, f"dimensions={asked}: the model's embeddings have {which}.", param="dimensions"
-        )
+@router.post("/v1/score", response_model=ScoreReply, tags=["scores"])
+@router.post("/score", response_model=ScoreReply, tags=["scores"])
+async def score(body: ScoreBody, call: CallDependency) -> Response:
+    """Return the similarity of pairs of texts."""
+
+    def content(model: str, scores: list[float], usage: dict[str, int]) -> dict[str, Any]:
+        head = {"id": new_id("score"), "object": "list", "created": int(time.time())}
+        data = [{"object": "score", "index": i, "score": each} for i, each in enumerate(scores)]
+        return {**head, "model": model, "data": data, "usage": usage}
+
+    return await _compared(call, body, body.pairs(), content)
 
 
-def _reply(body: EmbeddingsBody, model: str, found: Sequence[Completion]) -> bytes:
-    tokens = sum(one.prompt_tokens for one in found)
-    normalize = body.normalize is not False
-    vectors = [_vector(one, body.dimensions, normalize) for one in found]
-    data = [
-        {"object": "embedding", "index": index, "embedding": _encoded(vector, body.encoding_format)}
-        for index, vector in enumerate(vectors)
-    ]
-    usage = {"prompt_tokens": tokens, "total_tokens": tokens}
-    content = {"object": "list", "data": data, "model": model, "usage": usage}
-    return orjson.dumps(content, option=orjson.OPT_SERIALIZE_NUMPY)
+@router.post("/v2/rerank", response_model=RerankReply, tags=["scores"])
+@router.post("/v1/rerank", response_model=RerankReply, tags=["scores"])
+@router.post("/rerank", response_model=RerankReply, tags=["scores"])
+async def rerank(body: RerankBody, call: CallDependency) -> Response:
+    """Sort documents by their similarity to a query."""
+    pairs = body.pairs()
+
+    def content(model: str, scores: list[float], usage: dict[str, int]) -> dict[str, Any]:
+        order = sorted(range(len(scores)), key=lambda index: -scores[index])
+        results = [
+            {"index": i, "document": {"text": pairs[i][1]}, "relevance_score": scores[i]}
+            for i in order[: body.top_n or None]
+        ]
+        return {"id": new_id("rerank"), "model": model, "usage": usage, "results": results}
+
+    return await _compared(call, body, pairs, content)
 
 
-def _vector(done: Completion, dimensions: int | None, normalize: bool) -> np.ndarray[Any, Any]:
-    """Return an embedding, fp32; of its first dimensions alone if some are asked for."""
-    assert done.embedding is not None
-    whole: np.ndarray[Any, Any] = done.embedding.numpy()
-    if dimensions is None or dimensions == len(whole):
-        return whole
-    part = whole[:dimensions]
-    norm = float(np.linalg.norm(part)) if normalize else 1.0
-    return np.ascontiguousarray(part / np.float32(norm or 1.0))
+async def _compared(
+    call: Call,
+    body: PairsBody,
+    pairs: Sequence[tuple[str, str]],
+    content: Callable[[str, list[float], dict[str, int]], dict[str, Any]],
+) -> Response:
+    """Return a reply with the cosines of pairs of texts.
+
+    Args:
+        content: makes the reply of the model's name, the scores and the usage.
+    """
+    call = await call.of(body)
+    texts = list(dict.fromkeys(text for pair in pairs for text in pair))
+    submitted = await call.submit(texts, body.fields(), new_id("score"))
+    completions = [each for group in await call.completions(submitted) for each in group]
+
+    def write() -> bytes:
+        vectors: dict[str, Any] = {
+            text: completion.embedding for text, completion in zip(texts, completions, strict=True)
+        }
+        scores = [float(vectors[left] @ vectors[right]) for left, right in pairs]  # of norm 1
+        return json_bytes(content(call.model.name, scores, _usage(completions)))
+
+    return await call.whole(write)
 
 
-def _encoded(vector: np.ndarray[Any, Any], encoding: Encoding | None) -> Any:
-    if encoding == "base64":
-        return base64.b64encode(vector.astype("<f4").tobytes()).decode("ascii")
-    return vector
+def _usage(completions: Sequence[Completion]) -> dict[str, int]:
+    tokens = sum(completion.prompt_tokens for completion in completions)
+    return {"prompt_tokens": tokens, "total_tokens": tokens}

@@ -1,8 +1,6 @@
-"""Bodies of OpenAI's protocol: their parts, names and absent fields.
+"""Parts of OpenAI's bodies that several endpoints share.
 
-Parts of bodies that several endpoints have in common.
-
-Errors in the words of the client: fields have other names on the wire than in the engine.
+`FieldNames` writes errors in the client's words, as fields have other names than in the engine:
 
 max_new_tokens      max_tokens, max_completion_tokens, max_output_tokens
 guided_json, …      response_format, structured_outputs.json, text.format, …
@@ -10,10 +8,9 @@ logprobs            top_logprobs in chats
 ttft_slo_s=0.05     ttft_slo_ms=50
 a prompt            prompt, messages, input
 
-Fields of other servers that this one does not have.
-
-Clients write whole bodies out, so null and a value that asks for what is done anyway are taken.
-Every other value would change the answer, and is refused by name.
+Fields of other servers that this one lacks are declared by `Only`: null, and a value that asks for
+the default, are accepted, as clients write whole bodies out. Every other value would change the
+answer, and is refused by name.
 
 Source: openai 3.54's types of parameters, and the protocol.py files of vllm/entrypoints/openai.
 """
@@ -41,9 +38,6 @@ from pcg.errors import GenerationError
 from pcg.runtime.requests.request import RequestFields
 from pcg.serve.http.errors import UNSUPPORTED, ApiError, as_api_error
 from pcg.serve.http.wire import WireModel
-
-# --------------------------------------------------------------------------------------------- wire
-
 
 MOST_PROMPTS = 4096
 """The most prompts of a request; each is one of the engine's."""
@@ -80,25 +74,11 @@ def _are_ids(value: Any) -> bool:
 
 _IDS = {"type": "array", "items": {"type": "integer", "minimum": 0}, "minItems": 1}
 _TEXT = {"type": "string", "minLength": 1}
-_PROMPT_SCHEMA = {
-    "anyOf": [
-        _TEXT,
-        {
-            "type": "array",
-            "items": _TEXT,
-            "minItems": 1,
-            "maxItems": MOST_PROMPTS,
-        },
-        _IDS,
-        {"type": "array", "items": _IDS, "minItems": 1, "maxItems": MOST_PROMPTS},
-    ]
-}
+_SEVERAL = {"type": "array", "minItems": 1, "maxItems": MOST_PROMPTS}
+_PROMPT_SCHEMA = {"anyOf": [_TEXT, {**_SEVERAL, "items": _TEXT}, _IDS, {**_SEVERAL, "items": _IDS}]}
 
 Prompts = Annotated[list[str | list[int]], PlainValidator(_prompts), WithJsonSchema(_PROMPT_SCHEMA)]
 """A text, texts, token ids or lists of them, as a list of prompts."""
-
-
-# -------------------------------------------------------------------------------------- field names
 
 
 _FIELD = "|".join(sorted(RequestFields.__annotations__, key=len, reverse=True))
@@ -110,19 +90,19 @@ _SLO = re.compile(r"\b([a-z]+_slo)_s=([-+.\w]+)")
 """An SLO and its seconds; the wire has milliseconds."""
 _SLO_NAMES = {"ttft_slo_s": "ttft_slo_ms", "tpot_slo_s": "tpot_slo_ms"}
 _PROMPT = re.compile(r"(?:request '[^']*-(\d+)'|prompt (\d+))(?= )|the text (?=has)")
-"""The beginning of one that refuses a prompt."""
+"""The beginning of a message that refuses a prompt."""
 _OF_SCHEMA = re.compile(r"cannot be followed: .*failed to compile JSON schema: (.*?)( \d+ \|.*|)$")
-"""The library's reason within a grammar, with the lines of the grammar behind it."""
+"""The library's reason within a grammar, followed by lines of the grammar."""
 
 
 @dataclass(frozen=True)
 class FieldNames:
-    """The names that a client gave to what it sent.
+    """The client's names of fields.
 
     Attributes:
-        prompt: the field that the prompt is made of.
+        prompt: the field that becomes the prompt.
         names: fields by the engine's names, where they differ.
-        words: texts that stand for some of these in messages.
+        words: texts that replace some of these names in messages.
     """
 
     prompt: str = "prompt"
@@ -130,7 +110,7 @@ class FieldNames:
     words: Mapping[str, str] = field(default_factory=dict)
 
     def with_tools(self, words: str) -> FieldNames:
-        """Return the names where a grammar is made of the request's tools, which `words` call."""
+        """Return the names for a request with a grammar made of its tools, named by `words`."""
         return replace(
             self,
             names={**self.names, "guided_grammar": "tools"},
@@ -138,52 +118,45 @@ class FieldNames:
         )
 
     def named(self, error: Exception) -> Exception:
-        """Return an error in the client's words; errors of no field and no prompt as they are."""
+        """Return an error in the client's words; errors of neither field nor prompt unchanged."""
         if not isinstance(error, GenerationError | ApiError):
             return error
-        given = as_api_error(error)
-        message, param = _OF_SCHEMA.sub(r"cannot be followed: \1", given.detail), given.param
-        if found := _PROMPT.match(message):
-            if number := found[1] or found[2]:
-                message = f"{self.prompt} {number}{message[found.end() :]}"
+        refusal = as_api_error(error)
+        message, param = _OF_SCHEMA.sub(r"cannot be followed: \1", refusal.detail), refusal.param
+        if of_prompt := _PROMPT.match(message):
+            if number := of_prompt[1] or of_prompt[2]:
+                message = f"{self.prompt} {number}{message[of_prompt.end() :]}"
             param = self.prompt
-        elif found := _REFUSED.match(message):
-            param = param or found[1]
+        elif of_field := _REFUSED.match(message):
+            param = param or of_field[1]
         names = {**_SLO_NAMES, **self.names}
         param = self.prompt if param == "prompt" else names.get(param or "", param)
-        message = _SLO.sub(_in_milliseconds, message)
+        message = _SLO.sub(lambda slo: f"{slo[1]}_ms={float(slo[2]) * 1e3:g}", message)
         return ApiError(
-            given.status_code,
+            refusal.status_code,
             _WORD.sub(self._word, message),
             param=param,
-            code=given.code,
-            type=given.type,
-            headers=given.headers,
+            code=refusal.code,
+            type=refusal.type,
+            headers=refusal.headers,
         )
 
-    def _word(self, found: re.Match[str]) -> str:
-        name = found[1]
-        return found[0] if name is None else self.words.get(name) or self.names.get(name, name)
+    def _word(self, match: re.Match[str]) -> str:
+        name = match[1]
+        return match[0] if name is None else self.words.get(name) or self.names.get(name, name)
 
     @contextlib.contextmanager
     def naming(self) -> Iterator[None]:
-        """Raise what is raised within in the client's words."""
+        """Raise errors of the `with` in the client's words."""
         try:
             yield
         except (GenerationError, ApiError) as error:
             raise self.named(error) from error
 
 
-def _in_milliseconds(found: re.Match[str]) -> str:
-    return f"{found[1]}_ms={float(found[2]) * 1e3:g}"
-
-
-# ------------------------------------------------------------------------------------ absent fields
-
-
 @dataclass(frozen=True, eq=False)  # 1 and True are equal, and would be one annotation
 class Only:
-    """The annotation of a field that has null and a few other values."""
+    """The annotation of a field that accepts null and a few other values, all as None."""
 
     values: tuple[Any, ...]
 
@@ -196,16 +169,12 @@ class Only:
         return {"enum": [None, *self.values]}
 
     def _checked(self, value: Any) -> None:
-        """Return nothing for a value that is taken, as all of them say the same."""
-        if value is None or any(_is_same(value, one) for one in self.values):
-            return
-        shown = [json.dumps(one) for one in self.values]
-        fix = " or ".join(["leave it out", *(f"send {one}" for one in shown)])
-        raise PydanticCustomError(UNSUPPORTED, "{fix}", {"fix": fix})
-
-
-def _is_same(value: Any, other: Any) -> bool:
-    return value == other and isinstance(value, bool) is isinstance(other, bool)
+        is_bool = isinstance(value, bool)
+        for accepted in (None, *self.values):
+            if value == accepted and is_bool is isinstance(accepted, bool):
+                return
+        fixes = ["leave it out", *(f"send {json.dumps(accepted)}" for accepted in self.values)]
+        raise PydanticCustomError(UNSUPPORTED, "{fix}", {"fix": " or ".join(fixes)})
 
 
 Nothing = Annotated[Any, Only(())]
@@ -217,7 +186,7 @@ One = Annotated[Any, Only((1,))]
 
 
 class AbsentFields(WireModel):
-    """Fields of vLLM's bodies; `session_id` names what belongs together, and has no effect."""
+    """Fields of vLLM's bodies; `session_id` has no effect."""
 
     ec_transfer_params: Nothing = None
     early_stopping: Off = None
@@ -239,53 +208,3 @@ class AbsentFields(WireModel):
     use_beam_search: Off = None
     vllm_xargs: EmptyObject = None
     watermarking: Off = None
-
-
-class AbsentOfCompletions(WireModel):
-    """Fields of completions' bodies."""
-
-    prompt_embeds: Nothing = None
-    suffix: Annotated[Any, Only(("",))] = None
-
-
-class AbsentOfChats(WireModel):
-    """Fields of chats' bodies."""
-
-    audio: Nothing = None
-    echo: Off = None
-    function_call: Annotated[Any, Only(("none",))] = None
-    functions: Empty = None
-    include_reasoning: On = None
-    media_io_kwargs: Nothing = None
-    moderation: Nothing = None
-    return_prompt_text: Off = None
-    web_search_options: Nothing = None
-
-
-class AbsentOfResponses(WireModel):
-    """Fields of responses' bodies, and those of other bodies that a response has no place for."""
-
-    access_programs: Nothing = None
-    background: Off = None
-    background_options: Nothing = None
-    context_management: Empty = None
-    conversation: Nothing = None
-    enable_response_messages: Off = None
-    image: Nothing = None
-    moderation: Nothing = None
-    previous_input_messages: Nothing = None
-    previous_response: Nothing = None
-    prompt: Nothing = None
-    truncation: Annotated[Any, Only(("disabled",))] = None
-
-
-class AbsentOfEmbeddings(WireModel):
-    """Fields of embeddings' bodies; numbers are fp32, the lowest byte first."""
-
-    embed_dtype: Annotated[Any, Only(("float32",))] = None
-    endianness: Annotated[Any, Only(("native", "little"))] = None
-    mm_processor_kwargs: Nothing = None
-    request_id: RequestName | None = None
-    session_id: str | None = None
-    truncation_side: Annotated[Any, Only(("left",))] = None
-    use_activation: On = None

@@ -9,7 +9,7 @@ import httpx2
 import pytest
 
 from pcg.serve.http.wire import json_bytes
-from pcg.serve.openai.event_stream import event
+from pcg.serve.openai.replies import event
 
 
 def strict(text: bytes) -> Any:

@@ -11,11 +11,11 @@ from pydantic import ValidationError
 import pcg.serve.http.service
 from pcg.serve.http import service as text_bound
 from pcg.serve.http.wire import WireModel
-from pcg.serve.openai.chat.body import ChatBody
-from pcg.serve.openai.chat.messages import MOST_PARTS
+from pcg.serve.openai.chat import ChatBody
 from pcg.serve.openai.completions import CompletionBody
-from pcg.serve.openai.responses.body import ResponseBody
-from pcg.serve.openai.tokens import DetokenizeBody
+from pcg.serve.openai.messages import MOST_PARTS
+from pcg.serve.openai.models import DetokenizeBody
+from pcg.serve.openai.responses import ResponseBody
 from tests.support import serving
 
 MANY = 5_000

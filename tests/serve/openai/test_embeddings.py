@@ -16,10 +16,10 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from pcg.runtime.admission.limits import Limits
-from pcg.serve.engine.facts import facts_of
+from pcg.serve.engine.facts import ModelFacts, facts_of
 from pcg.serve.engine.options import ServeOptions
 from pcg.serve.http.errors import ApiError
-from pcg.serve.openai.embeddings import check_dimensions
+from pcg.serve.openai.embeddings import EmbeddingsBody
 from tests.support import serving
 
 TEXTS = ["Hello, how are you today?", "the quick brown fox", "Ein schöner Tag 😀"]
@@ -145,11 +145,14 @@ def test_a_part_of_an_embedding_needs_a_model_that_was_trained_for_it(
         )
         return facts_of(executor, engine, ServeOptions())  # type: ignore[arg-type]
 
-    check_dimensions(with_config(is_matryoshka=True), 1)
-    check_dimensions(with_config(matryoshka_dimensions=[4, 8]), 8)
+    def check(facts: ModelFacts, asked: int) -> None:
+        EmbeddingsBody(input="a", dimensions=asked).check_dimensions(facts)
+
+    check(with_config(is_matryoshka=True), 1)
+    check(with_config(matryoshka_dimensions=[4, 8]), 8)
     for fields, asked in (({"matryoshka_dimensions": [4, 8]}, 5), ({"is_matryoshka": True}, 9999)):
         with pytest.raises(ApiError, match=f"dimensions={asked}"):
-            check_dimensions(with_config(**fields), asked)
+            check(with_config(**fields), asked)
 
 
 def test_a_part_is_an_embedding_of_norm_1(states: Any) -> None:

@@ -11,7 +11,7 @@ import pytest
 
 from pcg.errors import ConfigError
 from pcg.serve.http.service import Service
-from pcg.serve.openai.chat.tool_use import ChatSupport
+from pcg.serve.openai.tools import ChatSupport
 from tests.support import chat_templates, serving, tiny_llama, toy_tokenizers
 
 USER = {"model": serving.MODEL, "messages": [{"role": "user", "content": "a dog"}]}

@@ -12,7 +12,7 @@ import openai
 import pytest
 from pydantic import BaseModel
 
-from pcg.serve.openai.chat.tool_use import ChatSupport
+from pcg.serve.openai.tools import ChatSupport
 from tests.support import chat_templates, serving, tiny_llama
 
 USER: list[Any] = [{"role": "user", "content": "what is it?"}]

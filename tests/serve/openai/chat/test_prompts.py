@@ -12,9 +12,9 @@ import pytest
 from transformers import PreTrainedTokenizerFast
 
 from pcg.runtime.text.tokenizer import Tokenizer
-from pcg.serve.openai.chat.generation import Chat, prepared
-from pcg.serve.openai.chat.messages import Message
-from pcg.serve.openai.chat.tool_use import AskedTools, ChatSupport, Tool
+from pcg.serve.openai.chat import Chat
+from pcg.serve.openai.messages import Message, Template
+from pcg.serve.openai.tools import AskedTools, ChatSupport, Tool
 from tests.support import chat_templates, toy_tokenizers
 
 PLAIN = (
@@ -58,19 +58,15 @@ class Prompts:
     theirs: PreTrainedTokenizerFast
     max_model_len: int | None = None
 
-    @property
-    def chat(self) -> ChatSupport:
-        return self.support
-
     def ours(
         self,
         messages: Sequence[Mapping[str, Any]],
         tools: AskedTools | None = None,
         **template: Any,
     ) -> str:
-        tools = tools or AskedTools([], None, True)
-        chat = Chat([Message.model_validate(one) for one in messages], tools, {}, template)
-        ids, _ = prepared(self, chat)  # type: ignore[arg-type]
+        parsed = [Message.model_validate(message) for message in messages]
+        chat = Chat(parsed, tools or AskedTools(), template=Template(**template))
+        ids, _ = chat.prompt(self.support, self.max_model_len)
         tokenizer = self.support.tokenizer
         assert tokenizer is not None
         return tokenizer.decode(ids, skip_special_tokens=False)
@@ -135,7 +131,7 @@ def test_a_tools_result_is_read_whatever_the_content_is(
     assert "weather" in text
     assert "Rome" in text or "function=" in text
     assert "None" not in text
-    if prompts.support.tools.writes_calls:
+    if prompts.support.writes_calls:
         function = {**CALL["function"], "arguments": {"city": "Rome"}}  # type: ignore[dict-item]
         plain = {**called, "content": content or "", "tool_calls": [{**CALL, "function": function}]}
         assert text == prompts.expected([USER, plain, result])
@@ -148,10 +144,10 @@ def test_a_model_that_has_to_call_a_tool_is_shown_it(
 ) -> None:
     asked = AskedTools([Tool.model_validate(TOOL)], choice, True)
     text = prompts.ours([*before, USER], asked)
-    if choice == "required" or prompts.support.tools.reads_tools:
+    if choice == "required" or prompts.support.reads_tools:
         assert "weather" in text
         assert "city" in text
-    if not prompts.support.tools.reads_tools:
+    if not prompts.support.reads_tools:
         if choice == "none":
             assert text == prompts.expected([*before, USER])
         else:

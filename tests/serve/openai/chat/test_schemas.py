@@ -6,7 +6,7 @@ import jsonschema
 import pytest
 
 from pcg.serve.http.errors import ApiError
-from pcg.serve.openai.sampling_fields import bare
+from pcg.serve.openai.sampling import bare
 
 SCHEMA = {
     "$schema": "https://json-schema.org/draft/2020-12/schema",

@@ -13,11 +13,10 @@ from starlette.types import Message
 
 from pcg.errors import GenerationError
 from pcg.runtime.requests.request import Chunk, Completion
-from pcg.serve.openai.chat.tool_use import ToolUse
-from pcg.serve.openai.event_stream import Chunks, EventStream, Sending
-from pcg.serve.openai.responses.body import ResponseBody
-from pcg.serve.openai.responses.output import OutputItems, ResponseEvents, begun_response
-from pcg.serve.openai.sampling_fields import SamplingDefaults
+from pcg.serve.openai.replies import Chunks, EventStream, Sending
+from pcg.serve.openai.responses import ResponseBody, Responses, begun_response
+from pcg.serve.openai.sampling import SamplingDefaults
+from pcg.serve.openai.tools import ToolUse
 
 GIVEN_UP = Completion("a dog", (1, 2), "timed_out", None, 3)
 
@@ -25,7 +24,7 @@ GIVEN_UP = Completion("a dog", (1, 2), "timed_out", None, 3)
 def events(*chunks: Chunk | Exception) -> list[dict[str, Any]]:
     """The events of chunks, of which an exception is raised."""
     response = begun_response("resp_1", "tiny", ResponseBody(input="a"), SamplingDefaults())
-    made = ResponseEvents(response, OutputItems(ToolUse(), None), lambda done: {})
+    made = Responses([], response, ToolUse(), lambda whole: whole)
     sent = made.begin()
     try:
         for chunk in chunks:
@@ -64,8 +63,7 @@ def test_the_whole_output_is_written_beside_the_event_loop() -> None:
     """Its last event repeats all of it; those of tokens are written at once."""
     done = Completion("a dog", (1, 2), "stop", None, 3)
     response = begun_response("resp_1", "tiny", ResponseBody(input="a"), SamplingDefaults())
-    whole = {**response, "status": "completed"}
-    made = ResponseEvents(response, OutputItems(ToolUse(), None), lambda done: whole)
+    made = Responses([], response, ToolUse(), lambda whole: whole)
     steps: list[bytes] = []
     sent: list[Message] = []
 

@@ -12,7 +12,7 @@ import pytest
 from openai.types.responses import Response
 from pydantic import BaseModel, TypeAdapter
 
-from pcg.serve.openai.chat.tool_use import ChatSupport
+from pcg.serve.openai.tools import ChatSupport
 from tests.support import chat_templates, serving, tiny_llama
 
 WEATHER = {

@@ -11,10 +11,15 @@ from typing import Any
 import pytest
 
 from pcg.keys import Keys
-from pcg.serve.openai.chat.messages import Message
-from pcg.serve.openai.responses import routes
-from pcg.serve.openai.responses.body import InputItem, memory_of, messages_of
-from pcg.serve.openai.responses.store import KeptResponse, ResponseStore
+from pcg.serve.openai import responses
+from pcg.serve.openai.messages import Message
+from pcg.serve.openai.response_items import (
+    InputItem,
+    KeptResponse,
+    ResponseStore,
+    memory_of,
+    messages_of,
+)
 from tests.support import serving
 
 
@@ -62,7 +67,7 @@ def test_a_history_is_read_beside_the_event_loop(monkeypatch: pytest.MonkeyPatch
         threads.append(threading.current_thread())
         return messages_of(items)
 
-    monkeypatch.setattr(routes, "messages_of", reading)
+    monkeypatch.setattr(responses, "messages_of", reading)
 
     async def run() -> None:
         with serving.service_of() as service:

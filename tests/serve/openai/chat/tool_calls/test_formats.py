@@ -13,15 +13,17 @@ from pcg.runtime.sampling.grammars import Grammars
 from pcg.runtime.sampling.guide import Guide
 from pcg.runtime.text.tokenizer import Tokenizer
 from pcg.serve.engine.options import ServeOptions
-from pcg.serve.openai.chat.tool_format import (
+from pcg.serve.openai.tool_formats import (
+    FORMATS,
     ArgumentsPiece,
-    CallGuide,
     CallPiece,
-    GuidedTool,
+    Mistral,
     Notation,
     ToolFormat,
+    format_of,
+    reads_tools,
 )
-from pcg.serve.openai.chat.tool_formats import FORMATS, Mistral, format_of, reads_tools
+from pcg.serve.openai.tools import CallGuide, GuidedTool
 from tests.support import chat_templates, toy_tokenizers
 
 TEMPLATES: dict[str, tuple[str, ToolFormat | None]] = {

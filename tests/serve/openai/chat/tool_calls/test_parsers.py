@@ -10,8 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pcg.serve.openai.chat.tool_format import ArgumentsPiece, CallPiece, Piece, TextPiece
-from pcg.serve.openai.chat.tool_formats import FORMATS
+from pcg.serve.openai.tool_formats import FORMATS, ArgumentsPiece, CallPiece, Piece, TextPiece
 
 NAMES = ("search", "add")
 SEARCH = ("search", '{"query": "a \\"b\\" {c}", "n": [1, {"m": 2}]}')

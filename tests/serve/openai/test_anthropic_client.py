@@ -13,9 +13,8 @@ from anthropic.types import message_count_tokens_params, message_create_params, 
 from pydantic import BaseModel
 
 from pcg.errors import QueueFullError
-from pcg.serve.anthropic.body import CountBody, GivenTool, MessagesBody
-from pcg.serve.anthropic.output import MessageBlocks, MessageEvents
-from pcg.serve.openai.chat.tool_use import ToolUse
+from pcg.serve.openai.anthropic import CountBody, GivenTool, MessageBlocks, MessagesBody
+from pcg.serve.openai.tools import ToolUse
 from tests.support import chat_templates, serving, tiny_llama
 
 USER = {"role": "user", "content": "what is it?"}
@@ -280,7 +279,7 @@ def test_other_errors_have_their_classes(
 
 
 def test_what_fails_within_a_stream_is_its_last_event() -> None:
-    events = MessageEvents({}, MessageBlocks(ToolUse()), 1)
+    events = MessageBlocks([], "msg_1", "tiny", ToolUse())
     name, data, *rest = events.failed(QueueFullError("it is full")).decode().split("\n")
     assert (name, rest) == ("event: error", ["", ""])
     error = json.loads(data.removeprefix("data: "))

@@ -1,1 +1,0 @@
-"""Chat completions: messages, tools, response formats, and their streams."""

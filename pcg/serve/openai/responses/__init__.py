@@ -1,1 +1,0 @@
-"""The Responses API: items in and out, their streams, and the responses that are kept."""

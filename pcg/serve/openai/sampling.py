@@ -1,0 +1,434 @@
+"""Sampling and structured outputs on the wire, by the engine's names.
+
+OpenAI's fields first, then vLLM's. A field that is null counts as left out. A request has one
+constraint; llguidance takes the white space of JSON as options of the schema.
+`pcg.runtime.sampling.guide` says what a schema, a regex or a grammar may contain.
+
+A model's generation_config.json has defaults of sampling, as vLLM's servers read it:
+
+    --generation-config auto     the file in the model's directory
+                        vllm     none: temperature 1, and neither filters nor penalties
+                        PATH     a folder with such a file, or the file
+
+As in vLLM, six fields count, and `do_sample` does not. A field of a request has precedence. In vLLM
+`max_new_tokens` of some configurations is a bound for everyone; here it is only a default.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Annotated, Any, Literal, NamedTuple, TypeAlias
+
+from fastapi import Request
+from pydantic import Field, ValidationError
+
+from pcg.errors import ConfigError
+from pcg.files import expanded, is_file, read_json, shown_path
+from pcg.runtime.requests.request import RequestFields
+from pcg.runtime.sampling.guide import LONGEST_GUIDE, OPTIONS, each_schema
+from pcg.serve.http.errors import ApiError
+from pcg.serve.http.wire import WireModel
+from pcg.serve.openai.wire import AbsentFields, RequestName
+
+FILE = "generation_config.json"
+AUTO, NONE = "auto", "vllm"
+_NOTES = frozenset(
+    {"$comment", "default", "deprecated", "description", "examples", "readOnly", "title"}
+    | {"writeOnly"}
+)
+
+
+def bare(schema: Any, param: str) -> Any:
+    """Return a schema without descriptions and the like, so that longer ones fit a guide.
+
+    ApiError: it is nested too deeply.
+    """
+
+    def without_notes(schema: dict[str, Any]) -> dict[str, Any]:
+        return {key: value for key, value in schema.items() if key not in _NOTES}
+
+    return _each(schema, without_notes, param)
+
+
+def _closed(schema: dict[str, Any]) -> dict[str, Any]:
+    """Return a schema without additional properties, if it names some."""
+    names = (schema.get("patternProperties"), schema.get("properties"))
+    is_open = any(isinstance(properties, Mapping) for properties in names)
+    return {"additionalProperties": False, **schema} if is_open else schema
+
+
+def _each(schema: Any, act: Callable[[dict[str, Any]], Any], param: str) -> Any:
+    try:
+        return each_schema(schema, act)
+    except RecursionError as error:
+        raise ApiError(400, "The schema is nested too deeply.", param=param) from error
+
+
+Choices = Annotated[list[str], Field(min_length=1)]
+_KINDS = ("json", "regex", "choice", "grammar", "json_object")
+
+
+class StructuredOutputs(WireModel):
+    """The constraint of an output, and options of JSON.
+
+    Attributes:
+        disable_any_whitespace: JSON without any, not even behind a comma or a colon.
+        disable_additional_properties: objects that name properties have no further ones.
+        whitespace_pattern: a regex of the white space that may occur, once in each place.
+    """
+
+    json_schema: dict[str, Any] | str | None = Field(default=None, alias="json")
+    regex: str | None = None
+    choice: Choices | None = None
+    grammar: str | None = None
+    json_object: bool | None = None
+    disable_any_whitespace: bool | None = None
+    disable_additional_properties: bool | None = None
+    whitespace_pattern: str | None = None
+
+
+class Guide(NamedTuple):
+    """A constraint: the client's name, the engine's name, and the value."""
+
+    name: str
+    field: str
+    value: Any
+
+
+class GuidedFields(WireModel):
+    """Fields of a body that constrain the output."""
+
+    structured_outputs: StructuredOutputs | None = None
+    guided_json: dict[str, Any] | str | None = None
+    guided_regex: str | None = None
+    guided_choice: Choices | None = None
+    guided_grammar: str | None = None
+    guided_whitespace_pattern: str | None = None
+
+    @cached_property
+    def guide(self) -> Guide | None:
+        """The guide of the output; None without.
+
+        ApiError: there are several, or `structured_outputs` has none.
+        """
+        nested = self.structured_outputs or StructuredOutputs()
+        guides = []
+        for kind in _KINDS:
+            value = getattr(nested, "json_schema" if kind == "json" else kind)
+            guides.append(Guide(f"structured_outputs.{kind}", f"guided_{kind}", value))
+        guides += [Guide(n, n, getattr(self, n)) for n in (f"guided_{kind}" for kind in _KINDS[:4])]
+        guides = [g for g in guides if g.value is not None and g.value is not False]
+        if self.structured_outputs is not None and not guides:
+            raise ApiError(
+                400,
+                "structured_outputs has no constraint; give it json, regex, choice, grammar or "
+                "json_object, or leave it out",
+                param="structured_outputs",
+            )
+        if len(guides) > 1:
+            raise _together([guide.name for guide in guides])
+        return self._with_options(nested, guides[0] if guides else None)
+
+    def _with_options(self, nested: StructuredOutputs, guide: Guide | None) -> Guide | None:
+        """Return a guide with the request's options of JSON in its schema."""
+        flexible, pattern = False if nested.disable_any_whitespace else None, "whitespace_pattern"
+        options = [
+            Guide("structured_outputs.disable_any_whitespace", "whitespace_flexible", flexible),
+            Guide("structured_outputs.whitespace_pattern", pattern, nested.whitespace_pattern),
+            Guide("guided_whitespace_pattern", pattern, self.guided_whitespace_pattern),
+        ]
+        options = [option for option in options if option.value is not None]
+        names = [option.name for option in options]
+        if len(names) > 1:
+            raise _together(names)
+        if nested.disable_additional_properties:
+            names.append("structured_outputs.disable_additional_properties")
+        if not names:
+            return guide
+        if guide is None or guide.field not in ("guided_json", "guided_json_object"):
+            said = f"{names[0]} is an option of JSON; give it beside a schema"
+            raise ApiError(400, said, param=names[0])
+        schema: Any = guide.value if guide.field == "guided_json" else {"type": "object"}
+        if isinstance(schema, str) and len(schema) <= LONGEST_GUIDE:
+            with contextlib.suppress(ValueError, RecursionError):
+                schema = json.loads(schema)
+        if not isinstance(schema, Mapping) or not isinstance(schema.get(OPTIONS, {}), Mapping):
+            return guide  # the engine refuses it
+        if nested.disable_additional_properties:
+            schema = _each(schema, _closed, guide.name)
+        for option in options:
+            schema = {**schema, OPTIONS: {option.field: option.value, **schema.get(OPTIONS, {})}}
+        return Guide(guide.name, "guided_json", schema)
+
+    def guide_names(self) -> dict[str, str]:
+        """Return the client's name of the guide, by the engine's."""
+        guide = self.guide
+        if guide is None:
+            return {}
+        kind = "guided_json" if guide.field == "guided_json_object" else guide.field
+        return {guide.field: guide.name, kind: guide.name}
+
+
+def _together(names: list[str]) -> ApiError:
+    said = f"{' and '.join(names)} cannot be given together; give one"
+    return ApiError(400, said, param=names[1])
+
+
+_SAME = (
+    "bad_words",
+    "allowed_token_ids",
+    "cache_salt",
+    "frequency_penalty",
+    "ignore_eos",
+    "include_stop_str_in_output",
+    "logit_bias",
+    "min_p",
+    "min_tokens",
+    "n",
+    "presence_penalty",
+    "priority",
+    "prompt_logprobs",
+    "repetition_penalty",
+    "seed",
+    "skip_special_tokens",
+    "stop",
+    "stop_token_ids",
+    "temperature",
+    "top_k",
+    "top_p",
+    "truncate_prompt_tokens",
+)
+"""Fields that the engine has under the same names."""
+
+_SLOS = {"ttft_slo_ms": "x-slo-ttft-ms", "tpot_slo_ms": "x-slo-tpot-ms"}
+"""Fields of SLOs, and the equivalent headers, as llm-d's router sends them."""
+
+_LEAST_MS, _MOST_MS = 1e-6, 1e12
+Milliseconds = Annotated[float, Field(ge=_LEAST_MS, lt=_MOST_MS)]
+Whole = Annotated[int, Field(ge=0)]
+Truncation = Literal[-1] | Annotated[int, Field(ge=1)]
+"""The number of a prompt's last tokens to keep; -1 keeps as many as the model has room for."""
+Temperature = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+Share = Annotated[float, Field(ge=0, le=1)]
+RepetitionPenalty = Annotated[float, Field(ge=0.01, le=100)]
+TopK = Annotated[int, Field(ge=-1)]
+
+
+class SamplingDefaults(WireModel):
+    """Values of fields that a request leaves out."""
+
+    temperature: Temperature | None = None
+    top_p: Share | None = None
+    top_k: TopK | None = None
+    min_p: Share | None = None
+    repetition_penalty: RepetitionPenalty | None = None
+    max_new_tokens: Annotated[int, Field(ge=1)] | None = None
+
+
+@dataclass(frozen=True)
+class GenerationConfig:
+    """The defaults of a server.
+
+    Attributes:
+        source: the file; None without one, or if it has no field of sampling.
+        defaults: the fields of the file.
+    """
+
+    source: str | None = None
+    defaults: SamplingDefaults = field(default_factory=SamplingDefaults)
+
+    def __str__(self) -> str:
+        """Return the defaults as a server prints them."""
+        if self.source is None:
+            return "temperature=1"
+        values = self.defaults.model_dump(exclude_none=True)
+        return f"{', '.join(f'{name}={value:g}' for name, value in values.items())} ({self.source})"
+
+
+def read_generation_config(asked: str, model: Path | None) -> GenerationConfig:
+    """Return the defaults that `--generation-config` asks for.
+
+    Args:
+        model: the directory of the model; None for a model without one.
+    Raises:
+        ConfigError: there is no such file, or a value is invalid.
+    """
+    if asked == NONE or (asked == AUTO and model is None):
+        return GenerationConfig()
+    is_auto = asked == AUTO
+    folder = model if is_auto and model is not None else expanded(asked)
+    path = folder if folder.suffix == ".json" else folder / FILE
+    if not is_file(path):
+        if is_auto:
+            return GenerationConfig()
+        raise ConfigError(
+            f"no {shown_path(path)}; generation_config is {AUTO!r}, {NONE!r}, or a folder with a "
+            f"{FILE}"
+        )
+    defaults = _defaults(path, read_json(path, ConfigError))
+    says_nothing = defaults == SamplingDefaults()
+    return GenerationConfig(None if says_nothing else FILE if is_auto else asked, defaults)
+
+
+def _defaults(path: Path, content: Mapping[str, Any]) -> SamplingDefaults:
+    known = SamplingDefaults.model_fields
+    values = {name: content[name] for name in known if content.get(name) is not None}
+    try:
+        return SamplingDefaults.model_validate(values)
+    except ValidationError as error:
+        first = error.errors()[0]
+        name = str(first["loc"][0])
+        raise ConfigError(
+            f"{shown_path(path)} has {name}={values[name]!r}: {first['msg']}; repair it, or use "
+            f"--generation-config {NONE}"
+        ) from error
+
+
+class SamplingBody(GuidedFields, AbsentFields):
+    """Fields of a body that say how tokens are chosen, and when the output ends."""
+
+    frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
+    logit_bias: dict[str, float] | None = None
+    n: Annotated[int, Field(ge=1, le=128)] | None = None
+    presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
+    seed: int | None = None
+    stop: str | list[str] | None = None
+    stream: bool | None = None
+    temperature: Temperature | None = None
+    top_p: Share | None = None
+
+    allowed_token_ids: list[int] | None = None
+    bad_words: list[str] | None = None
+    cache_salt: str | None = None
+    ignore_eos: bool | None = None
+    include_stop_str_in_output: bool | None = None
+    min_p: Share | None = None
+    min_tokens: Whole | None = None
+    priority: int | None = None
+    prompt_logprobs: Whole | None = None
+    repetition_penalty: RepetitionPenalty | None = None
+    request_id: RequestName | None = None
+    return_token_ids: bool | None = None
+    return_tokens_as_token_ids: bool | None = None
+    skip_special_tokens: bool | None = None
+    stop_token_ids: list[int] | None = None
+    top_k: TopK | None = None
+    truncate_prompt_tokens: Truncation | None = None
+
+    ttft_slo_ms: Milliseconds | None = None
+    tpot_slo_ms: Milliseconds | None = None
+
+    def value_of(self, name: str, defaults: SamplingDefaults) -> Any:
+        """Return a field's value, or the server's default where the request leaves it out."""
+        value = getattr(self, name)
+        return getattr(defaults, name, None) if value is None else value
+
+    def request_fields(self, request: Request, defaults: SamplingDefaults) -> dict[str, Any]:
+        """Return the fields of the engine's requests, except those that the endpoint adds.
+
+        Args:
+            request: the HTTP request, which may have SLOs in its headers.
+            defaults: the server's.
+        Raises:
+            ApiError: fields that exclude each other, or a header that is no number.
+        """
+        fields: dict[str, Any] = {"temperature": 1.0}
+        for name in _SAME:
+            value = self.value_of(name, defaults)
+            if value is not None:
+                fields[name] = value
+        if fields.get("top_p") == 0:  # OpenAI's least: the likeliest token alone
+            del fields["top_p"]
+            fields["temperature"] = 0.0
+        if fields.get("top_k", 1) <= 0:
+            del fields["top_k"]
+        if self.seed is not None:
+            fields["seed"] = self.seed % 2**63
+        for name, header in _SLOS.items():
+            milliseconds = getattr(self, name) or _header(request, header)
+            if milliseconds is not None:
+                fields[name.replace("_ms", "_s")] = milliseconds / 1e3
+        if self.guide is not None:
+            fields[self.guide.field] = self.guide.value
+        return fields
+
+
+def of_engine(fields: Mapping[str, Any], names: Mapping[str, Any]) -> RequestFields:
+    """Return the engine's fields with further ones, without those that are None."""
+    given_names = {name: value for name, value in names.items() if value is not None}
+    return {**fields, **given_names}  # type: ignore[typeddict-item]
+
+
+def _header(request: Request, name: str) -> float | None:
+    text = request.headers.get(name)
+    if text is None:
+        return None
+    try:
+        number = float(text)
+    except ValueError:
+        number = 0.0
+    if not _LEAST_MS <= number < _MOST_MS:
+        raise ApiError(400, f"The header {name} is {text[:64]!r}; use milliseconds above 0.")
+    return number
+
+
+class TextFormat(WireModel):
+    """Any text."""
+
+    type: Literal["text"]
+
+
+class JsonObjectFormat(WireModel):
+    """Any JSON object."""
+
+    type: Literal["json_object"]
+
+
+class JsonSchema(WireModel):
+    """A JSON schema. Outputs follow it whether or not it is `strict`."""
+
+    name: str
+    description: str | None = None
+    schema_: dict[str, Any] | None = Field(default=None, alias="schema")
+    strict: bool | None = None
+
+
+class JsonSchemaFormat(WireModel):
+    """JSON of a schema."""
+
+    type: Literal["json_schema"]
+    json_schema: JsonSchema
+
+
+ResponseFormat: TypeAlias = Annotated[
+    TextFormat | JsonObjectFormat | JsonSchemaFormat, Field(discriminator="type")
+]
+
+
+def content_schema(
+    format: ResponseFormat | None, guide: Guide | None, param: str = "response_format"
+) -> dict[str, Any] | None:
+    """Return the JSON schema of an output's content; None for any text.
+
+    Args:
+        guide: the other constraint of the request, if it has one.
+        param: the field with the format.
+    Raises:
+        ApiError: both constrain the output, or the schema is nested too deeply.
+    """
+    match format:
+        case None | TextFormat():
+            return None
+        case JsonSchemaFormat(json_schema=JsonSchema(schema_=dict() as schema)):
+            schema = bare(schema, param)
+        case _:
+            schema = {"type": "object"}
+    if guide is not None:
+        said = f"{param} and {guide.name} cannot be given together; give one"
+        raise ApiError(400, said, param=param)
+    return schema
