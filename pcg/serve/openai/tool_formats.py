@@ -639,23 +639,17 @@ FORMATS: dict[str, ToolFormat] = {each.name: each for each in (Hermes(), Llama3(
 """The formats by their names on the command line, which are vLLM's."""
 
 _NAME, _VALUE = "probe_the_format", "of a tool call"
+_SCHEMA = {"type": "object", "properties": {"probe": {"type": "string"}}, "required": ["probe"]}
 _TOOL = {
     "type": "function",
     "function": {
         "name": _NAME,
         "description": "Shows how calls are written.",
-        "parameters": {
-            "type": "object",
-            "properties": {"probe": {"type": "string"}},
-            "required": ["probe"],
-        },
+        "parameters": _SCHEMA,
     },
 }
-_CALL = {
-    "id": "a1b2c3d4e",
-    "type": "function",
-    "function": {"name": _NAME, "arguments": {"probe": _VALUE}},
-}
+_FUNCTION = {"name": _NAME, "arguments": {"probe": _VALUE}}
+_CALL = {"id": "a1b2c3d4e", "type": "function", "function": _FUNCTION}
 _PROBE: list[dict[str, Any]] = [
     {"role": "user", "content": "Hello."},
     {"role": "assistant", "content": "", "tool_calls": [_CALL]},
