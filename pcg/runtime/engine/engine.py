@@ -82,8 +82,9 @@ class Engine(EngineLoop):
             requests: all that it will serve, so that later calls need no comparison; empty for an
                 engine that takes any.
         """
-        facts = request_facts(requests) if requests else option_facts(given, ("log",))
-        check_same(state.world, "generate" if requests else "engine", facts)
+        if state.world.size > 1:
+            facts = request_facts(requests) if requests else option_facts(given, ("log",))
+            check_same(state.world, "generate" if requests else "engine", facts)
         self.driver: Driver | None = None
         self._compares = state.world.size > 1 and not requests
         self._was_called = True
@@ -234,6 +235,7 @@ class Engine(EngineLoop):
         """
         state = self.state
         state.check_no_engine("a second thread", "use the AsyncEngine that start() gave")
+        _ = self.parts  # before other threads ask for the numbers of jobs
         if state.world.size == 1:
             makers = (self.prepare_job, self.prepare_trainer)
             return AsyncEngine(self, state, *makers, self._data_limits)

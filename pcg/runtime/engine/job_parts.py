@@ -26,27 +26,31 @@ class JobParts:
     """Runs as many parts of jobs in a step as a rule of sharing allows.
 
     Attributes:
+        jobs: the jobs of the engine.
+        sharing: the rule.
         guests: work of others; None for none.
     """
 
-    def __init__(self, jobs: Jobs, clock: Clock) -> None:
-        self._jobs = jobs
+    def __init__(self, jobs: Jobs, sharing: Sharing, device: Device, clock: Clock) -> None:
+        self.jobs = jobs
+        self.sharing = sharing
+        self._device = device
         self._clock = clock
         self._beside: list[tuple[PartGroup, float]] = []
         self._passes: list[WindowedPass] = []  # that ran in this step
         self.guests: GuestWork | None = None
 
-    def windows(self, sharing: Sharing, work: Work, suspect: object) -> list[Window]:
+    def windows(self, work: Work, suspect: object) -> list[Window]:
         """Return the windows that go forward whole in a step.
 
         Args:
             suspect: what runs alone; None for nothing.
         """
         windows: list[Window] = []
-        for job, unit in self._jobs.forward():
+        for job, unit in self.jobs.forward():
             if suspect not in (None, job):
                 continue
-            tokens = unit.whole.fitting(min(unit.remaining, sharing.forward(work, unit)))
+            tokens = unit.whole.fitting(min(unit.remaining, self.sharing.forward(work, unit)))
             if tokens > 0:
                 windows.append((job, unit, tokens))
                 self._passes.append(unit.whole)
@@ -58,18 +62,18 @@ class JobParts:
                 job.ran(tokens, seconds, work.began_s)
         return windows
 
-    def run(self, device: Device, sharing: Sharing, work: Work) -> None:
+    def run(self, work: Work) -> None:
         """Run parts before the forward of what the step serves, if it does."""
         started_s = work.began_s
         ahead_s = work.ahead_s() if work.is_served else 0.0
         work.elapsed_s = self._clock.latest_s() - started_s
-        if self.guests is not None and self._jobs.only is None:
+        if self.guests is not None and self.jobs.only is None:
             self.guests.run(work, ahead_s)
-        while not work.is_over and (group := self._jobs.next_group(sharing, work, ahead_s)):
+        while not work.is_over and (group := self.jobs.next_group(self.sharing, work, ahead_s)):
             try:
-                self._run(device, group.parts)
+                self._run(group.parts)
             except Exception as error:
-                self._fail(device, group, error)
+                self._fail(group, error)
                 return
             before_s = work.elapsed_s
             with self._advancing(group):
@@ -78,52 +82,46 @@ class JobParts:
                 with_update_s = work.elapsed_s - before_s
                 group.ran(with_update_s, work.began_s)
                 work.ran_parts(group.phase, group.load, with_update_s)
-                sharing.ran(work, with_update_s)
+                self.sharing.ran(work, with_update_s)
             if not work.is_served:
                 self.record(len(group.parts))
 
-    def _run(self, device: Device, parts: List[Part]) -> None:
-        side = device.side
+    def _run(self, parts: List[Part]) -> None:
+        side = self._device.side
         if side is None:
-            device.run_parts(parts)
+            self._device.run_parts(parts)
             return
         side.begin()
         with side.beside(), side.timed():
-            device.run_parts(parts)
+            self._device.run_parts(parts)
         side.join()
 
-    def run_beside(
-        self,
-        device: Device,
-        sharing: Sharing,
-        work: Work,
-        busy: Collection[Job],
-    ) -> float:
+    def run_beside(self, work: Work, busy: Collection[Job]) -> float:
         """Run parts beside the step's forward; returns their predicted time.
 
         Jobs that are busy in the forward have none: they would read what it still computes.
 
         Observations are of the time that both take when they run at once, and so are predictions.
         """
-        side, latencies = device.side, work.latencies
+        side, latencies = self._device.side, work.latencies
         assert side is not None
         assert latencies is not None
         spent_s, beside_s = work.ahead_s(), 0.0
         with side.beside():
             if self.guests is not None:
                 self.guests.run(work, spent_s)
-            while group := self._jobs.next_group(sharing, work, spent_s, busy):
+            while group := self.jobs.next_group(self.sharing, work, spent_s, busy):
                 try:
                     with side.timed():
-                        device.run_parts(group.parts)
+                        self._device.run_parts(group.parts)
                 except Exception as error:
-                    self._fail(device, group, error)
+                    self._fail(group, error)
                     break
                 with self._advancing(group):
                     foretold_s = latencies.of(group.phase).seconds(group.load)
                     spent_s += foretold_s
                     self._beside.append((group, foretold_s))
-                    sharing.ran(work, foretold_s)
+                    self.sharing.ran(work, foretold_s)
                     beside_s += foretold_s
                     self._advance(work, group)
                     group.ran(foretold_s, work.began_s)
@@ -148,18 +146,19 @@ class JobParts:
                 if now_s + 2 * (now_s - began_s) > due_s:
                     return
 
-    def settle(self, device: Device) -> None:
+    def settle(self) -> None:
         """Have jobs go on by what was read: on a GPU, beside the forward that is under way."""
-        jobs = self._jobs.unpaused
+        jobs = self.jobs.unpaused
         if not jobs:
             return
-        with nullcontext() if device.side is None else device.side.beside():
+        side = self._device.side
+        with nullcontext() if side is None else side.beside():
             for job in jobs:
-                self._jobs.settle(job)
-        if device.side is not None:
-            device.side.rejoin()
+                self.jobs.settle(job)
+        if side is not None:
+            side.rejoin()
 
-    def join(self, device: Device, sharing: Sharing, work: Work) -> bool:
+    def join(self, work: Work) -> bool:
         """Wait for the parts beside the forward, and learn how long they took.
 
         Returns:
@@ -168,20 +167,22 @@ class JobParts:
         groups, self._beside = self._beside, []
         if not groups:
             return False
-        assert device.side is not None
-        for (group, foretold_s), took_s in zip(groups, device.side.join(), strict=True):
+        side = self._device.side
+        assert side is not None
+        for (group, foretold_s), took_s in zip(groups, side.join(), strict=True):
             work.ran_parts(group.phase, group.load, took_s)
-            sharing.ran(work, took_s - foretold_s)
+            self.sharing.ran(work, took_s - foretold_s)
         return True
 
     def restart(self) -> None:
-        """Expect no part of a step that failed."""
+        """Go on with the jobs that are not over, after a step or a call that failed."""
         self._beside, self._passes = [], []
+        self.jobs.restart()
 
-    def _fail(self, device: Device, group: PartGroup, error: Exception) -> None:
-        if not device.fails_alike:
+    def _fail(self, group: PartGroup, error: Exception) -> None:
+        if not self._device.fails_alike:
             raise error
-        self._jobs.failed(group, error)
+        self.jobs.failed(group, error)
 
     @contextmanager
     def _advancing(self, group: PartGroup) -> Iterator[None]:
@@ -189,7 +190,7 @@ class JobParts:
         try:
             yield
         except Exception:
-            self._jobs.begin_again(group)
+            self.jobs.begin_again(group)
             raise
 
     def _advance(self, work: Work, group: PartGroup) -> None:
@@ -197,4 +198,4 @@ class JobParts:
         self._passes += [part.whole for part in group.parts]
         for job in group.jobs:
             job.advance()
-            self._jobs.settle(job)
+            self.jobs.settle(job)

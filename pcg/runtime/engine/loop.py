@@ -66,7 +66,6 @@ class EngineLoop:
         self.clock = clock
         self.log = EventLog(KEPT_EVENTS) if options.log is None else options.log
         self.totals = Totals(self.log)
-        self.sharing: Sharing = CoServing() if options.sharing is None else options.sharing
         self.worked = False
         self.awaited: Callable[[], bool] | None = None
         self.meanwhile: Callable[[], None] | None = None
@@ -74,7 +73,6 @@ class EngineLoop:
         self._is_guessed = False
         if options.latencies is not None:
             self.learn(options.latencies)
-        pages = int(options.job_share * scheduler.pool.size)
         log, now_s = self.log, clock.latest_s
 
         # It refers to no engine, so that a device's memory is freed at once.
@@ -83,13 +81,13 @@ class EngineLoop:
 
         self._note = note
         scheduler.attach(device, note)
-        self.jobs = Jobs(scheduler, device.cache, pages, note)
         self._suspects = Suspects()
         self._alone: Sequence | Job | None = None
         self._ran: list[Sequence | Job] = []
         self._failures = 0
         self._is_half_changed = self.is_broken = False
-        self.parts = JobParts(self.jobs, clock)
+        self._options = options
+        self._parts: JobParts | None = None
         self._running: Running | None = None
         self._read_s = -math.inf
         self.submitted = 0
@@ -104,13 +102,41 @@ class EngineLoop:
         self.scheduler.forward = self.scheduler.pace = latencies.forward
 
     @property
+    def parts(self) -> JobParts:
+        """What runs jobs, and the work of guests; made for the first of them, or by a thread."""
+        if self._parts is None:
+            scheduler, share, rule = self.scheduler, self._options.job_share, self._options.sharing
+            jobs = Jobs(scheduler, self.device.cache, int(share * self.pool.size), self._note)
+            sharing = CoServing() if rule is None else rule
+            self._parts = JobParts(jobs, sharing, self.device, self.clock)
+        return self._parts
+
+    @property
+    def jobs(self) -> Jobs:
+        return self.parts.jobs
+
+    @property
+    def has_jobs(self) -> bool:
+        return self._parts is not None and bool(self._parts.jobs)
+
+    @property
+    def sharing(self) -> Sharing:
+        """The rule by which steps are shared with jobs."""
+        return self.parts.sharing
+
+    @sharing.setter
+    def sharing(self, rule: Sharing) -> None:
+        self.parts.sharing = rule
+
+    @property
     def pool(self) -> PagePool:
         return self.scheduler.pool
 
     @property
     def is_idle(self) -> bool:
         """True if there is nothing to serve, nothing to train, and no chunk to return."""
-        trains = self.sharing.trains and self.jobs.unpaused
+        parts = self._parts
+        trains = parts is not None and parts.sharing.trains and parts.jobs.unpaused
         is_left = self._running is not None or self.requests.chunks or self._acts or trains
         return self.scheduler.is_empty and not is_left
 
@@ -147,7 +173,7 @@ class EngineLoop:
         self.log.add(Event(now, Kind.SUBMITTED, sequence.id, sequence.described()))
         error: GenerationError | None = self._suspects.why_broken(request)
         if error is None:
-            error = self.scheduler.refusal(sequence, self.jobs.pages.most if self.jobs else 0)
+            error = self.scheduler.refusal(sequence, self.jobs.pages.most if self.has_jobs else 0)
         if error is not None:
             sequence.state = State.REFUSED
             self._note(Kind.REFUSED, sequence.id, reason=str(error))
@@ -247,7 +273,9 @@ class EngineLoop:
             self._isolate(error)
             self.is_broken = False
         finally:
-            self._is_stepping, self.jobs.only = False, None
+            self._is_stepping = False
+            if self._parts is not None:
+                self._parts.jobs.only = None
 
     def _step(self) -> None:
         """Plan a step, launch it and read it; on a device that runs ahead, read the step before."""
@@ -260,10 +288,11 @@ class EngineLoop:
         suspect, plan = self._plan(now_s)
         begins_s = now_s if before is None else max(now_s, before.due_s)
         work = Work.of(plan, self.scheduler.limits, self._latencies, now_s)
-        has_guests = bool(self.jobs) or self.parts.guests is not None
-        if has_guests or work.is_promised:
+        parts = self._parts
+        shares = parts is not None and (bool(parts.jobs) or parts.guests is not None)
+        if shares or work.is_promised:
             self.sharing.begin(work)
-        windows = self._share(work, suspect, begins_s) if has_guests else []
+        windows = self._share(work, suspect, begins_s) if shares else []
         if not work.load.tokens:
             self._finish("nothing served")
             self._suspects.ran(suspect, has_tokens=False)
@@ -276,16 +305,16 @@ class EngineLoop:
                 self._finish(AHEAD)
                 work.elapsed_s = max(work.elapsed_s, self.clock.latest_s() - self._read_s)
             running.launched.draw()
-            if has_guests:
+            if shares:
                 self._run_beside(running, begins_s, is_behind=before is not None)
             if why:
                 self._read(running, why)
             else:
                 self._running, work.is_under_way = running, True
             self._ran = []
-        if has_guests:
+        if shares:
             if not work.is_served:
-                self.parts.run(self.device, self.sharing, work)
+                self.parts.run(work)
             used = self.jobs.used()  # idle time is nobody's share
             if work.is_served and used:
                 self.scheduler.policy.trained(used)
@@ -299,9 +328,9 @@ class EngineLoop:
         # How many parts fit beside a forward is known by latencies.
         work.is_beside = work.is_served and None not in (self.device.side, self._latencies)
         if work.is_served and not work.is_beside:
-            self.parts.run(self.device, self.sharing, work)
+            self.parts.run(work)
         work.elapsed_s = max(0.0, self.clock.latest_s() - begins_s)
-        return self.parts.windows(self.sharing, work, suspect)
+        return self.parts.windows(work, suspect)
 
     def _launch(
         self,
@@ -318,7 +347,10 @@ class EngineLoop:
         if self.meanwhile is not None and self.device.side is None:
             self.meanwhile()
         launched = self.device.start(plan.chunks, [(unit, count) for _, unit, count in windows])
-        number = self.jobs.readings.begin() if is_ahead else self.jobs.readings.begun
+        number = 0
+        if self._parts is not None:
+            readings = self._parts.jobs.readings
+            number = readings.begin() if is_ahead else readings.begun
         due_s = begins_s + work.ahead_s()
         running = Running(plan, work, launched, suspect, jobs, started_s, due_s, number)
         self.scheduler.policy.served(plan.chunks)
@@ -338,7 +370,7 @@ class EngineLoop:
             if self.meanwhile is not None and is_behind:
                 self.meanwhile()
             with self.jobs.pages.shut() if is_behind else nullcontext():
-                beside_s = self.parts.run_beside(self.device, self.sharing, work, jobs)
+                beside_s = self.parts.run_beside(work, jobs)
             running.expect((self._read_s if is_behind else begins_s) + takes_s + beside_s)
         if jobs or work.units:
             most = work.units + len(jobs) * self.device.layers
@@ -348,9 +380,9 @@ class EngineLoop:
         """Return why a step is read before the next is planned; nothing if it need not be."""
         if self._suspects.current is not None:
             return "an error"
-        if self.jobs and self._latencies is None:
+        if self._latencies is None and self.has_jobs:
             return "times unknown"
-        if self.jobs and not is_served:
+        if not is_served and self.has_jobs:
             return "nothing served"
         return "a prompt's end" if running is not None and running.is_read_first else ""
 
@@ -387,17 +419,19 @@ class EngineLoop:
         now_s, begins_s = self.clock.now_s(results.first_ns), max(work.began_s, self._read_s)
         took_s = running.took_s(now_s, self._read_s)
         self._read_s, work.is_under_way = now_s, False
-        self.jobs.readings.read = max(self.jobs.readings.read, running.number)
+        parts = self._parts
+        if parts is not None:
+            parts.jobs.readings.read = max(parts.jobs.readings.read, running.number)
         if plan.chunks and self._is_to_guess(work, plan, took_s):
             self._latencies = Latencies.guessed(work.load, took_s, self.device.layers)
             self.scheduler.pace = self._latencies.forward
             self._is_guessed = True
         work.ran_forward(took_s, running.launched.is_replayed)
-        if work.units and self.parts.join(self.device, self.sharing, work):
+        if work.units and self.parts.join(work):
             self._read_s = self.clock.now_s()  # the next forward begins once both have ended
         work.lasted_s = self._read_s - begins_s
-        if self.jobs:
-            self.parts.settle(self.device)
+        if parts is not None:
+            parts.settle()
         self.requests.accept(running, results, self.clock.latest_s())
         self._suspects.ran(running.suspect, has_tokens=bool(plan.chunks))
 
@@ -411,7 +445,7 @@ class EngineLoop:
         scheduler = self.scheduler
         is_bounded = scheduler.limits.prompt_stretch < math.inf
         is_paced = scheduler.policy.is_paced and not plan.has_prompts
-        return is_bounded or is_paced or self.jobs.have_work
+        return is_bounded or is_paced or (self._parts is not None and self._parts.jobs.have_work)
 
     def _plan(self, now_s: float) -> tuple[Sequence | Job | None, Plan]:
         """Return what has to run alone, if anything, and what is served."""
@@ -424,7 +458,8 @@ class EngineLoop:
             if not plan.chunks:  # there is no room for it now
                 self._suspects.ran(suspect, has_tokens=False)
                 suspect = self._alone = self.jobs.only = None
-        if suspect is None and self.sharing.serves(self.jobs.have_work):
+        parts = self._parts
+        if suspect is None and (parts is None or parts.sharing.serves(parts.jobs.have_work)):
             plan = self.scheduler.plan(now_s)
         for sequence in plan.admitted:
             self._note(Kind.ADMITTED, sequence.id)
@@ -509,10 +544,12 @@ class EngineLoop:
         running = [
             sequence for sequence in self.requests.by_id.values() if sequence.state is State.RUNNING
         ]
-        self.parts.restart()
-        self.jobs.restart()
+        tables = []
+        if self._parts is not None:
+            self._parts.restart()
+            tables = self._parts.jobs.tables
         self.device.reset()
-        self.requests.restart(self.jobs.tables)
+        self.requests.restart(tables)
         for sequence in running:
             self.log.add(Event(now_s, Kind.PREEMPTED, sequence.id))
 
@@ -520,7 +557,8 @@ class EngineLoop:
         """Raise an AssertionError if a page, a sequence or a job is lost, or in two places."""
         self.scheduler.check_integrity()
         self.requests.check_integrity()
-        self.jobs.check_integrity()
+        if self._parts is not None:
+            self._parts.jobs.check_integrity()
 
 
 _FAR = 1 / 16
