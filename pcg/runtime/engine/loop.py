@@ -103,7 +103,7 @@ class EngineLoop:
 
     @property
     def parts(self) -> JobParts:
-        """What runs jobs, and the work of guests; made for the first of them, or by a thread."""
+        """The runner of jobs and of guests' work; made for the first of them, or by a thread."""
         if self._parts is None:
             scheduler, share, rule = self.scheduler, self._options.job_share, self._options.sharing
             jobs = Jobs(scheduler, self.device.cache, int(share * self.pool.size), self._note)
