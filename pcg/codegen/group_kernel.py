@@ -47,12 +47,8 @@ def group_kernel(group: KernelGroup, name: str) -> GroupKernel:
     write = _side_by_side if group.parts else _alone
     levels = zip(*(node.scope.split(".") for node in group.nodes), strict=False)
     scope = ".".join(level[0] for level in takewhile(lambda level: len(set(level)) == 1, levels))
-    source, appends = write(group, name), _appends(group)
+    source, appends = write(group, name), any(group.appended(output) for output in group.outputs)
     return GroupKernel(name, source, group.inputs, group.outputs, scope, appends)
-
-
-def _appends(group: KernelGroup) -> bool:
-    return any(group.appended(output) for output in group.outputs)
 
 
 def _alone(group: KernelGroup, name: str) -> str:

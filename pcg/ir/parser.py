@@ -363,7 +363,7 @@ class _Parser(TokenReader):
         return TensorType(dtype.text, tuple(dims))
 
     def _dim(self) -> Dim:
-        expression = self._product()
+        expression = sympy.Mul(*self._factors())
         size: Size = int(expression) if expression.is_Integer else expression
         if not self.next_is("|", "=", "+"):
             return Dim(size)
@@ -383,9 +383,6 @@ class _Parser(TokenReader):
 
     def _sum(self) -> sympy.Expr:
         return sympy.Mul(*self._sum_factors())
-
-    def _product(self) -> sympy.Expr:
-        return sympy.Mul(*self._factors())
 
     def _sum_factors(self) -> list[sympy.Expr]:
         """The factors of a sum of one term; a longer sum is its own factor."""

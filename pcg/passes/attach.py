@@ -39,7 +39,7 @@ class LayerBypasses:
 
     Attributes:
         at: the networks at each site, in order, one of each kind.
-        biases: sources of the base biases that adapters have their own of.
+        biases: sources of the base biases that adapters replace.
     """
 
     at: Mapping[str, tuple[Bypass, ...]] = field(default_factory=dict)
@@ -47,7 +47,6 @@ class LayerBypasses:
 
     @property
     def key(self) -> object:
-        """A hashable key, equal for layers with the same networks."""
         return frozenset(self.at.items()), self.biases
 
 
@@ -56,12 +55,12 @@ class Bypasses:
     """The bypass networks of a model.
 
     Attributes:
-        at: the networks at each site, in order, one of each kind; those of all layers united.
-        biases: sources of the base biases that adapters have their own of, in any layer.
+        at: the networks at each site, in order, one of each kind, of all layers together.
+        biases: sources of the base biases that adapters replace, in any layer.
         layers: the networks of each layer; empty where every layer has all of them.
         dtype: dtype of the adapters' parameters.
         dropout: probability that an element of a network's input is dropped in training.
-        serving: True if what can be made once of an adapter is a parameter.
+        serving: True if values computed once per adapter are parameters.
     """
 
     at: Mapping[str, tuple[Bypass, ...]] = field(default_factory=dict)
@@ -72,7 +71,7 @@ class Bypasses:
     layers: tuple[LayerBypasses, ...] = ()
 
     def of(self, layer: int | None) -> LayerBypasses:
-        """The networks of a layer; of None, those outside the layers."""
+        """The networks of a layer, or with None those outside the layers."""
         if layer is None or not self.layers:
             return LayerBypasses(self.at, self.biases)
         return self.layers[layer]
@@ -81,7 +80,7 @@ class Bypasses:
         return bool(self.at or self.biases)
 
     def for_serving(self) -> Bypasses:
-        """The networks as serving has them, where adapters of any size meet, without dropout."""
+        """The networks for serving adapters of any size together, without dropout."""
         at = {
             site: _united(each.served() for each in networks) for site, networks in self.at.items()
         }
@@ -89,7 +88,6 @@ class Bypasses:
 
 
 def _united(bypasses: Iterable[Bypass]) -> tuple[Bypass, ...]:
-    """The union of those of each kind, in the order in which kinds come."""
     by_kind: dict[object, Bypass] = {}
     for bypass in bypasses:
         kind = bypass.kind
@@ -100,12 +98,11 @@ def _united(bypasses: Iterable[Bypass]) -> tuple[Bypass, ...]:
 def bypasses_of(
     model: ModelGraph, recipes: Iterable[Recipe], model_type: str, dtype: str
 ) -> Bypasses:
-    """The bypass networks of all recipes.
+    """Collect the bypass networks of all recipes.
 
     Args:
         model: the folded model, without bypass networks.
-        recipes: the adapters' recipes.
-        model_type: the one of config.json, for recipes that name no targets.
+        model_type: the one of config.json, for recipes without targets.
         dtype: the dtype of the adapters' parameters.
     Raises:
         AdapterError: a recipe fits no module of the model, or trains nothing of it.
@@ -146,7 +143,7 @@ def bypasses_of(
 
 @dataclass
 class _Layer:
-    """The networks of one layer, by site, as recipes ask for them one after the other."""
+    """The networks of one layer by site, in the order of the recipes."""
 
     networks: dict[str, list[Bypass]] = field(default_factory=dict)
     biases: set[str] = field(default_factory=set)
@@ -157,13 +154,12 @@ class _Layer:
 
 
 def _places(model: ModelGraph) -> dict[str, tuple[str, int | None]]:
-    """The site of each path that recipes may name, and its layer; None outside the layers."""
+    """The site and layer of each path that recipes may name; layer None outside the layers."""
     layers = {layer_path(layer): (EACH_LAYER, layer) for layer in range(len(model.layers))}
     return {WHOLE_MODEL: (WHOLE_MODEL, None), **layers, **model.linear_places()}
 
 
 def _base_biases(model: ModelGraph) -> list[tuple[str, int | None]]:
-    """The sources of the base's biases, each with every layer that has one."""
     return [
         (parameter.source, layer if "{layer}" in parameter.source else None)
         for parameter, layer in model.parameters()
@@ -179,11 +175,12 @@ VIRTUAL = sympy.Symbol("n", integer=True, positive=True)
 
 
 def attach(model: ModelGraph, bypasses: Bypasses) -> ModelGraph:
-    """The model with bypass networks at the given sites.
+    """Attach bypass networks to a model.
 
     Raises:
-        UnsupportedError: a bias is to be trained whose operator pcg cannot give another, or a site
-            has another size in another layer; named.
+        UnsupportedError: the operator of a trained bias takes no other, or a site has different
+            sizes
+            in two layers.
     """
     shapes = model.linear_sites()
     _require_one_size(model, bypasses)
@@ -247,10 +244,10 @@ def _attach_layers(
 
 
 def embeds(prologue: Graph) -> str:
-    """The name of what the module gives that looks token ids up.
+    """The output of the module that embeds token ids: its last node.
 
-    Its last node: peft hands a model embeddings in place of ids, which some scale within that
-    module (Gemma), and others behind it, a prompt's as any (Granite).
+    peft hands a model embeddings in place of ids. Some models scale them within that module
+    (Gemma), others behind it, and then a prompt's, too (Granite).
     """
     embedding = token_embedding(prologue)
     if embedding is None:
@@ -281,7 +278,7 @@ def _attach_graph(
 
 @dataclass
 class _Place:
-    """A node of the base, and what attaches to it: `pcg.peft.method.Place`."""
+    """A node of the base with its attachments: `pcg.peft.method.Place`."""
 
     _builder: Builder
     _graph: Graph
@@ -299,9 +296,9 @@ class _Place:
             self._stem = self._node.inputs[1].removesuffix(".weight")
 
     def attach(self, prompted: bool) -> str:
-        """Add the node with its bypass networks; returns what stands for its output.
+        """Add the node with its bypass networks; return the value in place of its output.
 
-        `prompted` is True if that is the output of the token embedding.
+        `prompted` is True for the output of the token embedding.
         """
         at = self._here.at
         if (computed := computed_site(self._graph, self._node)) in at:
@@ -331,7 +328,7 @@ class _Place:
     def _require_plain(self) -> None:
         """Refuse a module that computes more than its product, by a hook or in a subclass.
 
-        An adapter would read the module's input and be added to its output, and not the product's.
+        An adapter would read the module's input and be added to its output, not to the product's.
         """
         scope = self._node.scope
         if "{layer}" in self.site and not self.site.endswith(f"{{layer}}.{scope}"):

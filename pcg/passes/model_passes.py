@@ -78,7 +78,7 @@ class FoldTrace(Pass[Traced, Base]):
 
 @dataclass(frozen=True)
 class Attach(Pass[Base, Attached]):
-    """Attach bypass networks, for what serves and, if that is asked for, for what trains."""
+    """Attach bypass networks to the model that serves, and to the one that trains."""
 
     name = "attach"
     bypasses: Callable[[ModelGraph], Bypasses]
@@ -95,7 +95,7 @@ class Attach(Pass[Base, Attached]):
 
 
 class AddLoss(Pass[Attached, WithLoss]):
-    """Put the loss of each token behind the logits of the model to train."""
+    """Append the loss of each token to the logits of the model to train."""
 
     name = "add_loss"
 
@@ -125,7 +125,7 @@ class DifferentiateModel(Pass[WithLoss, Gradients]):
 
 
 def _check_chain(model: ModelGraph) -> None:
-    """Refuse layers that read again what the first is given, whose gradients are a chain's."""
+    """Refuse later layers that read the first layer's inputs, as gradients flow in a chain."""
     first = set(model.prologue.outputs[: len(model.blocks[0].outputs)])
     later = [model.blocks[index] for index in model.layers[1:]]
     for graph in (*later, model.epilogue):
@@ -159,7 +159,7 @@ class Rematerialize(Pass[Gradients, Trained]):
     Attributes:
         costs: the seconds of a rank's nodes; None to count operations.
     Raises:
-        MemoryBudgetError: the least that backward needs is more than the budget.
+        MemoryBudgetError: backward needs more than the budget at least.
     """
 
     name = "rematerialize"
@@ -197,11 +197,7 @@ class Rematerialize(Pass[Gradients, Trained]):
 
 @dataclass(frozen=True)
 class ChooseAttention(Pass[Functions, Functions]):
-    """Let libraries compute the attention that they know.
-
-    Attributes:
-        libraries: the libraries that may be called.
-    """
+    """Name a library for each attention that it can compute."""
 
     name = "choose_attention"
     libraries: tuple[AttentionLibrary, ...] = ()
@@ -240,7 +236,7 @@ def _with_libraries(graph: Graph, libraries: Iterable[AttentionLibrary]) -> Grap
 
 
 class ListFunctions(Pass[Trained, Functions]):
-    """List the functions of a program: of which graph each is, and what it is given and returns."""
+    """List the functions of a program, each with its graph, arguments and results."""
 
     name = "functions"
 

@@ -75,22 +75,22 @@ from pcg.trace import ToTrace
 
 @dataclass(frozen=True)
 class Settings:
-    """The settings that a pipeline is made for.
+    """The settings of a pipeline.
 
     Attributes:
         options: the user's options; above tp=1, the graphs after `parallelize` are one rank's.
         model: the model's name, for the emitted source.
         bypasses: the bypass networks of a base; none by default.
-        costs: the device and links that bypass networks are parallelized for; None if not known.
-        backend: the backend that source is emitted for: "torch" or "triton".
+        costs: the device and links that bypass networks are parallelized for, if known.
+        backend: the backend of the emitted source: "torch" or "triton".
         libraries: those that may compute attention.
-        trains: True to make a model to train, where there are any bypass networks.
+        trains: True to make a model to train, if there are bypass networks.
         windows: True if finetuning takes sequences window by window, through the KV cache.
         whole: True to trace every layer, not one of each kind.
-        step: the sequences, and the tokens of each, that the memory budget is planned for; those of
-            the options by default.
+        step: (sequences, tokens of each) that the memory budget is planned for; by default the
+            options'.
         place: cuts the layers between a base and a client; None for one process.
-        parts: ranks that share the tokens of sequences, of which the options' are those of one.
+        parts: ranks that share the tokens of sequences; the options' tokens are those of one.
     """
 
     options: PlanOptions = field(default_factory=PlanOptions)
@@ -108,7 +108,7 @@ class Settings:
 
     @property
     def budget(self) -> MemoryBudget:
-        """The memory budget with the step that it is planned for."""
+        """The memory budget with its step."""
         budget = dataclasses.replace(self.options.budget, parts=self.parts)
         if self.step is None:
             return budget
@@ -117,7 +117,7 @@ class Settings:
 
     @property
     def device_costs(self) -> DeviceCosts | None:
-        """The costs of a batch on the device; None where they are not known."""
+        """The costs of a batch on the device, if known."""
         if self.costs is None:
             return None
         batch, seq = self.options.batch, self.options.seq
@@ -125,18 +125,16 @@ class Settings:
 
     @property
     def serving_costs(self) -> tuple[DeviceCosts, ...]:
-        """The costs of the steps of a program that serves; empty where they are not known."""
+        """The costs of the steps of a program that serves; empty if unknown."""
         if self.costs is None:
             return ()
         return tuple(self.device_costs_at(self.costs, n, SERVED_CONTEXT) for n in SERVING_TOKENS)
 
     @property
     def rank_costs(self) -> RankCosts | None:
-        """The seconds of a rank's nodes; None where they are not known."""
         return None if self.costs is None else RankCosts(self.costs, self.options.tp)
 
     def device_costs_at(self, costs: CostModel, tokens: int, context: int) -> DeviceCosts:
-        """The costs of so many tokens that attend to so many, by a device's."""
         steps = self.options.gradient_accumulation_steps
         return DeviceCosts(costs, self.options.tp, tokens, context, steps)
 
@@ -164,24 +162,22 @@ class Pipeline:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The names by which users know states of the compilation, in order."""
+        """The names of the compilation's states for users, in order."""
         labels = (names for stage in self.stages for _, names in stage.flat())
         return tuple(dict.fromkeys(name for names in labels for name in names))
 
     def base(self, model: ToTrace, observe: Observer | None = None) -> Base:
-        """The model without bypass networks."""
         folded = self.fold.run(self.trace.run(model, observe), observe)
         return self.raise_operators.run(folded, observe)
 
     def trained(self, attached: Attached, observe: Observer | None = None) -> Trained:
-        """The graphs of a program, not fused yet, from models with bypass networks."""
+        """The graphs of a program before fusion, from models with bypass networks."""
         sharded = self.parallelize.run(attached, observe)
         pruned = self.prune.run(self.differentiate.run(sharded, observe), observe)
         placed = self.place.run(pruned, observe)
         return self.rematerialize.run(self.compress.run(placed, observe), observe)
 
     def emitted(self, base: Base, observe: Observer | None = None) -> Emitted:
-        """The graphs and source that serve and train, from a model without bypass networks."""
         trained = self.trained(self.attach.run(base, observe), observe)
         return self.emit.run(self.fuse.run(trained, observe), observe)
 
@@ -303,11 +299,7 @@ def settings_of(
     options: CompileOptions,
     place: CallPieces | None = None,
 ) -> Settings:
-    """Return the settings of a pipeline for a program's own options.
-
-    Args:
-        place: cuts the layers between a base and a client; None for one process.
-    """
+    """The settings of a pipeline for a program's own options."""
     model_type = str(config["model_type"])
 
     def bypasses(base: ModelGraph) -> Bypasses:
@@ -320,11 +312,7 @@ def settings_of(
 
 @dataclasses.dataclass(frozen=True)
 class BaseSpecialiser:
-    """Compiles a program's base anew.
-
-    Attributes:
-        place: cuts the layers between a base and a client; None for one process.
-    """
+    """Compiles a program's base again; `place` cuts its layers between base and client."""
 
     place: CallPieces | None = None
 

@@ -48,7 +48,7 @@ def client_graphs(split: SplitGraph, cut: Cut) -> tuple[Graph, Graph | None]:
 
 @dataclass
 class _Part:
-    """The client's forward or backward as far as it is written."""
+    """The client's forward or backward under construction."""
 
     nodes: list[Node] = field(default_factory=list)
     values: set[str] = field(default_factory=set)
@@ -91,7 +91,7 @@ class _Writer:
         return written, self._backward(backward[0]) if backward else None
 
     def _client(self, waiting: int, has: int) -> tuple[int, int]:
-        """Run the nodes that find what they read; returns those that do not, and what is there."""
+        """Run every node with available inputs; return the remaining nodes and available values."""
         for number in bits(waiting):
             node = self.problem.nodes[number]
             if mask_of(node.reads) & ~has:
@@ -108,13 +108,12 @@ class _Writer:
         return waiting, has
 
     def _append(self, node: Node) -> None:
-        """Write a node behind all that it reads."""
         for name in node.inputs:
             self._provide(name)
         self.parts[-1].append(node)
 
     def _provide(self, name: str) -> None:
-        """Have a value in the part that is written, by views and by what weights alone make."""
+        """Make a value available in the current part, by views and by nodes of weights alone."""
         part = self.parts[-1]
         if name in part.values or name in self.parameters:
             return
@@ -126,7 +125,6 @@ class _Writer:
         self._append(maker)
 
     def _call(self, trip: RoundTrip) -> None:
-        """Write the call of a piece."""
         names = self.problem.values
         nodes = [self.problem.nodes[n].name for n in bits(trip.nodes | trip.repeated)]
         sent = [names[value].name for value in bits(trip.sent)]
@@ -166,7 +164,6 @@ class _Writer:
         )
 
     def _at_end(self, part: _Part, name: str) -> None:
-        """Write a view that is an output."""
         kept, self.parts = self.parts, self.parts[: self.parts.index(part) + 1]
         self._provide(name)
         self.parts = kept
@@ -184,10 +181,9 @@ class LayerCut:
     """The cut of some layers of a program.
 
     Attributes:
-        name: the graph's name.
-        trains: True if it is of their forward and backward.
+        trains: True for their forward and backward.
         cut: None where each product is a call.
-        reason: why that is so; empty otherwise.
+        reason: the reason for None; empty otherwise.
     """
 
     name: str
@@ -200,13 +196,12 @@ class LayerCut:
 class CallPieces(Pass[Gradients, Gradients]):
     """Have the client's layers call the base for the pieces of the cheapest cut.
 
-    A graph whose cut cannot be searched or written stays as it is, and each of its products is a
-    call.
+    A graph without a cut that can be searched and written stays: each of its products is a call.
 
     Attributes:
         serving: costs of a step that generates.
         training: costs of a step that trains.
-        tell: is told of each cut.
+        tell: called with each cut.
     """
 
     name = "place"
@@ -286,7 +281,6 @@ class Placed:
 
     @property
     def graphs(self) -> Named:
-        """The graphs of all pieces, each under its step's name."""
         steps = {"decode": self.decode, "prefill": self.prefill, "training": self.training}
         return {
             f"{name}.{piece.graph.name}": piece.graph
@@ -301,13 +295,10 @@ class Placed:
 class Place(Pass[Gradients, Placed]):
     """Cut the graphs between a base and a client.
 
-    It runs behind `prune`: of a forward's values, those that backward reads are to be kept by the
-    client, or made again by the base, which keeps nothing.
+    It runs behind `prune`: the client keeps those values of a forward that backward reads, or the
+    base, which keeps nothing, makes them again.
 
     Attributes:
-        base: the cost model of the base's device.
-        client: that of the client's.
-        link: the link between them.
         batch: sequences of a step.
         seq: tokens of each.
         privacy: send linear operators alone.
@@ -351,7 +342,6 @@ _Counted = tuple[str, int, Graph, Graph | None]
 
 
 def _served(model: ModelGraph) -> tuple[_Counted, ...]:
-    """Return the graphs of a model, each with its name and the number of layers that it is of."""
     blocks = [
         (block.name, model.layers.count(index), block, None)
         for index, block in enumerate(model.blocks)
@@ -362,8 +352,6 @@ def _served(model: ModelGraph) -> tuple[_Counted, ...]:
 
 
 def _trained(model: ModelGradients) -> Iterable[_Counted]:
-    """Return the graphs of a step that trains, with their backwards."""
-
     def pair(name: str, count: int, gradients: Differentiated) -> _Counted:
         return name, count, gradients.graph, gradients.backward
 

@@ -62,7 +62,7 @@ REFUSED: dict[str, str] = {
 
 @dataclass(frozen=True)
 class GraphFile:
-    """The graphs of a file, those that were differentiated with their backward."""
+    """The graphs of a file, differentiated ones with their backward."""
 
     items: tuple[Graph | Differentiated, ...]
 
@@ -81,7 +81,6 @@ class GraphFile:
         }
 
     def check(self) -> None:
-        """Check the interfaces of a model's graphs, and of graphs and their backward."""
         model = _model(self)
         if model is not None:
             check_model(model)
@@ -131,7 +130,7 @@ class OnFile(Pass[GraphFile, GraphFile]):
 
 
 def _model(file: GraphFile) -> ModelGraph | None:
-    """The model that a file's graphs are; None if they are none."""
+    """The model that a file's graphs make up, or None."""
     graphs = file.every
     names = [graph.name for graph in graphs]
     if len(names) < 3 or (names[0], names[-1]) != ("prologue", "epilogue"):
@@ -142,10 +141,10 @@ def _model(file: GraphFile) -> ModelGraph | None:
 
 
 def run_text(text: str, passes: str | None) -> str:
-    """Text IR after some passes, as the module's docstring has them; after none for None.
+    """Run passes over text IR; None for no passes.
 
     Raises:
-        PassError: a pass is not known, is refused or failed.
+        PassError: a pass is unknown, refused or failed.
         IrError: the text is no IR, or breaks its rules.
     """
     graphs = parse_graphs(text)
@@ -170,10 +169,10 @@ _OPTION = re.compile(r"\s*(\w+)\s*=\s*(\([^()]*\)|[^,()\s]+)\s*(,|$)")
 
 
 def parse_passes(text: str) -> tuple[Pass[Any, Any], ...]:
-    """The passes of a text such as `fold,raise,localize{degree=4}`.
+    """Parse the passes of a text such as `fold,raise,localize{degree=4}`.
 
     Raises:
-        PassError: a name, an option or a value is wrong; those that there are are named.
+        PassError: a name, an option or a value is wrong; lists the right ones.
     """
     passes: list[Pass[Any, Any]] = []
     position = 0

@@ -29,9 +29,9 @@ _HEADS, _FEATURES = -2, -1
 
 @dataclass(frozen=True)
 class RepeatHeads(GraphPass):
-    """Give attentions of a layer KV heads that so many ranks divide.
+    """Repeat a layer's KV heads so that `degree` ranks divide them.
 
-    `attentions` names those of which each rank has heads.
+    `attentions` names the attentions that ranks share by heads.
     """
 
     name = "repeat_heads"
@@ -67,7 +67,7 @@ class RepeatedRows:
     """The values and weights of a layer that repeat when its attentions' KV heads do.
 
     Attributes:
-        copies: how often each KV head comes.
+        copies: number of copies of each KV head.
     """
 
     def __init__(self, graph: Graph, copies: int) -> None:
@@ -77,7 +77,7 @@ class RepeatedRows:
         self._reads: set[tuple[str, int]] = set()
 
     def take(self, attentions: Iterable[str]) -> bool:
-        """Repeat what these attentions read; False where it cannot move up to weights."""
+        """Repeat the inputs of these attentions; False if that cannot move up to weights."""
         for node in self.graph.nodes:
             if node.name in attentions:
                 for place in (1, 2):
@@ -110,7 +110,7 @@ class RepeatedRows:
         return all(self._moves(node.inputs[place], at) for place, at in dims.items())
 
     def _dims_of_inputs(self, node: Node, dim: int) -> Mapping[int, int] | None:
-        """The dims of inputs, by their places, whose entries make those of the output's dim."""
+        """The dims of inputs, by index, that make up a dim of the output."""
         types = tuple(self.graph.types[name] for name in node.inputs)
         if node.op == "reshape":
             *_, width = types[0].features
@@ -122,7 +122,7 @@ class RepeatedRows:
 
     @property
     def parameters(self) -> Mapping[str, Layout]:
-        """The weights whose rows repeat, and that ranks hold parts of them."""
+        """The layouts of the weights with repeated rows: parts of them."""
         types = self.graph.types
         return {
             name: partitioned(-len(types[name].dims))
@@ -131,7 +131,6 @@ class RepeatedRows:
         }
 
     def repeated(self) -> Graph:
-        """The graph with them repeated."""
         parameters = tuple(map(self._parameter, self.graph.parameters))
         nodes = tuple(map(self._node, self.graph.nodes))
         return self.graph.replace(parameters=parameters, nodes=nodes)
@@ -162,9 +161,9 @@ class RepeatedRows:
 
 @dataclass(frozen=True)
 class RepeatHeadsOfModels(Pass[Prepared, Prepared]):
-    """Give the attentions of which ranks have heads by the base's plan KV heads, in each model.
+    """Repeat the KV heads of attentions that the base's plan shares by heads, in each model.
 
-    `moves` is False where a user's plan says how weights are held.
+    `moves` is False where a user's plan gives the weights' layouts.
     """
 
     name = RepeatHeads.name
@@ -215,6 +214,6 @@ class RepeatHeadsOfModels(Pass[Prepared, Prepared]):
 
 
 def _copies(graph: Graph, attention: Node, degree: int) -> int:
-    """The copies of a KV head with which each rank has one; 1 where rows are not repeated."""
+    """The copies of a KV head that give each rank one; 1 where rows are not repeated."""
     kv_heads = int(graph.types[attention.inputs[1]].features[_HEADS])
     return degree // kv_heads if degree % kv_heads == 0 else 1

@@ -120,13 +120,13 @@ class _Sharder:
 
 @dataclass(frozen=True)
 class PlanBase(Pass[Attached, Prepared]):
-    """Choose the layouts of the base's weights, from each layer's own graph or as the user says.
+    """Choose the layouts of the base's weights, from each layer's graph or by the user's plan.
 
     Attributes:
         degree: the number of ranks.
-        styles: the user's plan, a style by module path; empty to read Megatron's off the graph.
+        styles: the user's plan, a style by module path; empty to derive Megatron's from the graph.
     Raises:
-        ParallelError: the degree divides neither heads nor products; those that do are named.
+        ParallelError: the degree divides neither heads nor products; names the degrees that do.
     """
 
     name = "plan_base"
@@ -144,15 +144,15 @@ class Shard(Pass[Prepared, Sharded]):
 
     Attributes:
         degree: the number of ranks.
-        costs: the costs that bypass networks to train are parallelized by; bytes between ranks by
-            default.
-        steps: the costs of the steps of a program that serves, whose bypass networks have the
-            layouts that are best for all of them together; `costs` by default.
+        costs: costs for bypass networks to train; bytes between ranks by default.
+        steps: costs of the steps of a program that serves, for one layout that is best for all of
+            them
+            together; `costs` by default.
         sequence_parallel: True if ranks hold parts of the tokens between the base's products.
-        budget: what a training step may save for backward; where that is a number of bytes that
-            binds, layouts are chosen together with what is kept (`pcg.passes.memory.joint`).
-        rank_costs: the seconds of a rank's nodes; None where they are not known.
-        is_lossy: True if what is saved may be in codes (`pcg.passes.graphs.lossy`).
+        budget: what a training step may save for backward; a binding number of bytes has layouts
+            chosen together with the saved values (`pcg.passes.memory.joint`).
+        rank_costs: the seconds of a rank's nodes, if known.
+        is_lossy: True if values may be saved in codes (`pcg.passes.graphs.lossy`).
     """
 
     name = "shard"
@@ -182,7 +182,7 @@ class Shard(Pass[Prepared, Sharded]):
     def _joint(
         self, prepared: Prepared, base: ModelGraph, searches: tuple[Search, ...]
     ) -> Joint | None:
-        """Layouts that are chosen with what is kept; None where no number of bytes binds."""
+        """Layouts chosen with the saved values; None where no number of bytes binds."""
         model = prepared.training
         if model is None or self.rank_costs is None or self.budget.size_bytes is None:
             return None
@@ -208,9 +208,9 @@ class Shard(Pass[Prepared, Sharded]):
     def search(
         self, block: Graph, plain: Graph, layouts: Mapping[str, Layout], trains: bool = True
     ) -> Search:
-        """The search for a layer's bypass networks, under the plan of the base's own layer.
+        """The search for a layer's bypass networks, under the plan of the base's layer.
 
-        `plain` is the same layer without bypass networks, with the layouts of its weights.
+        `plain` is the same layer without bypass networks, `layouts` are those of its weights.
         """
         sequence, degree = self.sequence_parallel, self.degree
         rules = base_rules(plain, degree, tuple(layouts.items()), sequence)
@@ -222,7 +222,7 @@ class Shard(Pass[Prepared, Sharded]):
     def _mixed(
         self, plain: Graph, layouts: Mapping[str, Layout], rules: Mapping[str, Sharding]
     ) -> MixedCosts:
-        """The costs of all steps that serve, each as a share of what the base alone takes."""
+        """The costs of all steps that serve, each relative to the base alone."""
         weighed = []
         for costs in self.steps:
             search = Search(
@@ -232,7 +232,6 @@ class Shard(Pass[Prepared, Sharded]):
         return MixedCosts(weighed)
 
     def searches(self, model: ModelGraph, prepared: Prepared, trains: bool) -> tuple[Search, ...]:
-        """The searches for the bypass networks of each layer of a model."""
         places = zip(model.blocks, prepared.base_blocks(model), strict=True)
         return tuple(
             self.search(block, prepared.base.blocks[place], prepared.layouts[place], trains)
@@ -254,7 +253,6 @@ class Shard(Pass[Prepared, Sharded]):
         searches: tuple[Search, ...],
         plans: tuple[ParallelPlan, ...],
     ) -> ModelGraph:
-        """The model with layouts, by the plans of its blocks."""
         blocks = tuple(
             shard(search.graph, self.degree, plan)
             for search, plan in zip(searches, plans, strict=True)
@@ -280,9 +278,9 @@ class Shard(Pass[Prepared, Sharded]):
 def base_rules(
     plain: Graph, degree: int, layouts: tuple[tuple[str, Layout], ...], sequence_parallel: bool
 ) -> Mapping[str, Sharding]:
-    """The way of each node of a layer without bypass networks, of the fewest bytes between ranks.
+    """The cheapest rule of each node of a layer without bypass networks, in bytes between ranks.
 
-    It is the same for all that is attached to the layer.
+    It is cached, as it is the same for every attachment.
     """
     ends = token_sharded_ends(plain) if sequence_parallel else Constraints()
     fixed = dataclasses.replace(ends, layouts=dict(layouts))
@@ -292,7 +290,7 @@ def base_rules(
 
 
 def _carried_layouts(model: ModelGraph, *, is_first: bool) -> Constraints:
-    """Parts of the tokens of what the prologue hands the first layer, or the last the epilogue."""
+    """Parts of the tokens for the prologue's carried outputs, or the epilogue's inputs."""
     count = len(model.blocks[0].outputs)
     if is_first:
         types, outputs = model.prologue.types, model.prologue.outputs[:count]
@@ -301,7 +299,7 @@ def _carried_layouts(model: ModelGraph, *, is_first: bool) -> Constraints:
 
 
 def _vocabulary(base: ModelGraph, degree: int, *, is_first: bool) -> dict[str, Layout]:
-    """Rows of the token embedding, or of the output's weight, on each rank, if equally many."""
+    """Rows of the token embedding, or of the output's weight, if the ranks divide them."""
     if is_first:
         graph, node = base.prologue, token_embedding(base.prologue)
         weights = [] if node is None else [node.inputs[0]]

@@ -89,7 +89,7 @@ class Attached:
         check_logits((self.base, self.serving, self.training))
 
     def base_blocks(self, model: ModelGraph) -> tuple[int, ...]:
-        """The index of the base's block of which each block of a model with networks is made."""
+        """The index of the base's block that each block of a model comes from."""
         base_of = dict(zip(model.layers, self.base.layers, strict=True))
         return tuple(base_of[block] for block in range(len(model.blocks)))
 
@@ -107,9 +107,9 @@ class Attached:
 
 @dataclass(frozen=True)
 class Prepared(Attached):
-    """Models whose base is planned over ranks, with products and heads that ranks can divide.
+    """Models with the base planned over ranks, and with products and heads that ranks divide.
 
-    `layouts` has for each block of the base the layouts of its weights by name.
+    `layouts` has the layouts of the weights by name for each block of the base.
     """
 
     layouts: tuple[Mapping[str, Layout], ...]
@@ -123,10 +123,9 @@ class Prepared(Attached):
 class Sharded(Prepared):
     """Models over ranks: first with layouts in their types, then the graphs of one rank.
 
-    `typed` is the model with layouts that is trained, or serves where none is, `searches` and
-    `plans` are those of its blocks. `joint` has the plans that were weighed with what backward
-    keeps; None where no number of bytes binds. `serving_searches` and `serving_plans` are those of
-    the blocks of the model that serves.
+    `typed` is the model with layouts that trains, or serves where none trains, with `searches` and
+    `plans` of its blocks. `joint` has the plans chosen with the saved values; None where no number
+    of bytes binds. `serving_searches` and `serving_plans` are those of the model that serves.
     """
 
     typed: ModelGraph
@@ -164,8 +163,7 @@ class ModelGradients:
     """A model to train, differentiated.
 
     Attributes:
-        model: the model.
-        kinds: the model's layers, those that are differentiated alike together.
+        kinds: the model's layers, grouped by equal gradients.
         prologue: the prologue and its backward; None where it trains nothing.
         loss: the epilogue with the loss, and its backward.
     """
@@ -201,14 +199,13 @@ class ModelGradients:
 
 @dataclass(frozen=True)
 class TrainedModel:
-    """A model to train, and what its forward saves.
+    """A model to train, with the values that its forward saves.
 
     Attributes:
-        model: the model.
         frontiers: the ways in which its layers can save and recompute.
-        plan: the plan that is taken, with its graphs.
-        prologue: backward of the prologue, from its inputs and the gradients of what the first
-            layer is given; None where it trains nothing.
+        plan: the chosen plan, with its graphs.
+        prologue: backward of the prologue, from its inputs and the gradients of the first layer's
+            inputs; None where it trains nothing.
         prologue_trained: the parameters that it trains.
         epilogue: hidden states and targets to loss and gradients, in one graph.
         epilogue_trained: the parameters that it trains.
@@ -239,7 +236,6 @@ class TrainedModel:
         return replace(self, plan=self.plan.map(change))
 
     def with_source(self, source: str) -> Training:
-        """The graphs as the program keeps them, with their emitted source."""
         return Training(
             self.model,
             self.plan.plans,
@@ -287,7 +283,6 @@ class Gradients(ServedAndTrained[ModelGradients]):
         return Gradients(self.serving, replace(self.training, kinds=kinds))
 
     def map_all(self, change: Callable[[Differentiated], Differentiated]) -> Gradients:
-        """The stage with the gradients of layers, prologue and loss changed."""
         stage = self.map_layers(change)
         if stage.training is None:
             return stage
@@ -326,7 +321,7 @@ class Trained(ServedAndTrained[TrainedModel]):
         return self.map_layers(changed)
 
     def map_losses(self, change: Callable[[Graph], Graph]) -> Trained:
-        """The stage with the epilogue that trains, and the loss alone, changed."""
+        """Change the epilogue that trains, and the loss alone."""
         if self.training is None:
             return self
         epilogue, loss = change(self.training.epilogue), change(self.training.loss)
@@ -335,10 +330,7 @@ class Trained(ServedAndTrained[TrainedModel]):
 
 @dataclass(frozen=True)
 class Functions:
-    """The functions that serve and train, each a graph and how its source hands values in and out.
-
-    `trained` has the graphs that the program keeps.
-    """
+    """The functions that serve and train; `trained` has the graphs that the program keeps."""
 
     trained: Trained
     serving: tuple[Function, ...]
@@ -351,7 +343,7 @@ class Functions:
         return {**serving, **training}
 
     def check(self) -> None:
-        """Check that each function still takes and returns what the graph it is made of does."""
+        """Check that each function keeps the signature of its graph."""
         self.trained.check()
         serving, training = functions_of(self.trained)
         pairs = zip((*serving, *training), (*self.serving, *self.training), strict=True)

@@ -48,7 +48,7 @@ from pcg.passes.graphs.pass_base import GraphPass, ModelPass, unused_name
 
 @dataclass(frozen=True)
 class SplitCacheAppend(GraphPass):
-    """Let nodes of their own append keys and values to the cache, before attention.
+    """Append keys and values to the cache by nodes before attention.
 
     Attributes:
         sizes: sizes of heads that attention's kernels take; other attention appends for itself.
@@ -78,7 +78,7 @@ class SplitCacheAppend(GraphPass):
         return before.replace(nodes=tuple(nodes))
 
     def splits(self, graph: Graph, node: Node) -> bool:
-        """Return whether the kernel that makes an attention's keys appends for it."""
+        """Return whether the kernel that makes an attention's keys appends them."""
         q, k, v = (graph.types[name] for name in node.inputs[:3])
         sizes = {q.features[-1], v.features[-1]}
         known = sizes.issubset(self.sizes) and q.dtype in self.dtypes
@@ -97,7 +97,7 @@ def _is_made_by_a_kernel(graph: Graph, value: str) -> bool:
 
 
 class DeferResidualAdd(ModelPass):
-    """Make the sums where they are read, where every layer ends in such a sum."""
+    """Move the sum that ends every layer to its readers."""
 
     name = "defer_residual_add"
 
@@ -138,13 +138,13 @@ def _last_sum(block: Graph) -> Node | None:
 
 
 def _is_there(block: Graph, name: str) -> bool:
-    """Return whether a value lies in memory, whatever kernel adds it."""
+    """Return whether a value is in memory, whatever kernel adds it."""
     maker = block.producers.get(name)
     return maker is None or not is_fusible(block, maker) or len(block.consumers[name]) > 1
 
 
 def _summed(graph: Graph) -> Graph:
-    """The graph with the sum of two inputs in place of the input that was the sum."""
+    """Replace the input that was the sum by the sum of two inputs."""
     x = graph.inputs[0]
     names = (unused_name(name, graph.types) for name in ("residual", "branch"))
     summands = [Value(name, x.type) for name in names]
@@ -156,7 +156,7 @@ def _summed(graph: Graph) -> Graph:
 
 
 class DeferLora(ModelPass):
-    """Make the sums of products and their LoRA where they are read, where groups can."""
+    """Move the sums of products and their LoRA to their readers, where these are groups."""
 
     name = "defer_lora"
 
@@ -189,7 +189,7 @@ class DeferLora(ModelPass):
 
 
 def _carried(model: ModelGraph) -> list[int]:
-    """Indices of what layers return whose LoRA the next layer, and the epilogue, can add."""
+    """Indices of the layers' outputs with LoRA that the next layer, and the epilogue, can add."""
     count = len(model.blocks[0].outputs)
     graphs = (*model.blocks, model.epilogue)
     return [
@@ -200,7 +200,7 @@ def _carried(model: ModelGraph) -> list[int]:
 
 
 def _of_one_lora(graph: Graph) -> Iterator[str]:
-    """Names that a graph returns once, and reads nowhere, of products by one weight with LoRA."""
+    """Outputs of LoRA products that the graph returns once, and reads nowhere."""
     for node in graph.nodes:
         if node.op == "lora_linear" and len(node.outputs) == 1:
             name = node.outputs[0].name
@@ -209,7 +209,7 @@ def _of_one_lora(graph: Graph) -> Iterator[str]:
 
 
 def _is_read_by_groups(graph: Graph, name: str) -> bool:
-    """Return whether nodes that groups can have, and no others, read a value, also by views."""
+    """Return whether all readers of a value, also by views, are nodes of groups."""
     if name in graph.outputs or not graph.consumers.get(name):
         return False
     return all(_is_of_a_group(graph, name, reader) for reader in graph.consumers[name])
@@ -228,10 +228,7 @@ def _is_of_a_group(graph: Graph, name: str, reader: Node) -> bool:
 
 
 def _deferred(graph: Graph, returned: Collection[str]) -> _Deferred:
-    """The graph with the LoRA deferred of each product whose sums are returned or read by groups.
-
-    What is returned stays without it.
-    """
+    """Defer the LoRA of each product whose sums are returned or read by groups."""
     taken = {*graph.types}
     nodes: list[Node] = []
     summands: dict[str, str] = {}
@@ -270,7 +267,7 @@ def _deferred(graph: Graph, returned: Collection[str]) -> _Deferred:
 
 @dataclasses.dataclass(frozen=True)
 class _Deferred:
-    """A graph, and the names of the summands of what it returns without them."""
+    """A graph, and the names of the summands that its outputs do not include."""
 
     graph: Graph
     summands: Mapping[str, str]
@@ -281,7 +278,7 @@ def _adapted(node: Node) -> list[str]:
 
 
 def _returned(left: _Deferred, before: Graph, carried: Collection[int]) -> Graph:
-    """The graph that returns the summands, too; where there is none, one of nothing."""
+    """Return the summands, too; an empty one where an output has none."""
     graph = left.graph
     nodes, outputs = [*graph.nodes], [*graph.outputs]
     for index in carried:
@@ -297,7 +294,7 @@ def _returned(left: _Deferred, before: Graph, carried: Collection[int]) -> Graph
 
 
 def _received(graph: Graph, carried: Collection[int], count: int) -> Graph:
-    """The graph with the sums of what it is given and its LoRA, in place of the sums."""
+    """Replace inputs that were sums by the sums of an input and its LoRA summand."""
     inputs, sums = [*graph.inputs], []
     taken = {*graph.types}
     for place, index in enumerate(carried):
@@ -313,7 +310,7 @@ def _received(graph: Graph, carried: Collection[int], count: int) -> Graph:
 
 
 def _with_nothing(graph: Graph, place: int, like: str) -> Graph:
-    """The graph that returns a summand of nothing at a place among its outputs."""
+    """Return an empty summand at a place among the outputs."""
     nothing = Value(unused_name("nothing", graph.types), graph.types[like])
     outputs = (*graph.outputs[:place], nothing.name, *graph.outputs[place:])
     nodes = (*graph.nodes, Node("nothing_deferred", (like,), (nothing,)))

@@ -29,7 +29,7 @@ from pcg.passes.graphs.pass_base import GraphPass
 
 
 class FuseGradients(GraphPass):
-    """Put such gradients of a layer's backward in one operator each, where that is possible."""
+    """Fuse the gradients of a layer's backward that one operator can compute."""
 
     name = "fuse_gradients"
 
@@ -63,7 +63,7 @@ def in_order(nodes: Sequence[Node]) -> tuple[Node, ...]:
 
 
 def depends(graph: Graph, values: Iterable[str], on: Collection[Node]) -> bool:
-    """Return whether one of the values depends on the outputs of some nodes."""
+    """Return whether one of the values depends on outputs of `on`."""
     waiting, seen = [*values], set[str]()
     while waiting:
         node = graph.producers.get(waiting.pop())
@@ -79,7 +79,7 @@ _VECTORS = {"inner": "asked_inner", "sum_tokens": "asked_sum_tokens"}
 
 
 def _asked(graph: Graph, node: Node) -> Node:
-    """The node, requested from the caller if it is the gradient of a vector or of a fused A."""
+    """The node as a request to the caller, for the gradient of a vector or of a fused A."""
     of = ("of", node.name)
     if node.op in _VECTORS:
         return dataclasses.replace(node, op=_VECTORS[node.op], attributes=(*node.attributes, of))
@@ -90,7 +90,7 @@ def _asked(graph: Graph, node: Node) -> Node:
 
 
 def _fused(graph: Graph, base: Node) -> Graph:
-    """The graph with one base product's LoRA in one operator with it."""
+    """Fuse one base product's LoRA with it."""
     gradient, weight = base.inputs
     parameter = graph.parameters_by_name.get(weight)
     of_gradient = graph.consumers[gradient]
@@ -114,9 +114,9 @@ def _fused(graph: Graph, base: Node) -> Graph:
 
 
 def _path(graph: Graph, base: Node, down: Node) -> tuple[str, Sequence[Node]] | None:
-    """LoRA's summand, and the sums from the first that has it or the base's to that of both.
+    """The sums from LoRA's summand, or the base's, to the sum of both.
 
-    None where they are not summands of one sum, and where another reads a part of it on the way.
+    None where no sum has both, or where another node reads a part of it on the way.
     """
     lora = down.name
     reader, *others = graph.consumers[lora]
@@ -175,7 +175,7 @@ def _with_operator(
 
 
 def _with_bottleneck(graph: Graph, inner: Node) -> Graph:
-    """The graph with the gradients of one bottleneck adapter in one operator."""
+    """Fuse the gradients of one bottleneck adapter."""
     s, bias = inner.inputs
     readers = graph.consumers
     for outer in readers.get(inner.name, ()):
@@ -208,6 +208,6 @@ def _with_bottleneck(graph: Graph, inner: Node) -> Graph:
 
 
 def _reader(readers: Mapping[str, Sequence[Node]], value: str, op: str, last: str) -> Node | None:
-    """The node of an operator that reads a value and, behind it, another one."""
+    """The node of an operator that reads `value` and then `last`."""
     nodes = (n for n in readers.get(value, ()) if n.op == op and n.inputs == (value, last))
     return next(nodes, None)

@@ -65,7 +65,6 @@ def _joined(nodes: list[Node]) -> Node:
 
 
 def _common_scope(nodes: list[Node]) -> str:
-    """The path of the innermost module that holds all nodes."""
     levels = zip(*(node.scope.split(".") for node in nodes), strict=False)
     return ".".join(level[0] for level in takewhile(lambda level: len(set(level)) == 1, levels))
 
@@ -105,7 +104,7 @@ class FuseLora(GraphPass):
 
 
 def _loras_of(graph: Graph, node: Node) -> dict[int, tuple[Node, Node]]:
-    """The shrink and the expand_add of each output that has LoRA, where these alone read the s."""
+    """The shrink and expand_add of each output with LoRA, if no other node reads the s."""
     pairs = {
         i: pair
         for i, value in enumerate(node.outputs)
@@ -121,7 +120,7 @@ def _loras_of(graph: Graph, node: Node) -> dict[int, tuple[Node, Node]]:
 
 
 def _lora_of(graph: Graph, x: str, y: str) -> tuple[Node, Node] | None:
-    """The shrink of x and the expand_add onto y, where y is read by nothing else."""
+    """The shrink of x and the expand_add onto y, if y has no other reader."""
     readers = graph.consumers.get(y, ())
     if y in graph.outputs or len(readers) != 1:
         return None
@@ -137,7 +136,7 @@ def _lora_of(graph: Graph, x: str, y: str) -> tuple[Node, Node] | None:
 
 
 class FuseLoss(GraphPass):
-    """Put a head and its loss, with the gradient where there is one, in one operator."""
+    """Join a head and its loss, with the gradient if there is one."""
 
     name = "fuse_loss"
 
@@ -169,7 +168,7 @@ class FuseLoss(GraphPass):
 
 
 def _chain(graph: Graph, value: str, through: tuple[str, ...]) -> Iterator[Node]:
-    """The nodes that a value comes from, back through unary ones to the first of another kind."""
+    """The nodes behind a value, through unary operators to the first of another kind."""
     while True:
         node = graph.producers[value]
         yield node
@@ -179,7 +178,7 @@ def _chain(graph: Graph, value: str, through: tuple[str, ...]) -> Iterator[Node]
 
 
 def _scale_and_cap(factors: Iterable[Node]) -> tuple[float, float] | None:
-    """Scale and soft cap of the logits, as some operators make them; None for anything else."""
+    """Scale and soft cap of the logits; None for other operators than these."""
     before, after, tanhs = 1.0, 1.0, 0
     for node in factors:
         if node.op == "tanh":

@@ -49,7 +49,7 @@ MOST_VALUES = 24
 
 
 class GroupKernels(GraphPass):
-    """Say which nodes of a graph one kernel runs."""
+    """Group the nodes of a graph that one kernel runs."""
 
     name = "group_kernels"
 
@@ -60,14 +60,14 @@ class GroupKernels(GraphPass):
 
 
 def grouped(graph: Graph, name: str) -> KernelGraph:
-    """The graph, for a pass that runs behind `group_kernels`; a PassError where none has."""
+    """The graph with its groups. PassError: `group_kernels` has not run."""
     if not isinstance(graph, KernelGraph):
         raise PassError(f"pass {name!r} runs behind 'group_kernels'; put that before it")
     return graph
 
 
 class _Grouping:
-    """Groups under way; a group is known by the place of one of its nodes in the graph."""
+    """Groups under construction; a group is known by the index of one of its nodes."""
 
     def __init__(self, graph: Graph) -> None:
         self._graph = graph
@@ -96,7 +96,7 @@ class _Grouping:
         return KernelGroup(self._graph, tuple(self._graph.nodes[i] for i in sorted(members)))
 
     def _join(self, i: int, j: int) -> None:
-        """Make one group of those of two nodes, if one kernel can run both."""
+        """Join the groups of two nodes, if one kernel can run both."""
         first, second = self._owner[j], self._owner[i]
         both = self._members[first] + self._members[second]
         if first != second and _fits(self._group(both)) and not self._has_detour(first, second):
@@ -113,7 +113,7 @@ class _Grouping:
                 yield from ((other, fusible[0]) for other in fusible[1:])
 
     def _has_detour(self, first: int, second: int) -> bool:
-        """Return whether a path leads from one group to another through nodes of neither."""
+        """Return whether a path between two groups passes through other nodes."""
 
         def readers(group: int) -> set[int]:
             return {
@@ -147,14 +147,14 @@ def is_fusible(graph: Graph, node: Node) -> bool:
 
 
 def _loads_in_common(group: KernelGroup, other: KernelGroup) -> bool:
-    """Return whether two groups share two inputs or more that are as large as what leaves them."""
+    """Return whether two groups share two inputs of the size of their outputs."""
     types, size = group.graph.types, group.type.features
     both = {*group.inputs} & {*other.inputs} - group.graph.parameters_by_name.keys()
     return sum(prod(types[name].features) == prod(size) for name in both) > 1
 
 
 def _fits(group: KernelGroup) -> bool:
-    """Return whether one kernel can run a group, as far as its types go."""
+    """Return whether one kernel can run a group, by its types."""
     types: Mapping[str, TensorType] = group.graph.types
     leaving = [types[name] for name in group.outputs]
     if len(leaving) + len(group.inputs) > MOST_VALUES:
@@ -178,10 +178,10 @@ def _row(type_: TensorType) -> tuple[int, int]:
 
 
 def _without_views_at_borders(group: KernelGroup) -> KernelGroup:
-    """The group without views that read from outside, or that only others read.
+    """Drop views that read from outside, or that only outside nodes read.
 
-    A view that the group reads, too, stays in it: outside, it would wait for the group, and the
-    group for it.
+    A view that the group also reads stays: outside, it would wait for the group, and the group for
+    it.
     """
     while True:
         read = {name for node in group.nodes for name in node.inputs}
@@ -197,7 +197,7 @@ def _without_views_at_borders(group: KernelGroup) -> KernelGroup:
 
 
 def _is_worth_a_kernel(group: KernelGroup) -> bool:
-    """Return whether PyTorch would run several kernels for a group, and pcg has none of its own."""
+    """Return whether PyTorch would run several kernels for a group, and pcg has none for it."""
     computing = [node for node in group.nodes if not operator(node.op).is_view]
     if len(computing) != 1:
         return bool(computing)
@@ -213,7 +213,7 @@ def _is_worth_a_kernel(group: KernelGroup) -> bool:
 
 
 class OrderKernels(GraphPass):
-    """Put the nodes of a kernel together; where the order is free, it stays as it is."""
+    """Put the nodes of a kernel together; otherwise the order stays."""
 
     name = "order_kernels"
 
@@ -232,7 +232,7 @@ class OrderKernels(GraphPass):
 
 
 def dependencies(graph: Graph, groups: Iterable[KernelGroup]) -> networkx.DiGraph[str]:
-    """The groups and other nodes, by the name of their first node, each with those that read it."""
+    """The groups and other nodes, by their first node, with edges to their readers."""
     import networkx
 
     first = {value.name: node.name for node in graph.nodes for value in node.outputs}
@@ -265,7 +265,7 @@ class SideBySide(GraphPass):
 
 
 def _with_shared(groups: list[KernelGroup], around: Sequence[KernelGroup]) -> list[KernelGroup]:
-    """The groups, with those that can share a kernel of some around one attention as one."""
+    """Join the groups around one attention that can share a kernel."""
     if len(around) < 2:
         return groups
     import networkx

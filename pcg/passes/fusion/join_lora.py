@@ -24,7 +24,7 @@ from pcg.passes.graphs.pass_base import GraphPass
 
 
 class JoinLora(GraphPass):
-    """Join operators of LoRA of one input; what joins no other stays as it is."""
+    """Join LoRA operators of one input."""
 
     name = "join_lora"
 
@@ -50,7 +50,7 @@ Order = Callable[[Sequence[Node]], tuple[Node, ...]]
 
 
 def _groups(graph: Graph, key: Key) -> Iterator[list[str]]:
-    """The names of nodes of one key, not None: of two or more, and so many as an operator takes."""
+    """Yield the names of nodes with equal keys: two or more, up to an operator's limit."""
     groups: dict[object, list[str]] = {}
     # Gradients come in the opposite order; so each s is found where forward put it.
     for node in reversed(graph.nodes) if key in _OF_GRADIENTS else graph.nodes:
@@ -63,7 +63,7 @@ def _groups(graph: Graph, key: Key) -> Iterator[list[str]]:
 
 
 def _are_free(graph: Graph, nodes: Sequence[Node]) -> bool:
-    """Return whether none of some nodes depends on another one."""
+    """Return whether the nodes are independent of each other."""
     return not any(
         depends(graph, node.inputs, [other for other in nodes if other is not node])
         for node in nodes
@@ -71,7 +71,7 @@ def _are_free(graph: Graph, nodes: Sequence[Node]) -> bool:
 
 
 def _joined(graph: Graph, nodes: Sequence[Node], new: Node, order: Order = in_order) -> Graph:
-    """The graph with one node at the place of the last of some, in an order of what reads it."""
+    """Replace nodes by one at the place of the last, and order the result."""
     names = {node.name for node in nodes}
     last = next(node for node in reversed(graph.nodes) if node.name in names)
     kept = (
@@ -83,7 +83,7 @@ def _joined(graph: Graph, nodes: Sequence[Node], new: Node, order: Order = in_or
 
 
 def _delayed(nodes: Sequence[Node]) -> tuple[Node, ...]:
-    """The nodes; one that reads what comes later waits for it, while the others stay in order."""
+    """Delay nodes until their inputs are made; the others stay in order."""
     missing = {value.name for node in nodes for value in node.outputs}
     ordered: list[Node] = []
     waiting: list[Node] = []
@@ -97,7 +97,6 @@ def _delayed(nodes: Sequence[Node]) -> tuple[Node, ...]:
 
 
 def _columns(nodes: Sequence[Node]) -> list[str]:
-    """The inputs of nodes, all first ones before all second ones."""
     return [name for names in zip(*(node.inputs for node in nodes), strict=True) for name in names]
 
 
@@ -131,7 +130,7 @@ def _expands(graph: Graph, nodes: Sequence[Node]) -> Graph:
 
 
 def _backward_key(graph: Graph, node: Node) -> object:
-    """The sum that its dx is a summand of, and the type of its s; None where there is none."""
+    """The sum that its dx is a summand of, and the type of its s."""
     if node.op != "lora_linear_backward":
         return None
     sums = sums_of(graph, node.outputs[-1].name)
@@ -156,11 +155,11 @@ def _backwards(graph: Graph, nodes: Sequence[Node]) -> Graph:
         graph = _without_summand(graph, summand)
     nodes = [*nodes, *plain]
     # What reads one site's gradients waits; other products stay before those of the last site.
-    return _joined(graph, [_by_name(graph, node) for node in nodes], new, _delayed)
+    return _joined(graph, [graph.producers[node.name] for node in nodes], new, _delayed)
 
 
 def _plain(graph: Graph, nodes: Sequence[Node]) -> list[Node]:
-    """Products by frozen weights without LoRA, of the same sum as some with it."""
+    """Products by frozen weights without LoRA, in the same sum as some with it."""
     of_lora = nodes[0].outputs[-1].name
     whole = sums_of(graph, of_lora)[-1]
     products: list[Node] = []
@@ -180,12 +179,8 @@ def _plain(graph: Graph, nodes: Sequence[Node]) -> list[Node]:
 PLAIN = "linear_backward"
 
 
-def _by_name(graph: Graph, node: Node) -> Node:
-    return graph.producers[node.name]
-
-
 def _without_summand(graph: Graph, summand: Value) -> Graph:
-    """The graph whose sum lacks a summand, which is in another one."""
+    """Drop a summand, which is part of another one, from its sum."""
     (last,) = graph.consumers[summand.name]
     (other,) = [name for name in last.inputs if name != summand.name]
 

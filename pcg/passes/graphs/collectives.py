@@ -47,7 +47,7 @@ from pcg.passes.graphs.pass_base import GraphPass, LayerPass
 
 
 class CoalesceCollectives(GraphPass):
-    """Make one node of neighbouring collectives of one kind."""
+    """Join neighbouring collectives of one kind in one node."""
 
     name = "coalesce_collectives"
 
@@ -75,7 +75,7 @@ class CoalesceCollectives(GraphPass):
 
 
 class CoalesceLayer(LayerPass):
-    """Make one node of neighbouring collectives of a layer that trains."""
+    """Coalesce the collectives of a layer that trains."""
 
     name = CoalesceCollectives.name
 
@@ -101,7 +101,7 @@ def _joined(nodes: list[Node]) -> Node:
 
 
 class MarkLogits(GraphPass):
-    """Mark the gather, if any, that makes a graph's first output, as one of logits."""
+    """Mark the gather that makes a graph's first output, if any, as one of logits."""
 
     name = "mark_logits"
 
@@ -128,10 +128,10 @@ MORE = 0.02
 
 @dataclass(frozen=True)
 class Overlap(GraphPass):
-    """Put a rank's nodes in an order in which collectives have something to run beside them.
+    """Order a rank's nodes so that others run while a collective is in flight.
 
-    A graph with sizes that are open, as a served prompt's, stays as it is. The memory of `counted`
-    values is counted elsewhere.
+    A graph with symbolic sizes, such as a served prompt's, stays. The memory of `counted` values is
+    counted elsewhere.
     """
 
     name = "overlap"
@@ -147,7 +147,7 @@ class Overlap(GraphPass):
 class OverlapLayer(LayerPass):
     """Overlap the collectives of a layer that trains.
 
-    The values that its forward saves, and those that all layers share, are counted elsewhere.
+    Saved values, and those that all layers share, are counted elsewhere.
     """
 
     name = Overlap.name
@@ -180,7 +180,6 @@ class _Order:
         self._flops = {node.name: _flops(graph, node) for node in graph.nodes}
 
     def overlap(self, collective: Node) -> None:
-        """Change the order so that enough runs beside a collective."""
         before = list(self.nodes)
         self._begin_early(collective)
         self._run_behind(collective)
@@ -200,7 +199,7 @@ class _Order:
                 place = to
 
     def _run_behind(self, collective: Node) -> None:
-        """Move nodes that it does not read behind it, but for those beside the one before."""
+        """Move nodes behind it that it does not read, except those that overlap the one before."""
         at = self.nodes.index(collective)
         others = [i for i in range(at) if collective_of(self.nodes[i]) is not None]
         start = max((first_reader(self.nodes, i, self.nodes[i]) for i in others), default=-1)
@@ -212,7 +211,7 @@ class _Order:
                 at -= self._move(place, at)
 
     def _run_before_reader(self, collective: Node) -> None:
-        """Move nodes that do not wait for it before the first that does."""
+        """Move independent nodes before its first reader."""
         at = self.nodes.index(collective)
         first = first_reader(self.nodes, at, collective)
         for place in range(first + 1, len(self.nodes)):
@@ -223,7 +222,7 @@ class _Order:
                 first += self._move(place, first)
 
     def _is_enough(self, collective: Node) -> bool:
-        """Return whether the nodes beside a collective take as long as it."""
+        """Return whether the overlapping nodes take as long as the collective."""
         at = self.nodes.index(collective)
         beside = self.nodes[at + 1 : first_reader(self.nodes, at, collective)]
         works = sum(self._flops[n.name] for n in beside if collective_of(n) is None)
@@ -243,7 +242,7 @@ class _Order:
 
 
 def _flops(graph: Graph, node: Node) -> int:
-    """Operations of a product, or those that take as long as a collective; 0 for other nodes."""
+    """Operations of a product, or the equivalent of a collective's time; 0 for other nodes."""
     entry = collective_of(node)
     if entry is None:
         return node_flops(graph, node, MANY_TOKENS, 1)

@@ -26,13 +26,13 @@ class Differentiated:
     """A graph and its backward.
 
     Attributes:
-        graph: the graph that was differentiated.
-        backward: takes the gradients of the graph's outputs, then values of the graph; gives the
-            gradients of the inputs asked for, of the adapter parameters, and of frozen weights.
-        wrt: the inputs whose gradients are given.
-        trained: the adapter parameters whose gradients are given.
-        frozen: the frozen weights whose gradients are given; none once pruned.
-        wanted: the inputs whose gradients are wanted; of `wrt`, pruning leaves these.
+        graph: the differentiated graph.
+        backward: takes the gradients of the graph's outputs, then values of the graph; returns the
+            gradients of `wrt`, of `trained`, and of `frozen`.
+        wrt: inputs with a gradient.
+        trained: adapter parameters with a gradient.
+        frozen: frozen weights with a gradient; none once pruned.
+        wanted: the inputs of `wrt` that pruning leaves.
     """
 
     graph: Graph
@@ -54,10 +54,10 @@ class Differentiated:
 
 @dataclass(frozen=True)
 class LayerKind:
-    """Layers that are differentiated alike: those of one block, but for the first that trains.
+    """Layers with equal gradients: those of one block, except for the first that trains.
 
-    `block` is the index of their block in the model, `shared` are inputs that come from the
-    prologue, which all layers read.
+    `block` is the index of their block in the model, `shared` are inputs from the prologue, which
+    all layers read.
     """
 
     name: str
@@ -72,7 +72,7 @@ class GradientPass(Pass[Differentiated, Differentiated]):
 
 
 def with_nodes(graph: Graph, nodes: Sequence[Node], inputs: Iterable[Value]) -> Graph:
-    """The graph with other nodes, and those of some inputs that they read."""
+    """Replace the nodes, and keep those inputs that they read."""
     read = {name for node in nodes for name in node.inputs} | set(graph.outputs)
     return graph.replace(nodes=tuple(nodes), inputs=tuple(v for v in inputs if v.name in read))
 
@@ -82,11 +82,11 @@ class Differentiate(Pass[Graph, Differentiated]):
     """Differentiate a graph with attached bypass networks.
 
     Attributes:
-        wrt: inputs whose gradients are made; every float input by default.
+        wrt: inputs to differentiate by; every float input by default.
         outputs: outputs that gradients come from; all by default.
-        wanted: inputs whose gradients are wanted; all of `wrt` by default.
+        wanted: inputs whose gradients survive pruning; all of `wrt` by default.
     Raises:
-        UnsupportedError: an operator on the way has no gradient; it is named.
+        UnsupportedError: an operator on the way has no gradient; names it.
     """
 
     name = "differentiate"
@@ -118,7 +118,6 @@ class Differentiate(Pass[Graph, Differentiated]):
 
 
 def _product_weights(graph: Graph) -> tuple[str, ...]:
-    """Frozen weights, and biases, of matrix products."""
     read = {name for node in graph.nodes if node.op == "linear" for name in node.inputs[1:]}
     return tuple(p.name for p in graph.parameters if p.role == "frozen" and p.name in read)
 
@@ -139,7 +138,7 @@ def _backpropagate(
 
 
 def _gradient_names(backward: Graph, gradients: dict[str, str]) -> dict[str, str]:
-    """`d_x` for the gradient of x, where no other value has that name."""
+    """`d_x` for the gradient of x, unless another value has that name."""
     names: dict[str, str] = {}
     for name, gradient in gradients.items():
         new = gradient_name(name)
@@ -149,7 +148,7 @@ def _gradient_names(backward: Graph, gradients: dict[str, str]) -> dict[str, str
 
 
 def layer_kinds(model: ModelGraph) -> tuple[LayerKind, ...]:
-    """The layers of a model, differentiated.
+    """Differentiate the layers of a model.
 
     The first layer that trains passes no gradient on, and those below it have no backward.
     """

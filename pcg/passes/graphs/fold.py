@@ -32,11 +32,11 @@ class Fold(Pass[Graph, ModelGraph]):
 
     Attributes:
         layers_path: module path of the list of layers; by default the outermost numbered modules.
-        schedule: for each layer of the model, the traced layer that equals it; by default, each
-            traced layer once.
+        schedule: for each layer of the model, the equal traced layer; by default each traced layer
+            once.
     Raises:
-        TraceError: there are no layers, or a layer reads what an earlier one than its neighbour
-            made.
+        TraceError: there are no layers, or a layer reads a value of an earlier one than its
+            neighbour.
         UnsupportedError: a layer has two attentions, or there is one outside the layers.
     """
 
@@ -49,7 +49,7 @@ class Fold(Pass[Graph, ModelGraph]):
 
 
 def _numbered(graph: Graph) -> str:
-    """The path of the outermost modules of a graph that are numbered."""
+    """The path of the outermost numbered modules of a graph."""
     matches = (re.match(r"(.+?)\.\d+(\.|$)", node.scope) for node in graph.nodes)
     return min((match[1] for match in matches if match), key=len, default="layers")
 
@@ -69,7 +69,7 @@ class _Folder:
         self._check_attention()
 
     def _check_attention(self) -> None:
-        """Refuse a model for which one entry of the KV cache a layer is not enough."""
+        """Refuse a model that needs more than one entry of the KV cache a layer."""
         scopes: dict[int, list[str]] = {}
         for node in self.graph.nodes:
             if node.op == "attention":
@@ -152,7 +152,7 @@ class _Folder:
         return names
 
     def _find_regions(self) -> dict[str, int]:
-        """The region of each made value: the prologue, a layer, or the epilogue."""
+        """The region of each value: the prologue, a layer, or the epilogue."""
         regions: dict[str, int] = {}
         for node in self.graph.nodes:
             match = self._pattern.match(node.scope)
@@ -177,7 +177,7 @@ class _Folder:
         return node.name in self._positional and operator(node.op).is_view
 
     def _with_recomputed(self, region: int) -> list[Node]:
-        """The region's nodes, and before each reader the nodes that it computes itself."""
+        """The region's nodes, with recomputed nodes before each reader."""
         nodes: list[Node] = []
         for node in self.graph.nodes:
             if self._region[node.name] == region:
@@ -195,7 +195,7 @@ class _Folder:
         return views
 
     def _reads(self, nodes: Iterable[Node]) -> list[str]:
-        """Values that nodes read and do not make, parameters apart, in order of first use."""
+        """Values that nodes read and do not make, except parameters, in order of first use."""
         defined: set[str] = set()
         reads: dict[str, None] = {}
         for node in nodes:
@@ -204,7 +204,7 @@ class _Folder:
         return [name for name in reads if name not in self.graph.parameters_by_name]
 
     def _carried(self, reads: Sequence[str], region: int) -> list[str]:
-        """A region's reads of the one before; the first region's values that no other reads."""
+        """A region's reads of the region before; in the first, values that no other one reads."""
         if region > 0:
             return [name for name in reads if self._region_of(name) == region - 1]
         others = {
@@ -247,7 +247,7 @@ class _Folder:
 
 
 def _readable(graph: Graph, carried: Sequence[str], shared: Mapping[str, str]) -> Graph:
-    """The graph with readable names, which for the values that layers carry are x, x_1, …."""
+    """Name values readably; the values that layers carry are x, x_1, …."""
     names = {name: f"x_{i}" if i else "x" for i, name in enumerate(carried)}
     return graph.renamed(readable_names(graph, {**shared, **names}))
 

@@ -45,7 +45,7 @@ from pcg.passes.graphs.differentiate import Differentiated, GradientPass, with_n
 
 
 class Prune(GradientPass):
-    """Leave the gradients of adapters' parameters, and of the inputs where they are wanted."""
+    """Drop all gradients but those of adapters' parameters and of wanted inputs."""
 
     name = "prune"
 
@@ -64,7 +64,7 @@ class Prune(GradientPass):
 
 
 def _without(graph: Graph, unwanted: Iterable[str]) -> Graph:
-    """The graph without what made these values and nothing else that is read."""
+    """Drop the makers of these values that nothing else reads."""
     readers = Counter([*graph.outputs, *(name for node in graph.nodes for name in node.inputs)])
     queue = deque(graph.producers[name] for name in unwanted if name in graph.producers)
     gone = set()
@@ -91,7 +91,7 @@ SIGNS_PER_BYTE = 8
 
 
 class Compress(GradientPass):
-    """Let forward make packed values, and backward read those."""
+    """Make packed values in forward, for backward to read."""
 
     name = "compress"
 
@@ -116,7 +116,7 @@ class Compress(GradientPass):
 
 
 def uncompressed(gradients: Differentiated, saved: Container[str]) -> Graph:
-    """The backward graph with plain values instead of packed ones that are not saved."""
+    """Read plain values in backward instead of packed ones that are not saved."""
     backward = gradients.backward
     nodes, inputs = [], {value.name: value for value in backward.inputs}
     for node in backward.nodes:
@@ -130,7 +130,6 @@ def uncompressed(gradients: Differentiated, saved: Container[str]) -> Graph:
 
 
 def _packs(name: str, inputs: Mapping[str, Value]) -> bool:
-    """Return whether the signs of a forward value's last dim fill whole bytes."""
     return name in inputs and inputs[name].type.features[-1] % SIGNS_PER_BYTE == 0
 
 
@@ -138,7 +137,7 @@ def _packs(name: str, inputs: Mapping[str, Value]) -> bool:
 
 
 class WindowAttention(GradientPass):
-    """Give backward no keys and values for attention."""
+    """Take keys and values of attention from backward's inputs."""
 
     name = "window_attention"
 

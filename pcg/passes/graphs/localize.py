@@ -27,7 +27,7 @@ _COLLECTIVES = {
 
 @dataclass(frozen=True)
 class Localize(GraphPass):
-    """Write the graph of one rank, of so many, from a graph with layouts in its types."""
+    """Write the graph of one of `degree` ranks, from a graph with layouts in its types."""
 
     name = "localize"
     degree: int
@@ -65,6 +65,5 @@ class Localize(GraphPass):
 
 
 def _is_of_tokens(node: Node) -> bool:
-    """Return whether a parallelization operator partitions, or joins, the tokens."""
     type_ = node.output.type
     return type_.is_token_wise and node.attribute("dim") == -len(type_.dims)

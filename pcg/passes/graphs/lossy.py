@@ -35,7 +35,7 @@ _NORM_GRADIENTS = {"rms_norm_backward": False, "layer_norm_backward": True}
 
 
 class Quantize(GradientPass):
-    """Let forward make fp8 codes, and backward read what they stand for."""
+    """Make fp8 codes in forward, and read their values in backward."""
 
     name = "quantize"
 
@@ -63,7 +63,7 @@ class Quantize(GradientPass):
 class _Approximations:
     """The approximations of a forward graph's values, which its builder adds.
 
-    None has a name that backward gives to a value of its own: backward may recompute it.
+    Their names differ from backward's values, as backward may recompute them.
     """
 
     def __init__(self, graph: Graph, of_backward: Container[str]) -> None:
@@ -75,7 +75,7 @@ class _Approximations:
         self._summed: set[str] = set()
 
     def require(self, nodes: Iterable[Node], available: Container[str]) -> None:
-        """Note the values whose codes backward's nodes need whatever else is recomputed."""
+        """Note the values whose codes backward needs in any case."""
         for node in nodes:
             if node.op in _NORM_GRADIENTS and node.inputs[1] in available:
                 self._coded_leaves.add(_before_weight(node.inputs[1]))
@@ -90,7 +90,7 @@ class _Approximations:
                     self._coded_leaves.update(leaves if len(leaves) == 1 else ())
 
     def read_by(self, node: Node, available: Container[str]) -> Node:
-        """A node of backward that reads approximations of the values that it is given."""
+        """The backward node with approximations of the available values."""
         if node.op in _NORM_GRADIENTS and node.inputs[1] in available:
             return self._norm_gradient(node)
         entry, inputs = operator(node.op), [*node.inputs]
@@ -104,7 +104,7 @@ class _Approximations:
         return dataclasses.replace(node, inputs=tuple(inputs))
 
     def of(self, name: str) -> str:
-        """The approximation of a value; itself where it has none."""
+        """The approximation of a value, or the value itself."""
         if name not in self._found:
             self._found[name] = self._made(name)
         return self._found[name]
@@ -131,7 +131,7 @@ class _Approximations:
         return self.builder.add(node.op, inputs, name=approximate, scope=node.scope, **attributes)
 
     def _leaves(self, name: str) -> dict[str, int]:
-        """The values whose codes approximate a value, and the elements that a token has of each."""
+        """The values whose codes approximate a value, with their elements per token."""
         types, node = self._graph.types, self._graph.producers.get(name)
         if name in self._graph.parameters_by_name or not types[name].is_token_wise:
             return {}
@@ -149,7 +149,7 @@ class _Approximations:
         return leaves
 
     def _coded(self, name: str) -> str:
-        """A value from its codes: those of rows, where others read these anyway."""
+        """A value from its codes: those of rows, if others read these anyway."""
         if name in self._summed:
             return self._of_rows(name)
         type_ = self.builder.types[name]
@@ -163,7 +163,7 @@ class _Approximations:
         )
 
     def _of_rows(self, name: str) -> str:
-        """A value from 8 bits an element, by which it is off by a share of its block's greatest."""
+        """A value from 8 bits an element, with an error relative to its block's greatest."""
         type_ = self.builder.types[name]
         if type_.features[-1] < LEAST_FEATURES:
             return name
@@ -172,7 +172,7 @@ class _Approximations:
         return self.builder.add("dequantize_int8", codes, **again)
 
     def _packed(self, name: str) -> str:
-        """A bf16 value from 12 bits an element, by which it is off by next to nothing."""
+        """A bf16 value from 12 bits an element, with almost no error."""
         type_ = self.builder.types[name]
         is_wide = type_.dtype == "bf16" and type_.features[-1] >= LEAST_FEATURES
         if not is_wide or type_.features[-1] % 2:
@@ -181,7 +181,7 @@ class _Approximations:
         return self.builder.add("unpack_bf16", codes, name=f"{name}_unpacked")
 
     def _normed(self, node: Node) -> str:
-        """A norm's result from codes of what it has before its weight."""
+        """A norm's result from codes of the value before its weight."""
         add, attributes = self.builder.add, dict(node.attributes)
         weights = [*node.inputs[1:]]
         standardized, _ = self._standardized(node.inputs[0], node, _NORMS[node.op])
@@ -199,7 +199,7 @@ class _Approximations:
         return y
 
     def _norm_gradient(self, node: Node) -> Node:
-        """The gradient of a norm from codes of what it has before its weight, and rstd."""
+        """The gradient of a norm from codes of the value before its weight, and rstd."""
         dy, x, *weight = node.inputs
         centered = _NORM_GRADIENTS[node.op]
         standardized, rstd = self._standardized(x, node, centered)
@@ -219,7 +219,7 @@ class _Approximations:
 
 
 def _early(graph: Graph, nodes: Sequence[Node]) -> tuple[Node, ...]:
-    """A graph's nodes, and behind each the added ones that read it, so that it can go soon."""
+    """A graph's nodes with the added ones right behind the values that they read."""
     added = nodes[len(graph.nodes) :]
     available = {value.name for value in graph.inputs} | set(graph.parameters_by_name)
     placed: list[Node] = []
@@ -241,18 +241,17 @@ def _early(graph: Graph, nodes: Sequence[Node]) -> tuple[Node, ...]:
 
 
 def _before_weight(x: str) -> str:
-    """The name of what a norm of x has before its weight, which no value has."""
+    """A key for the value of a norm before its weight, which no node makes."""
     return f"{x} standardized"
 
 
 def _bounded(node: Node) -> tuple[int, ...]:
-    """The inputs by whose error a node's result is off by a known bound."""
+    """The inputs whose error moves a node's result by a known bound."""
     entry = operator(node.op)
     return (0,) if entry.is_view else tuple(entry.bounded_in)
 
 
 def _propagates(node: Node) -> bool:
-    """Return whether an error of what a node reads moves what it makes by a known bound."""
     entry = operator(node.op)
     if node.op == "slice":  # codes of the part are fewer than those of all
         return False
@@ -262,7 +261,7 @@ def _propagates(node: Node) -> bool:
 
 
 def exact_where_unsaved(gradients: Differentiated, saved: Container[str]) -> Differentiated:
-    """Gradients that read values themselves where their codes are not saved."""
+    """Read values themselves where their codes are not saved."""
     exact = {}
     for node in gradients.graph.nodes:
         if isinstance(operator(node.op), Decoder) and node.inputs[0] not in saved:

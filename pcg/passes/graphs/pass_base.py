@@ -45,7 +45,7 @@ class Pass(ABC, Generic[Before, After]):
 
     @abstractmethod
     def run(self, before: Before) -> After:
-        """The result; `before` itself where nothing changes."""
+        """The result; `before` itself if nothing changes."""
 
 
 class GraphPass(Pass[Graph, Graph]):
@@ -62,7 +62,7 @@ class LayerPass(Pass[TrainingGraph, TrainingGraph]):
 
 @dataclass(frozen=True)
 class On(Pass[Whole, Whole], Generic[Whole, Part]):
-    """A pass over some parts of a stage; a method of the stage, the lens, has these changed."""
+    """A pass over parts of a stage; the lens is the stage's method that changes them."""
 
     lens: Callable[[Whole, Callable[[Part], Part]], Whole]
     inner: Pass[Part, Part]
@@ -96,10 +96,10 @@ class State(Protocol):
 
 @dataclass(frozen=True)
 class PassRecord:
-    """The record of one pass that ran: its time, verification included, and the graphs behind it.
+    """The record of one pass that ran: its time with verification, and the graphs behind it.
 
-    Users know the state after it by `labels`: its own name, unless it is that of a stage that goes
-    on, and those of the stages that end with it.
+    `labels` are the names of the state after it: the pass's name, unless a stage of the same name
+    continues, and those of the stages that end with it.
     """
 
     name: str
@@ -134,7 +134,7 @@ class Stage(Generic[Before, After]):
     def flat(
         self, within: tuple[str, ...] = (), ends: tuple[str, ...] = ()
     ) -> Iterator[tuple[Pass[Any, Any], tuple[str, ...]]]:
-        """The passes in order, each with the names by which users know the state after it.
+        """The passes in order, each with the names of the state after it.
 
         `within` names the stages around this one, `ends` those of them that end with it.
         """
@@ -148,19 +148,18 @@ class Stage(Generic[Before, After]):
                 yield item, (*label, *ended)
 
     def until(self, kind: type[Pass[Middle, Any]]) -> Stage[Before, Middle]:
-        """The passes before the first of a class."""
         flat = [item for item, _ in self.flat()]
         stop = next(i for i, item in enumerate(flat) if isinstance(item, kind))
         return Stage(self.name, tuple(flat[:stop]))
 
     def run(self, before: Before, observe: Observer | None = None) -> After:
-        """The state after the stage.
+        """Run the passes.
 
         Raises:
-            PassError: a pass failed; it names the pass, and carries the graphs that it was given.
+            PassError: a pass failed; names the pass, and carries the graphs before it.
             BrokenGraphError: a pass made a graph that breaks a rule of the IR, or two that do not
-                fit; likewise.
-            PcgError: what a pass refuses.
+                fit.
+            PcgError: a pass refuses the model.
         """
         state: Any = before
         for step, labels in self.flat():
@@ -171,7 +170,7 @@ class Stage(Generic[Before, After]):
 def run_pass(
     step: Pass[Any, Any], before: Any, labels: tuple[str, ...] = (), observe: Observer | None = None
 ) -> Any:
-    """The state after one pass, verified; the arguments and errors are those of `Stage.run`."""
+    """Run and verify one pass; arguments and errors are those of `Stage.run`."""
     started = time.perf_counter()
     graphs: Named = getattr(before, "graphs", {})
     try:
@@ -227,7 +226,7 @@ _NAMED_BY_MODULE = {"embedding", "experts", "layer_norm", "linear", "rms_norm"}
 
 
 def readable_names(graph: Graph, inputs: Mapping[str, str] | None = None) -> dict[str, str]:
-    """A new name for each node's outputs, and for the inputs that `inputs` renames.
+    """A new name for each node's outputs, and for the inputs in `inputs`.
 
     `q_proj` for the linear operator of module `self_attn.q_proj`, `add_1` for the second addition.
     """

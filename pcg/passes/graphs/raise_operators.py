@@ -29,13 +29,13 @@ from pcg.passes.graphs.pass_base import ModelPass, readable_names
 
 
 class NewName(str):
-    """The name of a value of the new graph, where names of the old one are expected too."""
+    """A value's name in the new graph, accepted in place of names of the old one."""
 
     __slots__ = ()
 
 
 class Rewriter:
-    """The old graph as a rule sees it, and the new one under construction."""
+    """The old graph as rules see it, and the new one under construction."""
 
     def __init__(self, graph: Graph) -> None:
         self.graph = graph
@@ -61,19 +61,17 @@ class Rewriter:
         return name in self.graph.parameters_by_name
 
     def add(self, op: str, *inputs: str, scope: str = "", **attributes: Attribute) -> NewName:
-        """Add a node over values of the old graph (or of the new one)."""
+        """Add a node over values of either graph."""
         return self.add_many(op, *inputs, scope=scope, **attributes)[0]
 
     def add_many(
         self, op: str, *inputs: str, scope: str = "", **attributes: Attribute
     ) -> tuple[NewName, ...]:
-        """Add a node of several outputs; its scope is the root's by default."""
         names = [str(self.new(name)) for name in inputs]
         added = self.builder.add_many(op, names, name=op, scope=scope or self._scope, **attributes)
         return tuple(map(NewName, added))
 
     def new(self, name: str) -> NewName:
-        """The new graph's name for a value of either graph."""
         return name if isinstance(name, NewName) else self.new_names.get(name, NewName(name))
 
     def run(self, rules: Sequence[Rule]) -> Graph:
@@ -94,7 +92,7 @@ Rule: TypeAlias = Callable[[Rewriter, Node], NewName | None]
 
 
 def rewrite(graph: Graph, rules: Sequence[Rule]) -> Graph:
-    """The graph with every match of the rules replaced, until none is left."""
+    """Replace every match of the rules, until none is left."""
     while True:
         new = Rewriter(graph).run(rules)
         if len(new.nodes) == len(graph.nodes):
@@ -103,7 +101,7 @@ def rewrite(graph: Graph, rules: Sequence[Rule]) -> Graph:
 
 
 def orders(node: Node | None) -> tuple[tuple[str, str], ...]:
-    """The two inputs of a node, in both orders; none where there are not two."""
+    """The two inputs of a node, in both orders; empty for another number of inputs."""
     if node is None or len(node.inputs) != 2:
         return ()
     a, b = node.inputs
@@ -117,7 +115,7 @@ def orders(node: Node | None) -> tuple[tuple[str, str], ...]:
 
 
 def _normalised(rewriter: Rewriter, name: str) -> tuple[str, float] | None:
-    """The x before its cast to fp32, and eps, where the value is x / sqrt(mean(x²) + eps)."""
+    """(x before its cast to fp32, eps) of a value x / sqrt(mean(x²) + eps), else None."""
     for wide, scale in orders(rewriter.producer(name, "mul")):
         eps = _inverse_root_mean_square(rewriter, scale, wide)
         if eps is not None:
@@ -126,7 +124,7 @@ def _normalised(rewriter: Rewriter, name: str) -> tuple[str, float] | None:
 
 
 def _inverse_root_mean_square(rewriter: Rewriter, name: str, wide: str) -> float | None:
-    """eps, where the value is rsqrt(mean(wide²) + eps)."""
+    """The eps of a value rsqrt(mean(wide²) + eps), else None."""
     root = rewriter.producer(name, "rsqrt")
     total = root and rewriter.producer(root.inputs[0], "add")
     mean = total and rewriter.producer(total.inputs[0], "mean")
@@ -204,7 +202,7 @@ def layer_norm(rewriter: Rewriter, node: Node) -> NewName | None:
 
 
 def _centred(rewriter: Rewriter, name: str) -> str | None:
-    """x, where the value is x - mean(x)."""
+    """The x of a value x - mean(x), else None."""
     node = rewriter.producer(name, "sub")
     mean = node and len(node.inputs) == 2 and rewriter.producer(node.inputs[1], "mean")
     if node and mean and mean.inputs[0] == node.inputs[0] and mean.get("dim") == -1:
@@ -238,7 +236,7 @@ def rope(rewriter: Rewriter, node: Node) -> NewName | None:
 
 
 def _keeps_dtype(rewriter: Rewriter, node: Node, x: str) -> bool:
-    """Return whether a node has the dtype of x, or is rounded to it by all that read it."""
+    """Return whether a node has the dtype of x, or all its readers round it to that."""
     dtype = rewriter.graph.types[x].dtype
     readers = rewriter.graph.consumers.get(node.name, ())
     return node.output.type.dtype == dtype or (
@@ -248,7 +246,7 @@ def _keeps_dtype(rewriter: Rewriter, node: Node, x: str) -> bool:
 
 
 def _rotation(rewriter: Rewriter, name: str) -> tuple[str, str] | None:
-    """Style and x, where the value is rotate(x)."""
+    """Style and x of a value rotate(x), else None."""
     pairs = rewriter.producer(name, "reshape")
     joined = rewriter.producer(pairs.inputs[0] if pairs else name, "concat")
     if joined is None:
@@ -268,7 +266,7 @@ def _rotation(rewriter: Rewriter, name: str) -> tuple[str, str] | None:
 
 
 def _slice_of(rewriter: Rewriter, name: str) -> tuple[str, bool, int, int, int] | None:
-    """(x, negated, start, stop, step), where the value is ± x[..., start:stop:step]."""
+    """(x, negated, start, stop, step) of a value ± x[..., start:stop:step], else None."""
     negative = rewriter.producer(name, "neg")
     node = rewriter.producer(negative.inputs[0] if negative else name, "slice")
     if node is None or node.get("dim") != -1:
@@ -338,7 +336,7 @@ _ARITHMETIC = ("add", "div", "mul", "neg", "pointwise", "pow", "sigmoid", "tanh"
 
 
 def _elementwise_cone(rewriter: Rewriter, root: Node) -> tuple[list[Node], set[str]]:
-    """The arithmetic above a node back to its leaves, as far as one activation goes."""
+    """The arithmetic between a node and its leaves, within one activation."""
     nodes: list[Node] = []
     leaves: set[str] = set()
 
@@ -441,7 +439,7 @@ def _linear_bias(rewriter: Rewriter, node: Node) -> NewName | None:
 
 
 def _unrepeat_heads(rewriter: Rewriter, node: Node) -> NewName | None:
-    """Attention reads each KV head once, though the model repeats it for heads that share it."""
+    """Let attention read each KV head once, if the model repeats it for its heads."""
     if node.op != "attention":
         return None
     k, v = (_before_repeat(rewriter, name) for name in node.inputs[1:3])
@@ -454,7 +452,7 @@ def _unrepeat_heads(rewriter: Rewriter, node: Node) -> NewName | None:
 
 
 def _before_repeat(rewriter: Rewriter, name: str) -> str | None:
-    """X [T, K, d], where the value is x with each head repeated; through rope, which commutes."""
+    """The x [T, K, d] of a value x with each head repeated; through rope, which commutes."""
     node = rewriter.producer(name, "reshape", "rope")
     if node is None:
         return None

@@ -23,7 +23,7 @@ from pcg.passes.graphs.pass_base import GraphPass
 
 
 class SplitFusedProjections(GraphPass):
-    """Make slices of fused products products of slices of their weights."""
+    """Replace slices of fused products by products of slices of their weights."""
 
     name = "split_fused_projections"
 
@@ -82,7 +82,7 @@ class _Splitter:
         return bool(behind) and all(map(self._is_split, behind.values()))
 
     def _behind(self, name: str) -> Mapping[int, str] | None:
-        """The inputs of a value's node, by their places, of which a slice of it takes a slice."""
+        """The inputs of a value's node, by index, that a slice of it slices."""
         node = self.graph.producers.get(name)
         if node is None or len(node.outputs) > 1:
             return None
@@ -122,7 +122,7 @@ class _Splitter:
 
 
 def _dim(type_: TensorType) -> int:
-    """The dim that is sliced: the last of a value of tokens, and a weight's rows."""
+    """The sliced dim: the last of a token-wise value, and a weight's rows."""
     return -1 if type_.is_token_wise else -len(type_.dims)
 
 

@@ -57,10 +57,10 @@ _WEIGHT = 10**6
 def base_cut(
     base: Graph, search: Search, kind: LayerKind, step: tuple[int, int, RankCosts, int]
 ) -> Callable[[float], Choice] | None:
-    """The least that such a layer keeps and recomputes, by a rate of picoseconds a byte.
+    """The least that such a layer saves and recomputes, by a rate of picoseconds a byte.
 
     `step` has its sequences, the tokens of each, costs, and the ranks that share these tokens. None
-    where a layer has no backward.
+    for a layer without a backward.
     """
     if not kind.gradients.backward.outputs:
         return None
@@ -81,7 +81,7 @@ def base_cut(
 
 
 def _with_parts(base: Graph, search: Search, degree: int) -> tuple[Graph, list[str]]:
-    """The layer with each rank's part of what the networks' gradients read, and these parts."""
+    """The layer with each rank's part of the values that gradients of networks read, and these."""
     builder, read = Builder.extending(base), []
     computed = base.producers.keys() - search.graph.parameters_by_name.keys()
     for name in _read_by_sites(search):
@@ -97,7 +97,6 @@ def _with_parts(base: Graph, search: Search, degree: int) -> tuple[Graph, list[s
 
 
 def _read_by_sites(search: Search) -> list[str]:
-    """Values that gradients of the networks read."""
     read: dict[str, None] = {}
     site_nodes = {name for site in search.sites for name in site.nodes}
     for node in search.graph.nodes:
@@ -121,13 +120,13 @@ Plans = tuple[ParallelPlan, ...]
 
 @dataclass(frozen=True)
 class Step:
-    """A model's layers as they are sharded, and what they keep and recompute within a budget.
+    """A model's sharded layers, and what they save and recompute within a budget.
 
     Attributes:
         seconds: forward and backward of all layers on a rank, neighbouring messages coalesced.
-        apart_seconds: the same, where each message goes by itself.
-        again_seconds: of that, what backward recomputes.
-        kept_bytes: bytes that the layers keep.
+        apart_seconds: the same with each message by itself.
+        again_seconds: the part of it that backward recomputes.
+        kept_bytes: bytes that the layers save.
     """
 
     plans: Plans
@@ -140,14 +139,14 @@ class Step:
 
 @dataclass(frozen=True)
 class Joint:
-    """The least step that was found, and what it is compared with.
+    """The best step of a search, and values to compare it with.
 
     Attributes:
-        limit_bytes: bytes that the layers may keep.
+        limit_bytes: bytes that the layers may save.
         sequential: the step with the layouts that are cheapest alone.
-        sequential_seconds: the time of the same layouts, where what is recomputed is chosen by
-            operations alone.
-        bound_seconds: no layouts have less `apart_seconds` than this.
+        sequential_seconds: the time of the same layouts, with recomputed values chosen by
+            operations.
+        bound_seconds: a lower bound of `apart_seconds`.
     """
 
     best: Step
@@ -171,7 +170,7 @@ class JointSearch:
 
     Args:
         base: one rank's model without bypass networks.
-        searches: the searches of its blocks, `blocks` the base's block of each.
+        searches: the searches of its blocks; `blocks` has the base's block of each.
         local: one rank's model with bypass networks, by plans of its blocks.
         is_lossy: True if values are saved in codes.
     """
@@ -195,7 +194,7 @@ class JointSearch:
         self._is_lossy = is_lossy
 
     def find(self) -> Joint | None:
-        """The least step; None where the budget does not bind, or is below one input a layer."""
+        """The best step; None if the budget does not bind, or is below one input a layer."""
         first = self._step(tuple(search.plan() for search in self._searches))
         if first is None or not self._binds(first.frontiers):
             return None
@@ -223,9 +222,9 @@ class JointSearch:
     # --------------------------------------------------------------------------------- one block
 
     def _block(self, index: int, steps: list[Step], least: float, rate: float) -> float:
-        """Search one block's layouts, the others' as in the first step; a bound of every step.
+        """Search one block's layouts, others as in the first step; return a bound of all steps.
 
-        Steps whose cut was made are added to those found.
+        Appends every step with a computed cut.
         """
         search, first = self._searches[index], steps[0]
         count = first.frontiers.model.layers.count(index)
@@ -261,7 +260,7 @@ class JointSearch:
         return min([_best(steps), *(bound for bound, _, _ in waiting)])
 
     def _add(self, steps: list[Step], index: int, plan: ParallelPlan) -> None:
-        """Add the step with one block's plan, if it fits the budget and is not there."""
+        """Add the step with one block's plan, if it is new and fits the budget."""
         first = steps[0].plans
         plans = (*first[:index], plan, *first[index + 1 :])
         if all(plans != step.plans for step in steps):
@@ -271,7 +270,7 @@ class JointSearch:
     # ---------------------------------------------------------------------------------- the cuts
 
     def _step(self, plans: Plans) -> Step | None:
-        """The step of plans; None where it does not fit the budget."""
+        """The step of plans; None if it does not fit the budget."""
         model = self._local(plans)
         kinds = [replace(kind, gradients=self._ready(kind)) for kind in layer_kinds(model)]
         budget = self._budget
@@ -289,12 +288,12 @@ class JointSearch:
         return Step(plans, ways, coalesced + again, apart + again, again, kept)
 
     def _ready(self, kind: LayerKind) -> Differentiated:
-        """A kind's gradients after the passes that come before its plan."""
+        """A kind's gradients after the passes before its plan."""
         gradients = Prune().run(kind.gradients)
         return Compress().run(Quantize().run(gradients) if self._is_lossy else gradients)
 
     def _least_of_base(self, ways: Frontiers, rate: float) -> float:
-        """Seconds of what all layers' backwards recompute and keep at least, at a rate."""
+        """A bound of the seconds for recomputed and saved values of all layers, at a rate."""
         total = 0.0
         for kind in ways.kinds:
             cut = base_cut(

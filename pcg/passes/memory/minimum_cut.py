@@ -16,10 +16,10 @@ SOURCE, SINK = 0, 1
 
 
 class Network:
-    """A network of so many nodes; its edges hold for every cut, their capacities for one.
+    """A network; its edges hold for every cut, their capacities for one.
 
     Args:
-        nodes: the number of nodes, source and sink among them.
+        nodes: the number of nodes, source and sink included.
         edges: pairs of nodes.
     """
 
@@ -33,9 +33,9 @@ class Network:
             self._ends += (after, before)
 
     def sink_side(self, capacities: Iterable[int | None]) -> set[int]:
-        """Return the nodes on the sink's side, by the capacity of each edge; None is unbounded.
+        """The nodes on the sink's side, by the capacity of each edge; None is unbounded.
 
-        Every path from the source to the sink has an edge that is bounded.
+        Every path from the source to the sink has a bounded edge.
         """
         limits = list(capacities)
         unbounded = 1 + sum(limit for limit in limits if limit is not None)
@@ -49,7 +49,7 @@ class Network:
             self._fill(free, levels)
 
     def _levels(self, free: list[int]) -> list[int]:
-        """Return each node's number of free edges to the sink; -1 where there is no way."""
+        """Each node's number of free edges to the sink; -1 without a path."""
         levels = [-1] * len(self._from)
         levels[SINK] = 0
         reached = [SINK]
@@ -62,7 +62,7 @@ class Network:
         return levels
 
     def _fill(self, free: list[int], levels: list[int]) -> None:
-        """Send as much as goes along edges that lead a level nearer to the sink."""
+        """Send as much as possible along edges that lead a level nearer to the sink."""
         ends, untried = self._ends, [list(edges) for edges in self._from]
         path: list[int] = []
         node = SOURCE

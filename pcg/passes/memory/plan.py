@@ -64,9 +64,9 @@ SharedBytes = Mapping[str, int]
 def spread(
     frontiers: LayerFrontiers, budget: MemoryBudget, outside_bytes: int, shared: SharedBytes
 ) -> Mix | None:
-    """The mix of the least cost that is within a budget; None for none.
+    """The mix of the least cost within a budget, or None.
 
-    `outside_bytes` are saved outside the layers, whatever they do.
+    `outside_bytes` are saved outside the layers in any case.
     """
     steps = list(_sized_mixes(frontiers, shared))
     (most, _), (least, _) = steps[0], steps[-1]
@@ -79,7 +79,7 @@ def spread(
 
 
 def mixes(frontiers: LayerFrontiers, shared: SharedBytes) -> Iterator[Mix]:
-    """Every mix on the way from no product recomputed to the fewest bytes, one layer's step each.
+    """Every mix from no recomputed product to the fewest bytes, one layer's step each.
 
     Each saves fewer bytes than the one before, at the best rate of bytes for cost.
     """
@@ -87,7 +87,7 @@ def mixes(frontiers: LayerFrontiers, shared: SharedBytes) -> Iterator[Mix]:
 
 
 def _sized_mixes(frontiers: LayerFrontiers, shared: SharedBytes) -> Iterator[tuple[int, Mix]]:
-    """Every mix on the way, behind the bytes of all its layers and of what they share."""
+    """Every mix on the way, with the bytes of all its layers and of shared values."""
     mix = [0] * len(frontiers)
     least = mixed(frontiers, mix, shared).size_bytes
     yield least, tuple(mix)
@@ -110,18 +110,17 @@ def _sized_mixes(frontiers: LayerFrontiers, shared: SharedBytes) -> Iterator[tup
 
 
 def _start(frontier: Sequence[Choice]) -> int:
-    """The place where a frontier's hull begins: the first choice, or one of more bytes behind."""
+    """The index where a frontier's hull begins: the first choice, or a larger one behind it."""
     return int(len(frontier) > 1 and frontier[1].size_bytes >= frontier[0].size_bytes)
 
 
 def _steps(frontier: Sequence[Choice], layer: int) -> Iterator[tuple[Fraction, int]]:
-    """The price of each step of a layer, in cost a byte."""
     for now, then in pairwise(frontier[_start(frontier) :]):
         yield Fraction(then.cost - now.cost, now.size_bytes - then.size_bytes), layer
 
 
 def mixed(frontiers: LayerFrontiers, mix: Sequence[int], shared: SharedBytes) -> Choice:
-    """Bytes, operations and cost of all layers together, and what they share."""
+    """Bytes, operations and cost of all layers together, and their shared values."""
     choices = _chosen(frontiers, mix)
     read = tuple(dict.fromkeys(name for choice in choices for name in choice.shared))
     size = sum(c.size_bytes for c in choices) + sum(shared.get(name, 0) for name in read)
@@ -142,9 +141,9 @@ def _chosen(frontiers: LayerFrontiers, mix: Sequence[int]) -> list[Choice]:
 def restorable(
     model: ModelGraph, plans: Sequence[TrainingGraph], layers: Sequence[int]
 ) -> list[bool]:
-    """True for each layer whose input can be recomputed by the layer before.
+    """True for each layer whose input the layer before can recompute.
 
-    Both must save their one carried input, and nothing of their own beside it. `layers` has the
+    Both must save their one carried input, and nothing else that is not shared. `layers` has the
     index of each layer's plan.
     """
     alone = [_saves_its_input_alone(model, plan) for plan in plans]
@@ -166,7 +165,6 @@ def most_shared(restorable: Sequence[bool]) -> tuple[int, ...]:
 
 
 def _in_segments(restorable: Sequence[bool], longest: int) -> list[int]:
-    """All layers but the first of each segment, with segments of this length at most."""
     recomputed, length = [], 1
     for layer, can_be in enumerate(restorable):
         length = length + 1 if can_be and length < longest else 1
@@ -198,8 +196,7 @@ class MemoryPlan:
         layers: the index of each layer's plan.
         choices: the choice of each plan.
         layer_flops: operations of each layer's matrix products and attention, forward.
-        restored: layers whose input backward recomputes by the layer before
-            (`pcg.passes.memory.plan`).
+        restored: layers whose input backward recomputes by the layer before.
     """
 
     plans: tuple[TrainingGraph, ...]
@@ -209,7 +206,6 @@ class MemoryPlan:
     restored: tuple[int, ...] = ()
 
     def map(self, change: Callable[[TrainingGraph], TrainingGraph]) -> MemoryPlan:
-        """The plan with each way to train a layer changed."""
         return dataclasses.replace(self, plans=tuple(map(change, self.plans)))
 
     @property
@@ -222,23 +218,22 @@ class MemoryPlan:
 
 @dataclass(frozen=True)
 class Frontiers:
-    """The choices that the layers have of what to save and recompute, at one batch.
+    """The layers' choices of what to save and recompute, at one batch.
 
-    A frontier takes many cuts, which are made when it is first read; a share of 1 needs one of each
+    Frontiers take many cuts and are computed when first read; a share of 1 needs one cut of each
     kind of layers.
 
     Attributes:
-        kinds: the kinds of layers.
         layers: the index of each layer's kind.
         layer_flops: operations of each layer's matrix products and attention.
-        outside_bytes: bytes that are saved outside the layers, whatever they do.
-        shared_bytes: bytes of the other values that layers share: each counts where backward reads
-            it to recompute.
+        outside_bytes: bytes saved outside the layers in any case.
+        shared_bytes: bytes of the other values that layers share, each counted where backward reads
+            it.
         model: the model with bypass networks attached.
         batch: number of sequences of the step.
-        seq: number of tokens of each.
-        parts: ranks that share the tokens of a sequence, of which `seq` are those of one.
-        costs: the seconds of a rank's nodes; None where operations are counted.
+        seq: number of tokens of each, on one rank.
+        parts: ranks that share the tokens of a sequence.
+        costs: the seconds of a rank's nodes; None to count operations.
     """
 
     kinds: tuple[LayerKind, ...]
@@ -254,14 +249,13 @@ class Frontiers:
 
     @cached_property
     def of_kind(self) -> tuple[tuple[Choice, ...], ...]:
-        """The frontier of each kind."""
         return tuple(problem.frontier() for problem in self._problems)
 
     @cached_property
     def by_flops(self) -> tuple[tuple[Choice, ...], ...]:
-        """The frontiers by operations alone, where those of the kinds are by seconds; else none.
+        """The frontiers by operations alone; empty if those of the kinds are by operations.
 
-        As layers are whole, a mix of these may be within a budget for less.
+        As layers are whole, a mix of these may be within a budget at less cost.
         """
         if self.costs is None:
             return ()
@@ -288,13 +282,13 @@ class Frontiers:
         return [self.of_kind[kind] for kind in self.layers]
 
     def at(self, batch: int, seq: int, kinds: Sequence[LayerKind] | None = None) -> Frontiers:
-        """The choices at another step, or of layers that are differentiated otherwise."""
+        """The choices at another step, or for other gradients."""
         return frontiers(self.model, kinds or self.kinds, batch, seq, self.costs, self.parts)
 
     def points(self) -> list[tuple[int, float, int]]:
         """(saved bytes, share of the forward that is recomputed, recomputed inputs of layers).
 
-        Layers that take the same step one after the other are one step here.
+        Consecutive layers with the same step count as one.
         """
         frontiers = self.of_layers
         shared = self.shared_bytes
@@ -315,11 +309,7 @@ class Frontiers:
         return points
 
     def plan(self, budget: MemoryBudget) -> MemoryPlan:
-        """The plan with the fewest recomputed operations within a budget.
-
-        Raises:
-            MemoryBudgetError: the least is more than the budget.
-        """
+        """The plan with the fewest recomputed operations. MemoryBudgetError: none is in budget."""
         choices = self.choices(budget)
         if choices is not None:
             return self.planned(choices)
@@ -327,7 +317,7 @@ class Frontiers:
         return self._sharing_inputs(budget, budget.size_bytes - self.outside_bytes)
 
     def choices(self, budget: MemoryBudget) -> list[Choice] | None:
-        """Each layer's choice within a budget, at the least cost; None for none."""
+        """Each layer's choice within a budget, at the least cost, or None."""
         if budget.share == 1:
             return [self.firsts[kind] for kind in self.layers]
         best = self.within(self.of_kind, budget)
@@ -345,7 +335,7 @@ class Frontiers:
     def within(
         self, of_kind: Sequence[Sequence[Choice]], budget: MemoryBudget
     ) -> list[Choice] | None:
-        """Each layer's choice on these frontiers of the kinds, within a budget; None for none."""
+        """Each layer's choice on these frontiers of the kinds, within a budget, or None."""
         of_layers = [of_kind[kind] for kind in self.layers]
         mix = spread(of_layers, budget, self.outside_bytes, self.shared_bytes)
         if mix is None:
@@ -353,7 +343,7 @@ class Frontiers:
         return [front[index] for front, index in zip(of_layers, mix, strict=True)]
 
     def _sharing_inputs(self, budget: MemoryBudget, limit: int) -> MemoryPlan:
-        """The plan in which layers save the least, and as few inputs as need be are recomputed."""
+        """The plan in which layers save the least, with the fewest recomputed inputs."""
         least = self._least()
         can_be = restorable(self.model, least.plans, least.layers)
         size = self._running_again(least)
@@ -370,7 +360,7 @@ class Frontiers:
         return dataclasses.replace(least, restored=restored)
 
     def _running_again(self, least: MemoryPlan) -> int:
-        """Bytes of a plan's layers and of all that they share, which forward reads again."""
+        """Bytes of a plan's layers, and of shared values that a repeated forward reads."""
         layers = sum(least.choices[index].size_bytes for index in least.layers)
         return layers + sum(self.shared_bytes.values())
 
@@ -378,12 +368,10 @@ class Frontiers:
         return self.planned([frontier[-1] for frontier in self.of_layers])
 
     def _input_bytes(self, layer: int) -> int:
-        """Bytes of the input that a layer gets from the one before."""
         value = self.model.blocks[self.model.layers[layer]].inputs[0]
         return int(value.type.size_bytes.subs(TOKENS, self.batch * self.seq))
 
     def planned(self, of_layers: Sequence[Choice]) -> MemoryPlan:
-        """The plan of each layer's choice."""
         taken = list(dict.fromkeys(zip(self.layers, of_layers, strict=True)))
         plans, choices = [], []
         for kind_index, choice in taken:
@@ -398,7 +386,6 @@ class Frontiers:
         return MemoryPlan(tuple(plans), layers, tuple(choices), self.layer_flops)
 
     def _known(self, kind: int) -> tuple[Choice, ...]:
-        """The choices of a kind of layers, each once."""
         by_flops = self.by_flops[kind] if self.by_flops else ()
         return tuple(dict.fromkeys((*self.of_kind[kind], *by_flops)))
 
@@ -415,7 +402,7 @@ def frontiers(
 
     Args:
         costs: the seconds of a rank's nodes; None to count operations.
-        parts: ranks that share the tokens of a sequence, of which `seq` are those of one.
+        parts: ranks that share the tokens of a sequence; `seq` are those of one.
     """
     tokens = batch * seq
     of_block = [graph_flops(block, tokens, parts * seq) for block in model.blocks]
@@ -434,13 +421,13 @@ def frontiers(
 
 
 def _read_of_shared(kind: LayerKind) -> set[str]:
-    """The values that layers share of which backward reads one, or a view of one."""
+    """Shared values that backward reads, directly or by a view."""
     storages = Storages.of(kind.gradients.graph)
     return {storages[name].name for name in kind.gradients.needed} & {*kind.shared}
 
 
 def replanned(plan: MemoryPlan, ways: Frontiers) -> MemoryPlan | None:
-    """A plan's choices for layers of other sizes; None where they lack a tensor that it saves."""
+    """A plan's choices for layers of other sizes; None if these have no such tensor."""
     plans = []
     for index, choice in enumerate(plan.choices):
         kind = ways.kinds[ways.layers[plan.layers.index(index)]]

@@ -16,9 +16,9 @@ from pcg.passes.graphs.lossy import exact_where_unsaved
 
 
 def plan_layer(kind: LayerKind, saved: tuple[str, ...], name: str) -> TrainingGraph:
-    """A layer's forward that saves these values, and its backward that recomputes the others.
+    """A layer's forward that saves values, and its backward that recomputes the others.
 
-    `saved` are values that storages were made for: their views are recomputed.
+    `saved` are values that own their storage: their views are recomputed.
     """
     gradients = exact_where_unsaved(kind.gradients, saved)
     graph = gradients.graph
@@ -38,16 +38,16 @@ def plan_layer(kind: LayerKind, saved: tuple[str, ...], name: str) -> TrainingGr
 
 
 def _copying(node: Node) -> Node:
-    """The node that copies a rank's part, so that the whole tensor can go."""
+    """Copy a rank's part, so that the whole tensor can be freed."""
     if node.op not in (OwnPart.name, TakenPart.name):
         return node
     return dataclasses.replace(node, attributes=tuple(sorted((*node.attributes, ("kept", True)))))
 
 
 def _recomputing(gradients: Differentiated, kept: set[str], name: str) -> Graph:
-    """Backward with the nodes that make what it is not given, each right before its first reader.
+    """Insert the nodes that make backward's missing inputs, each right before its first reader.
 
-    So late, what is recomputed is alive for as short as it can be.
+    So recomputed values are alive as short as possible.
     """
     graph, plain = gradients.graph, uncompressed(gradients, kept)
     types = graph.types
@@ -79,9 +79,9 @@ def _recomputing(gradients: Differentiated, kept: set[str], name: str) -> Graph:
 
 
 def prologue_backward(gradients: Differentiated, carried: Sequence[str]) -> Graph:
-    """The prologue's backward, which recomputes all that it reads of the forward: that is little.
+    """The prologue's backward, which recomputes all its forward values: these are few.
 
-    It takes the prologue's inputs, then the gradients of what the first layer is given.
+    It takes the prologue's inputs, then the gradients of the first layer's inputs.
     """
     graph = gradients.graph
     backward = _recomputing(gradients, set(), f"{graph.name}_backward")
@@ -92,7 +92,7 @@ def prologue_backward(gradients: Differentiated, carried: Sequence[str]) -> Grap
 def loss_and_gradients(gradients: Differentiated) -> Graph:
     """The epilogue's forward and backward in one graph.
 
-    It takes the hidden states, `targets` [T] and the gradient of each token's loss, and gives the
+    It takes the hidden states, `targets` [T] and the gradient of each token's loss, and returns the
     loss [T], the hidden states' gradient, and the trained parameters'.
     """
     forward, (loss,) = gradients.graph, gradients.graph.outputs

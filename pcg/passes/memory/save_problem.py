@@ -57,7 +57,7 @@ _TIE = 2**40
 class _Edge(NamedTuple):
     """An edge of the network between two of its nodes, by name.
 
-    Its capacity is the price of saving a storage, or of running a node again; None is unbounded.
+    Its capacity is the price of saving a storage, or of repeating a node; None is unbounded.
     """
 
     before: str
@@ -70,13 +70,12 @@ class Choice:
     """A choice of what one layer saves and recomputes.
 
     Attributes:
-        saved: the value that each saved storage was made for, in the graph's order.
+        saved: the value that owns each saved storage, in the graph's order.
         recomputed: first outputs of the products that backward recomputes, in the graph's order.
         size_bytes: bytes of the saved storages.
         flops: operations of the recomputed products.
-        cost: what plans are compared by: these operations, or picoseconds of all that is
-            recomputed.
-        shared: the values that all layers share which backward reads, in their order.
+        cost: the measure of plans: these operations, or picoseconds of all recomputed nodes.
+        shared: the values shared by all layers that backward reads, in order.
     """
 
     saved: tuple[str, ...]
@@ -93,9 +92,9 @@ class SaveProblem:
     Args:
         graph: the layer's forward graph.
         needed: values of it that backward reads.
-        resident: inputs that are there in backward whatever this layer does: all layers share them.
+        resident: inputs available in backward in any case, as all layers share them.
         costs: the seconds of a rank's nodes; None to count operations.
-        parts: ranks that share the tokens of a sequence, of which `seq` are those of one.
+        parts: ranks that share the tokens of a sequence; `seq` are those of one.
     """
 
     def __init__(
@@ -138,7 +137,6 @@ class SaveProblem:
 
     @cached_property
     def _edges(self) -> tuple[_Edge, ...]:
-        """The edges of the network, each with what its capacity is the price of."""
         edges = [_Edge(_SOURCE, storage.name, storage) for storage in self._given]
         for node in self._nodes:
             stored = self._made(node)
@@ -155,7 +153,6 @@ class SaveProblem:
 
     @cached_property
     def _places(self) -> dict[str, int]:
-        """The number of each node of the network."""
         ends = (end for edge in self._edges for end in (edge.before, edge.after))
         names = dict.fromkeys((_SOURCE, _SINK, *ends))
         return {name: place for place, name in enumerate(names)}
@@ -168,7 +165,6 @@ class SaveProblem:
 
     @cached_property
     def first(self) -> Choice:
-        """The choice of the fewest bytes that recomputes no product."""
         return self.choose(1, None)
 
     def frontier(self) -> tuple[Choice, ...]:
@@ -199,13 +195,13 @@ class SaveProblem:
         return [*self._between(left, middle), middle, *self._between(middle, right)]
 
     def add_cost(self, value: str, seconds: float) -> None:
-        """Let the node that makes a value take so much longer to recompute."""
+        """Add to the time of recomputing the node that makes a value."""
         node = self.graph.producers.get(value)
         if node is not None and node.name in self._costs:
             self._costs[node.name] += round(seconds / PICOSECOND)
 
     def in_costs(self, choices: Iterable[Choice]) -> tuple[Choice, ...]:
-        """Choices of the same layer, with the cost of what backward recomputes."""
+        """The same choices, with their cost in this problem."""
         return tuple(replace(choice, cost=self._cost_of(choice.saved)) for choice in choices)
 
     def _cost_of(self, saved: Sequence[str]) -> int:
@@ -221,7 +217,6 @@ class SaveProblem:
         return sum(self._costs[name] for name in recomputed)
 
     def _stored(self, names: Iterable[str]) -> list[Storage]:
-        """The storages of values that are not resident."""
         storages = (self._storages[name] for name in names)
         return [s for s in storages if not s.is_parameter and s.name not in self._resident]
 
@@ -229,7 +224,7 @@ class SaveProblem:
         return self._stored(value.name for value in node.outputs)
 
     def _makers(self) -> list[Node]:
-        """The nodes that compute a needed value, or an input of such a node; views do not count."""
+        """The nodes behind needed values, excluding views."""
         live = {storage.name for storage in self._needed}
         nodes = []
         for node in reversed(self.graph.nodes):

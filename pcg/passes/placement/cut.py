@@ -24,9 +24,8 @@ class Piece:
     """Nodes that one call runs at the base.
 
     Attributes:
-        is_backward: True if it is a part of the backward.
         nodes: names of the nodes.
-        repeated: names of nodes that ran elsewhere, too, and run again instead of being sent.
+        repeated: names of nodes that also run elsewhere, instead of being sent.
         inputs: the values that the client sends.
         outputs: the values that the base returns.
         seconds: time of the round trip, latency and transfers included.
@@ -60,7 +59,7 @@ class Costs:
     seconds: float = 0.0
 
     def plus(self, other: Costs, times: int = 1) -> Costs:
-        """These costs and so many times others."""
+        """Add `times` other costs."""
         return Costs(
             self.round_trips + times * other.round_trips,
             self.sent_bytes + times * other.sent_bytes,
@@ -74,8 +73,7 @@ class GraphCut:
     """The cut of a graph, or of a layer's forward and backward together.
 
     Attributes:
-        name: the graph's name.
-        count: how many layers are like it.
+        count: number of equal layers.
         pieces: the calls of the base, in order.
         client: names of the nodes that the client runs.
         held: frozen weights of two dims and more that the client needs, with their bytes.
@@ -115,11 +113,7 @@ class StepCut:
 
 
 def cut_graph(name: str, count: int, graph: SplitGraph, cut: Cut | None = None) -> GraphCut:
-    """Return the account of a cut, of the cheapest unless one is given.
-
-    Raises:
-        UnsupportedError: the graph is too wide to search.
-    """
+    """Describe a cut, by default the cheapest. UnsupportedError: the graph is too wide."""
     problem = graph.problem
     best = exact_cut(problem) if cut is None else cut
     elsewhere = 0

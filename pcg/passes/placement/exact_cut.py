@@ -63,12 +63,11 @@ def cheapest_transfer(
     unsendable: int,
     is_up: bool,
 ) -> Transfer:
-    """Return the cheapest way to have values on a side.
+    """The cheapest way to have values on a side.
 
     Args:
-        wanted: the values.
-        there: values that are on that side anyway.
-        may_repeat: nodes that may run on that side, whose every value is sent or made by such.
+        present: values that are on that side anyway.
+        may_repeat: nodes that may run on that side; each of their values is sent or made by such.
         unsendable: values that the other side does not have.
         is_up: True if the side is the base.
     """
@@ -157,11 +156,11 @@ class RoundTrip:
 
     Attributes:
         nodes: nodes that run there for the first time.
-        repeated: nodes of earlier pieces, or of the client's, that run there again.
+        repeated: nodes of earlier pieces, or of the client, that run there again.
         sent: values that the client sends.
         returned: values that the base returns.
-        again: nodes of the piece that the client runs, too, instead of having their values sent.
-        cost_ps: time of all that, latency and the nodes included.
+        again: nodes of the piece that the client also runs, instead of receiving their values.
+        cost_ps: total time, latency and the nodes included.
     """
 
     nodes: int
@@ -181,16 +180,12 @@ class Cut:
 
 
 def exact_cut(problem: SplitProblem) -> Cut:
-    """Return the cheapest cut.
-
-    Raises:
-        UnsupportedError: the graph is too wide; says how wide.
-    """
+    """The cheapest cut. UnsupportedError: the graph is too wide; says how wide."""
     return _Search(problem).run()
 
 
 def fixed_cut(problem: SplitProblem) -> Cut:
-    """Return Symbiosis' cut: each node of the base is a call, and all others are the client's."""
+    """Symbiosis' cut: each node of the base is a call, and the client runs all others."""
     trips = []
     for number, node in enumerate(problem.nodes):
         if node.side is Side.BASE:
@@ -205,9 +200,9 @@ def fixed_cut(problem: SplitProblem) -> Cut:
 
 @dataclass(frozen=True)
 class _State:
-    """A state: the nodes that ran, values that the client lacks, and if a round trip may be next.
+    """The nodes that ran, the values missing at the client, and whether a round trip may be next.
 
-    It may where the client did something since the one before.
+    It may be next if the client ran a node since the last one.
     """
 
     ran: int
@@ -299,15 +294,14 @@ class _Search:
             yield then, cost + self._client_ps(after & ~ran), trip
 
     def _client_ps(self, nodes: int) -> int:
-        """Return the time that the client runs some nodes for."""
         return sum(self.problem.nodes[number].client_ps for number in bits(nodes))
 
     def _bound(self, ran: int) -> int:
-        """Return a time that a state with these nodes done takes at least, to the end.
+        """A lower bound of the time from a state with these nodes run to the end.
 
-        Each other node runs once, on its faster side. What the base's own nodes read is made there
-        of what is sent, and what the client wants is made there of what is returned: at least the
-        minimum cut, if nodes took no time and pieces had what others made.
+        Each other node runs once, on its faster side. The base makes its nodes' inputs from sent
+        values, and the client makes its wanted values from returned ones: at least the minimum cut
+        with free nodes and pieces that keep each other's values.
         """
         problem, left = self.problem, self.every & ~ran
         time = self._trips_left(ran) * problem.latency_ps
@@ -326,7 +320,7 @@ class _Search:
         return time + up.cost_ps + down.cost_ps
 
     def _trips_left(self, ran: int) -> int:
-        """Return the least number of round trips behind some nodes, whatever they cost."""
+        """The least number of round trips behind these nodes, at any cost."""
         problem = self.problem
         at_client, at_base = [0] * len(problem.values), [1] * len(problem.values)
         for number in bits(self.every & ~ran):
@@ -342,20 +336,19 @@ class _Search:
         return max((at_client[value] for value in bits(problem.wanted)), default=0)
 
     def _ready(self, ran: int) -> bool:
-        """Return whether the client can run a node that the base could, too."""
         before = self.problem.before
         return any(not before[number] & ~ran for number in bits(self.either & ~ran))
 
     def _later(self, ran: int) -> int:
-        """The values that nodes which did not run read, and all that these may be made of again."""
+        """The inputs of nodes that have not run, and all values that they may be made of."""
         nodes = self.problem.nodes
         return self._behind(mask_of(v for n in bits(self.every & ~ran) for v in nodes[n].reads))
 
     def _worth_returning(self, piece_values: int, ran: int) -> tuple[int, ...]:
-        """Return the values of a piece that the client may want for later pieces alone.
+        """The values of a piece that the client may want for later pieces alone.
 
-        A value that only nodes of the piece read is no better than what they make of it, where
-        that is neither dearer to return nor to send.
+        A value that only nodes of the piece read is no better than their results, if these cost no
+        more to return and to send.
         """
         problem, later = self.problem, self._used_later(ran)
         prices: dict[int, tuple[int, int]] = {}
@@ -377,7 +370,7 @@ class _Search:
         return tuple(returned)
 
     def _made_of(self, values: int) -> int:
-        """Return values, and all that the base may read to make them."""
+        """The values, and all that the base may read to make them."""
         problem, waiting = self.problem, list(bits(values))
         while waiting:
             maker = problem.makers.get(waiting.pop())
@@ -402,7 +395,7 @@ class _Search:
         return cheapest_transfer(problem, fetched, others, may, 0, False)
 
     def _pieces_behind(self, ran: int) -> tuple[int, ...]:
-        """Sets of nodes that the base can run behind some, each with all that it needs."""
+        """Sets of nodes that the base can run next, each closed under its inputs."""
         before, pieces, waiting = self.problem.before, {0}, [0]
         for piece in waiting:
             for number in bits(self.at_base & ~ran & ~piece):
@@ -420,7 +413,7 @@ class _Search:
 
 
 def _is_worse(cost: int, state: _State, others: list[tuple[int, _State]]) -> bool:
-    """Return whether one of the states was reached for no more, and has all that a state has."""
+    """Return whether another state has at least as many values at no higher cost."""
     return any(
         least <= cost
         and not other_lost.lost & ~state.lost

@@ -23,11 +23,10 @@ def piece_graph(
     inputs: Iterable[str],
     outputs: Iterable[str],
 ) -> Graph:
-    """Return the graph of some nodes, with the views and parameters that they read.
+    """The graph of some nodes, with the views and parameters that they read.
 
     Args:
-        graphs: a graph, or a forward and its backward, in which the nodes are.
-        nodes: names of the nodes.
+        graphs: a graph, or a forward and its backward, with the nodes.
         inputs: names of the values that are sent.
         outputs: names of the values that are returned.
     """
@@ -67,7 +66,7 @@ def piece_graph(
 
 @dataclass(frozen=True)
 class PieceText:
-    """A piece as text, and the names that its inputs and outputs have in a client's graph."""
+    """A piece as text, and its inputs' and outputs' names in a client's graph."""
 
     text: str
     inputs: tuple[str, ...]

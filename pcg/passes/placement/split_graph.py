@@ -42,11 +42,11 @@ def split_problem(
     linear_only: bool = False,
     private: Iterable[str] = (),
 ) -> SplitGraph:
-    """Return the problem of a graph and, if there is one, its backward.
+    """The split problem of a graph and, if there is one, its backward.
 
     Args:
-        linear_only: the base runs products alone, as what is sent is to be hidden by noise.
-        private: inputs that the client sends nobody.
+        linear_only: the base runs products alone, as noise hides the sent values.
+        private: inputs that never leave the client.
     Raises:
         UnsupportedError: the base has to run an operator that is not linear.
         CostModelError: a device has no cost for an operator.
@@ -66,10 +66,10 @@ def split_problem(
 
 @dataclass(frozen=True)
 class SplitGraph:
-    """A split problem, and what its nodes are in the graph.
+    """A split problem, and its nodes in the graph.
 
     Attributes:
-        graphs: the graph, and its backward where there is one.
+        graphs: the graph, and its backward if it has one.
         nodes: the graph's nodes by their number in the problem; None for the rest of the model.
         first_backward: the number of the first node behind the forward.
         held: frozen weights of at least two dims that the client's nodes read, with their bytes.

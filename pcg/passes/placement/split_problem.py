@@ -51,11 +51,8 @@ class SplitNode:
     """A node, with its times on both sides in picoseconds.
 
     Attributes:
-        name: the node's name.
         side: where it may run.
-        base_ps: time at the base.
-        client_ps: time at the client.
-        reads: the numbers of the values that it reads, weights left out.
+        reads: the numbers of the values that it reads, except weights.
         makes: the numbers of the values that it makes.
     """
 
@@ -79,11 +76,11 @@ class SplitValue:
 
 @dataclass(frozen=True)
 class SplitProblem:
-    """Nodes in order over values; those that no node makes are with the client at first.
+    """Nodes in order over values; the client has values without a maker from the start.
 
     Attributes:
         outputs: the numbers of the values that the client wants.
-        latency_ps: time that each round trip takes beside what it sends and computes.
+        latency_ps: time of each round trip besides transfers and nodes.
     """
 
     nodes: tuple[SplitNode, ...]
@@ -93,7 +90,6 @@ class SplitProblem:
 
     @cached_property
     def makers(self) -> dict[int, int]:
-        """The node that makes each value; inputs have none."""
         return {value: n for n, node in enumerate(self.nodes) for value in node.makes}
 
     @cached_property
@@ -107,7 +103,7 @@ class SplitProblem:
 
     @cached_property
     def before(self) -> tuple[int, ...]:
-        """The nodes that make what each node reads, as a mask."""
+        """The nodes that make each node's inputs, as a mask."""
         makers = self.makers
         return tuple(
             mask_of(makers[value] for value in node.reads if value in makers) for node in self.nodes
@@ -119,7 +115,7 @@ class SplitProblem:
 
     @cached_property
     def wanted(self) -> int:
-        """The values that the client needs in any case: outputs, and what its own nodes read."""
+        """The values that the client needs in any case: outputs, and inputs of its own nodes."""
         client_nodes = (node for node in self.nodes if node.side is Side.CLIENT)
         return mask_of(self.outputs) | mask_of(
             value for node in client_nodes for value in node.reads
@@ -127,10 +123,11 @@ class SplitProblem:
 
     @cached_property
     def eager(self) -> int:
-        """The nodes that the client runs as soon as it can: those that no base can run, and others.
+        """The nodes that the client runs as soon as it can.
 
-        The others make what it needs in any case, of what it then has in any case, in less time
-        than that takes to return. The base may run them, too.
+        These are the nodes that no base can run, and nodes that make a value needed in any case,
+        from values that it has in any case, in less time than its return takes. The base may also
+        run those.
         """
         makers, eager = self.makers, self.client_only
         for number, node in enumerate(self.nodes):
@@ -144,16 +141,15 @@ class SplitProblem:
         return eager
 
     def made_by(self, nodes: int) -> int:
-        """The values that some nodes make."""
         return mask_of(value for n in bits(nodes) for value in self.nodes[n].makes)
 
     def read_by(self, nodes: int) -> int:
-        """The values that some nodes read, and none of them makes."""
+        """The inputs of some nodes that none of them makes."""
         read = mask_of(value for n in bits(nodes) for value in self.nodes[n].reads)
         return read & ~self.made_by(nodes)
 
     def closed(self, ran: int) -> int:
-        """Nodes with all the eager ones that can run behind them."""
+        """The nodes with all eager ones that can run behind them."""
         for number in bits(self.eager & ~ran):
             if not self.before[number] & ~ran:
                 ran |= 1 << number
@@ -184,9 +180,6 @@ class SplitCosts:
     """Picoseconds of nodes on either side, and of values between them.
 
     Attributes:
-        base: the cost model of the base's device.
-        client: that of the client's.
-        link: the link between them.
         tokens: the number of tokens of a step.
         context: the number of tokens of a sequence.
     """
@@ -199,19 +192,17 @@ class SplitCosts:
 
     @property
     def latency_ps(self) -> int:
-        """Time of a round trip that carries nothing."""
+        """Time of an empty round trip."""
         return round(self.link.latency_s / PICOSECOND)
 
     def size_bytes(self, type_: TensorType) -> int:
-        """Bytes of a value of the step."""
         return bytes_of(type_, self.tokens)
 
     def send_ps(self, size_bytes: int) -> int:
-        """Time of so many bytes in one direction."""
         return round(size_bytes / self.link.bytes_per_s / PICOSECOND)
 
     def node_ps(self, graph: Graph, node: Node, side: Side) -> tuple[int, int]:
-        """Times of a node at the base and at the client; nothing of a view, nor where it never is.
+        """Times of a node at the base and at the client; 0 for a view, and for a side without it.
 
         Raises:
             CostModelError: a device has no cost for it.
