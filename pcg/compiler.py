@@ -123,14 +123,14 @@ def _compiled(
         source.name,
         source.config,
         base.model,
-        emitted.serving,
-        emitted.training,
-        {name: recipe_fields(recipe) for name, recipe in recipes.items()},
-        dataclasses.replace(settled, dtype=TORCH_NAMES[traced.trace.dtype]),
-        traced.trace.constants,
-        traced.trace.base_prefix,
-        traced.trace.dtype,
-        {"backend": str(backend), "attention": attention},
+        serving=emitted.serving,
+        training=emitted.training,
+        recipes={name: recipe_fields(recipe) for name, recipe in recipes.items()},
+        options=dataclasses.replace(settled, dtype=TORCH_NAMES[traced.trace.dtype]),
+        constants=traced.trace.constants,
+        base_prefix=traced.trace.base_prefix,
+        dtype=traced.trace.dtype,
+        choices={"backend": str(backend), "attention": attention},
     )
 
 
@@ -381,7 +381,15 @@ def make_executor(
     eos_ids = _eos_ids(program, tokenizer)
     specialiser = BaseSpecialiser(place)
     with on_device(device):
-        state = ModelState(program, weights, specialiser, tokenizer, eos_ids, device, mesh)
+        state = ModelState(
+            program,
+            weights,
+            specialiser,
+            tokenizer=tokenizer,
+            eos_ids=eos_ids,
+            device=device,
+            mesh=mesh,
+        )
     executor = Executor(state)
     if isinstance(peft, Mapping) and not is_recipe(peft):
         for name, value in peft.items():

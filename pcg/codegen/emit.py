@@ -36,7 +36,7 @@ Item: TypeAlias = Node | GroupKernel
 
 
 def emit_function(function: Function, items: Sequence[Item] | None = None) -> str:
-    """The source of one function of nodes and launches, in their order; by default the graph's."""
+    """Emit a function of nodes and launches, in order; by default the graph's nodes."""
     graph, holders = function.graph, function.holders
     expressions = _expressions(graph)
     packed = {value for values in holders.values() for value in values}
@@ -80,7 +80,6 @@ def emit_function(function: Function, items: Sequence[Item] | None = None) -> st
 
 
 def _expressions(graph: Graph) -> dict[str, str]:
-    """The name of each value in the source."""
     expressions = {}
     for parameter in graph.parameters:
         holder = "a" if parameter.role == "adapter" else "w"
@@ -93,7 +92,6 @@ def _expressions(graph: Graph) -> dict[str, str]:
 
 
 def _is_frozen(graph: Graph, node: Node) -> bool:
-    """Return whether a node's second input is a weight of the base."""
     parameter = graph.parameters_by_name.get(node.inputs[1]) if len(node.inputs) > 1 else None
     return parameter is not None and parameter.role == "frozen"
 
@@ -119,7 +117,7 @@ def _statement(node: Node, expressions: Mapping[str, str], yields: bool = False)
 
 
 def _beginning(node: Node, expressions: Mapping[str, str]) -> list[str]:
-    """The statement that begins a collective; its first output's name holds the pending one."""
+    """Begin a collective; its first output's name holds the pending result."""
     entry = collective_of(node)
     assert entry is not None
     source = entry.begun_source([expressions[n] for n in node.inputs], dict(node.attributes))
@@ -129,7 +127,7 @@ def _beginning(node: Node, expressions: Mapping[str, str]) -> list[str]:
 def _waiting(
     items: Sequence[Item], waited: Mapping[int, int], index: int, expressions: Mapping[str, str]
 ) -> list[str]:
-    """Statements that wait for the collectives that the item at a place is the first to read."""
+    """Wait for the collectives that the item at an index is the first to read."""
     lines = []
     for begun in (items[place] for place, first in waited.items() if first == index):
         assert isinstance(begun, Node)
@@ -194,7 +192,7 @@ _MOST_NAMED = 3
 
 
 def emit_with_kernels(function: Function) -> str:
-    """The source of one function, behind its kernels. CodegenError: its nodes are not grouped."""
+    """Emit a function behind its kernels. CodegenError: its nodes are not grouped."""
     graph = function.graph
     if not isinstance(graph, KernelGraph):
         raise CodegenError(f"the nodes of graph @{graph.name} are not grouped to kernels")
@@ -214,7 +212,7 @@ def emit_with_kernels(function: Function) -> str:
 
 
 def _operators(group: KernelGroup) -> list[str]:
-    """The operators that a kernel is named by; what reads and adds for them is left out."""
+    """The operators in a kernel's name, without views and deferred adds."""
     operators = dict.fromkeys(node.op for node in group.nodes)
     named = [op for op in operators if op != "add_deferred" and not operator(op).is_view]
     every = named or list(operators)
@@ -238,21 +236,21 @@ from pcg.kernels.torch import ops as K"""
 
 
 def emit_serving(name: str, functions: Sequence[Function], backend: str) -> str:
-    """The source of the functions that serve, and of the others that serving calls."""
+    """Emit the functions that serve, and the sampling functions that serving calls."""
     others = TRITON_SERVING if backend == "triton" else ()
     note = "It generates, for adapters of any rank in one batch."
     return emit_module(name, note, functions, backend, others)
 
 
 def emit_training(name: str, functions: Sequence[Function], backend: str) -> str:
-    """The source of the functions that train."""
+    """Emit the functions that train."""
     return emit_module(name, "It finetunes one adapter at a time.", functions, backend)
 
 
 def emit_module(
     title: str, note: str, functions: Sequence[Function], backend: str, others: Sequence[str] = ()
 ) -> str:
-    """The source of functions as a Python file, with the sources of others behind them."""
+    """Emit functions as a Python file, followed by other sources."""
     if backend == "triton":
         imports, called = TRITON_IMPORTS, "Triton"
         sources = map(emit_with_kernels, functions)
@@ -264,7 +262,7 @@ def emit_module(
 
 
 def _pieces(functions: Sequence[Function]) -> Iterator[str]:
-    """The texts of the pieces that functions ask a base executor for, each once."""
+    """The texts of the pieces that functions request from a base executor, each once."""
     called = (n for function in functions for n in function.graph.nodes if n.op == BasePiece.name)
     for text in dict.fromkeys(str(node.attribute("text")) for node in called):
         escaped = text.replace("\\", "\\\\").replace("'", "\\'")
@@ -272,5 +270,5 @@ def _pieces(functions: Sequence[Function]) -> Iterator[str]:
 
 
 def _quoted(title: str) -> str:
-    """A title that cannot end its docstring: a model's name is a stranger's, and this file runs."""
+    """A title that cannot end its docstring: a model's name is untrusted, and the file runs."""
     return "".join(c if c.isprintable() and c not in '"\\' else "_" for c in title)

@@ -27,7 +27,7 @@ from pcg.ir.program.program import python_name
 
 @dataclass(frozen=True)
 class GroupKernel:
-    """A kernel's Triton source, with that of its parts, and the facts that its launch needs.
+    """A kernel's Triton source, with that of its parts, and facts for its launch.
 
     Attributes:
         scope: path of the innermost module that holds all nodes.
@@ -115,7 +115,7 @@ def _outputs(part: KernelGroup, group: KernelGroup) -> str:
 
 
 def _output(name: str, group: KernelGroup) -> str:
-    """An output's type without tokens; if appended, the cache that it goes to and its source."""
+    """An output's type without tokens; an appended one with its cache and source."""
     whole = group.graph.types[name]
     type_ = f"{whole.dtype}[{', '.join(map(str, whole.features))}]"
     node = group.appended(name)

@@ -13,7 +13,7 @@ _OPERATORS = (("&", "|"), ("+", "-"), ("*", "/", "//", "%"))
 def statement(text: str, indent: int = 4) -> str:
     """A statement on one line, or with the contents of its first parentheses on further lines.
 
-    Targets that are longer than a line stand in parentheses, too.
+    Targets that are longer than a line are in parentheses, too.
     """
     space = " " * indent
     begin = text.find("(", text.find(" = ") + 1)
@@ -51,7 +51,6 @@ def _parts(inner: str) -> list[str]:
 
 
 def _arguments(inner: str) -> list[str]:
-    """The arguments of a call, split behind the commas that stand in no parentheses."""
     parts, depth = [""], 0
     for character in inner:
         depth += (character in "([{") - (character in ")]}")
@@ -74,7 +73,7 @@ def wrapped(words: Sequence[str], opening: str, closing: str, indent: int = 4) -
 
 
 def filled(words: Sequence[str], indent: int = 4) -> list[str]:
-    """Words on lines; one that is too long for a line is broken like a statement."""
+    """Words on lines; a word that is too long for a line is broken like a statement."""
     space = " " * indent
     lines: list[str] = []
     for word in words:

@@ -12,17 +12,18 @@ from pcg.units import number_ranges
 
 @dataclass(frozen=True)
 class Function:
-    """A graph, and how the source of its function hands values in and out.
+    """A graph, and the interface of its emitted function.
 
     Attributes:
         doc: the first line of its docstring.
-        outputs: groups of the graph's outputs, each of which is returned as a tuple; None to
-            return the outputs themselves.
+        outputs: groups of the graph's outputs, each returned as a tuple; None to return the outputs
+            themselves.
         holders: names of lists before the other arguments, each with the inputs that it holds. The
             function empties them, so that no other reference keeps the inputs alive.
         free: True to delete each value after its last use.
-        yields_products: True to make it a generator that asks its caller for products by frozen
-            weights, so that functions that run together run these together.
+        yields_products: True for a generator that requests products by frozen weights from its
+            caller,
+            so that functions that run together run these together.
     """
 
     graph: Graph
@@ -45,7 +46,7 @@ def serving_functions(model: ModelGraph) -> tuple[Function, ...]:
 
 
 def without_head(epilogue: Graph) -> Graph:
-    """The epilogue up to what the head multiplies, before adapters of the head change it."""
+    """The epilogue up to the head's input, before adapters of the head change it."""
     parameters = epilogue.parameters_by_name
 
     def is_matrix(name: str) -> bool:

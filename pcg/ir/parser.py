@@ -259,7 +259,16 @@ class _Parser(TokenReader):
         rows = (self._count(number), self._count(number)) if self.accept("rows") else None
         copies = self._count("a number of copies") if self.accept("copies") else 1
         part, degree = self._part()
-        return Parameter(value, role, source, transposed, part, degree, rows, copies)
+        return Parameter(
+            value,
+            role,
+            source,
+            transposed=transposed,
+            part=part,
+            degree=degree,
+            rows=rows,
+            copies=copies,
+        )
 
     def _count(self, expected: str) -> int:
         return int(self.take("number", expected).text)

@@ -40,11 +40,10 @@ def base_plan(
 
     Args:
         graph: a layer's graph without bypass networks.
-        degree: the number of ranks.
         styles: the user's plan, `PlanOptions.styles`; products without a style are replicated.
     Raises:
-        ParallelError: the degree divides neither heads nor products; names those that do. Or a
-            given module is no linear operator of the layer.
+        ParallelError: the degree divides neither heads nor products, and names those that do; or a
+            path in `styles` is no linear operator of the layer.
     """
     plan = _given(graph, styles) if styles else _pairs(graph, degree)
     sizes = list(_sizes(graph, plan))
@@ -59,7 +58,7 @@ def base_plan(
 
 
 def _way_out(graph: Graph, degree: int, plan: Mapping[str, Layout]) -> str:
-    """Words on the plan of the pairs of products that the degree divides; empty without any."""
+    """A hint with the plan of the pairs of products that the degree divides; empty without any."""
     fitting: dict[str, str] = {}
     paths = _paths(graph)
     for pair in _plans_of_pairs(graph, plan):
@@ -75,7 +74,7 @@ def _style(layout: Layout) -> str:
 
 
 def _plans_of_pairs(graph: Graph, plan: Mapping[str, Layout]) -> Iterator[Mapping[str, Layout]]:
-    """Yield each row-parallel product of a plan with the column-parallel ones that it reads."""
+    """Yield each row-parallel product of a plan with its column-parallel sources."""
     makers: dict[str, frozenset[str]] = {}
     for node in graph.nodes:
         weight = _frozen_weight(graph, node)
@@ -89,7 +88,6 @@ def _plans_of_pairs(graph: Graph, plan: Mapping[str, Layout]) -> Iterator[Mappin
 
 
 def _paths(graph: Graph) -> dict[str, str]:
-    """The module path within the layer of each product, by its weight."""
     weights = [w for node in graph.nodes if (w := _frozen_weight(graph, node)) is not None]
     sources = {w: graph.parameters_by_name[w].source.removesuffix(".weight") for w in weights}
     return {w: source.rpartition("{layer}.")[2] for w, source in sources.items()}
@@ -111,7 +109,7 @@ def _given(graph: Graph, styles: Mapping[str, str]) -> dict[str, Layout]:
 
 
 def _sizes(graph: Graph, plan: Mapping[str, Layout]) -> Iterator[tuple[str, int]]:
-    """Names and sizes of what ranks hold equal parts of."""
+    """Names and sizes that ranks divide into equal parts."""
     attentions = partitioned_attentions(graph, plan)
     for node in graph.nodes:
         if node.name in attentions:
@@ -124,9 +122,9 @@ def _sizes(graph: Graph, plan: Mapping[str, Layout]) -> Iterator[tuple[str, int]
 
 
 def partitioned_attentions(graph: Graph, plan: Mapping[str, Layout]) -> frozenset[str]:
-    """Names of attentions whose queries come from a column-parallel product: each rank has heads.
+    """Names of attentions with queries of a column-parallel product: ranks share their heads.
 
-    The graph is a layer's without bypass networks, the plan has the layouts of its weights.
+    `graph` is a layer's without bypass networks, `plan` has the layouts of its weights.
     """
     has_part: set[str] = set()
     attentions = set()
@@ -175,7 +173,6 @@ def _pairs(graph: Graph, degree: int) -> dict[str, Layout]:
 
 
 def _experts(graph: Graph) -> dict[str, Layout]:
-    """Layouts of experts' weights, cut by the features between gate, up and down."""
     layouts: dict[str, Layout] = {}
     for node in graph.nodes:
         if node.op == "experts":

@@ -26,9 +26,9 @@ _COALESCED = ("all_gather", "all_reduce")
 
 @dataclass(frozen=True, slots=True)
 class Access:
-    """The values that one node reads and makes, and the message that it sends.
+    """The values that one node reads and makes, and its message.
 
-    `key` is the kind and the dtype of the message; None where the node shares none.
+    `key` is the kind and the dtype of the message; None if the node joins no message.
     """
 
     key: tuple[str, str] | None
@@ -47,7 +47,7 @@ def accesses_of(graph: Graph) -> list[Access]:
 
 
 def coalesced_runs(accesses: Sequence[Access]) -> list[list[int]]:
-    """The places of the collectives that share a message, for each message."""
+    """The indices of the collectives that share a message, for each message."""
     runs: list[list[int]] = []
     key: tuple[str, str] | None = None
     waiting: set[object] = set()
@@ -69,7 +69,7 @@ class Message:
 
     Attributes:
         kind: all_reduce, all_gather or reduce_scatter.
-        types: types of its tensors, whole; of tokens' shards with all ranks' rows.
+        types: types of its whole tensors; for shards of tokens, with all ranks' rows.
     """
 
     kind: str
@@ -82,12 +82,10 @@ _Versions = tuple[tuple[str, Layout], ...]
 
 @dataclass(frozen=True, slots=True)
 class _Event:
-    """A node of a plan, or a reshard.
+    """A node of a plan, or a reshard, with values in layouts.
 
     Attributes:
-        reads: values in the layouts that it takes.
-        makes: values in the layouts that it gives.
-        active: those of `reads` that a gradient may flow back to by it.
+        active: those of `reads` that a gradient may flow back to through it.
         reshard: the reshard with its value's type; None for a node.
     """
 
@@ -104,9 +102,9 @@ _Sent = tuple[_Event, _Versions, _Versions]
 def plan_messages(
     graph: Graph, plan: ParallelPlan, degree: int, active: Container[str]
 ) -> tuple[tuple[Message, ...], tuple[Message, ...]]:
-    """The messages of a plan's forward and backward, in order, once its graphs are coalesced.
+    """The messages of a plan's forward and backward, in order, with neighbours coalesced.
 
-    A gradient may flow back to the `active` values: to none without a backward.
+    A gradient may flow back to the `active` values; without a backward there are none.
     """
     events: list[_Event] = []
     for node in graph.nodes:

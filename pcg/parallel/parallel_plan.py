@@ -14,7 +14,7 @@ from pcg.ir.types import TOKENS, TensorType, part_of_tokens
 
 
 def saved(layout: Layout) -> Layout:
-    """The mark that backward has a value in a layout: saved, or recomputed there."""
+    """The mark for a layout in which backward has a value: saved, or recomputed there."""
     return Layout(layout.state, 1 - layout.dim)
 
 
@@ -31,8 +31,8 @@ SAVED_COPY = saved(REPLICATED)
 class Reshard:
     """One transition of a value between two layouts, by an operator.
 
-    Between marks it is no node of the graph, but work of backward: `regather` gathers a copy again,
-    and `recompute` makes what was made of it.
+    Between marks it is work of backward, not a node of the graph: `regather` gathers a copy again,
+    and `recompute` repeats the node that made the value.
     """
 
     op: str
@@ -46,16 +46,13 @@ class Reshard:
 
     @property
     def forward(self) -> str:
-        """The collective of the forward; empty for none."""
         return _FORWARD.get(self.op, "")
 
     @property
     def backward(self) -> str:
-        """The collective of the backward; empty for none."""
         return _BACKWARD.get(self.op, "")
 
     def is_of_tokens(self, type_: TensorType) -> bool:
-        """True if it shards or gathers the tokens of a tensor."""
         return self.dim < 0 and type_.shape[self.dim] == TOKENS
 
     def message(self, type_: TensorType, degree: int) -> TensorType:
@@ -108,7 +105,7 @@ class NodePlan:
     """The way in which ranks run one node, or bring a graph's outputs into their layouts.
 
     Attributes:
-        rule: the way that its operator is sharded; of outputs, the layouts that they end in.
+        rule: the sharding of its operator; of outputs, their final layouts.
         reshards: transitions of its inputs, by value, in order.
         held: layouts of the adapters' weights that no earlier node has read.
         cost: the cost of the node and the transitions, each message by itself.
@@ -124,10 +121,7 @@ class NodePlan:
 
 @dataclass(frozen=True)
 class ParallelPlan:
-    """The way in which ranks run a graph: the plans of its nodes, by name, and of its outputs.
-
-    Inputs that are not named are whole.
-    """
+    """The plans of a graph's nodes by name, and of its outputs; inputs without a plan are whole."""
 
     nodes: Mapping[str, NodePlan]
     outputs: NodePlan
@@ -135,12 +129,10 @@ class ParallelPlan:
 
     @property
     def held(self) -> dict[str, Layout]:
-        """Layouts of the adapters' weights."""
         return {name: layout for node in self.nodes.values() for name, layout in node.held}
 
     @property
     def rules(self) -> dict[str, Sharding]:
-        """The way that each node is sharded, by its name."""
         return {name: node.rule for name, node in self.nodes.items()}
 
     @property
@@ -154,12 +146,13 @@ class Constraints:
     """Layouts and rules that a plan has to keep to.
 
     Attributes:
-        layouts: layouts of parameters by name. A frozen one that is not named takes the cheapest.
+        layouts: layouts of parameters by name. A frozen parameter without one takes the cheapest.
         rules: rules of nodes by name.
-        inputs: layouts of the graph's inputs; whole where not named.
-        outputs: layouts of the graph's outputs, likewise.
+        inputs: layouts of the graph's inputs; whole by default.
+        outputs: layouts of the graph's outputs; whole by default.
         gathered: sharded adapters' weights that all their readers gather.
-        direct: adapters' weights that all their readers take in the layout that they are held in.
+        direct: adapters' weights that all their readers take in the layout in which ranks hold
+            them.
     """
 
     layouts: Mapping[str, Layout] = field(default_factory=dict)

@@ -60,10 +60,7 @@ Path = tuple[float, tuple[Reshard, ...]]
 
 
 class ReshardPaths:
-    """Cheapest paths between layouts, found once each.
-
-    `shards_tokens` is True if ranks may hold shards of the tokens.
-    """
+    """Cheapest paths between layouts, cached; with `shards_tokens` also to shards of tokens."""
 
     def __init__(self, degree: int, costs: LayerCosts, shards_tokens: bool) -> None:
         self.degree = degree
@@ -74,7 +71,7 @@ class ReshardPaths:
         self._known: dict[object, Path | None] = {}
 
     def where_free(self, free: frozenset[tuple[str, str]]) -> ReshardPaths:
-        """The paths where some messages, by direction and kind, cost nothing to start."""
+        """The paths if some messages, by direction and kind, cost nothing to start."""
         other = copy.copy(self)
         other._free, other._known = free, {}
         return other
@@ -82,9 +79,9 @@ class ReshardPaths:
     # ----------------------------------------------------------------------------------- layouts
 
     def fits(self, type_: TensorType, layout: Layout) -> bool:
-        """Return whether ranks can hold a tensor so: in equal parts of a number or an open rank.
+        """Return whether a layout has equal parts of a number or a symbolic rank.
 
-        Or in shards of the tokens, where that is asked for.
+        Shards of the tokens also fit with `shards_tokens`.
         """
         if not layout.dim:
             return True
@@ -96,25 +93,24 @@ class ReshardPaths:
         return (isinstance(size, int) or size == RANK) and layout.fits(type_, self.degree)
 
     def parts(self, type_: TensorType) -> tuple[Layout, ...]:
-        """The partitioned layouts that ranks can hold a tensor in."""
+        """The partitioned layouts that fit a tensor."""
         if type_ not in self._parts:
             every = map(partitioned, range(-len(type_.dims), 0))
             self._parts[type_] = tuple(part for part in every if self.fits(type_, part))
         return self._parts[type_]
 
     def is_marked(self, type_: TensorType, layout: Layout) -> bool:
-        """True if a mark says that backward has it; wholes and shards of tokens it always has."""
+        """True if a mark says that backward has it; it always has wholes and shards of tokens."""
         always = (WHOLE, token_part(type_))
         return self.shards_tokens and type_.is_token_wise and layout not in always
 
     def made(self, type_: TensorType, layout: Layout) -> frozenset[Layout]:
-        """The layouts of a value that a node makes; what was not gathered is saved."""
+        """The layouts of a value that a node makes; a value that was not gathered is saved."""
         return frozenset([layout, saved(layout)] if self.is_marked(type_, layout) else [layout])
 
     def after(
         self, type_: TensorType, have: frozenset[Layout], reshards: Iterable[Reshard]
     ) -> frozenset[Layout]:
-        """The layouts of a value after some reshards."""
         for reshard in reshards:
             is_had = not self.is_marked(type_, reshard.before) or saved(reshard.before) in have
             if is_had and reshard.op != "gather" and not is_saved(reshard.after):
@@ -127,7 +123,6 @@ class ReshardPaths:
     def path(
         self, type_: TensorType, is_active: bool, have: frozenset[Layout], wanted: Layout
     ) -> Path | None:
-        """The cheapest path to a layout; None where there is none."""
         key = (type_, is_active, have, wanted)
         if key not in self._known:
             self._known[key] = self.cheapest(type_, is_active, have).get(wanted)
@@ -136,7 +131,7 @@ class ReshardPaths:
     def cheapest(
         self, type_: TensorType, is_active: bool, have: Iterable[Layout]
     ) -> dict[Layout, Path]:
-        """The cheapest path to every layout of a value that is had in some.
+        """The cheapest path from the layouts of a value to every other.
 
         `is_active` is True if a gradient flows back to the value.
         """
@@ -182,8 +177,8 @@ def reshards_from(
 ) -> tuple[Reshard, ...]:
     """The reshards from a layout.
 
-    A tensor can be held in `parts`; `tokens` is the one of these that shards its tokens, where
-    ranks may hold such.
+    `parts` are the partitioned layouts of the tensor, `tokens` the one that shards its tokens, if
+    allowed.
     """
     steps: list[tuple[str, Layout]]
     if layout == SAVED_COPY:
@@ -216,7 +211,7 @@ Versions = dict[str, frozenset[Layout]]
 
 @dataclass(frozen=True, slots=True)
 class _State:
-    """The versions behind a node, and the cheapest way there: the state before, and a plan.
+    """The layouts of values behind a node, with the cheapest way there: previous state, and plan.
 
     `cost` is the way's cost, and its number of reshards.
     """
@@ -229,7 +224,7 @@ class _State:
 
 @dataclass
 class _NodePlanBuilder:
-    """Adds up the cost of the reshards that bring a node's inputs into layouts.
+    """Sums the cost of the reshards that bring a node's inputs into layouts.
 
     `held` are the layouts of adapters' weights that no earlier node has read.
     """
@@ -242,7 +237,7 @@ class _NodePlanBuilder:
     def state_after(
         self, state: _State, versions: Versions, rule: Sharding, work: float = 0.0
     ) -> _State:
-        """The state after a node that runs by a rule, with the cost of its own work."""
+        """The state after a node that runs by a rule, at the cost of its own work."""
         count = sum(len(some) for _, some in self.reshards)
         total = (state.cost[0] + work + self.cost, state.cost[1] + count)
         parts = (tuple(self.reshards), tuple(self.held), work + self.cost, self.step_bytes)
@@ -250,7 +245,7 @@ class _NodePlanBuilder:
 
 
 class Planner:
-    """Plans one graph of whole tensors; the costs that it learns serve further plans of it.
+    """Plans one graph of whole tensors; its cached costs serve further plans.
 
     Args:
         trains: True if there is a backward.
@@ -282,13 +277,12 @@ class Planner:
         self._last = _last_readers(graph)
 
     def where_free(self, free: frozenset[tuple[str, str]]) -> Planner:
-        """A planner for which some messages, by direction and kind, cost nothing to start."""
+        """The planner if some messages, by direction and kind, cost nothing to start."""
         other = copy.copy(self)
         other.paths = self.paths.where_free(free)
         return other
 
     def by(self, costs: LayerCosts) -> Planner:
-        """The planner of the same graph by other costs."""
         other = copy.copy(self)
         other.costs = costs
         other.paths = ReshardPaths(self.degree, costs, bool(self._token_nodes))
@@ -296,7 +290,7 @@ class Planner:
         return other
 
     def with_prices(self, prices: Mapping[str, Mapping[Sharding, float]]) -> Planner:
-        """A planner for which some ways of nodes, by the node's name, cost so much more."""
+        """The planner with extra costs of some ways of nodes, by the node's name."""
         other = copy.copy(self)
         other._ways = {
             name: {rule: cost + prices.get(name, {}).get(rule, 0.0) for rule, cost in ways.items()}
@@ -305,21 +299,20 @@ class Planner:
         return other
 
     def ways(self, name: str) -> Collection[Sharding]:
-        """The ways in which ranks can run a node."""
         return self._ways[name].keys()
 
     def of(self, graph: Graph) -> Planner:
-        """A planner of a graph of the same nodes, or fewer, that read values of the same types."""
+        """The planner of a graph with the same nodes, or fewer, and inputs of the same types."""
         other = copy.copy(self)
         other._read(graph)
         return other
 
     def plan(self, fixed: Constraints = _FREE) -> ParallelPlan:
-        """The cheapest plan that keeps to constraints, where each message is by itself.
+        """The cheapest plan under constraints, with each message by itself.
 
         Raises:
-            TypeCheckError: no way to run an operator takes its inputs in the layouts that can be
-                had; names the operator, the layouts, and what it takes.
+            TypeCheckError: no rule of an operator takes its inputs in reachable layouts; names the
+                operator, the layouts, and those that it takes.
         """
         versions = {
             value.name: self.paths.made(value.type, fixed.inputs.get(value.name, WHOLE))
@@ -353,7 +346,7 @@ class Planner:
     # ------------------------------------------------------------------------------------- a node
 
     def _rules(self, node: Node) -> dict[Sharding, float]:
-        """The ways of a node whose parts are equal, with the cost of its work on a rank."""
+        """The rules of a node with equal parts, at the cost of its work on a rank."""
         types = tuple(self.graph.types[name] for name in node.inputs)
         outputs = tuple(value.type for value in node.outputs)
         needs = tuple(name in self.active for name in node.inputs)
@@ -382,7 +375,6 @@ class Planner:
     def _brought(
         self, state: _State, node: Node, rule: Sharding, fixed: Constraints
     ) -> Iterator[tuple[Versions, _NodePlanBuilder]]:
-        """The ways to have the inputs in a rule's layouts."""
         names, holdings = [], []
         for name, layout in dict.fromkeys(zip(node.inputs, rule.inputs, strict=True)):
             parameter = self.graph.parameters_by_name.get(name)
@@ -417,7 +409,7 @@ class Planner:
                 yield versions, built
 
     def _wanted(self, node: Node, rule: Sharding) -> tuple[Sequence[str], Sequence[Layout]]:
-        """The inputs of a node, and the layout that it wants of each."""
+        """The inputs of a node, with the layout that it takes of each."""
         if not self._saved_reads:
             return node.inputs, rule.inputs
         names, layouts = list(node.inputs), list(rule.inputs)
@@ -436,7 +428,7 @@ class Planner:
         built: _NodePlanBuilder,
         fixed: Constraints,
     ) -> bool:
-        """Bring values into layouts; False where there is no way."""
+        """Bring values into layouts; False without a path."""
         for name, layout in dict.fromkeys(zip(names, layouts, strict=True)):
             if name not in versions or layout in versions[name]:
                 continue
@@ -452,7 +444,6 @@ class Planner:
     def _path(
         self, name: str, have: frozenset[Layout], wanted: Layout, fixed: Constraints
     ) -> Path | None:
-        """The cheapest path of a value to a layout; None where there is none."""
         if wanted in have:
             return 0.0, ()
         if name in fixed.direct:
@@ -460,7 +451,7 @@ class Planner:
         return self.paths.path(self.graph.types[name], name in self.active, have, wanted)
 
     def _holdings(self, parameter: Parameter, wanted: Layout, fixed: Constraints) -> list[Layout]:
-        """Layouts to hold an adapter's weight in that a node reads in a wanted one."""
+        """Layouts of an adapter's weight that a node can read in a wanted one."""
         name = parameter.name
         only = fixed.layouts.get(name)
         if wanted == PRE_REDUCE:
@@ -473,7 +464,7 @@ class Planner:
         return [wanted]
 
     def _ended(self, state: _State, fixed: Constraints) -> _State | None:
-        """The state with the outputs in their layouts; None where there is no way."""
+        """The state with the outputs in their layouts; None without a path."""
         versions, built = dict(state.versions), _NodePlanBuilder()
         layouts = self._outputs(fixed)
         if not self._bring(versions, self.graph.outputs, layouts, built, fixed):
@@ -493,7 +484,7 @@ class Planner:
         return remaining
 
     def _dominates(self, state: _State, other: _State, fixed: Constraints) -> bool:
-        """Return whether the one can do all that the other can, for no more."""
+        """Return whether `state` can reach all that `other` can, at no higher cost."""
         cost, count = state.cost
         for name, layouts in other.versions.items():
             have = state.versions.get(name)
@@ -525,20 +516,20 @@ class Planner:
 
 
 def _may_be(fixed: Layout | None, layout: Layout) -> bool:
-    """Return whether a frozen weight may be held so; without a gradient `-` and `=` are one."""
+    """Return whether a frozen weight fits a constraint; without gradients `-` and `=` are equal."""
     if fixed is None:
         return True
     return layout in (WHOLE, REPLICATED, PRE_REDUCE) if fixed == WHOLE else layout == fixed
 
 
 def _with_gradient(graph: Graph) -> frozenset[str]:
-    """Values that a gradient may flow back to: what a layer hands on, and what adapters reach."""
+    """Values with a gradient: carried inputs of a layer, and values that adapters reach."""
     carried = (value.name for value in graph.inputs[: len(graph.outputs)])
     return reachable(graph, (*carried, *trained(graph)))
 
 
 def _last_readers(graph: Graph) -> dict[int, list[str]]:
-    """Values that no node after one reads, by its place; outputs are read to the end."""
+    """Values by the index of their last reader; the last index for outputs."""
     last: dict[str, int] = {}
     for place, node in enumerate(graph.nodes):
         last |= dict.fromkeys((*node.inputs, *(value.name for value in node.outputs)), place)

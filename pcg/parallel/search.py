@@ -47,7 +47,7 @@ from pcg.parallel.strategy_names import BypassSite, bypass_sites, strategy_name
 
 
 class KeptValues:
-    """The values that backward reads of what a layer's bypass networks make."""
+    """The values of a layer's bypass networks that backward reads."""
 
     def __init__(self, planner: Planner, sites: Sequence[BypassSite]) -> None:
         self._planner = planner
@@ -67,7 +67,7 @@ class KeptValues:
                     self._reads.setdefault(name, []).append((place, value))
 
     def size_bytes(self, plan: ParallelPlan, site: BypassSite) -> int:
-        """Bytes that a rank holds of them at a site, where none is recomputed."""
+        """Bytes of a site's values on a rank, if none is recomputed."""
         return sum(
             self._local_bytes(value, plan.nodes[name].rule.inputs[place])
             for name in site.nodes
@@ -75,7 +75,7 @@ class KeptValues:
         )
 
     def planner(self, byte_seconds: float) -> Planner:
-        """The planner for which they cost, at least, so many seconds a byte."""
+        """The planner with their least price at so many seconds a byte."""
         prices = {
             name: {rule: self._price(name, rule, byte_seconds) for rule in self._planner.ways(name)}
             for name in self._reads
@@ -89,7 +89,7 @@ class KeptValues:
         )
 
     def _least(self, value: str, layout: Layout, byte_seconds: float) -> float:
-        """The least seconds of having a value in a layout, whatever its node is given."""
+        """The least seconds to have a value in a layout, with its node's inputs for free."""
         paths, type_ = self._planner.paths, self._planner.graph.types[value]
         costs = []
         for other in (layout, *paths.parts(type_)):
@@ -103,7 +103,7 @@ class KeptValues:
         return min(costs)
 
     def seconds(self, name: str) -> dict[Sharding, float]:
-        """Seconds of a node's forward, by its ways."""
+        """Seconds of a node's forward, by its rules."""
         node, graph = self._nodes[name], self._planner.graph
         nothing = (False,) * len(node.inputs)
         ways = self._planner.ways(name)
@@ -115,7 +115,7 @@ class KeptValues:
 
 
 def _private(graph: Graph, nodes: set[str]) -> set[str]:
-    """Token-wise values that these nodes make, and no other node reads."""
+    """Token-wise values of these nodes that no other node reads."""
     outputs = {value.name for node in _those(graph, nodes) for value in node.outputs}
     inner = {name for node in _those(graph, nodes) for name in node.inputs}
     outer = {name for node in graph.nodes if node.name not in nodes for name in node.inputs}
@@ -134,7 +134,7 @@ def _those(graph: Graph, names: set[str]) -> Iterator[Node]:
 
 
 class PlanCosts:
-    """The costs of one layer's plans, with what is given of all of them."""
+    """The costs of one layer's plans under constraints."""
 
     def __init__(self, planner: Planner, constraints: Constraints) -> None:
         self.planner = planner
@@ -146,7 +146,7 @@ class PlanCosts:
         return _cost(self.planner, plan)
 
     def without(self, plan: ParallelPlan, nodes: Collection[str]) -> Cost:
-        """The cost of a plan without the bypass networks that have these nodes."""
+        """The cost of a plan without the bypass networks of these nodes."""
         left_out = frozenset(nodes)
         known = self._without.get((id(plan), left_out))
         if known is None or known[0] is not plan:
@@ -191,7 +191,7 @@ def _cost(planner: Planner, plan: ParallelPlan) -> Cost:
 
 
 def _without(graph: Graph, nodes: Collection[str]) -> Graph:
-    """The graph without bypass networks: what each adds to in the place of what it makes."""
+    """Drop bypass networks: the value that each adds to replaces its result."""
     names: dict[str, str] = {}
     remaining = []
     for node in graph.nodes:
@@ -225,10 +225,10 @@ class Candidate:
     """One way to parallelize a site.
 
     Attributes:
-        strategy: the name of the algorithm that runs; see `strategy_name`.
+        strategy: the name of its algorithm; see `strategy_name`.
         gathered: weights that are gathered where they are read.
-        added: the cost that the way adds to the layer.
-        kept_bytes: bytes on a rank of what backward reads of what the site makes.
+        added: its cost, added to the layer's.
+        kept_bytes: bytes on a rank of the site's values that backward reads.
     """
 
     strategy: str
@@ -244,7 +244,7 @@ class Candidate:
 
 @dataclass(frozen=True)
 class SiteChoice:
-    """A site's candidates, cheapest first, and the one that is chosen."""
+    """A site's candidates, cheapest first, and the chosen one."""
 
     site: BypassSite
     chosen: Candidate
@@ -260,14 +260,15 @@ class SearchResult:
 
 
 class Search:
-    """The search over one layer; the costs that it learns serve all its plans.
+    """The search over one layer; its cached costs serve all plans.
 
     Args:
         graph: the layer's graph with bypass networks, of whole tensors.
         layouts: layouts of the base's weights.
-        base: ways of the base's nodes, by name.
-        trains: True if there is a backward, and each adapter's weight is one tensor, which may be
-            gathered where it is read; those of a batch's many adapters may not.
+        base: rules of the base's nodes, by name.
+        trains: True if there is a backward, and each adapter's weight is one tensor, which ranks
+            may
+            gather; those of a batch's many adapters are not gathered.
         sequence_parallel: True if ranks hold shards of the tokens between the base's products.
     """
 
@@ -299,7 +300,7 @@ class Search:
     # ---------------------------------------------------------------------------- the best plan
 
     def plan(self) -> ParallelPlan:
-        """The cheapest plan that is found, with neighbouring messages coalesced."""
+        """The cheapest plan of the search, with neighbouring messages coalesced."""
         return self._cheapest
 
     @cached_property
@@ -319,7 +320,7 @@ class Search:
         return best
 
     def proposals(self, byte_seconds: float) -> Iterator[ParallelPlan]:
-        """The cheapest plans where what backward reads of the sites costs so much a byte."""
+        """The cheapest plans at a price a byte of the sites' values that backward reads."""
         priced = self.kept.planner(byte_seconds)
         for planner in (priced, *map(priced.where_free, _FREE)):
             plan = self._with(self._cheapest, planner.plan(self._given), self.sites)
@@ -332,18 +333,17 @@ class Search:
 
     @cached_property
     def kept(self) -> KeptValues:
-        """The values that backward reads of what the sites make."""
         return KeptValues(self.planner, self.sites)
 
     def at(self, costs: LayerCosts, plan: ParallelPlan) -> Cost:
-        """The cost of a plan by other costs, as those of a step of another size."""
+        """The cost of a plan by other costs, such as those of another step size."""
         layouts = {**self.layouts, **plan.held}
         planner = self.planner.by(costs)
         fixed = replace(self._given, layouts=layouts, rules=plan.rules)
         return PlanCosts(planner, fixed).of(planner.plan(fixed))
 
     def _of_one_input(self) -> list[tuple[BypassSite, ...]]:
-        """Sites that read the same value of the base's, where they are several."""
+        """Groups of sites that read the same value of the base."""
         inputs = {node.name: node.inputs[0] for node in self.graph.nodes}
         groups: dict[str, list[BypassSite]] = {}
         for site in self.sites:
@@ -353,7 +353,7 @@ class Search:
     def _with(
         self, best: ParallelPlan, other: ParallelPlan, some: Iterable[BypassSite]
     ) -> ParallelPlan | None:
-        """`best` with some sites as in `other`; None where nothing changes or it cannot be."""
+        """`best` with some sites as in `other`; None if that changes nothing or is impossible."""
         rules, held = best.rules, best.held
         for site in some:
             rules |= {name: other.nodes[name].rule for name in site.nodes}
@@ -371,19 +371,15 @@ class Search:
     def hold(
         self, layouts: Mapping[str, Layout], gathered: frozenset[str] = frozenset()
     ) -> ParallelPlan:
-        """The cheapest plan that holds adapters' weights in given layouts; other weights are free.
+        """The cheapest plan with adapters' weights in the given layouts; other weights are free.
 
-        `gathered` are those of them that are gathered where they are read.
-
-        Raises:
-            TypeCheckError: there is no way to run it so.
+        Readers gather those in `gathered`. TypeCheckError: no rule takes them.
         """
         return self.planner.plan(self.holding(layouts, gathered))
 
     def holding(
         self, layouts: Mapping[str, Layout], gathered: frozenset[str] = frozenset()
     ) -> Constraints:
-        """The constraints of plans that hold adapters' weights in given layouts."""
         return self._fixed({}, layouts, gathered, self.base)
 
     def force(
@@ -393,10 +389,10 @@ class Search:
         layouts: Mapping[str, Layout],
         gathered: frozenset[str] = frozenset(),
     ) -> ParallelPlan:
-        """The cheapest plan that holds one site's weights so, with other sites as in `best`.
+        """The cheapest plan with one site's weights in layouts, and other sites as in `best`.
 
         Raises:
-            TypeCheckError: there is no way to run it so.
+            TypeCheckError: no rule takes them.
         """
         rules = {name: rule for name, rule in best.rules.items() if name not in site.nodes}
         return self.planner.plan(self._fixed(best.held, layouts, gathered, rules))
@@ -420,17 +416,15 @@ class Search:
     # ------------------------------------------------------------------------------- candidates
 
     def find(self, plan: ParallelPlan | None = None) -> SearchResult:
-        """A plan, the cheapest by default, and each site's candidates beside it."""
+        """A plan, by default the cheapest, with each site's candidates."""
         best = self.plan() if plan is None else plan
         return SearchResult(best, tuple(self._choice(best, site) for site in self.sites))
 
     def strategy(self, plan: ParallelPlan, site: BypassSite) -> str:
-        """The name of what a plan does at a site."""
         return strategy_name(self.graph, site, plan, self._gathered(plan, site))
 
     @staticmethod
     def _gathered(plan: ParallelPlan, site: BypassSite) -> frozenset[str]:
-        """Weights that the site's nodes gather."""
         reshards = [some for node in site.nodes for some in plan.nodes[node].reshards]
         combined = {
             name for name, some in reshards if any(reshard.op == "combine" for reshard in some)
@@ -438,7 +432,6 @@ class Search:
         return frozenset(n for n in site.weights if n in combined and plan.held[n].dim)
 
     def chosen(self, best: ParallelPlan, site: BypassSite) -> Candidate:
-        """The candidate that a plan has at a site."""
         return self._candidate(best, best, site, self._gathered(best, site))
 
     def _choice(self, best: ParallelPlan, site: BypassSite) -> SiteChoice:
@@ -465,7 +458,7 @@ class Search:
     def ways(
         self, site: BypassSite, chosen: Candidate
     ) -> Iterator[tuple[Mapping[str, Layout], frozenset[str]]]:
-        """Layouts of a site's weights, and which of them are gathered where they are read."""
+        """Layouts of a site's weights, and those of them that readers gather."""
         options = {name: self._options(name) for name in site.weights}
         ways: Iterable[tuple[_Holding, ...]] = itertools.product(*options.values())
         if math.prod(map(len, options.values())) > _MOST_LISTED:
@@ -485,7 +478,7 @@ class Search:
     def _neighbours(
         self, options: Mapping[str, Sequence[_Holding]], chosen: Candidate
     ) -> Iterator[tuple[_Holding, ...]]:
-        """All weights held alike, and the ways that differ from the chosen one in one weight."""
+        """Equal layouts of all weights, and ways that differ from the chosen one in one weight."""
         now = [(chosen.layouts[name], name in chosen.gathered) for name in options]
         for same in (WHOLE, REPLICATED):
             yield tuple((self.fixed.get(name, same), False) for name in options)

@@ -24,9 +24,10 @@ def token_sharded_nodes(
 
     Args:
         graph: a graph of whole tensors.
-        many_adapters: True if each token of a batch has its own adapter; nodes that read adapters'
-            weights then run on all tokens.
-        outputs: outputs of which one has to depend on a node; all by default.
+        many_adapters: True if each token has its own adapter; readers of adapters' weights then run
+            on
+            all tokens.
+        outputs: outputs, one of which has to depend on a node; all by default.
     """
     adapter = {p.name for p in graph.parameters if p.role == "adapter"} if many_adapters else set()
     behind = graph if outputs is None else graph.replace(outputs=tuple(outputs))
@@ -35,7 +36,7 @@ def token_sharded_nodes(
 
 
 def token_sharded_ends(graph: Graph) -> Constraints:
-    """The constraints of a layer that takes shards of the tokens, and gives them to the next."""
+    """The constraints of a layer that takes shards of the tokens, and returns them."""
     carried = [value.name for value in graph.inputs[: len(graph.outputs)]]
     return Constraints(
         inputs={name: token_part(graph.types[name]) for name in carried},
@@ -44,7 +45,7 @@ def token_sharded_ends(graph: Graph) -> Constraints:
 
 
 def saved_reads(graph: Graph, active: Container[str]) -> frozenset[tuple[str, int]]:
-    """Inputs of nodes, by the node's name and their place, that backward needs.
+    """Inputs of nodes that backward needs, as (node's name, index).
 
     A gradient may flow back to the `active` values.
     """
@@ -62,7 +63,7 @@ def saved_reads(graph: Graph, active: Container[str]) -> frozenset[tuple[str, in
 
 
 def gradient_reads(graph: Graph, node: Node, active: Container[str]) -> tuple[set[int], set[int]]:
-    """Places of the inputs and of the outputs that a node's gradient reads."""
+    """Indices of the inputs and of the outputs that a node's gradient reads."""
     needs = tuple(name in active for name in node.inputs)
     if not any(needs) or not node.output.type.is_float:
         return set(), set()

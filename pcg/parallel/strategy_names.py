@@ -23,9 +23,9 @@ from pcg.parallel.parallel_plan import ParallelPlan
 
 @dataclass(frozen=True)
 class BypassSite:
-    """One bypass network of a layer, by the path of its module and the names of nodes and weights.
+    """One bypass network of a layer: its module's path and the names of its nodes and weights.
 
-    `is_row` is True if what it adds to is a sum over ranks; None where that is whole.
+    `is_row` is True if it adds to a sum over ranks; None if to a whole value.
     """
 
     name: str
@@ -35,7 +35,7 @@ class BypassSite:
 
 
 def bypass_sites(graph: Graph, base: Mapping[str, Sharding]) -> tuple[BypassSite, ...]:
-    """The bypass networks of a layer of whole tensors, by the ways of the base's nodes."""
+    """The bypass networks of a layer of whole tensors, by the rules of the base's nodes."""
     import networkx  # 11 MiB, which a process that loads a program does without
 
     added = [node for node in graph.nodes if node.name not in base]
@@ -101,11 +101,7 @@ _LORA = ["lora_A", "lora_B"]
 def strategy_name(
     graph: Graph, site: BypassSite, plan: ParallelPlan, gathered: Collection[str]
 ) -> str:
-    """The name of what a plan does at a site of a layer.
-
-    Args:
-        gathered: the site's weights that are gathered where they are read.
-    """
+    """The name of a plan's algorithm at a site; readers gather the weights in `gathered`."""
     held = {name: plan.held[name] for name in site.weights}
     if [_end(name) for name in held] == _LORA and site.is_row is not None:
         return _of_lora(graph, site, plan, gathered)
@@ -124,7 +120,7 @@ def strategy_name(
 
 
 def algorithm(strategy: str) -> str:
-    """The short name of the algorithm of a strategy, without how it holds its weights."""
+    """The short name of a strategy's algorithm, without the layouts of its weights."""
     return strategy.partition(";")[0].partition(":")[0]
 
 
@@ -160,7 +156,6 @@ def _of_lora(graph: Graph, site: BypassSite, plan: ParallelPlan, gathered: Colle
 
 
 def _reads(graph: Graph, site: BypassSite, plan: ParallelPlan) -> dict[str, list[Layout]]:
-    """The layouts in which a site's nodes read its weights."""
     layouts: dict[str, list[Layout]] = {name: [] for name in site.weights}
     for node in graph.nodes:
         if node.name in site.nodes:

@@ -184,11 +184,11 @@ class Rematerialize(Pass[Gradients, Trained]):
             model,
             ways,
             ways.plan(self.budget),
-            prologue,
-            trained,
-            loss_and_gradients(gradients.loss),
-            gradients.loss.trained,
-            gradients.loss.graph,
+            prologue=prologue,
+            prologue_trained=trained,
+            epilogue=loss_and_gradients(gradients.loss),
+            epilogue_trained=gradients.loss.trained,
+            loss=gradients.loss.graph,
         )
 
 

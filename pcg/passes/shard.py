@@ -195,10 +195,10 @@ class Shard(Pass[Prepared, Sharded]):
             base.map(localize),
             prepared.base_blocks(model),
             searches,
-            local,
-            self.rank_costs,
-            self.budget,
-            self.is_lossy,
+            local=local,
+            costs=self.rank_costs,
+            budget=self.budget,
+            is_lossy=self.is_lossy,
         )
         try:
             return search.find()

@@ -45,12 +45,13 @@ def trace(model: ToTrace, dtype: str | None = None, whole: bool = False) -> Trac
     """Trace a causal LM.
 
     Args:
-        model: the contents of a config.json, whose model is traced on the meta device without
-            weights; or the module itself, with its own classes, buffers and hooks.
+        model: the contents of a config.json, to trace on the meta device without weights; or the
+            module
+            itself, with its own classes, buffers and hooks.
         dtype: torch's name of the dtype, as `bfloat16`; the model's own by default.
         whole: trace every layer, not one of each kind and one more.
     Raises:
-        TraceError: the model cannot be turned into a graph; names the operator and the module.
+        TraceError: the model has no token-flat graph; names the operator and the module.
     """
     try:
         with _TRACING:
@@ -75,7 +76,7 @@ def trace(model: ToTrace, dtype: str | None = None, whole: bool = False) -> Trac
 
 
 def _known_as(model: ToTrace) -> tuple[str, Mapping[str, Any]]:
-    """The name by which refusals call a model, and its configuration with its defaults."""
+    """A model's name in refusals, and its configuration with defaults."""
     if isinstance(model, torch.nn.Module):
         config: Any = getattr(model, "config", None)
         return type(model).__name__, config.to_dict() if hasattr(config, "to_dict") else {}
@@ -87,7 +88,7 @@ def _known_as(model: ToTrace) -> tuple[str, Mapping[str, Any]]:
 
 
 def trace_once(model: ToTrace, dtype: str | None, whole: bool) -> TracedModel:
-    """The same; that of a configuration is made once a process."""
+    """Trace with arguments of `trace`; caches configurations, not modules."""
     if isinstance(model, torch.nn.Module):
         return trace(model, dtype, whole)
     return _trace_of_json(json.dumps(model, sort_keys=True), dtype, whole)

@@ -26,16 +26,13 @@ _HALVES = (torch.bfloat16, torch.float16)
 
 
 class ComputedIntegers(TorchDispatchMode):
-    """Runs operators on fake tensors, and with data those on tensors that have it.
-
-    Args:
-        fake: the mode that makes fake tensors.
-        tokens: the number of tokens of the run.
+    """Runs operators on fake tensors, and with data if their inputs have it.
 
     Attributes:
-        place: a mark of the part of the run that goes on, set from outside.
-        places: the place where each storage was allocated, by the storage's identity. Those of
-            Python's lists as indices are not seen.
+        place: a mark of the current part of the run, set from outside.
+        places: the place where each storage was allocated, by the storage's identity. Python lists
+            as
+            indices are not seen.
     """
 
     def __init__(self, fake: FakeTensorMode, tokens: int) -> None:
@@ -97,7 +94,7 @@ def _dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool
 
 
 def storage_key(tensor: Tensor) -> int:
-    """Return the identity of a tensor's storage, for as long as it lives; views share it."""
+    """The identity of a tensor's storage, during its lifetime; views share it."""
     return tensor.untyped_storage()._cdata  # type: ignore[no-any-return]
 
 
@@ -106,7 +103,7 @@ def _tensors(tree: Any) -> list[Tensor]:
 
 
 def _is_large(tensors: list[Tensor]) -> bool:
-    """Return whether an operator that broadcasts them gives too much to be computed."""
+    """Return whether the broadcast of the tensors is too large to compute."""
     try:
         shape: torch.Size = torch.broadcast_shapes(*(tensor.shape for tensor in tensors))
         return shape.numel() > MOST_COMPUTED

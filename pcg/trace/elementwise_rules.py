@@ -33,7 +33,7 @@ _ROWWISE = (
 
 
 def carried(flat: FlatGraph, node: Node) -> FlatValue:
-    """Carry an operator outside the table whose result for a token is of that token alone."""
+    """Carry an operator outside the table if its result for a token depends on that token alone."""
     target = node.target
     name = target._schema.name if isinstance(target, torch._ops.OpOverload) else ""
     name = name.removeprefix("aten::").removesuffix("_")
@@ -107,13 +107,12 @@ def _carry(
 
 
 def _literal(value: Any) -> str:
-    """The source of a constant argument."""
     is_written = isinstance(value, float) and not math.isfinite(value)
     return f"float('{value}')" if is_written else repr(value)
 
 
 def _out_of_place(node: Node) -> str:
-    """The operator's name; of one that writes its operand, the one that gives a new tensor."""
+    """The operator's name; for one that writes its operand, the variant that does not."""
     target = node.target
     assert isinstance(target, torch._ops.OpOverload)
     name = target._schema.name.removeprefix("aten::")
@@ -126,7 +125,7 @@ def _out_of_place(node: Node) -> str:
 
 
 def unary(op: str, **places: int) -> Rule:
-    """A rule for f(x, constants): `places` has the place of each attribute's argument."""
+    """A rule for f(x, constants): `places` has the index of each attribute's argument."""
 
     def rule(flat: FlatGraph, node: Node) -> FlatValue:
         if len(node.all_input_nodes) > 1:
@@ -160,7 +159,6 @@ def detach(flat: FlatGraph, node: Node) -> FlatValue:
 
 
 def detached(flat: FlatGraph, x: FlatValue) -> FlatValue:
-    """The same value, through which no gradient flows."""
     return x.named(flat.add("detach", x.name)) if flat.carries_gradient(x.name) else x
 
 
@@ -176,7 +174,7 @@ def cast(flat: FlatGraph, node: Node) -> FlatValue:
 
 
 def binary(op: str, reverse: bool = False) -> Rule:
-    """A rule for x ∘ y with broadcasting, where y may be a number."""
+    """A rule for x ∘ y with broadcasting; y may be a number."""
 
     def rule(flat: FlatGraph, node: Node) -> FlatValue:
         left, right = (_as_number(flat, flat.value(a)) for a in node.args[:2])
@@ -199,7 +197,7 @@ def binary(op: str, reverse: bool = False) -> Rule:
 
 
 def _as_number(flat: FlatGraph, x: Any) -> Any:
-    """A constant of no dims as a Python number."""
+    """A constant without dims as a Python number."""
     data = flat.data(x) if isinstance(x, FlatValue) and x.tags == "" else None
     return x if data is None else data.item()
 
@@ -211,7 +209,7 @@ def broadcast(flat: FlatGraph, node: Node, op: str, left: FlatValue, right: Flat
 
 
 def aligned(flat: FlatGraph, node: Node, *values: FlatValue) -> tuple[list[str], FlatValue]:
-    """Reshape values so that flat broadcasting is what the trace meant; the result has no name."""
+    """Reshape values so that flat broadcasting equals the traced one; the result has no name."""
     rank = max(len(x.tags) for x in values)
     pads = [" " * (rank - len(x.tags)) + x.tags for x in values]
     tags = "".join(

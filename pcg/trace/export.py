@@ -66,7 +66,7 @@ _MIXES = ("conv", "_conv", "mkldnn_conv", "fft", "_fft")
 
 
 def check_no_recurrence(model: nn.Module, run: Callable[[int], object]) -> None:
-    """Refuse a model that mixes tokens otherwise than by attention.
+    """Refuse a model that mixes tokens other than by attention.
 
     Args:
         model: a causal LM with few layers.
@@ -101,7 +101,7 @@ _OF_GRADIENTS = {
 
 
 def check_gradients(model: nn.Module, run: Callable[[int], object]) -> None:
-    """Refuse a model whose forward is another where gradients are computed, or hooks into them.
+    """Refuse a model with another forward where gradients are computed, or with hooks into them.
 
     Args:
         model: a causal LM with few layers.
@@ -140,16 +140,15 @@ def check_gradients(model: nn.Module, run: Callable[[int], object]) -> None:
 def calls_of_layers(
     model: nn.Module, path: str, count: int, most: int, run: Callable[[int], object]
 ) -> list[Hashable]:
-    """Return what each layer calls, on few tokens and on many.
+    """The calls of each layer, on few tokens and on many.
 
-    Layers that look alike may be told apart by what a module does not hold: an attention function
-    that knows the layers by their index, a list of the configuration. No two layers are alike where
-    the model cannot run without data.
+    Layers of equal modules may still differ: an attention function may know the layers by their
+    index, or read a list of the configuration. All layers count as different if the model cannot
+    run without data.
 
     Args:
         model: a causal LM with all its layers.
-        path: module path of the list of layers.
-        count: the number of layers.
+        path: module path of the list of `count` layers.
         most: the number of positions that the model has.
         run: runs its forward on a number of tokens.
     """
@@ -170,7 +169,7 @@ def calls_of_layers(
 
 
 class _EndedEarly(Exception):
-    """A run that does not come to its end without data."""
+    """A run that cannot complete without data."""
 
 
 class _Functions(TorchFunctionMode):
@@ -212,7 +211,7 @@ class _Functions(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
     def _described(self, x: Any) -> Hashable:
-        """An argument that is equal for calls that compute the same of other activations."""
+        """An argument's description, equal for the same call on other activations."""
         if x is None or isinstance(x, bool | int | float | str | torch.dtype):
             return x
         if isinstance(x, list | tuple):
@@ -226,11 +225,7 @@ class _Functions(TorchFunctionMode):
 
 
 class _Modules:
-    """Follows which module's forward runs.
-
-    Attributes:
-        running: the modules whose forward runs, the innermost last.
-    """
+    """Follows the modules with a running forward, `running`, the innermost last."""
 
     def __init__(self, model: nn.Module) -> None:
         self.running = [type(model).__name__]
@@ -263,11 +258,7 @@ class _Modules:
 
 
 class _Recorder(TorchDispatchMode):
-    """Counts the operators that run, by the module that calls them.
-
-    Attributes:
-        counts: the count of each module and operator.
-    """
+    """Counts operators by their module, in `counts`."""
 
     def __init__(self, modules: _Modules) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -283,7 +274,6 @@ class _Recorder(TorchDispatchMode):
 
 @contextlib.contextmanager
 def _recorded(model: nn.Module) -> Iterator[Counter[tuple[str, str]]]:
-    """Count the operators that a model runs, without data."""
     with contextlib.ExitStack() as undo:
         modules = undo.enter_context(_Modules(model))
         undo.enter_context(torch.no_grad())
@@ -306,10 +296,11 @@ class TraceFacts:
 
     Attributes:
         layers_path: module path of the list of layers, as `model.layers`.
-        schedule: for each layer of the model, the traced layer that equals it.
+        schedule: for each layer of the model, the equal traced layer.
         base_prefix: name of the base model within the causal LM, as `model`.
-        attention: how transformers runs its attention by default: "sdpa" or "eager", through its
-            registry, or "own-sdpa" or "own-eager", within the architecture's own module.
+        attention: the default attention of transformers: "sdpa" or "eager", through its registry,
+            or
+            "own-sdpa" or "own-eager", within the architecture's own module.
         positions: the number of positions that the model has or is trained for; None without bound.
     """
 
@@ -327,8 +318,7 @@ class Exported(TraceFacts):
     Attributes:
         program: torch.export's result; input_ids and position_ids are [1, T].
         constants: values of the buffers that no checkpoint holds, by name.
-        checkpoint_names: parameters and buffers that a checkpoint holds; tied ones map to the name
-            that it holds.
+        checkpoint_names: parameters and buffers of a checkpoint; tied ones map to the stored name.
     """
 
     program: torch.export.ExportedProgram
@@ -366,14 +356,14 @@ _BUILDING = "transformers says:"
 
 
 class _NotThisWay(Exception):
-    """An attention implementation that an architecture does not take."""
+    """An attention implementation that the architecture refuses."""
 
 
 _Way = TypeVar("_Way", str, str | None)
 
 
 def _first_way(name: str, run: Callable[[_Way], Exported], ways: Iterable[_Way]) -> Exported:
-    """The export by the first attention implementation that an architecture takes."""
+    """The export by the first attention implementation that the architecture takes."""
     reasons: dict[str, str | None] = {}
     for implementation in ways:
         try:
@@ -408,7 +398,7 @@ def _export_module(model: nn.Module, dtype: torch.dtype | None, whole: bool) -> 
 def _export_with(
     implementation: str | None, model: nn.Module, model_implementation: str | None, whole: bool
 ) -> Exported:
-    """Export a model by an attention implementation; `own` is the one that a module has."""
+    """Export a model by an attention implementation; `model_implementation` is a module's own."""
     path, kinds = layer_kinds(model)
     run = functools.partial(_run, model)
     is_given = model_implementation is not None
@@ -458,7 +448,7 @@ def _build(config: Any, implementation: str) -> nn.Module:
 
 
 def _checkpoint_names(model: nn.Module) -> dict[str, str]:
-    """Parameters and buffers that a checkpoint holds; tied ones map to the name that it holds."""
+    """Parameters and buffers of a checkpoint; tied ones map to the stored name."""
     parameters = dict(model.named_parameters(remove_duplicate=False))
     tied = getattr(model, "all_tied_weights_keys", None) or {}
     held: dict[int, str] = {}
@@ -481,7 +471,7 @@ def _persistent_buffers(model: nn.Module) -> list[str]:
 def _constant_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
     """Values of the buffers that no checkpoint holds.
 
-    Those on the meta device are made by the model's own initialisation.
+    The model's own initialisation computes those on the meta device.
     """
     values: dict[str, torch.Tensor] = {}
     for prefix, module in model.named_modules():
@@ -559,7 +549,7 @@ def _run(model: nn.Module, tokens: int) -> None:
 
 
 def _logits(model: nn.Module, out: Any, tokens: Any) -> torch.Tensor:
-    """The logits that a model returns. UnsupportedError: there are none, or not of each token."""
+    """The logits that a model returns. UnsupportedError: it returns none, or not of each token."""
     name = type(model).__name__
     logits = out if isinstance(out, torch.Tensor) else getattr(out, "logits", None)
     if logits is None and type(out) in (tuple, list):
@@ -575,7 +565,6 @@ def _logits(model: nn.Module, out: Any, tokens: Any) -> torch.Tensor:
 
 
 def _reason(error: Exception) -> str:
-    """Why torch.export fails, in a line."""
     line = (str(error).strip() or type(error).__name__).splitlines()[0]
     if "data-dependent" in line:
         line = "it branches on the values of tensors"

@@ -40,26 +40,25 @@ class FlatValue:
 
     @property
     def features(self) -> tuple[int, ...]:
-        """Sizes of the `d` dims. TypeCheckError: one is the number of tokens."""
+        """Sizes of the `d` dims. TypeCheckError: a size is the number of tokens."""
         sizes = [s for s, tag in zip(self.shape, self.tags, strict=True) if tag == "d"]
         if None in sizes:
             raise TypeCheckError("it has as many features as there are tokens")
         return tuple(sizes)  # type: ignore[arg-type]
 
     def feature_dim(self, dim: int) -> int:
-        """A traced dim as a dim of the flat value, counted from the end."""
+        """The index from the end, in the flat value, of a traced dim."""
         return -self.tags[dim % len(self.tags) :].count("d")
 
     def named(self, name: str) -> FlatValue:
-        """A flat value that lies alike."""
         return replace(self, name=name)
 
 
 class _TraceBuilder(Builder):
-    """Keeps what the model computes twice, which eager PyTorch saves twice for backward.
+    """Keeps values that the model computes twice, as eager PyTorch saves them twice for backward.
 
-    What depends on positions and constants alone is still made once. The first rewrite of `raise`
-    merges the rest.
+    Values of positions and constants alone are still merged. The first rewrite of `raise` merges
+    the rest.
     """
 
     def __init__(self, name: str) -> None:
@@ -67,7 +66,7 @@ class _TraceBuilder(Builder):
         self.activations = {"input_ids"}
 
     def see(self, name: str, *shape: int) -> None:
-        """Give a parameter, which no node reads yet, another shape of as many entries."""
+        """Reshape a parameter that no node reads yet."""
         parameter, type_ = self.parameters[name], self.types[name].with_shape(shape)
         self.parameters[name] = replace(parameter, value=Value(name, type_))
         self.types[name] = type_
@@ -96,7 +95,7 @@ class FlatGraph:
     Attributes:
         values: the flat value of each traced node.
         constants: the values of the graph's constants.
-        scope: the module path of the node at hand.
+        scope: the module path of the current node.
     """
 
     def __init__(self) -> None:
@@ -106,22 +105,19 @@ class FlatGraph:
         self.scope = ""
 
     def value(self, argument: Any) -> Any:
-        """The value of a traced argument; anything but a node is itself."""
+        """The value of a traced argument; other arguments than nodes stay."""
         return self.values[argument] if isinstance(argument, Node) else argument
 
     def tensor(self, argument: Any) -> FlatValue:
-        """The flat value of a traced argument. TypeCheckError: it is no tensor."""
         value = self.value(argument)
         if not isinstance(value, FlatValue):
             raise TypeCheckError(f"{argument} is no tensor")
         return value
 
     def add(self, op: str, *inputs: str, **attributes: Any) -> str:
-        """Add a node with one output, and return its name."""
         return self.builder.add(op, inputs, scope=self.scope, **attributes)
 
     def add_many(self, op: str, *inputs: str, **attributes: Any) -> tuple[str, ...]:
-        """Add a node, and return its outputs' names."""
         return self.builder.add_many(op, inputs, scope=self.scope, **attributes)
 
     def carries_gradient(self, name: str) -> bool:
@@ -136,7 +132,7 @@ class FlatGraph:
         return self.add("reshape", name, shape=(-1,) * type_.is_token_wise + features)
 
     def reshaped(self, name: str, tags: str, shape: tuple[int | None, ...]) -> FlatValue:
-        """A flat value seen as a traced tensor of another shape."""
+        """View a flat value as a traced tensor of another shape."""
         value = FlatValue(name, tags, shape)
         return value.named(self.reshape(name, value.features))
 
@@ -145,7 +141,7 @@ class FlatGraph:
         return name if is_cast else self.add("cast", name, dtype=dtype)
 
     def constant(self, name: str, value: torch.Tensor) -> FlatValue:
-        """A tensor computed from the configuration, kept in the program."""
+        """Add a tensor computed from the configuration, to be kept in the program."""
         shape = tuple(value.shape)
         lies = FlatValue("", "d" * len(shape), shape)
         for known, data in self.constants.items():
@@ -158,12 +154,12 @@ class FlatGraph:
         return lies.named(unique)
 
     def data(self, value: FlatValue) -> torch.Tensor | None:
-        """The data of a constant; None for what depends on tokens or weights."""
+        """The data of a constant; None for values of tokens or weights."""
         return self.constants.get(value.name)
 
 
 def argument(node: Node, index: int, default: Any = None, name: str = "") -> Any:
-    """A node's argument by its place or its name."""
+    """A node's argument by its index or its name."""
     return node.args[index] if len(node.args) > index else node.kwargs.get(name, default)
 
 
@@ -186,5 +182,5 @@ def scope_of(node: Node) -> str:
 
 
 def refusal(node: Node, why: str) -> TraceError:
-    """The error that a traced node cannot become one of the flat graph."""
+    """The error for a traced node that cannot become one of the flat graph."""
     return TraceError(f"cannot trace {node.target} in {scope_of(node) or 'the model'}: {why}")

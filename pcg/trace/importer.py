@@ -31,8 +31,8 @@ _REGION = "wrap_with_set_grad_enabled"
 def import_graph(exported: Exported) -> tuple[Graph, dict[str, torch.Tensor]]:
     """The token-flat graph of an exported model, and the values of its constants.
 
-    The graph takes `input_ids` and `position_ids`, both [T], and gives the logits [T, V]; frozen
-    parameters are named as the checkpoint names them, and a node's scope is its module's path.
+    The graph takes `input_ids` and `position_ids`, both [T], and returns the logits [T, V]; frozen
+    parameters have the checkpoint's names, and a node's scope is its module's path.
 
     Raises:
         TraceError: an operator is neither in the table nor token-wise; names it and its module.
@@ -132,7 +132,7 @@ class _Importer:
         return RULES.get(name, carried)(self.flat, node)
 
     def _in_place(self, node: Node, name: str) -> Any:
-        """An operator that writes its operand; later readers see the result, of the same dtype."""
+        """Import an operator that writes its operand; later readers see the result."""
         written = node.args[0]
         assert isinstance(written, Node)
         result = RULES.get(name, carried)(self.flat, node)
@@ -175,7 +175,6 @@ class _Importer:
         return live
 
     def _placeholder_data(self) -> dict[str, torch.Tensor]:
-        """Values of the placeholders that are constants: buffers and lifted tensors."""
         signature = self.exported.program.graph_signature
         data: dict[str, torch.Tensor] = {}
         for holder, name in signature.inputs_to_buffers.items():
@@ -209,7 +208,7 @@ class _Importer:
         return FlatValue(self.flat.builder.parameter(parameter), "d" * len(shape), shape)
 
     def _fold_constant(self, node: Node) -> FlatValue | None:
-        """The node computed here and now when all its tensors are constants."""
+        """Compute a node now if all its tensors are constants."""
         values, data = self.flat.values, self.flat.data
         inputs = [values.get(n) for n in node.all_input_nodes]
         if any(not isinstance(x, FlatValue) or data(x) is None for x in inputs):
@@ -231,7 +230,7 @@ class _Importer:
     # ------------------------------------------------------------------------- score attention
 
     def _score_attention(self, node: Node) -> FlatValue:
-        """A recognised attention, in the layout of its product."""
+        """Import a recognised attention, in the layout of its product."""
         flat, attention = self.flat, self._scores[node]
         dtype = dtype_of(node.meta["val"])
         inputs = []
@@ -258,7 +257,7 @@ class _Importer:
         return flat.reshaped(out, "b" + tags[1:] if len(shape) == 4 else tags, shape)
 
     def _narrowed(self, name: str, dtype: str) -> str:
-        """The value in the attention's dtype; before the model widens it, as attention does too."""
+        """The value in the attention's dtype, from before the model widens it."""
         builder = self.flat.builder
         producer = next((node for node in builder.nodes if node.name == name), None)
         if producer and producer.op == "cast":
@@ -268,13 +267,13 @@ class _Importer:
 
 
 def _is_made_alike(node: Node) -> bool:
-    """True of an operator without tensors that gives the same one each time."""
+    """True for an operator without tensors that returns the same tensor each time."""
     is_random = torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
     return not (is_random or "empty" in _base_name(node.target))
 
 
 def _base_name(target: Any) -> str:
-    """`aten.add` of aten.add.Tensor; the name itself of anything else."""
+    """`aten.add` for aten.add.Tensor; any other name as it is."""
     if isinstance(target, torch._ops.OpOverload):
         return f"{target.namespace}.{target._schema.name.split('::')[1]}"
     return str(target)

@@ -17,11 +17,11 @@ from pcg.trace.flat_graph import refusal
 
 
 def check_writes(graph: Graph, live: Collection[Node], skipped: Collection[Node]) -> None:
-    """Refuse a graph in which memory is written under one name and then read under another.
+    """Refuse a graph that writes memory under one name and then reads it under another.
 
     Args:
         live: the nodes that the outputs need, if nothing is shared.
-        skipped: nodes that are read as one with others.
+        skipped: nodes that are imported as one with others.
     Raises:
         TraceError: names the operator that writes, and its module.
     """
@@ -53,7 +53,7 @@ def check_writes(graph: Graph, live: Collection[Node], skipped: Collection[Node]
 
 
 def written(node: Node) -> Iterator[tuple[Node, bool]]:
-    """The tensors that a node writes, and True for the one that it gives back."""
+    """The tensors that a node writes, with True for the one that it returns."""
     if not isinstance(node.target, torch._ops.OpOverload):
         return
     for place, argument in enumerate(node.target._schema.arguments):
@@ -65,13 +65,13 @@ def written(node: Node) -> Iterator[tuple[Node, bool]]:
 
 
 def _are_parts(node: Node, other: Node) -> bool:
-    """True of different parts that one operator cut a tensor into."""
+    """True for different parts that one operator cut a tensor into."""
     is_part = node.target is other.target is python_operator.getitem
     return is_part and node.args[0] is other.args[0] and node.args[1] != other.args[1]
 
 
 def memory_of(node: Node) -> int | None:
-    """The number of the memory that a node's tensor has; None if it is no tensor."""
+    """The identity of a tensor's memory; None for other values."""
     value = node.meta.get("val")
     if not isinstance(value, torch.Tensor):
         return None

@@ -50,9 +50,9 @@ def layer_kinds(model: nn.Module) -> tuple[str, list[Hashable]]:
 
 
 def _of_place(model: nn.Module, parent: nn.Module, place: int, count: int) -> Hashable:
-    """The entries of a place in lists of the model that have one for each layer.
+    """The entries for an index in per-layer lists of the model.
 
-    A layer of Gemma 3 has the mask of its place, so that a moved layer is of another kind.
+    A layer of Gemma 3 has the mask of its index, so that a moved layer is of another kind.
     """
     lists = (
         (key, value[place])
@@ -64,7 +64,7 @@ def _of_place(model: nn.Module, parent: nn.Module, place: int, count: int) -> Ha
 
 
 def fingerprint(layer: nn.Module) -> Hashable:
-    """Classes, attributes, hooks and tensor shapes of all modules of a layer, but not its index.
+    """Classes, attributes, hooks and tensor shapes of a layer's modules, without its index.
 
     Values of tensors that no checkpoint holds count, too.
     """
@@ -92,7 +92,7 @@ def fingerprint(layer: nn.Module) -> Hashable:
 def schedule_of(kinds: list[Hashable]) -> tuple[tuple[int, ...], list[int]]:
     """The schedule over a few layers, and their indices.
 
-    They are one layer of each kind in order of appearance, then one more, which lets the fold see
+    These are one layer of each kind in order of appearance, then one more, which shows the fold
     that a block's output is the next one's input.
     """
     first = {kind: index for index, kind in reversed(list(enumerate(kinds)))}
@@ -104,12 +104,11 @@ def schedule_of(kinds: list[Hashable]) -> tuple[tuple[int, ...], list[int]]:
 
 
 def _described(value: object, names: Mapping[int, str], depth: int = 4) -> Hashable:
-    """A value that is equal for attributes that mean the same in two layers.
+    """A value that is equal for attributes with the same meaning in two layers.
 
     Args:
-        value: an attribute.
         names: names of the layer's modules by id, which bound methods and closures may hold.
-        depth: how many objects deep to look before an object stands for itself alone.
+        depth: how many levels of objects to describe; deeper objects are compared by identity.
     """
     if value is None or isinstance(value, bool | int | float | str | torch.dtype | torch.device):
         return type(value).__name__, value

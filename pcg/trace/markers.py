@@ -25,7 +25,7 @@ IMPLEMENTATION = "pcg"
 
 
 def _marker(function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """Register an operator of namespace pcg whose result has the shape that a function gives."""
+    """Register an operator of namespace pcg; a function gives its result's shape."""
     name = f"pcg::{function.__name__.removeprefix('_')}"
     marker = torch.library.custom_op(name, function, mutates_args=())
     marker.register_fake(function)
@@ -45,8 +45,8 @@ def _attention(
 ) -> torch.Tensor:
     """Attention of q [1, H, T, D], k and v [1, K, T, D], to [1, T, H, D].
 
-    `mask` is None or has [T, T] as its last dims; `window`, which `mask` must have where one is
-    given, is the argument of flash attention.
+    `mask` is None or has [T, T] as its last dims; `window` is the argument of flash attention and
+    needs a mask.
     """
     return q.new_empty(q.shape[0], q.shape[2], q.shape[1], v.shape[-1])
 
@@ -97,9 +97,8 @@ def register_markers() -> None:
 def of_attention(implementation: str) -> Iterator[None]:
     """Let the marker stand for an attention implementation, within transformers' own code.
 
-    A sequence is traced by itself, so that packed ones are not looked for. Where a module would
-    call another function than transformers', the marker raises ValueError. Other threads call
-    transformers' functions as they are.
+    A sequence is traced by itself, so packed ones are not looked for. The marker raises ValueError
+    if a module would call another function than transformers'. Other threads are not affected.
     """
     from transformers import AttentionInterface, masking_utils
 
@@ -163,7 +162,7 @@ _CONSECUTIVE = (
 
 
 def _check_consecutive(position_ids: torch.Tensor) -> None:
-    """Refuse traced positions that may not go up by one: transformers begins a sequence there."""
+    """Refuse traced positions that may not be consecutive, as transformers splits there."""
     mode = proxy_tensor.get_proxy_mode()
     if mode is None:
         return
@@ -194,7 +193,7 @@ def _is_of_transformers(function: Any) -> bool:
 
 
 def _mask_interface(**arguments: Any) -> torch.Tensor | None:
-    """The mask that the module's own implementation has, and never None for a causal one."""
+    """The mask of the module's own implementation; never None for a causal one."""
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
     implementation = own_attention.get()
@@ -216,7 +215,7 @@ def _attention_interface(
     attention_mask: torch.Tensor | None,
     **options: Any,
 ) -> tuple[torch.Tensor, None]:
-    """The marker as transformers calls it; which options are given differs by architecture."""
+    """The marker as transformers calls it; options differ by architecture."""
     implementation = own_attention.get()
     if not options.pop("is_causal", getattr(module, "is_causal", True)):
         raise TraceError(f"{type(module).__name__} attends to later tokens; pcg needs a causal LM")
@@ -261,7 +260,7 @@ def _experts_interface(
 
 
 class NumbersOnMeta(TorchFunctionMode):
-    """Replaces calls whose numbers would be tensors, which lose them on the meta device.
+    """Replaces calls that would turn numbers into tensors, which lose them on the meta device.
 
     x[..., [i], :] becomes one operator, and torch.tensor(number) becomes torch.full.
     """

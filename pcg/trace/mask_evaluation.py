@@ -62,7 +62,7 @@ _FARTHEST = 2**24
 
 
 def _name(node: Node) -> str:
-    """An operator's name without its overload, and without the underscore of one that writes."""
+    """An operator's name without its overload, and without the underscore of in-place variants."""
     if not isinstance(node.target, torch._ops.OpOverload):
         return ""
     name = node.target._schema.name.removeprefix("aten::")
@@ -70,11 +70,7 @@ def _name(node: Node) -> str:
 
 
 class Traced:
-    """A graph with the number of its tokens.
-
-    Attributes:
-        is_half: True if weights are in half precision.
-    """
+    """A graph with the number of its tokens; `is_half` is True for half-precision weights."""
 
     def __init__(self, graph: Graph, constants: Mapping[str, Tensor]) -> None:
         self.nodes = list(graph.nodes)
@@ -90,11 +86,11 @@ class Traced:
 
 
 class Subgraph:
-    """The nodes that a value needs, in order, those that write into what it reads among them.
+    """The nodes behind a value, in order, including those that write into its inputs.
 
     Attributes:
-        positional: nodes whose value depends on positions, or on the number of tokens.
-        scored: nodes whose value depends on the product of queries and keys.
+        positional: nodes that depend on positions, or on the number of tokens.
+        scored: nodes that depend on the product of queries and keys.
     """
 
     def __init__(self, traced: Traced, owner: Node, root: Node, product: Node | None) -> None:
@@ -119,7 +115,6 @@ class Subgraph:
 
 
 def _reads_a_shape(node: Node) -> bool:
-    """True of an operator that reads no values of its operand."""
     name = _name(node)
     return name == "sym_size" or (name in _MADE and name.startswith("new_")) or "_like" in name
 
@@ -137,9 +132,9 @@ class Evaluation:
 
     Attributes:
         positions: the positions, in order; all token dims have their number.
-        corners: the positions, or distances of positions, at which the value turns.
-        conditions: the nodes that have corners by numbers.
-        tables: the lengths of tables that are read by the position.
+        corners: the positions, or distances of positions, where the value changes its formula.
+        conditions: the nodes with corners at constants.
+        tables: the lengths of tables indexed by the position.
     """
 
     def __init__(self, subgraph: Subgraph, tokens: int, positions: Sequence[int]) -> None:
@@ -157,7 +152,7 @@ class Evaluation:
         self._fill = 0.0
 
     def bias(self) -> tuple[Tensor, Tensor]:
-        """Return what is added to scores [heads, n, n] that are all 0, and that are all 1."""
+        """The value added to scores [heads, n, n] that are all 0, and that are all 1."""
         count = len(self.positions)
         biases = []
         for fill in (0.0, 1.0) if self._subgraph.product is not None else (0.0,):
@@ -185,7 +180,7 @@ class Evaluation:
         return result
 
     def _unrounded(self, node: Node, value: Tensor) -> Tensor:
-        """A half-precision value in fp32: in the model's own dtype all of its bias is rounded."""
+        """A half-precision value in fp32: in the model's dtype its bias is rounded."""
         if node in self._positional and not self._subgraph.traced.is_half:
             dtype = node.meta["val"].dtype
             raise self._refused(
@@ -204,7 +199,7 @@ class Evaluation:
         return torch.device("cpu") if isinstance(argument, torch.device) else argument
 
     def _is_token(self, size: Any) -> bool:
-        """True of a dim of all tokens. TraceError: the size is another function of their number."""
+        """True for a dim of all tokens. TraceError: the size is a function of their number."""
         if self._constant(size) is not None:
             return False
         if self._sizes(size) != [2, 3, self._tokens]:
@@ -218,7 +213,7 @@ class Evaluation:
         return [int(expression.subs(symbol, n)) for n in (2, 3, self._tokens)]
 
     def _constant(self, size: Any) -> int | None:
-        """A size that is one number for all numbers of tokens, as max(0, 1 - n) is 0."""
+        """A size that is the same for all numbers of tokens, as max(0, 1 - n) is 0."""
         if isinstance(size, int):
             return size
         first, *others = self._sizes(size)
@@ -233,7 +228,7 @@ class Evaluation:
         return any(node_input in on for node_input in node.all_input_nodes)
 
     def _spread(self, node: Node) -> None:
-        """Note what a node's value depends on, and all names of the memory that it writes."""
+        """Note a node's dependencies, and all names of the memory that it writes."""
         names = [node]
         memories = {memory_of(value) for value, _ in written(node)}
         if memories:
@@ -284,7 +279,7 @@ class Evaluation:
         return isinstance(value, Tensor) and any(not isinstance(s, int) for s in value.shape)
 
     def _native(self, node: Node, *arguments: Any) -> Any:
-        """The node's own operator on the values; constants of the meta device are on the CPU."""
+        """Run the node's own operator; constants of the meta device are on the CPU."""
         operands = arguments or tuple(map(self._value, node.args))
         keywords = {key: self._value(value) for key, value in node.kwargs.items()}
         return node.target(*operands, **keywords)  # type: ignore[operator]
@@ -300,7 +295,6 @@ class Evaluation:
         return beta * bias + alpha * scores  # type: ignore[operator,no-any-return]
 
     def _placeholder(self, node: Node) -> Any:
-        """A constant's value, or the positions."""
         constants = self._subgraph.traced.constants
         if node.name in constants:
             value = constants[node.name]
@@ -329,7 +323,7 @@ class Evaluation:
         return (start + step * self.positions).to(dtype)
 
     def _over_tokens(self, node: Node, name: str) -> Any:
-        """A node on values that have a dim of tokens, or depend on positions or scores."""
+        """A node on values with a dim of tokens, or that depend on positions or scores."""
         if name in _ALIKE:
             dims = [self._value(a) for a in node.args[1:]]
             if name in ("to", "_to_copy", "type_as"):
@@ -408,7 +402,7 @@ class Evaluation:
         return self._of_table(node, x, dim, self.positions + start)
 
     def _of_table(self, node: Node, x: Tensor, dim: int, at: Tensor) -> Tensor:
-        """A table's entries at some places of a dim; notes where its values turn."""
+        """A table's entries along a dim; notes the corners of its values."""
         table: Any = node.args[0]
         if table in self._positional and table not in self._squares:
             raise self._refused(node, "its table is read by two positions")
@@ -421,7 +415,7 @@ class Evaluation:
         return x.index_select(dim, at)
 
     def _turns(self, node: Node, x: Tensor, dim: int) -> set[int]:
-        """The positions or distances at which the values of a table turn."""
+        """The positions or distances of the corners of a table's values."""
         table, count = x.detach().to(torch.float64).movedim(dim, -1), x.shape[dim]
         if x.dim() >= 2 and count > 1 and table.shape[-2] == count:
             # The other dim of tokens is cut next; the values are those of each distance.
@@ -494,7 +488,7 @@ class Evaluation:
         return self._native(node)  # type: ignore[no-any-return]
 
     def _is_flag(self, node: Node) -> bool:
-        """True of a condition, and of one as 0 and 1."""
+        """True for a condition, also as 0 and 1."""
         value = self._values[node]
         is_flag = node not in self._scored and isinstance(value, Tensor)
         return is_flag and bool(((value == 0) | (value == 1)).all())
@@ -513,9 +507,9 @@ class Evaluation:
         return self._native(node)  # type: ignore[no-any-return]
 
     def _check_factors(self, node: Node) -> None:
-        """Refuse a condition on two positions of different factors, as 2 j < i.
+        """Refuse a condition on two positions with different factors, as 2 j < i.
 
-        It turns on a line that is neither a position, nor a distance or a sum of two.
+        Its corner is neither a position, nor a distance or a sum of two.
         """
         sides = [self._value(a) for a in node.args[:2]]
         left, right = (sides[0], sides[1] if len(sides) > 1 and sides[1] is not None else 0)
@@ -534,7 +528,7 @@ class Evaluation:
             raise self._refused(node, f"its mask compares positions of factors {rows | columns}")
 
     def _note(self, node: Node) -> None:
-        """Note the numbers that a node's positions are combined with."""
+        """Note the constants combined with a node's positions."""
         numbers: list[tuple[float, ...]] = []
         for argument in (*node.args, *node.kwargs.values()):
             if isinstance(argument, Node) and argument in self._positional | self._scored:
@@ -553,7 +547,7 @@ class Evaluation:
         self._chains[node] = tuple(dict.fromkeys(numbers))
 
     def _turn(self, node: Node) -> None:
-        """Note where an operator that is not linear has its corner."""
+        """Note the corner of a nonlinear operator."""
         chain = self._chains[node]
         if len(chain) > _MOST_COMBINED:
             raise self._refused(node, f"its mask combines {len(chain)} numbers in a condition")
@@ -569,7 +563,7 @@ class Evaluation:
 
 
 def combined(numbers: Sequence[float]) -> set[int]:
-    """The positions or distances at which a chain of sums and products of numbers turns."""
+    """The corners of a chain of sums and products with these constants."""
     factors: set[float] = set()
     for count in range(1, len(numbers) + 1):
         for first, *others in itertools.permutations(numbers, count):
@@ -587,7 +581,7 @@ def combined(numbers: Sequence[float]) -> set[int]:
 
 
 def refused_attention(node: Node, why: str) -> TraceError:
-    """The error that an attention is not one of those that pcg has."""
+    """The error for an attention that pcg does not have."""
     stack = list((node.meta.get("nn_module_stack") or {}).values())
     where = stack[-1][0] if stack else node.name
     return TraceError(f"{where} has an attention that pcg cannot raise: {why}")

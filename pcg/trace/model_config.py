@@ -35,10 +35,10 @@ class Cause:
     """A cause for which models are refused.
 
     Attributes:
-        name: the cause, which a refusal's message contains; no other cause's name contains it.
-        why: the reason in a sentence's second half.
-        fields: a pattern of the configuration, as JSON with sorted keys, that shows it.
-        refusal: a pattern of a tracer's refusal that shows it.
+        name: the cause, contained in a refusal's message; no other cause's name contains it.
+        why: the reason, as the second half of a sentence.
+        fields: a pattern in the configuration, as JSON with sorted keys, that shows it.
+        refusal: a pattern in a tracer's refusal that shows it.
     """
 
     name: str
@@ -47,7 +47,6 @@ class Cause:
     refusal: str = ""
 
     def is_shown(self, config: str, refusal: str) -> bool:
-        """Return whether a configuration or a refusal shows the cause."""
         return any(
             pattern and re.search(pattern, text)
             for pattern, text in ((self.fields, config), (self.refusal, refusal))
@@ -172,15 +171,15 @@ CAUSES: tuple[Cause, ...] = (
 
 
 def cause_of(message: str) -> Cause | None:
-    """Return the cause that a refusal's message names."""
+    """The cause named in a refusal's message."""
     return next((cause for cause in CAUSES if cause.name in message), None)
 
 
 def with_cause(error: PcgError, name: str, config: Mapping[str, Any]) -> PcgError:
-    """Return a refusal of the tracer that names its cause; the refusal itself if none is known.
+    """Add its cause to a refusal of the tracer; unchanged if the cause is unknown.
 
     Args:
-        error: the refusal, of a class that is made from its message.
+        error: the refusal; its class takes a message.
         name: the model's type or class.
         config: the contents of its config.json.
     """
@@ -218,11 +217,10 @@ _OTHER_NAMES: Mapping[str, Sequence[str]] = {"hidden_size": ("n_embed",)}
 
 
 def check_sizes(fields: Mapping[str, Any], config_class: Any) -> None:
-    """Refuse sizes that no model has, before transformers reads them.
+    """Refuse impossible sizes before transformers reads them.
 
     Raises:
-        ConfigError: a size is less than 1, or no whole number; or there are more layers than any
-            model has.
+        ConfigError: a size is less than 1, or no whole number; or there are too many layers.
     """
     for name in _SIZES:
         for key in _names_of(name, config_class):
@@ -240,9 +238,9 @@ def check_sizes(fields: Mapping[str, Any], config_class: Any) -> None:
 
 
 def check_finite(fields: Mapping[str, Any], within: str = "") -> None:
-    """Refuse infinite numbers and NaN, which JSON does not have and Python reads.
+    """Refuse infinite numbers and NaN, which Python reads from JSON.
 
-    In lists they may stand: Mamba's `time_step_limit` ends in one.
+    They may stand in lists: Mamba's `time_step_limit` ends in one.
 
     Raises:
         ConfigError: a field is such a number, also in an object as `rope_parameters`.
@@ -255,10 +253,10 @@ def check_finite(fields: Mapping[str, Any], within: str = "") -> None:
 
 
 def check_named(fields: Mapping[str, Any], config: Any) -> None:
-    """Refuse a configuration whose sizes would be transformers' defaults.
+    """Refuse a configuration that would take sizes from transformers' defaults.
 
     Raises:
-        ConfigError: the model's hidden size, heads or layers are not named.
+        ConfigError: the model's hidden size, heads or layers are missing.
     """
     missing = []
     for name in _NEEDED:
@@ -275,7 +273,7 @@ def check_named(fields: Mapping[str, Any], config: Any) -> None:
 
 
 def _names_of(name: str, config_class: Any) -> list[str]:
-    """The names that a configuration may have for a size; first the one that its class has."""
+    """The names of a size in a configuration; first its class's."""
     mapped = getattr(config_class, "attribute_map", {}).get(name, name)
     return list(dict.fromkeys((mapped, name, *_OTHER_NAMES.get(name, ()))))
 
@@ -291,7 +289,7 @@ def parse_config(config: Mapping[str, Any]) -> Any:
     """The transformers configuration of the contents of a config.json.
 
     Raises:
-        ConfigError: a size is missing, or a number or the dtype is none that a model can have.
+        ConfigError: a size is missing, or a number or the dtype is invalid.
         TraceError: transformers does not know or refuses it.
         UnsupportedError: pcg does not compile such a model; says why.
     """
@@ -327,7 +325,7 @@ def parse_config(config: Mapping[str, Any]) -> Any:
 
 
 def _decoded(value: Any) -> Any:
-    """The fields of a config.json, which transformers writes with {"__float__": "Infinity"}."""
+    """The fields of a config.json; decodes transformers' {"__float__": "Infinity"}."""
     if isinstance(value, dict):
         if list(value) == ["__float__"]:
             return float(value["__float__"])
@@ -348,24 +346,24 @@ def _check_dtype(fields: Mapping[str, Any]) -> None:
 
 
 def positions_of(config: Any) -> int | None:
-    """The number of positions of a transformers configuration; None where it names no bound."""
+    """The number of positions of a transformers configuration; None without bound."""
     positions = getattr(config, "max_position_embeddings", None)
     positions = positions or getattr(config, "max_seq_len", None)
     return positions if type(positions) is int else None
 
 
 def in_one_line(error: BaseException, first: bool = False) -> str:
-    """Return an error's message as one line, or its first line alone; its type if it has none."""
+    """An error's message in one line, or only its first line; its type without a message."""
     lines = [" ".join(line.split()) for line in str(error).strip().splitlines()]
     text = lines[0] if first and lines else " ".join(lines)
     return text or type(error).__name__
 
 
 def check_module(model: nn.Module) -> None:
-    """Refuse by name a module that would trace to another model than it is.
+    """Refuse a module that would trace to another model than it is.
 
     Raises:
-        UnsupportedError: says why, and what to give instead.
+        UnsupportedError: says why, and the alternative.
     """
     name = type(model).__name__
     if hasattr(model, "_orig_mod"):
@@ -419,7 +417,6 @@ def _check_supported(config: Any) -> None:
 
 
 def _rope_types(parameters: object) -> set[str]:
-    """The rope types that a configuration names, for all layers or for each type of layer."""
     if not isinstance(parameters, Mapping):
         return set()
     rope_type = parameters.get("rope_type")

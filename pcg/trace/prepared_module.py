@@ -52,13 +52,7 @@ def with_attention(
 
 @contextlib.contextmanager
 def with_layers(model: nn.Module, path: str, chosen: Sequence[int]) -> Iterator[None]:
-    """Leave a model a few of its layers.
-
-    Args:
-        model: a causal LM.
-        path: module path of the list of layers.
-        chosen: indices of the layers that stay.
-    """
+    """Keep only the `chosen` layers of the list at a module path."""
     parent_path, _, name = path.rpartition(".")
     parent = model.get_submodule(parent_path)
     layers: Any = parent._modules[name]
@@ -80,7 +74,7 @@ def with_layers(model: nn.Module, path: str, chosen: Sequence[int]) -> Iterator[
 
 @contextlib.contextmanager
 def with_frozen(model: nn.Module, dtype: torch.dtype | None) -> Iterator[None]:
-    """Replace a model's parameters by frozen ones, in another dtype where one is given.
+    """Replace a model's parameters by frozen ones, optionally in another dtype.
 
     Buffers are replaced by copies, which a forward may write.
     """
@@ -112,12 +106,12 @@ def with_frozen(model: nn.Module, dtype: torch.dtype | None) -> Iterator[None]:
 
 @contextlib.contextmanager
 def with_modules_of_their_own(model: nn.Module) -> Iterator[None]:
-    """Let every module of a model stand in one place: copies of shared ones take the others.
+    """Give every module of a model one path: copies replace shared modules elsewhere.
 
     A copy has the same parameters and buffers. torch.export knows a module by its path.
 
     Raises:
-        UnsupportedError: a shared module has a matrix, whose adapter would be one of all places.
+        UnsupportedError: a shared module has a matrix; an adapter of it would be in all places.
     """
     paths: dict[int, str] = {}
 
@@ -145,7 +139,7 @@ def with_modules_of_their_own(model: nn.Module) -> Iterator[None]:
 
 
 def _copied(module: nn.Module) -> nn.Module:
-    """A module with the same tensors, attributes and hooks, and methods that are its own."""
+    """A module with the same tensors, attributes and hooks, and its own bound methods."""
     copied = type(module).__new__(type(module))
     copied.__dict__.update(module.__dict__, _modules=dict(module._modules))
     for name, value in vars(module).items():
@@ -156,11 +150,12 @@ def _copied(module: nn.Module) -> nn.Module:
 
 @contextlib.contextmanager
 def without_custom_gradients(model: nn.Module) -> Iterator[None]:
-    """Refuse what changes gradients and leaves no trace in the forward pass.
+    """Refuse changes of gradients that leave no trace in the forward pass.
 
     Raises:
         UnsupportedError: the model has backward hooks, calls a torch.autograd.Function, or hooks
-            into the tensors that are saved for backward.
+            into
+            the tensors that are saved for backward.
     """
     for path, module in model.named_modules():
         of_all = hooks._global_backward_hooks or hooks._global_backward_pre_hooks

@@ -28,7 +28,7 @@ from pcg.trace.flat_graph import (
 
 
 def reshape(flat: FlatGraph, node: Node) -> FlatValue:
-    """view, reshape, flatten, squeeze: feature dims regroup on either side of the token dim."""
+    """Regroup feature dims on either side of the token dim: view, reshape, flatten, squeeze."""
     x, shape = flat.tensor(node.args[0]), traced_shape(node)
     if "t" not in x.tags:
         return flat.reshaped(x.name, "d" * len(shape), shape)
@@ -90,7 +90,7 @@ def expand(flat: FlatGraph, node: Node) -> FlatValue:
 
 
 def copy(flat: FlatGraph, node: Node) -> FlatValue:
-    """The rule of a source with the dtype and the shape of what it is written to."""
+    """Cast and broadcast a source to its destination."""
     x, source = flat.tensor(node.args[0]), flat.tensor(node.args[1])
     if ("t" in x.tags) != ("t" in source.tags):
         raise refusal(node, "it writes the same for all tokens")
@@ -175,7 +175,7 @@ def _sliced(
     stop: int,
     step: int = 1,
 ) -> FlatValue:
-    """Entries start to stop of a feature dim; of none, an empty value without a name."""
+    """Entries start to stop of a feature dim; an empty value has no name."""
     if (start, stop, step) == (0, x.shape[dim], 1):
         return x
     if start >= stop:
@@ -189,7 +189,7 @@ def _sliced(
 
 
 def slice_scatter(flat: FlatGraph, node: Node) -> FlatValue:
-    """The rule of x with other entries from start to stop of a dim."""
+    """Replace entries start to stop of a dim."""
     x, source = flat.tensor(node.args[0]), flat.tensor(node.args[1])
     dim, start, stop = argument(node, 2, 0), argument(node, 3), argument(node, 4)
     if x.tags[dim] != "d" or argument(node, 5, 1) != 1:
@@ -198,7 +198,7 @@ def slice_scatter(flat: FlatGraph, node: Node) -> FlatValue:
 
 
 def select_scatter(flat: FlatGraph, node: Node) -> FlatValue:
-    """The rule of x with another entry of a dim."""
+    """Replace one entry of a dim."""
     x, source = flat.tensor(node.args[0]), flat.tensor(node.args[1])
     dim, index = int(argument(node, 2)), int(argument(node, 3))
     if x.tags[dim] != "d":
@@ -254,7 +254,7 @@ def split(flat: FlatGraph, node: Node) -> list[FlatValue]:
 
 
 def arange(flat: FlatGraph, node: Node) -> FlatValue:
-    """The rule of 0, 1, … T - 1, which are the positions."""
+    """Replace 0, 1, … T - 1 by the positions."""
     start, step = (node.args[0], argument(node, 2, 1)) if len(node.args) > 1 else (0, 1)
     ids = next(other for other in node.graph.nodes if other.name == "input_ids")
     (size,), tokens = node.meta["val"].shape, ids.meta["val"].shape[1]
@@ -356,7 +356,7 @@ def reduction(op: str) -> Rule:
 
 
 def weight_norm(flat: FlatGraph, node: Node) -> FlatValue:
-    """The rule of torch.nn.utils' weight_norm: g v / |v|, a norm for each entry of a dim of v."""
+    """torch.nn.utils' weight_norm: g v / |v|, with a norm for each entry of a dim of v."""
     v, g = (flat.tensor(a) for a in node.args[:2])
     kept = int(argument(node, 2, 0))
     if v.tags != "dd":
@@ -383,7 +383,7 @@ def layer_norm(flat: FlatGraph, node: Node) -> FlatValue:
 
 
 def rms_norm(flat: FlatGraph, node: Node) -> FlatValue:
-    """The rule of torch.nn.RMSNorm, which rounds once, after its weight."""
+    """torch.nn.RMSNorm, which rounds once, after its weight."""
     x = flat.tensor(node.args[0])
     if len(argument(node, 1)) != 1:
         raise refusal(node, "it normalises several dims")

@@ -58,7 +58,7 @@ class ScoreAttention:
         scale: the factor on the scores.
         window: the number of tokens that a token attends to; 0 for all.
         slopes: the ALiBi slope of each head; empty for none.
-        sinks: the node of a logit of each head that takes probability; None for none.
+        sinks: the node with a logit of each head that takes probability, or None.
         softcap: the bound of the scores; 0 for none.
     """
 
@@ -73,17 +73,16 @@ class ScoreAttention:
 
     @property
     def inputs(self) -> list[Node]:
-        """The nodes that the attention reads."""
         return [self.q, self.k, self.v, *([self.sinks] if self.sinks is not None else [])]
 
 
 def find_scores(
     graph: Graph, constants: Mapping[str, Tensor], positions: int | None
 ) -> dict[Node, ScoreAttention]:
-    """Return the attentions of a graph, by the node that is the attention or its last product.
+    """The attentions of a graph, by the attention's node or its last product.
 
     Args:
-        graph: a graph whose token dims are symbolic.
+        graph: a graph with symbolic token dims.
         constants: the values of constant placeholders, by name.
         positions: the number of positions that the model has; None without bound.
     Raises:
@@ -104,7 +103,7 @@ def find_scores(
 
 
 def _probabilities(node: Any) -> Node | None:
-    """The softmax over keys that a node's value is, up to casts, views and inactive dropout."""
+    """The softmax over keys behind a value, up to casts, views and inactive dropout."""
     while node.target in _TRANSPARENT:
         node = node.args[0]
     value = node.meta.get("val")
@@ -114,7 +113,7 @@ def _probabilities(node: Any) -> Node | None:
 
 
 def _score_product(softmax: Node) -> Node:
-    """The one product of activations that the scores come from."""
+    """The one product of activations behind the scores."""
     queue, seen, products = [softmax.args[0]], set(), []
     while queue:
         node = queue.pop()
@@ -192,7 +191,7 @@ class _Prover:
         return ScoreAttention(*arguments)
 
     def _prove(self, node: Node, root: Node, product: Node | None) -> _Seen:
-        """Return what is added to the scores of an attention, which is `node`."""
+        """The value added to the scores of an attention node."""
         if (root, product) not in self._proved:
             self._proved[root, product] = self._prove_anew(node, root, product)
         return self._proved[root, product]
@@ -235,7 +234,7 @@ def _agree(whole: _Seen, seen: _Seen, tokens: int) -> bool:
 
 
 def _seen(node: Node, evaluation: Evaluation) -> _Seen:
-    """Return the window, the slopes and the scale at some positions."""
+    """The window, the slopes and the scale at some positions."""
     zeros, ones = evaluation.bias()
     at = evaluation.positions
     row, column = at[:, None], at[None, :]

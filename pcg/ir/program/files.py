@@ -87,14 +87,14 @@ def program_from(files: Mapping[str, bytes], manifest: Manifest) -> Program:
             manifest.model,
             json_object(files[CONFIG], CONFIG, ProgramError, AGAIN),
             base,
-            serving,
-            training,
-            manifest.recipes,
-            options_from(plan, manifest.dtype),
-            safetensors.torch.load(files[CONSTANTS]),
-            manifest.base_prefix,
-            manifest.dtype,
-            {name: str(text) for name, text in manifest.choices.items()},
+            serving=serving,
+            training=training,
+            recipes=manifest.recipes,
+            options=options_from(plan, manifest.dtype),
+            constants=safetensors.torch.load(files[CONSTANTS]),
+            base_prefix=manifest.base_prefix,
+            dtype=manifest.dtype,
+            choices={name: str(text) for name, text in manifest.choices.items()},
         )
     except safetensors.SafetensorError as error:
         raise ProgramError(f"{CONSTANTS} is damaged: {error}; compile again") from error

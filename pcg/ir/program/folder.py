@@ -102,12 +102,12 @@ def save_program(
             FORMAT,
             _versions(),
             program.name,
-            program.dtype,
-            program.base_prefix,
-            None if weights is None else os.fspath(weights),
-            program.recipes,
-            {name: hashlib.sha256(files[name]).hexdigest() for name in sorted(files)},
-            program.choices,
+            dtype=program.dtype,
+            base_prefix=program.base_prefix,
+            weights=None if weights is None else os.fspath(weights),
+            recipes=program.recipes,
+            files={name: hashlib.sha256(files[name]).hexdigest() for name in sorted(files)},
+            choices=program.choices,
         )
         files[MANIFEST] = json_text(dataclasses.asdict(manifest), "the manifest").encode()
         beside.mkdir(parents=True)

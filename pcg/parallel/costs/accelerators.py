@@ -44,16 +44,16 @@ class DeviceSheet:
     """The peaks of a device.
 
     Attributes:
-        product_flops_per_s: peaks of dense matrix products by dtype; fp32 without TF32, as
-            PyTorch's default is.
+        product_flops_per_s: peaks of dense matrix products by dtype; fp32 without TF32, as in
+            PyTorch's
+            default.
         vector_flops_per_s: peaks of other arithmetic by dtype; half precision and integers as f32.
         memory_bytes_per_s: bandwidth of the device's memory.
-        launch_s: time that the launch of each operator adds.
+        launch_s: time added by the launch of each operator.
         links: links within a node by name; the first is the device's own.
         source: source of the peaks and the bandwidth.
-        launch_source: source of `launch_s`.
-        network: the link between nodes, with one rank's part of its node's bandwidth; None where
-            all ranks are on one node.
+        network: the link between nodes, with one rank's part of its node's bandwidth; None for one
+            node.
     """
 
     product_flops_per_s: Mapping[str, float]
@@ -82,16 +82,16 @@ nccl-tests' bus bandwidth are commonly reported at about these shares on A100 an
 
 
 def link_between(sheet: DeviceSheet, near: Link, degree: int, node_ranks: int | None) -> Link:
-    """The link that a ring of so many ranks has.
+    """The link of a ring of `degree` ranks.
 
-    Within `near`'s ranks it is that; else the first of the sheet's links that reaches so many on
-    one node. Over nodes, a ring enters and leaves each of them once: its latency is the mean of its
-    steps, within nodes and between them. As rings begin at all ranks of a node, each over a network
-    card of its own, they have the node's whole bandwidth together, or the near link's if that is
+    Within `near`'s ranks it is `near`; else the first of the sheet's links with enough ranks on one
+    node. Over nodes, a ring enters and leaves each of them once: its latency is the mean of its
+    steps, within nodes and between them. Rings begin at all ranks of a node, each over its own
+    network card, so together they have the node's whole bandwidth, or the near link's if that is
     less.
 
     Args:
-        node_ranks: the ranks of a node, where they are fewer than the sheet's links reach.
+        node_ranks: the ranks of a node, if fewer than the sheet's links reach.
     """
 
     def reach(link: Link) -> int:
@@ -125,7 +125,7 @@ _LAUNCH_SOURCE = (
 
 
 def _link(step_us: float, gb_per_s: float, name: str, ranks: int = 8) -> Link:
-    """A link of a data sheet, which gives both directions together.
+    """A link of a data sheet, which gives the sum of both directions.
 
     Its latency is that of a step of a ring in NCCL's Simple protocol.
     """
@@ -176,7 +176,7 @@ def _gpu(
     """A GPU's data sheet.
 
     Peaks are those of dense bf16 and fp16 on tensor cores, of fp32 without them, and of fp64 on
-    tensor cores and without, where the data sheet has them.
+    tensor cores and without, if the data sheet has them.
     """
     half, fp32 = half_tflops * TERA, fp32_tflops * TERA
     products = {"bf16": half, "f16": half, "f32": fp32}
@@ -187,16 +187,16 @@ def _gpu(
         products,
         vectors,
         memory_gb_per_s * GB,
-        3.8 * MICROSECOND,
-        links,
-        source,
-        _LAUNCH_SOURCE,
-        network,
+        launch_s=3.8 * MICROSECOND,
+        links=links,
+        source=source,
+        launch_source=_LAUNCH_SOURCE,
+        network=network,
     )
 
 
 def _without_bf16(sheet: DeviceSheet) -> DeviceSheet:
-    """A GPU whose tensor cores know fp16 alone: bf16 is computed in fp32."""
+    """A GPU with tensor cores for fp16 alone: bf16 is computed in fp32."""
     products = {**sheet.product_flops_per_s, "bf16": sheet.product_flops_per_s["f32"]}
     return replace(sheet, product_flops_per_s=products)
 
@@ -455,7 +455,7 @@ _BY_DRIVER = {
 
 
 def of_driver(called: str) -> Accelerator | None:
-    """The accelerator that a driver calls so; None for one without a sheet, as a part of a GPU."""
+    """The accelerator with a driver's name; None without a sheet, as for a part of a GPU."""
     words = called.split(maxsplit=1)
     if words[0] in ("AMD", "NVIDIA", "Tesla") and len(words) > 1:
         called = words[1]
@@ -464,11 +464,7 @@ def of_driver(called: str) -> Accelerator | None:
 
 
 def find_accelerator(name: str) -> Accelerator:
-    """The accelerator of a name, which may be in any case.
-
-    Raises:
-        UnsupportedError: pcg knows none of that name; lists them.
-    """
+    """The accelerator of a name in any case. UnsupportedError: unknown; lists the names."""
     known = known_name(name, ACCELERATORS)
     if known is not None:
         return ACCELERATORS[known]
@@ -479,5 +475,5 @@ def find_accelerator(name: str) -> Accelerator:
 
 
 def known_name(name: str, among: Iterable[str]) -> str | None:
-    """A known name as it is written, in whatever case it was asked for."""
+    """The known spelling of a name in any case, or None."""
     return next((known for known in among if known.lower() == name.lower()), None)

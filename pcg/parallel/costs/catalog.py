@@ -38,11 +38,11 @@ def find_cost_model(name_or_path: str | os.PathLike[str], link: str | None = Non
     """The cost model of a data sheet, or of a profile.
 
     Args:
-        name_or_path: a name of `SHEETS` in any case, behind it `:4` for nodes of 4 ranks, or a file
-            of `pcg profile`.
+        name_or_path: a name of `SHEETS` in any case, with `:4` for nodes of 4 ranks, or a file of
+            `pcg profile`.
         link: the name of one of the sheet's links, its first by default; a profile has its own.
     Raises:
-        CostModelError: there is neither; the closest names are named.
+        CostModelError: unknown; the message has the closest names.
     """
     wanted = str(name_or_path)
     called, _, node_ranks = wanted.partition(":")
@@ -72,9 +72,9 @@ def find_cost_model(name_or_path: str | os.PathLike[str], link: str | None = Non
 
 
 def costs_name(costs: str | os.PathLike[str] | None, gpus: Sequence[str] = ()) -> str:
-    """The name of the data sheet, or the path of the profile, that is asked for.
+    """The name of the data sheet, or the path of the profile, in `costs`.
 
-    None asks for the first of the named `gpus`, else for an H100's.
+    None means the first of `gpus`, else an H100.
     """
     if costs is None:
         return gpus[0] if gpus else "H100"
@@ -83,10 +83,8 @@ def costs_name(costs: str | os.PathLike[str] | None, gpus: Sequence[str] = ()) -
 
 
 def own_sheet(device: torch.device, degree: int = 1) -> str:
-    """The name of the data sheet of a device that is there, with its node's ranks under torchrun.
+    """The name of the data sheet of a present device, with its node's ranks under torchrun.
 
-    Args:
-        degree: the number of ranks.
     Raises:
         CostModelError: it has none.
     """
@@ -111,11 +109,7 @@ _LOG = logging.getLogger("pcg.costs")
 
 @dataclass(frozen=True)
 class KeptProfile:
-    """A profile, and the file in the cache that has it.
-
-    Attributes:
-        is_old: True if it was there.
-    """
+    """A profile, and its file in the cache; `is_old` is True if the file existed."""
 
     profile: DeviceProfile
     path: Path
@@ -145,13 +139,12 @@ def profile_of_ranks(
     fresh: bool = False,
     on_case: Callable[[str], None] = lambda op: None,
 ) -> KeptProfile:
-    """The profile of the ranks' device; all of them call this, and have the first one's.
+    """The profile of the ranks' device; all ranks call this and return the first one's.
 
     Args:
-        device: this rank's own.
         dtype: the base model's, by its short name.
         quick: measure a few small shapes, in seconds.
-        fresh: measure again what the first rank's cache has.
+        fresh: ignore the first rank's cache.
         on_case: called with the name of each operator before it is measured.
     """
     path = kept_path(device, dtype, ranks.size, quick=quick)
@@ -192,7 +185,6 @@ def own_profile(ranks: Ranks, dtype: object, config: Mapping[str, Any]) -> str:
 
 
 def _from_first(ranks: Ranks, text: str) -> str:
-    """The first rank's text on all ranks."""
     sent = torch.frombuffer(bytearray(text.encode() or b"\0"), dtype=torch.uint8)
     size = ranks.broadcast(torch.tensor([len(text.encode())], device=ranks.device))
     if not int(size):

@@ -35,7 +35,7 @@ _REPEATS = 10
 def measure_collectives(
     degree: int, device: torch.device, *, quick: bool = False
 ) -> tuple[tuple[CollectiveTime, ...], str]:
-    """Times of collectives over so many ranks, each a process, and the backend that they use.
+    """Times of collectives over `degree` processes, and their backend.
 
     Raises:
         CostModelError: fewer GPUs than ranks.
@@ -77,9 +77,10 @@ def _rank(rank: int, degree: int, backend: str, directory: str, sizes: tuple[int
 def exchanges_between(
     ranks: Ranks, device: torch.device, *, quick: bool = False
 ) -> tuple[tuple[CollectiveTime, ...], str]:
-    """Times of collectives between ranks that run, all of which call this, and their backend.
+    """Times of collectives between running ranks, all of which call this, and their backend.
 
-    Those within a machine of torchrun's `LOCAL_WORLD_SIZE` ranks come first, where there are more.
+    Those within a machine of torchrun's `LOCAL_WORLD_SIZE` ranks come first, if there are more
+    ranks.
     """
     sizes = QUICK_SIZES if quick else SIZES
     node = int(os.environ.get("LOCAL_WORLD_SIZE", ranks.size))
@@ -95,7 +96,7 @@ def exchanges_between(
 def _times(
     degree: int, device: torch.device, sizes: tuple[int, ...], group: dist.ProcessGroup | None
 ) -> list[CollectiveTime]:
-    """Times of collectives over a group of so many ranks; None for all ranks there are."""
+    """Times of collectives over a group of `degree` ranks; None for all ranks."""
     times = []
     for size in sizes:
         # Whole parts of fp32 for each rank.
@@ -122,7 +123,7 @@ def _calls(
 def _seconds(
     call: Callable[[], Any], device: torch.device, group: dist.ProcessGroup | None
 ) -> float:
-    """Seconds of one call of a row, the median of three rows."""
+    """Seconds of one call, the median of three rows of calls."""
     for _ in range(_WARM):
         call()
     rows = []

@@ -42,7 +42,7 @@ class CostModel(ABC):
 
     @abstractmethod
     def _link(self, kind: str, degree: int) -> Link:
-        """The link that so many ranks use, with the bandwidth that they reach."""
+        """The link of `degree` ranks, with the bandwidth that they reach."""
 
     def operator_seconds(
         self,
@@ -53,13 +53,11 @@ class CostModel(ABC):
         tokens: int,
         context: int,
     ) -> float:
-        """Seconds of an operator on one rank; 0 of a view.
+        """Seconds of an operator on one rank; 0 for a view.
 
         Args:
             op: an operator of a rank's graph, no collective.
-            inputs: types of one rank, in `T` and `S` alone.
-            outputs: the types of its outputs, likewise.
-            attributes: the node's attributes.
+            inputs: types of one rank, in `T` and `S` alone; `outputs` likewise.
             tokens: T, the number of tokens of the step.
             context: S, the number of tokens of a sequence.
         Raises:
@@ -72,9 +70,9 @@ class CostModel(ABC):
         return self._known[key]
 
     def collective_seconds(self, kind: str, size_bytes: int, degree: int) -> float:
-        """Seconds of an all_reduce, all_gather or reduce_scatter; 0 of one rank.
+        """Seconds of an all_reduce, all_gather or reduce_scatter; 0 for one rank.
 
-        `size_bytes` is the size of the tensor that is summed, or of the whole that is gathered.
+        `size_bytes` is the size of the summed tensor, or of the gathered whole.
 
         Raises:
             CostModelError: no link is known, or no such collective.
@@ -92,8 +90,6 @@ class SheetModel(CostModel):
     """The roofline of a device's data sheet.
 
     Args:
-        name: the device's name.
-        sheet: its data sheet.
         link: the name of one of the sheet's links, in any case; its first by default.
         achieved: shares of the sheet's peaks.
         node_ranks: the ranks of a node; as many as the sheet's links reach by default.
@@ -136,11 +132,7 @@ def ring_seconds(kind: str, size_bytes: float, degree: int, link: Link) -> float
 
 
 def roofline_seconds(work: Work, sheet: DeviceSheet, achieved: Achieved, name: str) -> float:
-    """Seconds of a call at best: by operations or by bytes, and its launch.
-
-    Raises:
-        CostModelError: the sheet has no peak for the dtype.
-    """
+    """The least seconds of a call, with its launch. CostModelError: no peak for the dtype."""
     if work.is_product:
         peaks, share, dtype = sheet.product_flops_per_s, achieved.product, work.dtype
     else:
@@ -171,7 +163,7 @@ class RankCosts:
     degree: int
 
     def node_seconds(self, graph: Graph, node: Node, tokens: int, context: int) -> float:
-        """Seconds of a node of a rank's graph, whose message goes by itself; 0 of a view.
+        """Seconds of a node of a rank's graph, with its own message; 0 for a view.
 
         Args:
             tokens: the number of tokens of the step.
@@ -192,14 +184,14 @@ class RankCosts:
         return self.model.operator_seconds(node.op, inputs, outputs, attributes, tokens, context)
 
     def graph_seconds(self, graph: Graph, tokens: int, context: int) -> float:
-        """Seconds of a rank's graph, with nothing beside its messages."""
+        """Seconds of a rank's graph, without overlap of its messages."""
         return sum(self.node_seconds(graph, node, tokens, context) for node in graph.nodes)
 
 
 def message_of(node: Node, inputs: Types, outputs: Types) -> tuple[str, Types] | None:
-    """The kind and the whole tensors of the message that a node sends; None where it sends none.
+    """The kind and the whole tensors of a node's message, or None.
 
-    Several tensors go in one message, and a copy that is gathered is gathered as any.
+    Several tensors are one message, and a gathered copy counts as any gather.
     """
     entry = operator(node.op)
     if not isinstance(entry, Collective) or not entry.rounds:

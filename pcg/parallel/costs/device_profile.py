@@ -50,7 +50,7 @@ class OperatorTime:
 
 @dataclass(frozen=True)
 class CollectiveTime:
-    """A measured collective; `size_bytes` is as for `CostModel.collective_seconds`."""
+    """A measured collective; `size_bytes` is as in `CostModel.collective_seconds`."""
 
     kind: str
     size_bytes: int
@@ -62,7 +62,7 @@ class CollectiveTime:
 class DeviceProfile:
     """Measurements of one device, with the versions of pcg and torch that made them.
 
-    `exchanges` are times of collectives over a backend of torch.distributed; none of one rank.
+    `exchanges` are times of collectives over a backend of torch.distributed; empty for one rank.
     """
 
     device: str
@@ -73,7 +73,7 @@ class DeviceProfile:
 
     @cached_property
     def sheet(self) -> DeviceSheet:
-        """The best rates that were measured."""
+        """The best measured rates."""
         products: dict[str, float] = {}
         vectors: dict[str, float] = {}
         for point in self.points:
@@ -83,11 +83,19 @@ class DeviceProfile:
             peaks[dtype] = max(peaks.get(dtype, 0.0), work.flops / point.seconds)
         bytes_per_s = max(point.work.moved_bytes / point.seconds for point in self.points)
         launch_s = min(point.seconds for point in self.points)
-        return DeviceSheet(products, vectors, bytes_per_s, launch_s, {}, "measured", "measured")
+        return DeviceSheet(
+            products,
+            vectors,
+            bytes_per_s,
+            launch_s=launch_s,
+            links={},
+            source="measured",
+            launch_source="measured",
+        )
 
     @cached_property
     def tiers(self) -> Mapping[int, Mapping[str, Link]]:
-        """The link of each kind of collective, by the ranks that it was measured over."""
+        """The link of each kind of collective, by the measured number of ranks."""
         by_degree: dict[int, dict[str, list[CollectiveTime]]] = {}
         for point in sorted(self.exchanges, key=lambda exchange: (exchange.degree, exchange.kind)):
             by_degree.setdefault(point.degree, {}).setdefault(point.kind, []).append(point)
@@ -98,17 +106,17 @@ class DeviceProfile:
 
     @property
     def links(self) -> Mapping[str, Link]:
-        """The link of each kind of collective, over all ranks that were measured."""
+        """The link of each kind of collective, over all measured ranks."""
         return self.tiers.get(self.degree, {})
 
     @property
     def degree(self) -> int:
-        """Number of ranks that collectives were measured over; 1 where none were."""
+        """The most ranks of measured collectives; 1 without any."""
         return max((exchange.degree for exchange in self.exchanges), default=1)
 
     @property
     def text(self) -> str:
-        """The profile as JSON, with one line a point."""
+        """The profile as JSON, one line per measurement."""
         head = {
             "format": FORMAT,
             "device": self.device,
@@ -123,7 +131,7 @@ class DeviceProfile:
         return "{\n" + ",\n".join(lines) + "\n}\n"
 
     def save(self, path: Path) -> None:
-        """Write it to a file, which another process or thread may be writing, too."""
+        """Write it to a file, safely against concurrent writers."""
         path.parent.mkdir(parents=True, exist_ok=True)
         beside = path.with_name(f".{path.name}.{os.getpid()}.{threading.get_ident()}")
         beside.write_text(self.text, encoding="utf-8")
@@ -131,17 +139,13 @@ class DeviceProfile:
 
     @classmethod
     def load(cls, path: Path) -> DeviceProfile:
-        """A profile that was written.
-
-        Raises:
-            CostModelError: the file is none, or of another version.
-        """
+        """Read a saved profile. CostModelError: the file is none, or of another version."""
         fix = f"make it again with pcg profile -o {path}"
         return cls.read(read_text(path, CostModelError, f"; {fix}"), path)
 
     @classmethod
     def read(cls, text: str, path: Path) -> DeviceProfile:
-        """A profile in the text of a file; errors as of `load`."""
+        """Parse the text of a profile; errors as in `load`."""
         fix = f"make it again with pcg profile -o {path}"
         fields = json_object(text, str(path), CostModelError, f"; {fix}")
         try:
@@ -242,5 +246,5 @@ def _exactly(work: Work) -> tuple[str, str]:
 
 
 def _place(work: Work) -> tuple[float, ...]:
-    """The place of a shape among others of its kernel."""
+    """The position of a shape among others of its kernel."""
     return math.log(work.rows), math.log(work.moved_bytes), math.log(1 + work.flops)

@@ -42,13 +42,7 @@ class Exchange:
     def of(
         cls, graph: Graph, tokens: int, degree: int, among: Collection[str] | None = None
     ) -> Exchange:
-        """The messages of a rank's graph.
-
-        Args:
-            tokens: the number of tokens of the step.
-            degree: the number of ranks.
-            among: count only what makes these values; of a message of several, their share.
-        """
+        """The messages of a rank's graph; with `among`, only the share that makes these values."""
         exchange = cls()
         for node in graph.nodes:
             for kind, sizes in _messages(graph, node, tokens, degree):
@@ -59,12 +53,7 @@ class Exchange:
 
     @classmethod
     def of_parts(cls, graph: Graph, rows: int, degree: int) -> Exchange:
-        """The messages of a graph among ranks that have parts of the tokens of sequences.
-
-        Args:
-            rows: the most tokens that one of them has.
-            degree: the number of these ranks.
-        """
+        """The messages of a graph among `degree` ranks with at most `rows` tokens of sequences."""
         exchange = cls()
         for node in graph.nodes:
             inputs = tuple(graph.types[name] for name in node.inputs)
@@ -78,7 +67,7 @@ class Exchange:
 def _messages(
     graph: Graph, node: Node, tokens: int, degree: int
 ) -> Iterator[tuple[str, dict[str, int]]]:
-    """The messages of a node: the kind, and bytes of the wholes by the values that come of them."""
+    """The messages of a node: the kind, and bytes of the whole tensors by resulting value."""
     inputs = tuple(graph.types[name] for name in node.inputs)
     outputs = tuple(value.type for value in node.outputs)
     names = [value.name for value in node.outputs]

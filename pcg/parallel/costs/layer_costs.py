@@ -35,10 +35,7 @@ CONTEXT_TOKENS = 1024
 
 
 class LayerCosts(ABC):
-    """Costs of nodes and messages over `degree` ranks, in any unit: only sums are compared.
-
-    `tokens` is the number of tokens of a step.
-    """
+    """Costs of nodes and messages over `degree` ranks in a step of `tokens`, in a common unit."""
 
     def __init__(self, degree: int, tokens: int) -> None:
         self.degree = degree
@@ -46,16 +43,16 @@ class LayerCosts(ABC):
 
     @abstractmethod
     def node(self, node: Node, graph: Graph, rule: Sharding, needs: tuple[bool, ...]) -> float:
-        """Cost of a node of a graph of whole tensors, and of its gradients, on one rank.
+        """Cost on one rank of a node of a graph of whole tensors, and of its gradients.
 
-        `needs` says which inputs need a gradient.
+        `needs` marks the inputs that need a gradient.
         """
 
     @abstractmethod
     def send(self, kind: str, *types: TensorType) -> float:
         """Cost of one message: a sum of tensors, or a gather to the wholes.
 
-        Of no tensor it is the cost of a message that carries nothing.
+        Without tensors it is the cost of an empty message.
         """
 
     def place(self, type_: TensorType, dim: int) -> float:
@@ -63,11 +60,10 @@ class LayerCosts(ABC):
         return 0.0
 
     def sum_gradient(self, type_: TensorType) -> float:
-        """A batch's share of the sum of an adapter weight's gradient over the ranks."""
+        """A batch's share of summing an adapter weight's gradient over the ranks."""
         return 0.0
 
     def message_bytes(self, types: Iterable[TensorType]) -> int:
-        """Bytes of the tensors of a message."""
         return sum(size_bytes(type_, self.tokens) for type_ in types)
 
     def bytes_sent(self, kind: str, *types: TensorType) -> int:
@@ -79,11 +75,11 @@ class ByteCosts(LayerCosts):
     """Bytes between ranks for one token, and a byte for every FLOPS_PER_BYTE operations.
 
     Operations count, as all ranks do a product on whole tensors. No device is known: the base's
-    plan is the same on all. The unit is an operation of all ranks, so that sums are of whole
-    numbers, and ways of equal cost compare as equal.
+    plan is the same on all. The unit is an operation of all ranks, so that sums are whole numbers,
+    and ways of equal cost compare as equal.
 
-    Where ranks may hold shards of the tokens, costs are those of a token on each rank, and all
-    operators count: else a norm on all tokens were as good.
+    With shards of the tokens, costs are those of a token on each rank, and all operators count:
+    otherwise a norm on all tokens would be as good.
     """
 
     def __init__(self, degree: int, shards_tokens: bool = False) -> None:
@@ -109,7 +105,7 @@ class DeviceCosts(LayerCosts):
 
     Args:
         context: the number of tokens that a token attends to.
-        gradient_accumulation_steps: batches an optimizer step, which share the sums of gradients.
+        gradient_accumulation_steps: batches per optimizer step, which share the sums of gradients.
     """
 
     def __init__(
@@ -184,7 +180,7 @@ def _number(formula: sympy.Expr, tokens: int) -> float:
 def backward_of(
     op: str, ins: Types, outs: Types, attributes: Attributes, needs: tuple[bool, ...]
 ) -> Graph:
-    """An operator's gradient, which reads its inputs `i0`, …, outputs `o0`, … and gradient `d`."""
+    """An operator's gradient, a graph of inputs `i0`, …, outputs `o0`, … and gradient `d`."""
     values = tuple(Value(f"i{i}", type_) for i, type_ in enumerate(ins))
     outputs = tuple(Value(f"o{i}", type_) for i, type_ in enumerate(outs))
     pairs: tuple[tuple[str, Attribute], ...] = tuple(sorted(attributes.items()))
@@ -210,13 +206,7 @@ SERVED_CONTEXT = 1024
 
 
 class MixedCosts(LayerCosts):
-    """Costs of a layer's forward as a sum over steps, each weighed.
-
-    Bytes are those of the first step.
-
-    Args:
-        steps: the costs of each step, with its weight.
-    """
+    """Weighted costs of a layer's forward over several steps; bytes are those of the first."""
 
     def __init__(self, steps: Sequence[tuple[float, DeviceCosts]]) -> None:
         first = steps[0][1]

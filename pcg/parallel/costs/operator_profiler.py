@@ -45,7 +45,7 @@ CARRIED: Mapping[str, Attribute] = {"target": "aten.elu.default", "arguments": "
 
 @dataclass(frozen=True)
 class Grid:
-    """The sizes that are measured, `budget_s` long each; widths of layers are multiples of 64."""
+    """The measured sizes, `budget_s` long each; widths of layers are multiples of 64."""
 
     tokens: tuple[int, ...]
     widths: tuple[int, ...]
@@ -61,7 +61,7 @@ GPU_GRID = Grid((1, 16, 128, 1024, 8192), (1024, 4096, 8192), (8, 64), 128_000, 
 
 @dataclass(frozen=True)
 class Case:
-    """An operator to measure; `adapters` are the places of inputs that are adapters' parameters."""
+    """An operator to measure; `adapters` are the indices of inputs that are adapters' weights."""
 
     op: str
     inputs: Types
@@ -253,7 +253,7 @@ class _OneOfTwo(Ranks):
 
 @dataclass
 class _Step:
-    """A batch as operators need it: one sequence whose first tokens are virtual."""
+    """A batch for operators: one sequence whose first tokens are virtual."""
 
     tokens: int
     device: torch.device
@@ -290,12 +290,11 @@ def measure_operators(
     quick: bool = False,
     on_case: Callable[[str], None] = lambda op: None,
 ) -> tuple[OperatorTime, ...]:
-    """Times of all operators.
+    """Measure the times of all operators.
 
     Args:
-        device: the device to measure.
         dtype: the base model's; in half precision adapters are measured in it and in f32.
-        quick: True to measure a small grid, in seconds, for trying out.
+        quick: measure a small grid, in seconds, for trying out.
         on_case: called with the name of each operator before it is measured.
     Raises:
         CostModelError: the dtype is no float.

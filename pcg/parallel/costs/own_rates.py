@@ -35,7 +35,7 @@ class OwnRates:
     """Rates of a CPU.
 
     Attributes:
-        product_flops_per_s: of matrix products, by the IR's dtype; f32's is among them.
+        product_flops_per_s: of matrix products, by the IR's dtype, f32 included.
         memory_bytes_per_s: of memory, read and written.
     """
 
@@ -44,11 +44,7 @@ class OwnRates:
 
 
 def own_rates(device: torch.device, dtype: torch.dtype) -> OwnRates | None:
-    """Measure the rates of a device; None of one that is no CPU, as its data sheet is its own.
-
-    Args:
-        dtype: the model's.
-    """
+    """Measure a CPU's rates for a model's dtype; None for a GPU, whose data sheet is exact."""
     if device.type != "cpu":
         return None
     measured = {torch.float32, dtype}
@@ -63,13 +59,7 @@ def own_rates(device: torch.device, dtype: torch.dtype) -> OwnRates | None:
 
 
 def rated_model(sheet: str, rates: OwnRates | None) -> CostModel:
-    """Return a device's cost model, at measured rates where there are some.
-
-    Args:
-        sheet: the name of its data sheet.
-    Raises:
-        CostModelError: there is no such sheet.
-    """
+    """A data sheet's cost model, at measured rates if given. CostModelError: no such sheet."""
     model = find_cost_model(sheet)
     if rates is None or not isinstance(model, SheetModel):
         return model

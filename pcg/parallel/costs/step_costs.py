@@ -50,15 +50,15 @@ _LAUNCHES = 15
 
 
 def host_seconds(layers: int) -> float:
-    """Return the seconds in which the host launches a step over ranks, which is not recorded."""
+    """The seconds of the host to launch an unrecorded step over ranks."""
     return layers * _LAUNCHES * HOST_LAUNCH_S
 
 
 class SequenceChunk(NamedTuple):
     """Tokens of one sequence in a step, behind `context` others.
 
-    Logits of the last one are wanted where they are sampled; those that are trained have their loss
-    later. The adapter, of a rank, is None for the base.
+    Sampled chunks need logits of their last token; trained tokens have their loss later. `adapter`,
+    of rank `rank`, is None for the base.
     """
 
     tokens: int
@@ -71,17 +71,17 @@ class SequenceChunk(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class StepShape:
-    """The sizes of a step that its time depends on, numbers of tokens where nothing else is said.
+    """The sizes that a step's time depends on, in tokens unless stated.
 
     Attributes:
         pairs: the number of keys that each token attends to, summed over tokens.
-        cached: tokens whose keys and values are read, summed over chunks.
+        cached: tokens with keys and values to read, summed over chunks.
         sampled: rows of logits.
-        adapted: tokens that use an adapter.
+        adapted: tokens with an adapter.
         adapted_ranks: ranks of these tokens' adapters, summed over tokens.
         adapters: the number of different adapters.
         ranks: ranks of the different adapters, summed.
-        spans: the tokens of each chunk, and those before them, for windows of attention.
+        spans: (tokens, tokens before them) of each chunk, for windows of attention.
     """
 
     tokens: int = 0
@@ -116,7 +116,7 @@ class StepShape:
         return cls(tokens, pairs, cached, sampled, trained, *adapters, tuple(spans))
 
     def seen(self, window: int) -> tuple[int, int]:
-        """Return `cached` and `pairs` of attention to a window of keys, 0 for all.
+        """`cached` and `pairs` of attention to a window of keys; 0 for all keys.
 
         Raises:
             CostModelError: the chunks of the step are not known.
@@ -139,7 +139,8 @@ class StepShape:
 class StepCosts(Protocol):
     """Seconds of a device's work for an engine.
 
-    `layers` is the number of the model's layers; those below all trained ones have a backward, too.
+    `layers` is the number of the model's layers; layers below all trained ones have a backward,
+    too.
     """
 
     layers: int
@@ -167,10 +168,10 @@ class GraphCosts:
     """The costs of one rank's graphs, of `degree` ranks.
 
     Args:
-        serving: the model with bypass networks whose rank is open.
-        backward: each layer's backward; empty where nothing is trained.
-        loss: graph of the loss and its gradient; None where nothing is trained.
-        trained: count of numbers that an optimizer updates on the rank, an attribute as well.
+        serving: the model with bypass networks of symbolic rank.
+        backward: each layer's backward; empty without training.
+        loss: graph of the loss and its gradient; None without training.
+        trained: count of numbers that an optimizer updates on the rank, also an attribute.
         host_bytes_per_s: bandwidth of copies from the host's memory.
     Raises:
         CostModelError: an operator has no cost.
@@ -207,7 +208,7 @@ class GraphCosts:
         self._host_bytes_per_s = host_bytes_per_s
 
     def on(self, model: CostModel) -> GraphCosts:
-        """Return the costs of the same graphs on another device; copies from the host stay."""
+        """The costs of the same graphs on another device; copies from the host stay."""
         by_graph: dict[int, GraphSeconds] = {}
 
         def moved(graph: GraphSeconds) -> GraphSeconds:
@@ -268,7 +269,7 @@ class GraphSeconds:
         self._known: dict[int, float] = {}
 
     def on(self, model: CostModel) -> GraphSeconds:
-        """Return the seconds of the same graph on another device; its work is counted once."""
+        """The seconds of the same graph on another device, with its work counted once."""
         seconds = copy.copy(self)
         seconds._model, seconds._known = model, {}
         return seconds
@@ -289,7 +290,7 @@ class GraphSeconds:
         return total
 
     def _plain_seconds(self, tokens: int) -> float:
-        """Seconds of what depends on the number of tokens alone."""
+        """Seconds that depend on the number of tokens alone."""
         total = sum(self._message_seconds(kind, types, tokens) for kind, types in self._messages)
         if tokens not in self._works:
             self._works[tokens] = [
@@ -340,14 +341,13 @@ class _Bilinear:
     moved_bytes: _Coefficients
 
     def seconds(self, model: CostModel, *sums: float) -> float:
-        """Seconds of a call that has these sums of 1, x, y and x · y."""
         flops, moved_bytes = (sum(map(mul, f, sums)) for f in (self.flops, self.moved_bytes))
         kernel, is_product, dtype = self.work.kernel, self.work.is_product, self.work.dtype
         return model.work_seconds(Work(kernel, is_product, dtype, "", sums[1], flops, moved_bytes))
 
 
 def _coefficients(at: Callable[[int, int], float], what: str) -> _Coefficients:
-    """Coefficients of a bilinear function; a CostModelError where it is none."""
+    """Coefficients of a bilinear function. CostModelError: it is not bilinear."""
     a, x, y, xy = at(1, 1), at(2, 1), at(1, 2), at(2, 2)
     both = xy - x - y + a
     f = (a - (x - a) - (y - a) + both, x - a - both, y - a - both, both)
@@ -358,7 +358,7 @@ def _coefficients(at: Callable[[int, int], float], what: str) -> _Coefficients:
 
 
 def _bypass(op: str, ins: Types, outs: Types, attributes: Attributes) -> _Bilinear:
-    """The work of an operator of an open rank: x tokens, y ranks."""
+    """The work of an operator of symbolic rank: x tokens, y ranks."""
 
     def at(tokens: int, rank: int) -> Work:
         inputs, outputs = (tuple(with_rank(t, rank) for t in types) for types in (ins, outs))
@@ -369,7 +369,7 @@ def _bypass(op: str, ins: Types, outs: Types, attributes: Attributes) -> _Biline
 
 
 def _attention(op: str, ins: Types, outs: Types, attributes: Attributes) -> _Bilinear:
-    """The work of attention: x tokens, y keys and values that are read, x · y pairs."""
+    """The work of attention: x tokens, y keys and values to read, x · y pairs."""
     shorter, longer = (work_of(op, ins, outs, attributes, 1, keys) for keys in (1, 2))
     cached = longer.moved_bytes - shorter.moved_bytes
     # A token's own keys and values are among those that are read.
@@ -383,5 +383,5 @@ def _update(count: int) -> Work:
 
 
 def _is_open(type_: TensorType) -> bool:
-    """Return whether an adapter's rank is left open."""
+    """Return whether an adapter's rank is symbolic."""
     return any(not isinstance(size, int) and size.free_symbols - {TOKENS} for size in type_.shape)

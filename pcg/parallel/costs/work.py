@@ -41,8 +41,8 @@ class Work:
     """The work of one call of an operator.
 
     Attributes:
-        kernel: the operator's name, and the attributes that choose its kernel.
-        is_product: True of a matrix product or attention.
+        kernel: the operator's name, with the attributes that choose its kernel.
+        is_product: True for a matrix product or attention.
         dtype: the dtype of its arithmetic.
         shapes: types of inputs and outputs, as text; of attention the context, too.
         rows: the leading size of its first output.
@@ -62,11 +62,7 @@ class Work:
 def work_of(
     op: str, inputs: Types, outputs: Types, attributes: Attributes, tokens: int, context: int
 ) -> Work:
-    """The work of a call; its arguments are those of `CostModel.operator_seconds`.
-
-    Raises:
-        CostModelError: the operator or a type has no cost.
-    """
+    """The work of a call; arguments and errors are those of `CostModel.operator_seconds`."""
     if tokens < 1 or context < 1:
         raise CostModelError(
             f"{op} of {tokens} tokens in a context of {context} has no cost; use at least 1"
@@ -95,11 +91,7 @@ def work_of(
 def works_of(
     op: str, inputs: Types, outputs: Types, attributes: Attributes, tokens: int, context: int
 ) -> tuple[Work, ...]:
-    """The work of each operator that a call stands for; none of a view.
-
-    Raises:
-        CostModelError: the operator or a type has no cost.
-    """
+    """The work of each operator of a call that may be fused; empty for a view."""
     parts = () if is_free(op) else parts_of(op, inputs, outputs, attributes)
     return tuple(work_of(*part, tokens, context) for part in parts)
 
@@ -116,10 +108,10 @@ def kernel_of(op: str, attributes: Attributes) -> str:
 
 @lru_cache(maxsize=16384)
 def is_free(op: str) -> bool:
-    """Return whether PyTorch gives a view of a tensor that is there already, or others' work.
+    """Return whether an operator is a view, or does no work of its own.
 
     Raises:
-        CostModelError: no operator of a rank's graph that is computed.
+        CostModelError: the operator is not one that a rank computes.
     """
     entry = _entry(op)
     if entry.is_view:
@@ -134,7 +126,7 @@ def is_free(op: str) -> bool:
 def parts_of(
     op: str, inputs: Types, outputs: Types, attributes: Attributes
 ) -> Iterator[tuple[str, Types, Types, Attributes]]:
-    """The operator itself; of a fused or sharded one, the operators that it stands for."""
+    """The operator itself, or the operators that a fused or sharded one replaces."""
     match op:
         case "column_norm_part":
             yield "column_norm", inputs, outputs, {}
@@ -271,7 +263,7 @@ def _numbers(
 
 @lru_cache(maxsize=16384)
 def with_rank(type_: TensorType, rank: int = OPEN_RANK) -> TensorType:
-    """The type with a number for the rank that is left open."""
+    """The type with a number in place of a symbolic rank."""
     sizes: list[Size] = []
     for size in type_.shape:
         if not isinstance(size, int):
@@ -283,6 +275,6 @@ def with_rank(type_: TensorType, rank: int = OPEN_RANK) -> TensorType:
 
 @lru_cache(maxsize=65536)
 def size_bytes(type_: TensorType, tokens: int, rank: int = OPEN_RANK) -> int:
-    """Bytes of a tensor of so many tokens, of a rank that is left open."""
+    """Bytes of a tensor of `tokens`, with a number in place of a symbolic rank."""
     size = with_rank(type_, rank).size_bytes
     return int(size if isinstance(size, int) else size.subs({TOKENS: tokens}))

@@ -128,10 +128,10 @@ def cut_graph(name: str, count: int, graph: SplitGraph, cut: Cut | None = None) 
         name,
         count,
         tuple(_piece(f"{name}_piece_{n}", graph, trip) for n, trip in enumerate(best.trips, 1)),
-        client,
-        graph.held,
-        _costs(graph, best),
-        _costs(graph, fixed_cut(problem)),
+        client=client,
+        held=graph.held,
+        costs=_costs(graph, best),
+        fixed=_costs(graph, fixed_cut(problem)),
     )
 
 
