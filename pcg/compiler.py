@@ -69,11 +69,7 @@ class ProgramArguments(CompileOptions):
 
 @takes(ProgramArguments)
 def compile_program(arguments: ProgramArguments) -> Program:
-    """Compile a model to a program; no weights are needed.
-
-    Raises:
-        PcgError: what cannot be read, traced or attached is named.
-    """
+    """Compile a model to a program, without weights. PcgError: names the unreadable part."""
     source, to_trace = source_of(arguments.model)
     device = machine_device()
     return _compiled(
@@ -160,11 +156,12 @@ class CompileArguments(RankOptions, CompileOptions):
 def compile(arguments: CompileArguments) -> Executor:
     """Compile a model and load its weights: an executor that generates and finetunes.
 
-    A model in memory is traced itself, with its own classes, buffers and hooks, and left as it was.
+    A model in memory is traced itself, with its own classes, buffers and hooks, and stays
+    unchanged.
 
     Raises:
-        ParallelError: the ranks have compiled different programs; which, and in what.
-        PcgError: what cannot be read, traced, attached or loaded is named.
+        ParallelError: the ranks have compiled different programs; names the difference.
+        PcgError: the model or an adapter cannot be read, traced, attached or loaded.
     """
     device, module = arguments.device, arguments.model
     sizes = arguments.sizes(arguments.tp)
@@ -225,7 +222,6 @@ def compile(arguments: CompileArguments) -> Executor:
 
 
 def _own_sheet(device: torch.device, degree: int) -> str | None:
-    """The name of the data sheet of a rank's device; None where it has none."""
     try:
         return own_sheet(device, degree)
     except CostModelError:
@@ -246,10 +242,9 @@ def compile_random(
     """Compile a model and give it random weights, an executor to measure.
 
     Args:
-        model: the model, as `compile_program` takes it; its weights are not read.
+        model: the model, as `compile_program` takes it, without its weights.
         tp, backend, dtype, adapter_copies, attention: as in `CompileOptions`.
-        device: the device of the weights; the GPU where there is one, else the CPU.
-        seed: the seed of the weights.
+        device: the device of the weights; by default the GPU if there is one, else the CPU.
     """
     source = resolve(model)
     options = CompileOptions(
@@ -347,11 +342,11 @@ def make_executor(
 
     Args:
         weights: the weights of the program's base.
-        peft: the adapters to add, by name; anything else adds none.
-        directory: the directory of the tokenizer; None for none.
-        device: the device of the weights; the GPU where there is one, else the CPU.
-        mesh: the ranks that run it; the processes that torchrun started by default.
-        place: as `compile_program` was given it.
+        peft: the adapters to add, by name; other values add none.
+        directory: the directory of the tokenizer, or None.
+        device: the device of the weights; by default the GPU if there is one, else the CPU.
+        mesh: the ranks that run it; by default the processes that torchrun started.
+        place: as in `compile_program`.
     """
     from pcg.runtime.executor import Executor
     from pcg.runtime.model.state import ModelState

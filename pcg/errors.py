@@ -58,7 +58,7 @@ class PcgError(Exception):
 
 
 def as_pcg_error(error: Exception, subject: str, kind: type[PcgError]) -> PcgError:
-    """Return an error that is a PcgError, or one of a kind whose cause it is."""
+    """Return a PcgError, or wrap another error in one of `kind` as its cause."""
     if isinstance(error, PcgError):
         return error
     failed = kind(f"{subject} failed by {type(error).__name__}: {error}")

@@ -49,7 +49,7 @@ _AT_FDCWD, _RENAME_EXCHANGE = -100, 2
 
 
 def expanded(path: str | os.PathLike[str]) -> Path:
-    """The path with a home directory for `~`, where there is one."""
+    """The path with `~` expanded, if the user has a home directory."""
     try:
         return Path(path).expanduser()
     except RuntimeError:  # no such user
@@ -57,13 +57,13 @@ def expanded(path: str | os.PathLike[str]) -> Path:
 
 
 def shown_path(path: Path) -> str:
-    """A path as a message shows it: cut, and with escapes for what cannot be printed."""
+    """A path for a message: cut, with escapes for unprintable characters."""
     text = str(path).encode("utf-8", "backslashreplace").decode()
     return text if len(text) <= _LONGEST_SHOWN else f"{text[: _LONGEST_SHOWN - 1]}…"
 
 
 def is_file(path: Path) -> bool:
-    """Return whether a file is there that may be looked at; no name is an error."""
+    """Return whether a readable entry is a file; never raises."""
     try:
         return path.is_file()
     except (OSError, ValueError):  # too long, in a closed directory, or no name at all
@@ -71,7 +71,7 @@ def is_file(path: Path) -> bool:
 
 
 def is_directory(path: Path) -> bool:
-    """Return whether a directory is there that may be looked at; no name is an error."""
+    """Return whether a readable entry is a directory; never raises."""
     try:
         return path.is_dir()
     except (OSError, ValueError):
@@ -79,7 +79,7 @@ def is_directory(path: Path) -> bool:
 
 
 def is_there(path: Path) -> bool:
-    """Return whether anything is there that may be looked at; no name is an error."""
+    """Return whether a readable entry exists; never raises."""
     try:
         return path.exists()
     except (OSError, ValueError):
@@ -87,7 +87,7 @@ def is_there(path: Path) -> bool:
 
 
 def read_bytes(path: Path, error_type: type[PcgError], fix: str = "") -> bytes:
-    """The content of a file; arguments and errors as of `read_json`."""
+    """The content of a file; arguments and errors as in `read_json`."""
     try:
         mode = path.stat().st_mode
         if stat.S_ISCHR(mode) or stat.S_ISBLK(mode):  # which may have no end
@@ -100,7 +100,7 @@ def read_bytes(path: Path, error_type: type[PcgError], fix: str = "") -> bytes:
 
 
 def read_text(path: Path, error_type: type[PcgError], fix: str = "") -> str:
-    """The text in a file in UTF-8; arguments and errors as of `read_json`."""
+    """The text in a UTF-8 file; arguments and errors as in `read_json`."""
     try:
         return read_bytes(path, error_type, fix).decode()
     except UnicodeDecodeError as error:
@@ -111,7 +111,6 @@ def read_json(path: Path, error_type: type[PcgError], fix: str = "") -> dict[str
     """The object in a JSON file.
 
     Args:
-        path: the file.
         error_type: the class of the errors.
         fix: the end of their messages, as "; download it again".
     Raises:
@@ -123,7 +122,7 @@ def read_json(path: Path, error_type: type[PcgError], fix: str = "") -> dict[str
 def json_object(
     content: str | bytes, name: str, error_type: type[PcgError], fix: str = ""
 ) -> dict[str, Any]:
-    """The object in the content of a JSON file; arguments and errors as of `read_json`."""
+    """The object in the content of a JSON file; arguments and errors as in `read_json`."""
     value = json_value(content, name, error_type, fix)
     if not isinstance(value, dict):
         raise error_type(f"{name} holds {_KINDS[type(value)]}, not an object{fix}")
@@ -131,7 +130,7 @@ def json_object(
 
 
 def json_value(content: str | bytes, name: str, error_type: type[PcgError], fix: str = "") -> Any:
-    """The value in JSON text; arguments and errors as of `read_json`, but for its kind."""
+    """The value in JSON text, of any kind; arguments and errors as in `read_json`."""
     try:
         return json.loads(content.decode() if isinstance(content, bytes) else content)
     except json.JSONDecodeError as error:
@@ -147,11 +146,7 @@ def json_value(content: str | bytes, name: str, error_type: type[PcgError], fix:
 
 @contextlib.contextmanager
 def damage_of(what: str, error_type: type[PcgError], fix: str = "") -> Iterator[None]:
-    """Refuse content of wrong kinds, which the block reads: what it raises is damage of `what`.
-
-    Raises:
-        error_type: the block raised what no PcgError is.
-    """
+    """Convert any error of the block, which reads `what`, to `error_type`; PcgErrors pass."""
     try:
         yield
     except PcgError:
@@ -162,7 +157,7 @@ def damage_of(what: str, error_type: type[PcgError], fix: str = "") -> Iterator[
 
 
 def sha256_of(path: Path) -> str:
-    """Return the SHA-256 of a file's content in hexadecimal digits. OSError: it cannot be read."""
+    """The SHA-256 of a file's content in hexadecimal digits. OSError: it cannot be read."""
     with path.open("rb") as stream:
         return hashlib.file_digest(stream, "sha256").hexdigest()
 
@@ -170,10 +165,8 @@ def sha256_of(path: Path) -> str:
 def seal(folder: Path) -> None:
     """Write SHA256SUMS of all files of a folder, and wait until they are on the disk.
 
-    Files are hashed beside each other, while the disk takes them.
-
-    Raises:
-        OSError: they cannot be read or written.
+    Files are hashed in parallel, while the disk writes them. OSError: they cannot be read or
+    written.
     """
     files = sorted(path for path in folder.iterdir() if path.is_file() and path.name != SUMS)
     with ThreadPoolExecutor() as threads:
@@ -188,7 +181,7 @@ def seal(folder: Path) -> None:
 
 
 def write_sums(folder: Path, sums: Mapping[str, Collection[str]]) -> None:
-    """Write SHA256SUMS of a folder in one step, from digests by name. OSError: it cannot be."""
+    """Write SHA256SUMS of a folder atomically, from digests by name. OSError: the write failed."""
     lines = [f"{digest}  {name}\n" for name in sorted(sums) for digest in sorted(sums[name])]
     beside = folder / f".{SUMS}-{secrets.token_hex(4)}"
     try:
@@ -202,7 +195,7 @@ def write_sums(folder: Path, sums: Mapping[str, Collection[str]]) -> None:
 def read_sums(
     folder: Path, error_type: type[PcgError], fix: str = ""
 ) -> dict[str, set[str]] | None:
-    """Return the digests in a folder's SHA256SUMS by name; None for a folder without it.
+    """The digests in a folder's SHA256SUMS by name; None for a folder without it.
 
     Raises:
         error_type: it cannot be read, or is damaged.
@@ -231,13 +224,14 @@ def check_sums(
     *,
     is_whole: bool = False,
 ) -> None:
-    """Refuse files of a folder that are not those of which its SHA256SUMS tells.
+    """Refuse files of a folder that differ from its SHA256SUMS.
 
     Args:
-        names: the files that will be read, each of which has a line there.
-        fix: the end of messages, as of `read_json`.
-        is_whole: check every file that has a line, and refuse a folder without SHA256SUMS; else
-            such a folder passes, as other programs save no checksums.
+        names: the files that will be read; each needs a line there.
+        fix: the end of messages, as in `read_json`.
+        is_whole: check every file with a line, and refuse a folder without SHA256SUMS; by default
+            such
+            a folder passes, as other programs save no checksums.
     Raises:
         error_type: a file, or SHA256SUMS, is missing or damaged.
     """
@@ -268,7 +262,7 @@ def check_sums(
 
 @contextlib.contextmanager
 def verified(check: Callable[[], None]) -> Iterator[None]:
-    """Check what the block reads behind it; where the block fails, its error tells of damage, too.
+    """Run a check behind the block; if the block fails, an error of damage replaces its error.
 
     Args:
         check: raises the PcgError of damaged files, as `check_sums` does.
@@ -295,13 +289,13 @@ def drop_files(folder: Path, names: Collection[str]) -> None:
 
 
 def cache_folder(name: str) -> Path:
-    """The user's folder for what pcg can make again, below `XDG_CACHE_HOME` if that is set."""
+    """The user's cache folder of a name, below `XDG_CACHE_HOME` if that is set."""
     home = os.environ.get("XDG_CACHE_HOME")
     return (Path(home) if home else Path.home() / ".cache") / "pcg" / name
 
 
 def check_no_lfs_pointer(path: Path, error_type: type[PcgError]) -> None:
-    """Refuse a pointer of Git LFS in the place of a file of weights."""
+    """Refuse a Git LFS pointer in place of a weight file."""
     try:
         with path.open("rb") as stream:
             start = stream.read(24)
@@ -315,10 +309,10 @@ def check_no_lfs_pointer(path: Path, error_type: type[PcgError]) -> None:
 
 
 def check_writable(directory: Path, what: str, error_type: type[PcgError]) -> None:
-    """Refuse a directory, made or not, in which nothing can be made; it is left as it was.
+    """Refuse a directory, existing or not, in which nothing can be created; it stays unchanged.
 
     Args:
-        what: what would be saved there, for the error.
+        what: the content to save there, for the error.
     """
     try:
         place = expanded(directory).resolve()
@@ -345,10 +339,10 @@ def check_writable(directory: Path, what: str, error_type: type[PcgError]) -> No
 
 
 def exchange(first: Path, other: Path) -> bool:
-    """Swap what two paths of a file system name, in one step.
+    """Swap two paths of a file system atomically.
 
     Returns:
-        False where the system or the file system cannot; nothing has changed then.
+        False if the system or the file system cannot; nothing has changed then.
     Raises:
         OSError: they cannot be renamed.
     Source: renameat2(2), RENAME_EXCHANGE.
@@ -380,6 +374,6 @@ def write_text(file: Path, text: str) -> None:
 
 
 def sync_names(directory: Path) -> None:
-    """Make renames in a directory outlast a power failure; not every file system can."""
+    """Make renames in a directory survive a power failure; some file systems cannot."""
     with contextlib.suppress(OSError):
         sync(directory)

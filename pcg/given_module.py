@@ -29,7 +29,7 @@ _TOLERANCES = {torch.float64: 1e-6, torch.float32: 1e-4, torch.float16: 2e-2, to
 
 
 def source_of(model: Any) -> tuple[ModelSource, Any]:
-    """A model's source, and what to trace: its configuration, or the module that was given.
+    """A model's source, and the object to trace: its configuration, or the module.
 
     Raises:
         SourceError: the model cannot be found or read.
@@ -46,7 +46,7 @@ def source_of(model: Any) -> tuple[ModelSource, Any]:
 
 
 def check_weights(model: nn.Module) -> None:
-    """Refuse a module whose weights are elsewhere. UnsupportedError: names one."""
+    """Refuse a module with weights elsewhere. UnsupportedError: names one."""
     for name, parameter in model.named_parameters():
         if parameter.is_meta:
             raise UnsupportedError(
@@ -57,10 +57,10 @@ def check_weights(model: nn.Module) -> None:
 
 @torch.no_grad()
 def check_logits(executor: Executor, model: nn.Module) -> None:
-    """Compare an executor with the module that it was compiled from, by the module's own attention.
+    """Compare an executor with its module, which runs its own attention.
 
-    Logits of one token, of a few and of fewer than a window, where transformers gives no mask to
-    the module's code, and the tokens that greedy decoding then gives.
+    Compares logits of one token, of a few and of fewer than a window, where transformers gives no
+    mask to the module's code, and then greedily decoded tokens.
 
     Raises:
         LogitsError: they differ by more than rounding.
@@ -131,7 +131,7 @@ def _logits(model: nn.Module, ids: Tensor) -> Tensor:
 
 
 def _relative_error(actual: Tensor, expected: Tensor) -> float:
-    """The largest error of a token's logits, by their spread around their mean."""
+    """The largest error of a token's logits, relative to their spread around their mean."""
     if actual.shape != expected.shape or not torch.equal(actual.isfinite(), expected.isfinite()):
         return float("inf")
     actual, expected = actual.nan_to_num(0, 0, 0), expected.nan_to_num(0, 0, 0)
@@ -139,6 +139,5 @@ def _relative_error(actual: Tensor, expected: Tensor) -> float:
 
 
 def _spread(logits: Tensor) -> Tensor:
-    """The size of each token's logits around their mean."""
     spread: Tensor = (logits - logits.mean(-1, keepdim=True)).norm(dim=-1)
     return spread.clamp_min(1e-9)

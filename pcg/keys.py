@@ -33,7 +33,7 @@ _SHORTEST = 8
 
 
 class Scope(StrEnum):
-    """A kind of work that a key allows; `metrics` is to read /metrics, which `admin` may, too."""
+    """A kind of work that a key allows; `metrics` reads /metrics, as `admin` may, too."""
 
     INFER = "infer"
     TRAIN = "train"
@@ -83,7 +83,6 @@ class Keys:
 
     @property
     def tenants(self) -> int:
-        """The number of tenants."""
         return len({key.tenant for key in self._keys})
 
     def become(self, others: Keys) -> None:
@@ -91,9 +90,9 @@ class Keys:
         self._keys = others._keys
 
     def find(self, sent: str) -> Key | None:
-        """Return the key that a client sent; None if it is none.
+        """The key that a client sent, or None.
 
-        Every key is compared, in a time that does not depend on where a hash differs.
+        Compares every key, in a time that does not depend on where a hash differs.
         """
         digest = digest_of(sent)
         match = None
@@ -112,11 +111,11 @@ def open_keys(sent: Sequence[str], file: Path | None) -> tuple[Keys, str | None]
     """Make the keys of a server.
 
     Args:
-        sent: keys with all scopes, of the one tenant `default`; by default the one in the
-            environment's PCG_API_KEY, which other processes do not see.
+        sent: keys with all scopes, of the one tenant `default`; by default the environment's
+            PCG_API_KEY, which other processes do not see.
         file: a file of further keys.
     Returns:
-        The keys, and the one that was made because there were none.
+        The keys, and a generated one if there were none.
     Raises:
         ServeError: a key is too short, or the file is damaged.
     """

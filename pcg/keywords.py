@@ -29,7 +29,7 @@ Arguments = TypeVar("Arguments", covariant=True)
 
 
 class Decorator(Protocol[Arguments, Fields]):
-    """Gives a function of one dataclass, or such a method, the dataclass's fields as parameters."""
+    """Replaces a function's dataclass parameter by the dataclass's fields."""
 
     @overload
     def __call__(self, function: Callable[[Arguments], Result]) -> Callable[Fields, Result]: ...
@@ -42,11 +42,11 @@ class Decorator(Protocol[Arguments, Fields]):
 def takes(
     arguments: Callable[Fields, Arguments], error: type[PcgError] = UnsupportedError
 ) -> Decorator[Arguments, Fields]:
-    """Have a function or a method take the fields of a dataclass, and get one object of them.
+    """Have a function or a method take the fields of a dataclass, and receive one object of them.
 
     Args:
         arguments: the dataclass. Its docstring documents the fields under `Attributes`.
-        error: the class of the error that refuses a keyword which is no field.
+        error: the class of the error for an unknown keyword.
     """
 
     def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -74,7 +74,7 @@ def takes(
 def check_names(
     names: Iterable[str], known: Iterable[str], error: type[PcgError] = UnsupportedError
 ) -> None:
-    """Refuse a name that is not known by an error that names the closest one."""
+    """Refuse an unknown name with an error that has the closest known one."""
     known = list(known)
     for name in names:
         if name not in known:
@@ -85,7 +85,7 @@ def check_names(
 
 @functools.cache
 def field_docs(owner: Any) -> Mapping[str, str]:
-    """The text of each field of a dataclass, from the docstrings of its class and their bases."""
+    """The text of each field of a dataclass, from the docstrings of its class and bases."""
     docs: dict[str, str] = {}
     for base in reversed(inspect.getmro(owner)):
         docs |= _entries(inspect.cleandoc(base.__dict__.get("__doc__") or ""))
@@ -96,7 +96,6 @@ _ENTRY = re.compile(r"^    (\w[\w, ]*): ((?:.+\n?)(?:^ {5,}.+\n?)*)", re.MULTILI
 
 
 def _entries(docstring: str) -> dict[str, str]:
-    """The entries of the section `Attributes` of a docstring, each on one line."""
     _, _, section = docstring.partition("Attributes:\n")
     section = re.split(r"^\S", section, maxsplit=1, flags=re.MULTILINE)[0]
     entries: dict[str, str] = {}
@@ -107,7 +106,7 @@ def _entries(docstring: str) -> dict[str, str]:
 
 
 def _with_args(docstring: str, docs: Mapping[str, str]) -> str:
-    """A docstring with the fields as its section `Args`, before the sections that it has."""
+    """Add the fields as section `Args` before the other sections of a docstring."""
     text = inspect.cleandoc(docstring)
     lines = "\n".join(["Args:", *(f"    {name}: {doc}" for name, doc in docs.items())])
     match = re.search(r"^(Returns|Raises|Yields):$", text, re.MULTILINE)

@@ -12,9 +12,9 @@ _PR_SET_PDEATHSIG = 1
 
 
 def end_with_parent(parent: int) -> None:
-    """Have the system kill this process when the thread that started it ends; Linux alone can.
+    """Have the system kill this process when the thread that started it ends; Linux only.
 
-    It does so also where this process never looks, as in a kernel or a template that hangs.
+    It works even if this process hangs, as in a kernel or a template.
 
     Args:
         parent: the id of the process that started this one, which may have ended already.

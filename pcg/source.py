@@ -93,7 +93,7 @@ class ModelSource:
 
 
 def shipped() -> tuple[str, ...]:
-    """Return the hub ids of the configs that ship with pcg, sorted."""
+    """The hub ids of the configs that ship with pcg, sorted."""
     return tuple(sorted(path.stem.replace("--", "/", 1) for path in SHIPPED.glob("*.json")))
 
 
@@ -110,16 +110,16 @@ def resolve(
 ) -> ModelSource:
     """Find the model that `model` names.
 
-    Looked up in this order: an existing directory or file, the configs that ship, the local
-    Hugging Face cache, the hub.
+    Looked up in this order: an existing directory or file, the configs that ship, the local Hugging
+    Face cache, the hub.
 
     Args:
         model: directory with a config.json, path to a config.json, hub id, parsed config, or a
             configuration of transformers'.
-        weights: True if the weights are needed, too. A shipped config is then not enough: they
-            are taken from the cache or downloaded.
+        weights: True if the weights are needed, too: a shipped config then has them taken from the
+            cache or downloaded.
     Raises:
-        ModelNotFoundError: nothing has that name, or it is nothing that names a model.
+        ModelNotFoundError: nothing has that name, or it names no model.
         ConfigError: config.json is missing, damaged, or has no model_type.
         WeightsError: a shard is missing, there are only pickles, or `weights` and none exist.
     """
@@ -254,7 +254,7 @@ def _from_hub(hub_id: str, *, weights: bool) -> ModelSource:
 
 
 def _download(hub_id: str, *, weights: bool) -> Path:
-    """Fetch what is needed of a hub repository; return its folder in the cache."""
+    """Fetch the needed files of a hub repository; return its folder in the cache."""
     import huggingface_hub
     from huggingface_hub import errors
 
@@ -308,7 +308,7 @@ def _check_config(config: dict[str, Any], where: str) -> None:
 
 
 def _weight_files(directory: Path) -> tuple[Path, ...]:
-    """Return the safetensors files of a model directory; none is fine, half of them is not."""
+    """The safetensors files of a model directory, all or none."""
     if is_file(directory / WEIGHTS):
         files = [directory / WEIGHTS]
     elif is_file(directory / INDEX):

@@ -14,7 +14,7 @@ _BYTES = {
 
 
 def parse_bytes(text: str) -> int | None:
-    """The bytes that a text such as `8GiB` or `500 MB` names; None if it is no size with a unit."""
+    """The bytes of a text such as `8GiB` or `500 MB`; None if it is no size with a unit."""
     match = re.fullmatch(r"\s*(\d+\.?\d*|\.\d+)(e[+-]?\d+)?\s*([A-Za-z]+)\s*", text)
     if match is None or match[3] not in _BYTES:
         return None
@@ -31,7 +31,7 @@ def size_text(size_bytes: float) -> str:
 
 
 def gib(size_bytes: int) -> str:
-    """Bytes in GiB, without the unit; two more places for what is small."""
+    """Bytes in GiB, without the unit; small values with two more digits."""
     size = size_bytes / 2**30
     return "0" if not size_bytes else f"{size:,.{2 if size >= 0.01 else 4}f}"
 
@@ -71,7 +71,7 @@ def number_ranges(numbers: Iterable[int]) -> str:
 
 
 def shown(value: object, most: int = 80) -> str:
-    """A value as an error shows it, cut to so many characters; whatever its repr does."""
+    """A value for an error message, cut to `most` characters, whatever its repr does."""
     try:
         text = repr(value)
     except Exception:  # an int of more than 4,300 digits, a list in itself, another's __repr__
