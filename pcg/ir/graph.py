@@ -11,7 +11,7 @@ import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 from pcg.ir.layouts import WHOLE, Layout
 from pcg.ir.types import TensorType
@@ -97,6 +97,11 @@ class Node:
     def get(self, name: str, default: Attribute | None = None) -> Attribute | None:
         return dict(self.attributes).get(name, default)
 
+    def changed(self, *, attributes: Mapping[str, Attribute], **fields: Any) -> Node:
+        """Replace fields, and add attributes."""
+        pairs = tuple(sorted({**dict(self.attributes), **attributes}.items()))
+        return dataclasses.replace(self, attributes=pairs, **fields)
+
 
 @dataclass(frozen=True)
 class Graph:
@@ -114,6 +119,11 @@ class Graph:
         types.update({parameter.name: parameter.type for parameter in self.parameters})
         types.update({value.name: value.type for node in self.nodes for value in node.outputs})
         return types
+
+    def types_of(self, node: Node) -> tuple[tuple[TensorType, ...], tuple[TensorType, ...]]:
+        """The types of a node's inputs, and of its outputs."""
+        inputs = tuple(self.types[name] for name in node.inputs)
+        return inputs, tuple(value.type for value in node.outputs)
 
     @cached_property
     def producers(self) -> Mapping[str, Node]:

@@ -347,8 +347,7 @@ class Planner:
 
     def _rules(self, node: Node) -> dict[Sharding, float]:
         """The rules of a node with equal parts, at the cost of its work on a rank."""
-        types = tuple(self.graph.types[name] for name in node.inputs)
-        outputs = tuple(value.type for value in node.outputs)
+        types, outputs = self.graph.types_of(node)
         needs = tuple(name in self.active for name in node.inputs)
         takes_all = node.name not in self._token_nodes
         rules = {}

@@ -67,8 +67,7 @@ def gradient_reads(graph: Graph, node: Node, active: Container[str]) -> tuple[se
     needs = tuple(name in active for name in node.inputs)
     if not any(needs) or not node.output.type.is_float:
         return set(), set()
-    types = tuple(graph.types[name] for name in node.inputs)
-    outputs = tuple(value.type for value in node.outputs)
+    types, outputs = graph.types_of(node)
     try:
         backward = backward_of(node.op, types, outputs, dict(node.attributes), needs)
     except UnsupportedError:

@@ -224,10 +224,7 @@ def _with_libraries(graph: Graph, libraries: Iterable[AttentionLibrary]) -> Grap
         library = next(
             (candidate.name for candidate in libraries if candidate.knows(graph, node)), None
         )
-        if library is None:
-            return node
-        attributes = {**dict(node.attributes), "library": library}
-        return dataclasses.replace(node, attributes=tuple(sorted(attributes.items())))
+        return node if library is None else node.changed(attributes={"library": library})
 
     return graph.replace(nodes=tuple(changed(node) for node in graph.nodes))
 

@@ -101,8 +101,7 @@ def node_flops(graph: Graph, node: Node, tokens: int, seq: int) -> int:
     entry = operator(node.op)
     if not entry.is_product:
         return 0
-    types = tuple(graph.types[name] for name in node.inputs)
-    formula = entry.flops(types, tuple(v.type for v in node.outputs), dict(node.attributes))
+    formula = entry.flops(*graph.types_of(node), dict(node.attributes))
     return int(formula.subs({TOKENS: tokens, CONTEXT: seq}))
 
 

@@ -204,8 +204,7 @@ class BasePiece(Product):
         graph, total = piece_of(attributes["text"]), sympy.Integer(0)
         for node in graph.nodes:
             if node.op in (Linear.name, LinearBackward.name):
-                read = tuple(graph.types[name] for name in node.inputs)
-                total += super().flops(read, tuple(v.type for v in node.outputs), {})
+                total += super().flops(*graph.types_of(node), {})
         return total
 
 

@@ -245,8 +245,7 @@ class Alive:
         self._kernels = {
             node.name: _temporaries(
                 node.op,
-                tuple(graph.types[name] for name in node.inputs),
-                tuple(value.type for value in node.outputs),
+                *graph.types_of(node),
                 node.attributes,
                 self._parts,
                 cp,

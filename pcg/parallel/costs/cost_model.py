@@ -171,8 +171,7 @@ class RankCosts:
         Raises:
             CostModelError: no cost is known.
         """
-        inputs = tuple(graph.types[name] for name in node.inputs)
-        outputs = tuple(value.type for value in node.outputs)
+        inputs, outputs = graph.types_of(node)
         message = message_of(node, inputs, outputs)
         if message is not None:
             kind, wholes = message

@@ -68,8 +68,7 @@ def _messages(
     graph: Graph, node: Node, tokens: int, degree: int
 ) -> Iterator[tuple[str, dict[str, int]]]:
     """The messages of a node: the kind, and bytes of the whole tensors by resulting value."""
-    inputs = tuple(graph.types[name] for name in node.inputs)
-    outputs = tuple(value.type for value in node.outputs)
+    inputs, outputs = graph.types_of(node)
     names = [value.name for value in node.outputs]
     message = message_of(node, inputs, outputs)
     if message is not None:

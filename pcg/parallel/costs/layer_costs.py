@@ -90,8 +90,7 @@ class ByteCosts(LayerCosts):
         entry = operator(node.op)
         if not entry.is_product and not self._shards_tokens:
             return 0.0
-        types = tuple(graph.types[name] for name in node.inputs)
-        outputs = tuple(value.type for value in node.outputs)
+        types, outputs = graph.types_of(node)
         flops = entry.flops(types, outputs, dict(node.attributes))
         is_sharded = any(layout.dim for layout in rule.inputs)
         return _number(flops, self.tokens) * (1 if is_sharded else self.degree)
@@ -123,8 +122,7 @@ class DeviceCosts(LayerCosts):
         self._known: dict[object, float] = {}
 
     def node(self, node: Node, graph: Graph, rule: Sharding, needs: tuple[bool, ...]) -> float:
-        ins = self._held([graph.types[name] for name in node.inputs], rule.inputs)
-        outs = self._held([value.type for value in node.outputs], rule.outputs)
+        ins, outs = map(self._held, graph.types_of(node), (rule.inputs, rule.outputs))
         key = (rule.op or node.op, ins, outs, node.attributes, needs)
         if key not in self._known:
             attributes = operator(key[0]).local_attributes(dict(node.attributes), outs)
@@ -155,8 +153,7 @@ class DeviceCosts(LayerCosts):
         return tuple(local_type(with_rank(type_), layout, self.degree) for type_, layout in pairs)
 
     def _node_seconds(self, graph: Graph, node: Node) -> float:
-        ins = tuple(graph.types[name] for name in node.inputs)
-        outs = tuple(value.type for value in node.outputs)
+        ins, outs = graph.types_of(node)
         return self._seconds(node.op, ins, outs, dict(node.attributes))
 
     def _seconds(self, op: str, ins: Types, outs: Types, attributes: Attributes) -> float:

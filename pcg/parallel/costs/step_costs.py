@@ -302,8 +302,7 @@ class GraphSeconds:
         return total
 
     def _add(self, graph: Graph, node: Node) -> None:
-        ins = tuple(graph.types[name] for name in node.inputs)
-        outs = tuple(value.type for value in node.outputs)
+        ins, outs = graph.types_of(node)
         entry, attributes = operator(node.op), dict(node.attributes)
         is_open = any(_is_open(type_) for type_ in (*ins, *outs))
         message = message_of(node, ins, outs)

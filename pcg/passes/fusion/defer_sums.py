@@ -252,10 +252,7 @@ def _deferred(graph: Graph, returned: Collection[str]) -> _Deferred:
             if value.name in returned:
                 summands[value.name] = deferred[-1].name
         outputs = tuple(products.get(value.name, value) for value in node.outputs)
-        attributes = tuple(sorted((*node.attributes, ("deferred", True))))
-        nodes.append(
-            dataclasses.replace(node, outputs=(*outputs, *deferred), attributes=attributes)
-        )
+        nodes.append(node.changed(outputs=(*outputs, *deferred), attributes={"deferred": True}))
         for value, summand in zip(
             (value for value in node.outputs if value.name in names), deferred, strict=True
         ):

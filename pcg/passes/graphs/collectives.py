@@ -106,15 +106,11 @@ class MarkLogits(GraphPass):
     name = "mark_logits"
 
     def run(self, before: Graph) -> Graph:
-        nodes = tuple(_marked(node, before.outputs[0]) for node in before.nodes)
-        return before.replace(nodes=nodes)
-
-
-def _marked(node: Node, logits: str) -> Node:
-    if node.op != "all_gather" or node.name != logits or node.get("tokens"):
-        return node
-    pairs = tuple(sorted((*node.attributes, ("logits", True))))
-    return dataclasses.replace(node, attributes=pairs)
+        gather = before.producers.get(before.outputs[0])
+        if gather is None or gather.op != "all_gather" or gather.get("tokens"):
+            return before
+        marked = gather.changed(attributes={"logits": True})
+        return before.replace(nodes=tuple(marked if n is gather else n for n in before.nodes))
 
 
 # ------------------------------------------------------------------------------------------ overlap
@@ -246,8 +242,7 @@ def _flops(graph: Graph, node: Node) -> int:
     entry = collective_of(node)
     if entry is None:
         return node_flops(graph, node, MANY_TOKENS, 1)
-    types = tuple(graph.types[name] for name in node.inputs)
-    formula = entry.flops(types, tuple(v.type for v in node.outputs), dict(node.attributes))
+    formula = entry.flops(*graph.types_of(node), dict(node.attributes))
     return int(formula.subs(TOKENS, MANY_TOKENS))
 
 

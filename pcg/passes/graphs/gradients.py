@@ -151,10 +151,8 @@ def _cached(node: Node, backward: Graph) -> Node:
     if node.op != "attention_backward":
         return node
     heads, size = backward.types[node.inputs[5]].features
-    sizes = {"kv_heads": heads, "value_size": size}
-    return dataclasses.replace(
-        node,
+    return node.changed(
         op="window_attention_backward",
         inputs=(*node.inputs[:4], *node.inputs[6:]),
-        attributes=tuple(sorted({**dict(node.attributes), **sizes}.items())),
+        attributes={"kv_heads": heads, "value_size": size},
     )

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
 
 from pcg.ir.analysis.builder import Builder
-from pcg.ir.graph import Graph, Node, Value
+from pcg.ir.graph import Graph, Value
 from pcg.ir.operators.collectives import OwnPart, TakenPart
 from pcg.ir.program.interfaces import gradient_name
 from pcg.ir.program.program import TrainingGraph
@@ -28,20 +27,20 @@ def plan_layer(kind: LayerKind, saved: tuple[str, ...], name: str) -> TrainingGr
     available = {value.name for value in backward.inputs}
     inputs = tuple(v.name for v in graph.inputs if v.name in available)
     made_values = tuple(n for n in saved if n in available and n not in inputs)
-    nodes = tuple(_copying(node) if node.name in made_values else node for node in graph.nodes)
+    # A saved part of a rank is a copy, so that the whole tensor can be freed.
+    parts = {OwnPart.name, TakenPart.name}
+    nodes = tuple(
+        node.changed(attributes={"kept": True})
+        if node.name in made_values and node.op in parts
+        else node
+        for node in graph.nodes
+    )
     forward = graph.replace(
         name=f"{name}_forward", nodes=nodes, outputs=(*graph.outputs, *made_values)
     )
     saves = (*inputs, *made_values)
     trained = kind.gradients.trained
     return TrainingGraph(kind.block, forward.without_dead_code(), backward, saves, trained)
-
-
-def _copying(node: Node) -> Node:
-    """Copy a rank's part, so that the whole tensor can be freed."""
-    if node.op not in (OwnPart.name, TakenPart.name):
-        return node
-    return dataclasses.replace(node, attributes=tuple(sorted((*node.attributes, ("kept", True)))))
 
 
 def _recomputing(gradients: Differentiated, kept: set[str], name: str) -> Graph:
