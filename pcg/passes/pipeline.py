@@ -22,7 +22,7 @@ from pcg.kernels.attention_libraries import AttentionLibrary
 from pcg.options import CompileOptions, MemoryBudget, PlanOptions, dtype_name
 from pcg.parallel.costs.catalog import find_cost_model
 from pcg.parallel.costs.cost_model import CostModel, RankCosts
-from pcg.parallel.costs.layer_costs import SERVED_CONTEXT, SERVING_TOKENS, DeviceCosts
+from pcg.parallel.costs.layer_costs import CONTEXT_TOKENS, SERVING_TOKENS, DeviceCosts
 from pcg.passes.attach import Bypasses, bypasses_of
 from pcg.passes.fusion.defer_sums import DeferLora, DeferResidualAdd, SplitCacheAppend
 from pcg.passes.fusion.fuse_gradients import FuseGradients
@@ -128,7 +128,7 @@ class Settings:
         """The costs of the steps of a program that serves; empty if unknown."""
         if self.costs is None:
             return ()
-        return tuple(self.device_costs_at(self.costs, n, SERVED_CONTEXT) for n in SERVING_TOKENS)
+        return tuple(self.device_costs_at(self.costs, n, CONTEXT_TOKENS) for n in SERVING_TOKENS)
 
     @property
     def rank_costs(self) -> RankCosts | None:

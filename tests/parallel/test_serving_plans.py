@@ -10,7 +10,7 @@ from pcg.ir.program.program import ModelGraph
 from pcg.options import PlanOptions
 from pcg.parallel.costs.accelerators import SHEETS
 from pcg.parallel.costs.catalog import find_cost_model
-from pcg.parallel.costs.layer_costs import SERVED_CONTEXT, DeviceCosts
+from pcg.parallel.costs.layer_costs import CONTEXT_TOKENS, DeviceCosts
 from pcg.passes.attach import Bypasses
 from pcg.passes.pipeline import Settings, pipeline
 from pcg.passes.shard import Shard
@@ -41,7 +41,7 @@ def excess(model: str, sheet: str, degree: int, tokens: int) -> float:
     prepared = pipeline(given).parallelize.until(Shard).run(large(model))
     assert isinstance(prepared, Prepared)
     plan = Shard(degree, steps=given.serving_costs).searches(prepared.serving, prepared, False)[0]
-    costs = DeviceCosts(find_cost_model(sheet), degree, tokens, SERVED_CONTEXT)
+    costs = DeviceCosts(find_cost_model(sheet), degree, tokens, CONTEXT_TOKENS)
     (alone,) = Shard(degree, costs).searches(prepared.serving, prepared, False)
     return plan.at(costs, plan.plan()).value / alone.costs.of(alone.plan()).value - 1
 

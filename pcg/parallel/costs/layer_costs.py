@@ -31,7 +31,7 @@ from pcg.parallel.costs.work import OPEN_RANK, size_bytes, with_rank
 
 
 CONTEXT_TOKENS = 1024
-"""Tokens that a token attends to, where operations are counted and no device is known."""
+"""Tokens that a token attends to in steps that serve, and where no device is known."""
 
 
 class LayerCosts(ABC):
@@ -198,8 +198,6 @@ DECODE_TOKENS = (1, 4, 16, 64, 256)
 PREFILL_TOKENS = 2048
 """Tokens of the step that reads prompts."""
 SERVING_TOKENS = (*DECODE_TOKENS, PREFILL_TOKENS)
-SERVED_CONTEXT = 1024
-"""Tokens that each of them attends to."""
 
 
 class MixedCosts(LayerCosts):

@@ -51,9 +51,6 @@ from pcg.passes.memory.save_problem import Choice, SaveProblem
 # ------------------------------------------------------------------------------------- base problem
 
 
-_WEIGHT = 10**6
-
-
 def base_cut(
     base: Graph, search: Search, kind: LayerKind, step: tuple[int, int, RankCosts, int]
 ) -> Callable[[float], Choice] | None:
@@ -77,7 +74,7 @@ def base_cut(
     for site in search.sites:
         last = search.kept.seconds(site.nodes[-1])
         problem.add_cost(nodes[site.nodes[-1]].inputs[0], min(last.values()))
-    return lambda rate: problem.choose(round(rate * _WEIGHT), _WEIGHT)
+    return lambda rate: problem.choose(round(rate * 10**6), 10**6)
 
 
 def _with_parts(base: Graph, search: Search, degree: int) -> tuple[Graph, list[str]]:
@@ -165,50 +162,41 @@ class _Part:
     gathered: frozenset[str]
 
 
+@dataclass(frozen=True)
 class JointSearch:
     """The search over a model's layouts at a budget.
 
-    Args:
+    Attributes:
         base: one rank's model without bypass networks.
         searches: the searches of its blocks; `blocks` has the base's block of each.
         local: one rank's model with bypass networks, by plans of its blocks.
         is_lossy: True if values are saved in codes.
     """
 
-    def __init__(
-        self,
-        base: ModelGraph,
-        blocks: Sequence[int],
-        searches: Sequence[Search],
-        local: Callable[[Plans], ModelGraph],
-        costs: RankCosts,
-        budget: MemoryBudget,
-        is_lossy: bool,
-    ) -> None:
-        self._base = base
-        self._blocks = blocks
-        self._searches = searches
-        self._local = local
-        self._costs = costs
-        self._budget = budget
-        self._is_lossy = is_lossy
+    base: ModelGraph
+    blocks: Sequence[int]
+    searches: Sequence[Search]
+    local: Callable[[Plans], ModelGraph]
+    costs: RankCosts
+    budget: MemoryBudget
+    is_lossy: bool
 
     def find(self) -> Joint | None:
         """The best step; None if the budget does not bind, or is below one input a layer."""
-        first = self._step(tuple(search.plan() for search in self._searches))
+        first = self._step(tuple(search.plan() for search in self.searches))
         if first is None or not self._binds(first.frontiers):
             return None
-        limit = self._budget.size_bytes
+        limit = self.budget.size_bytes
         assert limit is not None
         limit -= first.frontiers.outside_bytes
         rate = _rate(first.frontiers, limit)
         least = 0.0
-        if not self._is_lossy:
+        if not self.is_lossy:
             least = self._least_of_base(first.frontiers, rate) - rate * limit * PICOSECOND
         steps = [first]
-        bounds = [self._block(index, steps, least, rate) for index in range(len(self._searches))]
+        bounds = [self._block(index, steps, least, rate) for index in range(len(self.searches))]
         best = min(steps, key=lambda step: step.seconds)
-        alone = first.frontiers.within(first.frontiers.by_flops, self._budget)
+        alone = first.frontiers.within(first.frontiers.by_flops, self.budget)
         seconds = first.seconds
         if alone is not None:
             again = sum(choice.cost for choice in alone) * PICOSECOND
@@ -216,7 +204,7 @@ class JointSearch:
         return Joint(best, limit, first, seconds, max(bounds))
 
     def _binds(self, ways: Frontiers) -> bool:
-        chosen = ways.choices(self._budget)
+        chosen = ways.choices(self.budget)
         return chosen is not None and chosen != [front[0] for front in ways.of_layers]
 
     # --------------------------------------------------------------------------------- one block
@@ -226,14 +214,14 @@ class JointSearch:
 
         Appends every step with a computed cut.
         """
-        search, first = self._searches[index], steps[0]
+        search, first = self.searches[index], steps[0]
         count = first.frontiers.model.layers.count(index)
         for plan in search.proposals(rate * PICOSECOND):
             self._add(steps, index, plan)
-        rate = 0.0 if self._is_lossy else rate
+        rate = 0.0 if self.is_lossy else rate
         rest = least + sum(
             first.frontiers.model.layers.count(other) * other_search.least_cost(rate * PICOSECOND)
-            for other, other_search in enumerate(self._searches)
+            for other, other_search in enumerate(self.searches)
             if other != index
         )
         planner = search.kept.planner(rate * PICOSECOND)
@@ -271,16 +259,16 @@ class JointSearch:
 
     def _step(self, plans: Plans) -> Step | None:
         """The step of plans; None if it does not fit the budget."""
-        model = self._local(plans)
+        model = self.local(plans)
         kinds = [replace(kind, gradients=self._ready(kind)) for kind in layer_kinds(model)]
-        budget = self._budget
-        step = (budget.batch, budget.seq, self._costs, budget.parts)
+        budget = self.budget
+        step = (budget.batch, budget.seq, self.costs, budget.parts)
         ways = frontiers(model, kinds, *step)
-        choices = ways.choices(self._budget)
+        choices = ways.choices(self.budget)
         if choices is None:
             return None
         again = sum(choice.cost for choice in choices) * PICOSECOND
-        pairs = zip(self._searches, plans, strict=True)
+        pairs = zip(self.searches, plans, strict=True)
         together = [search.costs.of(plan).value for search, plan in pairs]
         coalesced = sum(together[block] for block in model.layers)
         apart = sum(plans[block].cost for block in model.layers)
@@ -290,17 +278,17 @@ class JointSearch:
     def _ready(self, kind: LayerKind) -> Differentiated:
         """A kind's gradients after the passes before its plan."""
         gradients = Prune().run(kind.gradients)
-        return Compress().run(Quantize().run(gradients) if self._is_lossy else gradients)
+        return Compress().run(Quantize().run(gradients) if self.is_lossy else gradients)
 
     def _least_of_base(self, ways: Frontiers, rate: float) -> float:
         """A bound of the seconds for recomputed and saved values of all layers, at a rate."""
         total = 0.0
         for kind in ways.kinds:
             cut = base_cut(
-                self._base.blocks[self._blocks[kind.block]],
-                self._searches[kind.block],
+                self.base.blocks[self.blocks[kind.block]],
+                self.searches[kind.block],
                 kind,
-                (ways.batch, ways.seq, self._costs, ways.parts),
+                (ways.batch, ways.seq, self.costs, ways.parts),
             )
             total += len(kind.layers) * _priced(cut(rate), rate) if cut is not None else 0.0
         return total * PICOSECOND
