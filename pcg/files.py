@@ -230,8 +230,7 @@ def check_sums(
         names: the files that will be read; each needs a line there.
         fix: the end of messages, as in `read_json`.
         is_whole: check every file with a line, and refuse a folder without SHA256SUMS; by default
-            such
-            a folder passes, as other programs save no checksums.
+            such a folder passes, as other programs save no checksums.
     Raises:
         error_type: a file, or SHA256SUMS, is missing or damaged.
     """

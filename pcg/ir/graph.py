@@ -43,8 +43,7 @@ class Parameter:
         degree: number of ranks.
         rows: range of the source's first dim; None for all.
         copies: number of consecutive ranks that hold the same part of the first dim; in a value
-            that
-            is not cut yet, each row of the source is repeated so often.
+            that is not cut yet, each row of the source is repeated so often.
     """
 
     value: Value

@@ -127,9 +127,6 @@ def _those(graph: Graph, names: set[str]) -> Iterator[Node]:
     return (node for node in graph.nodes if node.name in names)
 
 
-# ------------------------------------------------------------------------------------------- search
-
-
 # --------------------------------------------------------------------------------------- plan costs
 
 
@@ -267,8 +264,7 @@ class Search:
         layouts: layouts of the base's weights.
         base: rules of the base's nodes, by name.
         trains: True if there is a backward, and each adapter's weight is one tensor, which ranks
-            may
-            gather; those of a batch's many adapters are not gathered.
+            may gather; those of a batch's many adapters are not gathered.
         sequence_parallel: True if ranks hold shards of the tokens between the base's products.
     """
 

@@ -25,8 +25,7 @@ def token_sharded_nodes(
     Args:
         graph: a graph of whole tensors.
         many_adapters: True if each token has its own adapter; readers of adapters' weights then run
-            on
-            all tokens.
+            on all tokens.
         outputs: outputs, one of which has to depend on a node; all by default.
     """
     adapter = {p.name for p in graph.parameters if p.role == "adapter"} if many_adapters else set()

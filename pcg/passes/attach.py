@@ -179,8 +179,7 @@ def attach(model: ModelGraph, bypasses: Bypasses) -> ModelGraph:
 
     Raises:
         UnsupportedError: the operator of a trained bias takes no other, or a site has different
-            sizes
-            in two layers.
+            sizes in two layers.
     """
     shapes = model.linear_sites()
     _require_one_size(model, bypasses)

@@ -31,9 +31,6 @@ from pcg.passes.placement.split_graph import LINEAR, SplitGraph, split_problem
 from pcg.passes.placement.split_problem import SplitCosts, bits, mask_of
 from pcg.passes.stages import Gradients, ModelGradients
 
-# -------------------------------------------------------------------------------------- call pieces
-
-
 # ------------------------------------------------------------------------------------ client graphs
 
 

@@ -146,8 +146,7 @@ class Shard(Pass[Prepared, Sharded]):
         degree: the number of ranks.
         costs: costs for bypass networks to train; bytes between ranks by default.
         steps: costs of the steps of a program that serves, for one layout that is best for all of
-            them
-            together; `costs` by default.
+            them together; `costs` by default.
         sequence_parallel: True if ranks hold parts of the tokens between the base's products.
         budget: what a training step may save for backward; a binding number of bytes has layouts
             chosen together with the saved values (`pcg.passes.memory.joint`).

@@ -46,8 +46,7 @@ def trace(model: ToTrace, dtype: str | None = None, whole: bool = False) -> Trac
 
     Args:
         model: the contents of a config.json, to trace on the meta device without weights; or the
-            module
-            itself, with its own classes, buffers and hooks.
+            module itself, with its own classes, buffers and hooks.
         dtype: torch's name of the dtype, as `bfloat16`; the model's own by default.
         whole: trace every layer, not one of each kind and one more.
     Raises:

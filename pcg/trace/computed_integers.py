@@ -31,8 +31,7 @@ class ComputedIntegers(TorchDispatchMode):
     Attributes:
         place: a mark of the current part of the run, set from outside.
         places: the place where each storage was allocated, by the storage's identity. Python lists
-            as
-            indices are not seen.
+            as indices are not seen.
     """
 
     def __init__(self, fake: FakeTensorMode, tokens: int) -> None:

@@ -299,8 +299,7 @@ class TraceFacts:
         schedule: for each layer of the model, the equal traced layer.
         base_prefix: name of the base model within the causal LM, as `model`.
         attention: the default attention of transformers: "sdpa" or "eager", through its registry,
-            or
-            "own-sdpa" or "own-eager", within the architecture's own module.
+            or "own-sdpa" or "own-eager", within the architecture's own module.
         positions: the number of positions that the model has or is trained for; None without bound.
     """
 

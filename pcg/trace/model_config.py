@@ -195,9 +195,6 @@ def with_cause(error: PcgError, name: str, config: Mapping[str, Any]) -> PcgErro
     return type(error)(f"cannot trace {name}: {cause.name} ({cause.why}); {detail}")
 
 
-# ------------------------------------------------------------------------------------- model config
-
-
 # ------------------------------------------------------------------------------------- config sizes
 
 

@@ -154,8 +154,7 @@ def without_custom_gradients(model: nn.Module) -> Iterator[None]:
 
     Raises:
         UnsupportedError: the model has backward hooks, calls a torch.autograd.Function, or hooks
-            into
-            the tensors that are saved for backward.
+            into the tensors that are saved for backward.
     """
     for path, module in model.named_modules():
         of_all = hooks._global_backward_hooks or hooks._global_backward_pre_hooks

@@ -209,8 +209,8 @@ class TrainingGraph:
 
     Attributes:
         block: index of the layer's block in the model.
-        forward: returns the block's outputs, then saved values. The emitted functions
-            have its name and that of `backward`.
+        forward: returns the block's outputs, then saved values. The emitted functions have its name
+            and that of `backward`.
         backward: takes the gradients of the outputs, then `saved`; recomputes its other inputs, and
             returns gradients of the carried inputs (none in the first layer), then of `trained`.
             None where it trains nothing.
@@ -239,8 +239,7 @@ class Training:
         prologue: backward of the prologue, from its inputs and the gradients of the first layer's
             inputs; None where it trains nothing.
         restored: layers with an unsaved input, which backward recomputes by the layers before it,
-            from
-            the nearest saved input.
+            from the nearest saved input.
     """
 
     model: ModelGraph

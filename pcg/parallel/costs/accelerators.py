@@ -45,8 +45,7 @@ class DeviceSheet:
 
     Attributes:
         product_flops_per_s: peaks of dense matrix products by dtype; fp32 without TF32, as in
-            PyTorch's
-            default.
+            PyTorch's default.
         vector_flops_per_s: peaks of other arithmetic by dtype; half precision and integers as f32.
         memory_bytes_per_s: bandwidth of the device's memory.
         launch_s: time added by the launch of each operator.

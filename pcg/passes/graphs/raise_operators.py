@@ -108,9 +108,6 @@ def orders(node: Node | None) -> tuple[tuple[str, str], ...]:
     return (a, b), (b, a)
 
 
-# ---------------------------------------------------------------------------------- raise operators
-
-
 # -------------------------------------------------------------------------------------------- norms
 
 
@@ -210,9 +207,6 @@ def _centred(rewriter: Rewriter, name: str) -> str | None:
     return None
 
 
-# ---------------------------------------------------------------------------------- raise operators
-
-
 # ------------------------------------------------------------------------------------------- rotary
 
 
@@ -300,9 +294,6 @@ def partial_rope(rewriter: Rewriter, node: Node) -> NewName | None:
     return rewriter.add(
         "rope", first[0], *rope.inputs[1:], scope=node.scope, **dict(rope.attributes)
     )
-
-
-# ---------------------------------------------------------------------------------- raise operators
 
 
 # -------------------------------------------------------------------------------------- activations

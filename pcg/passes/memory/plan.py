@@ -132,9 +132,6 @@ def _chosen(frontiers: LayerFrontiers, mix: Sequence[int]) -> list[Choice]:
     return [frontier[i] for frontier, i in zip(frontiers, mix, strict=True)]
 
 
-# --------------------------------------------------------------------------------------------- plan
-
-
 # ----------------------------------------------------------------------------------------- segments
 
 
