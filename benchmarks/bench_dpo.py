@@ -21,7 +21,7 @@ from signature_tasks import examples
 import pcg
 from pcg.train.preference.dpo import dpo
 from pcg.train.preference.options import DpoArguments
-from pcg.train.preference.records import PreferenceStep
+from pcg.train.preference.run import PreferenceStep
 
 CHECKPOINT = Path(__file__).parents[1] / "examples" / "checkpoint"
 TRAINED, HELD_OUT, BATCH, STEPS, EVERY = 256, 48, 8, 48, 8

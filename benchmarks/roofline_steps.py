@@ -209,7 +209,7 @@ def window(config: Mapping[str, Any], sizes: Sizes, adapters: int, count: Count)
     from pcg.runtime.data.example import Example
     from pcg.runtime.memory.kv_cache import KvCache, kv_types
     from pcg.runtime.training import bound_training, step
-    from pcg.runtime.training.finetuning import FinetuneJob
+    from pcg.runtime.training.finetuning import finetune_run
     from pcg.runtime.training.options import JobArguments
     from pcg.runtime.training.publishers import VersionPublisher
     from tests.support.interpreter.streams import ORDER
@@ -245,7 +245,7 @@ def window(config: Mapping[str, Any], sizes: Sizes, adapters: int, count: Count)
         patch.object(step, "broadcast_from_first", numbers),
     ):
         done: list[Any] = []
-        units = FinetuneJob(VersionPublisher(executor.state), arguments).work(done.append)
+        units = finetune_run(VersionPublisher(executor.state), arguments, done.append).work()
         run = _Units(units, cache, tokens).to_step
         for ready in range(1, len(data) - 1):
             run(done, ready)

@@ -64,7 +64,7 @@ def finetune_command(
     It is saved in peft's format; a saved one is replaced only with --overwrite or --resume.
     Interrupted with Ctrl-C, the same command goes on where it was, to the very same adapter.
     """
-    from pcg.train.outputs import CHECKPOINTS, RECORD
+    from pcg.train.config_file import CHECKPOINTS, RECORD
 
     _check_output(files, options.values.get("resume") is True)
     own = {"checkpoint_dir": files.output / CHECKPOINTS, "record": files.output / RECORD}
@@ -115,7 +115,7 @@ def train(
         options: fields of `FinetuneOptions`.
         json: True to print one object.
     """
-    from pcg.train.outputs import has_adapter, own_recipe
+    from pcg.train.config_file import has_adapter, own_recipe
     from pcg.train.sft import finetune_and_save
 
     executor = open_executor(program, None, compiling, place, over)
@@ -155,7 +155,7 @@ def _check_output(files: AdapterFiles, resumes: bool) -> None:
     Args:
         resumes: True if a checkpoint is demanded, whose job saved the adapter that is there.
     """
-    from pcg.train.outputs import has_adapter
+    from pcg.train.config_file import has_adapter
 
     output = files.output
     if is_there(output) and not is_directory(output):

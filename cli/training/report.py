@@ -13,7 +13,7 @@ from ..options.console import err, print_json
 
 if TYPE_CHECKING:
     from pcg.runtime.training.options import FinetuneResult
-    from pcg.train.preference.records import PreferenceResult
+    from pcg.train.preference.run import PreferenceResult
 
 
 def print_result(

@@ -11,7 +11,7 @@ from pcg.units import counted, duration_text
 from ..options.console import err, print_json
 
 if TYPE_CHECKING:
-    from pcg.train.grpo.result import GrpoResult, Sample
+    from pcg.train.grpo.loop import GrpoResult, Sample
 
 _SHOWN = 60
 

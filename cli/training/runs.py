@@ -118,7 +118,7 @@ def _read(path: Path) -> Run:
     """Read a run, by the folder of its record or by the output that has it."""
     from pcg.records.run import read_run
     from pcg.records.run_files import has_run
-    from pcg.train.outputs import RECORD
+    from pcg.train.config_file import RECORD
 
     within = path / RECORD
     return read_run(within if has_run(within) and not has_run(path) else path)

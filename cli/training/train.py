@@ -40,8 +40,7 @@ def sft_command(config: Config, settings: Settings, json: Json = False) -> None:
     (docs/train.md). Interrupted with Ctrl-C, the same command goes on where it was.
     """
     check_alone("pcg train sft")
-    from pcg.train.config_file import read_config
-    from pcg.train.outputs import OutputOptions, has_adapter
+    from pcg.train.config_file import OutputOptions, has_adapter, read_config
     from pcg.train.sft import SFT_KEYS, train_sft
 
     read = read_config(config, SFT_KEYS, settings)
@@ -60,9 +59,8 @@ def grpo_command(config: Config, settings: Settings, json: Json = False) -> None
     from the last checkpoint.
     """
     check_alone("pcg train grpo")
-    from pcg.train.config_file import read_config
-    from pcg.train.grpo.config import GRPO_KEYS, train_grpo_file
-    from pcg.train.outputs import OutputOptions, has_adapter
+    from pcg.train.config_file import OutputOptions, has_adapter, read_config
+    from pcg.train.grpo.train import GRPO_KEYS, train_grpo_file
 
     read = read_config(config, GRPO_KEYS, settings)
     output = read.make(OutputOptions).output
@@ -78,8 +76,7 @@ def dpo_command(config: Config, settings: Settings, json: Json = False) -> None:
     (docs/preference.md). Interrupted with Ctrl-C, the same command goes on where it was.
     """
     check_alone("pcg train dpo")
-    from pcg.train.config_file import read_config
-    from pcg.train.outputs import OutputOptions
+    from pcg.train.config_file import OutputOptions, read_config
     from pcg.train.preference.dpo import DPO_KEYS, train_dpo
 
     read = read_config(config, DPO_KEYS, settings)

@@ -1,12 +1,13 @@
-"""A configuration file: YAML whose keys are the fields of a few dataclasses.
+"""A configuration file: YAML whose keys are the fields of a few dataclasses; the model and output.
 
-A key that is none of these is refused with the closest one, and so is one that stands there twice.
-Settings `key=value` take the place of what the file has; `peft.r=4` sets a part of an object.
-
-Values of a configuration file, converted to the types of the fields that they are for.
+An unknown key is refused with the closest known one, and so is a key that stands there twice.
+Settings `key=value` take the place of the file's values; `peft.r=4` sets a part of an object.
 
 YAML knows numbers, texts, lists and objects. A number may come as a text, as YAML 1.1 reads `1e-3`,
 a list for one of its elements alone, and a path is relative to a folder.
+
+Every run names a model (`ModelOptions`), and an adapter with the folder that it is saved in
+(`OutputOptions`).
 """
 
 from __future__ import annotations
@@ -18,14 +19,24 @@ import types
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import Any, ClassVar, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 import yaml
 
-from pcg.errors import FinetuneError, PcgError
-from pcg.files import expanded, read_text, shown_path
+from pcg import compiler
+from pcg.errors import AdapterError, FinetuneError, PcgError, UnsupportedError
+from pcg.files import check_writable, expanded, is_directory, is_there, read_text, shown_path
+from pcg.ir.program.manifest import is_program_folder
 from pcg.keywords import check_names
+from pcg.options import CompileOptions
+from pcg.peft.adapter_files import CONFIG, PICKLE, WEIGHTS
+from pcg.peft.registry import SHORTHANDS, recipe_of_fields
+from pcg.runtime.executor import Executor
+from pcg.source import resolve
 from pcg.units import shown
+
+# -------------------------------------------------------------------------------------- config file
+
 
 # ------------------------------------------------------------------------------------ config values
 
@@ -257,3 +268,142 @@ def _parsed(text: str, where: str) -> Any:
         raise FinetuneError(f"{where}{line} is not YAML: {error.problem}") from error
     except (yaml.YAMLError, ValueError, RecursionError) as error:
         raise FinetuneError(f"{where} is not YAML: {error}") from error
+
+
+# -------------------------------------------------------------------------------------------- model
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelOptions:
+    """The model that is trained over.
+
+    Attributes:
+        model: a directory with a config.json, a hub id, a model that ships with pcg, or the folder
+            of a compiled program.
+        device: the device, as torch names it; a GPU where there is one, else the CPU.
+        weights: where the weights of a compiled program lie, if no longer where it found them.
+        trust_edits: run a program whose emitted source was edited.
+    """
+
+    title: ClassVar[str] = "Model"
+
+    model: str
+    device: str | None = None
+    weights: str | None = None
+    trust_edits: bool = False
+
+
+def open_model(config: ConfigFile) -> Executor:
+    """Return an executor of the model that a configuration names, without adapters.
+
+    Raises:
+        PcgError: what is wrong with the model, its weights or an option.
+    """
+    place = config.make(ModelOptions)
+    compiling = config.given(CompileOptions, "gradient_accumulation_steps")
+    if compiling.pop("tp", 1) != 1:
+        raise UnsupportedError(
+            f"tp={config.values['tp']}; training by a file runs on one rank. pcg finetune --tp "
+            "finetunes over several"
+        )
+    model = _near(config, place.model)
+    if is_program_folder(model):
+        if compiling:
+            raise FinetuneError(f"a program's {next(iter(compiling))} is chosen by pcg compile")
+        weights = None if place.weights is None else _near(config, place.weights)
+        return compiler.load(model, weights, place.device, trust_edits=place.trust_edits)
+    for name in ("weights", "trust_edits"):
+        if getattr(place, name):
+            raise FinetuneError(f"{name} is for compiled programs, and {model} is none")
+    resolve(model, weights=True)  # a wrong name is an answer in milliseconds
+    return compiler.compile(model, None, device=place.device, **compiling)
+
+
+def _near(config: ConfigFile, name: str) -> str:
+    """Return the directory of a name in the configuration's folder, or the name where none is."""
+    folder = config.path.parent / expanded(name)
+    return str(folder) if is_directory(folder) else name
+
+
+# ------------------------------------------------------------------------------------------ outputs
+
+
+CHECKPOINTS = "pcg-checkpoints"
+"""Folder within the output that is removed when the adapter is saved."""
+RECORD = "record"
+"""Folder within the output that has the record of the run."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class OutputOptions:
+    """The adapter that is made.
+
+    Attributes:
+        adapter: the adapter's name.
+        output: the directory to save it in, and the run's record; checkpoints are there, too,
+            until it is saved.
+        peft: the recipe of a new adapter: lora or another word, or an object with the fields of
+            peft's adapter_config.json; by default that of the program, else lora.
+        start_from: a saved adapter to go on with, instead of a new one.
+        overwrite: replace the adapter that is saved in the output.
+    """
+
+    title: ClassVar[str] = "Adapter"
+
+    adapter: str = "default"
+    output: Path
+    peft: str | Mapping[str, Any] | None = None
+    start_from: Path | None = None
+    overwrite: bool = False
+
+    def check(self, *, resumes: bool) -> None:
+        """Refuse an output that cannot be written, or has a finished adapter.
+
+        Args:
+            resumes: True if a checkpoint is demanded, whose job saved the adapter that is there.
+        Raises:
+            AdapterError: names the output, and what to do.
+            FinetuneError: options do not go together.
+        """
+        output = self.output
+        if is_there(output) and not is_directory(output):
+            raise AdapterError(f"output {output} is a file; give a directory")
+        if has_adapter(output) and not (self.overwrite or resumes):
+            raise AdapterError(
+                f"output {output} has a saved adapter; give another directory, overwrite: true to "
+                "replace it, or resume: true to go on from a checkpoint. "
+                f"start_from: {output} trains it further"
+            )
+        check_writable(output, f"adapter {self.adapter!r}", AdapterError)
+        if self.start_from is not None and self.peft is not None:
+            raise FinetuneError("start_from is a saved adapter with a recipe; leave peft out")
+
+    def configuration(self, executor: Executor) -> Any:
+        """Return the recipe or the saved adapter to start from, as `add_adapter` takes it.
+
+        Raises:
+            UnsupportedError: `peft` is a word that names no method.
+        """
+        if self.start_from is not None:
+            return self.start_from
+        if self.peft is None:
+            return own_recipe(executor, self.adapter)
+        if isinstance(self.peft, str) and self.peft.lower() not in SHORTHANDS:
+            raise UnsupportedError(
+                f"peft={self.peft!r}; use one of {', '.join(SHORTHANDS)}, or an object with "
+                "peft_type and the method's fields"
+            )
+        return self.peft
+
+
+def has_adapter(folder: Path) -> bool:
+    """Return whether a folder has a saved adapter."""
+    return any(is_there(folder / name) for name in (CONFIG, WEIGHTS, PICKLE))
+
+
+def own_recipe(executor: Executor, name: str) -> Any:
+    """Return the program's one recipe for an adapter that has none of its own; None without it."""
+    recipes = executor.program.recipes
+    if name not in recipes and len(recipes) == 1:
+        return recipe_of_fields(next(iter(recipes.values())))
+    return None

@@ -18,9 +18,14 @@ from pcg.errors import FinetuneError
 from pcg.options import CompileOptions
 from pcg.runtime.executor import Executor
 from pcg.runtime.training.options import FinetuneOptions, FinetuneResult
-from pcg.train.config_file import ConfigFile
-from pcg.train.model import ModelOptions, open_model
-from pcg.train.outputs import CHECKPOINTS, RECORD, OutputOptions
+from pcg.train.config_file import (
+    CHECKPOINTS,
+    RECORD,
+    ConfigFile,
+    ModelOptions,
+    OutputOptions,
+    open_model,
+)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from pcg.errors import FinetuneError, GraderError
-from pcg.train.grpo.config import reward_function
-from pcg.train.grpo.rewards import Rewards, Scored
+from pcg.train.grpo.rollouts import Rewards, Scored
+from pcg.train.grpo.train import reward_function
 
 CHECK: dict[str, Any] = {
     "type": "string_check",

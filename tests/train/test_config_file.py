@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 
 from pcg.errors import FinetuneError
-from pcg.train.config_file import ConfigFile, read_config
-from pcg.train.outputs import OutputOptions
+from pcg.train.config_file import ConfigFile, OutputOptions, read_config
 from pcg.train.sft import SFT_KEYS, SftOptions
 
 

@@ -1,4 +1,4 @@
-"""States of runs, in directories that other jobs may be given."""
+"""States of runs over trainers, in directories that other jobs may be given."""
 
 from __future__ import annotations
 
@@ -11,43 +11,59 @@ import pytest
 from pcg.errors import FinetuneError
 from pcg.files import seal
 from pcg.peft.adapter_files import CONFIG, WEIGHTS
-from pcg.runtime.training.checkpoints import FORMAT, OPTIMIZER, STATE, CheckpointStore
-from pcg.train.run_states import RunStates
+from pcg.runtime.training.checkpoints import (
+    FORMAT,
+    OPTIMIZER,
+    STATE,
+    CheckpointStore,
+    TrainerRun,
+)
 from tests.support.damage import damage
 
 
-def write_state(path: Path, *, overwrite: bool, notes: Any) -> None:
+def save(store: CheckpointStore, step: int) -> None:
     """Write no more of a state than what it is of."""
-    path.mkdir()
-    state = {"step": 2, "position": notes}
-    saved = {"format": FORMAT, "trajectory": {}, "state": state}
-    for name in (CONFIG, WEIGHTS, OPTIMIZER):
-        (path / name).write_text("{}")
-    (path / STATE).write_text(json.dumps(saved))
-    seal(path)
+
+    def write(path: Path) -> None:
+        path.mkdir()
+        notes = {"trajectory": {"beta": 0.1}, "step": step, "history": [{"loss": 1.0}] * step}
+        state: dict[str, Any] = {"step": step, "losses": [1.0] * step, "position": notes}
+        saved = {"format": FORMAT, "trajectory": {"optimizer": "adamw"}, "state": state}
+        for name in (CONFIG, WEIGHTS, OPTIMIZER):
+            (path / name).write_text("{}")
+        (path / STATE).write_text(json.dumps(saved))
+        seal(path)
+
+    store.save(step, write)
+
+
+def resumable(store: CheckpointStore, resume: str | bool = "auto") -> Path | None:
+    found = store.resumable(resume, TrainerRun.read, {"beta": 0.1}, 10)
+    return None if found is None else found[0]
 
 
 def test_a_job_on_examples_does_not_remove_them(tmp_path: Path) -> None:
-    states = RunStates(tmp_path, 2, "a test")
-    states.save(write_state, 2, {"trajectory": {"beta": 0.1}})
+    store = CheckpointStore(tmp_path)
+    save(store, 2)
+    of_examples = CheckpointStore(tmp_path)
     with pytest.raises(FinetuneError, match="step-00000002"):
-        CheckpointStore(tmp_path).resumable("auto", "mine", {}, 10)
-    assert CheckpointStore(tmp_path).resumable(False, "mine", {}, 10) is None
-    assert states.resumable("auto", {"beta": 0.1}, 10) == tmp_path / "step-00000002"
+        of_examples.resumable("auto", lambda path: of_examples.load(path, "mine"), {}, 10)
+    assert resumable(store, False) is None
+    assert resumable(store) == tmp_path / "step-00000002"
 
 
 def test_a_damaged_state_is_passed_over(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    states = RunStates(tmp_path, 3, "a test")
+    store = CheckpointStore(tmp_path, 3)
     for step in (2, 4, 6):
-        states.save(write_state, step, {"trajectory": {"beta": 0.1}})
+        save(store, step)
     damage(tmp_path / "step-00000006" / OPTIMIZER, "flip", 3)
     damage(tmp_path / "step-00000004" / STATE, "gone", 0)
-    assert states.resumable("auto", {"beta": 0.1}, 10) == tmp_path / "step-00000002"
+    assert resumable(store) == tmp_path / "step-00000002"
     assert "step-00000006/optimizer.safetensors is damaged" in caplog.text
-    states.save(write_state, 3, {"trajectory": {"beta": 0.1}})
+    save(store, 3)
     left = ["latest", *(f"step-0000000{step}" for step in (2, 3, 4, 6))]
     assert sorted(path.name for path in tmp_path.iterdir()) == left  # what is damaged, too
     for step in (2, 3):
         damage(tmp_path / f"step-0000000{step}" / STATE, "empty", 0)
     with pytest.raises(FinetuneError, match="no good checkpoint before it"):
-        states.resumable("auto", {"beta": 0.1}, 10)
+        resumable(store)

@@ -39,7 +39,7 @@ from pcg.runtime.model.specialised import ServingProgram
 from pcg.runtime.model.state import ModelState
 from pcg.runtime.requests.compared import option_facts, request_facts
 from pcg.runtime.requests.request import Chunk, Request
-from pcg.runtime.training.finetuning import FinetuneJob
+from pcg.runtime.training.finetuning import finetune_run
 from pcg.runtime.training.options import JobArguments, StepRecord
 from pcg.runtime.training.publishers import VersionPublisher
 from pcg.runtime.training.runner import TrainingRunner
@@ -204,7 +204,7 @@ class Engine(EngineLoop):
 
         try:
             with on_device(self.state.device):
-                work = callback.raising(FinetuneJob(publisher, given).work(stepped, interrupts))
+                work = callback.raising(finetune_run(publisher, given, stepped, interrupts).work())
             interrupt = functools.partial(interrupts.append, (SIGINT, None))
             made.append(Job(adapter, work, ends, interrupt, given.tenant))
             return made[0]

@@ -13,9 +13,10 @@
                                             its encoder, and their SHA256SUMS
 
 A checkpoint is written beside its place and renamed; then `latest` is replaced; then older ones are
-removed. So at any moment `latest` names a complete checkpoint. A damaged one is passed over: a job
-goes on from the last good one before it, and says so. As a job removes what others left, one job
-has the directory at a time, by a lock that ends with its process.
+removed. So at any moment `latest` names a complete checkpoint. A run over a trainer keeps its own
+state as the notes of the trainer's, in the entry `position` of trainer_state.json. A damaged
+checkpoint is passed over: a job goes on from the last good one before it, and says so. As a job
+removes what others left, one job has the directory at a time, by a lock that ends with its process.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from safetensors import SafetensorError
 from safetensors.torch import load_file
@@ -73,7 +74,8 @@ FORMAT = 2
 """The format of trainer_state.json; one of format 1 has no SHA256SUMS beside it."""
 
 _LOG = logging.getLogger(__name__)
-_Found = TypeVar("_Found")
+Contents = TypeVar("Contents")
+SavedRun = TypeVar("SavedRun", bound="Resumable")
 _NAME = re.compile(r"step-\d{8,}(\.\d+)?")
 _UNFINISHED = ".saving-"
 
@@ -124,6 +126,68 @@ class Checkpoint:
     best: Adapter | None
     optimizer: Mapping[str, Tensor]
     beside: Mapping[str, Tensor] = field(default_factory=dict)
+
+
+class Resumable(Protocol):
+    """The contents of a checkpoint that a run goes on from."""
+
+    @property
+    def state(self) -> TrainerState: ...
+
+    @property
+    def trajectory(self) -> Mapping[str, Any]: ...
+
+
+@dataclass(frozen=True)
+class TrainerRun:
+    """The notes that a run keeps with its trainer's state, which `Trainer.load_state` loads.
+
+    Attributes:
+        history: the numbers of each step.
+        evaluations: (step, numbers) of each evaluation.
+    """
+
+    state: TrainerState
+    trajectory: Mapping[str, Any]
+    history: list[dict[str, float]]
+    evaluations: list[tuple[int, dict[str, float]]]
+
+    @classmethod
+    def read(cls, path: Path) -> TrainerRun:
+        """Read the notes of a state; empty where it is no run's. FinetuneError: it is damaged."""
+        check_checkpoint(path)
+        with damage_of(str(path), FinetuneError, "; use an older one, or start anew"):
+            notes = read_json(path / STATE, FinetuneError)["state"]["position"]
+            if not isinstance(notes.get("trajectory"), dict):
+                return cls(TrainerState(), {}, [], [])
+            history = [dict(numbers) for numbers in notes["history"]]
+            evaluations = [(int(at), dict(numbers)) for at, numbers in notes.get("evaluations", ())]
+            if len(history) != notes["step"]:
+                raise ValueError(f"{len(history)} numbers of {notes['step']} steps")
+            tokens = history[-1].get("num_tokens", 0) if history else 0  # an older pcg's of GRPO
+            state = TrainerState(
+                step=int(notes["step"]),
+                position=dict(notes.get("position", {})),
+                losses=[numbers["loss"] for numbers in history],
+                eval_losses=[(at, numbers["loss"]) for at, numbers in evaluations],
+                tokens=int(notes.get("tokens", tokens)),
+                seconds=float(notes.get("seconds", 0.0)),
+            )
+            return cls(state, notes["trajectory"], history, evaluations)
+
+    @property
+    def notes(self) -> dict[str, Any]:
+        """The notes, as JSON values."""
+        state = self.state
+        return {
+            "trajectory": self.trajectory,
+            "position": state.position,
+            "step": state.step,
+            "history": self.history,
+            "evaluations": self.evaluations,
+            "tokens": state.tokens,
+            "seconds": state.seconds,
+        }
 
 
 class CheckpointStore:
@@ -198,13 +262,18 @@ class CheckpointStore:
         return [*named, *(path for path in saved if path.name < name or not named)]
 
     def resumable(
-        self, resume: str | bool, name: str, trajectory: Mapping[str, Any], total_steps: int
-    ) -> tuple[Path, Checkpoint] | None:
-        """Return the checkpoint to resume from, and its path; None to start anew.
+        self,
+        resume: str | bool,
+        read: Callable[[Path], SavedRun],
+        trajectory: Mapping[str, Any],
+        total_steps: int,
+    ) -> tuple[Path, SavedRun] | None:
+        """Return the checkpoint to resume from, and its contents; None to start anew.
 
         Args:
             resume: "auto", True or False; see `FinetuneOptions`.
-            trajectory: all that the weights of this run depend on.
+            read: reads a checkpoint; raises a FinetuneError for a damaged one.
+            trajectory: everything that the weights of this run depend on.
             total_steps: number of steps of this run.
         Raises:
             FinetuneError: there is none, and one is demanded; all are damaged, or the newest that
@@ -218,31 +287,30 @@ class CheckpointStore:
                     'directory of the run to go on with, or resume="auto" to start one'
                 )
             return None
-        path, checkpoint = last_good(candidates, lambda path: self.load(path, name))
-        self._damaged = [one for one in candidates if one.name > path.name]
-        different = _differences(checkpoint.trajectory, trajectory)
+        path, saved = last_good(candidates, read)
+        if not saved.trajectory:
+            raise FinetuneError(
+                f"{path} is no checkpoint of such a run; give another checkpoint_dir"
+            )
+        different = _differences(saved.trajectory, trajectory)
         if different:
             raise FinetuneError(
                 f"{path} is a checkpoint of another run: {'; '.join(different)}. Give what it had, "
                 "another checkpoint_dir, or resume=False to start anew"
             )
-        if checkpoint.state.step > total_steps:
+        if saved.state.step > total_steps:
             raise FinetuneError(
                 f"{path} is beyond the {total_steps} steps of this run; ask for more, or give "
                 "another checkpoint_dir"
             )
-        return path, checkpoint
+        self._kept = [kept for kept in self._all() if kept.name <= path.name]
+        self._damaged = [damaged for damaged in candidates if damaged.name > path.name]
+        return path, saved
 
     def load(self, path: Path, name: str) -> Checkpoint:
-        """Read a checkpoint; later ones are saved beside it.
-
-        Raises:
-            FinetuneError: a file is missing or damaged.
-        """
+        """Read a checkpoint. FinetuneError: a file is missing or damaged."""
         with verified(partial(check_checkpoint, path)):
-            found = self._load(path, name)
-        self._kept = sorted(p for p in self._all() if p.name <= path.name)
-        return found
+            return self._load(path, name)
 
     def _load(self, path: Path, name: str) -> Checkpoint:
         try:
@@ -255,25 +323,28 @@ class CheckpointStore:
             raise FinetuneError(f"the checkpoint {path} is damaged: {error}") from error
         return Checkpoint(saved[0], saved[1], adapter, best, optimizer, beside)
 
-    def save(self, checkpoint: Checkpoint) -> Path:
+    def save(self, step: int, write: Callable[[Path], object]) -> Path:
         """Write a checkpoint, make it the latest, and remove those beyond `keep_last`.
 
+        Args:
+            write: makes the checkpoint's directory at a path.
         Raises:
             FinetuneError: it cannot be written, as when the disk is full; `latest` still names the
                 one before.
         """
-        step = checkpoint.state.step
         beside = self.directory / f"{_UNFINISHED}{secrets.token_hex(4)}"
         try:
             self.directory.mkdir(parents=True, exist_ok=True)
             self._sweep()
-            write_checkpoint(checkpoint, beside)
+            write(beside)
             path = self._free_path(step)
             beside.rename(path)
             sync_names(self.directory)
-            self.point_to(path)
-        except (OSError, SafetensorError, AdapterError) as error:
-            cause = error.__cause__ if isinstance(error, AdapterError) else error
+            self._point_to(path)
+        except (OSError, SafetensorError, AdapterError, FinetuneError) as error:
+            cause = error.__cause__ if isinstance(error, AdapterError | FinetuneError) else error
+            if isinstance(error, FinetuneError) and cause is None:  # such as a closed trainer's
+                raise
             reason = getattr(cause, "strerror", None) or str(cause or error)
             raise FinetuneError(
                 f"the checkpoint of step {step} cannot be saved in {self.directory}: {reason}; "
@@ -298,7 +369,7 @@ class CheckpointStore:
 
     def _sweep(self) -> None:
         """Remove what a killed run left unfinished."""
-        for path in self.directory.glob(f"{_UNFINISHED}*"):
+        for path in self.directory.glob(f"*{_UNFINISHED}*"):
             if path.is_dir():
                 shutil.rmtree(path, ignore_errors=True)
             else:
@@ -312,7 +383,7 @@ class CheckpointStore:
             path = self.directory / f"step-{step:08d}.{count}"
         return path
 
-    def point_to(self, path: Path) -> None:
+    def _point_to(self, path: Path) -> None:
         """Make a checkpoint the latest. OSError: it cannot be written."""
         beside = self.directory / f"{_UNFINISHED}{secrets.token_hex(4)}"
         try:
@@ -323,7 +394,9 @@ class CheckpointStore:
         sync_names(self.directory)
 
 
-def last_good(candidates: Iterable[Path], read: Callable[[Path], _Found]) -> tuple[Path, _Found]:
+def last_good(
+    candidates: Iterable[Path], read: Callable[[Path], Contents]
+) -> tuple[Path, Contents]:
     """Return the first checkpoint that can be read, and what was read; warn of those before it.
 
     Args:

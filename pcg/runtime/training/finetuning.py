@@ -1,37 +1,46 @@
-"""The finetuning job: steps over one adapter, evaluations, checkpoints, exact resume.
+"""Supervised finetuning: the objective of runs over examples (`run.py`).
 
-Between two steps the whole state of a job is the adapter, the optimizer's state and a
-`TrainerState`. Only the order of the data, a function of seed and epoch, and dropout, a function of
-seed, step and batch, are random. So a resumed run ends with the same bits as an uninterrupted one.
+A job's work is a generator of units, which `Executor.finetune` runs in turn, and an engine beside
+what it serves.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import math
-import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from itertools import islice
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import torch
 
-from pcg.errors import FinetuneError, FinetuneInterrupted, RecordError, UnsupportedError
-from pcg.files import check_writable, damage_of, expanded
+from pcg.errors import FinetuneError, UnsupportedError
+from pcg.files import damage_of
 from pcg.peft.adapter import Adapter
+from pcg.peft.registry import recipe_fields
 from pcg.ranks.agreement import agreed
 from pcg.ranks.group import broadcast_from_first, run_on_first
 from pcg.runtime.data.dataset import Dataset
+from pcg.runtime.data.example import Example
 from pcg.runtime.data.order import Batches
 from pcg.runtime.model.state import ModelState
 from pcg.runtime.model.weight_digests import base_digest
-from pcg.runtime.training.checkpoints import Checkpoint, CheckpointStore, TrainerState
+from pcg.runtime.training.checkpoints import (
+    Checkpoint,
+    CheckpointStore,
+    TrainerState,
+    write_checkpoint,
+)
 from pcg.runtime.training.options import (
     FinetuneArguments,
+    FinetuneOptions,
     FinetuneResult,
+    JobArguments,
     LossChange,
+    Numbers,
     OnStep,
-    StepRecord,
 )
 from pcg.runtime.training.publishers import (
     InPlacePublisher,
@@ -41,18 +50,21 @@ from pcg.runtime.training.publishers import (
     start_adapter,
     start_facts,
 )
-from pcg.runtime.training.reports import JobRecord, Reports, job_config
+from pcg.runtime.training.run import Find, Objective, Run, StepNumbers
 from pcg.runtime.training.runner import evaluation_pass
 from pcg.runtime.training.step import TrainingStep
 from pcg.runtime.training.training_data import (
     check_with_prompt,
     job_data,
+    places_of,
     total_steps,
     with_planned_batch,
 )
 from pcg.runtime.training.work_units import (
     Interrupt,
     Reading,
+    Release,
+    StepBeginsAgain,
     Work,
     deferred_interrupts,
     noted_interrupts,
@@ -60,351 +72,383 @@ from pcg.runtime.training.work_units import (
 )
 
 _LOG = logging.getLogger("pcg.finetuning")
+_LEFT_OUT = (
+    "data",
+    "eval_data",
+    "on_step",
+    "peft",
+    "record",
+    "report_to",
+    "progress",
+    "log_every",
+    "resume",
+)
+"""Arguments that are not in a record's configuration, or stand in it as they were resolved."""
 
 
-def finetune(state: ModelState, given: FinetuneArguments) -> FinetuneResult:
+def finetune(state: ModelState, arguments: FinetuneArguments) -> FinetuneResult:
     """Train an adapter; see `Executor.finetune`."""
-    name = given.adapter
+    name = arguments.adapter
     is_new = name not in state.adapters
-    job = FinetuneJob(InPlacePublisher(state, name), given)
+    interrupts: list[Interrupt] = []
+    publisher = InPlacePublisher(state, name)
+    run = finetune_run(publisher, arguments, arguments.on_step, interrupts)
     try:
-        return job.run(given.on_step)
+        if state.world.size == 1:
+            return run_to_end(run.work())
+        with noted_interrupts(interrupts):
+            return run_to_end(run.work())
     except UnsupportedError:  # at the first step
         if is_new:
             state.remove_adapter(name)
         raise
 
 
-class FinetuneJob:
-    """A finetuning job while it runs."""
+def finetune_run(
+    publisher: Publisher,
+    arguments: FinetuneArguments,
+    on_step: OnStep | None = None,
+    interrupts: Sequence[Interrupt] = (),
+) -> Run[FinetuneResult]:
+    """Read the data of a job, find the checkpoint to go on from, and make the adapter.
 
-    def __init__(self, publisher: Publisher, options: FinetuneArguments) -> None:
-        """Read the data, find the checkpoint to go on from, and make the adapter."""
-        self._publisher = publisher
-        self._model = publisher.state
-        self._ranks = publisher.state.world
-        self._name = options.adapter
-        self._options = options = with_planned_batch(options, self._model)
-        self._data, self._eval = job_data(options, self._model)
+    Args:
+        on_step: is called behind each step.
+        interrupts: the interrupts of this rank; an interrupt of any rank ends the job.
+    """
+    objective = Supervised(publisher, arguments, interrupts)
+    options, total = objective.options, objective.total
+    schedule = options.make_schedule(total)
+    return Run(
+        objective,
+        options,
+        total=total,
+        rate=lambda step: options.learning_rate * schedule(step),
+        trajectory=objective.trajectory,
+        config=objective.config,
+        on_step=on_step,
+    )
+
+
+def data_trajectory(
+    options: FinetuneOptions, total: int, batches: Batches, model: ModelState
+) -> dict[str, Any]:
+    """Return everything that the weights of a run over batches depend on, as JSON values."""
+    position = batches.state_dict()
+    return {
+        **options.trajectory(total),
+        **{key: position[key] for key in ("batch_size", "max_tokens", "seed", "shuffle")},
+        "examples": position["examples"],
+        "data_checksum": position["fingerprint"],
+        "base_dtype": model.program.dtype,
+        "base_weights_checksum": base_digest(model.weight_store),
+    }
+
+
+class Supervised(Objective[FinetuneResult]):
+    """Finetuning on examples by cross entropy.
+
+    Attributes:
+        options: the options, with the batch that the program was compiled for.
+        total: the number of steps.
+        trajectory: everything that the resulting weights depend on.
+    """
+
+    kind = "finetune"
+
+    def __init__(
+        self, publisher: Publisher, arguments: FinetuneArguments, interrupts: Sequence[Interrupt]
+    ) -> None:
+        """Read the data."""
+        self._publisher, self._interrupts = publisher, interrupts
+        self._model = model = publisher.state
+        self.name, self.ranks, self.device = arguments.adapter, model.world, model.device
+        self.doing = f"finetuning {self.name!r}"
+        self.waits_for_page = not isinstance(arguments, JobArguments)
+        self.options = options = with_planned_batch(arguments, model)
+        self._data, self._eval = job_data(options, model)
+        self.evaluates = self._eval is not None
         self._batches = Batches(
             self._data.examples, **options.batch_bounds, seed=options.seed, shuffle=options.shuffle
         )
-        self._total = total_steps(self._batches, options)
-        self._schedule = options.make_schedule(self._total)
-        self._trajectory = self._make_trajectory()
-        self._state = TrainerState(position=self._batches.state_dict())
-        self._store: CheckpointStore | None = None
-        if options.checkpoint_dir is not None:
-            self._store = CheckpointStore(options.checkpoint_dir, options.keep_last)
-            run_on_first(self._ranks, self._store.check_writable)
-        if options.record is not None:
-            place = expanded(options.record)
-            run_on_first(self._ranks, lambda: check_writable(place, "the record", RecordError))
+        self.total = total_steps(self._batches, options)
+        self.trajectory = data_trajectory(options, self.total, self._batches, model)
+        if self._eval is not None and (options.patience or options.restores_best):
+            evaluation = Batches(self._eval.examples, batch_size=1)
+            self.trajectory["eval_data_checksum"] = evaluation.state_dict()["fingerprint"]
         self._best: Adapter | None = None
-        self._resumed_from: int | None = None
-        self._saved: tuple[int, int] | None = None
-        self._checkpoint: Path | None = None
-        self._start(options.peft)
-        self._started = time.monotonic()
-        self._seconds_before = self._state.seconds
-        self._tokens_before = self._state.tokens
 
-    def _start(self, peft: object) -> None:
-        """Make the adapter to train, and what trains it."""
-        model, options = self._model, self._options
-        call = f"the start of {self._name!r}"
-        checkpoint, made = agreed(self._ranks, call, lambda: self._begin(peft), start_facts)
-        self._adapter = self._publisher.start(made)
+    # ------------------------------------------------------------------------------- begin and end
+
+    def start(self, find: Find) -> None:
+        model, options, name = self._model, self.options, self.name
+
+        path = Path()
+
+        def begin() -> tuple[Checkpoint | None, Adapter]:
+            nonlocal path
+            checkpoint: Checkpoint | None = None
+            if (found := find()) is not None:
+                path, checkpoint = found
+            saved = None if checkpoint is None else checkpoint.adapter
+            adapter = start_adapter(model, name, options.peft, options.seed, saved, self.total)
+            return checkpoint, adapter
+
+        checkpoint, adapter = agreed(self.ranks, f"the start of {name!r}", begin, start_facts)
+        adapter = self._publisher.start(adapter)
         try:
-            self._runner = self._publisher.runner(self._adapter)
-            self._adapter = self._runner.adapter
-            sizes, virtual = self._model.mesh.sizes, self._adapter.prompt_tokens
+            self._runner = runner = self._publisher.runner(adapter)
+            self._adapter = runner.adapter
+            sizes, virtual = model.mesh.sizes, self._adapter.prompt_tokens
             largest = self._batches.largest(virtual, sizes.dp, sizes.cp)
-            self._runner.plan_for(*largest, for_all=model.mesh.shards_base)
+            runner.plan_for(*largest, for_all=model.mesh.shards_base)
             for data in filter(None, (self._data, self._eval)):
-                check_with_prompt(data, self._adapter.prompt_tokens, model.max_positions)
-            own = (self._runner, self._data, self._batches, options, self._total, model.mesh)
-            self._steps = TrainingStep(*own)
+                check_with_prompt(data, virtual, model.max_positions)
+            self._step = TrainingStep(
+                runner,
+                options.make_optimizer(),
+                options.learning_rate,
+                self.total,
+                options.max_grad_norm,
+                model.mesh,
+            )
             if checkpoint is not None:
-                fix = "; use an older one, or start anew with resume=False"
-                with damage_of(f"the checkpoint {self._checkpoint}", FinetuneError, fix):
-                    self._resume(checkpoint)
-            if self._store is not None:
-                run_on_first(self._ranks, self._store.lock)
+                self._resume(path, checkpoint)
         except BaseException:
-            self._publisher.undo()
+            self.undo()
             raise
 
-    def _begin(self, peft: object) -> tuple[Checkpoint | None, Adapter]:
-        """Return the checkpoint to go on from, and the adapter to train."""
-        checkpoint = None
-        name, options, total = self._name, self._options, self._total
-        if self._store is not None:
-            found = self._store.resumable(options.resume, name, self._trajectory, total)
-            if found is not None:
-                self._checkpoint, checkpoint = found
-        saved = None if checkpoint is None else checkpoint.adapter
-        return checkpoint, start_adapter(self._model, name, peft, options.seed, saved, total)
+    def undo(self) -> None:
+        self._publisher.undo()
 
-    # ------------------------------------------------------------------------------- the loop
+    def read(self, path: Path) -> Checkpoint:
+        return CheckpointStore(path.parent).load(path, self.name)
 
-    def run(self, on_step: OnStep | None) -> FinetuneResult:
-        """Run all steps, with nothing beside them.
+    def _resume(self, path: Path, checkpoint: Checkpoint) -> None:
+        state = checkpoint.state
+        fix = "; use an older one, or start anew with resume=False"
+        with damage_of(f"the checkpoint {path}", FinetuneError, fix):
+            is_without = checkpoint.best is None and state.best_step is not None
+            if self.options.restores_best and is_without:
+                what = f"no best/, the adapter of step {state.best_step}"
+                raise FinetuneError(f"{path} is damaged: it has {what}{fix}")
+            self._batches.load_state_dict(state.position)
+            self._best = checkpoint.best
+            self._step.load(state.step, checkpoint.optimizer, checkpoint.beside)
 
-        Raises:
-            FinetuneInterrupted: Ctrl-C.
-            FinetuneError: a loss is not finite, or a checkpoint cannot be saved.
-        """
-        if self._ranks.size == 1:
-            return run_to_end(self.work(on_step))
-        with noted_interrupts() as interrupts:
-            return run_to_end(self.work(on_step, interrupts))
+    def save(
+        self, store: CheckpointStore, state: TrainerState, trajectory: Mapping[str, Any]
+    ) -> Path:
+        tensors = self._step.state(), self._step.tensors_beside()
+        checkpoint = Checkpoint(state, trajectory, self._settled(), self._best, *tensors)
 
-    def work(
-        self, on_step: OnStep | None, interrupts: Sequence[Interrupt] = ()
-    ) -> Work[FinetuneResult]:
-        """Yield the units of all steps, until an interrupt.
+        def write() -> None:
+            store.save(state.step, lambda path: write_checkpoint(checkpoint, path))
 
-        Args:
-            on_step: called after each step.
-            interrupts: over ranks, the interrupts of this rank; one of any rank ends the job.
-        """
-        try:
-            with self._reports() as reports:
-                yield from self._settle()
-                reports.evaluated()
-                while not self._is_done:
-                    record = yield from self._step()
-                    reports.step(record, is_last=self._is_done)
-                    if on_step is not None:
-                        on_step(record)
-                    came = torch.tensor(float(len(interrupts)), device=self._ranks.device)
-                    if float(self._ranks.all_reduce(came)):
-                        raise KeyboardInterrupt
-                self._restore_best()
-                first_data = yield from self._compare_first_data()
-                with deferred_interrupts():
-                    return self._finish(first_data)
-        except KeyboardInterrupt as interrupt:
-            self._interrupted(interrupt)
-        finally:
-            if self._store is not None:
-                self._store.unlock()
-            self._steps.drop_gradients()
-            self._publisher.changed(self._adapter)
-            self._publisher.ended()
+        run_on_first(self.ranks, write)
+        path = store.latest()
+        assert path is not None
+        return path
 
-    @property
-    def _is_done(self) -> bool:
-        return self._state.stopped or self._state.step >= self._total
+    def is_interrupted(self, is_done: bool) -> bool:
+        if self.ranks.size == 1:
+            return bool(self._interrupts)
+        came = torch.tensor(float(len(self._interrupts)), device=self.ranks.device)
+        return bool(float(self.ranks.all_reduce(came)))
 
-    def _step(self) -> Work[StepRecord]:
-        """Run one step; an interrupt leaves all of it undone or all of it done."""
-        state = self._state
-        rate = self._options.learning_rate * self._schedule(state.step)
-        made = yield from self._steps.gradients(state.step, rate)
+    def finish(self, run: Run[FinetuneResult]) -> Work[FinetuneResult]:
+        if self._best is not None:
+            with deferred_interrupts():
+                overwrite(self._settled(), self._best)
+                self._runner.scatter()
+        state = run.state
+        first_data = yield from self._compare_first_data(state.losses)
         with deferred_interrupts():
-            self._steps.update(state.step, rate)
-            state.step += 1
-            state.losses.append(made.loss)
-            state.tokens += made.tokens
-            state.targets += made.targets
-            state.position = self._batches.state_dict()
-            self._publisher.changed(self._adapter, self._runner.settle)
-        yield from self._settle()
-        seconds = self._seconds - self._seconds_before
-        return StepRecord(
-            step=state.step,
-            total_steps=self._total,
-            epoch=made.epoch,
-            loss=made.loss,
-            eval_loss=state.eval_losses[-1][1] if state.evaluated else None,
-            learning_rate=rate,
-            gradient_norm=made.norm,
-            tokens=made.tokens,
-            tokens_per_second=(state.tokens - self._tokens_before) / max(seconds, 1e-9),
-            checkpoint=self._checkpoint,
-        )
-
-    def _restore_best(self) -> None:
-        """Make the adapter that of the best evaluation, if that is wanted."""
-        if self._best is None:
-            return
-        with deferred_interrupts():
-            overwrite(self._settled(), self._best)
-            self._runner.scatter()
-
-    def _compare_first_data(self) -> Work[tuple[float, float] | None]:
-        """Return `FinetuneResult.first_data`: batches differ, so a risen loss may be theirs."""
-        losses = self._state.losses
-        change = LossChange.of(losses)
-        if change.last <= min(change.first, losses[0]):
-            return None
-        plan = self._batches.plan(0)[: self._options.gradient_accumulation_steps]
-        after = yield from self._mean_loss(self._data, plan)
-        return losses[0], after
-
-    def _finish(self, first_data: tuple[float, float] | None) -> FinetuneResult:
-        state = self._state
-        adapter = self._settled()
-        if self._steps.beside is not None:
-            adapter = self._steps.beside.finished(adapter)
-        self._publisher.finish(adapter)
+            adapter = self._settled()
+            if self._step.beside is not None:
+                adapter = self._step.beside.finished(adapter)
+            self._publisher.finish(adapter)
         result = FinetuneResult(
-            adapter=self._name,
+            adapter=self.name,
             losses=tuple(state.losses),
             eval_losses=tuple(state.eval_losses),
             steps=state.step,
-            total_steps=self._total,
+            total_steps=self.total,
             tokens=state.tokens,
             targets=state.targets,
-            seconds=self._seconds,
+            seconds=run.seconds,
             stopped="early" if state.stopped else "completed",
             best_step=state.best_step,
             best_loss=state.best_loss,
             restored=self._best is not None,
-            resumed_from=self._resumed_from,
-            checkpoint=self._checkpoint,
+            resumed_from=run.resumed_from,
+            checkpoint=run.checkpoint,
             first_data=first_data,
         )
-        if first_data is not None and result.is_collapsed and self._ranks.rank == 0:
+        if first_data is not None and result.is_collapsed and self.ranks.rank == 0:
             _LOG.warning(
                 "%s has collapsed: the loss of the first step's data was %.4f before, and is %.4f; "
                 "lower learning_rate=%g, or warm up longer",
-                *(self._name, *first_data, self._options.learning_rate),
+                *(self.name, *first_data, self.options.learning_rate),
             )
         return result
+
+    def _compare_first_data(self, losses: Sequence[float]) -> Work[tuple[float, float] | None]:
+        """Return `FinetuneResult.first_data`: batches differ, so a risen loss may be theirs."""
+        change = LossChange.of(losses)
+        if change.last <= min(change.first, losses[0]):
+            return None
+        plan = self._batches.plan(0)[: self.options.gradient_accumulation_steps]
+        after = yield from self._mean_loss(self._data, plan)
+        return losses[0], after
 
     def _settled(self) -> Adapter:
         """Return the adapter as it is now, with whole tensors."""
         self._publisher.settle()
         return self._adapter
 
-    @property
-    def _seconds(self) -> float:
-        return self._seconds_before + time.monotonic() - self._started
+    def end(self) -> None:
+        self._step.drop_gradients()
+        self._publisher.changed(self._adapter)
+        self._publisher.ended()
 
-    def _reports(self) -> Reports:
-        """Return what says how the job goes on: a bar, the log, its record."""
-        options, total, record = self._options, self._total, None
-        if options.record is not None:
-            checksum = self._trajectory["data_checksum"]
-            counts = {"examples": len(self._data), "total_steps": total}
-            facts = {**counts, "data_checksum": checksum}
-            config = job_config(options, self._model, self._adapter.recipe, facts)
-            record = JobRecord(options, config, str(self._model.device))
-        return Reports(options, total, self._state, record, self._ranks.rank == 0)
+    # ------------------------------------------------------------------------------- a step
 
-    # ------------------------------------------------------------------------------- between steps
+    def position(self) -> dict[str, Any]:
+        return self._batches.state_dict()
 
-    def _settle(self) -> Work[None]:
-        """Evaluate and save if it is time after the last step; not twice when resumed there."""
-        options, state = self._options, self._state
-        is_due = self._is_due(options.eval_every) if state.step else options.eval_at_start
-        if self._eval is not None and is_due and not state.evaluated:
-            yield from self._evaluate(self._eval)
-        if state.step and self._is_due(options.save_every):
-            self._save()
+    def gradients(self, step: int, rate: float) -> Work[None]:
+        """Compute the gradients of the next batches, clipped.
 
-    def _is_due(self, every: int | None) -> bool:
-        """Return True for the last step, each `every`-th one, and the end of each epoch if None."""
-        if every is None or self._is_done:
-            return self._is_done or self._state.position["index"] == 0
-        return self._state.step % every == 0
+        Raises:
+            FinetuneError: the loss or the norm is not finite; the adapter is as before.
+            UnsupportedError: a weight of the recipe gets no gradient.
+        """
+        options, mesh, device = self.options, self._model.mesh, self._runner.device
+        self._step.drop_gradients()
+        epoch, first = self._batches.epoch, self._batches.index
+        # Fewer at the end of an epoch.
+        group = [*islice(self._batches, options.gradient_accumulation_steps)]
+        examples = [example for batch in group for example in batch]
+        targets = self._runner.count_targets(examples)
+        while True:
+            try:
+                losses = yield from self._step.gradients(group, targets, options.seed, step)
+                break
+            except StepBeginsAgain:
+                self._step.drop_gradients()
+                yield Release()
+        norm_here = self._step.clip()
+        summed = mesh.data.all_reduce(torch.stack(losses).to(device))
+        numbers = torch.stack([x.to(device).double() for x in (*summed, norm_here)])
+        # The first rank's numbers decide how the job goes on.
+        reading = Reading(broadcast_from_first(mesh.model, numbers))
+        yield reading
+        *each, norm = reading.read()
+        for index, (loss, batch) in enumerate(zip(each, group, strict=True)):
+            if not math.isfinite(loss):
+                places = self._places(epoch, first + index)
+                self._refuse(f"the loss is {loss:g}", batch, places, step, rate)
+        if not math.isfinite(norm):
+            places = [p for i in range(len(group)) for p in self._places(epoch, first + i)]
+            self._refuse(f"the norm of the gradients is {norm:g}", examples, places, step, rate)
+        tokens = sum(len(example.ids) for example in examples)
+        self._numbers = StepNumbers(epoch, sum(each) / targets, norm, tokens, targets)
 
-    def _evaluate(self, data: Dataset) -> Work[None]:
-        plan = Batches(data.examples, **self._options.batch_bounds, shuffle=False).plan(0)
-        state, mean = self._state, (yield from self._mean_loss(data, plan))
-        if not math.isfinite(mean):
-            raise FinetuneError(
-                f"the evaluation loss after step {state.step} is {mean:g}; lower learning_rate="
-                f"{self._options.learning_rate:g}, or look at the evaluation data"
+    def update(self, step: int, rate: float) -> StepNumbers:
+        self._step.update(step, rate)
+        self._publisher.changed(self._adapter, self._runner.settle)
+        return self._numbers
+
+    def _places(self, epoch: int, index: int) -> list[str]:
+        """Return the places of the examples of a batch."""
+        places = places_of(self._data)
+        return [places[example] for example in self._batches.plan(epoch)[index]]
+
+    def _refuse(
+        self, what: str, examples: Sequence[Example], places: Sequence[str], step: int, rate: float
+    ) -> NoReturn:
+        """Raise a FinetuneError that names the examples at fault."""
+        culprits = [
+            place
+            for example, place in zip(examples, places, strict=True)
+            if not math.isfinite(self._runner.evaluate([example])[0])
+        ]
+        if 0 < len(culprits) < len(places):
+            where = f"it comes from {_listed(culprits)}, in a batch of {len(places)}"
+            fix = "look at that data, or leave it out"
+        else:
+            where = f"the batch was {_listed(places)}"
+            fix = (
+                f"lower learning_rate={self.options.learning_rate:g}, warm up longer, or lower "
+                f"max_grad_norm={self.options.max_grad_norm}"
             )
-        with deferred_interrupts():
-            state.eval_losses.append((state.step, mean))
-            best = math.inf if state.best_loss is None else state.best_loss
-            if mean < best - self._options.min_delta:
-                state.best_step, state.best_loss, state.stale = state.step, mean, 0
-                if self._options.restores_best:
-                    self._best = owned(self._settled())
-            else:
-                state.stale += 1
-            patience = self._options.patience
-            state.stopped = patience is not None and state.stale >= patience
+        raise FinetuneError(
+            f"{what} in step {step + 1} at a learning rate of {rate:.3g}; {where}. The adapter is "
+            f"as after step {step}; {fix}"
+        )
+
+    # ------------------------------------------------------------------------------- evaluation
+
+    def evaluate(self, step: int) -> Work[Numbers]:
+        assert self._eval is not None
+        bounds = self.options.batch_bounds
+        plan = Batches(self._eval.examples, **bounds, shuffle=False).plan(0)
+        return {"loss": (yield from self._mean_loss(self._eval, plan))}
+
+    def keep_best(self) -> None:
+        self._best = owned(self._settled())
 
     def _mean_loss(self, data: Dataset, plan: Sequence[Sequence[int]]) -> Work[float]:
         """Return the mean loss of the target tokens of some batches, without dropout."""
         replicas, sums = self._model.mesh.dp, torch.zeros(2, dtype=torch.float64)
         sums = sums.to(self._runner.device)
         for indexes in plan[replicas.rank :: replicas.size]:
-            done = yield from evaluation_pass(self._runner, [data.examples[i] for i in indexes])
-            sums += torch.stack([done.loss_sum.to(sums), torch.full_like(sums[0], done.targets)])
+            examples = [data.examples[i] for i in indexes]
+            passed = yield from evaluation_pass(self._runner, examples)
+            sums += torch.stack([passed.loss_sum.to(sums), sums.new_tensor(passed.targets)])
         if replicas.rank >= len(plan) % replicas.size > 0:
             self._runner.pass_by(trains=False)
         reading = Reading(self._model.mesh.data.all_reduce(sums))
         yield reading
         loss, count = reading.read()
-        return float(broadcast_from_first(self._ranks, sums.new_tensor(loss / count)))
+        return float(broadcast_from_first(self.ranks, sums.new_tensor(loss / count)))
 
-    def _save(self) -> None:
-        """Write a checkpoint, unless this state has one."""
-        state = self._state
-        mark = (state.step, len(state.eval_losses))
-        if self._store is None or self._saved == mark:
-            return
-        with deferred_interrupts():
-            state.seconds = self._seconds
-            optimizer = self._steps.state()
-            beside = self._steps.beside
-            tensors = {} if beside is None else beside.tensors
-            adapter = self._settled()
-            made = Checkpoint(state, self._trajectory, adapter, self._best, optimizer, tensors)
-            store = self._store
-            run_on_first(self._ranks, lambda: store.save(made))
-            self._checkpoint = store.latest()
-            self._saved = mark
+    # ------------------------------------------------------------------------------- the record
 
-    # ------------------------------------------------------------------------------- resuming
+    def config(self) -> Mapping[str, Any]:
+        """Return the configuration of the job, with its automatic options resolved."""
+        options, program = self.options, self._model.program
+        optimizer = options.make_optimizer()
+        names = [field.name for field in dataclasses.fields(FinetuneOptions)]
+        return {
+            "adapter": options.adapter,
+            "model": program.name,
+            "dtype": program.dtype,
+            "device": str(self._model.device),
+            "ranks": self.ranks.size,
+            "data": _source(options.data),
+            "eval_data": None if options.eval_data is None else _source(options.eval_data),
+            "examples": len(self._data),
+            "total_steps": self.total,
+            "data_checksum": self.trajectory["data_checksum"],
+            **{name: getattr(options, name) for name in names if name not in _LEFT_OUT},
+            **options.batch_bounds,
+            **optimizer.options,
+            "optimizer": optimizer.name,
+            "peft": recipe_fields(self._adapter.recipe),
+        }
 
-    def _make_trajectory(self) -> dict[str, object]:
-        """Return all that the resulting weights depend on; it is compared when a job is resumed."""
-        options, model = self._options, self._model
-        position = self._batches.state_dict()
-        trajectory = options.trajectory(self._total)
-        for key in ("batch_size", "max_tokens", "seed", "shuffle", "examples"):
-            trajectory[key] = position[key]
-        trajectory["data_checksum"] = position["fingerprint"]
-        if self._eval is not None and (options.patience or options.restores_best):
-            evaluation = Batches(self._eval.examples, batch_size=1)
-            trajectory["eval_data_checksum"] = evaluation.state_dict()["fingerprint"]
-        trajectory["base_dtype"] = model.program.dtype
-        trajectory["base_weights_checksum"] = base_digest(model.weight_store)
-        return trajectory
 
-    def _resume(self, checkpoint: Checkpoint) -> None:
-        self._state = state = checkpoint.state
-        if self._options.restores_best and state.best_step is not None and checkpoint.best is None:
-            raise FinetuneError(
-                f"{self._checkpoint} is damaged: it has no best/, the adapter of step "
-                f"{state.best_step}; use an older one, or start anew with resume=False"
-            )
-        self._batches.load_state_dict(state.position)
-        self._best = checkpoint.best
-        if state.step:
-            self._steps.load_state(checkpoint.optimizer)
-        if self._steps.beside is not None:
-            self._steps.beside.load(checkpoint.beside)
-        self._resumed_from = state.step
-        self._saved = (state.step, len(state.eval_losses))
+def _source(data: object) -> object:
+    """Return the names of files, or the kind of data in memory."""
+    if isinstance(data, str | Path):
+        return str(data)
+    if isinstance(data, list | tuple) and data and all(isinstance(path, Path) for path in data):
+        return [str(path) for path in data]
+    return type(data).__name__
 
-    def _interrupted(self, interrupt: KeyboardInterrupt) -> NoReturn:
-        step = self._state.step
-        self._save()
-        left = "the adapter is as after that step. Give checkpoint_dir to be able to resume"
-        if self._store is not None:
-            left = f"run the same call again to go on from {self._checkpoint}"
-        raise FinetuneInterrupted(
-            f"finetuning {self._name!r} was interrupted after step {step} of {self._total}; {left}",
-            step,
-            self._checkpoint,
-        ) from interrupt
+
+def _listed(places: Sequence[str], most: int = 8) -> str:
+    more = f" and {len(places) - most} more" if len(places) > most else ""
+    return ", ".join(places[:most]) + more

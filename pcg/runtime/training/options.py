@@ -35,6 +35,9 @@ from pcg.units import is_finite
 # ------------------------------------------------------------------------------------------- result
 
 
+Numbers = Mapping[str, float]
+
+
 @dataclass(frozen=True)
 class StepRecord:
     """One step, the argument of `on_step`.
@@ -50,6 +53,8 @@ class StepRecord:
         tokens: tokens that went through the model.
         tokens_per_second: mean since the job started or was resumed.
         checkpoint: the last checkpoint; None without one.
+        metrics: other numbers of the step, before its update.
+        evaluation: `loss` and other numbers of the evaluation data, if it was evaluated.
     """
 
     step: int
@@ -62,6 +67,8 @@ class StepRecord:
     tokens: int
     tokens_per_second: float
     checkpoint: Path | None = None
+    metrics: Numbers = field(default_factory=dict)
+    evaluation: Numbers | None = None
 
 
 OnStep = Callable[[StepRecord], None]
@@ -401,9 +408,16 @@ class CheckpointOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
-class FinetuneOptions(
-    CheckpointOptions, EvaluationOptions, DataOptions, OptimizerOptions, LengthOptions
-):
+class RunOptions(CheckpointOptions, EvaluationOptions):
+    """Options of every run: its evaluations, checkpoints and reports."""
+
+    @property
+    def restores_best(self) -> bool:
+        return self.patience is not None if self.restore_best is None else self.restore_best
+
+
+@dataclass(frozen=True, kw_only=True)
+class FinetuneOptions(RunOptions, DataOptions, OptimizerOptions, LengthOptions):
     """Options of a finetuning job, checked before anything is read or computed.
 
     Raises:
@@ -474,10 +488,6 @@ class FinetuneOptions(
     def evaluates(self) -> bool:
         """True if there is data to evaluate on."""
         return self.eval_data is not None
-
-    @property
-    def restores_best(self) -> bool:
-        return self.patience is not None if self.restore_best is None else self.restore_best
 
     def trajectory(self, total_steps: int) -> dict[str, Any]:
         """The options that decide which weights come out, as plain JSON values.

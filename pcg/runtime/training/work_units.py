@@ -270,24 +270,24 @@ def deferred_interrupts() -> Iterator[None]:
     if not callable(before):
         yield
         return
-    with noted_interrupts() as came:
+    came: list[Interrupt] = []
+    with noted_interrupts(came):
         yield
     if came:
         before(*came[0])
 
 
 @contextmanager
-def noted_interrupts() -> Iterator[list[Interrupt]]:
-    """Append SIGINT within the block to the list, and do nothing else.
+def noted_interrupts(came: list[Interrupt]) -> Iterator[None]:
+    """Append SIGINT within the block to a list, and do nothing else.
 
     Python calls handlers in the main thread alone, so in other threads there is nothing to note.
     """
-    came: list[Interrupt] = []
     if threading.current_thread() is not threading.main_thread():
-        yield came
+        yield
         return
     before = signal.signal(signal.SIGINT, lambda number, frame: came.append((number, frame)))
     try:
-        yield came
+        yield
     finally:
         signal.signal(signal.SIGINT, before)

@@ -24,8 +24,8 @@ from pcg.runtime.training.options import FinetuneResult, StepRecord
 from pcg.serve.engine.news import DPO, REINFORCEMENT, JobEnd, JobOrder, JobStep, Tell, start_of
 from pcg.serve.engine.reinforcement import ReinforcementRun
 from pcg.serve.engine.split_base import ServedBase
-from pcg.train.preference.job import PreferenceJob, step_numbers
-from pcg.train.preference.records import PreferenceResult, PreferenceStep
+from pcg.train.preference.dpo import PreferenceJob, step_numbers
+from pcg.train.preference.run import PreferenceResult
 
 Reply = TypeVar("Reply")
 
@@ -221,23 +221,18 @@ def _arguments(order: JobOrder, on_step: Callable[[Any], None]) -> dict[str, Any
     }
 
 
-def _step_of(record: StepRecord | PreferenceStep) -> JobStep:
-    if isinstance(record, StepRecord):
-        eval_loss, more = record.eval_loss, {}
-    else:
-        eval_loss = None if record.evaluation is None else record.evaluation["loss"]
-        more = step_numbers(record)
+def _step_of(record: StepRecord) -> JobStep:
     return JobStep(
         record.step,
         record.total_steps,
         record.loss,
-        eval_loss,
+        record.eval_loss,
         record.learning_rate,
         record.gradient_norm,
         record.tokens,
         record.tokens_per_second,
         None if record.checkpoint is None else record.checkpoint.name,
-        more,
+        step_numbers(record),
     )
 
 

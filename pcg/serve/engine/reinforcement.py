@@ -52,6 +52,7 @@ from pcg.runtime.executor import Executor
 from pcg.runtime.requests.request import Completion
 from pcg.runtime.requests.stream import Stream
 from pcg.runtime.training.checkpoints import STATE, TRAINER, check_checkpoint, last_good
+from pcg.runtime.training.work_units import run_to_end
 from pcg.serve.engine.news import (
     TRAIN_REWARD,
     VALID_REWARD,
@@ -62,11 +63,9 @@ from pcg.serve.engine.news import (
     Tell,
     start_of,
 )
-from pcg.train.grpo.loop import GrpoLoop, Task
+from pcg.train.grpo.loop import Sample, Task, grpo_run
 from pcg.train.grpo.options import GrpoOptions
-from pcg.train.grpo.prompts import Prompt
-from pcg.train.grpo.result import Sample
-from pcg.train.grpo.rewards import Rewards
+from pcg.train.grpo.rollouts import Prompt, Rewards
 
 # ----------------------------------------------------------------------------- reinforcement record
 
@@ -324,7 +323,8 @@ class ReinforcementRun:
             config = {"adapter": order.adapter, "peft": order.peft, **asked}
             with opened(asked["record"], config, order.adapter, list(self._told)) as self._record:
                 try:
-                    return GrpoLoop(running, trainer, task, options).run().snapshot.adapter
+                    run = grpo_run(running, trainer, task, options)
+                    return run_to_end(run.work()).snapshot.adapter
                 except PcgError:
                     if self._rollouts.has_ended:
                         end_cancelled(self._record)

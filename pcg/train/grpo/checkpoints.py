@@ -1,29 +1,19 @@
-"""Checkpoints of runs of GRPO: the trainer's state behind whole generations, and its numbers.
-
-Prompts, seeds and the schedule follow from the number of updates, so a run that goes on from a
-checkpoint has those that it would have had. Completions in flight are not saved: with a staleness
-they are sampled again, by later weights.
-"""
+"""Checkpoints of runs of GRPO: their options, and what has to be equal where a run is resumed."""
 
 from __future__ import annotations
 
 import dataclasses
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 from pcg.errors import FinetuneError
-from pcg.files import damage_of, read_json
-from pcg.runtime.engine.trainers.async_trainer import AsyncTrainer
 from pcg.runtime.executor import Executor
 from pcg.runtime.model.weight_digests import base_digest
-from pcg.runtime.training.checkpoints import STATE
-from pcg.train.grpo.loop import total_updates
 from pcg.train.grpo.options import GrpoOptions
-from pcg.train.grpo.prompts import Prompt
-from pcg.train.run_states import RunStates
+from pcg.train.grpo.rollouts import Prompt
 from pcg.units import shown
 
 
@@ -59,81 +49,17 @@ class ResumableOptions(GrpoOptions):
             raise FinetuneError("resume=True needs checkpoint_dir, where the checkpoints are")
 
 
-class GrpoCheckpoints:
-    """The checkpoints of one run.
-
-    Attributes:
-        step: updates of the checkpoint that the run goes on from; 0 without one.
-        history: the numbers of these updates.
-        latest: the latest checkpoint; None without one.
-    """
-
-    def __init__(
-        self, executor: Executor, prompts: Sequence[Prompt], options: ResumableOptions
-    ) -> None:
-        """Look for the checkpoint to go on from.
-
-        Raises:
-            FinetuneError: there is none, and one is demanded; it is damaged, or of another run; or
-                the directory cannot be written.
-        """
-        self._options = options
-        self._total = total_updates(len(prompts), options)
-        self._trajectory = _trajectory(executor, prompts, options)
-        assert options.checkpoint_dir is not None
-        self._states = RunStates(options.checkpoint_dir, options.keep_last, "GRPO")
-        self.latest = self._states.resumable(options.resume, self._trajectory, self._total)
-        self.step = 0
-        self.history: list[dict[str, float]] = []
-        if self.latest is not None:
-            self._read(self.latest)
-
-    def _read(self, path: Path) -> None:
-        fix = "; use an older one, or start anew with resume=False"
-        with damage_of(f"the checkpoint {path}", FinetuneError, fix):
-            notes = read_json(path / STATE, FinetuneError)["state"]["position"]
-            self.step = int(notes["step"])
-            self.history = [dict(one) for one in notes["history"]]
-            if len(self.history) != self.step:
-                raise ValueError("it has not the numbers of each update")
-
-    def begin(self, trainer: AsyncTrainer) -> None:
-        """Keep other runs from saving there, and load the checkpoint, if there is one."""
-        self._states.lock()
-        if self.latest is not None:
-            trainer.load_state(self.latest).wait()
-
-    def end(self) -> None:
-        """Let other runs save there."""
-        self._states.unlock()
-
-    def stepped(self, trainer: AsyncTrainer, step: int, numbers: Mapping[str, float]) -> None:
-        """Note an update, and save behind it if it is time."""
-        self.history.append(dict(numbers))
-        options = self._options
-        whole = options.updates_per_generation
-        every = -(-options.save_every // whole) * whole
-        if step % every and step != self._total:
-            return
-        notes = {"trajectory": self._trajectory, "step": step, "history": self.history}
-
-        def write(path: Path, **given: Any) -> None:
-            trainer.save_state(path, **given).wait()
-
-        self.latest = self._states.save(write, step, notes)
-
-
-def _trajectory(
+def grpo_trajectory(
     executor: Executor, prompts: Sequence[Prompt], options: ResumableOptions
 ) -> dict[str, Any]:
-    """Return what the resulting weights depend on, reward functions left out."""
+    """Return what the resulting weights depend on, as JSON values, reward functions left out."""
     own = {field.name for field in dataclasses.fields(GrpoOptions)}
-    given = {name: value for name, value in dataclasses.asdict(options).items() if name in own}
-    given["stop"] = list(options.stop)
-    ids = repr([one.ids for one in prompts]).encode()
+    values = {name: value for name, value in dataclasses.asdict(options).items() if name in own}
+    values["stop"] = list(options.stop)
+    ids = repr([prompt.ids for prompt in prompts]).encode()
     state = executor.state
     return {
-        **given,
+        **values,
         "prompts": len(prompts),
         "prompts_checksum": hashlib.sha256(ids).hexdigest(),
         "base_dtype": state.program.dtype,

@@ -1,22 +1,12 @@
-"""The loop of GRPO: generations are sampled and scored, and the adapter is updated by them.
+"""The loop of GRPO, an objective of `pcg.runtime.training.run`: sample, score, update.
 
 With U updates by each generation and a staleness of s, generation g is submitted once g U - s
 updates are done, with the weights as they are then. So with s = 0 it waits for all updates before
 its own; from s = 1 on, its completions are sampled in the steps that train on those before it.
 
-Numbers of an update, by TRL's names.
-
-Advantages: how much better a completion's reward is than those of its group.
-
-With the rewards R [completions, functions] and their weights w, r = Σ_f w_f R_f of each completion,
-the mean μ over its group and the deviation σ (Bessel's) over the group or the batch:
-
-    sum_then_normalize   A = (r - μ) / (σ + 1e-4), or r - μ without scaling
-    normalize_then_sum   z_f = (R_f - μ_f) / (σ_f + 1e-4) in each group, r = Σ_f w_f z_f,
-                         A = (r - mean of the batch) / (deviation of the batch + 1e-4)
-
-NaN is no reward: the function did not score the completion. One that no function scored has the
-advantage 0 and is in no mean. Source: TRL 1.16, GRPOTrainer; its tests are against that formula.
+Prompts, seeds and the schedule follow from the number of updates, so a run that goes on from a
+checkpoint has those that it would have had. Completions in flight are not saved: with a staleness
+they are sampled again, by later weights. So a checkpoint stands behind a whole generation.
 """
 
 from __future__ import annotations
@@ -24,184 +14,106 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import logging
-import math
 import random
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
-import torch
 from torch import Tensor
 
 from pcg.peft.adapter import Adapter
 from pcg.runtime.engine.async_engine import AsyncEngine
 from pcg.runtime.engine.trainers.async_trainer import AsyncTrainer
-from pcg.runtime.training.options import make_schedule
+from pcg.runtime.training.checkpoints import TrainerState
+from pcg.runtime.training.options import Numbers, RunOptions, StepRecord, make_schedule
+from pcg.runtime.training.run import Find, Run, StepNumbers
 from pcg.runtime.training.trainer.datum import Snapshot
-from pcg.train.grpo.objective import Objective
-from pcg.train.grpo.options import GrpoOptions, ObjectiveOptions
-from pcg.train.grpo.prompts import Prompt, in_order
-from pcg.train.grpo.result import GrpoResult, Sample
-from pcg.train.grpo.rewards import Rewards, Scored
+from pcg.runtime.training.trainer.trainer import Trainer, TrainerObjective
+from pcg.runtime.training.work_units import Work
+from pcg.train.grpo.objective import (
+    UpdateLoss,
+    advantages_of,
+    finite,
+    length_numbers,
+    reward_numbers,
+    update_numbers,
+)
+from pcg.train.grpo.options import GrpoOptions
 from pcg.train.grpo.rollouts import (
     Generation,
+    Prompt,
+    Rewards,
     Rollout,
+    Scored,
     columns_of,
     generate,
+    in_order,
     tokens_of,
     with_reference,
 )
 
-# --------------------------------------------------------------------------------------- advantages
-
-
-_EPSILON = 1e-4
-
-
-@dataclass(frozen=True)
-class Advantages:
-    """Advantages of completions, and what was seen on the way.
-
-    Attributes:
-        values: the advantage of each completion, [completions], fp64.
-        rewards: the weighted sum of each, NaN where nothing scored it.
-        is_flat: True for completions whose deviation is 0, so that they teach nothing.
-    """
-
-    values: Tensor
-    rewards: Tensor
-    is_flat: Tensor
-
-
-def advantages_of(
-    rewards: Tensor, weights: Tensor, group: int, options: ObjectiveOptions
-) -> Advantages:
-    """Compute the advantages of completions.
-
-    Args:
-        rewards: [completions, functions], fp64; those of a group one after the other.
-        weights: [functions].
-        group: completions of a group.
-    """
-    unscored = rewards.isnan().all(dim=1)
-    total = (rewards * weights).nansum(dim=1)
-    total[unscored] = torch.nan
-    if options.multi_objective_aggregation == "normalize_then_sum":
-        grouped = rewards.view(-1, group, rewards.shape[1])
-        centred = grouped - grouped.nanmean(dim=1, keepdim=True)
-        scaled = (centred / (deviation(grouped, 1) + _EPSILON)).view_as(rewards)
-        summed = (scaled * weights).nansum(dim=1)
-        summed[unscored] = torch.nan
-        spread = deviation(summed, 0).expand_as(summed)
-        values = (summed - summed.nanmean()) / (spread + _EPSILON)
-    else:
-        grouped = total.view(-1, group)
-        centred = grouped - grouped.nanmean(dim=1, keepdim=True)
-        spread = deviation(grouped, 1).expand_as(grouped)
-        if options.scale_rewards == "batch":
-            spread = deviation(total, 0).expand_as(grouped)
-        scales = options.scale_rewards != "none"
-        values = (centred / (spread + _EPSILON) if scales else centred).flatten()
-        spread = spread.flatten()
-    return Advantages(values.nan_to_num(nan=0.0), total, spread.abs() <= 1e-8)
-
-
-def deviation(x: Tensor, dim: int) -> Tensor:
-    """Return the deviation along a dimension, which is kept, with Bessel's correction.
-
-    Without NaN; NaN of fewer than two numbers.
-    """
-    count = (~x.isnan()).sum(dim=dim, keepdim=True)
-    squares = (x - x.nanmean(dim=dim, keepdim=True)).square().nansum(dim=dim, keepdim=True)
-    return (squares / (count - 1)).where(count > 1, torch.nan).sqrt()
-
-
-# --------------------------------------------------------------------------------------------- loop
-
-
-# ------------------------------------------------------------------------------------------ numbers
-
-
-Numbers = dict[str, float]
-
-
-def reward_numbers(rewards: Tensor, names: Sequence[str], found: Advantages) -> Numbers:
-    """Return means and deviations of the rewards of a generation, [completions, functions]."""
-    numbers: Numbers = {}
-    for name, column in zip(names, rewards.T, strict=True):
-        numbers[f"rewards/{name}/mean"] = float(column.nanmean())
-        numbers[f"rewards/{name}/std"] = float(deviation(column, 0))
-    numbers["reward"] = float(found.rewards.nanmean())
-    numbers["reward_std"] = float(deviation(found.rewards, 0))
-    numbers["frac_reward_zero_std"] = float(found.is_flat.double().mean())
-    return numbers
-
-
-def length_numbers(rollouts: Sequence[Rollout]) -> Numbers:
-    """Return lengths of the completions of a generation, in tokens, and the entropy.
-
-    The entropy is estimated: the mean of -log p over the tokens that were sampled.
-    """
-    lengths = [len(one.tokens) for one in rollouts]
-    ended = [len(one.tokens) for one in rollouts if one.has_ended]
-    logprobs = [x for one in rollouts for x in one.logprobs]
-    return {
-        "completions/mean_length": sum(lengths) / len(lengths),
-        "completions/min_length": min(lengths),
-        "completions/max_length": max(lengths),
-        "completions/clipped_ratio": 1.0 - len(ended) / len(lengths),
-        "completions/mean_terminated_length": sum(ended) / len(ended) if ended else 0.0,
-        "entropy": -sum(logprobs) / len(logprobs),
-    }
-
-
-def update_numbers(objective: Objective, found: Sequence[Tensor], options: GrpoOptions) -> Numbers:
-    """Return clip ratios and the KL divergence of an update, and how far ratios were from 1.
-
-    Args:
-        found: the log-probabilities of data before the update.
-    """
-    logprobs = objective.of_completions(found)
-    terms = objective.terms(logprobs)
-    tokens = sum(len(one.tokens) for one in objective.rollouts if one.counts)
-    low = (terms.ratios < options.low) & (objective.advantages < 0)
-    high = (terms.ratios > options.high) & (objective.advantages > 0)
-
-    def mean(x: Tensor) -> float:
-        return float(x.double().sum()) / max(tokens, 1)
-
-    if options.loss_type == "cispo":
-        numbers = {"cispo_clip_ratio": mean(high)}
-    else:
-        numbers = {
-            "clip_ratio/low_mean": mean(low),
-            "clip_ratio/high_mean": mean(high),
-            "clip_ratio/region_mean": mean(low | high),
-        }
-    if terms.divergences is not None:
-        numbers["kl"] = mean(terms.divergences)
-    sampled = torch.tensor([x for one in objective.trained for x in one.logprobs])
-    gaps = (logprobs - sampled.double()).abs()
-    numbers["sampling/sampling_logp_difference/mean"] = float(gaps.mean())
-    numbers["sampling/sampling_logp_difference/max"] = float(gaps.max())
-    return numbers
-
-
-def finite(numbers: Mapping[str, float]) -> Numbers:
-    """Return the numbers without those that are undefined, as the deviation of one reward."""
-    return {name: float(x) for name, x in numbers.items() if math.isfinite(x)}
-
-
-# --------------------------------------------------------------------------------------------- loop
-
-
 _LOG = logging.getLogger("pcg.finetuning")
-OnStep = Callable[[int, Mapping[str, float], Sequence[Sample]], object]
 _SHOWN_SAMPLES = 8
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclass(frozen=True)
+class Sample:
+    """A completion and how it was scored.
+
+    Attributes:
+        step: the update, from 1, that first read it.
+        prompt: the prompt as the data has it.
+        completion: its text.
+        rewards: the reward of each function by name; None where it did not score.
+        advantage: its advantage.
+    """
+
+    step: int
+    prompt: Any
+    completion: str
+    rewards: Mapping[str, float | None]
+    advantage: float
+
+    @property
+    def row(self) -> dict[str, object]:
+        """A row of a record's table; the reward of a single function is the reward."""
+        values = list(self.rewards.values())
+        rewards = dict(self.rewards) if len(values) > 1 else {"reward": values[0]}
+        return {
+            "prompt": self.prompt,
+            "completion": self.completion,
+            **rewards,
+            "advantage": self.advantage,
+        }
+
+
+OnStep = Callable[[int, Mapping[str, float], Sequence[Sample]], object]
+
+
+@dataclass(frozen=True)
+class GrpoResult:
+    """A run that has ended.
+
+    Attributes:
+        adapter: the adapter's name.
+        steps: updates.
+        history: the numbers of each update, by TRL's names (docs/grpo.md).
+        samples: completions of the last generation, a few.
+        snapshot: the version that is served.
+        seconds: its time.
+    """
+
+    adapter: str
+    steps: int
+    history: Sequence[Mapping[str, float]] = field(repr=False)
+    samples: Sequence[Sample] = field(repr=False)
+    snapshot: Snapshot
+    seconds: float
+
+
+@dataclass(frozen=True)
 class Task:
     """The things that a run learns from.
 
@@ -212,8 +124,7 @@ class Task:
         on_step: called after each update with its number from 1, its numbers, and samples of a
             generation where it is the first update by it; None for nothing.
         updates: updates that the adapter has had already, by whole generations; the run goes on
-            as one from the beginning would have.
-        tokens: tokens of these updates.
+            as a run from the beginning would have.
     """
 
     prompts: Sequence[Prompt]
@@ -221,62 +132,119 @@ class Task:
     reference: Adapter | None
     on_step: OnStep | None
     updates: int = 0
-    tokens: int = 0
 
 
-class GrpoLoop:
-    """A run of GRPO over an engine on a thread."""
+def grpo_run(
+    running: AsyncEngine,
+    trainer: AsyncTrainer,
+    task: Task,
+    options: GrpoOptions,
+    run_options: RunOptions | None = None,
+    trajectory: Mapping[str, Any] | None = None,
+    config: Mapping[str, Any] | None = None,
+) -> Run[GrpoResult]:
+    """Make a run of GRPO over an engine on a thread.
+
+    Args:
+        trainer: the trainer of the adapter, which the caller closes.
+        run_options: checkpoints and the record; None without them.
+        trajectory: everything that the resulting weights depend on, for checkpoints.
+        config: the configuration, for the record.
+    """
+    objective = GrpoObjective(running, trainer, task, options)
+    schedule = make_schedule(
+        options.lr_scheduler_type,
+        total_steps=objective.total,
+        warmup_steps=options.warmup_steps or None,
+    )
+
+    def on_step(record: StepRecord) -> None:
+        if task.on_step is not None:
+            task.on_step(record.step, record.metrics, objective.new_samples)
+
+    return Run(
+        objective,
+        RunOptions(progress=False) if run_options is None else run_options,
+        total=objective.total,
+        rate=lambda step: options.learning_rate * schedule(step),
+        trajectory={} if trajectory is None else trajectory,
+        config=lambda: {} if config is None else config,
+        on_step=on_step,
+        begun=TrainerState(step=task.updates),
+    )
+
+
+class GrpoObjective(TrainerObjective[GrpoResult]):
+    """Reinforcement by GRPO: generations are sampled and scored, and update the adapter.
+
+    Attributes:
+        total: the number of updates.
+        new_samples: samples of a generation, behind the first update by it.
+    """
+
+    kind = "grpo"
+    saves_interrupted = False
 
     def __init__(
         self, running: AsyncEngine, trainer: AsyncTrainer, task: Task, options: GrpoOptions
     ) -> None:
+        super().__init__(trainer.name)
+        self.doing = f"training {self.name!r} by GRPO"
         self._running, self._trainer = running, trainer
+        self.trainer = Trainer(self.name, lambda command: trainer.run(command).wait(), _nothing)
         self._task, self._options = task, options
         self._order: Iterator[Prompt] = in_order(
             task.prompts, shuffle=options.shuffle, seed=options.seed
         )
         self.total = total_updates(len(task.prompts), options)
-        self._rate = make_schedule(
-            options.lr_scheduler_type,
-            total_steps=self.total,
-            warmup_steps=options.warmup_steps or None,
-        )
-        self._updates = task.updates
-        self._submitted = task.updates // options.updates_per_generation
+        self._updates = self._submitted = self._tokens = 0
+        self._waiting: deque[Generation] = deque()
+        self._parts: deque[list[Rollout]] = deque()
+        self._generation_tokens = 0
+        self._generation_numbers: Numbers = {}
+        self._snapshot: Snapshot | None = None
+        self._samples: list[Sample] = []
+        self.new_samples: Sequence[Sample] = ()
+
+    def start(self, find: Find) -> None:
+        options, found = self._options, find()
+        self.load(found)
+        state = TrainerState(step=self._task.updates) if found is None else found[1].state
+        self._updates, self._tokens = state.step, state.tokens
+        self._submitted = self._updates // options.updates_per_generation
         passed = self._submitted * options.prompts_per_generation
         next(itertools.islice(self._order, passed, passed), None)
-        self._tokens = task.tokens
-        self._waiting: deque[Generation] = deque()
-        self._snapshot: Snapshot | None = None
-        self._history: list[Numbers] = []
-        self._samples: list[Sample] = []
+        recipe = self._published().adapter.recipe
+        if recipe.dropout:
+            _LOG.warning(
+                "%s: %s=%g is not applied, as updates compare log-probabilities with those of "
+                "sampling, which drops nothing",
+                *(self.name, recipe.dropout_field, recipe.dropout),
+            )
 
-    def run(self) -> GrpoResult:
-        """Run to the end; what fails or is interrupted leaves nothing running."""
-        began = time.monotonic()
-        try:
-            recipe = self._published().adapter.recipe
-            if recipe.dropout:
-                _LOG.warning(
-                    "%s: %s=%g is not applied, as updates compare log-probabilities with those of "
-                    "sampling, which drops nothing",
-                    *(self._trainer.name, recipe.dropout_field, recipe.dropout),
-                )
-            while self._updates < self.total:
-                self._submit()
-                self._train(self._waiting.popleft())
-            snapshot = self._published()
-        finally:
-            for one in self._waiting:
-                one.cancel()
+    def position(self) -> dict[str, Any]:
+        return {}
+
+    def finish(self, run: Run[GrpoResult]) -> Work[GrpoResult]:
+        yield from ()
         return GrpoResult(
-            self._trainer.name,
-            self._updates,
-            self._history,
-            self._samples,
-            snapshot,
-            time.monotonic() - began,
+            self.name,
+            run.state.step,
+            history=self.history,
+            samples=self._samples,
+            snapshot=self._published(),
+            seconds=run.seconds,
         )
+
+    def end(self) -> None:
+        for generation in self._waiting:
+            generation.cancel()
+
+    def recorded(self, record: StepRecord) -> Numbers:
+        return record.metrics
+
+    def samples(self) -> Sequence[Mapping[str, object]]:
+        return [sample.row for sample in self.new_samples]
 
     # ------------------------------------------------------------------------------- rollouts
 
@@ -300,15 +268,30 @@ class GrpoLoop:
             self._snapshot = self._trainer.snapshot().wait()
         return self._snapshot
 
-    def _scored(self, rollouts: list[Rollout]) -> tuple[list[Rollout], Numbers]:
+    def _begin_generation(self) -> None:
+        """Wait for the next generation, score it, and cut it into the parts of its updates."""
+        options, generation = self._options, self._waiting.popleft()
+        began = time.monotonic()
+        rollouts = generation.wait(options.mask_truncated_completions)
+        rollouts, numbers = self._scored(rollouts)
+        numbers["staleness"] = self._updates - generation.updates
+        numbers["generation_s"] = time.monotonic() - began
+        self._generation_numbers = numbers
+        self._generation_tokens = tokens_of(rollouts)
+        random.Random(f"{options.seed} {generation.number}").shuffle(rollouts)
+        size = options.batch_size
+        parts = [rollouts[at : at + size] for at in range(0, len(rollouts), size)]
+        self._parts = deque(parts * options.num_iterations)
+
+    def _scored(self, rollouts: list[Rollout]) -> tuple[list[Rollout], dict[str, float]]:
         """Return rollouts with their advantages, and the numbers of the generation."""
         task, options = self._task, self._options
         if options.beta:
             rollouts = with_reference(self._running, task.reference, rollouts)
         scored = Scored(
-            [one.prompt.given for one in rollouts],
-            [one.prompt.completion(one.text) for one in rollouts],
-            [one.tokens for one in rollouts],
+            [rollout.prompt.given for rollout in rollouts],
+            [rollout.prompt.completion(rollout.text) for rollout in rollouts],
+            [rollout.tokens for rollout in rollouts],
             columns_of(rollouts),
         )
         state = {"global_step": self._updates, "max_steps": self.total}
@@ -319,14 +302,14 @@ class GrpoLoop:
                 self._updates + 1,
                 len(rollouts),
             )
-        found = advantages_of(rewards, task.rewards.weights, options.num_generations, options)
+        advantages = advantages_of(rewards, task.rewards.weights, options.num_generations, options)
         rollouts = [
-            dataclasses.replace(one, advantage=value)
-            for one, value in zip(rollouts, found.values.tolist(), strict=True)
+            dataclasses.replace(rollout, advantage=value)
+            for rollout, value in zip(rollouts, advantages.values.tolist(), strict=True)
         ]
         self._sample(rollouts, rewards)
-        numbers = reward_numbers(rewards, task.rewards.names, found) | length_numbers(rollouts)
-        return rollouts, numbers
+        numbers = reward_numbers(rewards, task.rewards.names, advantages)
+        return rollouts, numbers | length_numbers(rollouts)
 
     def _sample(self, rollouts: Sequence[Rollout], rewards: Tensor) -> None:
         names = self._task.rewards.names
@@ -334,66 +317,56 @@ class GrpoLoop:
         self._samples = [
             Sample(
                 self._updates + 1,
-                one.prompt.given,
-                one.text,
+                rollout.prompt.given,
+                rollout.text,
                 {name: None if x != x else x for name, x in zip(names, row, strict=True)},
-                one.advantage,
+                rollout.advantage,
             )
-            for one, row in chosen
+            for rollout, row in chosen
         ]
 
     # ------------------------------------------------------------------------------- updates
 
-    def _train(self, generation: Generation) -> None:
-        """Update the adapter by a generation."""
+    def gradients(self, step: int, rate: float) -> Work[None]:
+        """Ask for the next update, and wait for its gradients."""
+        yield from ()
         options = self._options
-        began = time.monotonic()
-        rollouts = generation.wait(options.mask_truncated_completions)
-        rollouts, numbers = self._scored(rollouts)
-        numbers["staleness"] = self._updates - generation.updates
-        numbers["generation_s"] = time.monotonic() - began
-        generation_tokens = tokens_of(rollouts)
-        random.Random(f"{options.seed} {generation.number}").shuffle(rollouts)
-        size = options.batch_size
-        parts = [rollouts[at : at + size] for at in range(0, len(rollouts), size)]
-        for part in parts * options.num_iterations:
-            if self._updates == self.total:
-                return
-            done = self._update(Objective(part, options, generation_tokens))
-            self._tell({**numbers, **done})
-            self._submit()
-
-    def _update(self, objective: Objective) -> Numbers:
-        options = self._options
-        began = time.monotonic()
-        loss, loss_options = objective.loss()
-        forward = self._trainer.forward_backward(objective.data(), loss, loss_options=loss_options)
-        rate = options.learning_rate * self._rate(self._updates)
-        update = self._trainer.optim_step(
+        self._submit()
+        is_first = not self._parts
+        if is_first:
+            self._begin_generation()
+        self.new_samples = self._samples if is_first else ()
+        self._began = time.monotonic()
+        self._loss = UpdateLoss(self._parts.popleft(), options, self._generation_tokens)
+        loss, loss_options = self._loss.loss()
+        forward = self._trainer.forward_backward(self._loss.data(), loss, loss_options=loss_options)
+        self._update = self._trainer.optim_step(
             learning_rate=rate,
             betas=(options.adam_beta1, options.adam_beta2),
             eps=options.adam_epsilon,
             weight_decay=options.weight_decay,
             grad_clip_norm=options.max_grad_norm,
         )
-        scored = forward.wait()
-        done = update.wait()
+        self._score = forward.wait()
+
+    def update(self, step: int, rate: float) -> StepNumbers:
+        score, stepped = self._score, self._update.wait()
         self._snapshot = None
         self._updates += 1
-        self._tokens += scored.tokens
-        numbers = {"loss": scored.loss, "grad_norm": done.gradient_norm, "learning_rate": rate}
-        if objective.trained:
-            numbers |= update_numbers(objective, scored.logprobs, options)
+        self._tokens += score.tokens
+        norm = stepped.gradient_norm
+        numbers = {"loss": score.loss, "grad_norm": norm, "learning_rate": rate}
+        if self._loss.trained:
+            numbers |= update_numbers(self._loss, score.logprobs, self._options)
         numbers["num_tokens"] = self._tokens
-        numbers["update_s"] = time.monotonic() - began
-        return numbers
+        numbers["update_s"] = time.monotonic() - self._began
+        numbers = finite({**self._generation_numbers, **numbers})
+        self.history.append(numbers)
+        return StepNumbers(0, score.loss, norm, score.tokens, metrics=numbers)
 
-    def _tell(self, numbers: Numbers) -> None:
-        numbers = finite(numbers)
-        self._history.append(numbers)
-        if self._task.on_step is not None:
-            is_first = not self._samples or self._samples[0].step == self._updates
-            self._task.on_step(self._updates, numbers, self._samples if is_first else ())
+
+def _nothing() -> None:
+    """Leave the trainer open."""
 
 
 def total_updates(prompts: int, options: GrpoOptions) -> int:

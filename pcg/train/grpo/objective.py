@@ -1,7 +1,18 @@
-"""The objective of GRPO: the loss of completions' tokens, and what trains it.
+"""The numbers of GRPO: advantages of completions, the loss of an update, and what is reported.
 
-With the log-probability l of a token, q when it was sampled, p of the reference, and the advantage
-A of its completion; over the n tokens of the completions of an update:
+Advantages: how much better a completion's reward is than those of its group. With the rewards R
+[completions, functions] and their weights w, r = Σ_f w_f R_f of each completion, the mean μ over
+its group and the deviation σ (Bessel's) over the group or the batch:
+
+    sum_then_normalize   A = (r - μ) / (σ + 1e-4), or r - μ without scaling
+    normalize_then_sum   z_f = (R_f - μ_f) / (σ_f + 1e-4) in each group, r = Σ_f w_f z_f,
+                         A = (r - mean of the batch) / (deviation of the batch + 1e-4)
+
+NaN is no reward: the function did not score the completion. A completion that no function scored
+has the advantage 0 and is in no mean.
+
+The loss: with the log-probability l of a token, q when it was sampled, p of the reference, and the
+advantage A of its completion; over the n tokens of the completions of an update:
 
     r = exp(l - q), or exp(mean of l - q over the completion) at the level of sequences
     cispo   t = -stop_gradient(min(r, epsilon_high)) A l
@@ -16,13 +27,14 @@ and w by `loss_type`, for B completions of n_i tokens each:
     grpo          1 / (B n_i)
     dr_grpo       1 / (B max_completion_length)
 
-Masked completions have n_i = 0 and count in B. Source: TRL 1.16, GRPOTrainer._compute_loss, which
-tests/train/grpo/test_objective.py writes down for autograd.
+Masked completions have n_i = 0 and count in B. Numbers have TRL's names. Source: TRL 1.16,
+GRPOTrainer and its _compute_loss, which tests/train/grpo writes down for autograd.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -31,8 +43,75 @@ from torch import Tensor
 
 from pcg.runtime.data.example import IGNORED
 from pcg.runtime.training.trainer.datum import Datum
-from pcg.train.grpo.options import GrpoOptions
+from pcg.train.grpo.options import GrpoOptions, ObjectiveOptions
 from pcg.train.grpo.rollouts import Rollout
+
+# --------------------------------------------------------------------------------------- advantages
+
+
+_EPSILON = 1e-4
+
+
+@dataclass(frozen=True)
+class Advantages:
+    """Advantages of completions, and what was seen on the way.
+
+    Attributes:
+        values: the advantage of each completion, [completions], fp64.
+        rewards: the weighted sum of each, NaN where nothing scored it.
+        is_flat: True for completions whose deviation is 0, so that they teach nothing.
+    """
+
+    values: Tensor
+    rewards: Tensor
+    is_flat: Tensor
+
+
+def advantages_of(
+    rewards: Tensor, weights: Tensor, group: int, options: ObjectiveOptions
+) -> Advantages:
+    """Compute the advantages of completions.
+
+    Args:
+        rewards: [completions, functions], fp64; those of a group one after the other.
+        weights: [functions].
+        group: completions of a group.
+    """
+    unscored = rewards.isnan().all(dim=1)
+    total = (rewards * weights).nansum(dim=1)
+    total[unscored] = torch.nan
+    if options.multi_objective_aggregation == "normalize_then_sum":
+        grouped = rewards.view(-1, group, rewards.shape[1])
+        centred = grouped - grouped.nanmean(dim=1, keepdim=True)
+        scaled = (centred / (deviation(grouped, 1) + _EPSILON)).view_as(rewards)
+        summed = (scaled * weights).nansum(dim=1)
+        summed[unscored] = torch.nan
+        spread = deviation(summed, 0).expand_as(summed)
+        values = (summed - summed.nanmean()) / (spread + _EPSILON)
+    else:
+        grouped = total.view(-1, group)
+        centred = grouped - grouped.nanmean(dim=1, keepdim=True)
+        spread = deviation(grouped, 1).expand_as(grouped)
+        if options.scale_rewards == "batch":
+            spread = deviation(total, 0).expand_as(grouped)
+        scales = options.scale_rewards != "none"
+        values = (centred / (spread + _EPSILON) if scales else centred).flatten()
+        spread = spread.flatten()
+    return Advantages(values.nan_to_num(nan=0.0), total, spread.abs() <= 1e-8)
+
+
+def deviation(x: Tensor, dim: int) -> Tensor:
+    """Return the deviation along a dimension, which is kept, with Bessel's correction.
+
+    Without NaN; NaN of fewer than two numbers.
+    """
+    count = (~x.isnan()).sum(dim=dim, keepdim=True)
+    squares = (x - x.nanmean(dim=dim, keepdim=True)).square().nansum(dim=dim, keepdim=True)
+    return (squares / (count - 1)).where(count > 1, torch.nan).sqrt()
+
+
+# -------------------------------------------------------------------------------------------- loss
+
 
 NamedLoss = tuple[str | Callable[[Sequence[Tensor]], Tensor], dict[str, float] | None]
 
@@ -52,7 +131,7 @@ class TokenTerms:
     divergences: Tensor | None
 
 
-class Objective:
+class UpdateLoss:
     """The loss of the completions of an update.
 
     Attributes:
@@ -192,3 +271,76 @@ class Objective:
             if options.use_bias_correction_kl:
                 divergences = divergences * ratios
         return TokenTerms(ratios, losses, divergences)
+
+
+# ------------------------------------------------------------------------------------------ numbers
+
+
+Numbers = dict[str, float]
+
+
+def reward_numbers(rewards: Tensor, names: Sequence[str], found: Advantages) -> Numbers:
+    """Return means and deviations of the rewards of a generation, [completions, functions]."""
+    numbers: Numbers = {}
+    for name, column in zip(names, rewards.T, strict=True):
+        numbers[f"rewards/{name}/mean"] = float(column.nanmean())
+        numbers[f"rewards/{name}/std"] = float(deviation(column, 0))
+    numbers["reward"] = float(found.rewards.nanmean())
+    numbers["reward_std"] = float(deviation(found.rewards, 0))
+    numbers["frac_reward_zero_std"] = float(found.is_flat.double().mean())
+    return numbers
+
+
+def length_numbers(rollouts: Sequence[Rollout]) -> Numbers:
+    """Return lengths of the completions of a generation, in tokens, and the entropy.
+
+    The entropy is estimated: the mean of -log p over the tokens that were sampled.
+    """
+    lengths = [len(one.tokens) for one in rollouts]
+    ended = [len(one.tokens) for one in rollouts if one.has_ended]
+    logprobs = [x for one in rollouts for x in one.logprobs]
+    return {
+        "completions/mean_length": sum(lengths) / len(lengths),
+        "completions/min_length": min(lengths),
+        "completions/max_length": max(lengths),
+        "completions/clipped_ratio": 1.0 - len(ended) / len(lengths),
+        "completions/mean_terminated_length": sum(ended) / len(ended) if ended else 0.0,
+        "entropy": -sum(logprobs) / len(logprobs),
+    }
+
+
+def update_numbers(loss: UpdateLoss, before: Sequence[Tensor], options: GrpoOptions) -> Numbers:
+    """Return clip ratios and the KL divergence of an update, and how far ratios were from 1.
+
+    Args:
+        before: the log-probabilities of data before the update.
+    """
+    logprobs = loss.of_completions(before)
+    terms = loss.terms(logprobs)
+    tokens = sum(len(one.tokens) for one in loss.rollouts if one.counts)
+    low = (terms.ratios < options.low) & (loss.advantages < 0)
+    high = (terms.ratios > options.high) & (loss.advantages > 0)
+
+    def mean(x: Tensor) -> float:
+        return float(x.double().sum()) / max(tokens, 1)
+
+    if options.loss_type == "cispo":
+        numbers = {"cispo_clip_ratio": mean(high)}
+    else:
+        numbers = {
+            "clip_ratio/low_mean": mean(low),
+            "clip_ratio/high_mean": mean(high),
+            "clip_ratio/region_mean": mean(low | high),
+        }
+    if terms.divergences is not None:
+        numbers["kl"] = mean(terms.divergences)
+    sampled = torch.tensor([x for one in loss.trained for x in one.logprobs])
+    gaps = (logprobs - sampled.double()).abs()
+    numbers["sampling/sampling_logp_difference/mean"] = float(gaps.mean())
+    numbers["sampling/sampling_logp_difference/max"] = float(gaps.max())
+    return numbers
+
+
+def finite(numbers: Mapping[str, float]) -> Numbers:
+    """Return the numbers without those that are undefined, as the deviation of one reward."""
+    return {name: float(x) for name, x in numbers.items() if math.isfinite(x)}

@@ -1,17 +1,274 @@
-"""Rollouts: completions of prompts, sampled by the engine that trains, with their numbers."""
+"""Rollouts: prompts, their sampled completions, and the rewards of these.
+
+Prompts are rows of data, each a text, messages or tokens with columns for the rewards. Completions
+are sampled by the engine that trains. Rewards are functions with TRL's signature:
+
+    def reward(prompts, completions, completion_ids, **columns) -> list[float | None]
+
+A function gets all completions of a generation at once, and each further column of the data as a
+list with a value for each completion. None says that it does not score a completion. Coroutine
+functions run together.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+import asyncio
+import inspect
+import math
+import random
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, TypeAlias
 
-from pcg.errors import FinetuneError
+import torch
+from torch import Tensor
+
+from pcg.errors import DataError, FinetuneError
 from pcg.peft.adapter import Adapter
+from pcg.runtime.data.formats import MEDIA
 from pcg.runtime.engine.async_engine import AsyncEngine
 from pcg.runtime.requests.request import Completion
 from pcg.runtime.requests.stream import Stream
+from pcg.runtime.text.chat import check_messages
+from pcg.runtime.text.tokenizer import Tokenizer
 from pcg.train.grpo.options import GrpoOptions
-from pcg.train.grpo.prompts import Prompt
+from pcg.units import is_finite, shown
+
+# ------------------------------------------------------------------------------------------ rewards
+
+
+RewardFunction: TypeAlias = Callable[..., Any]
+OWN_COLUMNS = ("prompts", "completions", "completion_ids", "trainer_state", "log_extra")
+"""Names that a column of the data cannot have, as functions get them anyway."""
+_MOST = 1e50
+"""The greatest reward and weight: floats hold the squares of their products."""
+
+
+@dataclass(frozen=True)
+class Scored:
+    """Completions as reward functions see them.
+
+    Attributes:
+        prompts: the prompt of each completion, as the data has it.
+        completions: its text, or a list with one message of the assistant.
+        completion_ids: its tokens.
+        columns: the values of the data's other columns, for each completion.
+    """
+
+    prompts: Sequence[Any]
+    completions: Sequence[Any]
+    completion_ids: Sequence[Sequence[int]]
+    columns: Mapping[str, Sequence[Any]]
+
+    def arguments(self) -> dict[str, Any]:
+        """Return new lists, which a function may change."""
+        return {
+            "prompts": list(self.prompts),
+            "completions": list(self.completions),
+            "completion_ids": [list(ids) for ids in self.completion_ids],
+            **{name: list(values) for name, values in self.columns.items()},
+        }
+
+
+class Rewards:
+    """Reward functions with their weights.
+
+    Attributes:
+        names: the name of each function; equal ones are numbered.
+        weights: the weight of each, [functions], fp64.
+    """
+
+    def __init__(
+        self,
+        functions: RewardFunction | Sequence[RewardFunction],
+        weights: Sequence[float] | None = None,
+    ) -> None:
+        """Check functions and weights. FinetuneError: there are none, or they do not fit."""
+        found = [functions] if callable(functions) else functions
+        if not isinstance(found, list | tuple) or not found or not all(map(callable, found)):
+            raise FinetuneError(f"rewards={shown(functions)}; give a function, or a list of them")
+        given = [1.0] * len(found) if weights is None else weights
+        if not (
+            isinstance(given, list | tuple)
+            and len(given) == len(found)
+            and all(map(_is_moderate, given))
+        ):
+            raise FinetuneError(
+                f"reward_weights={shown(weights)}; give a number, from "
+                f"-{_MOST:g} to {_MOST:g}, for each of the {len(found)} reward functions"
+            )
+        self._functions = list(found)
+        self.names = _names(self._functions)
+        self.weights = torch.tensor([float(one) for one in given], dtype=torch.float64)
+
+    def score(self, scored: Scored, state: Mapping[str, Any]) -> Tensor:
+        """Return the reward of each completion by each function, [completions, functions].
+
+        Args:
+            state: the keyword `trainer_state`, for rewards that change with the step.
+        Raises:
+            FinetuneError: a function failed, or returned something else.
+        """
+        found = asyncio.run(self._all(scored, state))
+        columns = [
+            _numbers(one, name, len(scored.prompts))
+            for one, name in zip(found, self.names, strict=True)
+        ]
+        return torch.tensor(columns, dtype=torch.float64).T.contiguous()
+
+    async def _all(self, scored: Scored, state: Mapping[str, Any]) -> list[Any]:
+        def called(function: RewardFunction, name: str) -> Any:
+            try:
+                return function(**scored.arguments(), trainer_state=dict(state))
+            except Exception as error:
+                raise FinetuneError(
+                    f"reward function {name!r} failed: {type(error).__name__}: {error}"
+                ) from error
+
+        async def waited(result: Any, name: str) -> Any:
+            try:
+                return await result if inspect.isawaitable(result) else result
+            except Exception as error:
+                raise FinetuneError(
+                    f"reward function {name!r} failed: {type(error).__name__}: {error}"
+                ) from error
+
+        results = [called(*one) for one in zip(self._functions, self.names, strict=True)]
+        return await asyncio.gather(*map(waited, results, self.names))
+
+
+def _is_moderate(value: Any) -> bool:
+    return is_finite(value) and abs(value) <= _MOST
+
+
+def _names(functions: Sequence[RewardFunction]) -> list[str]:
+    names = [getattr(one, "__name__", type(one).__name__) for one in functions]
+    return [
+        name if names.count(name) == 1 else f"{name}_{names[: place + 1].count(name)}"
+        for place, name in enumerate(names)
+    ]
+
+
+def _numbers(found: Any, name: str, count: int) -> list[float]:
+    values = found.tolist() if hasattr(found, "tolist") else found
+    if not isinstance(values, list | tuple) or len(values) != count:
+        length = f"{len(values)} values" if isinstance(values, list | tuple) else shown(values)
+        raise FinetuneError(
+            f"reward function {name!r} returned {length} for {count} completions; return a list "
+            "with a number for each, or None for one that it does not score"
+        )
+    numbers = []
+    for place, one in enumerate(values):
+        value = one.item() if hasattr(one, "item") else one
+        if isinstance(value, bool):
+            value = float(value)
+        is_none = value is None or (isinstance(value, float) and math.isnan(value))
+        if not is_none and not _is_moderate(value):
+            raise FinetuneError(
+                f"reward function {name!r} returned {shown(value)} for completion {place}; return "
+                f"a number from -{_MOST:g} to {_MOST:g}, or None"
+            )
+        numbers.append(math.nan if is_none else float(value))
+    return numbers
+
+
+# ------------------------------------------------------------------------------------------ prompts
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """A prompt of the data.
+
+    Attributes:
+        given: as the data has it: a text, a list of messages, or tokens.
+        ids: its tokens.
+        columns: the row's other values, by name.
+    """
+
+    given: Any
+    ids: tuple[int, ...]
+    columns: Mapping[str, Any] = field(compare=False)
+
+    @property
+    def is_chat(self) -> bool:
+        return isinstance(self.given, list) and isinstance(self.given[0], Mapping)
+
+    @property
+    def shown(self) -> str:
+        return shown(self.given)
+
+    def completion(self, text: str) -> Any:
+        """Return a completion as reward functions get it."""
+        return [{"role": "assistant", "content": text}] if self.is_chat else text
+
+
+def read_prompts(rows: object, tokenizer: Tokenizer | None) -> list[Prompt]:
+    """Return the prompts of rows, which are texts, or mappings with a "prompt" and columns.
+
+    Raises:
+        DataError: a row is something else, or has not the columns of the first; it is named by its
+            place.
+    """
+    if isinstance(rows, str | bytes | Mapping) or not isinstance(rows, Iterable):
+        raise DataError(f"the data is {shown(rows)}; give a list of rows with a 'prompt' each")
+    found = [_prompt(row, f"row {place}", tokenizer) for place, row in enumerate(rows)]
+    if not found:
+        raise DataError("the data has no rows; give at least one with a 'prompt'")
+    for place, one in enumerate(found):
+        if set(one.columns) != set(found[0].columns):
+            first, own = sorted(found[0].columns), sorted(one.columns)
+            raise DataError(f"row {place} has the columns {own}, and row 0 {first}; use the same")
+    return found
+
+
+def _prompt(row: object, place: str, tokenizer: Tokenizer | None) -> Prompt:
+    columns = dict(row) if isinstance(row, Mapping) else {"prompt": row}
+    if "prompt" not in columns:
+        raise DataError(f"{place} has no 'prompt', but {shown(sorted(map(str, columns)))}")
+    given = columns.pop("prompt")
+    columns = {str(name): value for name, value in columns.items()}
+    columns = {name: one for name, one in columns.items() if name not in _DROPPED}
+    for name in columns:
+        if name in OWN_COLUMNS:
+            raise DataError(f"{place} has a column {name!r}, which rewards get anyway; rename it")
+        if name in MEDIA and columns[name]:
+            raise DataError(
+                f"{place} has {name!r}, which would not be in the prompt, as only text is; leave "
+                "such rows out, or rename a column that is for rewards alone"
+            )
+    return Prompt(given, _ids(given, place, tokenizer), columns)
+
+
+def _ids(given: object, place: str, tokenizer: Tokenizer | None) -> tuple[int, ...]:
+    if isinstance(given, Sequence) and not isinstance(given, str | bytes) and given:
+        if all(isinstance(one, int) and not isinstance(one, bool) for one in given):
+            return tuple(given)
+        messages = check_messages(given, "'prompt'", place)
+        if tokenizer is None or tokenizer.chat_template is None:
+            raise DataError(f"{place} is a chat, and the model has no chat template; give texts")
+        return tuple(tokenizer.encode_chat(messages))
+    if not isinstance(given, str) or not given:
+        raise DataError(f"{place}: the prompt is {shown(given)}; give a text, messages or tokens")
+    if tokenizer is None:
+        raise DataError(f"{place} is a text, and the model has no tokenizer; give tokens")
+    return tuple(tokenizer.encode(given))
+
+
+_DROPPED = ("completion", "completion_ids")
+"""Columns that rewards get of rollouts instead, as in TRL."""
+
+
+def in_order(prompts: Sequence[Prompt], *, shuffle: bool, seed: int) -> Iterator[Prompt]:
+    """Return the prompts again and again; with `shuffle` in a new order each time."""
+    draw = random.Random(seed)
+    while True:
+        order = list(prompts)
+        if shuffle:
+            draw.shuffle(order)
+        yield from order
+
+
+# ----------------------------------------------------------------------------------------- rollouts
 
 
 @dataclass(frozen=True)

@@ -1,23 +1,45 @@
-"""Training by GRPO on an executor: an adapter learns what reward functions reward."""
+"""GRPO by a call or a configuration file: reward functions, the run, and the saved adapter."""
 
 from __future__ import annotations
 
+import dataclasses
+import hashlib
+import importlib
+import importlib.util
+import shutil
+import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
-from typing import Any, cast
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import ModuleType
+from typing import Any, ClassVar, cast
 
-from pcg.errors import FinetuneError, FinetuneInterrupted
+from pcg.errors import DataError, FinetuneError, GraderError, PcgError
+from pcg.files import json_value, read_text, shown_path
+from pcg.graders.reader import grader_from
+from pcg.graders.rewards import GraderReward
+from pcg.options import CompileOptions
+from pcg.runtime.data.sources import read_rows
 from pcg.runtime.engine.async_engine import AsyncEngine
-from pcg.runtime.engine.trainers.async_trainer import AsyncTrainer
 from pcg.runtime.executor import Executor
-from pcg.train.grpo.checkpoints import GrpoCheckpoints, ResumableOptions
-from pcg.train.grpo.loop import GrpoLoop, OnStep, Task
+from pcg.runtime.training.options import RunOptions
+from pcg.runtime.training.work_units import run_to_end
+from pcg.train.config_file import (
+    CHECKPOINTS,
+    RECORD,
+    ConfigFile,
+    ModelOptions,
+    OutputOptions,
+    open_model,
+)
+from pcg.train.grpo.checkpoints import ResumableOptions, grpo_trajectory
+from pcg.train.grpo.loop import GrpoResult, OnStep, Task, grpo_run
 from pcg.train.grpo.options import GrpoOptions
-from pcg.train.grpo.prompts import read_prompts
-from pcg.train.grpo.result import GrpoResult, Sample
-from pcg.train.grpo.rewards import RewardFunction, Rewards
+from pcg.train.grpo.rollouts import RewardFunction, Rewards, read_prompts
 from pcg.units import shown
+
+# -------------------------------------------------------------------------------------------- train
 
 
 def train_grpo(
@@ -58,12 +80,40 @@ def train_grpo(
     options = GrpoOptions() if options is None else options
     if not isinstance(options, GrpoOptions):
         raise FinetuneError(f"options={shown(options)}; use GrpoOptions(…)")
-    prompts = read_prompts(data, executor.tokenizer)
     scored = Rewards(rewards, reward_weights)
-    task = Task(prompts, scored, executor.adapters.get(adapter), on_step)
-    kept = None
+    return _train(executor, data, scored, options, adapter=adapter, peft=peft, on_step=on_step)
+
+
+def _train(
+    executor: Executor,
+    data: Iterable[Any],
+    rewards: Rewards,
+    options: GrpoOptions,
+    *,
+    adapter: str,
+    peft: object,
+    on_step: OnStep | None,
+    record: tuple[Path, Mapping[str, Any]] | None = None,
+) -> GrpoResult:
+    """Train as `train_grpo` does, with a record.
+
+    Args:
+        record: the folder of the record, and the configuration that it has; None for none.
+    """
+    prompts = read_prompts(data, executor.tokenizer)
+    task = Task(prompts, rewards, executor.adapters.get(adapter), on_step)
+    folder, config = (None, None) if record is None else record
+    run_options, trajectory = RunOptions(progress=False, record=folder), dict[str, Any]()
     if isinstance(options, ResumableOptions) and options.checkpoint_dir is not None:
-        kept = GrpoCheckpoints(executor, prompts, options)
+        whole = options.updates_per_generation
+        run_options = replace(
+            run_options,
+            checkpoint_dir=options.checkpoint_dir,
+            save_every=-(-options.save_every // whole) * whole,
+            keep_last=options.keep_last,
+            resume=options.resume,
+        )
+        trajectory = grpo_trajectory(executor, prompts, options)
     with _engine(executor) as running:
         trainer = running.trainer(
             adapter,
@@ -75,43 +125,8 @@ def train_grpo(
         )
         with trainer:
             trainer.created.wait()
-            if kept is None:
-                return GrpoLoop(running, trainer, task, options).run()
-            return _resumable(running, trainer, task, options, kept)
-
-
-def _resumable(
-    running: AsyncEngine,
-    trainer: AsyncTrainer,
-    task: Task,
-    options: GrpoOptions,
-    kept: GrpoCheckpoints,
-) -> GrpoResult:
-    """Run with checkpoints, from the latest one on."""
-
-    def on_step(step: int, numbers: Mapping[str, float], samples: Sequence[Sample]) -> None:
-        kept.stepped(trainer, step, numbers)
-        if task.on_step is not None:
-            task.on_step(step, numbers, samples)
-
-    kept.begin(trainer)
-    try:
-        tokens = int(kept.history[-1]["num_tokens"]) if kept.step else 0
-        rest = replace(task, on_step=on_step, updates=kept.step, tokens=tokens)
-        done = GrpoLoop(running, trainer, rest, options).run()
-        return replace(done, history=kept.history)
-    except KeyboardInterrupt as interrupt:
-        left = "no checkpoint was written yet"
-        if kept.latest is not None:
-            left = f"run the same again to go on from {kept.latest}"
-        raise FinetuneInterrupted(
-            f"training {trainer.name!r} by GRPO was interrupted after update {len(kept.history)}; "
-            f"{left}",
-            len(kept.history),
-            kept.latest,
-        ) from interrupt
-    finally:
-        kept.end()
+            arguments = (running, trainer, task, options, run_options)
+            return run_to_end(grpo_run(*arguments, trajectory=trajectory, config=config).work())
 
 
 @contextmanager
@@ -123,3 +138,132 @@ def _engine(executor: Executor) -> Iterator[AsyncEngine]:
         return
     with executor.engine().start() as started:
         yield started
+
+
+# ------------------------------------------------------------------------------------------- config
+
+
+@dataclass(frozen=True, kw_only=True)
+class TaskOptions:
+    """The task: prompts, and the functions that score completions.
+
+    Attributes:
+        data: a file of JSON lines, each an object with a "prompt" and columns that rewards get;
+            several, one after the other, as a list.
+        rewards: a reward function as module:function, or file.py:function with the file's path from
+            the configuration's folder, which run in this process; or grader:FILE.json, a grader
+            of docs/graders.md in a file. Several as a list.
+        reward_weights: the weight of each, 1 by default.
+    """
+
+    title: ClassVar[str] = "Task"
+
+    data: tuple[Path, ...]
+    rewards: tuple[str, ...]
+    reward_weights: tuple[float, ...] | None = None
+
+
+GRPO_KEYS = (ModelOptions, OutputOptions, TaskOptions, ResumableOptions, CompileOptions)
+"""The dataclasses whose fields are the keys of a configuration."""
+
+
+def train_grpo_file(config: ConfigFile, on_step: OnStep | None = None) -> GrpoResult:
+    """Train an adapter as a configuration says, and save it in its output, with a record.
+
+    Raises:
+        PcgError: what is wrong with the configuration, the data, a reward function or the model,
+            before a step; or what `train_grpo` raises.
+        FinetuneInterrupted: Ctrl-C; the same call goes on from the latest checkpoint.
+    """
+    files, task = config.make(OutputOptions), config.make(TaskOptions)
+    checkpoints = files.output / CHECKPOINTS
+    options = config.make(ResumableOptions, checkpoint_dir=checkpoints)
+    files.check(resumes=options.resume is True)
+    rows = [row for path in task.data for row in _rows(path)]
+    rewards = [reward_function(name, config.path.parent) for name in task.rewards]
+    executor = open_model(config)
+    peft = files.configuration(executor)
+    if files.start_from is not None:  # whose version now is the reference, too
+        executor.add_adapter(files.adapter, peft)
+        peft = None
+    result = _train(
+        executor,
+        rows,
+        Rewards(rewards, task.reward_weights),
+        options,
+        adapter=files.adapter,
+        peft=peft,
+        on_step=on_step,
+        record=(files.output / RECORD, {**config.values, **dataclasses.asdict(options)}),
+    )
+    executor.save_adapter(files.adapter, files.output)
+    if options.checkpoint_dir == checkpoints:
+        shutil.rmtree(checkpoints, ignore_errors=True)
+    return result
+
+
+def _rows(path: Path) -> Sequence[Mapping[str, Any]]:
+    found = []
+    for row in read_rows((path,)):
+        if not isinstance(row.value, dict) or "prompt" not in row.value:
+            raise DataError(f"{row.where} is {shown(row.value)}; use an object with a 'prompt'")
+        found.append(row.value)
+    return found
+
+
+_GRADER = "grader:"
+
+
+def reward_function(name: str, folder: Path) -> RewardFunction:
+    """Return the function of `module:function` or `file.py:function`, or that of a grader.
+
+    Args:
+        folder: where a file's relative path begins.
+    Raises:
+        FinetuneError: there is none, or its module fails.
+        GraderError: the grader cannot be.
+    """
+    if name.startswith(_GRADER):
+        path = folder / name.removeprefix(_GRADER)
+        grader = json_value(read_text(path, GraderError), shown_path(path), GraderError)
+        return GraderReward(grader_from(grader, shown_path(path)))
+    place, colon, function = name.rpartition(":")
+    if not colon or not place or not function.isidentifier():
+        raise FinetuneError(
+            f"rewards: {shown(name)}; use module:function, or file.py:function for a file in the "
+            "configuration's folder"
+        )
+    try:
+        module = (
+            _from_file(folder / place) if place.endswith(".py") else importlib.import_module(place)
+        )
+    except PcgError:
+        raise
+    except Exception as error:
+        raise FinetuneError(
+            f"rewards: {place} cannot be imported: {type(error).__name__}: {error}"
+        ) from error
+    found = getattr(module, function, None)
+    if not callable(found):
+        raise FinetuneError(f"rewards: {place} has no function {function!r}")
+    return found  # type: ignore[no-any-return]
+
+
+def _from_file(path: Path) -> ModuleType:
+    path = path.resolve()
+    if not path.is_file():
+        raise FinetuneError(f"rewards: there is no file {shown_path(path)}")
+    name = f"pcg_rewards_{hashlib.sha256(str(path).encode()).hexdigest()[:12]}"
+    if name in sys.modules:
+        return sys.modules[name]
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module  # as dataclasses in it look for their module
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[name]
+        raise
+    return module

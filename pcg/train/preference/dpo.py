@@ -1,4 +1,4 @@
-"""Direct preference optimization (Rafailov et al., 2023) of an adapter, by arguments or a file.
+"""Direct preference optimization (Rafailov et al., 2023), by a call, a file or a server's order.
 
     result = dpo(executor, DpoArguments("pairs.jsonl", adapter="polite", beta=0.1))
 
@@ -7,20 +7,34 @@ trains beside what an engine of the executor serves, if one runs on a thread.
 
 from __future__ import annotations
 
+import functools
+import pickle
 import shutil
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import ClassVar
+from threading import Lock
+from typing import Any, ClassVar
 
-from pcg.errors import FinetuneError
+from pcg.errors import EngineError, FinetuneError, FinetuneInterrupted, as_pcg_error
+from pcg.kernels.devices import device_thread
 from pcg.options import CompileOptions
+from pcg.runtime.data.limits import DataLimits
+from pcg.runtime.data.tokenizing import Cancelling, load_apart
 from pcg.runtime.executor import Executor
-from pcg.train.config_file import ConfigFile
-from pcg.train.model import ModelOptions, open_model
-from pcg.train.outputs import CHECKPOINTS, RECORD, OutputOptions
+from pcg.runtime.training.options import StepRecord
+from pcg.train.config_file import (
+    CHECKPOINTS,
+    RECORD,
+    ConfigFile,
+    ModelOptions,
+    OutputOptions,
+    open_model,
+)
 from pcg.train.preference.options import DpoArguments, DpoOptions
-from pcg.train.preference.records import PreferenceResult
-from pcg.train.preference.run import PreferenceRun
+from pcg.train.preference.run import PreferenceResult, PreferenceRun
+
+# ---------------------------------------------------------------------------------------------- dpo
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,3 +96,80 @@ def train_dpo(config: ConfigFile) -> PreferenceResult:
     if given["checkpoint_dir"] == checkpoints:
         shutil.rmtree(checkpoints, ignore_errors=True)
     return result
+
+
+# ---------------------------------------------------------------------------------------------- job
+
+
+class PreferenceJob:
+    """A job on preferences, from its beginning to its end.
+
+    Args:
+        end: is called on the job's thread with its result, or its error and whether it goes on when
+            it is ordered again.
+        arguments: those of `DpoArguments`.
+    """
+
+    def __init__(
+        self,
+        executor: Executor,
+        end: Callable[[PreferenceResult | None, Exception | None, bool], None],
+        arguments: dict[str, Any],
+    ) -> None:
+        self._executor = executor
+        self._end = end
+        self._arguments = arguments
+        self._cancelling = Cancelling(arguments["adapter"])
+        self._lock = Lock()
+        self._run: PreferenceRun | None = None
+        self._is_stopped = False
+
+    def begin(self) -> None:
+        """Begin on a thread."""
+        name = f"pcg preferences of {self._arguments['adapter']}"
+        device_thread(self._executor.device, self._work, name).start()
+
+    def interrupt(self) -> None:
+        """End after the step under way, with a checkpoint."""
+        with self._lock:
+            self._is_stopped = True
+            if self._run is not None:
+                self._run.stop()
+
+    def cancel(self) -> None:
+        """End now; it does not wait for that."""
+        self._cancelling.cancel()
+        with self._lock:
+            if self._run is not None:  # which waits for the unit under way
+                name = f"pcg end of {self._arguments['adapter']}"
+                device_thread(self._executor.device, self._run.cancel, name).start()
+
+    def _work(self) -> None:
+        try:
+            result = self._train()
+        except Exception as error:
+            goes_on = isinstance(error, FinetuneInterrupted | EngineError)
+            is_final = not goes_on and not self._cancelling.is_cancelled
+            known = as_pcg_error(error, "the job", FinetuneError)
+            self._end(None, known, is_final)
+        else:
+            self._end(result, None, True)
+
+    def _train(self) -> PreferenceResult:
+        tokenizer = pickle.dumps(self._executor.tokenizer)
+        load = functools.partial(load_apart, tokenizer, self._cancelling)
+        run = PreferenceRun(self._executor, DpoArguments(**self._arguments), load, DataLimits())
+        with self._lock:
+            self._run = run
+            if self._is_stopped:
+                run.stop()
+        if self._cancelling.is_cancelled:
+            run.cancel()
+        return run.run()
+
+
+def step_numbers(record: StepRecord) -> dict[str, float]:
+    """Return what a step tells beside what every job's has."""
+    evaluation = record.evaluation or {}
+    of_evaluation = {f"valid_{name}": x for name, x in evaluation.items() if name != "loss"}
+    return {**record.metrics, **of_evaluation}

@@ -8,8 +8,7 @@ from typing import Any, ClassVar, Literal, get_args
 
 from pcg.errors import FinetuneError
 from pcg.runtime.training.losses import SFT
-from pcg.runtime.training.options import Data, FinetuneOptions
-from pcg.train.preference.records import PreferenceStep
+from pcg.runtime.training.options import Data, FinetuneOptions, StepRecord
 from pcg.units import is_finite, shown
 
 LossType = Literal["sigmoid", "hinge", "ipo", "robust", "sigmoid_norm", "sft"]
@@ -140,6 +139,6 @@ class DpoArguments(DpoOptions):
     data: Data = field(repr=False, compare=False)
     adapter: str = "default"
     peft: object = field(default=None, kw_only=True)
-    on_step: Callable[[PreferenceStep], None] | None = field(
+    on_step: Callable[[StepRecord], None] | None = field(
         default=None, kw_only=True, repr=False, compare=False
     )

@@ -1,54 +1,451 @@
-"""A run on preferences: steps over pairs, evaluations, checkpoints, exact resume.
+"""A run on preferences: an objective of `pcg.runtime.training.run` whose data are pairs of outputs.
 
-A step goes forward and back over its pairs by the loss `preference` of a trainer, and updates the
+A step goes forward and back over its pairs by the trainer's loss `preference`, and updates the
 adapter. While an engine runs on a thread, the trainer's work and the reference's run beside its
-requests; else nothing runs beside them. Between two steps the whole state is the trainer's and a
-few numbers, so a run that is resumed ends with the same bits.
+requests. References are log-probabilities that an adapter is held to, computed once for each pair:
+those of the base, or of an adapter that is served, are requests of the engine that trains, over the
+one copy of the base, so there is no second model.
+
+Metrics have TRL's names. With the sums of a pair's log-probabilities by the adapter, l, and by the
+reference, q, over the targets of each output:
+
+    logps/chosen, logps/rejected        l
+    rewards/chosen, rewards/rejected    β (l - q)
+    rewards/margins                     the chosen reward less the rejected one
+    rewards/accuracies                  1 where that is above 0
+
+and each is a mean over pairs.
 """
 
 from __future__ import annotations
 
 import logging
-import math
 import os
 import time
-from collections.abc import Mapping, Sequence
+from abc import ABC, abstractmethod
+from array import array
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from threading import Event
-from typing import Any, NoReturn
+from typing import Any
 
-from pcg.errors import FinetuneError, FinetuneInterrupted
-from pcg.files import damage_of
+from pcg.errors import (
+    AdapterNotFoundError,
+    FinetuneError,
+    FinetuneInterrupted,
+    GenerationError,
+    QueueFullError,
+)
 from pcg.peft.registry import is_shorthand
+from pcg.runtime.data.dataset import Dataset
+from pcg.runtime.data.example import IGNORED, Example
 from pcg.runtime.data.limits import UNLIMITED, DataLimits
 from pcg.runtime.data.order import Batches
 from pcg.runtime.data.sources import choose_splits
 from pcg.runtime.executor import Executor
-from pcg.runtime.model.weight_digests import base_digest
+from pcg.runtime.requests.request import Completion
+from pcg.runtime.training.finetuning import data_trajectory
+from pcg.runtime.training.options import Data, Numbers, StepRecord
+from pcg.runtime.training.run import Find, Run, StepNumbers
 from pcg.runtime.training.torch_optimizers import FIELDS, Optimizer
-from pcg.runtime.training.trainer.trainer import Trainer
-from pcg.runtime.training.training_data import Load, training_data
-from pcg.runtime.training.work_units import deferred_interrupts
+from pcg.runtime.training.trainer.datum import Datum
+from pcg.runtime.training.trainer.trainer import Trainer, TrainerObjective
+from pcg.runtime.training.training_data import Load, total_steps, training_data
+from pcg.runtime.training.work_units import Work, run_to_end
 from pcg.train.preference.options import DpoArguments
-from pcg.train.preference.pairs import Pair, data_of, pairs_of, target_sums
-from pcg.train.preference.records import Metrics, PreferenceResult, PreferenceStep, metrics_of
-from pcg.train.preference.references import References, ServedReferences, StartReferences
-from pcg.train.preference.run_record import PreferenceRecord
-from pcg.train.run_states import RunStates
+
+# -------------------------------------------------------------------------------------------- pairs
+
+
+@dataclass(frozen=True, slots=True)
+class Pair(Example):
+    """Two outputs to one prompt; its tokens and labels are those of both, one after the other.
+
+    Attributes:
+        number: the pair's place among the data, from 0.
+        chosen: the preferred output behind its prompt.
+        rejected: the other one.
+    """
+
+    number: int
+    chosen: Example
+    rejected: Example
+
+    @property
+    def examples(self) -> tuple[Example, Example]:
+        return self.chosen, self.rejected
+
+
+def pairs_of(data: Dataset) -> list[Pair]:
+    """Return the pairs of data whose examples are preferred and not in turns."""
+    found = []
+    for number, (chosen, rejected) in enumerate(
+        zip(data.examples[::2], data.examples[1::2], strict=True)
+    ):
+        ids = array("q", [*chosen.ids, *rejected.ids])
+        labels = array("q", [*chosen.labels, *rejected.labels])
+        found.append(Pair(ids, labels, number, chosen, rejected))
+    return found
+
+
+def targets_of(example: Example) -> list[int]:
+    """Return the target of each token but the last; -100 where nothing is learned."""
+    return list(example.labels[1:])
+
+
+def data_of(pairs: Sequence[Pair], references: Sequence[Sequence[float]] | None) -> list[Datum]:
+    """Return the data of pairs, chosen and rejected in turns.
+
+    Args:
+        references: the reference's log-probability of each target, of each datum; None for data of
+            a loss that reads none.
+    """
+    examples = [example for pair in pairs for example in pair.examples]
+    given = [None] * len(examples) if references is None else references
+    return [
+        Datum(list(example.ids[:-1]), targets_of(example), logprobs=logprobs)
+        for example, logprobs in zip(examples, given, strict=True)
+    ]
+
+
+def target_sums(pairs: Sequence[Pair], logprobs: Sequence[Sequence[float]]) -> list[float]:
+    """Return the sum of the log-probabilities of each datum's targets."""
+    examples = [example for pair in pairs for example in pair.examples]
+    return [
+        sum(x for x, target in zip(values, targets_of(one), strict=True) if target != IGNORED)
+        for one, values in zip(examples, logprobs, strict=True)
+    ]
+
+
+# ------------------------------------------------------------------------------------------ records
+
+
+@dataclass(frozen=True)
+class PreferenceResult:
+    """The result of a run, the part before it was resumed included.
+
+    Attributes:
+        adapter: the adapter's name.
+        history: `loss` and the metrics of each step.
+        evaluations: (step, `loss` and metrics) of each evaluation.
+        steps: number of steps done.
+        total_steps: number of steps planned.
+        tokens: tokens that went through the model in steps.
+        seconds: time spent.
+        resumed_from: step of the checkpoint that the run resumed from; None if from none.
+        checkpoint: the last checkpoint.
+    """
+
+    adapter: str
+    history: tuple[Numbers, ...]
+    evaluations: tuple[tuple[int, Numbers], ...]
+    steps: int
+    total_steps: int
+    tokens: int
+    seconds: float
+    resumed_from: int | None
+    checkpoint: Path | None
+
+
+def metrics_of(
+    policy: Sequence[float], reference: Sequence[float], beta: float
+) -> dict[str, float]:
+    """Return the metrics of pairs.
+
+    Args:
+        policy: the summed log-probability of each output, chosen and rejected in turns.
+        reference: the same by the reference.
+    """
+    rewards = [beta * (l - q) for l, q in zip(policy, reference, strict=True)]  # noqa: E741
+    margins = [chosen - other for chosen, other in zip(rewards[::2], rewards[1::2], strict=True)]
+    columns = {
+        "rewards/chosen": rewards[::2],
+        "rewards/rejected": rewards[1::2],
+        "rewards/margins": margins,
+        "rewards/accuracies": [float(margin > 0) for margin in margins],
+        "logps/chosen": policy[::2],
+        "logps/rejected": policy[1::2],
+    }
+    return {name: sum(values) / len(values) for name, values in columns.items()}
+
+
+# --------------------------------------------------------------------------------------- references
+
+
+_LOT = 8
+"""Pairs that are computed at once."""
+_AGAIN_S = 0.2
+"""Time after which an engine that has too much waiting is asked again, seconds."""
+
+
+class References(ABC):
+    """Log-probabilities of pairs by a reference."""
+
+    def __init__(self) -> None:
+        self._kept: dict[int, tuple[array[float], array[float]]] = {}
+
+    def of(self, pairs: Sequence[Pair]) -> list[list[float]]:
+        """Return the log-probability of each target, chosen and rejected outputs in turns."""
+        missing = [pair for pair in pairs if pair.number not in self._kept]
+        for begin in range(0, len(missing), _LOT):
+            lot = missing[begin : begin + _LOT]
+            found = self._compute(lot)
+            for index, pair in enumerate(lot):
+                two = found[2 * index : 2 * index + 2]
+                self._kept[pair.number] = array("d", two[0]), array("d", two[1])
+        return [values.tolist() for pair in pairs for values in self._kept[pair.number]]
+
+    @abstractmethod
+    def _compute(self, pairs: Sequence[Pair]) -> list[list[float]]:
+        """Return what `of` does, of pairs that were not asked for before."""
+
+
+class ServedReferences(References):
+    """Log-probabilities by the base, or by an adapter that the executor serves.
+
+    Args:
+        adapter: the adapter's name; None for the base.
+        check: raises an error if the run has ended meanwhile.
+    Raises:
+        AdapterNotFoundError: there is none of that name.
+    """
+
+    def __init__(self, executor: Executor, adapter: str | None, check: Callable[[], None]) -> None:
+        super().__init__()
+        self._executor = executor
+        self._check = check
+        if adapter is not None and adapter not in executor.adapters:
+            raise AdapterNotFoundError(
+                f"reference={adapter!r}, and there is no adapter of that name; use 'base', 'start' "
+                f"or one of {', '.join(executor.adapters) or 'none'}"
+            )
+        self._adapter = adapter
+
+    def _compute(self, pairs: Sequence[Pair]) -> list[list[float]]:
+        examples = [example for pair in pairs for example in pair.examples]
+        prompts = [list(example.ids) for example in examples]
+        done = self._done(prompts)
+        found = []
+        for example, one in zip(examples, done, strict=True):
+            if one.prompt_logprobs is None:
+                raise GenerationError("the engine returned no log-probabilities of a prompt")
+            values = [each.logprob for each in one.prompt_logprobs[1:] if each is not None]
+            targets = targets_of(example)
+            found.append([x if t >= 0 else 0.0 for x, t in zip(values, targets, strict=True)])
+        return found
+
+    def _done(self, prompts: list[list[int]]) -> list[Completion]:
+        """Return the prompts' completions, of no tokens, once the engine takes them."""
+        while True:
+            self._check()
+            try:
+                return self._executor.generate(
+                    prompts, self._adapter, max_new_tokens=0, prompt_logprobs=0
+                )
+            except QueueFullError:
+                time.sleep(_AGAIN_S)
+
+
+class StartReferences(References):
+    """Log-probabilities by the adapter as it is before its first update.
+
+    All pairs are computed at once, while the trainer still has that adapter.
+    """
+
+    def __init__(self, trainer: Trainer, pairs: Sequence[Pair]) -> None:
+        super().__init__()
+        self._trainer = trainer
+        self.of(pairs)
+
+    def _compute(self, pairs: Sequence[Pair]) -> list[list[float]]:
+        scored = self._trainer.forward(data_of(pairs, None))
+        return [values.tolist() for values in scored.logprobs]
+
+
+# ------------------------------------------------------------------------------------------- run
+
 
 _LOG = logging.getLogger("pcg.finetuning")
 _EVALUATED = 64
 """Pairs that are evaluated at once."""
 
 
+class Preferences(TrainerObjective[PreferenceResult]):
+    """Preference optimization: pairs, their reference, and the trainer's loss `preference`.
+
+    Attributes:
+        total: the number of steps.
+        trajectory: everything that the resulting weights depend on.
+        stops: set to end the run behind the step under way.
+        cancels: set to end it now.
+    """
+
+    kind = "dpo"
+
+    def __init__(
+        self, executor: Executor, arguments: DpoArguments, load: Load | None, limits: DataLimits
+    ) -> None:
+        """Read the data; see `PreferenceRun`."""
+        super().__init__(arguments.adapter)
+        self.device = executor.device
+        self._executor, self._arguments = executor, arguments
+        self.doing = f"training {self.name!r} on preferences"
+        self.stops, self.cancels = Event(), Event()
+        splits = choose_splits(arguments.data, arguments.eval_data, arguments.most_rows)
+        if splits.chosen:
+            _LOG.warning("%s: %s", self.name, splits.chosen)
+
+        def read(source: Data) -> list[Pair]:
+            data = training_data(source, arguments, executor.state, load, limits, pairs=True)
+            return pairs_of(data)
+
+        self._pairs = read(splits.train)
+        self._eval = [] if splits.evaluation is None else read(splits.evaluation)
+        self.evaluates = bool(self._eval)
+        self._batches = Batches(
+            self._pairs,
+            **arguments.batch_bounds,
+            seed=arguments.seed,
+            shuffle=arguments.shuffle,
+        )
+        self.total = total_steps(self._batches, arguments)
+        self._reference = arguments.reference
+        if self._reference is None:
+            peft = arguments.peft
+            is_saved = isinstance(peft, str | os.PathLike) and not is_shorthand(peft)
+            is_trained = is_saved or self.name in executor.adapters
+            self._reference = "start" if is_trained else "base"
+        trajectory = data_trajectory(arguments, self.total, self._batches, executor.state)
+        self.trajectory = {**trajectory, "reference": self._reference}
+        self._group: list[Pair] = []
+        self._by_reference: list[list[float]] = []
+
+    def start(self, find: Find) -> None:
+        arguments, found = self._arguments, find()
+        bounds = arguments.batch_bounds
+        size = bounds["batch_size"]
+        self.trainer = self._executor.trainer(
+            self.name,
+            peft=arguments.peft,
+            seed=arguments.seed,
+            batch_size=2 * (size if size is not None else max(1, len(self._batches))),
+            max_tokens=bounds["max_tokens"],
+            total_steps=self.total,
+            optimizer=arguments.optimizer,
+            optimizer_options=arguments.optimizer_options,
+            offload_optimizer=arguments.offload_optimizer,
+        )
+        try:
+            # A reference that is the start is computed before a checkpoint is loaded.
+            self._references = self._references_of(self._pairs), self._references_of(self._eval)
+            self.load(found)
+            if found is not None:
+                self._batches.load_state_dict(found[1].state.position)
+        except BaseException:
+            self.undo()
+            raise
+
+    def _references_of(self, pairs: Sequence[Pair]) -> References:
+        name = self._reference
+        if name == "start":
+            return StartReferences(self.trainer, pairs)
+        return ServedReferences(self._executor, None if name == "base" else name, self._check)
+
+    def _check(self) -> None:
+        """Raise a FinetuneError if the run was cancelled."""
+        if self.cancels.is_set():
+            raise FinetuneError(f"job {self.name!r} was cancelled")
+
+    def position(self) -> dict[str, Any]:
+        return self._batches.state_dict()
+
+    def gradients(self, step: int, rate: float) -> Work[None]:
+        yield from ()
+        self._epoch = self._batches.epoch
+        group = [*islice(self._batches, self._arguments.gradient_accumulation_steps)]
+        pairs = [pair for batch in group for pair in batch if isinstance(pair, Pair)]
+        self._group, self._by_reference = pairs, self._references[0].of(pairs)
+        self._scored = self.trainer.forward_backward(
+            data_of(pairs, self._by_reference), "preference", loss_options=self._loss_options(pairs)
+        )
+
+    def update(self, step: int, rate: float) -> StepNumbers:
+        arguments = self._arguments
+        takes = Optimizer.of(arguments.optimizer).fields
+        fields = {name: getattr(arguments, name) for name in FIELDS if name in takes}
+        stepped = self.trainer.optim_step(
+            learning_rate=rate,
+            grad_clip_norm=arguments.max_grad_norm,
+            **{name: value for name, value in fields.items() if value},
+        )
+        loss, pairs = self._scored.loss, self._group
+        policy = target_sums(pairs, [values.tolist() for values in self._scored.logprobs])
+        by_reference = target_sums(pairs, self._by_reference)
+        metrics = metrics_of(policy, by_reference, arguments.beta)
+        self.history.append({"loss": loss, **metrics})
+        norm, tokens = stepped.gradient_norm, stepped.tokens
+        return StepNumbers(self._epoch, loss, norm, tokens, metrics=metrics)
+
+    def _loss_options(self, pairs: Sequence[Pair]) -> dict[str, float]:
+        targets = sum(pair.chosen.targets for pair in pairs)
+        return self._arguments.loss_options(len(pairs), targets)
+
+    def evaluate(self, step: int) -> Work[Numbers]:
+        """Measure the loss and the metrics of the evaluation data, without dropout."""
+        yield from ()
+        options = self._loss_options(self._eval)
+        loss, policy, by_reference = 0.0, list[float](), list[float]()
+        for begin in range(0, len(self._eval), _EVALUATED):
+            lot = self._eval[begin : begin + _EVALUATED]
+            references = self._references[1].of(lot)
+            data = data_of(lot, references)
+            scored = self.trainer.forward(data, "preference", loss_options=options)
+            loss += scored.loss
+            policy += target_sums(lot, [values.tolist() for values in scored.logprobs])
+            by_reference += target_sums(lot, references)
+        metrics = metrics_of(policy, by_reference, self._arguments.beta)
+        numbers = {"loss": loss, **metrics}
+        self.evaluations.append((step, numbers))
+        return numbers
+
+    def is_interrupted(self, is_done: bool) -> bool:
+        return self.stops.is_set() and not is_done
+
+    def finish(self, run: Run[PreferenceResult]) -> Work[PreferenceResult]:
+        yield from ()
+        self.trainer.snapshot()
+        return PreferenceResult(
+            adapter=self.name,
+            history=tuple(self.history),
+            evaluations=tuple(self.evaluations),
+            steps=run.state.step,
+            total_steps=self.total,
+            tokens=run.state.tokens,
+            seconds=run.seconds,
+            resumed_from=run.resumed_from,
+            checkpoint=run.checkpoint,
+        )
+
+    def shown(self, record: StepRecord) -> str:
+        margin, accuracy = (record.metrics[f"rewards/{name}"] for name in ("margins", "accuracies"))
+        return f", margin {margin:.4f}, accuracy {accuracy:.2f}"
+
+    def config(self) -> Mapping[str, Any]:
+        """Return the configuration for the record."""
+        executor, peft = self._executor, self._arguments.peft
+        names = {"adapter": self.name, "model": executor.program.name}
+        return {**names, "device": str(executor.device), "peft": peft, **self.trajectory}
+
+
 class PreferenceRun:
-    """A run; it trains once. `stop` and `cancel` are for other threads."""
+    """A run on preferences; it trains once. `stop` and `cancel` are for other threads."""
 
     def __init__(
         self,
         executor: Executor,
-        given: DpoArguments,
+        arguments: DpoArguments,
         load: Load | None = None,
         limits: DataLimits = UNLIMITED,
     ) -> None:
@@ -60,86 +457,17 @@ class PreferenceRun:
         Raises:
             PcgError: as of `dpo`.
         """
-        self._executor, self._given = executor, given
-        splits = choose_splits(given.data, given.eval_data, given.most_rows)
-        if splits.chosen:
-            _LOG.warning("%s: %s", given.adapter, splits.chosen)
-        state = executor.state
-        data = training_data(splits.train, given, state, load, limits, pairs=True)
-        pairs = pairs_of(data)
-        self._eval: list[Pair] = []
-        if splits.evaluation is not None:
-            self._eval = pairs_of(
-                training_data(splits.evaluation, given, state, load, limits, pairs=True)
-            )
-        self._batches = Batches(pairs, **given.batch_bounds, seed=given.seed, shuffle=given.shuffle)
-        self._total = _total_steps(self._batches, given)
-        self._reference = given.reference
-        if given.reference is None:
-            is_saved = isinstance(given.peft, str | os.PathLike) and not is_shorthand(given.peft)
-            is_trained = is_saved or given.adapter in executor.adapters
-            self._reference = "start" if is_trained else "base"
-        self._schedule = given.make_schedule(self._total)
-        self._trajectory = self._make_trajectory()
-        self._step = 0
-        self._history: list[Metrics] = []
-        self._evaluations: list[tuple[int, Metrics]] = []
-        self._tokens = self._tokens_before = 0
-        self._seconds_before = 0.0
-        self._resumed_from: int | None = None
-        self._checkpoint: Path | None = None
-        self._saved: tuple[int, int] | None = None
-        self._stops, self._cancels = Event(), Event()
-        self._states: RunStates | None = None
-        found: Path | None = None
-        if given.checkpoint_dir is not None:
-            self._states = RunStates(
-                given.checkpoint_dir, given.keep_last, "training on preferences"
-            )
-            found = self._states.resumable(given.resume, self._trajectory, self._total)
-            self._states.lock()
-        try:
-            self._trainer = self._make_trainer()
-        except BaseException:
-            self._unlock()
-            raise
-        try:
-            self._references = self._make_references(pairs), self._make_references(self._eval)
-            if found is not None:
-                self._resume(found)
-        except BaseException:
-            self._end()
-            raise
-        self._started = time.monotonic()
-
-    def _make_trainer(self) -> Trainer:
-        given = self._given
-        bounds = given.batch_bounds
-        size = bounds["batch_size"]
-        return self._executor.trainer(
-            given.adapter,
-            peft=given.peft,
-            seed=given.seed,
-            batch_size=2 * (size if size is not None else max(1, len(self._batches))),
-            max_tokens=bounds["max_tokens"],
-            total_steps=self._total,
-            optimizer=given.optimizer,
-            optimizer_options=given.optimizer_options,
-            offload_optimizer=given.offload_optimizer,
+        self._objective = objective = Preferences(executor, arguments, load, limits)
+        schedule = arguments.make_schedule(objective.total)
+        self._run = Run(
+            objective,
+            arguments,
+            total=objective.total,
+            rate=lambda step: arguments.learning_rate * schedule(step),
+            trajectory=objective.trajectory,
+            config=objective.config,
+            on_step=arguments.on_step,
         )
-
-    def _make_references(self, pairs: Sequence[Pair]) -> References:
-        name = self._reference
-        if name == "start":
-            return StartReferences(self._trainer, pairs)
-        return ServedReferences(self._executor, None if name == "base" else name, self._check)
-
-    def _check(self) -> None:
-        """Raise a FinetuneError if the run was cancelled."""
-        if self._cancels.is_set():
-            raise FinetuneError(f"job {self._given.adapter!r} was cancelled")
-
-    # ------------------------------------------------------------------------------- the loop
 
     def run(self) -> PreferenceResult:
         """Run all steps; at the end the adapter is served.
@@ -149,241 +477,18 @@ class PreferenceRun:
             FinetuneError: it was cancelled, or numbers are not finite.
             RecordError: the record cannot be written.
         """
-        record = PreferenceRecord(self._given, self._executor, self._trajectory)
         try:
-            with record.opened(self._history, self._evaluations):
-                return self._run(record)
-        finally:
-            self._end()
-
-    def _run(self, kept: PreferenceRecord) -> PreferenceResult:
-        given = self._given
-        try:
-            self._settle()
-            if self._evaluations and not self._step:
-                kept.started(self._evaluations[0][1])
-            while self._step < self._total:
-                record = self._train()
-                kept.add(record)
-                self._log(record)
-                if given.on_step is not None:
-                    given.on_step(record)
-                if self._stops.is_set() and self._step < self._total:
-                    raise KeyboardInterrupt
-            self._trainer.snapshot()
-            return PreferenceResult(
-                adapter=given.adapter,
-                history=tuple(self._history),
-                evaluations=tuple(self._evaluations),
-                steps=self._step,
-                total_steps=self._total,
-                tokens=self._tokens,
-                seconds=self._seconds,
-                resumed_from=self._resumed_from,
-                checkpoint=self._checkpoint,
-            )
-        except KeyboardInterrupt as interrupt:
-            self._interrupted(interrupt)
+            return run_to_end(self._run.work())
         except Exception as error:
-            if self._cancels.is_set():
-                raise FinetuneError(f"job {given.adapter!r} was cancelled") from error
+            if self._objective.cancels.is_set() and not isinstance(error, FinetuneInterrupted):
+                raise FinetuneError(f"job {self._objective.name!r} was cancelled") from error
             raise
 
     def stop(self) -> None:
         """End after the step under way, with a checkpoint where these are kept."""
-        self._stops.set()
+        self._objective.stops.set()
 
     def cancel(self) -> None:
         """End now; the adapter is not served."""
-        self._cancels.set()
-        self._trainer.close()
-
-    def _train(self) -> PreferenceStep:
-        """Run one step; an interrupt leaves all of it undone or all of it done."""
-        given, rate = self._given, self._given.learning_rate * self._schedule(self._step)
-        epoch = self._batches.epoch
-        position = self._batches.state_dict()
-        try:
-            group = [*islice(self._batches, given.gradient_accumulation_steps)]
-            pairs = [pair for batch in group for pair in batch if isinstance(pair, Pair)]
-            references = self._references[0].of(pairs)
-            options = given.loss_options(len(pairs), _chosen_targets(pairs))
-            scored = self._trainer.forward_backward(
-                data_of(pairs, references), "preference", loss_options=options
-            )
-        except BaseException:
-            self._batches.load_state_dict(position)
-            raise
-        with deferred_interrupts():
-            stepped = self._trainer.optim_step(
-                learning_rate=rate, grad_clip_norm=given.max_grad_norm, **self._fields
-            )
-            self._step += 1
-            self._tokens += stepped.tokens
-            policy = target_sums(pairs, [one.tolist() for one in scored.logprobs])
-            metrics = metrics_of(policy, target_sums(pairs, references), given.beta)
-            self._history.append({"loss": scored.loss, **metrics})
-        self._settle()
-        evaluated = self._evaluations[-1:]
-        is_new = bool(evaluated) and evaluated[0][0] == self._step
-        return PreferenceStep(
-            step=self._step,
-            total_steps=self._total,
-            epoch=epoch,
-            loss=scored.loss,
-            metrics=metrics,
-            evaluation=evaluated[0][1] if is_new else None,
-            learning_rate=rate,
-            gradient_norm=stepped.gradient_norm,
-            tokens=stepped.tokens,
-            tokens_per_second=(self._tokens - self._tokens_before)
-            / max(time.monotonic() - self._started, 1e-9),
-            checkpoint=self._checkpoint,
-        )
-
-    @property
-    def _fields(self) -> dict[str, Any]:
-        """The optimizer's options of an update that are given."""
-        given = self._given
-        takes = Optimizer.of(given.optimizer).fields
-        return {
-            name: getattr(given, name) for name in FIELDS if name in takes and getattr(given, name)
-        }
-
-    # ------------------------------------------------------------------------------- between steps
-
-    def _settle(self) -> None:
-        """Evaluate and save if it is time after the last step; not twice when resumed there."""
-        given = self._given
-        evaluated = bool(self._evaluations) and self._evaluations[-1][0] == self._step
-        is_due = self._is_due(given.eval_every) if self._step else given.eval_at_start
-        if self._eval and is_due and not evaluated:
-            self._evaluate()
-        if self._step and self._is_due(given.save_every):
-            self._save()
-
-    def _is_due(self, every: int | None) -> bool:
-        """Return True for the last step, each `every`-th one, and the end of each epoch if None."""
-        if self._step >= self._total:
-            return True
-        return self._batches.index == 0 if every is None else self._step % every == 0
-
-    def _evaluate(self) -> None:
-        """Measure the loss and the metrics of the evaluation data, without dropout."""
-        given, pairs = self._given, self._eval
-        options = given.loss_options(len(pairs), _chosen_targets(pairs))
-        loss, policy, by_reference = 0.0, list[float](), list[float]()
-        for begin in range(0, len(pairs), _EVALUATED):
-            lot = pairs[begin : begin + _EVALUATED]
-            references = self._references[1].of(lot)
-            data = data_of(lot, references)
-            scored = self._trainer.forward(data, "preference", loss_options=options)
-            loss += scored.loss
-            policy += target_sums(lot, [one.tolist() for one in scored.logprobs])
-            by_reference += target_sums(lot, references)
-        found = {"loss": loss, **metrics_of(policy, by_reference, given.beta)}
-        self._evaluations.append((self._step, found))
-
-    def _save(self) -> None:
-        """Write a checkpoint, unless this state has one."""
-        mark = (self._step, len(self._evaluations))
-        if self._states is None or self._saved == mark:
-            return
-        notes = {
-            "trajectory": self._trajectory,
-            "position": self._batches.state_dict(),
-            "step": self._step,
-            "history": self._history,
-            "evaluations": self._evaluations,
-            "tokens": self._tokens,
-            "seconds": self._seconds,
-        }
-        with deferred_interrupts():
-            self._checkpoint = self._states.save(self._trainer.save_state, self._step, notes)
-            self._saved = mark
-
-    @property
-    def _seconds(self) -> float:
-        return self._seconds_before + time.monotonic() - self._started
-
-    def _log(self, record: PreferenceStep) -> None:
-        every = self._given.log_every
-        if every is None or (record.step % every and record.step < record.total_steps):
-            return
-        shown = record.metrics
-        evaluated = (
-            "" if record.evaluation is None else f", eval loss {record.evaluation['loss']:.4f}"
-        )
-        _LOG.info(
-            "%s step %d/%d: loss %.4f, margin %.4f, accuracy %.2f%s, lr %.3g, %.0f tokens/s",
-            self._given.adapter,
-            record.step,
-            record.total_steps,
-            record.loss,
-            shown["rewards/margins"],
-            shown["rewards/accuracies"],
-            evaluated,
-            record.learning_rate,
-            record.tokens_per_second,
-        )
-
-    # ------------------------------------------------------------------------------- resuming
-
-    def _make_trajectory(self) -> dict[str, Any]:
-        """Return all that the resulting weights depend on; it is compared when a run is resumed."""
-        position, model = self._batches.state_dict(), self._executor.state
-        found = self._given.trajectory(self._total)
-        for key in ("batch_size", "max_tokens", "seed", "shuffle", "examples"):
-            found[key] = position[key]
-        found["reference"] = self._reference
-        found["data_checksum"] = position["fingerprint"]
-        found["base_dtype"] = model.program.dtype
-        found["base_weights_checksum"] = base_digest(model.weight_store)
-        return found
-
-    def _resume(self, path: Path) -> None:
-        notes: Mapping[str, Any] = self._trainer.load_state(path).notes
-        fix = "; use an older one, or start anew with resume=False"
-        with damage_of(f"the checkpoint {path}", FinetuneError, fix):
-            self._batches.load_state_dict(notes["position"])
-            self._step = self._resumed_from = int(notes["step"])
-            self._history = [dict(one) for one in notes["history"]]
-            self._evaluations = [(int(step), dict(found)) for step, found in notes["evaluations"]]
-            self._tokens = self._tokens_before = int(notes["tokens"])
-            self._seconds_before = float(notes["seconds"])
-        self._checkpoint = path
-        self._saved = (self._step, len(self._evaluations))
-
-    def _interrupted(self, interrupt: KeyboardInterrupt) -> NoReturn:
-        self._save()
-        name = self._given.adapter
-        left = "give checkpoint_dir to be able to resume"
-        if self._checkpoint is not None:
-            left = f"run the same again to go on from {self._checkpoint}"
-        raise FinetuneInterrupted(
-            f"training {name!r} on preferences was interrupted after step {self._step} of "
-            f"{self._total}; {left}",
-            self._step,
-            self._checkpoint,
-        ) from interrupt
-
-    def _end(self) -> None:
-        self._trainer.close()
-        self._unlock()
-
-    def _unlock(self) -> None:
-        if self._states is not None:
-            self._states.unlock()
-
-
-def _chosen_targets(pairs: Sequence[Pair]) -> int:
-    return sum(pair.chosen.targets for pair in pairs)
-
-
-def _total_steps(batches: Batches, given: DpoArguments) -> int:
-    """Count the steps of the run; the last one of an epoch may have fewer batches."""
-    if given.max_steps is not None:
-        return given.max_steps
-    size = given.gradient_accumulation_steps
-    epochs = range(given.epochs or 1)
-    return sum(math.ceil(len(batches.plan(epoch)) / size) for epoch in epochs)
+        self._objective.cancels.set()
+        self._objective.trainer.close()

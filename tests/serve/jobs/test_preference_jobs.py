@@ -171,17 +171,17 @@ def test_a_job_goes_on_after_the_engine_ended(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As after a kill: what was done behind the last checkpoint is done again, and told once."""
-    from pcg.train.preference.run import PreferenceRun
+    from pcg.train.preference.run import Preferences
 
-    train = PreferenceRun._train
+    train = Preferences.gradients
 
-    def fails(run: Any) -> Any:
-        if run._step == 4:
+    def fails(objective: Any, step: int, rate: float) -> Any:
+        if step == 4:
             raise EngineError("the engine is gone")
-        return train(run)
+        return train(objective, step, rate)
 
     with served(tmp_path) as server, client_of(server.url) as client:
-        monkeypatch.setattr(PreferenceRun, "_train", fails)
+        monkeypatch.setattr(Preferences, "gradients", fails)
         made = begin_dpo(client, own={"save_every": 2}, seed=3)
         until(lambda: steps(client, made.id) == [1, 2, 3, 4])
     monkeypatch.undo()

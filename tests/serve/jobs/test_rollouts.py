@@ -13,7 +13,7 @@ from pcg.runtime.engine.async_engine import AsyncEngine
 from pcg.serve.engine import reinforcement
 from pcg.serve.engine.news import JobStep
 from pcg.serve.engine.reinforcement import Rollouts, add_step, opened
-from pcg.train.grpo.result import Sample
+from pcg.train.grpo.loop import Sample
 
 
 class Asked:

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from pcg.train.grpo.loop import advantages_of
+from pcg.train.grpo.objective import advantages_of
 from pcg.train.grpo.options import GrpoOptions
 
 GROUP = 4

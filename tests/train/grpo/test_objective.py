@@ -13,11 +13,9 @@ import torch
 from torch import Tensor
 
 from pcg.runtime.executor import Executor
-from pcg.train.grpo.loop import update_numbers
-from pcg.train.grpo.objective import Objective
+from pcg.train.grpo.objective import UpdateLoss, update_numbers
 from pcg.train.grpo.options import GrpoOptions
-from pcg.train.grpo.prompts import Prompt
-from pcg.train.grpo.rollouts import Rollout, tokens_of
+from pcg.train.grpo.rollouts import Prompt, Rollout, tokens_of
 from tests.support import oracle
 from tests.support.trainer_data import VOCABULARY, pair, parameters, put
 
@@ -132,7 +130,7 @@ def test_a_loss_and_its_gradients_are_those_of_trl(
     total.backward()
     expected_loss = float(total.detach())
     put(executor, wrapped, "a")
-    objective = Objective(rollouts, options, tokens_of(rollouts))
+    objective = UpdateLoss(rollouts, options, tokens_of(rollouts))
     loss, loss_options = objective.loss()
     with executor.trainer("a", optimizer="sgd") as trainer:
         done = trainer.forward_backward(objective.data(), loss, loss_options=loss_options)
@@ -161,7 +159,7 @@ def test_masked_and_flat_completions_are_left_out_as_in_trl(
     ]
     for kind in ("grpo", "dapo", "bnpo", "dr_grpo"):
         options = GrpoOptions(num_generations=4, batch_size=4, loss_type=kind)
-        objective = Objective(some, options, tokens_of(some))
+        objective = UpdateLoss(some, options, tokens_of(some))
         assert objective.trained == [some[1], some[3]]
         with torch.no_grad():
             total = trl_loss(wrapped, some, options, tokens_of(some))
@@ -176,7 +174,7 @@ def test_an_update_without_anything_to_learn_is_one_of_zeros(
     models: tuple[Executor, Any], rollouts: list[Rollout]
 ) -> None:
     flat = [replace(one, advantage=0.0) for one in rollouts]
-    objective = Objective(flat, GrpoOptions(num_generations=4, batch_size=4), tokens_of(flat))
+    objective = UpdateLoss(flat, GrpoOptions(num_generations=4, batch_size=4), tokens_of(flat))
     loss, loss_options = objective.loss()
     with models[0].trainer("a") as trainer:
         done = trainer.forward_backward(objective.data(), loss, loss_options=loss_options)
@@ -188,7 +186,7 @@ def test_clip_ratios_and_the_divergence_are_those_of_trl(
     models: tuple[Executor, Any], rollouts: list[Rollout]
 ) -> None:
     options = GrpoOptions(num_generations=4, batch_size=4, beta=0.1, epsilon_high=0.1)
-    objective = Objective(rollouts, options, tokens_of(rollouts))
+    objective = UpdateLoss(rollouts, options, tokens_of(rollouts))
     with torch.no_grad():
         found = [logprobs_of(models[1], one) for one in rollouts]
     numbers = update_numbers(objective, found, options)

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from pcg.errors import FinetuneError
-from pcg.train.grpo.rewards import Rewards, Scored
+from pcg.train.grpo.rollouts import Rewards, Scored
 
 SCORED = Scored(["a", "a"], ["one", "three"], [(1,), (2, 3)], {"answer": ["one", "two"]})
 STATE = {"global_step": 3}

@@ -38,13 +38,6 @@ from pcg.runtime.model.weight_digests import base_digest
 from pcg.runtime.training.bound_training import BoundTraining
 from pcg.runtime.training.checkpoints import Checkpoint, TrainerState
 from pcg.runtime.training.losses import Loss, Options
-from pcg.runtime.training.optimizer import (
-    HostStates,
-    load_optimizer,
-    make_optimizer,
-    optimizer_tensors,
-    set_rate,
-)
 from pcg.runtime.training.publishers import (
     check_same_recipe,
     owned,
@@ -52,6 +45,7 @@ from pcg.runtime.training.publishers import (
     start_adapter,
 )
 from pcg.runtime.training.runner import TrainingPass, TrainingRunner, run_pass, training_runner
+from pcg.runtime.training.step import TrainingStep
 from pcg.runtime.training.trainer.datum import (
     CheckedDatum,
     Score,
@@ -262,11 +256,7 @@ class TrainedAdapter:
             )
         self._runner: TrainingRunner = training_runner(state, made, self._windows, TRAINER_SLACK)
         self._adapter = self._runner.adapter
-        self._parameters = dict(self._runner.parameters)
-        self._beside = self._adapter.recipe.training_beside(self._runner.shards, total or 1)
-        self._optimizer = make_optimizer(self._parameters, self._kind, _RATE)
-        offloaded = HostStates(self._optimizer) if self._kind.is_offloaded else None
-        self._take_step = self._optimizer.step if offloaded is None else offloaded.step
+        self._step = TrainingStep(self._runner, self._kind, _RATE, total or 1)
         self._pending: dict[str, Tensor] = {}
         self._history = TrainerState()
         self._tokens = self._passes = self._targets = 0
@@ -319,7 +309,7 @@ class TrainedAdapter:
                     done = yield from self._through(batches, trains=True)
                     break
                 except StepBeginsAgain:
-                    self._drop_gradients()
+                    self._step.drop_gradients()
                     yield Release()
             scored = yield from self._scored(batches, done, self._norm())
             with deferred_interrupts():
@@ -330,7 +320,7 @@ class TrainedAdapter:
                 self._loss += scored.loss
             return scored
         finally:
-            self._drop_gradients()
+            self._step.drop_gradients()
 
     def _through(self, batches: Sequence[ScoredBatch], *, trains: bool) -> Work[list[ScoredPass]]:
         done = []
@@ -392,7 +382,7 @@ class TrainedAdapter:
     def _norm(self) -> Tensor:
         """Return the norm of the gradients of a call. UnsupportedError: a weight gets none."""
         gradients = []
-        for path, tensor in self._parameters.items():
+        for path, tensor in self._step.parameters.items():
             if tensor.grad is None:
                 raise UnsupportedError(
                     f"{path} gets no gradient, so it cannot be trained; leave it out of the recipe"
@@ -403,16 +393,12 @@ class TrainedAdapter:
     def _keep_gradients(self) -> None:
         # On a GPU recorded windows add to memory that stays theirs.
         is_theirs = self._runner.device.type == "cuda"
-        for path, tensor in self._parameters.items():
+        for path, tensor in self._step.parameters.items():
             assert tensor.grad is not None
             if path in self._pending:
                 self._pending[path].add_(tensor.grad)
             else:
                 self._pending[path] = tensor.grad.clone() if is_theirs else tensor.grad
-
-    def _drop_gradients(self) -> None:
-        for tensor in (*self._parameters.values(), *self._runner.shards.tensors.values()):
-            tensor.grad = None
 
     def optim_step(
         self, rate: float, fields: dict[str, Any], grad_clip_norm: float | None
@@ -428,35 +414,31 @@ class TrainedAdapter:
             raise FinetuneError(
                 f"trainer {self.name!r} has no gradients to update by; call forward_backward first"
             )
-        self._set(rate, fields)
+        self._set(fields)
         try:
             norm = self._whole_gradients()
             reading = Reading(norm[None].double())
             yield reading
-            (found,) = reading.read()
-            if not math.isfinite(found):
+            (norm_read,) = reading.read()
+            if not math.isfinite(norm_read):
                 raise FinetuneError(
-                    f"trainer {self.name!r}: the norm of the gradients is {found:g}; load an "
+                    f"trainer {self.name!r}: the norm of the gradients is {norm_read:g}; load an "
                     "earlier state"
                 )
             with deferred_interrupts():
-                if grad_clip_norm is not None:
-                    torch.nn.utils.clip_grads_with_norm_(
-                        self._parameters.values(), grad_clip_norm, norm
-                    )
-                return self._update(found)
+                self._step.scale(norm, grad_clip_norm)
+                return self._update(rate, norm_read)
         finally:
-            self._drop_gradients()
+            self._step.drop_gradients()
 
-    def _set(self, rate: float, fields: dict[str, Any]) -> None:
+    def _set(self, fields: dict[str, Any]) -> None:
         kind = self._kind
         for name, value in fields.items():
             if name not in kind.fields:
                 raise FinetuneError(
                     f"{name}={value!r}, which optimizer {kind.name!r} does not take; leave it out"
                 )
-        set_rate(self._optimizer, rate)
-        for number, group in enumerate(self._optimizer.param_groups):
+        for number, group in enumerate(self._step.optimizer.param_groups):
             for name in kind.fields:
                 group[name] = fields.get(name, kind.options[name])
             if number and "weight_decay" in kind.options:  # biases do not decay
@@ -464,22 +446,18 @@ class TrainedAdapter:
 
     def _whole_gradients(self) -> Tensor:
         """Have the parameters have the gradients that wait; returns their norm."""
-        for path, tensor in self._parameters.items():
+        for path, tensor in self._step.parameters.items():
             tensor.grad = self._pending[path]
-        if self._beside is not None:  # which adds to them
-            for tensor in self._parameters.values():
+        if self._step.beside is not None:  # which adds to them
+            for tensor in self._step.parameters.values():
                 assert tensor.grad is not None
                 tensor.grad = tensor.grad.clone()
-            self._beside.regularize()
-        return self._runner.gradient_norm()
+        return self._step.clip()
 
-    def _update(self, norm: float) -> Stepped:
-        self._take_step()
-        self._pending = {}
+    def _update(self, rate: float, norm: float) -> Stepped:
         history = self._history
-        if self._beside is not None:
-            self._beside.after_step(history.step + 1)
-        self._runner.publish()
+        self._step.update(history.step, rate)
+        self._pending = {}
         history.step += 1
         history.losses.append(self._loss)
         history.tokens += self._tokens
@@ -496,7 +474,9 @@ class TrainedAdapter:
         """Return a copy of the adapter as it is now, in host memory."""
         yield from ()
         self._runner.settle()
-        adapter = self._adapter if self._beside is None else self._beside.finished(self._adapter)
+        adapter = self._adapter
+        if self._step.beside is not None:
+            adapter = self._step.beside.finished(adapter)
         copy = self._state.on_host(owned(adapter))
         self._state.check_copies(copy)
         return copy
@@ -531,12 +511,10 @@ class TrainedAdapter:
         """
         yield from ()
         self._runner.settle()
-        optimizer = optimizer_tensors(self._optimizer, self._parameters)
-        beside = {} if self._beside is None else self._beside.tensors
         history = dataclasses.replace(self._history, losses=list(self._history.losses))
         copies = [
             {name: value.detach().cpu().clone() for name, value in tensors.items()}
-            for tensors in (optimizer, beside)
+            for tensors in (self._step.state(), self._step.tensors_beside())
         ]
         adapter = self._state.on_host(owned(self._adapter))
         return Checkpoint(history, facts, adapter, None, copies[0], copies[1])
@@ -557,10 +535,7 @@ class TrainedAdapter:
             if not optimizer:
                 return
             self._history = checkpoint.state
-            if checkpoint.state.step:
-                load_optimizer(self._optimizer, self._kind, self._parameters, checkpoint.optimizer)
-            if self._beside is not None:
-                self._beside.load(checkpoint.beside)
+            self._step.load(self.steps, checkpoint.optimizer, checkpoint.beside)
         except BaseException:
             vars(self).update(before)
             raise

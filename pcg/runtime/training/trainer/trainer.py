@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
@@ -13,6 +14,9 @@ from pcg.errors import FinetuneError
 from pcg.kernels.devices import on_device
 from pcg.keywords import takes
 from pcg.runtime.model.state import ModelState
+from pcg.runtime.training.checkpoints import CheckpointStore, TrainerRun, TrainerState
+from pcg.runtime.training.options import Numbers
+from pcg.runtime.training.run import Objective, of_evaluation
 from pcg.runtime.training.trainer.commands import (
     Aside,
     Forward,
@@ -177,3 +181,49 @@ def run_here(command: TrainerCommand[Result], trained: TrainedAdapter) -> Result
     except StopIteration as end:
         result: Result = end.value
         return result
+
+
+# ---------------------------------------------------------------------------------- runs over one
+
+
+class TrainerObjective(Objective[Result]):
+    """An objective whose steps are commands of a trainer, with its checkpoints and numbers.
+
+    Attributes:
+        trainer: the trainer, which `start` makes.
+        history: the numbers of each step.
+        evaluations: (step, numbers) of each evaluation.
+    """
+
+    trainer: Trainer
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.history: list[dict[str, float]] = []
+        self.evaluations: list[tuple[int, dict[str, float]]] = []
+
+    def read(self, path: Path) -> TrainerRun:
+        return TrainerRun.read(path)
+
+    def load(self, found: tuple[Path, TrainerRun] | None) -> None:
+        """Go on from a checkpoint, if there is one."""
+        if found is not None:
+            path, saved = found
+            self.trainer.load_state(path)
+            self.history, self.evaluations = saved.history, saved.evaluations
+
+    def save(
+        self, store: CheckpointStore, state: TrainerState, trajectory: Mapping[str, Any]
+    ) -> Path:
+        notes = TrainerRun(state, trajectory, self.history, self.evaluations).notes
+        return store.save(state.step, lambda path: self.trainer.save_state(path, notes=notes))
+
+    def undo(self) -> None:
+        self.trainer.close()
+
+    def end(self) -> None:
+        self.trainer.close()
+
+    def recorded_before(self, step: int, state: TrainerState) -> Numbers:
+        evaluated = dict(self.evaluations).get(step)
+        return {**self.history[step - 1], **of_evaluation(evaluated)}
