@@ -42,7 +42,6 @@ from pcg.runtime.requests.request import Chunk, Request
 from pcg.runtime.training.finetuning import finetune_run
 from pcg.runtime.training.options import JobArguments, StepRecord
 from pcg.runtime.training.publishers import VersionPublisher
-from pcg.runtime.training.runner import TrainingRunner
 from pcg.runtime.training.trainer.datum import Stepped, TrainerArguments
 from pcg.runtime.training.trainer.trained_adapter import TrainedAdapter
 from pcg.runtime.training.warm_jobs import KeptRunners
@@ -291,7 +290,7 @@ class Engine(EngineLoop):
 
 
 _SHARE = EngineArguments().gpu_memory_utilization
-_OnDevice: TypeAlias = tuple[StepRunner, AdapterCache, KeptRunners[TrainingRunner]]
+_OnDevice: TypeAlias = tuple[StepRunner, AdapterCache, KeptRunners]
 
 
 def _on_device(state: ModelState, given: EngineArguments, limits: Limits) -> _OnDevice:
@@ -312,7 +311,7 @@ def _on_device(state: ModelState, given: EngineArguments, limits: Limits) -> _On
     def make(size_bytes: int) -> _OnDevice:
         pages = max(1, size_bytes // page_bytes)
         cache = KvCache(types, pages, state.device, in_pages=in_pages, page_bytes=page_bytes)
-        adapters, kept = AdapterCache(cache.pool, pages_of), KeptRunners[TrainingRunner]()
+        adapters, kept = AdapterCache(cache.pool, pages_of), KeptRunners()
         runner = StepRunner(state, cache, adapters, limits)
         if given.warm_up:
             runner.warm_up(list(state.adapters.values()), kept, given.warm_jobs)

@@ -50,7 +50,7 @@ from pcg.runtime.sampling.sampling import only_finite, sample, scored
 from pcg.runtime.sampling.sampling_params import SamplingParams
 from pcg.runtime.text.output_text import OutputText
 from pcg.runtime.training.recorded.warm_job import WarmJob
-from pcg.runtime.training.runner import TrainingPass, TrainingRunner
+from pcg.runtime.training.runner import TrainingPass
 from pcg.runtime.training.warm_jobs import KeptRunners, record_jobs
 from pcg.runtime.training.work_units import Forward, Part, Phase
 from pcg.units import shown
@@ -306,7 +306,7 @@ class StepRunner:
     def warm_up(
         self,
         adapters: List[Adapter],
-        kept: KeptRunners[TrainingRunner],
+        kept: KeptRunners,
         jobs: List[WarmJob] = (),
     ) -> None:
         """Record the steps that may come, and compile the kernels that choose tokens.

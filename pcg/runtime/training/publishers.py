@@ -226,7 +226,7 @@ class VersionPublisher(Publisher):
         state: ModelState,
         every: int = 0,
         on_publish: _OnPublish = lambda version: None,
-        kept: KeptRunners[TrainingRunner] | None = None,
+        kept: KeptRunners | None = None,
     ) -> None:
         self.state = state
         self._kept = kept

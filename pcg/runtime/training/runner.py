@@ -47,6 +47,7 @@ from pcg.runtime.training.windows import (
     BackwardOrder,
     HasTokens,
     PassLoss,
+    PassSequence,
     PassSequences,
     Window,
     WindowLoss,
@@ -107,13 +108,16 @@ class TrainingPass(WindowedPass):
         self._dropout_seed = dropout_seed
         self._cache = cache
         self._virtual = runner.adapter.prompt_tokens
-        self._sequences = PassSequences(self._virtual)
-        for i, example in enumerate(examples):
-            ids = [*[ANY_TOKEN] * self._virtual, *example.ids]
-            table = tables[i] if cache is not None else None
-            number = i if numbers is None else numbers[i]
-            self._sequences.add(ids, self.targets_of(example), table, number)
-        self._sequences.share(runner.cp, runner.device)
+        sequences = [
+            PassSequence(
+                [*[ANY_TOKEN] * self._virtual, *example.ids],
+                self.targets_of(example),
+                tables[i] if cache is not None else None,
+                i if numbers is None else numbers[i],
+            )
+            for i, example in enumerate(examples)
+        ]
+        self._sequences = PassSequences(sequences, self._virtual, runner.cp, runner.device)
         self.tokens = self._sequences.tokens
         if self.trains:
             runner.plan_for(len(examples), self._sequences.most_tokens)

@@ -15,7 +15,6 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from threading import Lock
-from typing import Generic, Protocol, TypeVar
 from weakref import WeakSet
 
 import torch
@@ -38,27 +37,13 @@ from pcg.runtime.training.runner import TrainingRunner, training_runner
 # ------------------------------------------------------------------------------------- kept runners
 
 
-class Recorded(Protocol):
-    """A runner with recorded windows, of one adapter."""
-
-    adapter: Adapter
-    training: Training
-
-    @property
-    def is_recorded(self) -> bool:
-        """True if it has recorded windows, and trains by one program alone."""
-
-
-Runner = TypeVar("Runner", bound=Recorded)
-
-
-class KeptRunners(Generic[Runner]):
+class KeptRunners:
     """Runners that no job has; any thread may ask for one."""
 
     def __init__(self) -> None:
         self._jobs = 0
-        self._kept: list[Runner] = []
-        self._lasting: WeakSet[Runner] = WeakSet()
+        self._kept: list[TrainingRunner] = []
+        self._lasting: WeakSet[TrainingRunner] = WeakSet()
         self._lock = Lock()
 
     def begin_job(self) -> Callable[[], None]:
@@ -76,7 +61,7 @@ class KeptRunners(Generic[Runner]):
             if not self._jobs:
                 self._drop_others()
 
-    def give(self, runner: Runner, lasts: bool = False) -> None:
+    def give(self, runner: TrainingRunner, lasts: bool = False) -> None:
         """Keep a runner, if it has recorded windows; for good if it lasts."""
         if not runner.is_recorded:
             return
@@ -87,7 +72,7 @@ class KeptRunners(Generic[Runner]):
                 self._drop_others()
             self._kept.append(runner)
 
-    def take(self, training: Training, adapter: Adapter) -> Runner | None:
+    def take(self, training: Training, adapter: Adapter) -> TrainingRunner | None:
         """Return a runner that trains an adapter by its program; None if none can.
 
         The runner's adapter has other tensors than the one that is given, with its values.
@@ -113,14 +98,14 @@ class KeptRunners(Generic[Runner]):
 
     def _drop_others(self) -> None:
         """Drop the runners that do not last."""
-        self._kept = [one for one in self._kept if one in self._lasting]
+        self._kept = [runner for runner in self._kept if runner in self._lasting]
 
 
 def _all_of(adapter: Adapter) -> list[torch.Tensor]:
     return [*adapter.tensors, *(adapter.shared[name] for name in sorted(adapter.shared))]
 
 
-def _is_alike(runner: Recorded, training: Training, adapter: Adapter) -> bool:
+def _is_alike(runner: TrainingRunner, training: Training, adapter: Adapter) -> bool:
     own = runner.adapter
     return (
         runner.training is training
@@ -146,7 +131,7 @@ def record_jobs(
     state: ModelState,
     cache: KvCache,
     tokens: int,
-    kept: KeptRunners[TrainingRunner],
+    kept: KeptRunners,
     jobs: Sequence[WarmJob] = (),
 ) -> int:
     """Record the windows of jobs that are known; returns the graphs.

@@ -25,6 +25,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -47,11 +48,10 @@ from pcg.runtime.training.recorded.window_graphs import WindowSlot
 
 
 class HasTokens(Protocol):
-    """A sequence to go through a pass, which knows what its tokens predict."""
+    """A sequence of a pass: its tokens, without virtual ones."""
 
     @property
-    def ids(self) -> Sequence[int]:
-        """Its tokens, without virtual ones."""
+    def ids(self) -> Sequence[int]: ...
 
 
 @dataclass
@@ -84,7 +84,6 @@ class PassSequence:
 
     ids: Sequence[int]
     targets: Sequence[int]
-    origin: int
     table: PageTable | None
     number: int
 
@@ -92,31 +91,21 @@ class PassSequence:
 class PassSequences:
     """Sequences one behind the other, of which windows are taken from the first token on.
 
-    Ranks that share the tokens take one window each, of their own pieces.
-
     Attributes:
         tokens: number of tokens of all sequences, virtual ones included.
-        parts: how ranks share them; None where this one takes all.
+        parts: how ranks share them; None where this rank takes all.
     """
 
-    def __init__(self, virtual: int) -> None:
-        """Begin without any; each will begin with so many virtual tokens."""
-        self.tokens = 0
-        self.parts: TokenParts | None = None
-        self._virtual = virtual
-        self._each: list[PassSequence] = []
-
-    def add(
-        self, ids: Sequence[int], targets: Sequence[int], table: PageTable | None, number: int
+    def __init__(
+        self, sequences: Sequence[PassSequence], virtual: int, cp: Ranks, device: torch.device
     ) -> None:
-        """Add a sequence behind the others, with its pages in the cache."""
-        self._each.append(PassSequence(ids, targets, self.tokens, table, number))
-        self.tokens += len(ids)
-
-    def share(self, cp: Ranks, device: torch.device) -> None:
-        """Share the tokens among ranks, if there are several."""
-        if cp.size > 1:
-            self.parts = TokenParts([len(one.ids) for one in self._each], cp, device)
+        """Take sequences, each with so many virtual tokens first, and share them among ranks."""
+        self._virtual = virtual
+        self._sequences = sequences
+        lengths = [len(sequence.ids) for sequence in sequences]
+        self._origins = [0, *accumulate(lengths)][:-1]
+        self.tokens = sum(lengths)
+        self.parts = TokenParts(lengths, cp, device) if cp.size > 1 else None
 
     @property
     def most_tokens(self) -> int:
@@ -126,7 +115,7 @@ class PassSequences:
     @property
     def row(self) -> int:
         """Mean number of tokens of a sequence."""
-        return max(self.tokens // max(len(self._each), 1), 1)
+        return max(self.tokens // max(len(self._sequences), 1), 1)
 
     @property
     def targets(self) -> int:
@@ -136,7 +125,7 @@ class PassSequences:
 
     def context(self, begin: int) -> int:
         """Return the number of tokens before one of the pass in its sequence."""
-        return min(begin - one.origin for one in self._each if one.origin <= begin)
+        return begin - max(origin for origin in self._origins if origin <= begin)
 
     def window(self, begin: int, end: int) -> tuple[list[Span], list[int], list[int]]:
         """Return spans, ids and targets of the tokens from one to before another."""
@@ -144,18 +133,20 @@ class PassSequences:
         parts = self.parts
         is_spare = parts is not None and parts.is_spare
         for index, start, stop in self.pieces(begin, end) if parts is None else parts.pieces:
-            one = self._each[index]
+            sequence = self._sequences[index]
             virtual = max(min(stop, self._virtual) - start, 0)
-            place = (one.table, virtual, one.origin, one.number)
+            place = (sequence.table, virtual, self._origins[index], sequence.number)
             spans.append(Span(len(ids), stop - start, start, *place))
-            ids += one.ids[start:stop]
-            targets += [IGNORED] if is_spare else one.targets[start:stop]
+            ids += sequence.ids[start:stop]
+            targets += [IGNORED] if is_spare else sequence.targets[start:stop]
         return spans, ids, targets
 
     def pieces(self, begin: int, end: int) -> Iterator[Piece]:
         """Yield the sequences that the tokens from one to before another are of, and which."""
-        for index, one in enumerate(self._each):
-            start, stop = max(begin - one.origin, 0), min(end - one.origin, len(one.ids))
+        for index, (origin, sequence) in enumerate(
+            zip(self._origins, self._sequences, strict=True)
+        ):
+            start, stop = max(begin - origin, 0), min(end - origin, len(sequence.ids))
             if start < stop:
                 yield Piece(index, start, stop)
 
@@ -275,25 +266,16 @@ class WindowLoss:
 
 
 class ComputesLoss(Protocol):
-    """A program's loss.
-
-    Attributes:
-        loss_chunk: the most tokens whose loss is computed together.
-        head_rows: rows of the head, if the loss is best computed for some of them at a time: each
-            chunk of tokens reads all, and on CPUs there are few tokens. 0 otherwise.
-    """
+    """A program's loss, as of `BoundTraining`."""
 
     loss_chunk: int
     head_rows: int
 
-    def loss_chunks(self, targets: Tensor) -> LossChunks:
-        """Return the tokens of a window whose loss is computed."""
+    def loss_chunks(self, targets: Tensor) -> LossChunks: ...
 
-    def loss_tokens(self, tokens: int, left: int) -> int:
-        """Return how many of `left` tokens have their loss computed at once, of up to `tokens`."""
+    def loss_tokens(self, tokens: int, left: int) -> int: ...
 
-    def loss(self, window: WindowLoss, chunk: LossChunk) -> ProductRequest[Tensor]:
-        """Return the summed loss of some tokens of a window, fp64, and put their gradients."""
+    def loss(self, window: WindowLoss, chunk: LossChunk) -> ProductRequest[Tensor]: ...
 
 
 class PassLoss:

@@ -20,43 +20,35 @@ from pcg.runtime.model.batch import Batch
 
 
 class RecordedProgram(Protocol):
-    """A training program with one adapter bound, as of `BoundTraining`."""
+    """The part of `BoundTraining` that recorded functions call."""
 
     training: Training
 
-    def prologue(self, batch: Batch) -> tuple[Sequence[Tensor], Sequence[Tensor | None]]:
-        """Run the prologue; returns the first layer's input, and what all layers read."""
+    def prologue(self, batch: Batch) -> tuple[Sequence[Tensor], Sequence[Tensor | None]]: ...
 
     def layer(
         self, layer: int, batch: Batch, carried: Sequence[Tensor], shared: Sequence[Tensor | None]
-    ) -> ProductRequest[tuple[Sequence[Tensor], Sequence[Tensor]]]:
-        """Run a layer forward."""
+    ) -> ProductRequest[tuple[Sequence[Tensor], Sequence[Tensor]]]: ...
 
     def layer_backward(
         self, layer: int, batch: Batch, saved: list[Any], gradients: list[Tensor]
-    ) -> ProductRequest[list[Tensor]]:
-        """Run a layer backward."""
+    ) -> ProductRequest[list[Tensor]]: ...
 
     def loss_inputs(
         self, carried: Sequence[Tensor], shared: Sequence[Tensor | None]
-    ) -> list[Tensor]:
-        """Return what the epilogue reads of a window's tokens."""
+    ) -> list[Tensor]: ...
 
     def loss_of(
         self, batch: Batch, part: Sequence[Tensor], targets: Tensor, slopes: Tensor
-    ) -> ProductRequest[tuple[Tensor, Sequence[Tensor]]]:
-        """Return the losses of some tokens, and the gradients of their states."""
+    ) -> ProductRequest[tuple[Tensor, Sequence[Tensor]]]: ...
 
     def loss_alone(
         self, batch: Batch, part: Sequence[Tensor], targets: Tensor
-    ) -> ProductRequest[Tensor]:
-        """Return the losses of some tokens."""
+    ) -> ProductRequest[Tensor]: ...
 
-    def trained_in(self, layer: int) -> list[Tensor]:
-        """Return the tensors of a layer that are trained."""
+    def trained_in(self, layer: int) -> list[Tensor]: ...
 
-    def trained_in_loss(self) -> list[Tensor]:
-        """Return the tensors behind the layers that are trained."""
+    def trained_in_loss(self) -> list[Tensor]: ...
 
 
 def groups_of(model: ModelGraph) -> frozenset[int]:

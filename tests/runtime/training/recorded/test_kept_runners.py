@@ -31,7 +31,7 @@ def adapter(name: str, seed: int = 0, rank: int = 2, **fields: Any) -> Adapter:
 
 
 def test_a_job_has_its_weights_in_the_memory_of_another() -> None:
-    kept: KeptRunners[Runner] = KeptRunners()
+    kept: Any = KeptRunners()
     runner = Runner(adapter("first"))
     places = [x.data_ptr() for x in runner.adapter.tensors]
     kept.give(runner)
@@ -45,7 +45,7 @@ def test_a_job_has_its_weights_in_the_memory_of_another() -> None:
 
 
 def test_one_runner_is_kept_of_those_that_do_not_last() -> None:
-    kept: KeptRunners[Runner] = KeptRunners()
+    kept: Any = KeptRunners()
     runners = [Runner(adapter(f"job {number}")) for number in range(3)]
     kept.give(runners[0], lasts=True)
     for runner in runners[1:]:
@@ -64,7 +64,7 @@ def test_a_runner_of_another_shape_is_not_taken() -> None:
         (adapter("second", lora_alpha=5), PROGRAM),
         (adapter("second"), OTHER),
     ):
-        kept: KeptRunners[Runner] = KeptRunners()
+        kept: Any = KeptRunners()
         lasting, passing = Runner(adapter("warm")), Runner(adapter("first"))
         kept.give(passing)
         kept.give(lasting, lasts=True)
@@ -76,7 +76,7 @@ def test_a_runner_of_another_shape_is_not_taken() -> None:
 
 
 def test_memory_of_runners_goes_with_the_last_job() -> None:
-    kept: KeptRunners[Runner] = KeptRunners()
+    kept: Any = KeptRunners()
     lasting, passing = Runner(adapter("warm")), Runner(adapter("first"))
     is_there = weakref.ref(passing)
     ends = [kept.begin_job() for _ in range(2)]
