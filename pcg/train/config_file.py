@@ -35,9 +35,6 @@ from pcg.runtime.executor import Executor
 from pcg.source import resolve
 from pcg.units import shown
 
-# -------------------------------------------------------------------------------------- config file
-
-
 # ------------------------------------------------------------------------------------ config values
 
 
@@ -132,9 +129,6 @@ def _words(kind: Any) -> str:
         return "an object"
     is_fixed = isinstance(origin, type) and issubclass(origin, tuple) and ... not in inner
     return f"a list of {len(inner)} values" if is_fixed else "a list"
-
-
-# -------------------------------------------------------------------------------------- config file
 
 
 T = TypeVar("T")
@@ -270,9 +264,6 @@ def _parsed(text: str, where: str) -> Any:
         raise FinetuneError(f"{where} is not YAML: {error}") from error
 
 
-# -------------------------------------------------------------------------------------------- model
-
-
 @dataclass(frozen=True, kw_only=True)
 class ModelOptions:
     """The model that is trained over.
@@ -323,9 +314,6 @@ def _near(config: ConfigFile, name: str) -> str:
     """Return the directory of a name in the configuration's folder, or the name where none is."""
     folder = config.path.parent / expanded(name)
     return str(folder) if is_directory(folder) else name
-
-
-# ------------------------------------------------------------------------------------------ outputs
 
 
 CHECKPOINTS = "pcg-checkpoints"

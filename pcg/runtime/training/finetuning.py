@@ -73,16 +73,8 @@ from pcg.runtime.training.work_units import (
 
 _LOG = logging.getLogger("pcg.finetuning")
 _LEFT_OUT = (
-    "data",
-    "eval_data",
-    "on_step",
-    "peft",
-    "record",
-    "report_to",
-    "progress",
-    "log_every",
-    "resume",
-)
+    "data", "eval_data", "log_every", "on_step", "peft", "progress", "record", "report_to", "resume"
+)  # fmt: skip
 """Arguments that are not in a record's configuration, or stand in it as they were resolved."""
 
 

@@ -40,9 +40,6 @@ from torch import Tensor
 from pcg.errors import FinetuneError
 from pcg.units import shown
 
-# ---------------------------------------------------------------------------------- graph operators
-
-
 Function: TypeAlias = Callable[..., Any]
 NUMBERS = (int, float)
 """The types of values that are no tensors; a bool is an int."""
@@ -144,8 +141,6 @@ def _chunk(x: Tensor, chunks: int, dim: int = 0) -> Any:
     return torch.chunk(x, chunks, dim)
 
 
-# ---------------------------------------------------------------------------------------- the lists
-
 _OPERATORS = "add sub mul truediv floordiv mod neg pos abs lt le gt ge eq ne and_ or_ xor invert"
 _MATH = "sqrt exp expm1 log log1p log2 log10 floor ceil fabs"
 _ELEMENTWISE = """
@@ -236,9 +231,6 @@ def function_of(target: str) -> Operator | None:
 def method_of(target: str) -> Operator | None:
     """Return the method of tensors of a name; None without."""
     return _METHODS.get(target)
-
-
-# --------------------------------------------------------------------------------------- loss graph
 
 
 LOGPROBS = "logprobs"
@@ -487,9 +479,6 @@ def decoded(given: Any, values: Mapping[str, Any]) -> Any:
 def keywords(given: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
     """Return the arguments that have names; there is one device, which needs none."""
     return {name: decoded(one, values) for name, one in given.items() if name != "device"}
-
-
-# --------------------------------------------------------------------------------------- graph loss
 
 
 MOST_NUMBERS = 2**23

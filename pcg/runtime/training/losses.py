@@ -53,8 +53,6 @@ from pcg.errors import FinetuneError
 from pcg.keywords import check_names
 from pcg.units import is_finite, shown
 
-# ------------------------------------------------------------------------------------------ columns
-
 
 @dataclass(frozen=True)
 class Columns:
@@ -87,9 +85,6 @@ class Columns:
     def sums(self, x: Tensor) -> Tensor:
         """Return the sum over the tokens of each datum, [count]."""
         return x.new_zeros(self.count).index_add(0, self.places, x)
-
-
-# ------------------------------------------------------------------------------------- token losses
 
 
 Options = Mapping[str, float]
@@ -132,9 +127,6 @@ def dro(logprobs: Tensor, columns: Columns, options: Options) -> Tensor:
     """Return -Σ w (l A - β (l - q)² / 2)."""
     penalties = 0.5 * options["beta"] * columns.log_ratios(logprobs).square()
     return -(columns.weights * (logprobs * columns.advantages - penalties)).sum()
-
-
-# -------------------------------------------------------------------------------- preference losses
 
 
 Term = Callable[[Tensor, Tensor, Options], Tensor]
@@ -198,9 +190,6 @@ def preference(logprobs: Tensor, columns: Columns, options: Options) -> Tensor:
     return total
 
 
-# --------------------------------------------------------------------------------------------- loss
-
-
 # ---------------------------------------------------------------------------------- sequence losses
 
 
@@ -215,9 +204,6 @@ def dpo(logprobs: Tensor, columns: Columns, options: Options) -> Tensor:
     """Return -Σ log σ(β (m_chosen - m_rejected)) over pairs of data."""
     margins = columns.sums(columns.weights * columns.log_ratios(logprobs)).view(-1, 2)
     return -logsigmoid(options["beta"] * (margins[:, 0] - margins[:, 1])).sum()
-
-
-# --------------------------------------------------------------------------------------------- loss
 
 
 _NONE: Options = MappingProxyType({})

@@ -26,8 +26,6 @@ from pcg.errors import FinetuneError
 from pcg.runtime.adapters.adapter_shards import AdapterShards
 from pcg.runtime.training.torch_optimizers import SHARED_KEYS, Optimizer
 
-# -------------------------------------------------------------------------------------- host states
-
 
 class HostStates:
     """Holds the states of an optimizer in host memory between updates."""
@@ -83,9 +81,6 @@ def host_copy(value: Tensor, device: torch.device) -> Tensor:
     """Return a copy in host memory, from which a device copies fast."""
     copied = torch.empty_like(value, device="cpu", pin_memory=device.type == "cuda")
     return copied.copy_(value, non_blocking=True)
-
-
-# ---------------------------------------------------------------------------------------- optimizer
 
 
 Parameters = Mapping[str, Tensor]

@@ -32,9 +32,6 @@ from pcg.runtime.data.sources import Source, has_validation
 from pcg.runtime.training.torch_optimizers import FIELDS, Optimizer
 from pcg.units import is_finite
 
-# ------------------------------------------------------------------------------------------- result
-
-
 Numbers = Mapping[str, float]
 
 
@@ -142,9 +139,6 @@ class FinetuneResult:
         return self.first_data is not None and self.first_data[1] - self.first_data[0] > _COLLAPSE
 
 
-# ---------------------------------------------------------------------------------------- schedules
-
-
 Schedule = Callable[[int], float]
 
 SCHEDULES: tuple[str, ...] = (
@@ -249,9 +243,6 @@ def _warmup_steps(name: str, total: int | None, steps: int | None, ratio: float 
             f"warmup_steps={steps} exceeds total_steps={total}; {name!r} would never reach its rate"
         )
     return steps or 0
-
-
-# ------------------------------------------------------------------------------------------ options
 
 
 Data = Source | Iterable[Example]

@@ -23,8 +23,6 @@ from pcg.runtime.requests.compared import adapter_facts
 from pcg.runtime.training.runner import TrainingRunner, training_runner
 from pcg.runtime.training.warm_jobs import KeptRunners
 
-# ------------------------------------------------------------------------------------ training copy
-
 
 def start_adapter(
     state: ModelState, name: str, peft: object, seed: int, saved: Adapter | None, total_steps: int
@@ -134,9 +132,6 @@ def _check_same(name: str, one: str, first: _Sites, other: str, second: _Sites) 
             f"adapter {name!r}: {one} has {difference}; use the same recipe, or another name and "
             "checkpoint_dir"
         )
-
-
-# --------------------------------------------------------------------------------------- publishers
 
 
 _OnPublish: TypeAlias = Callable[[AdapterVersion], None]

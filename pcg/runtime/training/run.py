@@ -362,9 +362,6 @@ class Run(Generic[Result]):
         ) from interrupt
 
 
-# ------------------------------------------------------------------------------------------ reports
-
-
 _LOG = logging.getLogger("pcg.finetuning")
 _LINE_S = 5.0
 """Time between lines of the log where no bar is shown, seconds."""

@@ -65,8 +65,6 @@ from pcg.runtime.training.work_units import (
     run_to_end,
 )
 
-# ------------------------------------------------------------------------------------ training pass
-
 
 class TrainingPass(WindowedPass):
     """One mini-batch, or a part of one, from its first token to its gradients.
@@ -442,9 +440,6 @@ class TrainingPass(WindowedPass):
         return [saved.index(value.name) for value in graph.inputs[: len(graph.outputs)]]
 
 
-# ------------------------------------------------------------------------------------------- checks
-
-
 def check_stages(state: ModelState, training: Training, adapter: Adapter) -> None:
     """Refuse an adapter that the state's pipeline stages cannot train.
 
@@ -476,9 +471,6 @@ def check_stages(state: ModelState, training: Training, adapter: Adapter) -> Non
                 f"{path} {over}: layers of several stages share it, and each would train its own; "
                 "leave it out of the recipe, or use pp=1"
             )
-
-
-# ------------------------------------------------------------------------------------------- runner
 
 
 Pass = TypeVar("Pass", bound=TrainingPass)

@@ -216,9 +216,6 @@ class TrainingStep:
             self.beside.load(beside)
 
 
-# ------------------------------------------------------------------------------------ micro batches
-
-
 PARTS_PER_STAGE = 4
 """Micro-batches of a step for each stage, if it has so many sequences: a stage of S waits for about
 a fifth of the time."""

@@ -34,8 +34,6 @@ from pcg.runtime.training.recorded.warm_job import WarmJob, why_not_recorded
 from pcg.runtime.training.recorded.window_graphs import PassSizes
 from pcg.runtime.training.runner import TrainingRunner, training_runner
 
-# ------------------------------------------------------------------------------------- kept runners
-
 
 class KeptRunners:
     """Runners that no job has; any thread may ask for one."""
@@ -117,9 +115,6 @@ def _is_alike(runner: TrainingRunner, training: Training, adapter: Adapter) -> b
         and [(x.shape, x.dtype) for x in _all_of(own)]
         == [(x.shape, x.dtype) for x in _all_of(adapter)]
     )
-
-
-# ---------------------------------------------------------------------------------------- warm jobs
 
 
 WINDOW = 512

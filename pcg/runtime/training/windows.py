@@ -44,8 +44,6 @@ from pcg.runtime.model.batch import Batch
 from pcg.runtime.model.merged_execution import CutExecution
 from pcg.runtime.training.recorded.window_graphs import WindowSlot
 
-# ----------------------------------------------------------------------------------- pass sequences
-
 
 class HasTokens(Protocol):
     """A sequence of a pass: its tokens, without virtual ones."""
@@ -149,9 +147,6 @@ class PassSequences:
             start, stop = max(begin - origin, 0), min(end - origin, len(sequence.ids))
             if start < stop:
                 yield Piece(index, start, stop)
-
-
-# -------------------------------------------------------------------------------------- loss chunks
 
 
 @dataclass(frozen=True)
@@ -351,9 +346,6 @@ class PassLoss:
 _WIDE = torch.float64
 _ALL = 2**62
 """More numbers than any chunk has."""
-
-
-# ----------------------------------------------------------------------------------- backward order
 
 
 class Turn(NamedTuple):

@@ -24,9 +24,6 @@ from pcg.kernels.devices import downloaded
 from pcg.runtime.memory.pool import PageTable
 from pcg.runtime.requests.step import Load
 
-# --------------------------------------------------------------------------------------- work units
-
-
 Result = TypeVar("Result")
 
 
@@ -255,9 +252,6 @@ def run_unit(unit: Unit) -> None:
         unit.run(unit.remaining)
     elif isinstance(unit, Part):
         unit.run()
-
-
-# --------------------------------------------------------------------------------------- interrupts
 
 
 Interrupt = tuple[int, FrameType | None]

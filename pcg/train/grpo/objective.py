@@ -46,9 +46,6 @@ from pcg.runtime.training.trainer.datum import Datum
 from pcg.train.grpo.options import GrpoOptions, ObjectiveOptions
 from pcg.train.grpo.rollouts import Rollout
 
-# --------------------------------------------------------------------------------------- advantages
-
-
 _EPSILON = 1e-4
 
 
@@ -108,9 +105,6 @@ def deviation(x: Tensor, dim: int) -> Tensor:
     count = (~x.isnan()).sum(dim=dim, keepdim=True)
     squares = (x - x.nanmean(dim=dim, keepdim=True)).square().nansum(dim=dim, keepdim=True)
     return (squares / (count - 1)).where(count > 1, torch.nan).sqrt()
-
-
-# -------------------------------------------------------------------------------------------- loss
 
 
 NamedLoss = tuple[str | Callable[[Sequence[Tensor]], Tensor], dict[str, float] | None]
@@ -271,9 +265,6 @@ class UpdateLoss:
             if options.use_bias_correction_kl:
                 divergences = divergences * ratios
         return TokenTerms(ratios, losses, divergences)
-
-
-# ------------------------------------------------------------------------------------------ numbers
 
 
 Numbers = dict[str, float]

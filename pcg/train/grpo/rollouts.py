@@ -34,9 +34,6 @@ from pcg.runtime.text.tokenizer import Tokenizer
 from pcg.train.grpo.options import GrpoOptions
 from pcg.units import is_finite, shown
 
-# ------------------------------------------------------------------------------------------ rewards
-
-
 RewardFunction: TypeAlias = Callable[..., Any]
 OWN_COLUMNS = ("prompts", "completions", "completion_ids", "trainer_state", "log_extra")
 """Names that a column of the data cannot have, as functions get them anyway."""
@@ -172,9 +169,6 @@ def _numbers(found: Any, name: str, count: int) -> list[float]:
     return numbers
 
 
-# ------------------------------------------------------------------------------------------ prompts
-
-
 @dataclass(frozen=True)
 class Prompt:
     """A prompt of the data.
@@ -266,9 +260,6 @@ def in_order(prompts: Sequence[Prompt], *, shuffle: bool, seed: int) -> Iterator
         if shuffle:
             draw.shuffle(order)
         yield from order
-
-
-# ----------------------------------------------------------------------------------------- rollouts
 
 
 @dataclass(frozen=True)

@@ -39,8 +39,6 @@ from pcg.train.grpo.options import GrpoOptions
 from pcg.train.grpo.rollouts import RewardFunction, Rewards, read_prompts
 from pcg.units import shown
 
-# -------------------------------------------------------------------------------------------- train
-
 
 def train_grpo(
     executor: Executor,
@@ -138,9 +136,6 @@ def _engine(executor: Executor) -> Iterator[AsyncEngine]:
         return
     with executor.engine().start() as started:
         yield started
-
-
-# ------------------------------------------------------------------------------------------- config
 
 
 @dataclass(frozen=True, kw_only=True)

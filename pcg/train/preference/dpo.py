@@ -34,8 +34,6 @@ from pcg.train.config_file import (
 from pcg.train.preference.options import DpoArguments, DpoOptions
 from pcg.train.preference.run import PreferenceResult, PreferenceRun
 
-# ---------------------------------------------------------------------------------------------- dpo
-
 
 @dataclass(frozen=True, kw_only=True)
 class DpoFileOptions(DpoOptions):
@@ -96,9 +94,6 @@ def train_dpo(config: ConfigFile) -> PreferenceResult:
     if given["checkpoint_dir"] == checkpoints:
         shutil.rmtree(checkpoints, ignore_errors=True)
     return result
-
-
-# ---------------------------------------------------------------------------------------------- job
 
 
 class PreferenceJob:

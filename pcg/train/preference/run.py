@@ -56,8 +56,6 @@ from pcg.runtime.training.training_data import Load, total_steps, training_data
 from pcg.runtime.training.work_units import Work, run_to_end
 from pcg.train.preference.options import DpoArguments
 
-# -------------------------------------------------------------------------------------------- pairs
-
 
 @dataclass(frozen=True, slots=True)
 class Pair(Example):
@@ -119,9 +117,6 @@ def target_sums(pairs: Sequence[Pair], logprobs: Sequence[Sequence[float]]) -> l
     ]
 
 
-# ------------------------------------------------------------------------------------------ records
-
-
 @dataclass(frozen=True)
 class PreferenceResult:
     """The result of a run, the part before it was resumed included.
@@ -169,9 +164,6 @@ def metrics_of(
         "logps/rejected": policy[1::2],
     }
     return {name: sum(values) / len(values) for name, values in columns.items()}
-
-
-# --------------------------------------------------------------------------------------- references
 
 
 _LOT = 8
@@ -262,9 +254,6 @@ class StartReferences(References):
     def _compute(self, pairs: Sequence[Pair]) -> list[list[float]]:
         scored = self._trainer.forward(data_of(pairs, None))
         return [values.tolist() for values in scored.logprobs]
-
-
-# ------------------------------------------------------------------------------------------- run
 
 
 _LOG = logging.getLogger("pcg.finetuning")

@@ -47,8 +47,6 @@ from pcg.runtime.training.recorded.recorded_program import (
 from pcg.runtime.training.recorded.window_sizes import SIZES
 from pcg.units import counted
 
-# -------------------------------------------------------------------------------------- loss graphs
-
 
 class ComputedLoss(NamedTuple):
     """The loss of some tokens.
@@ -220,9 +218,6 @@ class LossGraphs:
         self._losses[size, trains] = loss
         self.recorded += 1
         return True
-
-
-# ------------------------------------------------------------------------------------ update graphs
 
 
 class UpdateGraphs:

@@ -16,8 +16,6 @@ from pcg.ranks.group import SINGLE_RANK
 from pcg.runtime.memory.kv_cache import KvCache
 from pcg.runtime.model.batch import Batch
 
-# --------------------------------------------------------------------------------- recorded program
-
 
 class RecordedProgram(Protocol):
     """The part of `BoundTraining` that recorded functions call."""
@@ -60,9 +58,6 @@ def groups_of(model: ModelGraph) -> frozenset[int]:
                 q, k = (block.types[name].shape[1] for name in node.inputs[:2])
                 found.add(int(q) // int(k))
     return frozenset(found)
-
-
-# ----------------------------------------------------------------------------------- recorded batch
 
 
 class RecordedTokens(Batch):
@@ -124,9 +119,6 @@ class RecordedTokens(Batch):
                 batch.spans, group, self.rows.device, backward=backward, capacity=work.capacity
             )
             work.flat.copy_(made.flat)
-
-
-# ------------------------------------------------------------------------------------ own gradients
 
 
 class OwnGradients:

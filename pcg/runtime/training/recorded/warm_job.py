@@ -10,8 +10,6 @@ from pcg.ir.graph import Graph
 from pcg.ir.operators import OPERATORS
 from pcg.ir.program.program import ModelGraph, counts_on_host
 
-# ----------------------------------------------------------------------------------------- warm job
-
 
 @dataclass(frozen=True)
 class WarmJob:
@@ -34,9 +32,6 @@ class WarmJob:
             value = getattr(self, name)
             if type(value) is not int or value < 1:
                 raise FinetuneError(f"{name}={value!r} of a warm job; use an int of at least 1")
-
-
-# ---------------------------------------------------------------------------------------- obstacles
 
 
 def why_not_recorded(model: ModelGraph, restored: Sequence[int], virtual_tokens: int) -> str | None:

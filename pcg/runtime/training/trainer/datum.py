@@ -22,8 +22,6 @@ from pcg.runtime.training.options import DEFAULT_BATCH_SIZE
 from pcg.runtime.training.torch_optimizers import Optimizer
 from pcg.units import is_finite, shown
 
-# ------------------------------------------------------------------------------------------ options
-
 
 @dataclass(frozen=True, kw_only=True)
 class TrainerOptions(OptimizerChoice):
@@ -85,9 +83,6 @@ class TrainerArguments(TrainerOptions):
     name: str
     peft: object = field(default=None, kw_only=True)
     tenant: str = field(default="", kw_only=True)
-
-
-# -------------------------------------------------------------------------------------------- datum
 
 
 MOST_TARGETS = 1024
@@ -331,9 +326,6 @@ def columns_of(data: Sequence[CheckedDatum], device: torch.device) -> Columns:
     return Columns(read[0], read[1], read[2], read[3], len(data))
 
 
-# ------------------------------------------------------------------------------------------ batches
-
-
 @dataclass(frozen=True)
 class Score:
     """A loss with its options."""
@@ -386,9 +378,6 @@ def cut(
             tokens = length
         found[-1] += group
     return [ScoredBatch(one, score, columns_of(one, device)) for one in found]
-
-
-# ------------------------------------------------------------------------------------------ results
 
 
 @dataclass(frozen=True)

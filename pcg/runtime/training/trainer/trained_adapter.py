@@ -66,8 +66,6 @@ from pcg.runtime.training.work_units import (
     deferred_interrupts,
 )
 
-# -------------------------------------------------------------------------------------- scored pass
-
 
 class ScoredPass(TrainingPass):
     """A pass over some data, as far as it is not told in `TrainingPass`.
@@ -204,9 +202,6 @@ class ScoredPass(TrainingPass):
             return x
         parts = x.split([virtual + length for length in self._lengths])
         return torch.cat([part[virtual:] for part in parts])
-
-
-# ---------------------------------------------------------------------------------- trained adapter
 
 
 _RATE = 1e-3

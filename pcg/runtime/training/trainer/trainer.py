@@ -183,9 +183,6 @@ def run_here(command: TrainerCommand[Result], trained: TrainedAdapter) -> Result
         return result
 
 
-# ---------------------------------------------------------------------------------- runs over one
-
-
 class TrainerObjective(Objective[Result]):
     """An objective whose steps are commands of a trainer, with its checkpoints and numbers.
 
