@@ -26,6 +26,7 @@ import dataclasses
 import fcntl
 import json
 import logging
+import math
 import os
 import re
 import secrets
@@ -35,8 +36,9 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Annotated, Any, Protocol, TypeVar
 
+import msgspec
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
@@ -60,7 +62,7 @@ from pcg.files import (
 from pcg.peft.adapter import Adapter, check_finite
 from pcg.peft.adapter_files import CONFIG, WEIGHTS, read_adapter, write_adapter_files, write_tensors
 from pcg.tensor_file import read_header
-from pcg.units import is_finite, shown
+from pcg.units import shown
 
 LATEST = "latest"
 STATE = "trainer_state.json"
@@ -74,6 +76,7 @@ FORMAT = 2
 """The format of trainer_state.json; one of format 1 has no SHA256SUMS beside it."""
 
 _LOG = logging.getLogger(__name__)
+Count = Annotated[int, msgspec.Meta(ge=0)]
 Contents = TypeVar("Contents")
 SavedRun = TypeVar("SavedRun", bound="Resumable")
 _NAME = re.compile(r"step-\d{8,}(\.\d+)?")
@@ -90,16 +93,16 @@ class TrainerState:
         stopped: True if the job ended early, without improvement.
     """
 
-    step: int = 0
+    step: Count = 0
     position: dict[str, Any] = field(default_factory=dict)
     losses: list[float] = field(default_factory=list)
-    eval_losses: list[tuple[int, float]] = field(default_factory=list)
-    tokens: int = 0
-    targets: int = 0
-    seconds: float = 0.0
-    best_step: int | None = None
+    eval_losses: list[tuple[Count, float]] = field(default_factory=list)
+    tokens: Count = 0
+    targets: Count = 0
+    seconds: Annotated[float, msgspec.Meta(ge=0)] = 0.0
+    best_step: Count | None = None
     best_loss: float | None = None
-    stale: int = 0
+    stale: Count = 0
     stopped: bool = False
 
     @property
@@ -492,39 +495,13 @@ def _read_state(path: Path) -> tuple[TrainerState, dict[str, Any]]:
             "with the version that wrote it, or start anew with resume=False"
         )
     with damage_of(str(path), FinetuneError, fix):
-        state = TrainerState(**saved["state"])
-        for name, is_good in _GOOD.items():
-            if not is_good(getattr(state, name)):
-                raise ValueError(f"{name} is {shown(getattr(state, name))}")
+        state = msgspec.convert(saved["state"], TrainerState)
+        numbers = [*state.losses, *(loss for _, loss in state.eval_losses), state.seconds]
+        if not all(map(math.isfinite, [*numbers, state.best_loss or 0.0])):
+            raise ValueError("a number is not finite")
         if len(state.losses) != state.step:
             raise ValueError(f"{len(state.losses)} losses of {state.step} steps")
-        state.eval_losses = [(step, loss) for step, loss in state.eval_losses]
         return state, dict(saved["trajectory"])
-
-
-def _is_count(value: object) -> bool:
-    return type(value) is int and value >= 0
-
-
-def _is_evaluation(value: Any) -> bool:
-    is_pair = isinstance(value, list) and len(value) == 2
-    return is_pair and _is_count(value[0]) and is_finite(value[1])
-
-
-_GOOD: Mapping[str, Callable[[Any], bool]] = {
-    "step": _is_count,
-    "position": lambda value: isinstance(value, dict),
-    "losses": lambda value: isinstance(value, list) and all(map(is_finite, value)),
-    "eval_losses": lambda value: isinstance(value, list) and all(map(_is_evaluation, value)),
-    "tokens": _is_count,
-    "targets": _is_count,
-    "seconds": lambda value: is_finite(value) and value >= 0,
-    "best_step": lambda value: value is None or _is_count(value),
-    "best_loss": lambda value: value is None or is_finite(value),
-    "stale": _is_count,
-    "stopped": lambda value: isinstance(value, bool),
-}
-"""What each entry of a `TrainerState` may be in a file."""
 
 
 def _differences(saved: Mapping[str, Any], own: Mapping[str, Any]) -> list[str]:

@@ -43,7 +43,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from types import MappingProxyType
 
 import torch
 from torch import Tensor
@@ -90,19 +89,16 @@ class Columns:
 Options = Mapping[str, float]
 
 
-def cross_entropy(logprobs: Tensor, columns: Columns, options: Options) -> Tensor:
-    """Return -Σ w l."""
+def _cross_entropy(logprobs: Tensor, columns: Columns, options: Options) -> Tensor:
     return -(columns.weights * logprobs).sum()
 
 
-def importance_sampling(logprobs: Tensor, columns: Columns, options: Options) -> Tensor:
-    """Return -Σ w r A."""
+def _importance_sampling(logprobs: Tensor, columns: Columns, options: Options) -> Tensor:
     return -(columns.weights * _ratios(logprobs, columns) * columns.advantages).sum()
 
 
-def ppo(logprobs: Tensor, columns: Columns, options: Options) -> Tensor:
-    """Return -Σ w min(r A, clip(r) A)."""
-    return -(columns.weights * clipped(_ratios(logprobs, columns), columns, options)).sum()
+def _ppo(logprobs: Tensor, columns: Columns, options: Options) -> Tensor:
+    return -(columns.weights * _clipped(_ratios(logprobs, columns), columns, options)).sum()
 
 
 def _ratios(logprobs: Tensor, columns: Columns) -> Tensor:
@@ -110,21 +106,19 @@ def _ratios(logprobs: Tensor, columns: Columns) -> Tensor:
     return columns.log_ratios(logprobs).where(columns.advantages != 0, 0.0).exp()
 
 
-def clipped(ratios: Tensor, columns: Columns, options: Options) -> Tensor:
+def _clipped(ratios: Tensor, columns: Columns, options: Options) -> Tensor:
     """Return min(r A, clip(r) A) of each token, [T]."""
     near = ratios.clamp(options["clip_low_threshold"], options["clip_high_threshold"])
     return torch.minimum(ratios * columns.advantages, near * columns.advantages)
 
 
-def cispo(logprobs: Tensor, columns: Columns, options: Options) -> Tensor:
-    """Return -Σ w stop_gradient(clip(r)) l A."""
+def _cispo(logprobs: Tensor, columns: Columns, options: Options) -> Tensor:
     ratios = columns.log_ratios(logprobs.detach()).exp()
     near = ratios.clamp(options["clip_low_threshold"], options["clip_high_threshold"])
     return -(columns.weights * near * logprobs * columns.advantages).sum()
 
 
-def dro(logprobs: Tensor, columns: Columns, options: Options) -> Tensor:
-    """Return -Σ w (l A - β (l - q)² / 2)."""
+def _dro(logprobs: Tensor, columns: Columns, options: Options) -> Tensor:
     penalties = 0.5 * options["beta"] * columns.log_ratios(logprobs).square()
     return -(columns.weights * (logprobs * columns.advantages - penalties)).sum()
 
@@ -166,14 +160,13 @@ TERMS: Mapping[str, Term] = {
 }
 """The terms of a pair that read margins, by TRL's names."""
 SFT = "sft"
-DEFAULTS: Options = MappingProxyType(
-    {"beta": 0.1, "label_smoothing": 0.0, "sigmoid": 1.0}
-    | dict.fromkeys([*(name for name in TERMS if name != "sigmoid"), SFT], 0.0)
-)
+DEFAULTS: Options = {
+    "beta": 0.1, "label_smoothing": 0.0, **dict.fromkeys(TERMS, 0.0), "sigmoid": 1.0, SFT: 0.0
+}  # fmt: skip
 """The options: β, ε, and the weight of each term."""
 
 
-def preference(logprobs: Tensor, columns: Columns, options: Options) -> Tensor:
+def _preference(logprobs: Tensor, columns: Columns, options: Options) -> Tensor:
     """Return the weighted sum of the terms over pairs of data."""
     is_target = columns.weights != 0
     margins = columns.sums(columns.weights * columns.log_ratios(logprobs)).view(-1, 2)
@@ -193,20 +186,15 @@ def preference(logprobs: Tensor, columns: Columns, options: Options) -> Tensor:
 # ---------------------------------------------------------------------------------- sequence losses
 
 
-def gspo(logprobs: Tensor, columns: Columns, options: Options) -> Tensor:
-    """Return -Σ w min(s A, clip(s) A), s being the ratio of the token's sequence."""
+def _gspo(logprobs: Tensor, columns: Columns, options: Options) -> Tensor:
     counts = columns.sums((columns.weights != 0).to(logprobs.dtype)).clamp(min=1)
     ratios = (columns.sums(columns.log_ratios(logprobs)) / counts).exp()
-    return -(columns.weights * clipped(ratios[columns.places], columns, options)).sum()
+    return -(columns.weights * _clipped(ratios[columns.places], columns, options)).sum()
 
 
-def dpo(logprobs: Tensor, columns: Columns, options: Options) -> Tensor:
-    """Return -Σ log σ(β (m_chosen - m_rejected)) over pairs of data."""
+def _dpo(logprobs: Tensor, columns: Columns, options: Options) -> Tensor:
     margins = columns.sums(columns.weights * columns.log_ratios(logprobs)).view(-1, 2)
     return -logsigmoid(options["beta"] * (margins[:, 0] - margins[:, 1])).sum()
-
-
-_NONE: Options = MappingProxyType({})
 
 
 @dataclass(frozen=True)
@@ -226,7 +214,7 @@ class Loss:
     name: str
     function: Callable[[Tensor, Columns, Options], Tensor]
     reads: tuple[str, ...] = ("advantages", "logprobs")
-    options: Options = field(default_factory=lambda: _NONE)
+    options: Options = field(default_factory=dict)
     together: int = 1
     is_linear: bool = False
     reads_weights: bool = True
@@ -266,29 +254,22 @@ class Loss:
         return total.detach(), slopes
 
 
-def _clip(low: float, high: float) -> Options:
-    return MappingProxyType({"clip_low_threshold": low, "clip_high_threshold": high})
-
-
-def _beta(beta: float) -> Options:
-    return MappingProxyType({"beta": beta})
-
-
-CROSS_ENTROPY = Loss("cross_entropy", cross_entropy, (), is_linear=True)
-OF_A_FUNCTION = Loss("of a function", cross_entropy, (), is_linear=True, reads_weights=False)
+_CLIP = {"clip_low_threshold": 0.8, "clip_high_threshold": 1.2}
+CROSS_ENTROPY = Loss("cross_entropy", _cross_entropy, (), is_linear=True)
+OF_A_FUNCTION = Loss("of a function", _cross_entropy, (), is_linear=True, reads_weights=False)
 """What goes forward for a loss of the caller's own, which reads log-probabilities alone."""
 
 LOSSES: Mapping[str, Loss] = {
     loss.name: loss
     for loss in (
         CROSS_ENTROPY,
-        Loss("importance_sampling", importance_sampling),
-        Loss("ppo", ppo, options=_clip(0.8, 1.2)),
-        Loss("cispo", cispo, options=_clip(0.0, 4.0)),
-        Loss("dro", dro, options=_beta(0.01)),
-        Loss("gspo", gspo, options=_clip(0.8, 1.2), skips_zero_advantages=True),
-        Loss("dpo", dpo, ("logprobs",), _beta(0.1), together=2),
-        Loss("preference", preference, ("logprobs",), DEFAULTS, together=2),
+        Loss("importance_sampling", _importance_sampling),
+        Loss("ppo", _ppo, options=_CLIP),
+        Loss("cispo", _cispo, options={"clip_low_threshold": 0.0, "clip_high_threshold": 4.0}),
+        Loss("dro", _dro, options={"beta": 0.01}),
+        Loss("gspo", _gspo, options=_CLIP, skips_zero_advantages=True),
+        Loss("dpo", _dpo, ("logprobs",), {"beta": 0.1}, together=2),
+        Loss("preference", _preference, ("logprobs",), DEFAULTS, together=2),
     )
 }
 """Every loss by its name. Defaults: Tinker's of ppo, its cookbook's of cispo, TRL's of dpo."""

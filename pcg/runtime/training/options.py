@@ -208,18 +208,14 @@ def make_schedule(
         return math.pow(1.0 - progress, power)
 
     decay = cosine if name.startswith("cosine") else polynomial
-    return _warmup_then(decay, warmup, total_steps, min_lr_ratio)
 
-
-def _warmup_then(
-    decay: Callable[[float], float], warmup: int, total: int, floor: float
-) -> Schedule:
     def multiplier(step: int) -> float:
         if step < warmup:
             return step / warmup
-        if step >= total:
-            return floor
-        return floor + (1.0 - floor) * decay((step - warmup) / (total - warmup))
+        if step >= total_steps:
+            return min_lr_ratio
+        progress = (step - warmup) / (total_steps - warmup)
+        return min_lr_ratio + (1.0 - min_lr_ratio) * decay(progress)
 
     return multiplier
 

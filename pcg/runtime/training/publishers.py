@@ -46,13 +46,13 @@ def start_adapter(
                 "another; leave peft out, or remove the adapter first"
             )
         wanted = _sites_of_recipe(state, recipe_from(peft))
-        _check_same(name, "peft=", wanted, "the adapter that is there", _sites(there))
+        check_same(name, "peft=", wanted, "the adapter that is there", sites_of(there))
     if saved is not None:
         if there is not None:
-            _check_same(name, "the checkpoint", _sites(saved), "this run", _sites(there))
+            check_same(name, "the checkpoint", sites_of(saved), "this run", sites_of(there))
         elif peft is not None and not is_path:
             wanted = _sites_of_recipe(state, recipe_from(peft))
-            _check_same(name, "the checkpoint", _sites(saved), "peft=", wanted)
+            check_same(name, "the checkpoint", sites_of(saved), "peft=", wanted)
         return saved_adapter(state, saved)
     if there is None:
         if peft is None:
@@ -78,11 +78,6 @@ def saved_adapter(state: ModelState, saved: Adapter) -> Adapter:
     return state.for_training(owned(with_shared(saved, shapes)))
 
 
-def check_same_recipe(name: str, one: str, first: Adapter, other: str, second: Adapter) -> None:
-    """Raise a FinetuneError that says how two adapters differ in their recipe, if they do."""
-    _check_same(name, one, _sites(first), other, _sites(second))
-
-
 def owned(adapter: Adapter) -> Adapter:
     """Return the adapter with copies of its tensors."""
     return adapter.map(torch.clone)
@@ -95,22 +90,21 @@ def overwrite(adapter: Adapter, values: Adapter) -> None:
             tensor.copy_(value)
 
 
-_Sites = tuple[Mapping[str, object], Recipe]
-"""The sites of a recipe by module, and the recipe."""
+Sites = tuple[Mapping[str, object], Recipe]
 
 
-def _sites(adapter: Adapter) -> _Sites:
-    sites = {path: weights.bypass for path, weights in adapter.weights.items()}
-    return sites, adapter.recipe
+def sites_of(adapter: Adapter) -> Sites:
+    """Return the sites of an adapter's recipe, and the recipe."""
+    return {path: weights.bypass for path, weights in adapter.weights.items()}, adapter.recipe
 
 
-def _sites_of_recipe(state: ModelState, recipe: Recipe) -> _Sites:
+def _sites_of_recipe(state: ModelState, recipe: Recipe) -> Sites:
     model_type = str(state.program.config["model_type"])
     return recipe.bypasses_in(state.program.base, model_type), recipe
 
 
-def _check_same(name: str, one: str, first: _Sites, other: str, second: _Sites) -> None:
-    """Raise a FinetuneError if two adapters differ in their recipe."""
+def check_same(name: str, what: str, first: Sites, other: str, second: Sites) -> None:
+    """Raise a FinetuneError that says how two recipes of an adapter differ, if they do."""
     difference = ""
     before, after = first[1], second[1]
     if before.bias != after.bias:
@@ -129,7 +123,7 @@ def _check_same(name: str, one: str, first: _Sites, other: str, second: _Sites) 
             difference = f"{a or 'none'} at {path or 'the model'} and {other} {b or 'none'}"
     if difference:
         raise FinetuneError(
-            f"adapter {name!r}: {one} has {difference}; use the same recipe, or another name and "
+            f"adapter {name!r}: {what} has {difference}; use the same recipe, or another name and "
             "checkpoint_dir"
         )
 

@@ -64,16 +64,7 @@ class ComputedLoss(NamedTuple):
 
 @dataclass
 class _Loss:
-    """The loss of so many tokens.
-
-    Attributes:
-        batch: the tokens, of which dropout alone reads more than their number.
-        inputs: the hidden states, and what else the epilogue reads of each token.
-        targets, slopes: of each token, its target and the weight of its loss.
-        replay: the recorded function.
-        computed: what it writes.
-        kept: tables that it reads.
-    """
+    """The loss of so many tokens: what it reads, the recorded function, and what that writes."""
 
     batch: RecordedTokens
     inputs: Sequence[Tensor]

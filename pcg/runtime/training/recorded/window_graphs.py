@@ -71,15 +71,7 @@ class PassSizes(NamedTuple):
 
 @dataclass
 class _Layer:
-    """A layer of a slot.
-
-    Attributes:
-        inputs: what it reads of the layer before.
-        saved: what its forward saves.
-        forward, back: its recorded functions, once they are.
-        has_below: True if its backward gives gradients of the inputs.
-        kept: tables that the functions read.
-    """
+    """A layer of a slot: its tensors in fixed memory, and its recorded functions."""
 
     inputs: Sequence[Tensor] = ()
     saved: Sequence[Any] = ()

@@ -327,57 +327,40 @@ def columns_of(data: Sequence[CheckedDatum], device: torch.device) -> Columns:
 
 
 @dataclass(frozen=True)
-class Score:
-    """A loss with its options."""
-
-    loss: Loss
-    options: Options
-
-
-@dataclass(frozen=True)
 class ScoredBatch:
-    """Data that goes through the model together.
-
-    Attributes:
-        score: the loss.
-        columns: what the loss reads of each token.
-    """
+    """Data that goes through the model together, with what the loss reads of each token."""
 
     data: Sequence[CheckedDatum]
-    score: Score
+    loss: Loss
+    options: Options
     columns: Columns
 
 
 def cut(
-    data: Sequence[CheckedDatum],
-    score: Score,
-    batch_size: int,
-    max_tokens: int | None,
-    device: torch.device,
-) -> list[ScoredBatch]:
-    """Cut data into batches, in its order; data of one term of the loss stay together.
+    data: Sequence[CheckedDatum], together: int, batch_size: int, max_tokens: int | None
+) -> list[list[CheckedDatum]]:
+    """Cut data into batches, in its order.
 
     Args:
-        batch_size: the most data of a batch, unless one term has more.
+        together: the number of consecutive data of a term of the loss, which stay together.
+        batch_size: the most data of a batch, unless a term has more.
         max_tokens: the most tokens of a batch, likewise; None for any number.
-        device: where the columns are needed.
     """
-    together = score.loss.together
-    found: list[list[CheckedDatum]] = []
+    batches: list[list[CheckedDatum]] = []
     tokens = 0
     for begin in range(0, len(data), together):
         group = data[begin : begin + together]
-        length = sum(len(one.ids) for one in group)
+        length = sum(len(datum.ids) for datum in group)
         tokens += length
-        is_full = bool(found) and (
-            len(found[-1]) + together > batch_size
+        is_full = bool(batches) and (
+            len(batches[-1]) + together > batch_size
             or (max_tokens is not None and tokens > max_tokens)
         )
-        if is_full or not found:
-            found.append([])
+        if is_full or not batches:
+            batches.append([])
             tokens = length
-        found[-1] += group
-    return [ScoredBatch(one, score, columns_of(one, device)) for one in found]
+        batches[-1] += group
+    return batches
 
 
 @dataclass(frozen=True)

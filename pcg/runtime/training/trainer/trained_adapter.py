@@ -21,6 +21,8 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable, Sequence
+from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
@@ -39,21 +41,22 @@ from pcg.runtime.training.bound_training import BoundTraining
 from pcg.runtime.training.checkpoints import Checkpoint, TrainerState
 from pcg.runtime.training.losses import Loss, Options
 from pcg.runtime.training.publishers import (
-    check_same_recipe,
+    check_same,
     owned,
     saved_adapter,
+    sites_of,
     start_adapter,
 )
-from pcg.runtime.training.runner import TrainingPass, TrainingRunner, run_pass, training_runner
+from pcg.runtime.training.runner import TrainingPass, run_pass, training_runner
 from pcg.runtime.training.step import TrainingStep
 from pcg.runtime.training.trainer.datum import (
     CheckedDatum,
-    Score,
     Scored,
     ScoredBatch,
     Snapshot,
     Stepped,
     TrainerArguments,
+    columns_of,
     cut,
 )
 from pcg.runtime.training.windows import HasTokens, PassLoss, WindowLoss
@@ -68,12 +71,11 @@ from pcg.runtime.training.work_units import (
 
 
 class ScoredPass(TrainingPass):
-    """A pass over some data, as far as it is not told in `TrainingPass`.
+    """A training pass over some data.
 
     Attributes:
         logprobs: the log-probability of each token's target, [T] without virtual tokens, on the
-            device, or [T, K] of K targets each; 0 where nothing is predicted. They are there once
-            the loss is.
+            device, or [T, K] of K targets each; 0 where nothing is predicted. Set with the loss.
     """
 
     def __init__(
@@ -85,21 +87,16 @@ class ScoredPass(TrainingPass):
         trains: bool,
         dropout_seed: int | None,
     ) -> None:
-        """Begin before the first token; see `TrainingPass`.
-
-        Args:
-            trains: compute gradients, and not the loss alone.
-        """
+        """Begin before the first token; `trains` computes gradients beside the loss."""
         normaliser = 1.0 if trains else None
         super().__init__(runner, batch.data, normaliser, dropout_seed, pages.cache, pages.tables)
-        self._score, self._columns = batch.score, batch.columns
-        self._data = batch.data
-        self._lengths = [len(one.ids) for one in batch.data]
+        self._batch = batch
+        self._lengths = [len(datum.ids) for datum in batch.data]
         self._further = self._further_targets(batch)
         self.targets += sum(int((targets >= 0).sum()) for targets in self._further)
         self.logprobs = torch.zeros(0)
         self._slopes: Tensor | None = None
-        is_linear = batch.score.loss.is_linear
+        is_linear = batch.loss.is_linear
         self._scales = trains and not is_linear and not runner.trained_in_loss()
         if trains and is_linear:
             self._slopes = self._with_virtual(batch.columns.weights).view(self.tokens, -1)
@@ -111,26 +108,24 @@ class ScoredPass(TrainingPass):
     def _further_targets(self, batch: ScoredBatch) -> list[Tensor]:
         """Return the second target of each token, the third, …: [T] each, virtual ones included."""
         virtual = [IGNORED] * self._runner.adapter.prompt_tokens
-        found = []
+        columns = []
         for k in range(1, batch.columns.width):
-            rows = (one.further_targets(k) for one in batch.data)
-            found.append(torch.tensor([t for row in rows for t in (*virtual, *row)]))
-        return found
+            rows = (datum.further_targets(k) for datum in batch.data)
+            columns.append(torch.tensor([t for row in rows for t in (*virtual, *row)]))
+        return columns
 
     def window_losses(self) -> list[WindowLoss]:
         first = self._losses_of(0, None)
-        made = [*first]
-        for k in range(1, len(self._further) + 1):
-            made += self._losses_of(k, first)
-        return made
+        further = (self._losses_of(k, first) for k in range(1, len(self._further) + 1))
+        return [*first, *chain.from_iterable(further)]
 
     def _losses_of(self, k: int, first: list[WindowLoss] | None) -> list[WindowLoss]:
-        """Return the windows with the k-th target of each token, the last one first.
+        """Return the windows with the k-th target of each token, the last window first.
 
         Args:
-            first: those with the first targets, of k > 0.
+            first: the windows with the first targets, of k > 0.
         """
-        made, begin = [], 0
+        losses, begin = [], 0
         for index, window in enumerate(self._windows):
             targets = self._further[k - 1][begin : window.end] if k else window.targets
             weight = 1.0 if self._scales else None
@@ -143,20 +138,21 @@ class ScoredPass(TrainingPass):
             if self._slopes is not None:
                 loss.weight, loss.slopes = 1.0, self._slopes[begin : window.end, k]
             loss.first = None if first is None else first[-1 - index]
-            made.append(loss)
+            losses.append(loss)
             begin = window.end
-        return made[::-1]
+        return losses[::-1]
 
     def end_loss(self, computed: PassLoss) -> None:
         count = len(self._windows)
-        kept = [one.losses for one in computed.windows if one.losses is not None]
+        kept = [loss.losses for loss in computed.windows if loss.losses is not None]
         losses = [
             torch.cat(kept[begin : begin + count][::-1]) for begin in range(0, len(kept), count)
         ]
-        found = 0.0 - (torch.stack(losses, 1) if len(losses) > 1 else losses[0])  # and not -0.0
-        logprobs = self._without_virtual(found)
-        score = self._score
-        total, by_logprobs = score.loss.evaluate(logprobs, self._columns, score.options)
+        # Subtracted from 0, so that no log-probability is -0.0.
+        negated = 0.0 - (torch.stack(losses, 1) if len(losses) > 1 else losses[0])
+        logprobs = self._without_virtual(negated)
+        batch = self._batch
+        total, by_logprobs = batch.loss.evaluate(logprobs, batch.columns, batch.options)
         if self._scales:
             self._scale(computed.windows, self._with_virtual(-by_logprobs))
         elif self.trains and self._slopes is None:
@@ -164,7 +160,7 @@ class ScoredPass(TrainingPass):
             self.logprobs = logprobs
             self._loss = PassLoss(self._runner, self.window_losses())
             return
-        if score.loss.is_linear or self._scales or not self.trains:
+        if batch.loss.is_linear or self._scales or not self.trains:
             self.logprobs = logprobs
         super().end_loss(computed)
         self.loss_sum = total
@@ -180,21 +176,18 @@ class ScoredPass(TrainingPass):
             end = begin
 
     def of_data(self, numbers: Tensor) -> list[Tensor]:
-        """Return log-probabilities by data, each in the shape of the datum's targets.
-
-        Args:
-            numbers: `logprobs`, flat, in host memory.
-        """
+        """Return flat log-probabilities in host memory by data, in the shapes of their targets."""
         rows = numbers.view(self.logprobs.shape).split(self._lengths)
-        return [one.shaped(row).clone() for one, row in zip(self._data, rows, strict=True)]
+        pairs = zip(self._batch.data, rows, strict=True)
+        return [datum.shaped(row).clone() for datum, row in pairs]
 
     def _with_virtual(self, x: Tensor) -> Tensor:
         """Put zeros for the adapter's virtual tokens before each sequence."""
         virtual = self._virtual
         if not virtual:
             return x
-        none = x.new_zeros(virtual, *x.shape[1:])
-        return torch.cat([part for one in x.split(self._lengths) for part in (none, one)])
+        zeros = x.new_zeros(virtual, *x.shape[1:])
+        return torch.cat([part for row in x.split(self._lengths) for part in (zeros, row)])
 
     def _without_virtual(self, x: Tensor) -> Tensor:
         virtual = self._virtual
@@ -218,7 +211,7 @@ class TrainedAdapter:
     def __init__(
         self,
         state: ModelState,
-        given: TrainerArguments,
+        arguments: TrainerArguments,
         windows: bool,
         note_step: Callable[[Stepped], None] = lambda stepped: None,
         note_version: Callable[[AdapterVersion], None] = lambda version: None,
@@ -231,25 +224,26 @@ class TrainedAdapter:
             note_version: called with each version, once it is served.
         """
         self._state = state
-        self._given = given
+        self._arguments = arguments
         self._windows = windows
         self._note_step = note_step
         self._note_version = note_version
-        self._kind = given.make_optimizer()
+        self._kind = arguments.make_optimizer()
         self._start(None)
 
     def _start(self, saved: Adapter | None) -> None:
-        """Make all anew, for the adapter that there is or one that was saved."""
-        state, given, total = self._state, self._given, self._given.total_steps
+        """Begin with the present adapter, a new one, or one that was saved."""
+        state, arguments = self._state, self._arguments
+        name, total = arguments.name, arguments.total_steps
         if saved is None:
-            made = start_adapter(state, given.name, given.peft, given.seed, None, total or 1)
+            adapter = start_adapter(state, name, arguments.peft, arguments.seed, None, total or 1)
         else:
-            made = saved_adapter(state, saved)
-        if made.recipe.trains_beside and total is None:
+            adapter = saved_adapter(state, saved)
+        if adapter.recipe.trains_beside and total is None:
             raise FinetuneError(
-                f"{made.recipe.method} schedules its ranks over all updates; give total_steps="
+                f"{adapter.recipe.method} schedules its ranks over all updates; give total_steps="
             )
-        self._runner: TrainingRunner = training_runner(state, made, self._windows, TRAINER_SLACK)
+        self._runner = training_runner(state, adapter, self._windows, TRAINER_SLACK)
         self._adapter = self._runner.adapter
         self._step = TrainingStep(self._runner, self._kind, _RATE, total or 1)
         self._pending: dict[str, Tensor] = {}
@@ -259,7 +253,7 @@ class TrainedAdapter:
 
     @property
     def name(self) -> str:
-        return self._given.name
+        return self._arguments.name
 
     @property
     def steps(self) -> int:
@@ -279,15 +273,17 @@ class TrainedAdapter:
         self, data: Sequence[CheckedDatum], loss: Loss, options: Options
     ) -> list[ScoredBatch]:
         """Cut data into what goes through the model together, in its order."""
-        given, device = self._given, self._runner.device
-        return cut(data, Score(loss, options), given.batch_size, given.max_tokens, device)
+        bounds = self._arguments.batch_size, self._arguments.max_tokens
+        lots = cut(data, loss.together, *bounds)
+        device = self._runner.device
+        return [ScoredBatch(lot, loss, options, columns_of(lot, device)) for lot in lots]
 
     def forward(self, batches: Sequence[ScoredBatch]) -> Work[Scored]:
         """Compute the loss of some batches, without gradients and without dropout."""
         while True:
             try:
-                done = yield from self._through(batches, trains=False)
-                return (yield from self._scored(batches, done))
+                passes = yield from self._through(batches, trains=False)
+                return (yield from self._scored(batches, passes))
             except StepBeginsAgain:
                 yield Release()
 
@@ -301,12 +297,12 @@ class TrainedAdapter:
         try:
             while True:
                 try:
-                    done = yield from self._through(batches, trains=True)
+                    passes = yield from self._through(batches, trains=True)
                     break
                 except StepBeginsAgain:
                     self._step.drop_gradients()
                     yield Release()
-            scored = yield from self._scored(batches, done, self._norm())
+            scored = yield from self._scored(batches, passes, self._norm())
             with deferred_interrupts():
                 self._keep_gradients()
                 self._passes += len(batches)
@@ -318,59 +314,59 @@ class TrainedAdapter:
             self._step.drop_gradients()
 
     def _through(self, batches: Sequence[ScoredBatch], *, trains: bool) -> Work[list[ScoredPass]]:
-        done = []
+        drops, passes = trains and self._arguments.dropout, []
         for index, batch in enumerate(batches):
-            seed = mixed_seed(self._given.seed, self.steps, self._passes + index)
-
-            def begin(pages: Pages, batch: ScoredBatch = batch, seed: int = seed) -> ScoredPass:
-                dropout_seed = seed if trains and self._given.dropout else None
-                return ScoredPass(
-                    self._runner, batch, pages, trains=trains, dropout_seed=dropout_seed
-                )
-
-            lengths = [len(one.ids) for one in batch.data]
-            done.append((yield from run_pass(self._runner, lengths, begin)))
-        return done
+            seed = mixed_seed(self._arguments.seed, self.steps, self._passes + index)
+            begin = partial(
+                ScoredPass, self._runner, batch, trains=trains, dropout_seed=seed if drops else None
+            )
+            lengths = [len(datum.ids) for datum in batch.data]
+            passes.append((yield from run_pass(self._runner, lengths, begin)))
+        return passes
 
     def _scored(
-        self, batches: Sequence[ScoredBatch], done: Sequence[ScoredPass], norm: Tensor | None = None
+        self,
+        batches: Sequence[ScoredBatch],
+        passes: Sequence[ScoredPass],
+        norm: Tensor | None = None,
     ) -> Work[Scored]:
-        """Return the results, once the host has them, and the norm of the gradients if any.
+        """Return the results, once the host has them.
 
+        Args:
+            norm: the norm of the gradients, which has to be finite, too.
         Raises:
-            FinetuneError: one is not finite.
+            FinetuneError: a number is not finite.
         """
-        data = [one for batch in batches for one in batch.data]
-        flat = torch.cat([each.logprobs.flatten() for each in done])
-        sums = [each.loss_sum.to(flat.device).double() for each in done]
+        data = [datum for batch in batches for datum in batch.data]
+        flat = torch.cat([each.logprobs.flatten() for each in passes])
+        sums = [each.loss_sum.to(flat.device).double() for each in passes]
         norms = [] if norm is None else [norm.to(flat.device).double()]
         reading = Reading(torch.cat([flat.double(), torch.stack([*sums, *norms])]))
         yield reading
         numbers = torch.tensor(reading.read(), dtype=torch.float64)
-        parts = numbers[: len(flat)].to(flat.dtype).split([each.logprobs.numel() for each in done])
-        logprobs = [
-            one for each, part in zip(done, parts, strict=True) for one in each.of_data(part)
-        ]
+        counts = [each.logprobs.numel() for each in passes]
+        parts = zip(passes, numbers[: len(flat)].to(flat.dtype).split(counts), strict=True)
+        logprobs = [values for each, part in parts for values in each.of_data(part)]
         for index, values in enumerate(logprobs):
             if not values.isfinite().all():
                 raise FinetuneError(
                     f"trainer {self.name!r}: log-probabilities of data[{index}] are not finite; "
                     f"look at it, or load an earlier state: the adapter had {self.steps} updates"
                 )
-        loss, found = float(numbers[len(flat) :][: len(sums)].sum()), numbers[-1]
+        loss = float(numbers[len(flat) :][: len(sums)].sum())
         if not math.isfinite(loss):
-            name = batches[0].score.loss.name
             raise FinetuneError(
-                f"trainer {self.name!r}: the loss {name!r} is {loss:g}; look at the logprobs and "
-                "advantages of the data"
+                f"trainer {self.name!r}: the loss {batches[0].loss.name!r} is {loss:g}; look at "
+                "the logprobs and advantages of the data"
             )
-        if norm is not None and not found.isfinite():
+        if norm is not None and not numbers[-1].isfinite():
             raise FinetuneError(
-                f"trainer {self.name!r}: the norm of this call's gradients is {float(found):g}, "
-                "and they are dropped; look at its weights, advantages and logprobs"
+                f"trainer {self.name!r}: the norm of this call's gradients is "
+                f"{float(numbers[-1]):g}, and they are dropped; look at its weights, advantages "
+                "and logprobs"
             )
-        tokens, targets = (sum(len(one.ids) for one in data), sum(one.predicted for one in data))
-        return Scored(loss, tuple(logprobs), tokens, targets)
+        tokens = sum(len(datum.ids) for datum in data)
+        return Scored(loss, tuple(logprobs), tokens, sum(datum.predicted for datum in data))
 
     # ----------------------------------------------------------------------------------- gradients
 
@@ -523,8 +519,8 @@ class TrainedAdapter:
             FinetuneError: it has another recipe, or another optimizer's state; nothing changed.
         """
         before = dict(vars(self))
-        names = ("the state", checkpoint.adapter, "the trainer", self._adapter)
-        check_same_recipe(self.name, *names)
+        saved = sites_of(checkpoint.adapter)
+        check_same(self.name, "the state", saved, "the trainer", sites_of(self._adapter))
         try:
             self._start(checkpoint.adapter)
             if not optimizer:
