@@ -174,29 +174,32 @@ def make_schedule(
         FinetuneError: an unknown name, a number out of range, or an option that the named schedule
             does not take.
     """
-    if name not in SCHEDULES:
-        raise FinetuneError(f"unknown schedule {name!r}; use one of {', '.join(SCHEDULES)}")
-    if total_steps is not None and total_steps < 1:
-        raise FinetuneError(f"total_steps={total_steps}; a schedule needs at least 1 step")
-    if not 0.0 <= min_lr_ratio <= 1.0:
-        raise FinetuneError(f"min_lr_ratio={min_lr_ratio} is outside [0, 1]")
-    if cycles < 1:
-        raise FinetuneError(f"cycles={cycles}; cosine_with_restarts needs at least 1")
-    if not power > 0.0:
-        raise FinetuneError(f"power={power}; polynomial needs a power above 0")
-    if name == "constant" and (warmup_steps or warmup_ratio):
-        raise FinetuneError("schedule 'constant' has no warmup; use 'constant_with_warmup'")
-    if name.startswith("constant") and min_lr_ratio:
-        raise FinetuneError(
-            f"schedule {name!r} never decays, so min_lr_ratio={min_lr_ratio} has no effect; "
-            "use 'linear' or 'cosine'"
-        )
-    if name != "cosine_with_restarts" and cycles != 1:
-        raise FinetuneError(f"cycles={cycles} has no effect on {name!r}; use cosine_with_restarts")
-    if name != "polynomial" and power != 1.0:
-        raise FinetuneError(f"power={power} has no effect on {name!r}; use 'polynomial'")
+    is_constant = name.startswith("constant")
+    checks = {
+        f"unknown schedule {name!r}; use one of {', '.join(SCHEDULES)}": name not in SCHEDULES,
+        f"total_steps={total_steps}; a schedule needs at least 1 step": (
+            total_steps is not None and total_steps < 1
+        ),
+        f"min_lr_ratio={min_lr_ratio} is outside [0, 1]": not 0.0 <= min_lr_ratio <= 1.0,
+        f"cycles={cycles}; cosine_with_restarts needs at least 1": cycles < 1,
+        f"power={power}; polynomial needs a power above 0": not power > 0.0,
+        "schedule 'constant' has no warmup; use 'constant_with_warmup'": (
+            name == "constant" and bool(warmup_steps or warmup_ratio)
+        ),
+        f"schedule {name!r} never decays, so min_lr_ratio={min_lr_ratio} has no effect; "
+        "use 'linear' or 'cosine'": is_constant and min_lr_ratio != 0,
+        f"cycles={cycles} has no effect on {name!r}; use cosine_with_restarts": (
+            name != "cosine_with_restarts" and cycles != 1
+        ),
+        f"power={power} has no effect on {name!r}; use 'polynomial'": (
+            name != "polynomial" and power != 1.0
+        ),
+    }
+    for refusal, applies in checks.items():
+        if applies:
+            raise FinetuneError(refusal)
     warmup = _warmup_steps(name, total_steps, warmup_steps, warmup_ratio)
-    if name.startswith("constant"):
+    if is_constant:
         return lambda step: step / warmup if step < warmup else 1.0
     if total_steps is None:
         raise FinetuneError(f"schedule {name!r} needs total_steps, the optimizer steps of the job")
