@@ -1,8 +1,8 @@
 """The interface between the engine and the device that runs its steps, real or simulated.
 
-A GPU works beside the host, so that a step's forward may begin before the tokens of the step before
-are read (`running.py`). To choose its own tokens the device needs those tokens: penalties, guides
-and stop conditions depend on them. So the tokens of a step are drawn apart from its forward.
+A GPU works in parallel to the host, so that the forward of a step may start before the tokens of
+the previous step are read (`running.py`). Choosing tokens needs the previous tokens: penalties,
+guides and stop conditions depend on them. So drawing tokens is separate from the forward.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Launched(Protocol):
 
 @dataclass(frozen=True)
 class Finished:
-    """A launched step of a device that does not work beside the host."""
+    """A launched step of a device that works synchronously."""
 
     results: Callable[[], Results]
     is_replayed: bool = False
@@ -58,10 +58,10 @@ class Finished:
 
 
 class SideStream:
-    """A second stream of a GPU, for parts of jobs beside a step's forward (FlexLLM v2 §6.1).
+    """A second stream of a GPU, for parts of jobs during a step's forward (FlexLLM v2 §6.1).
 
-    Memory that one stream used may be used by the other only after `begin` or `rejoin`, for which
-    the streams wait, or after `join`, for which the host does.
+    Memory may pass from a stream to the other only after `begin` or `rejoin`, which synchronize
+    the streams, or after `join`, which waits on the host.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -70,12 +70,12 @@ class SideStream:
         self._timed: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
 
     def begin(self) -> None:
-        """Note that a forward begins; parts beside it do not depend on its work."""
+        """Mark the start of a forward; parts on this stream do not depend on it."""
         main = torch.cuda.current_stream(self._stream.device)
         self._before = main.record_event()
 
     def rejoin(self) -> None:
-        """Have all that comes next on the main stream come after the parts, too."""
+        """Make the main stream wait for the parts."""
         torch.cuda.current_stream(self._stream.device).wait_stream(self._stream)
 
     @contextmanager
@@ -94,9 +94,9 @@ class SideStream:
         self._timed.append((started, ended))
 
     def join(self) -> list[float]:
-        """Wait for the parts that were measured since the last call; returns the seconds of each.
+        """Wait for the parts that were timed since the last call; return the seconds of each.
 
-        What the stream has behind them, as copies of a version that is published, goes on.
+        Later work on the stream, such as copies of a published version, is not waited for.
         """
         timed, self._timed = self._timed, []
         if timed:
@@ -109,12 +109,12 @@ class Device(Protocol):
 
     Attributes:
         cache: keys and values for jobs.
-        side: runs parts of jobs; None if they do not run beside the forward.
-        fails_alike: True if an error is seen by all who run a step; over ranks it may be one's own.
-        is_ahead: True if a step may be started before the tokens of the one before are read.
+        side: the second stream, which runs parts of jobs; None if parts run between forwards.
+        fails_alike: True if all ranks see an error of a step; False over several ranks.
+        is_ahead: True if a step may be launched before the tokens of the previous step are read.
         layers: the number of the model's layers.
-        late: what was made ready while requests waited, by its kind: kernels that were compiled,
-            steps that were recorded. After a warm-up there should be none.
+        late: number of kernels that were compiled and of steps that were recorded while requests
+            waited, by kind; 0 after a complete warm-up.
     """
 
     cache: Any
@@ -130,7 +130,7 @@ class Device(Protocol):
 
     @property
     def copies_bytes(self) -> int:
-        """Bytes of the copies that adapters are served from, beside the pool; on any thread."""
+        """Bytes of adapters' copies outside the pool; on any thread."""
 
     def open(self, request: Request, number: int) -> Sequence:
         """Return the state of a new request, with other continuations as its followers.
@@ -142,7 +142,7 @@ class Device(Protocol):
         """Copy keys and values from one page to another."""
 
     def prefetch(self, adapters: List[ServedAdapter]) -> None:
-        """Begin to copy adapters that have pages, beside what runs, in the order of their turns."""
+        """Start copying adapters that have pages, in the background and in the given order."""
 
     def is_copying(self, adapter: ServedAdapter) -> bool:
         """Return True while an adapter is being copied, so that a step that runs it would wait."""
@@ -166,7 +166,7 @@ class Device(Protocol):
         """
 
     def run_parts(self, parts: List[Part]) -> None:
-        """Run parts of one stage together, each of another job."""
+        """Run parts of a single stage together, each of another job."""
 
     def check_alive(self) -> None:
-        """Run a token of the base; an exception says that nothing runs here any more."""
+        """Run a token of the base; raise an error if the device is lost."""

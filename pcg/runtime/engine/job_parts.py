@@ -1,6 +1,6 @@
-"""Jobs in a step: windows within its forward, and parts before it, after it, or beside it.
+"""Jobs in a step: windows within its forward; parts before it, after it, or during it.
 
-Parts beside it run on a stream of their own. The work of guests runs before those of jobs.
+Parts during the forward run on a second stream. Guests' work runs before parts of jobs.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class JobParts:
         """Return the windows that go forward whole in a step.
 
         Args:
-            suspect: what runs alone; None for nothing.
+            suspect: the request or job that runs by itself; None for none.
         """
         windows: list[Window] = []
         for job, unit in self.jobs.forward():
@@ -63,7 +63,7 @@ class JobParts:
         return windows
 
     def run(self, work: Work) -> None:
-        """Run parts before the forward of what the step serves, if it does."""
+        """Run parts before the forward of a step, or in a step that serves nothing."""
         started_s = work.began_s
         ahead_s = work.ahead_s() if work.is_served else 0.0
         work.elapsed_s = self._clock.latest_s() - started_s
@@ -97,11 +97,10 @@ class JobParts:
         side.join()
 
     def run_beside(self, work: Work, busy: Collection[Job]) -> float:
-        """Run parts beside the step's forward; returns their predicted time.
+        """Run parts on the second stream during the forward; return their predicted time.
 
-        Jobs that are busy in the forward have none: they would read what it still computes.
-
-        Observations are of the time that both take when they run at once, and so are predictions.
+        Busy jobs, with windows in the forward, run no parts: they would read unfinished values.
+        Observed and predicted times are those of both streams running together.
         """
         side, latencies = self._device.side, work.latencies
         assert side is not None
@@ -129,13 +128,13 @@ class JobParts:
         return beside_s
 
     def record(self, most: int, due_s: float = math.inf) -> None:
-        """Record up to so many layers of windows that ran eagerly, while the device runs.
+        """Record up to `most` layers of windows that ran eagerly, while the device is busy.
 
-        What is recorded runs behind that once, and counts as nobody's part.
+        Recording runs a layer once more, which counts as no job's part.
 
         Args:
-            due_s: when the device has run all: one layer is recorded, and others while one more
-                would leave the host as long for the next step.
+            due_s: time at which the device becomes idle. One layer is recorded, and further layers
+                while another would leave the host as much time again for the next step.
         """
         passes, self._passes = dict.fromkeys(self._passes), []
         for whole in passes:
@@ -147,7 +146,7 @@ class JobParts:
                     return
 
     def settle(self) -> None:
-        """Have jobs go on by what was read: on a GPU, beside the forward that is under way."""
+        """Advance jobs by the results that were read: on a GPU, on the second stream."""
         jobs = self.jobs.unpaused
         if not jobs:
             return
@@ -159,11 +158,7 @@ class JobParts:
             side.rejoin()
 
     def join(self, work: Work) -> bool:
-        """Wait for the parts beside the forward, and learn how long they took.
-
-        Returns:
-            True if there were any.
-        """
+        """Wait for the parts on the second stream, and learn their times; True if any ran."""
         groups, self._beside = self._beside, []
         if not groups:
             return False
@@ -175,7 +170,7 @@ class JobParts:
         return True
 
     def restart(self) -> None:
-        """Go on with the jobs that are not over, after a step or a call that failed."""
+        """Restore the jobs that are not over, after a step or a call that failed."""
         self._beside, self._passes = [], []
         self.jobs.restart()
 

@@ -1,12 +1,12 @@
 """The finetuning jobs of an engine: their turns, their pages, and the numbers that they wait for.
 
-Where the device runs ahead, the host prepares step n+1 while step n runs. A job that waited there
-for its loss would have the host wait for the device, and the device then for the host. So the job
-stands still until step n is read, when its numbers are there, too (`LateReadings`):
+Where the device runs ahead, the host prepares step n+1 while step n runs. If a job waited for its
+loss at that point, the host would wait for the device, and then the device for the host. So the job
+pauses until step n has been read, with its numbers (`LateReadings`):
 
-    host      start n+1 · read n · jobs go on by the numbers of n · parts n+1 · start n+2 · …
+    host      launch n+1 · read n · jobs continue by the numbers of n · parts n+1 · launch n+2 · …
 
-An update and a new version, which the job makes of the numbers, are as without this.
+Updates and new versions are the same as without the delay.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class JobPages:
 
     @contextmanager
     def shut(self) -> Iterator[None]:
-        """Give none meanwhile: what was freed just now may be written by a forward that runs."""
+        """Give out no pages meanwhile: a running forward may still write pages freed just now."""
         self._is_shut = True
         try:
             yield
@@ -68,9 +68,9 @@ class JobPages:
             self._is_shut = False
 
     def open(self, name: str, unit: Pages) -> tuple[PageTable, ...] | None:
-        """Return the pages that a job asks for; None while there is no room.
+        """Return the pages of a job; None while there is no room.
 
-        OutOfMemoryError: there will never be.
+        OutOfMemoryError: there will never be room.
         """
         needs = [pages_for(count) for count in unit.tokens]
         total = sum(needs)
@@ -99,7 +99,7 @@ class JobPages:
             self._scheduler.pool.close(table)
 
     def restart(self, tables: Iterable[PageTable]) -> None:
-        """Know what jobs hold, after a call that failed."""
+        """Count the pages that jobs hold again, after a call that failed."""
         self._is_shut = False
         self._held = sum(len(table.pages) for table in tables)
 
@@ -124,7 +124,7 @@ class LateReadings:
         return self.begun
 
     def give_up(self) -> None:
-        """Have nothing wait, as a step failed: what is read next may say why."""
+        """End all waits after a failed step: the next reading may raise the reason."""
         self.read = self.begun
 
     def hold(self, reading: Reading) -> bool:
@@ -153,12 +153,12 @@ class Job:
 
     Attributes:
         name: the job's name, which is that of its adapter.
-        unit: the next unit; None before it starts and after its end.
-        tokens: tokens that it has run, of windows and parts, by which jobs take turns.
-        runs_alone: True once a part failed in which it ran beside other jobs.
-        held: number of steps in a row that ran nothing of it.
-        refusal: why the latest of these did not; None for another reason than its time.
-        began_s, latest_s: when its first and its latest unit ran, on the engine's clock; None
+        unit: the next unit; None before the start and after the end.
+        tokens: tokens of windows and parts that ran, by which jobs take turns.
+        runs_alone: True after a part failed that ran together with other jobs' parts.
+        held: number of steps in a row that ran nothing of the job.
+        refusal: the reason of the latest of these steps; None for another reason than time.
+        began_s, latest_s: times of the first and the latest unit, on the engine's clock; None
             before.
         spent_s: predicted or measured time of its units, seconds.
         tenant: the tenant whose share of served steps it uses; empty for none.
@@ -207,7 +207,7 @@ class Job:
         return self.state in _ENDS
 
     def advance(self) -> None:
-        """Go on after a unit was done: to the next one, or to the end."""
+        """Advance to the next unit, or to the end."""
         self._resume(lambda: next(self._work))
 
     def _resume(self, resume: Callable[[], Unit]) -> None:
@@ -256,7 +256,7 @@ class Job:
         self.conclude()
 
     def conclude(self) -> None:
-        """Free what only a job that goes on needs; again, if that failed before."""
+        """Close the units and free the name; repeatable, if that failed before."""
         self._work.close()
         self._on_end()
         self._on_end = _nothing
@@ -293,7 +293,7 @@ class Jobs:
 
     Attributes:
         pages: the pages of the pool that they hold.
-        readings: which of their readings wait.
+        readings: the readings that wait.
         only: the jobs that may go on in this step; None for all.
     """
 
@@ -320,7 +320,7 @@ class Jobs:
         return self._jobs[place]
 
     def add(self, job: Job) -> Job:
-        """Add a job. PcgError: there is one of that name."""
+        """Add a job. PcgError: a job has that name."""
         self.check_free(job.name)
         self._note(Kind.QUEUED, job.name)
         self._jobs.append(job)
@@ -369,7 +369,7 @@ class Jobs:
     # ------------------------------------------------------------------------------- turns
 
     def pass_step(self) -> None:
-        """Count a step for jobs that have work; running any of it begins the count again."""
+        """Count a step for jobs that have work; the count restarts when a unit runs."""
         for job in self.unpaused:
             job.held += isinstance(job.unit, Forward | Part)
             if job.held == self._patience // 2 and job.refusal is not None:
@@ -409,11 +409,11 @@ class Jobs:
                 yield job, job.unit
 
     def parts(self, busy: Collection[Job] = ()) -> list[tuple[Job, Part]]:
-        """Return parts of one stage that can run together, first of jobs that have run the fewest.
+        """Return parts of a single stage that can run together, jobs with the fewest tokens first.
 
-        The stage furthest from the end is chosen, so that jobs behind catch up: the base's weights
-        are then read once for all. A job so waits for at most one pass of each of the others. The
-        loss of each job runs by itself.
+        The stage furthest from the end is chosen, so that jobs behind catch up and the base's
+        weights are read once for all. A job waits for at most one pass of each other job. Losses
+        run separately.
         """
         idle = [job for job in self.unpaused if job not in busy]
         ready = [(job, job.unit) for job in idle if isinstance(job.unit, Part)]
@@ -450,11 +450,11 @@ class Jobs:
     def next_group(
         self, sharing: Sharing, work: Work, ahead_s: float, busy: Collection[Job] = ()
     ) -> PartGroup | None:
-        """Return the parts that run next in a step, by a rule of sharing; None if there are none.
+        """Return the parts that run next in a step, by a rule of sharing; None for none.
 
         Args:
-            ahead_s: the time that what else runs in the step takes.
-            busy: jobs whose windows go forward on another stream, which have no parts beside them.
+            ahead_s: the time of other work in the step, seconds.
+            busy: jobs with windows in the forward, which run no parts meanwhile.
         """
         for job, unit in self.forward():
             if job in busy:
@@ -476,7 +476,7 @@ class Jobs:
         return group if group.jobs else None
 
     def failed(self, group: PartGroup, error: Exception) -> None:
-        """Drop the one job of a group that failed; have each of several run alone."""
+        """Drop the single job of a failed group; run several jobs separately from now on."""
         if len(group.jobs) == 1:
             group.jobs[0].fail(error)
         else:
@@ -528,7 +528,7 @@ class Jobs:
         return [table for job in self._jobs for table in job.tables]
 
     def restart(self) -> None:
-        """Go on with the jobs that are not over, after a call that failed."""
+        """Restore the jobs that are not over, after a call that failed."""
         self.readings.give_up()
         for job in [job for job in self._jobs if job.is_over]:
             self._jobs.remove(job)

@@ -1,10 +1,9 @@
 """The engine's loop: serves requests and trains adapters over one program, step by step.
 
-Each step serves what the scheduler plans and ends with its tokens. Before them it runs parts of
-jobs, and beside them finetuning windows, as much as `sharing` allows; on GPUs the parts run on a
-stream of their own, beside the forward. Where the device runs beside the host, the next step begins
-before the tokens of this one are read (`running.py`). Everything that happens is in the event
-log.
+Each step serves the scheduler's plan and ends with its tokens. It also runs parts of jobs before
+the forward, and finetuning windows within it, as much as `sharing` allows; on GPUs the parts run on
+a second stream during the forward. Where the device runs in parallel to the host, the next step is
+launched before the tokens of this step are read (`running.py`). All events are logged.
 """
 
 from __future__ import annotations
@@ -48,14 +47,13 @@ class EngineLoop:
     """Serves and trains on a device, real or simulated; called by one thread.
 
     Attributes:
-        submitted: number of requests so far, which is the index of the next one's chunks.
+        submitted: number of requests so far, and the index of the next request's chunks.
         worked: True if the last step ran anything.
-        is_broken: True if an error came out of a step, after which nothing can be relied on.
-        parts: what runs the parts of jobs in a step, and the work of guests.
-        awaited: tells if somebody waits; a step that serves nothing then ends between two parts.
-        requests: those that are here.
-        reads: how many steps were read once the next had begun (`AHEAD`), and why others before.
-        meanwhile: called once a step is planned: before its work, or behind a launch of that.
+        is_broken: True if a step raised an error and the state of the engine is undefined.
+        awaited: returns True if a caller waits; a step that serves nothing then ends between parts.
+        requests: the open requests.
+        reads: number of steps by the reason why they were read before the next launch, or `AHEAD`.
+        meanwhile: called in each step, before the forward or, on GPUs, after its launch.
     """
 
     def __init__(
@@ -103,7 +101,7 @@ class EngineLoop:
 
     @property
     def parts(self) -> JobParts:
-        """The runner of jobs and of guests' work; made for the first of them, or by a thread."""
+        """The runner of jobs and guests' work; created on first use."""
         if self._parts is None:
             scheduler, share, rule = self.scheduler, self._options.job_share, self._options.sharing
             jobs = Jobs(scheduler, self.device.cache, int(share * self.pool.size), self._note)
@@ -148,15 +146,15 @@ class EngineLoop:
     # ------------------------------------------------------------------------------- requests
 
     def submit(self, request: Request, submitted_s: float | None = None) -> str:
-        """Submit a request; returns its id. `step` returns its chunks.
+        """Submit a request; return its id. `step` returns its chunks.
 
         Args:
-            submitted_s: when it came, on the engine's clock, if a step held it up; None for now.
+            submitted_s: time of arrival on the engine's clock; None for now.
         Raises:
-            GenerationError: the model cannot run it, there is a request with its id, or the machine
-                cannot keep its SLOs.
+            GenerationError: the model cannot run it, its id is in use, or the machine cannot keep
+                its SLOs.
             OutOfMemoryError: the engine will never have the memory for it.
-            QueueFullError: too much waits already.
+            QueueFullError: the queue is full.
         """
         self.scheduler.limits.check(request)
         number, self.submitted = self.submitted, self.submitted + 1
@@ -190,12 +188,12 @@ class EngineLoop:
         return sequence.id
 
     def cancel(self, request: str, kind: Kind = Kind.CANCELLED) -> None:
-        """End a request by its id, if there is one; `kind` may be TIMED_OUT."""
+        """End an open request by its id; `kind` may be TIMED_OUT."""
         with self._whole():
             self.requests.end(self.requests.of(request), State(kind.value), kind)
 
     def forget(self, adapter: ServedAdapter, *, is_gone: bool = True) -> None:
-        """Drop what is cached of an adapter that changed; running requests go on with it alone."""
+        """Drop cached values of an adapter that changed; running requests keep theirs."""
         self._suspects.forgive(adapter)
         with self._whole():
             self.scheduler.forget(adapter, is_gone=is_gone)
@@ -205,7 +203,7 @@ class EngineLoop:
     # ------------------------------------------------------------------------------- jobs
 
     def add_job(self, job: Job) -> Job:
-        """Run a job from now on. PcgError: there is one of its name."""
+        """Run a job from now on. PcgError: another job has its name."""
         limits, latencies = self.scheduler.limits, self._latencies
         if latencies is not None and limits.tpot_slo_s is not None:
             decode_s = latencies.forward.seconds(Load(1, sampled=1))
@@ -221,7 +219,7 @@ class EngineLoop:
         return self.jobs.add(job)
 
     def drop_job(self, job: Job) -> None:
-        """End a job that was made and not added."""
+        """End a job that was prepared and not added."""
         job.cancel()
 
     def interrupt_job(self, name: str) -> None:
@@ -248,9 +246,9 @@ class EngineLoop:
     # ------------------------------------------------------------------------------- a step
 
     def step(self) -> list[Chunk]:
-        """Run one step; returns the new chunks, and those of requests that ended since the last.
+        """Run a step; return the new chunks, and those of requests that ended since the last step.
 
-        Where the device runs ahead, the chunks are those of the step before.
+        Where the device runs ahead, the chunks are those of the previous step.
         """
         with self._isolating():
             if self._acts:
@@ -321,7 +319,7 @@ class EngineLoop:
         self.worked = bool(work.load.tokens or work.units or is_ahead)
 
     def _share(self, work: Work, suspect: Sequence | Job | None, begins_s: float) -> list[Window]:
-        """Run the parts of jobs that come before a step; return the windows within the step."""
+        """Run parts of jobs before the forward; return the windows within it."""
         if not work.is_served:
             work.awaited = self.awaited
         self.jobs.pass_step()
@@ -359,7 +357,7 @@ class EngineLoop:
         return running
 
     def _run_beside(self, running: Running, begins_s: float, *, is_behind: bool) -> None:
-        """Run parts beside the forward, and record windows that ran eagerly.
+        """Run parts during the forward, and record windows that ran eagerly.
 
         Args:
             is_behind: True if the step before was read after the launch of this one.
@@ -387,10 +385,7 @@ class EngineLoop:
         return "a prompt's end" if running is not None and running.is_read_first else ""
 
     def land(self) -> None:
-        """Read the step that is under way, if one is; `step` then returns its chunks.
-
-        Called in a step, by what a job does, it does nothing.
-        """
+        """Read the running step, if any; `step` then returns its chunks. No effect within a step."""
         if self._is_stepping:
             return
         if self._running is not None:
@@ -406,7 +401,7 @@ class EngineLoop:
         self.land()
 
     def _finish(self, why: str) -> None:
-        """Read the step that is under way, if one is."""
+        """Read the running step, if any."""
         running = self._running
         if running is not None:
             self._read(running, why)
@@ -436,9 +431,10 @@ class EngineLoop:
         self._suspects.ran(running.suspect, has_tokens=bool(plan.chunks))
 
     def _is_to_guess(self, work: Work, plan: Plan, took_s: float) -> bool:
-        """Return True if a step is the first to tell how long steps take.
+        """Return True if latencies are to be guessed from a step.
 
-        So is one that took far less than predicted, as where a kernel was compiled in those before.
+        That is the first step, or a step that took far less time than predicted, as when kernels
+        were compiled in earlier steps.
         """
         if self._latencies is not None:
             return self._is_guessed and took_s < _FAR * self._latencies.forward.seconds(work.load)
@@ -448,7 +444,7 @@ class EngineLoop:
         return is_bounded or is_paced or (self._parts is not None and self._parts.jobs.have_work)
 
     def _plan(self, now_s: float) -> tuple[Sequence | Job | None, Plan]:
-        """Return what has to run alone, if anything, and what is served."""
+        """Return the suspect that has to run by itself, if any, and the plan of the step."""
         suspect, plan = self._suspects.current, Plan()
         self._alone = suspect
         if suspect is not None:
@@ -466,14 +462,14 @@ class EngineLoop:
         return suspect, plan
 
     def _isolate(self, error: BaseException) -> None:
-        """Drop what failed alone; else find what has to run alone next.
+        """Drop the suspect that failed by itself; otherwise choose new suspects.
 
-        What was planned, and ran nothing yet, is planned again: the error may be nobody's. Then
-        those are suspects for which the failed function worked, and if the next step fails, too,
-        all that were in it.
+        A step that failed before anything ran is planned again, as the error may have no owner.
+        Suspects are the owner of the failed work, and all requests and jobs of the step if the next
+        step fails, too.
 
-        The error is raised again where only this rank may have it, where steps fail one after the
-        other for nobody, and where the device runs nothing any more.
+        The error is raised again if other ranks may not have it, if steps fail repeatedly without
+        an owner, or if the device is lost.
         """
         scheduler, running = self.scheduler, self._running
         ran = list(dict.fromkeys([*([] if running is None else running.ran), *self._ran]))
@@ -504,7 +500,7 @@ class EngineLoop:
         self._suspects.add(suspects)
 
     def _drop(self, suspect: Sequence | Job, owner: Owner | None, error: Exception) -> None:
-        """Fail what failed alone, or all requests of the adapter that failed."""
+        """Fail a suspect, or all requests of the adapter that failed."""
         try:
             self.device.check_alive()
         except Exception:

@@ -24,7 +24,7 @@ class _Tokens:
 
     Attributes:
         before_s: time at which the last step before this one ended that gave tokens.
-        events: events of first tokens, and of continuations that begin.
+        events: events of first tokens, and of the start of continuations.
         further: ids of the sequences that had a further token.
         longer_s: gaps of those that had no token in the step before.
     """
@@ -74,14 +74,14 @@ class OpenRequests:
             self.by_id.pop(each.id, None)
 
     def of(self, request: str) -> List[Sequence]:
-        """Return a request's continuations; none if it is not here any more."""
+        """Return the continuations of a request; empty if the request is over."""
         sequence = self.by_id.get(request) or self._groups.first(request)
         return () if sequence is None else self._groups.of(sequence)
 
     def end(
         self, request: List[Sequence], state: State, kind: Kind, error: PcgError | None = None
     ) -> None:
-        """End a request: those of its continuations that are left."""
+        """End the remaining continuations of a request."""
         reason = {} if error is None else {"reason": str(error)}
         not_begun = [other for sequence in request for other in sequence.followers]
         for sequence in request:
@@ -103,7 +103,7 @@ class OpenRequests:
         self.end(self._groups.of(sequence), State.FAILED, Kind.FAILED, caused)
 
     def time_out(self, now_s: float) -> None:
-        """End what has come to its time, or has no hope, and what could not be prepared."""
+        """End requests that are past their time or hopeless, and those with guides that failed."""
         for late in self.deadlines.passed(now_s):
             self.end(late, State.TIMED_OUT, Kind.TIMED_OUT)
         for sequence, error in self._scheduler.queue_prepared():
@@ -180,10 +180,10 @@ class OpenRequests:
             del self._failed[sequence]
 
     def restart(self, kept: Iterable[PageTable]) -> None:
-        """Have all requests wait, with the tokens that they have, after a call that failed.
+        """Put all requests back into the queue, with their tokens, after a call that failed.
 
         Args:
-            kept: pages that are not theirs.
+            kept: page tables of other owners.
         """
         while self._ended:
             self._finish()

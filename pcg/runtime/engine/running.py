@@ -6,17 +6,17 @@ On a device that works beside the host, the next step begins before this one is 
     device    ── forward n, draw n ──┤├──── forward n+1, draw n+1 ────┤├──── forward n+2 …
     beside    ── parts n ────────────┤├──── updates, parts n+1 ───────┤├──── updates, …
 
-A sequence then has a token `ahead`, that the device reads from its own memory
-(`runtime/model/latest_tokens.py`). One that ends with the token that is read has run one token too
-many, for which none is drawn. Its pages are free at once: whatever uses them next comes after the
-step on the device, too. One that was preempted meanwhile is computed again with what the host
-knows, and draws the same token.
+A sequence then has a token `ahead`, which the device reads from its own memory (`LatestTokens`). If
+the token that is read ends the sequence, the sequence has run a token too many, and no token is
+drawn for it. Its pages are free immediately: their next use follows this step on the device. A
+sequence that is preempted meanwhile is computed again from the tokens that the host knows, and
+draws the same token.
 
-Parts of jobs run beside a forward on a stream of their own. A step ends when both have ended, so
-each stream waits for the other where a step begins; the host waits for neither. A job that needs
-numbers goes on once the step is read that computed them (`LateReadings`), by an update beside
-the forward that is under way. Pages that were free when a forward began are a job's at once, and
-those that are freed meanwhile from the next step on, as the forward may have a row more there.
+Parts of jobs run on a second stream during a forward. A step ends when both streams have ended, so
+each stream waits for the other at the start of a step; the host waits for neither. A job that needs
+numbers continues when the step that computed them has been read (`LateReadings`), by an update
+during the next forward. A job may take pages that were free when a forward began; pages that are
+freed meanwhile become available in the next step, as the forward may still write a row there.
 
 Source: vLLM's asynchronous scheduling (placeholders of tokens, sampling apart from the forward),
 mini-sglang's overlap loop.
@@ -87,7 +87,7 @@ class Running:
         ]
 
     def expect(self, due_s: float) -> None:
-        """Set a later time at which the step is expected to end, as more runs beside it."""
+        """Move the expected end of the step to a later time."""
         if due_s > self.due_s:
             self.due_s = due_s
             for sequence in self.left:

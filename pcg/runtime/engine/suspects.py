@@ -1,7 +1,7 @@
-"""Suspects: what ran in a step that failed, each of which runs alone until it is known which fails.
+"""Suspects: the requests and jobs of a failed step, which run separately to find the faulty one.
 
-A step is one batch of everybody's tokens, so an error does not say whose it is. What fails alone is
-dropped, and the others go on: nothing that a step computes is kept before the whole step is done.
+A step is a single batch, so an error does not name its owner. A request or job that fails by itself
+is dropped, and the others continue: results of a step are kept only once the whole step has ended.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ Owner: TypeAlias = Sequence | Job | Adapter
 def owner_of(error: BaseException) -> Owner | None:
     """Return the owner of the work that raised an error, from the local variables of its frames.
 
-    That is a guess, as a loop leaves its variable behind: the owner runs alone before it fails.
+    This is a guess, as loop variables outlive their loops: the owner runs by itself before it is
+    dropped.
     """
     owner, trace = None, error.__traceback__
     while trace is not None:
@@ -37,7 +38,7 @@ def owner_of(error: BaseException) -> Owner | None:
 
 
 class Suspects:
-    """Requests and jobs that have to run alone, in turn."""
+    """Requests and jobs that have to run by themselves, in turn."""
 
     def __init__(self) -> None:
         self._waiting: deque[Sequence | Job] = deque()
@@ -45,24 +46,25 @@ class Suspects:
 
     @property
     def current(self) -> Sequence | Job | None:
-        """The one that runs alone now; those that are over or paused are left out."""
+        """The request or job that runs by itself now; None for none."""
         while self._waiting and not _goes_on(self._waiting[0]):
             self._waiting.popleft()
         return self._waiting[0] if self._waiting else None
 
     def add(self, ran: Iterable[Sequence | Job]) -> None:
-        """Add what ran in a step that failed."""
+        """Add the requests and jobs of a failed step."""
         self._waiting.extend(suspect for suspect in ran if suspect not in self._waiting)
 
     def clear(self) -> None:
-        """Have nothing run alone."""
+        """Remove all suspects."""
         self._waiting.clear()
 
     def ran(self, suspect: Sequence | Job | None, has_tokens: bool) -> None:
-        """Note that a suspect ran alone without an error, or could not run now.
+        """Remove a suspect that ran by itself without an error, or could not run now.
 
         Args:
-            has_tokens: True if tokens of a sequence ran; it goes on alone up to its next new token.
+            has_tokens: True if tokens of a sequence ran; it stays a suspect up to its next new
+                token.
         """
         if suspect is None or self.current is not suspect:
             return

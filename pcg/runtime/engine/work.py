@@ -62,11 +62,11 @@ class Work:
         spent_s: the part of it that the forward and the parts used.
         trained_s: the predicted part of `spent_s` that finetuning used.
         units: number of parts that ran.
-        has_exception: True if a part ran for which the step had no room, or of a size that has not
-            run before: what it took tells nothing of later steps.
+        has_exception: True if a part exceeded the room of the step or had a new size, so that the
+            time of the step predicts nothing.
         awaited: returns True once a request waits for the end of the step; None if the step serves
             requests itself.
-        is_beside: True if parts of jobs run beside the forward, on a stream of their own.
+        is_beside: True if parts of jobs run on a second stream during the forward.
         is_under_way: True while the step runs on the device and later steps are planned.
     """
 
@@ -91,7 +91,7 @@ class Work:
 
     @property
     def yields(self) -> bool:
-        """True if the step serves nothing and ends between two parts when a request comes."""
+        """True if the step serves nothing and ends between two parts when a request arrives."""
         return self.awaited is not None
 
     @property
@@ -166,13 +166,13 @@ class Sharing(ABC):
     is then allowed to exceed the room.
 
     Attributes:
-        trains: True if jobs come to their ends; otherwise they wait forever.
+        trains: False if jobs wait forever.
     """
 
     trains = True
 
     def serves(self, has_work: bool) -> bool:
-        """Return True if the next step may serve requests; `has_work` tells if a job could run."""
+        """Return True if the next step may serve requests; `has_work`: a job could run."""
         return True
 
     def begin(self, work: Work) -> None:  # noqa: B027 (most rules do nothing)
@@ -183,7 +183,7 @@ class Sharing(ABC):
         """Return the most tokens of a job that go forward in the step, through all layers."""
 
     def in_layers(self, work: Work, unit: Forward, ahead_s: float, *, is_due: bool) -> int:
-        """Return the tokens of a window that begins to go forward in parts, a layer each."""
+        """Return the tokens of a new window that goes forward in parts of a layer."""
         return 0
 
     @abstractmethod
@@ -193,7 +193,7 @@ class Sharing(ABC):
         """Return True if parts of this load run before work that takes `ahead_s` more."""
 
     def part(self, work: Work, part: Part, beside: Load, ahead_s: float, *, is_due: bool) -> int:
-        """Return how many tokens of a part run beside others of its stage: of a loss any number."""
+        """Return how many tokens of a part fit; only the loss can be cut."""
         load = part.load
         fits = self.fits(work, part.stage.phase, beside + load, ahead_s, is_due=is_due)
         return load.tokens if fits else 0
@@ -201,5 +201,5 @@ class Sharing(ABC):
     def ran(self, work: Work, seconds: float) -> None:  # noqa: B027
         """Record the time of parts.
 
-        Of those beside the forward it is the predicted time, and later by how much it was exceeded.
+        For parts on the second stream: first the predicted time, later the difference to it.
         """
