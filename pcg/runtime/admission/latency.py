@@ -6,20 +6,20 @@
     forward              r = d read
     the last part of a pass, with the update that follows    g + b₃
 
-A step that is replayed from graphs takes the host less time than one whose operators it launches,
-and rooms of steps with prompts are padded otherwise than those that only decode. So a₀ is one
-number for eager steps, one for replayed ones that only decode, and one for replayed ones with
-prompts or windows; each begins with what is known of eager ones, and is learned from its own steps.
-A step is predicted to be replayed as the latest one was that had prompts or windows, or had none.
+A step that is replayed from graphs takes the host less time than an eager step, and steps with
+prompts are padded to other sizes than steps that only decode. So a₀ has three values: for eager
+steps, for replayed steps that only decode, and for replayed steps with prompts or windows. Each
+starts from the value of eager steps and is learned from its own steps. A step is predicted to be
+replayed if the latest step of its kind was.
 
-keys: the sum over tokens of the tokens that each attends to; read: those of each sequence once, as
-many tokens of a chunk take few times as long as the one of a sequence that decodes. sampled: rows
-of logits. a₄ is what a window's token takes beside one that is served, as it is saved for backward;
-a₅ the constant time of a window, whose own operators are launched. knee: on a GPU few tokens take
-little more than the base's weights that are read for them, and beyond the knee each takes what it
-computes. Parts have b for each phase: one layer forward or back, of a window of each of some jobs,
-and the loss of some tokens. The coefficients are fitted to observations by recursive least squares
-with forgetting, relative to the prediction, so that short steps count as much as long ones.
+keys: the sum over tokens of the tokens that each attends to; read: the keys of each sequence,
+counted once, as a chunk reads them little more often than a single token. sampled: rows of logits.
+a₄ is the additional time of a window's token, which is saved for backward; a₅ the constant time of
+a window, which launches operators of its own. knee: on a GPU, few tokens take little more than
+reading the base's weights, and beyond the knee each token takes its own computation. Parts have b
+for each phase: a layer forward or back, of a window of each of several jobs, and the loss of some
+tokens. Recursive least squares with forgetting fit the coefficients, relative to the prediction, so
+that short steps count as much as long steps.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class Reserve:
         return (1 - self.share) * seconds
 
     def observe(self, is_missed: bool, percentile: float) -> None:
-        """Learn from a gap, of which a percentage is to be kept."""
+        """Learn from a gap; `percentile`: the percentage of gaps to keep."""
         missed = (1 - percentile / 100) / 2
         self.share += _RATE * ((1 - missed) if is_missed else -missed)
         self.share = min(max(self.share, 0.0), _MOST_RESERVE)
@@ -64,9 +64,9 @@ class Knee(NamedTuple):
 
 
 class Latency:
-    """Predicts the seconds of one kind of work, and learns from observations.
+    """Predicts the seconds of a kind of work, and learns from observations.
 
-    The arguments are the first estimates of the coefficients; one of 0 is not learned.
+    The arguments are the first estimates of the coefficients; a coefficient of 0 is not learned.
 
     Attributes:
         reserve: the share of a gap to leave free.
@@ -117,11 +117,11 @@ class Latency:
 
     @property
     def read_s(self) -> float:
-        """Seconds of a key that a sequence reads, beside those of each token that attends to it."""
+        """Seconds of a key that a sequence reads, in addition to those of attending tokens."""
         return self._learned_s[_READ]
 
     def scaled(self, factor: float) -> Latency:
-        """Return a latency that begins with so many times these coefficients."""
+        """Return a latency that starts with these coefficients times a factor."""
         begin_s = (*self.coefficients_s, self.knee.token_s)
         return Latency(*[*(factor * part for part in begin_s), self._knee, factor * self.read_s])
 
@@ -147,11 +147,11 @@ class Latency:
         is_trained: bool = False,
         are_read: bool = False,
     ) -> int:
-        """Return the most tokens that are predicted to fit into a time beside a load.
+        """Return the most tokens that are predicted to fit into a time, in addition to a load.
 
         Args:
-            load: the load beside them, which includes what comes with any number of tokens: a row
-                of logits after a prompt, a window.
+            load: the other load, with the constant part of the tokens: a row of logits after a
+                prompt, a window.
             is_trained: True if the loss of each is computed.
             are_read: True if the logits of each are computed.
         """
@@ -211,7 +211,7 @@ class Latency:
     def _forget(
         self, spread: list[float], gain_by: float, counted: list[bool], forget: float
     ) -> None:
-        """Make the covariance smaller by what an observation told, and larger by forgetting."""
+        """Reduce the covariance by an observation, and increase it by forgetting."""
         kept = (1.0, forget**0.5, forget)
         for i, row in enumerate(self._covariance):
             own_spread, is_counted = spread[i], counted[i]
@@ -219,7 +219,7 @@ class Latency:
                 row[j] = (before - own_spread * spread[j] / gain_by) / kept[is_counted + counted[j]]
 
     def _begin_constant(self, place: int) -> None:
-        """Learn the constant of a kind from its first step on, from what is known of eager ones."""
+        """Start learning the constant of a kind of steps, from the constant of eager steps."""
         if not self._covariance[place][place] and self._scales[place] > 0:
             self._factors[place] = self._factors[_EAGER]
             self._learned_s[place] = self._factors[place] * self._scales[place]
@@ -241,7 +241,7 @@ class Latencies:
     """Latencies of a step's forward, and of parts of jobs that run together.
 
     Attributes:
-        forward: of whole windows, and of what is served.
+        forward: of requests and whole windows.
         backward, loss, layer: of parts; `layer` is a window's forward through one.
         longest: the most tokens of a window that ran, whole or in parts.
     """
@@ -272,11 +272,11 @@ class Latencies:
 
     @classmethod
     def guessed(cls, load: Load, took_s: float, layers: int) -> Latencies:
-        """Return what to begin with where nothing was measured but one step that served.
+        """Return first latencies by the time of a single step.
 
-        Half of its time is taken for the constant, a quarter for its tokens, 1,000 keys for one,
-        and backward for twice as long; later steps correct what is off by up to fifty times, and
-        what is too short more slowly.
+        Half of the time is assumed constant, a quarter due to tokens; 1,000 keys cost as much as a
+        token, and backward takes twice as long. Later steps correct errors of up to 50 times, too
+        short predictions more slowly.
         """
         constant_s, token_s = took_s / 2, took_s / 4 / max(load.tokens, 1)
         key_s, row_s = token_s / 1000, token_s

@@ -1,9 +1,7 @@
 """The limits of an engine's steps, and the SLOs that it keeps.
 
-Requests that an engine can never run, or whose SLOs it cannot keep.
-
-A step that runs a request is kept within its SLO per token, for everyone's prompts. So one that no
-step can keep would hold up all others, and help nobody.
+Requests that an engine can never run, or with SLOs that it cannot keep, are refused: a step that
+runs a request is kept within its SLO per token, so that an impossible SLO would delay all others.
 """
 
 from __future__ import annotations
@@ -28,9 +26,9 @@ class Limits:
         running: the most sequences at once.
         tokens: the most tokens of a step, inference and finetuning together.
         least_chunk: the least tokens of a prompt's chunk; smaller ones cost more than they give.
-        prompt_stretch: how many times as long as a step that only decodes prompts may make it where
-            no `tpot_slo_s` is promised; `math.inf` for no bound. Chunks of prompts are chosen by
-            learned latencies, also while nothing decodes, as a newcomer waits so long.
+        prompt_stretch: the longest step with prompts, relative to a step that only decodes, where
+            no `tpot_slo_s` is promised; `math.inf` for no bound. Learned latencies choose the
+            chunks of prompts, also while nothing decodes, as a new request waits for the step.
         ttft_slo_s: SLO of the time to the first token, seconds; None for none.
         tpot_slo_s: SLO of the time per further token, seconds: no gap between two tokens of a
             request is to be longer; None for none.
@@ -41,18 +39,17 @@ class Limits:
         serving_share: the least share of the time of steps for requests with a `tpot_slo_s`, from 0
             to below 1, so that the tokens per second of their streams do not fall to what the
             promise allows.
-        least_tpot_slo_s: the least TPOT SLO that a request may ask for, seconds, as every step that
-            runs it is kept within that; None for the time of a step that reads `least_chunk` tokens
-            of a prompt beside it.
+        least_tpot_slo_s: the least TPOT SLO that a request may have, seconds, as every step that
+            runs it is kept within that; None for the time of a step with `least_chunk` tokens of a
+            prompt.
         idle_step_s: the longest step of finetuning while nothing is served, and of a tenant that
-            runs far more than the others while these run nothing, seconds: a new request waits so
-            long, or for one window of `least_chunk` tokens if that is predicted to take longer.
-        logprobs: the most likeliest tokens that a request may ask for in each place, as in OpenAI's
+            runs far more than the others while these run nothing, seconds: a new request waits that
+            long, or for a window of `least_chunk` tokens if that is predicted to take longer.
+        logprobs: the most likeliest tokens that a request may have in each place, as in OpenAI's
             API and vLLM.
         lora_rank: the greatest rank of an adapter that is loaded or trained from then on; None for
             any. A copy of rank r has r · (inputs + outputs) numbers for each module.
-        prefetched: the number of requests behind those that could begin whose adapters are copied
-            ahead, too.
+        prefetched: the number of further waiting requests with adapters that are copied ahead.
     Raises:
         GenerationError: a value is out of range.
     """
@@ -99,7 +96,7 @@ class Limits:
         sequence.times.tpot_slo_s = request.tpot_slo_s or self.tpot_slo_s
 
     def check(self, request: Request) -> None:
-        """Raise a GenerationError if a request asks for more than the engine gives."""
+        """Raise a GenerationError if a request exceeds these limits."""
         for name in ("logprobs", "prompt_logprobs"):
             asked = getattr(request.params, name)
             if asked is not None and asked > self.logprobs:
@@ -130,7 +127,7 @@ def why_never(sequence: Sequence, of_adapter: int, most: int) -> str | None:
 
 
 def why_unreachable(sequence: Sequence, forward: Latency, limits: Limits) -> str | None:
-    """Return the reason why a request's own SLOs cannot be kept; None if they can, or it has none.
+    """Return the reason why a request's own SLOs cannot be kept; None if they can.
 
     Args:
         forward: the predicted latency of a step.

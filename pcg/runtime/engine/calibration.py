@@ -1,16 +1,15 @@
-"""Calibration: measure how long a step takes on this machine; later steps correct the estimate.
+"""Calibration: measure the time of steps on this machine; later steps correct the estimate.
 
-Four steps, short and long, behind a context, and with logits of all tokens, give the coefficients
-of a forward:
+Four steps (short, long, with a context, with logits of all tokens) give the coefficients of a
+forward:
 
     t(n tokens, k keys, r rows of logits) = a₀ + a₁ n + a₂ k + a₃ r
 
-On a GPU, steps of 64 and 512 tokens tell two lines, t(n) for few and for many tokens, which meet
-at the knee. A layer's forward is estimated as its share, and its backward as that of twice the
-forward, which has half its products; a token's loss as twice a row's part of the logits of many,
-where a row costs what it computes; and the loss's constant as the first row, for which the head's
-weights are read. A key that a sequence reads once is supposed to take as long as one that a token
-attends to.
+On a GPU, steps of 64 and 512 tokens give two lines t(n), for few and for many tokens, which meet at
+the knee. A layer's forward is estimated as its share of the model, and its backward as twice that,
+as backward has twice the products; a token's loss as twice the time of a row of logits among many;
+and the constant of the loss as the time of a single row, which reads the head's weights. A key that
+a sequence reads once is assumed to take as long as a key that a token attends to.
 """
 
 from __future__ import annotations
@@ -119,9 +118,9 @@ def fitted_latencies(
     """Fit latencies to the times of a few steps.
 
     Args:
-        seconds: the time of a step of one sequence by its new tokens, the tokens before them, and
-            the rows of logits.
-        many: tokens of a step that are more than the knee's; 0 if there is none.
+        seconds: returns the time of a step of a sequence by its new tokens, earlier tokens, and
+            rows of logits.
+        many: tokens of a step beyond the knee; 0 without a knee.
     """
     short = min(_SHORT, long)
     steps = [(short, 0, 1), (short, long - short, 1), (long, 0, 1), (short, 0, short)]

@@ -20,19 +20,18 @@ class Clock(Protocol):
         """
 
     def latest_s(self) -> float:
-        """Return them as far as they are known here; over ranks, by their latest message."""
+        """Return the seconds; over ranks, those of the latest message."""
 
     def here_s(self) -> float:
-        """Return them on any thread, without a message; over ranks, on the first one alone."""
+        """Return the seconds on any thread, without a message; over ranks, on the first only."""
 
 
 class MachineClock:
-    """The machine's time since the clock was made.
+    """The machine's time since the clock was created.
 
-    Over ranks it is the first rank's on all of them, so that all decide alike what to run. `now_s`
-    is a message then, for which all must ask at the same places. A step's tokens bring the time
-    with them, so that steps that follow each other need no other message for it; after a pause
-    between two steps, the second is planned by the time at which the first ended.
+    Over ranks it is the time of the first rank, so that all ranks plan the same steps. `now_s` is
+    then a collective call. The tokens of a step carry the time, so that consecutive steps need no
+    further message; a step after a pause is planned by the time at which the previous step ended.
     """
 
     def __init__(self, ranks: Ranks = SINGLE_RANK) -> None:

@@ -1,4 +1,4 @@
-"""Co-serving: as much finetuning as fits beside requests (FlexLLM v2 §6.2).
+"""Co-serving: as much finetuning as the SLOs of requests allow (FlexLLM v2 §6.2).
 
 Each step has a room R for finetuning, and a part or window of t seconds runs if t ≤ R:
 
@@ -7,20 +7,20 @@ Each step has a room R for finetuning, and a part or window of t seconds runs if
                                 latter on average
     no request                  R = idle_step_s
 
-A window of s tokens goes forward whole, beside the requests, or in L parts of a layer, and back in
-L parts. Of the recent steps, with rooms R_i and idle time I,
+A window of s tokens goes forward whole, in the batch of the requests, or in L parts of a layer; it
+goes back in L parts. For the recent steps, with rooms R_i and idle time I,
 
     pieces of t seconds that would have run      n(t) = Σ ⌊R_i / t⌋ + I(t) / t
     windows                                      1 / (L_f / n(t_f) + L / n(t_b))
 
-so that s · windows is the number of tokens trained; windows have the length for which that is the
-largest, of those at most twice as long as any that ran, as the time of others is not known. Time
-that steps do not use shortens them and so comes back as idle time. Where requests come at random
-and run at once, P = exp(-load) of the time is idle, and of a second by which steps are shorter,
+so that s · windows is the number of trained tokens. The length of windows maximizes it, among
+lengths up to twice the longest that ran, as the time of longer windows is unknown. Time that steps
+do not use shortens them and returns as idle time. If requests arrive at random and run immediately,
+P = exp(-load) of the time is idle, and of a second by which steps become shorter,
 φ = -ln(P) P / (1 - P) becomes idle: I(t) = I + φ (used - Σ ⌊R_i / t⌋ t).
 
-A job that no step had room for in `patience` steps runs its smallest piece whatever the room is:
-2 / (1 - tpot_percentile) steps, so that this takes half of the gaps that may exceed the SLO.
+A job that found no room in `patience` steps runs its smallest piece in any case; patience is
+2 / (1 - tpot_percentile) steps, so that this causes half of the gaps that may exceed the SLO.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class CoServing(Sharing):
         self._before: list[tuple[Work, float]] = []
 
     def _share(self, work: Work) -> float | None:
-        """Return the share of the time that finetuning has; None where it has what is left."""
+        """Return the share of time for finetuning; None if it has all remaining time."""
         limits = work.limits
         if work.is_served and not work.is_promised:
             return limits.finetuning_floor
@@ -80,7 +80,7 @@ class CoServing(Sharing):
             self._best = None
 
     def _close(self, latencies: Latencies) -> None:
-        """Learn from the steps that are over."""
+        """Learn from completed steps."""
         for work, room_s in self._before:
             if work.is_under_way:
                 continue
@@ -92,7 +92,7 @@ class CoServing(Sharing):
         self._before = [pair for pair in self._before if pair[0].is_under_way]
 
     def _room_s(self, work: Work) -> float:
-        """Return the time that finetuning may take in the step beside its requests."""
+        """Return the time for finetuning in the step, seconds."""
         assert work.latencies is not None
         if not work.is_served:
             return work.limits.idle_step_s
@@ -235,7 +235,7 @@ class Window(NamedTuple):
 
 
 class _Served(NamedTuple):
-    """A step that served, of whose time finetuning used a part, and the idle time before it."""
+    """A step that served, the time that finetuning used in it, and the idle time before it."""
 
     room_s: float
     spent_s: float
@@ -260,7 +260,7 @@ class RecentRooms:
         self._idle_s = 0.0
 
     def pieces(self, served_s: float, idle_s: float | None = None) -> float:
-        """Return how many pieces would have run, by a piece's times beside requests and idle."""
+        """Return the number of pieces that would have run, by their times when served and idle."""
         idle = self._idle_s + sum(step.idle_s for step in self._steps)
         if not self._steps and not idle:
             return int(self.next_s / served_s)
@@ -274,7 +274,7 @@ class RecentRooms:
 
 
 def _grain(work: Work) -> int:
-    """Return the least tokens of a window, of which windows have multiples."""
+    """Return the least tokens of a window; longer windows have multiples of it."""
     return min(work.limits.least_chunk, work.limits.tokens)
 
 

@@ -1,14 +1,14 @@
-"""The memory of a GPU beside an engine's pool, and how large the pool may be.
+"""The memory of a GPU outside an engine's pool, and the size of the pool.
 
     asked    gpu_memory_utilization · all memory of the GPU
-    used     what this process has taken: weights, adapters, libraries' workspaces
-    step     the fullest moment of the largest step
-    graphs   the same in graphs' own memory, the logits that they share, `GRAPH_BYTES` of each graph
-    windows  what the windows of known jobs save for backward, and their adapters
+    used     memory that this process has: weights, adapters, libraries' workspaces
+    step     the peak of the largest step
+    graphs   the same peak in graphs' memory, shared logits, and `GRAPH_BYTES` of each graph
+    windows  saved values of the windows of known jobs, and their adapters
     pool     asked - used - step - graphs - windows
 
-These are counted before anything runs. A warm-up then shows what graphs and windows take: where it
-is more, and where a graph cannot be recorded for lack of memory, the pool is made smaller.
+They are counted before anything runs. If graphs and windows take more in the warm-up, or a graph
+cannot be recorded for lack of memory, the pool becomes smaller.
 """
 
 from __future__ import annotations
@@ -54,17 +54,17 @@ def step_bytes(model: ModelGraph, limits: Limits, max_positions: int | None) -> 
 
 @dataclass(frozen=True)
 class DeviceParts:
-    """Bytes of a GPU by what has them, before the pool is made.
+    """Bytes of a GPU by use, before the pool is allocated.
 
     Attributes:
         device: the GPU.
-        share: `gpu_memory_utilization`; None where the pool's size is given.
+        share: `gpu_memory_utilization`; None for a given size of the pool.
         total: all memory of the GPU.
-        before: what other processes did not use when the model was loaded.
-        used: what was taken of that since.
-        step: the fullest moment of a step.
-        graphs: what graphs of steps take, a step's intermediate results among it.
-        windows: what windows of jobs take.
+        before: memory that was free when the model was loaded.
+        used: memory that was allocated since.
+        step: the peak of a step.
+        graphs: memory of the graphs of steps, with intermediate results.
+        windows: memory of windows of jobs.
         is_warm: True if graphs and windows are recorded before the first step.
     """
 
@@ -85,7 +85,7 @@ class DeviceParts:
         """Count the parts of an engine.
 
         Args:
-            jobs: those that its warm-up records, beside those that the program was compiled for;
+            jobs: jobs that the warm-up records, besides those that the program was compiled for;
                 None without a warm-up.
         """
         torch.cuda.empty_cache()
@@ -109,15 +109,11 @@ class DeviceParts:
 
     @property
     def pool(self) -> int:
-        """The bytes that are left for the pool; below 0 where the others are too large."""
+        """The remaining bytes for the pool; below 0 if the other parts are too large."""
         return self.asked - self.used - self.step - self.graphs - self.windows
 
     def check(self, least: int) -> None:
-        """Check that as much was free as is asked for, and that the pool has its least size.
-
-        Raises:
-            DeviceMemoryError: says the parts, and the fix.
-        """
+        """Raise a DeviceMemoryError if too little memory is free, or the pool is too small."""
         if self.before < self.asked:
             raise DeviceMemoryError(
                 f"gpu_memory_utilization={self.share} asks for {size_text(self.asked)} of the "
@@ -129,7 +125,7 @@ class DeviceParts:
             raise self.refused(least)
 
     def refused(self, size_bytes: int, why: object = "the least") -> DeviceMemoryError:
-        """Return the error of a pool of so many bytes, for which there is no room."""
+        """Return the error of a pool that has no room."""
         reason, _, _ = str(why).partition("\n")
         larger = "a smaller kv_cache_gib" if self.share is None else "a larger share up to 1"
         return DeviceMemoryError(
@@ -140,9 +136,9 @@ class DeviceParts:
 
     @property
     def lacking(self) -> int:
-        """The bytes that are missing now that the pool is there, and what a warm-up records.
+        """The bytes that are missing after the warm-up.
 
-        A hundredth more than `share` is taken as it is: it would take another warm-up.
+        An excess of 1 % over `share` is accepted, as a smaller pool needs another warm-up.
         """
         torch.cuda.empty_cache()
         free, _ = device_memory(self.device)
@@ -159,14 +155,14 @@ class DeviceParts:
 
 
 def fitted(make: Callable[[int], Made], parts: DeviceParts, least: int, ranks: Ranks) -> Made:
-    """Make what has the pool that the other parts leave, or a smaller one where they need more.
+    """Allocate the pool that the other parts leave, or a smaller pool if they need more.
 
     Args:
-        make: makes it of the pool's size, with its warm-up.
-        least: the smallest pool.
-        ranks: those that have pools of one size, which is not made smaller over several.
+        make: allocates the pool of a size, with the warm-up.
+        least: the smallest size.
+        ranks: ranks with pools of equal size, which does not shrink over several ranks.
     Raises:
-        DeviceMemoryError: the smallest one is too large.
+        DeviceMemoryError: the smallest pool is too large.
     """
     pool_bytes = max(parts.pool, 0) if parts.before >= parts.asked else 0
     pools = ranks.tell(pool_bytes.to_bytes(8, "little"))

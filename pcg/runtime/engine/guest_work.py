@@ -1,14 +1,14 @@
-"""Work of guests: neither requests nor jobs of this engine, in the time that its steps leave.
+"""Guests' work: neither requests nor jobs of this engine, in the time that its steps leave.
 
-A guest's work is on rows that do not depend on each other, as the pieces of a base executor are. So
-it is cut where the time of a step ends, and goes on in the next one:
+It works on independent rows, such as the pieces of a base executor. So it can be cut at the end of
+a step's time, and continues in the next step:
 
-    a step that serves, and promises a TPOT    SLO - what has run - the bound of what is served
-    a step that serves, and promises none      earned: share / (1 - share) of what serving takes
-    a step that serves nothing, or no step     all, in slices between which a request may come
+    a step that serves with a TPOT SLO         SLO - elapsed time - bound of the requests' time
+    a step that serves without an SLO          earned: share / (1 - share) of the serving time
+    a step that serves nothing, or no step     all, in slices between which a request may begin
 
-Requests come first: what does not fit waits. Yet guests' work that waits has LEAST_SHARE of the
-time whatever was promised, so that who waits for it sees it end.
+Requests have priority. Waiting guests' work has at least LEAST_SHARE of the time regardless of
+SLOs, so that it ends.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from pcg.runtime.engine.work import Work
 
 @dataclass(eq=False)
 class RowWork:
-    """Work on rows that do not depend on each other.
+    """Work on independent rows.
 
     Attributes:
-        kind: equal for works whose rows take equally long.
+        kind: key of the time per row.
         rows: the number of rows.
-        act: does those from a first to before an end, and returns once they are done.
-        done: is done once all are, or failed.
+        act: processes rows from a start to before a stop, synchronously.
+        done: the end of all rows, or their error.
     """
 
     kind: Hashable
@@ -42,9 +42,9 @@ class RowWork:
 
 
 class RowTimes:
-    """The time of work by its rows, as far as what ran tells: its size is a power of two rows.
+    """Observed times of work by kind and number of rows, rounded up to powers of two.
 
-    Less time is never expected of more rows, nor more than in proportion: a constant is in each.
+    The expected time grows with the rows, at most in proportion.
     """
 
     def __init__(self) -> None:
@@ -60,7 +60,7 @@ class RowTimes:
         known[size] = max(seconds, before + _FORGOTTEN * (seconds - before))
 
     def bound_s(self, kind: Hashable, rows: int) -> float | None:
-        """Return the longest time that so many rows may take; None if nothing is known."""
+        """Return an upper bound of the time of `rows` rows; None for an unknown kind."""
         known, size = self._seconds.get(kind), _size(rows)
         if not known:
             return None
@@ -71,10 +71,7 @@ class RowTimes:
         return _MARGIN * known[nearest] * size / nearest
 
     def within(self, kind: Hashable, rows: int, seconds: float) -> int:
-        """Return the most of so many rows that end within a time; 0 for none.
-
-        Of a kind of which nothing is known a few rows are tried, if there is any time at all.
-        """
+        """Return the most of `rows` rows that end within a time; a few rows of unknown kinds."""
         if seconds <= 0:
             return 0
         tried = rows
@@ -89,12 +86,12 @@ class RowTimes:
 
 
 class GuestWork:
-    """Guests' work that waits, and the time that it has; the engine's thread runs it.
+    """The queue of guests' work and its time; the engine's thread runs it.
 
     Args:
-        call: has the engine's thread call a function between two steps.
-        is_idle: tells whether that has nothing to do.
-        is_awaited: tells whether somebody waits for it.
+        call: calls a function on the engine's thread between two steps.
+        is_idle: returns True if the engine is idle.
+        is_awaited: returns True if a caller waits for the engine.
     """
 
     def __init__(
@@ -115,7 +112,7 @@ class GuestWork:
         self._owed_s = 0.0
 
     def submit(self, work: RowWork) -> Future[None]:
-        """Have work done; for any thread. Its future fails with what `act` raised."""
+        """Queue work, on any thread; its future fails with the error of `act`."""
         self._works.append(work)
         self.wake()
         return work.done
@@ -125,10 +122,10 @@ class GuestWork:
         return self._call(self._while_idle)
 
     def run(self, work: Work, ahead_s: float) -> None:
-        """Run as much as a step has time for, before what it serves.
+        """Run as much work as a step has time for, before its forward.
 
         Args:
-            ahead_s: how long what it serves takes at most, as predicted; 0 where nothing is known.
+            ahead_s: predicted time of the forward, seconds; 0 if unknown.
         """
         self._account(work)
         ahead_s = max(ahead_s, self._served_s) if work.is_served else 0.0
@@ -146,7 +143,7 @@ class GuestWork:
             self.wake()
 
     def _account(self, work: Work) -> None:
-        """Earn by what the step before served, the least share also where much is promised."""
+        """Earn time by the previous step's serving time."""
         before, self._before = self._before, work
         if before is None or not before.is_served or not before.spent_s:
             return

@@ -24,9 +24,9 @@ class EngineOptions:
     """Options of an engine, on a device or a simulated one.
 
     Attributes:
-        policy: the order in which requests are admitted; by default tenants are served alike, and
-            the requests of each as they came.
-        queue: the most that may wait, what comes then is refused; `QueueLimits()` by default.
+        policy: the order in which requests are admitted; by default tenants have equal shares, and
+            the requests of a tenant run in order of arrival.
+        queue: the most that may wait; further requests are refused; `QueueLimits()` by default.
         job_share: the share of the pool's pages that finetuning may hold at most.
         log: the event log to write to; by default one that keeps the last 65,536 events.
         latencies: predicted times of steps; measured now by default.
@@ -34,8 +34,8 @@ class EngineOptions:
             the SLOs.
         prefix_caching: let requests with the same version of an adapter share the KV blocks of
             common prefixes.
-        prefixes_between_tenants: let tenants share them with each other, too; then `cached_tokens`
-            tells each what the others have asked.
+        prefixes_between_tenants: let tenants share them with each other, too; `cached_tokens` then
+            reveals prompts of other tenants.
     """
 
     policy: Policy | None = None
@@ -54,19 +54,19 @@ class EngineArguments(EngineOptions):
 
     Attributes:
         limits: the limits of a step, and the SLOs; those of `Limits()` by default.
-        kv_cache_bytes: memory of the pool for the KV cache and adapters; by default what a GPU has
-            left of `gpu_memory_utilization`, and 4 GiB elsewhere, of which pages that nothing uses
-            are not touched.
+        kv_cache_bytes: memory of the pool for the KV cache and adapters; by default the rest of
+            `gpu_memory_utilization` on a GPU, and 4 GiB elsewhere, where unused pages are not
+            touched.
         gpu_memory_utilization: the share of a GPU's memory for this process, from above 0 to 1:
             weights, adapters, steps, graphs, windows of known jobs, and the pool, which gets the
-            rest. What other processes use does not count, but as much has to be free. It is not
-            read where `kv_cache_bytes` is given.
-        warm_up: record the steps that may come, and compile their kernels, when the engine is made,
-            so that no request waits for that; windows of jobs, too, where the program was compiled
-            for a recipe and a step. Only where steps are recorded (docs/triton.md).
+            rest. Memory of other processes does not count, but this share has to be free. Ignored
+            with `kv_cache_bytes`.
+        warm_up: record possible steps, and compile their kernels, when the engine is created, so
+            that no request waits for it; windows of jobs, too, if the program was compiled for a
+            recipe and a step. Only where steps are recorded (docs/triton.md).
         warm_jobs: further jobs whose windows a warm-up records.
-        data_limits: the most that the data of a job may have that runs on the engine's thread, and
-            the most jobs that are prepared at once; those of `DataLimits()` by default.
+        data_limits: limits of a job's data, and the most jobs that are prepared simultaneously;
+            `DataLimits()` by default.
     """
 
     limits: Limits | None = None

@@ -5,13 +5,12 @@ finetuning tokens as fit (FlexLLM v2 §6.2):
 
     s = argmax f(c, s) ≤ SLO          f, the latency of c inference and s finetuning tokens
 
-The time from one token of a request to the next is a gap. A chunk of a prompt goes into a step only
-where no gap of those that decode is predicted to exceed its SLO per token by that, or without an
-SLO, `prompt_stretch` times the step without prompts. One step has first the chunk of the prompt
-that was admitted first, and the next one has first those of new requests and of the shortest
-prompts, so that a long one keeps nobody waiting and ends in twice its time at most. Prompts are
-admitted while there are pages; when pages run out, the sequence admitted last gives its own up and
-is computed again later.
+The time between two tokens of a request is a gap. A chunk of a prompt goes into a step only if no
+gap of a decoding sequence is predicted to exceed its SLO per token, or without an SLO,
+`prompt_stretch` times the step without prompts. Steps alternate between the prompt that was
+admitted first and new requests with the shortest prompts, so that a long prompt delays nobody and
+takes at most twice its time. Prompts are admitted while there are pages; when pages run out, the
+sequence admitted last releases its pages and is computed again later.
 """
 
 from __future__ import annotations
@@ -53,11 +52,11 @@ _SURE = 0.75
 
 
 class Scheduler:
-    """Decides what runs; it holds no tensors, so that a simulator uses it as the engine does.
+    """Plans steps; it holds no tensors, so that simulators use it, too.
 
     Attributes:
-        waiting: waiting requests, in no order; the keys of a dict, like `running`, so that any of
-            many leaves at once. The policy knows whose turn it is.
+        waiting: waiting requests, unordered; the keys of a dict, like `running`, for fast removal.
+            The policy orders them.
         preparing: requests whose guides are being compiled; then they wait.
         backlog: the number of new requests that wait, and of their tokens, by tenant.
         running: admitted requests, in the order of their admission.
@@ -107,7 +106,7 @@ class Scheduler:
     # ------------------------------------------------------------------------------- a request
 
     def refusal(self, sequence: Sequence, reserved: int = 0) -> GenerationError | None:
-        """Return the error that refuses a new request beside `reserved` pages; None to take it."""
+        """Return the error that refuses a new request; `reserved`: pages that jobs may hold."""
         of_adapter = self.adapters.pages_of(sequence.request.adapter)
         never = why_never(sequence, of_adapter, self.pool.size - reserved)
         if never is not None:
@@ -128,7 +127,7 @@ class Scheduler:
 
     @property
     def most_pages(self) -> int:
-        """The most pages that a request which is here needs, with its adapter."""
+        """The most pages that an open request needs, with its adapter."""
         return self._needs.most
 
     def add(self, sequence: Sequence) -> None:
@@ -146,7 +145,7 @@ class Scheduler:
             self.preparing[sequence] = grammar
 
     def queue_prepared(self) -> list[tuple[Sequence, PcgError]]:
-        """Queue requests whose guides are compiled; returns those whose guides cannot be."""
+        """Queue requests with compiled guides; return requests with failed guides."""
         failed = []
         for sequence, grammar in [entry for entry in self.preparing.items() if entry[1].is_ready]:
             del self.preparing[sequence]
@@ -179,12 +178,13 @@ class Scheduler:
             self.prefixes.forget(adapter)
 
     def restart(self, sequences: Iterable[Sequence], kept: Iterable[PageTable]) -> None:
-        """Have these sequences wait, and nothing run, whatever a failed call left half changed.
+        """Queue the given sequences and run nothing, after a call that failed.
 
-        Nothing is cached: what a failed step wrote is unknown. Those that were admitted come first.
+        Nothing stays cached, as a failed step may have written anything. Sequences that were
+        admitted are first.
 
         Args:
-            kept: tables of the pool that are not the sequences' and stay.
+            kept: page tables of other owners.
         """
         self.pool.reset(kept)
         self.adapters.reset()
@@ -200,9 +200,9 @@ class Scheduler:
         self.policy.restart(self.waiting)
 
     def fork(self, first: Sequence, follower: Sequence, now_s: float) -> None:
-        """Begin a continuation where the prompt of the first one ends.
+        """Start a continuation at the end of the prompt of the first continuation.
 
-        It shares the full pages, and copies the last one. Without room it waits, and is computed.
+        It shares the full pages and copies the last page. Without room it waits.
         """
         table, need = _table(first), int(first.cached % PAGE_TOKENS > 0)
         follower.follow(first)
@@ -276,12 +276,12 @@ class Scheduler:
         return plan
 
     def _class_of(self, sequence: Sequence) -> tuple[bool, float]:
-        """Return what decides before a prompt's length: heavy tenants are last, then priorities."""
+        """Return the sort key before a prompt's length: heavy tenants last, then priorities."""
         is_heavy = self._bound is not None and self._bound.applies(sequence)
         return is_heavy, sequence.request.priority
 
     def plan_alone(self, sequence: Sequence, now_s: float) -> Plan:
-        """Plan a step of one sequence; it is empty where there is no room for it now."""
+        """Plan a step of a single sequence; empty if it has no room now."""
         plan, self._bound = Plan(), None
         if sequence in self.waiting:
             self._admit(plan, [sequence], now_s)
@@ -398,7 +398,7 @@ class Scheduler:
         return adapter is not None and self._device.is_copying(adapter)
 
     def _admit(self, plan: Plan, in_turn: List[Sequence], now_s: float) -> bool:
-        """Begin requests as far as there is room; return False if one had none."""
+        """Start requests while there is room; return False if a request had none."""
         if not in_turn:
             return True
         tables = [other.table for other in self.running]
@@ -429,10 +429,10 @@ class Scheduler:
         return True
 
     def _expected_pages(self, sequence: Sequence, reach: int) -> int:
-        """Return the pages to keep for a sequence, alike for all to lie at equal distances.
+        """Return the pages to reserve for a sequence, equal for all sequences if possible.
 
-        Attention takes sequences at equal distances in one call. Kept pages are given to others
-        when no other page is free.
+        Attention runs sequences at equal strides in a single call. Reserved pages are given to
+        others when no other page is free.
         """
         need = max(sequence.most_pages, reach)
         roomy = (len(self.running) + len(self.waiting)) * need <= self.pool.size

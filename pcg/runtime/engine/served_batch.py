@@ -48,7 +48,7 @@ class ReadRows(NamedTuple):
 
     @property
     def behind(self) -> tuple[int, ...]:
-        """The tokens behind these rows' own, whose logprobs the rows have."""
+        """The tokens after these rows, which the rows predict."""
         places = self.places
         return self.sequence.request.prompt_ids[places.start : places.stop]
 
@@ -57,14 +57,14 @@ class ServedBatch:
     """The sequences of a step, in the order of their adapters' slots.
 
     Attributes:
-        ids: the tokens of all; those ahead as `LatestTokens` has them.
-        spans: each one's tokens.
-        ready: those that are sampled, by place.
-        scored: rows of prompts whose logprobs are computed.
-        pooled: rows of prompts whose last hidden states are.
-        batch, bound: the batch and its adapters on the device, once they are `put` there.
-        parts: what goes through the layers, one after the other: parts of the batch, or what this
-            rank has of them. Later ones read from the cache what earlier ones wrote there.
+        ids: tokens of all sequences; tokens ahead have the ids of `LatestTokens`.
+        spans: the tokens of each sequence.
+        ready: places of the sequences that are sampled.
+        scored: rows of prompts for log-probabilities.
+        pooled: rows of prompts for last hidden states.
+        batch, bound: the batch and its adapters on the device, after `put`.
+        parts: parts of the batch, or of this rank's share, which run in sequence; later parts read
+            keys and values of earlier parts.
     """
 
     def __init__(
@@ -145,14 +145,14 @@ class ServedBatch:
 
     @property
     def has_logprobs(self) -> bool:
-        """True if a request asks for the logprobs of its tokens."""
+        """True if a request wants the logprobs of its tokens."""
         ready = [self.chunks[place][0] for place in self.ready]
         return any(
             s.likeliest is not None for sequence in ready for s in (sequence, *sequence.followers)
         )
 
     def sampled_rows(self, tables: PaddedTables) -> tuple[Tensor | None, BoundAdapters | None]:
-        """Return the tokens that are sampled after, and their adapters; None for all tokens."""
+        """Return the rows to sample from, and their adapters; None for all rows."""
         if len(self.batch.input_ids) == len(self.ready):
             return None, None
         adapters = [self.adapters[i] for i in self.ready]
@@ -167,11 +167,11 @@ def cut(
     runner: ModelRunner,
     cp: Ranks = SINGLE_RANK,
 ) -> list[tuple[Batch, BoundAdapters]]:
-    """Return what this rank takes through the layers of a batch, and the adapters of each part.
+    """Return this rank's parts of a batch, and the adapters of each part.
 
     Args:
-        adapters: those of the batch's spans.
-        cp: the ranks that may share its tokens.
+        adapters: the adapters of the batch's spans.
+        cp: ranks that may share the tokens.
     """
     tokens, whole = batch.tokens, [(batch, adapters)]
     if (parts := runner.parts_of(tokens)) > 1:
@@ -188,7 +188,7 @@ def cut(
 def hidden_requests(
     parts: List[tuple[Batch, BoundAdapters]], runner: ModelRunner
 ) -> ProductRequest[list[Tensor]]:
-    """Take what `cut` gave through the layers; returns the epilogue's inputs for all tokens."""
+    """Run the parts of `cut` through the layers; return the epilogue's inputs for all tokens."""
     hidden_of_parts = []
     for part in parts:
         hidden_of_parts.append((yield from runner.hidden_requests(*part)))  # noqa: PERF401
@@ -222,7 +222,7 @@ def _part(
 
 
 def _part_of(span: Span, start: int, stop: int, place: int) -> Span:
-    """Return a span's tokens from one to before another, which are at a place of another batch."""
+    """Return tokens `start` to before `stop` of a span, at a place of another batch."""
     virtual = min(max(span.virtual - start, 0), stop - start)
     return Span(place, stop - start, span.context + start, span.table, virtual)
 
@@ -230,7 +230,7 @@ def _part_of(span: Span, start: int, stop: int, place: int) -> Span:
 def _shared(
     batch: Batch, adapters: List[Adapter | None], cache: KvCache, cp: Ranks
 ) -> tuple[Batch, List[Adapter | None]]:
-    """Return what this rank has of a batch whose tokens ranks share, and the adapters."""
+    """Return this rank's tokens of a batch, and their adapters."""
     device = batch.input_ids.device
     parts = TokenParts([span.length for span in batch.spans], cp, device)
     spans, chosen = list[Span](), list[int]()

@@ -1,9 +1,4 @@
-"""The step runner: runs the engine's steps on a program with adapters and a KV cache.
-
-A step of a program that is under way: what its forward gave, and the choice of its tokens.
-
-The step runner: runs the engine's steps on a program with adapters and a KV cache.
-"""
+"""The step runner: runs the engine's steps on a program with adapters and a KV cache."""
 
 from __future__ import annotations
 
@@ -60,7 +55,7 @@ from pcg.units import shown
 
 @dataclass(frozen=True)
 class TokenChoice:
-    """Chooses the tokens of a step, by the program's kernels and what each request asks for."""
+    """Chooses the tokens of a step, by the program's kernels and the requests' parameters."""
 
     runner: ModelRunner
     device: torch.device
@@ -113,10 +108,7 @@ class TokenChoice:
     def _tokens(
         self, sequences: List[Sequence], logits: Tensor, likeliest: Tensor | None
     ) -> tuple[Tensor, Tensor | None]:
-        """Return the tokens, and over ranks the first one's time, which comes with them.
-
-        The first rank chooses for all, as it alone may have the logits.
-        """
+        """Return the tokens, and over ranks the time of the first rank, which chooses them."""
         ranks = self.runner.alike
         if ranks.rank:
             broadcast = torch.empty(len(sequences) + 1, dtype=torch.int64, device=self.device)
@@ -139,10 +131,10 @@ def _samplers(sequences: List[Sequence]) -> List[Sampler]:
 
 
 class LaunchedStep:
-    """A step whose forward is under way on the program's device.
+    """A step whose forward was launched on the program's device.
 
-    Its results are copied to the host behind it, and an event tells when they are there, so that
-    the host waits for this step and not for those that were started since.
+    Its results are copied to the host asynchronously. An event marks their end, so that the host
+    does not wait for steps that were launched later.
 
     Attributes:
         is_replayed: True if recorded steps ran all of its forward.
@@ -173,10 +165,10 @@ class LaunchedStep:
     def computed(
         self, logits: Tensor | None, likeliest: Tensor | None, others: List[Computed] = ()
     ) -> LaunchedStep:
-        """Take what the forward gives.
+        """Set the results of the forward.
 
         Args:
-            logits: after the sequences that are ready, [ready, V]; None without any.
+            logits: [ready, V]; None if no sequence is ready.
             likeliest: the likeliest tokens [ready], if they are known.
         """
         self._logits, self._likeliest, self._computed = logits, likeliest, [*others]
@@ -238,11 +230,11 @@ class StepRunner:
     """Runs steps of the engine on one program.
 
     Attributes:
-        side: runs parts of jobs on a GPU; None on other devices, and over ranks, where the
-            collectives of both would need one order.
-        is_ahead: True on a GPU that is not one of several ranks: it runs beside the host.
+        side: the second stream of a GPU; None on other devices, and over ranks, where collectives
+            of both streams would need a common order.
+        is_ahead: True on a GPU of a single rank, which runs in parallel to the host.
         graphs: recorded steps; None if the program has none.
-        warmed: what was recorded at warm-up; None without one.
+        warmed: counts and times of the warm-up; None without a warm-up.
     """
 
     def __init__(
@@ -309,12 +301,12 @@ class StepRunner:
         kept: KeptRunners,
         jobs: List[WarmJob] = (),
     ) -> None:
-        """Record the steps that may come, and compile the kernels that choose tokens.
+        """Record possible steps, and compile the kernels that choose tokens.
 
         Args:
-            adapters: those that may run; of larger ranks than theirs, others move the tables.
-            kept: where runners of the jobs go that the program was compiled for.
-            jobs: further jobs that may come.
+            adapters: adapters that may run; larger ranks later reallocate the tables.
+            kept: takes the runners of jobs that the program was compiled for.
+            jobs: further possible jobs.
         """
         if self.graphs is None or self.graphs.recorder is None:
             return
@@ -497,7 +489,7 @@ class StepRunner:
     def _run_forward(
         self, functions: list[ProductRequest[Any]], windows: List[tuple[Forward, int]]
     ) -> list[Any]:
-        """Run functions that serve, and windows behind them; returns what each gives."""
+        """Run functions that serve, then windows; return their results."""
         for unit, count in windows:
             assert isinstance(unit.whole, TrainingPass)
             functions.append(unit.whole.forward_requests(count))
@@ -509,17 +501,16 @@ class StepRunner:
             return self._run_beside_each_other(functions)
 
     def _run_beside_each_other(self, functions: list[ProductRequest[Any]]) -> list[Any]:
-        """Run functions with the base's products merged; returns what each gives.
+        """Run functions with the base's products merged; return their results.
 
-        Over pipeline stages they run one behind the other, as each stage then has another of them,
-        and what they send comes in their order.
+        Over pipeline stages they run in sequence, so that each stage works on another function.
         """
         if self._runner.link is None:
             return run_merged(functions)
         return [run_single(function) for function in functions]
 
     def _scored(self, served: ServedBatch, hidden: List[Tensor]) -> PromptLogprobs:
-        """Return the logprobs of prompts' tokens, whose logits exist for some at a time."""
+        """Return the logprobs of prompts' tokens, from logits of a few rows at a time."""
         rows, adapters = rows_of(served.scored)
         targets = [token for read in served.scored for token in read.behind]
         most = max(read.sequence.request.params.of_prompt or 0 for read in served.scored)
