@@ -385,7 +385,7 @@ class EngineLoop:
         return "a prompt's end" if running is not None and running.is_read_first else ""
 
     def land(self) -> None:
-        """Read the running step, if any; `step` then returns its chunks. Has no effect in a step."""
+        """Read the running step, if any, for `step` to return its chunks; no effect in a step."""
         if self._is_stepping:
             return
         if self._running is not None:
