@@ -16,14 +16,7 @@ from torch import Tensor
 
 from pcg.errors import SplitError
 from pcg.split.curve import BaseCurve, ClientCurve, ClientKeys, is_loopback, zmq
-from pcg.split.messages import (
-    Buffer,
-    Message,
-    frames_of,
-    header_of,
-    read_header,
-    read_message,
-)
+from pcg.split.messages import Buffer, Message, frames_of, header_of, read_header, read_message
 from pcg.split.shared_memory import LEAST_BYTES, PublishedTensors, SharedMemory, published_tensor
 from pcg.split.transport import Disconnected, Endpoint, Transport
 

@@ -411,12 +411,7 @@ def requested_piece(
         inputs: the piece's inputs, [T, …] each.
     """
     call = PieceCall(
-        (batch.layer, text),
-        inputs[0],
-        weight=weight,
-        text=text,
-        layer=batch.layer,
-        inputs=inputs,
+        (batch.layer, text), inputs[0], weight=weight, text=text, layer=batch.layer, inputs=inputs
     )
     return call.requested()
 

@@ -28,13 +28,7 @@ from pcg.kernels.devices import uploaded
 from pcg.kernels.sizes import PAGE_TOKENS, RANK_STEP
 from pcg.kernels.triton.adapters import token_tiles
 from pcg.kernels.triton.adapters.token_tiles import DECODE_BLOCK, TileSpan, TokenTiles
-from pcg.kernels.triton.attention.work import (
-    AttentionWork,
-    Rows,
-    put_rows,
-    row_tiles,
-    split_lists,
-)
+from pcg.kernels.triton.attention.work import AttentionWork, Rows, put_rows, row_tiles, split_lists
 from pcg.kernels.triton.step_rooms import StepRoom, StepSizes
 
 ALIGNMENT = 4

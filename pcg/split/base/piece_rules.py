@@ -38,11 +38,7 @@ from pcg.passes.placement.split_graph import LINEAR, PIECE_OPERATORS
 
 FLOATS = ("f16", "bf16", "f32", "f64")
 """The dtypes of a piece's values."""
-_WORDS = {
-    "dtype": FLOATS,
-    "approximate": ("none", "tanh"),
-    "style": ("half", "interleaved"),
-}
+_WORDS = {"dtype": FLOATS, "approximate": ("none", "tanh"), "style": ("half", "interleaved")}
 """Attributes that are words. Others are numbers: emitted source has some of them as they are."""
 _MOST_DIMS = 8
 MOST_CHARACTERS = 2**16

@@ -180,11 +180,7 @@ def expand_add(
 
 
 def expand_add_each(
-    every: Sequence[Tensor],
-    s: Tensor,
-    b: RankRows,
-    tiles: TokenTiles,
-    scales: Tensor | None = None,
+    every: Sequence[Tensor], s: Tensor, b: RankRows, tiles: TokenTiles, scales: Tensor | None = None
 ) -> Sequence[Tensor]:
     """As `expand_add`, of a y of each slice's own to new tensors; not for the tiles of decode."""
     check_slices(every, b)

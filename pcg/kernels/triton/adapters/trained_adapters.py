@@ -335,21 +335,14 @@ class BottleneckGradients(Product):
         segment_sum(ds, sums, up.ranks, tiles, of_bias)
         (of_rows_of_jobs,) = _up_outers(h, [dz], widths, tiles, of_up)
         gradients = zip(
-            by_job(ds, counts, widths),
-            of_rows_of_jobs,
-            sums.memory.split(widths),
-            strict=True,
+            by_job(ds, counts, widths), of_rows_of_jobs, sums.memory.split(widths), strict=True
         )
         for product, (of_product, of_rows, of_vector) in zip(every, gradients, strict=True):
             product._outputs = of_product, of_rows, of_vector
 
 
 def _up_outers(
-    s: Tensor,
-    dz: Sequence[Tensor],
-    ranks: Sequence[int],
-    tiles: TokenTiles,
-    scales: Tensor | None,
+    s: Tensor, dz: Sequence[Tensor], ranks: Sequence[int], tiles: TokenTiles, scales: Tensor | None
 ) -> Sequence[Sequence[Tensor]]:
     """The same as B lies, [out, r] each; those of several jobs are turned."""
     if len(ranks) > 1:
@@ -361,11 +354,7 @@ def _up_outers(
 
 
 def _outers(
-    s: Tensor,
-    x: Sequence[Tensor],
-    ranks: Sequence[int],
-    tiles: TokenTiles,
-    scales: Tensor | None,
+    s: Tensor, x: Sequence[Tensor], ranks: Sequence[int], tiles: TokenTiles, scales: Tensor | None
 ) -> Sequence[Sequence[Tensor]]:
     """scale · Σ s ⊗ x of each site and segment, [r, columns] each.
 

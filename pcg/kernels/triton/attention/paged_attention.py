@@ -53,11 +53,7 @@ class Blocks(NamedTuple):
     @property
     def options(self) -> dict[str, int | None]:
         """The options of a launch."""
-        return {
-            "num_warps": self.warps,
-            "num_stages": self.stages,
-            "maxnreg": self.registers,
-        }
+        return {"num_warps": self.warps, "num_stages": self.stages, "maxnreg": self.registers}
 
 
 def tile_blocks(size: int, dtype: torch.dtype, paged: bool, architecture: int) -> Blocks:
