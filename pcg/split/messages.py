@@ -39,12 +39,14 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeAlias
+from typing import Annotated, Any, Literal, TypeAlias
 
+import msgspec
 import torch
 from torch import Tensor
 
 from pcg.errors import SplitError
+from pcg.ir.types import DTYPE_BYTES
 
 VERSION = 5
 """The version of this format; a base and its clients have the same."""
@@ -156,6 +158,58 @@ def bytes_of(tensor: Tensor) -> memoryview:
     flat = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
     numbers: Any = flat.numpy()
     return memoryview(numbers)
+
+
+_Size: TypeAlias = Annotated[int, msgspec.Meta(gt=0, lt=2**31)]
+_Shape: TypeAlias = Annotated[tuple[_Size, ...], msgspec.Meta(max_length=MOST_DIMS)]
+_Rate: TypeAlias = Annotated[float, msgspec.Meta(ge=1, le=1e18)]
+
+
+class Rates(msgspec.Struct, frozen=True):
+    """Measured rates of a base's CPU: FLOP/s of products by the IR's dtype, and bytes/s."""
+
+    product_flops_per_s: dict[str, _Rate]
+    memory_bytes_per_s: _Rate
+
+    def __post_init__(self) -> None:
+        names = self.product_flops_per_s.keys()
+        if "f32" not in names or not names <= DTYPE_BYTES.keys():
+            raise ValueError(f"rates of products in {', '.join(names)}")
+
+
+class BaseFacts(msgspec.Struct, frozen=True, kw_only=True):
+    """A base's description of itself, the reply to a hello.
+
+    Attributes:
+        device: name of the device's data sheet.
+        rates: measured rates of a CPU.
+        graphs: True if clients may define graphs.
+        pieces: shapes of the weights [out, in] of linear pieces, by name.
+        fetched: shapes of the tensors that clients may fetch, by name.
+        absent: names of matrices that other bases hold.
+        digests: SHA-256 of each weight, by name.
+        files: texts of the tokenizer's files, by name.
+        rows: True if clients may download weights.
+        most_bytes: the largest tensor of a request, bytes.
+        instance: identifies the process.
+    """
+
+    version: int = VERSION
+    name: str
+    config: dict[str, Any]
+    dtype: Literal["float64", "float32", "float16", "bfloat16"]
+    digest: str
+    device: str
+    rates: Rates | None
+    graphs: bool
+    pieces: dict[str, tuple[_Size, _Size]]
+    fetched: dict[str, _Shape]
+    absent: tuple[str, ...]
+    digests: dict[str, str]
+    files: dict[str, str]
+    rows: bool
+    most_bytes: Annotated[int, msgspec.Meta(gt=0)]
+    instance: str
 
 
 def failure(seq: int, error: Exception) -> Message:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 
@@ -49,7 +50,7 @@ def test_a_call_that_was_interrupted_leaves_nothing_to_the_next(whole: Executor)
         transport = Interrupted(where)
         caller = Caller(transport, {"key": KEY})
         try:
-            rows, width = caller.facts["pieces"][UP]
+            rows, width = caller.facts.pieces[UP]
             x = torch.randn(3, width)
             first = caller.product(Piece(LINEAR, (UP,)), x, serves=False)
             shared = transport._shared
@@ -100,7 +101,7 @@ def test_connecting_that_is_interrupted_closes_what_it_opened() -> None:
 def test_a_call_that_breaks_each_connection_ends(whole: Executor) -> None:
     with listening_base(whole) as where:
         known = Caller(transport_to(where, "tcp"), {"key": KEY})
-        facts = dict(known.facts)
+        facts = msgspec.to_builtins(known.facts)
         known.close()
     fake = Fake(facts, Disconnected("the connection is closed"))
     caller = Caller(fake, {}, lost_s=60)

@@ -362,6 +362,6 @@ def test_what_computes_effects_has_to_be_able_to(whole: Executor) -> None:
         with pytest.raises(SplitError, match="the one that noise is to hide from"):
             base.connect(privacy=Privacy(base.endpoint.transport()))
         with base.connect() as split:
-            name = next(iter(split.caller.facts["pieces"]))
+            name = next(iter(split.caller.facts.pieces))
             with pytest.raises(SplitError, match="--downloads"):
                 split.caller.call("rows", name=name, begin=1, end=2)

@@ -166,7 +166,7 @@ def test_a_base_listens_at_ipv6(whole: Executor, host: str) -> None:
         assert endpoint.where.startswith("[::1]:")
         for where in (endpoint.where, endpoint.where.replace("[", "").replace("]", "")):
             caller = Caller(transport_to(where, "auto"), {"key": KEY})
-            assert caller.facts["name"] == loop.base.name
+            assert caller.facts.name == loop.base.name
             caller.close()
     finally:
         loop.stop()

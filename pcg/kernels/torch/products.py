@@ -17,35 +17,55 @@ import dataclasses
 from abc import ABC, abstractmethod
 from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Protocol, Self, TypeAlias, TypeVar
+from typing import Any, ClassVar, Self, TypeAlias, TypeVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from pcg.errors import SplitError
 from pcg.kernels.batch import ProgramBatch
 
 
-class RemoteWeight(Protocol):
-    """A weight W [out, in] that is not in this process."""
+class RemoteWeight:
+    """A weight W [out, in] that is not in this process, or several side by side.
+
+    A subclass overrides the calls that its holder answers; others raise a SplitError of `refusal`.
+
+    Attributes:
+        names: names of the weights in their checkpoint.
+    """
+
+    names: tuple[str, ...]
+
+    @property
+    def refusal(self) -> str:
+        return f"{', '.join(self.names)} does not take this call"
 
     def linear(self, x: Tensor, others: Sequence[Self]) -> Tensor:
-        """Return x Wᵀ by this weight and others, side by side: [T, outs], in memory of its own."""
+        """Return x Wᵀ by this weight and others, side by side: [T, outs], in its own memory."""
+        raise SplitError(self.refusal)
 
     def joined(self, others: Sequence[Self]) -> Self:
         """Return this weight and others as one, [outs, in]."""
+        names = tuple(name for weight in (self, *others) for name in weight.names)
+        return dataclasses.replace(self, names=names)  # type: ignore[type-var]
 
     def input_gradient(self, dy: Tensor) -> Tensor:
         """Return dy W, [T, in]."""
+        raise SplitError(self.refusal)
 
     def adapted_lengths(self, a: Tensor, b: Tensor, scale: float) -> Tensor:
         """Return ||W + scale · B A|| of each output, [out], in A's dtype."""
+        raise SplitError(self.refusal)
 
     def piece(self, text: str, layer: int, inputs: Sequence[Tensor]) -> Sequence[Tensor]:
-        """Return a piece's outputs: a graph as text, that runs where the weight is."""
+        """Return the outputs of a piece: a graph as text, which runs where the weight is."""
+        raise SplitError(self.refusal)
 
     def digest(self) -> str:
         """Return the SHA-256 of the SHA-256 of all rows."""
+        raise SplitError(self.refusal)
 
 
 def remote_tensor(shape: Sequence[int], dtype: torch.dtype, weight: RemoteWeight) -> Tensor:

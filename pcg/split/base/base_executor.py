@@ -52,9 +52,10 @@ from pcg.split.messages import (
     LINEAR,
     TOKENIZER_FILES,
     UNKNOWN_GRAPH,
-    VERSION,
+    BaseFacts,
     Message,
     Piece,
+    Rates,
     config_text,
     graph_digest,
 )
@@ -272,24 +273,24 @@ class BaseExecutor:
         except CostModelError:
             return "H100"
 
-    def facts(self, directory_files: Mapping[str, str]) -> dict[str, object]:
-        """Return what a client has to know of the base, as fields of a message."""
+    def facts(self, files: Mapping[str, str], **session: Any) -> BaseFacts:
+        """Describe the base to clients, with the facts of a session that the loop adds."""
         rates = own_rates(self.device, self.dtype)
-        return {
-            "version": VERSION,
-            "name": self.name,
-            "config": json.loads(config_text(self.config)),
-            "dtype": str(self.dtype).removeprefix("torch."),
-            "digest": self.digest,
-            "device": self._sheet,
-            "rates": None if rates is None else asdict(rates),
-            "graphs": self.runs_graphs,
-            "pieces": {name: list(tensor.shape) for name, tensor in self.multiplied.items()},
-            "fetched": {name: list(tensor.shape) for name, tensor in self.fetched.items()},
-            "absent": self.absent,
-            "digests": self.digests,
-            "files": dict(directory_files),
-        }
+        return BaseFacts(
+            name=self.name,
+            config=json.loads(config_text(self.config)),
+            dtype=str(self.dtype).removeprefix("torch."),  # type: ignore[arg-type]
+            digest=self.digest,
+            device=self._sheet,
+            rates=None if rates is None else Rates(**asdict(rates)),
+            graphs=self.runs_graphs,
+            pieces={n: (weight.shape[0], weight.shape[1]) for n, weight in self.multiplied.items()},
+            fetched={name: tuple(tensor.shape) for name, tensor in self.fetched.items()},
+            absent=self.absent,
+            digests=dict(self.digests),
+            files=dict(files),
+            **session,
+        )
 
     def checked(self, piece: Piece, inputs: Sequence[Tensor]) -> None:
         """Check a piece's inputs. SplitError: it is none of the base's, or they do not fit."""

@@ -15,6 +15,7 @@ from concurrent.futures import wait
 from dataclasses import asdict, dataclass
 from typing import TypeVar
 
+import msgspec
 import torch
 from torch import Tensor
 
@@ -169,13 +170,13 @@ class BaseLoop:
         self._options = options
         self._keys = open_keys(options.api_key, options.api_keys)[0] if keys is None else keys
         self._policy = make_policy(options.policy, options.max_batch_tokens, options.wait_ms)
-        facts = {
-            "rows": options.downloads,
-            "instance": secrets.token_hex(16),
-            "most_bytes": options.max_request_mib * 2**20,
-        }
         base.publish(endpoint.publish)
-        self._facts = {**base.facts(files or {}), **facts}
+        self._facts = base.facts(
+            files or {},
+            rows=options.downloads,
+            most_bytes=options.max_request_mib * 2**20,
+            instance=secrets.token_hex(16),
+        )
         self._queues = Queues()
         self._clients: dict[bytes, _Client] = {}
         self._wrong_keys, self._refused_graphs = Setbacks(), Setbacks()
@@ -376,7 +377,7 @@ class BaseLoop:
         shown = name[:100] if isinstance(name, str) else client.hex()
         self._clients[client] = _Client(shown, key)
         self._log.say(logging.INFO, "client %r comes; %d are here", shown, self.clients)
-        return Message("reply", message.seq, self._facts)
+        return Message("reply", message.seq, msgspec.to_builtins(self._facts))
 
     def _check_model(self, fields: Mapping[str, object]) -> None:
         """Compare what a client wants with what this is. SplitError: they differ, and in what."""
@@ -388,8 +389,8 @@ class BaseLoop:
                     f"the client's model is another than the base's {base.name} ({difference}); "
                     "connect with the base's model, or with none to take what it has"
                 )
-        for name, known in (("dtype", self._facts["dtype"]), ("digest", self._facts["digest"])):
-            wanted = fields.get(name)
+        for name in ("dtype", "digest"):
+            wanted, known = fields.get(name), getattr(self._facts, name)
             if wanted is not None and wanted != known:
                 raise SplitError(
                     f"the client wants {base.name} with {name} {str(wanted)[:80]}, and this base "

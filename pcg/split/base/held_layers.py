@@ -10,7 +10,6 @@ import hashlib
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -20,7 +19,7 @@ from pcg.errors import SplitError
 from pcg.ir.graph import Parameter
 from pcg.ir.program.program import Program
 from pcg.ir.types import TORCH_NAMES
-from pcg.kernels.torch.products import remote_tensor
+from pcg.kernels.torch.products import RemoteWeight, remote_tensor
 from pcg.ranks.mesh import SINGLE_MESH
 from pcg.ranks.shards import Ranges
 from pcg.runtime.executor import Executor
@@ -83,43 +82,28 @@ class HeldLayers(Weights):
         if parameter is None:
             return None
         dtype = getattr(torch, TORCH_NAMES[parameter.type.dtype])
-        return remote_tensor(shape, dtype, _Absent(name, parameter, dtype, self))
+        return remote_tensor(shape, dtype, _Absent((name,), parameter, dtype, self))
 
     def _read(self, name: str, ranges: Ranges | None) -> Tensor:
         return self._source._read(name, ranges)
 
 
 @dataclass(frozen=True, eq=False)
-class _Absent:
+class _Absent(RemoteWeight):
     """A matrix of a layer that another process holds."""
 
-    name: str
+    names: tuple[str, ...]
     parameter: Parameter
     dtype: torch.dtype
     source: HeldLayers
 
-    def joined(self, others: Sequence[Any]) -> _Absent:
-        return self
-
-    def linear(self, x: Tensor, others: Sequence[Any]) -> NoReturn:
-        self._refuse()
-
-    def input_gradient(self, dy: Tensor) -> NoReturn:
-        self._refuse()
-
-    def adapted_lengths(self, a: Tensor, b: Tensor, scale: float) -> NoReturn:
-        self._refuse()
-
-    def piece(self, text: str, layer: int, inputs: Sequence[Tensor]) -> NoReturn:
-        self._refuse()
+    @property
+    def refusal(self) -> str:
+        return f"this base executor does not hold {self.names[0]}"
 
     def digest(self) -> str:
-        """Return the SHA-256 of the SHA-256 of all rows, read of the files."""
-        return hashlib.sha256(row_digests(self._load())).hexdigest()
-
-    def _load(self, ranges: Ranges | None = None) -> Tensor:
-        place = self.parameter.type.features, self.dtype, self.parameter.transposed
-        return self.source.load(self.name, *place, "cpu", ranges)
-
-    def _refuse(self) -> NoReturn:
-        raise SplitError(f"this base executor does not hold {self.name}")
+        parameter = self.parameter
+        weight = self.source.load(
+            self.names[0], parameter.type.features, self.dtype, parameter.transposed
+        )
+        return hashlib.sha256(row_digests(weight)).hexdigest()

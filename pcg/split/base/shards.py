@@ -15,7 +15,7 @@ import hashlib
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from enum import IntEnum
 from typing import Self
 
@@ -23,11 +23,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from pcg.errors import SplitError
 from pcg.ir.program.program import Program
 from pcg.ir.types import TORCH_NAMES
 from pcg.kernels.devices import device_thread
-from pcg.kernels.torch.products import linear, linear_backward, remote_tensor
+from pcg.kernels.torch.products import (
+    RemoteWeight,
+    linear,
+    linear_backward,
+    remote_tensor,
+)
 from pcg.ranks.group import Ranks
 from pcg.ranks.join import TIMEOUT_S
 from pcg.ranks.shards import Ranges
@@ -234,37 +238,24 @@ class Shards:
 
 
 @dataclass(frozen=True, eq=False)
-class ShardedWeight:
+class ShardedWeight(RemoteWeight):
     """A matrix [out, in] over ranks, or several side by side, as the driver's graphs read it."""
 
     names: tuple[str, ...]
     shards: Shards
 
-    def joined(self, others: Sequence[Self]) -> ShardedWeight:
-        """Return this matrix and others as one, [outs, in]."""
-        return replace(
-            self, names=tuple(name for weight in (self, *others) for name in weight.names)
-        )
+    @property
+    def refusal(self) -> str:
+        return "a base executor over ranks runs products alone; adapters are at its clients"
 
     def linear(self, x: Tensor, others: Sequence[Self]) -> Tensor:
-        """Return x Wᵀ by this matrix and others, side by side: [T, outs]."""
         return self.shards.linear(self.joined(others).names, x)
 
     def input_gradient(self, dy: Tensor) -> Tensor:
-        """Return dy W, [T, in]."""
         (name,) = self.names
         return self.shards.input_gradient(name, dy)
 
-    def adapted_lengths(self, a: Tensor, b: Tensor, scale: float) -> Tensor:
-        """Refuse: a base has no adapters."""
-        raise SplitError("a base executor over ranks has no adapters; they are at its clients")
-
-    def piece(self, text: str, layer: int, inputs: Sequence[Tensor]) -> Sequence[Tensor]:
-        """Refuse: a base asks nobody for pieces."""
-        raise SplitError("a base executor over ranks runs products alone, and no graphs")
-
     def digest(self) -> str:
-        """Return the SHA-256 of the SHA-256 of all rows."""
         (name,) = self.names
         return self.shards.digests[name]
 

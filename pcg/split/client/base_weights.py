@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Self
 
@@ -13,7 +13,7 @@ from torch import Tensor
 from pcg.errors import SplitError, WeightsError
 from pcg.ir.operators.linear import piece_of
 from pcg.ir.types import TORCH_NAMES
-from pcg.kernels.torch.products import remote_tensor
+from pcg.kernels.torch.products import RemoteWeight, remote_tensor
 from pcg.ranks.shards import Ranges
 from pcg.runtime.model.weights import DTYPE_NAMES, Weights, slices_of
 from pcg.split.client.caller import Caller
@@ -23,7 +23,7 @@ from pcg.tensor_file import TensorInfo
 
 
 @dataclass(frozen=True, eq=False)
-class CalledWeight:
+class CalledWeight(RemoteWeight):
     """A weight [out, in], or several side by side, whose products a base executor runs.
 
     Attributes:
@@ -39,18 +39,11 @@ class CalledWeight:
     squares: dict[str, Tensor]
     noise: Noise | None
 
-    def joined(self, others: Sequence[Self]) -> CalledWeight:
-        """Return this weight and others as one, [outs, in]."""
-        names = [name for weight in (self, *others) for name in weight.names]
-        return replace(self, names=tuple(names))
-
     def linear(self, x: Tensor, others: Sequence[Self]) -> Tensor:
-        """Return x Wᵀ by this weight and others, side by side: [T, outs]."""
         weight = self.joined(others) if others else self
         return self._run(Piece(LINEAR, weight.names), x)
 
     def input_gradient(self, dy: Tensor) -> Tensor:
-        """Return dy W, [T, in]."""
         return self._run(Piece(GRADIENT, self.names), dy)
 
     def adapted_lengths(self, a: Tensor, b: Tensor, scale: float) -> Tensor:
@@ -71,7 +64,6 @@ class CalledWeight:
         return total.clamp_(min=0).sqrt_().to(a.dtype)
 
     def piece(self, text: str, layer: int, inputs: Sequence[Tensor]) -> Sequence[Tensor]:
-        """Return the outputs of a graph as text, by the weights of a layer."""
         if self.noise is not None:
             raise SplitError("noise hides linear operators' inputs, and a graph is none")
         if not len(inputs[0]):
@@ -87,8 +79,7 @@ class CalledWeight:
         return [tensor.to(inputs[0].device) for tensor in outputs]
 
     def digest(self) -> str:
-        """Return the SHA-256 of the SHA-256 of all rows, as the base says."""
-        return str(self.caller.facts["digests"][self.names[0]])
+        return str(self.caller.facts.digests[self.names[0]])
 
     def _run(self, piece: Piece, x: Tensor) -> Tensor:
         if not len(x):
@@ -106,19 +97,19 @@ class CalledBase(Weights):
 
     def __init__(self, caller: Caller, base_prefix: str, noise: Noise | None = None) -> None:
         facts = caller.facts
-        dtype = DTYPES[facts["dtype"]]
+        dtype = DTYPES[facts.dtype]
         index = {
             name: TensorInfo(DTYPE_NAMES[dtype], tuple(shape))
-            for name, shape in facts["fetched"].items()
+            for name, shape in facts.fetched.items()
         }
-        super().__init__(index, base_prefix, facts["config"], f"the base {facts['name']}")
+        super().__init__(index, base_prefix, facts.config, f"the base {facts.name}")
         self._caller = caller
         self._noise = noise
         self._dtype = dtype
         self._squares: dict[str, Tensor] = {}
 
     def remote(self, name: str, shape: Sequence[int], serves: bool = False) -> Tensor | None:
-        if name not in self._caller.facts["pieces"]:
+        if name not in self._caller.facts.pieces:
             return None
         self._check_shape("pieces", name, shape)
         weight = CalledWeight((name,), serves, self._caller, self._squares, self._noise)
@@ -142,12 +133,12 @@ class CalledBase(Weights):
         return tensor.to(device, dtype).contiguous() if out is None else out.copy_(tensor)
 
     def _read(self, name: str, ranges: Ranges | None) -> Tensor:
-        wanted = [(self._caller.facts["fetched"][name], self._dtype)]
+        wanted = [(self._caller.facts.fetched[name], self._dtype)]
         (tensor,) = self._caller.tensors("fetch", wanted, name=name)
         return tensor if ranges is None else tensor[slices_of(ranges)]
 
     def _check_shape(self, kind: str, name: str, shape: Sequence[int]) -> None:
-        known = self._caller.facts[kind][name]
+        known = getattr(self._caller.facts, kind)[name]
         if list(known) != list(shape):
             raise SplitError(
                 f"{name} is {list(known)} at the base executor, and {list(shape)} here; install "

@@ -9,140 +9,42 @@ from __future__ import annotations
 
 import itertools
 import logging
-import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from threading import Lock
 from typing import Any, TypeAlias
 
+import msgspec
 import torch
 from torch import Tensor
 
 from pcg.errors import BaseBusyError, BaseLostError, SplitError
-from pcg.ir.types import DTYPE_BYTES
 from pcg.parallel.costs.accelerators import SHEETS, known_name
 from pcg.split.messages import (
-    DTYPES,
     GRADIENT,
     LINEAR,
-    MOST_DIMS,
     UNKNOWN_GRAPH,
     VERSION,
+    BaseFacts,
     Message,
     Piece,
 )
 from pcg.split.transport import Disconnected, Moved, Transport
 
-# --------------------------------------------------------------------------------------- base facts
 
-
-_MOST_SIZE = 2**31
-_MOST_RATE = 1e18
-
-
-def checked_facts(fields: Mapping[str, Any], where: str) -> Mapping[str, Any]:
-    """Return a base's facts. SplitError: one is missing, or is no such fact.
-
-    Args:
-        where: the base's address.
-    """
-    for name, is_fact in _FACTS.items():
-        if name not in fields or not is_fact(fields[name]):
-            shown = "nothing" if name not in fields else repr(fields[name])[:100]
-            raise SplitError(
-                f"what answers at {where} says {shown} as its {name}; it is damaged, or no base "
-                "executor of this version of pcg"
-            )
-    return fields
-
-
-def _is_text(value: object) -> bool:
-    return isinstance(value, str)
-
-
-def _is_flag(value: object) -> bool:
-    return isinstance(value, bool)
-
-
-def _is_object(value: object) -> bool:
-    return isinstance(value, dict)
-
-
-def _is_size(value: object) -> bool:
-    return type(value) is int and value > 0
-
-
-def _is_dtype(value: object) -> bool:
-    return isinstance(value, str) and value in DTYPES
-
-
-def _is_device(value: object) -> bool:
-    # A name of a sheet, and no path: a cost model may be read of a file, too.
-    return isinstance(value, str) and known_name(value.partition(":")[0], SHEETS) is not None
-
-
-def _are_rates(value: object) -> bool:
-    if value is None:
-        return True
-    if not isinstance(value, dict) or value.keys() != {"product_flops_per_s", "memory_bytes_per_s"}:
-        return False
-    products = value["product_flops_per_s"]
-    return (
-        isinstance(products, dict)
-        and "f32" in products
-        and products.keys() <= DTYPE_BYTES.keys()
-        and all(map(_is_rate, (*products.values(), value["memory_bytes_per_s"])))
-    )
-
-
-def _is_rate(value: object) -> bool:
-    return isinstance(value, float) and math.isfinite(value) and 1 <= value <= _MOST_RATE
-
-
-def _are_texts(value: object) -> bool:
-    return isinstance(value, dict) and all(isinstance(text, str) for text in value.values())
-
-
-def _are_names(value: object) -> bool:
-    return isinstance(value, (list, tuple)) and all(isinstance(name, str) for name in value)
-
-
-def _are_shapes(value: object) -> bool:
-    return isinstance(value, dict) and all(_is_shape(shape, MOST_DIMS) for shape in value.values())
-
-
-def _are_matrices(value: object) -> bool:
-    return _are_shapes(value) and all(len(shape) == 2 for shape in value.values())  # type: ignore[attr-defined]
-
-
-def _is_shape(value: object, most_dims: int) -> bool:
-    return (
-        isinstance(value, (list, tuple))
-        and len(value) <= most_dims
-        and all(type(size) is int and 0 < size < _MOST_SIZE for size in value)
-    )
-
-
-_FACTS: Mapping[str, Callable[[object], bool]] = {
-    "name": _is_text,
-    "config": _is_object,
-    "dtype": _is_dtype,
-    "digest": _is_text,
-    "device": _is_device,
-    "rates": _are_rates,
-    "graphs": _is_flag,
-    "pieces": _are_matrices,
-    "fetched": _are_shapes,
-    "absent": _are_names,
-    "digests": _are_texts,
-    "files": _are_texts,
-    "rows": _is_flag,
-    "most_bytes": _is_size,
-    "instance": _is_text,
-}
-
-
-# ------------------------------------------------------------------------------------------- caller
+def checked_facts(fields: Mapping[str, Any], where: str) -> BaseFacts:
+    """Return the facts of the base at an address. SplitError: they are damaged."""
+    try:
+        facts = msgspec.convert(fields, BaseFacts)
+        # A name of a data sheet, and no path: a cost model may be read from a file, too.
+        if known_name(facts.device.partition(":")[0], SHEETS) is None:
+            raise msgspec.ValidationError(f"no data sheet is named {facts.device[:100]!r}")
+    except msgspec.ValidationError as error:
+        raise SplitError(
+            f"the facts of what answers at {where} are damaged, or it is no base executor of this "
+            f"version of pcg: {error}"
+        ) from None
+    return facts
 
 
 _LOG = logging.getLogger("pcg.split")
@@ -189,11 +91,10 @@ class Caller:
         self._is_closed = False
         self._defined: set[str] = set()
         self.moved = Moved()
-        self.facts: Mapping[str, Any] = {}
         with self._lock:
-            self.facts = self._open(connect_s, "no base executor answers at")
+            self.facts: BaseFacts = self._open(connect_s, "no base executor answers at")
         # It may go away meanwhile, and come back with other weights.
-        self._hello = {**self._hello, "digest": self.facts["digest"]}
+        self._hello = {**self._hello, "digest": self.facts.digest}
 
     @property
     def where(self) -> str:
@@ -210,7 +111,7 @@ class Caller:
         """
         largest, most = (
             max((tensor.nbytes for tensor in tensors), default=0),
-            self.facts["most_bytes"],
+            self.facts.most_bytes,
         )
         if largest > most:
             raise SplitError(
@@ -263,7 +164,7 @@ class Caller:
 
     def product(self, piece: Piece, x: Tensor, serves: bool) -> Tensor:
         """Return a product, or its gradient, on rows [T, in]; errors as of `tensors`."""
-        shapes = [self.facts["pieces"][name] for name in piece.weights]
+        shapes = [self.facts.pieces[name] for name in piece.weights]
         width = shapes[0][1] if piece.kind == GRADIENT else sum(rows for rows, _ in shapes)
         wanted = [((len(x), width), x.dtype)]
         (outputs,) = self.tensors("run", wanted, (x,), piece=str(piece), serves=serves)
@@ -309,7 +210,7 @@ class Caller:
             finally:
                 self._transport.close()
 
-    def _open(self, timeout_s: float, otherwise: str) -> Mapping[str, Any]:
+    def _open(self, timeout_s: float, otherwise: str) -> BaseFacts:
         end_s = time.monotonic() + timeout_s
         while True:
             left_s = end_s - time.monotonic()
@@ -364,31 +265,27 @@ class LayeredCaller(Caller):
         """Check that they are of one model. SplitError: they are not, or nobody holds a layer."""
         first = callers[0].facts
         for caller in callers:
-            if caller.facts["digest"] != first["digest"]:
+            if caller.facts.digest != first.digest:
                 raise SplitError(
                     f"the bases at {callers[0].where} and {caller.where} have other weights: "
-                    f"{first['name']} and {caller.facts['name']}; connect to bases of one model"
+                    f"{first.name} and {caller.facts.name}; connect to bases of one model"
                 )
         self.callers = callers
         # A tied embedding is fetched from any base; only the base of the last layer multiplies it.
-        self._holders = {
-            kind: {name: caller for caller in reversed(callers) for name in caller.facts[kind]}
-            for kind in ("fetched", "pieces")
-        }
-        pieces = {
-            name: shape for caller in callers for name, shape in caller.facts["pieces"].items()
-        }
-        absent = {name for caller in callers for name in caller.facts.get("absent", ())}
-        self.facts: Mapping[str, Any] = {
-            **first,
-            "pieces": pieces,
-            "fetched": {
-                name: s for caller in callers for name, s in caller.facts["fetched"].items()
-            },
-            "graphs": False,
-            "absent": sorted(absent - pieces.keys()),
-            "rows": all(caller.facts.get("rows") for caller in callers),
-        }
+        self._holders: dict[str, dict[str, Caller]] = {}
+        shapes: dict[str, dict[str, Any]] = {}
+        for kind in ("fetched", "pieces"):
+            known = [(caller, getattr(caller.facts, kind)) for caller in callers]
+            self._holders[kind] = {name: caller for caller, of in known[::-1] for name in of}
+            shapes[kind] = {name: shape for _, of in known for name, shape in of.items()}
+        absent = {name for caller in callers for name in caller.facts.absent}
+        self.facts = msgspec.structs.replace(
+            first,
+            **shapes,
+            graphs=False,
+            absent=tuple(sorted(absent - shapes["pieces"].keys())),
+            rows=all(caller.facts.rows for caller in callers),
+        )
 
     @property
     def where(self) -> str:

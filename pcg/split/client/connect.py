@@ -48,7 +48,13 @@ from pcg.split.client.noise import (
     privacy_of,
 )
 from pcg.split.curve import ClientCurve, is_loopback
-from pcg.split.messages import DTYPES, TOKENIZER_FILES, config_difference, weights_difference
+from pcg.split.messages import (
+    DTYPES,
+    TOKENIZER_FILES,
+    BaseFacts,
+    config_difference,
+    weights_difference,
+)
 from pcg.split.transport import Transport
 from pcg.split.zeromq import address_of, transport_to
 
@@ -135,9 +141,7 @@ def searched_cut(
 # ------------------------------------------------------------------------------------ saved program
 
 
-def load_for(
-    folder: str | os.PathLike[str], facts: Mapping[str, Any], *, linear_only: bool
-) -> Program:
+def load_for(folder: str | os.PathLike[str], facts: BaseFacts, *, linear_only: bool) -> Program:
     """Load a program that runs by a base.
 
     Args:
@@ -151,16 +155,16 @@ def load_for(
     """
     program = load_program(folder)
     again = f"save one by a client of this base: pcg compile split://… -o {folder}"
-    difference = config_difference(program.config, facts["config"])
+    difference = config_difference(program.config, facts.config)
     if difference:
         raise SplitError(
-            f"the program in {folder} is of another model than the base's {facts['name']} "
+            f"the program in {folder} is of another model than the base's {facts.name} "
             f"({difference}); {again}"
         )
-    if program.options.dtype != facts["dtype"]:
+    if program.options.dtype != facts.dtype:
         raise SplitError(
             f"the program in {folder} runs in {program.options.dtype}, and the base "
-            f"{facts['name']} in {facts['dtype']}; {again}"
+            f"{facts.name} in {facts.dtype}; {again}"
         )
     if program.options.backend != "torch" or program.options.tp != 1:
         raise SplitError(
@@ -352,7 +356,7 @@ def _caller(
             times = {"connect_s": arguments.connect_s, "lost_s": arguments.lost_s}
             callers.append(Caller(transport, hello, **times))
         caller = callers[0] if len(callers) == 1 else LayeredCaller(callers)
-        absent = caller.facts.get("absent")
+        absent = caller.facts.absent
         if absent:
             raise SplitError(
                 f"no base executor at {caller.where} holds {absent[0]}, and {len(absent) - 1} "
@@ -392,13 +396,13 @@ def _effects(
     if at == BASE:
         return EffectsAtBase(caller, is_own=False)
     if at == DOWNLOAD:
-        if not caller.facts["rows"]:
+        if not caller.facts.rows:
             raise SplitError(
                 "privacy: this base does not let its weights be downloaded; start it with "
                 "--downloads, or use a second base for effects"
             )
         return EffectsHere(caller)
-    asked = {**hello, "digest": caller.facts["digest"]}
+    asked = {**hello, "digest": caller.facts.digest}
     asked["key"] = privacy.effects_api_key or hello["key"]
     second = _caller(at, privacy.effects_curve_server, arguments, asked)
     if not set(_instances(second)).isdisjoint(_instances(caller)):
@@ -414,7 +418,7 @@ def _effects(
 def _instances(caller: Caller) -> list[str]:
     """Return what identifies the processes that a caller calls."""
     callers = caller.callers if isinstance(caller, LayeredCaller) else [caller]
-    return [connection.facts["instance"] for connection in callers]
+    return [connection.facts.instance for connection in callers]
 
 
 def _split_executor(
@@ -426,10 +430,10 @@ def _split_executor(
         program = load_for(arguments.program, facts, linear_only=place is None)
     else:
         program = compile_program(
-            dict(facts["config"]),
+            dict(facts.config),
             arguments.peft,
             backend="torch",
-            dtype=facts["dtype"],
+            dtype=facts.dtype,
             memory_budget=arguments.memory_budget,
             place=place,
         )
@@ -439,7 +443,7 @@ def _split_executor(
     with tempfile.TemporaryDirectory() as folder:
         directory = None if model is None else model.directory
         if directory is None:
-            directory = _write_files(facts["files"], Path(folder))
+            directory = _write_files(facts.files, Path(folder))
         executor = make_executor(
             program, weights, arguments.peft, directory, arguments.device, place=place
         )
@@ -457,28 +461,28 @@ def _cut(caller: Caller, arguments: ConnectArguments) -> tuple[CallPieces | None
         return None, CutReport(None, "noise hides linear operators alone")
     if arguments.cut == "linear":
         return None, CutReport(None, "it was asked for")
-    if not caller.facts["graphs"]:
+    if not caller.facts.graphs:
         return None, CutReport(None, "several ranks or bases hold the weights")
-    device, sheet = machine_device(arguments.device), str(caller.facts["device"])
+    device, sheet = machine_device(arguments.device), str(caller.facts.device)
     if arguments.link is not None:
         return searched_cut(SplitLink.parse(arguments.link), sheet, device)
-    known = caller.facts["rates"]
+    known = caller.facts.rates
     rates = (
-        None if known is None else OwnRates(**known),
-        own_rates(device, DTYPES[caller.facts["dtype"]]),
+        None if known is None else OwnRates(known.product_flops_per_s, known.memory_bytes_per_s),
+        own_rates(device, DTYPES[caller.facts.dtype]),
     )
     return searched_cut(measured_link(caller), sheet, device, rates)
 
 
-def _check_weights(program: Program, model: ModelSource, facts: Mapping[str, Any]) -> None:
+def _check_weights(program: Program, model: ModelSource, facts: BaseFacts) -> None:
     """Compare the client's own files with the base's weights. SplitError: they differ."""
     checkpoint = Checkpoint.open(model, program.base_prefix)
     store = WeightStore(program, checkpoint, torch.device("cpu"))
-    difference = weights_difference(weight_digests(store), facts["digests"])
+    difference = weights_difference(weight_digests(store), facts.digests)
     checkpoint.release()
     if difference:
         raise SplitError(
-            f"the weights of {model.name} are not those of the base {facts['name']}: they differ "
+            f"the weights of {model.name} are not those of the base {facts.name}: they differ "
             f"in {difference}; connect with the base's files, or with no model to take what it has"
         )
 

@@ -166,15 +166,16 @@ class EffectsHere(Effects):
     def of(self, piece: Piece, noise: Tensor) -> Tensor:
         parts = []
         for name in piece.weights:
-            outs, ins = self._caller.facts["pieces"][name]
+            outs, ins = self._caller.facts.pieces[name]
             is_linear = piece.kind == LINEAR
             effects = noise.new_zeros(len(noise), outs if is_linear else ins)
             step = max(1, _SLICE_BYTES // (ins * noise.element_size()))
             for begin in range(0, outs, step):
                 end = min(begin + step, outs)
-                wanted = [((end - begin, ins), DTYPES[self._caller.facts["dtype"]])]
-                asked = {"name": name, "begin": begin + 1, "end": end}
-                (stored,) = self._caller.tensors("rows", wanted, **asked)
+                wanted = [((end - begin, ins), DTYPES[self._caller.facts.dtype])]
+                (stored,) = self._caller.tensors(
+                    "rows", wanted, name=name, begin=begin + 1, end=end
+                )
                 self.downloaded_bytes += stored.nbytes
                 weight = stored.to(noise.dtype)
                 if is_linear:
