@@ -246,6 +246,11 @@ class Span(NamedTuple):
     origin: int = 0
     number: int = 0
 
+    @property
+    def tokens(self) -> slice:
+        """The span's tokens in the batch."""
+        return slice(self.start, self.start + self.length)
+
 
 @dataclass(frozen=True, slots=True)
 class DroppedPart:

@@ -66,13 +66,9 @@ def attention(
         _decode(batch, q, *cache, out, scoring)
         spans = batch.longer_spans
     for span in spans:
-        new = slice(span.start, span.start + span.length)
+        new = span.tokens
         keys, values = (k[new], v[new]) if cache is None else _seen(batch, span, cache)
-        if by_flash:
-            ends = ends_of(batch, [span], cached=True)
-            out[new], lse = attend_flash(q[new], keys, values, ends, scoring)
-        else:
-            out[new], lse = attend(q[new], keys, values, span, scoring)
+        out[new], lse = _attended(batch, span, q[new], keys, values, scoring, by_flash)
         if kept is not None:
             kept[new] = lse
     return out, kept
@@ -114,10 +110,33 @@ def attention_backward(
         return attend_flash_backward(dout, out, lse, q, k, v, ends=ends, scoring=scoring)
     dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
     for span in batch.spans:
-        part = slice(span.start, span.start + span.length)
+        part = span.tokens
         arguments = (x[part] for x in (dout, out, lse, q, k, v))
         dq[part], dk[part], dv[part] = attend_backward(*arguments, span=span, scoring=scoring)
     return dq, dk, dv
+
+
+def _attended(
+    batch: ProgramBatch,
+    span: Span,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    scoring: Scoring,
+    by_flash: bool,
+) -> tuple[Tensor, Tensor]:
+    if by_flash:
+        return attend_flash(q, k, v, ends_of(batch, [span], cached=True), scoring)
+    return attend(q, k, v, span, scoring)
+
+
+def _gradients(
+    batch: ProgramBatch, span: Span, saved: Sequence[Tensor], scoring: Scoring, by_flash: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    if by_flash:
+        ends = ends_of(batch, [span], cached=True)
+        return attend_flash_backward(*saved, ends=ends, scoring=scoring)
+    return attend_backward(*saved, span=span, scoring=scoring)
 
 
 def _attend_parts(
@@ -129,13 +148,9 @@ def _attend_parts(
     by_flash = is_flash(q, v, scoring, trains=batch.keeps)
     whole = parts.gathered(k, v)
     for span in batch.spans:
-        part = slice(span.start, span.start + span.length)
+        part = span.tokens
         seen = _seen_of_all(whole, span)
-        if by_flash:
-            ends = ends_of(batch, [span], cached=True)
-            out[part], lse[part] = attend_flash(q[part], *seen, ends, scoring)
-        else:
-            out[part], lse[part] = attend(q[part], *seen, span, scoring)
+        out[part], lse[part] = _attended(batch, span, q[part], *seen, scoring, by_flash)
     return out, lse if batch.keeps else None
 
 
@@ -149,13 +164,9 @@ def _attend_parts_backward(
     whole = parts.gathered(k, v)
     sums = TokenSums(parts, k, v)
     for span in batch.spans:
-        part = slice(span.start, span.start + span.length)
+        part = span.tokens
         arguments = (*(x[part] for x in saved[:4]), *_seen_of_all(whole, span))
-        if by_flash:
-            ends = ends_of(batch, [span], cached=True)
-            dq[part], *of_seen = attend_flash_backward(*arguments, ends=ends, scoring=scoring)
-        else:
-            dq[part], *of_seen = attend_backward(*arguments, span=span, scoring=scoring)
+        dq[part], *of_seen = _gradients(batch, span, arguments, scoring, by_flash)
         sums.add(span.origin, *of_seen)
     del whole
     dk, dv = sums.scattered()
@@ -185,15 +196,10 @@ def _window_backward(
     dk, dv = (x.new_empty((q.shape[0], *x.shape[1:]), dtype=q.dtype) for x in sums)
     by_flash = is_flash(q, cache[1], scoring, trains=True)
     for span in batch.spans:
-        part = slice(span.start, span.start + span.length)
+        part = span.tokens
         keys, values = _seen(batch, span, cache)
         arguments = (*(x[part] for x in (dout, out, lse, q)), keys, values)
-        if by_flash:
-            ends = ends_of(batch, [span], cached=True)
-            gradients = attend_flash_backward(*arguments, ends=ends, scoring=scoring)
-        else:
-            gradients = attend_backward(*arguments, span=span, scoring=scoring)
-        dq[part], *of_seen = gradients
+        dq[part], *of_seen = _gradients(batch, span, arguments, scoring, by_flash)
         end = span.origin + span.context + span.length
         for total, gradient, final in zip(sums, of_seen, (dk, dv), strict=True):
             total[span.origin : end] += gradient

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any, NamedTuple, Required, TypedDict
 
 import torch
@@ -283,17 +284,12 @@ def ends_of(batch: ProgramBatch, spans: Sequence[Span], *, cached: bool) -> Ends
         lengths = [span.length for span in spans]
         keys = [span.context + span.length if cached else span.length for span in spans]
         device = batch.input_ids.device
-        sums = [uploaded_list(_sums(each), torch.int32, device) for each in (lengths, keys)]
+        sums = [
+            uploaded_list([0, *accumulate(each)], torch.int32, device) for each in (lengths, keys)
+        ]
         batch.known[key] = Ends(sums[0], sums[1], max(lengths), max(keys))
     ends: Ends = batch.known[key]
     return ends
-
-
-def _sums(lengths: Sequence[int]) -> list[int]:
-    sums = [0]
-    for length in lengths:
-        sums.append(sums[-1] + length)
-    return sums
 
 
 def attend_flash(
@@ -301,7 +297,7 @@ def attend_flash(
 ) -> tuple[Tensor, Tensor]:
     """out [T, H, D] and lse [T, H] of q [T, H, D], k [M, K, D] and v [M, K, D]."""
     out, sums, *_ = _forward(
-        q, k, v, *ends, 0.0, True, False, scale=scoring.scale, **_window(scoring)
+        q, k, v, *ends, 0.0, True, False, scale=scoring.scale, **window_sizes(scoring)
     )
     lse = sums.transpose(0, 1)
     if scoring.sinks is None:
@@ -320,12 +316,12 @@ def attend_flash_backward(
     unused = q.new_empty(0)
     dq, dk, dv = _backward(
         dout, q, k, v, out, lse.transpose(0, 1).contiguous(), *ends, 0.0, True, state, unused,
-        scale=scoring.scale, **_window(scoring),
+        scale=scoring.scale, **window_sizes(scoring),
     )  # fmt: skip
     return dq, dk, dv
 
 
-def _window(scoring: Scoring) -> dict[str, int]:
+def window_sizes(scoring: Scoring) -> dict[str, int]:
     """The keys before and after a token's own that it sees; -1 for all, as the kernels have it."""
     return {
         "window_size_left": scoring.window - 1 if scoring.window else -1,

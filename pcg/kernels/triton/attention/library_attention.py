@@ -12,8 +12,8 @@ from __future__ import annotations
 
 import functools
 import importlib
-import itertools
 from collections.abc import Sequence
+from itertools import accumulate, chain, cycle
 from typing import Any
 
 import torch
@@ -22,7 +22,7 @@ from torch import Tensor
 from pcg.kernels.batch import ProgramBatch, Span
 from pcg.kernels.devices import uploaded, uploaded_list
 from pcg.kernels.sizes import PAGE_TOKENS
-from pcg.kernels.torch.attention_math import Scoring, ends_of
+from pcg.kernels.torch.attention_math import Scoring, ends_of, window_sizes
 from pcg.kernels.triton.attention.cache_rows import KvRows
 
 _WORKSPACE_BYTES = 128 * 2**20
@@ -72,11 +72,11 @@ def _planned(
             for span, seen in zip(spans, tokens, strict=True)
             if span.table is not None
         ]
-        pages = list(itertools.chain.from_iterable(tables))
+        pages = list(chain.from_iterable(tables))
         planner = next(_planners(q.device))
         planner.plan(
-            _host(_sums([span.length for span in spans])),
-            _host(_sums([len(table) for table in tables])),
+            _host([0, *accumulate(span.length for span in spans)]),
+            _host([0, *accumulate(map(len, tables))]),
             uploaded_list(pages, torch.int32, q.device),
             _host([(seen - 1) % PAGE_TOKENS + 1 for seen in tokens]),
             heads,
@@ -85,7 +85,7 @@ def _planned(
             PAGE_TOKENS,
             causal=True,
             sm_scale=scoring.scale,
-            window_left=scoring.window - 1 if scoring.window else -1,
+            window_left=window_sizes(scoring)["window_size_left"],
             q_data_type=q.dtype,
             kv_data_type=kv.keys.base.dtype,
         )
@@ -99,15 +99,11 @@ def _planners(device: torch.device) -> Any:
     """Wrappers in turn, each with its own lists: a plan's are read while the next one is made."""
     wrapper = importlib.import_module("flashinfer").BatchPrefillWithPagedKVCacheWrapper
     workspace = torch.zeros(_WORKSPACE_BYTES, dtype=torch.uint8, device=device)
-    return itertools.cycle([wrapper(workspace, "HND") for _ in range(_PLANNERS)])
+    return cycle([wrapper(workspace, "HND") for _ in range(_PLANNERS)])
 
 
 def _host(numbers: Sequence[int]) -> Tensor:
     return torch.tensor(numbers, dtype=torch.int32)
-
-
-def _sums(lengths: Sequence[int]) -> list[int]:
-    return [0, *itertools.accumulate(lengths)]
 
 
 def _rows(spans: Sequence[Span], device: torch.device) -> slice | Tensor:
@@ -134,12 +130,18 @@ def attend_whole(
     if name == "flash_attn_3":
         library = importlib.import_module("flash_attn_interface")
         out, lse, *_ = library._flash_attn_forward(
-            q, k, v, **_ends(ends), softmax_scale=scoring.scale, causal=True, **_window(scoring)
+            q,
+            k,
+            v,
+            **_ends(ends),
+            softmax_scale=scoring.scale,
+            causal=True,
+            **window_sizes(scoring),
         )
         return out, lse.transpose(0, 1)
     library = importlib.import_module("flash_attn.flash_attn_interface")
     out, lse, *_ = library._flash_attn_varlen_forward(
-        q, k, v, *ends, 0.0, scoring.scale, True, **_window(scoring)
+        q, k, v, *ends, 0.0, scoring.scale, True, **window_sizes(scoring)
     )
     return out, lse.transpose(0, 1)
 
@@ -155,14 +157,14 @@ def attend_whole_backward(
         library = importlib.import_module("flash_attn_interface")
         library._flash_attn_backward(
             dout, q, k, v, out, lse.transpose(0, 1).contiguous(), **_ends(ends), dq=dq, dk=dk,
-            dv=dv, softmax_scale=scoring.scale, is_causal=True, **_window(scoring),
+            dv=dv, softmax_scale=scoring.scale, is_causal=True, **window_sizes(scoring),
             deterministic=True,
         )  # fmt: skip
         return dq, dk, dv
     library = importlib.import_module("flash_attn.flash_attn_interface")
     library._flash_attn_varlen_backward(
         dout, q, k, v, out, lse.transpose(0, 1).contiguous(), dq, dk, dv, *ends, 0.0,
-        scoring.scale, True, **_window(scoring), softcap=0.0, alibi_slopes=None,
+        scoring.scale, True, **window_sizes(scoring), softcap=0.0, alibi_slopes=None,
         deterministic=True,
     )  # fmt: skip
     return dq, dk, dv
@@ -172,9 +174,3 @@ def _ends(ends: Sequence[Any]) -> dict[str, Any]:
     """The ends of sequences and the longest one, by the names that flash-attention 3 has."""
     names = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")
     return dict(zip(names, ends, strict=True))
-
-
-def _window(scoring: Scoring) -> dict[str, int]:
-    """The keys before and after a token's own that it sees, as the library has it."""
-    left = scoring.window - 1 if scoring.window else -1
-    return {"window_size_left": left, "window_size_right": 0 if scoring.window else -1}
