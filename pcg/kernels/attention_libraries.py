@@ -1,11 +1,11 @@
-"""Libraries of attention kernels that programs for Triton may call, and which of them know a model.
+"""Libraries of attention kernels that programs for Triton may call, and the models that they know.
 
     flashinfer   prompts: tokens of sequences whose keys and values lie in pages
     flash_attn   training on whole sequences, forward and backward
     flash_attn_3 the same, by kernels for Hopper
 
-Tokens that decode, windows of finetuning, sinks, ALiBi, soft caps and recorded steps are for pcg's
-own kernels (`kernels/triton/attention`). No library is imported here.
+Decoding, windows of finetuning, sinks, ALiBi, soft caps and recorded steps are for pcg's kernels
+(`kernels/triton/attention`). No library is imported in this module.
 """
 
 from __future__ import annotations
@@ -27,15 +27,14 @@ OWN = "own"
 
 @dataclass(frozen=True)
 class AttentionLibrary:
-    """A library.
+    """A library of attention kernels.
 
     Attributes:
-        name: the library, as programs name it.
-        use: what it is called for: "prompts" or "training".
-        sizes: sizes of heads that it knows, of keys and values alike.
-        source: what installs it.
-        module: what Python imports; its name by default.
-        capability: that of the GPUs that it is for; None for all from `LEAST_CAPABILITY` on.
+        use: "prompts" or "training".
+        sizes: head sizes that it knows, of keys and values alike.
+        source: how to install it.
+        module: the module that Python imports; the library's name by default.
+        capability: the GPUs that it is for; None for all from `LEAST_CAPABILITY` on.
     """
 
     name: str
@@ -50,13 +49,12 @@ class AttentionLibrary:
         return importlib.util.find_spec(self.module or self.name) is not None
 
     def is_for(self, device: torch.device) -> bool:
-        """Return whether it knows a device; what is no GPU may compile for any."""
+        """Return whether the library runs on a device; without a GPU, it may be compiled for."""
         if self.capability is None or device.type != "cuda":
             return True
         return torch.cuda.get_device_capability(device) == self.capability
 
     def knows(self, graph: Graph, node: Node) -> bool:
-        """Return whether it computes a node's attention."""
         q, k, v = attention_types(graph, node)
         attributes = dict(node.attributes)
         others = ("softcap", "alibi", "sinks")
@@ -70,7 +68,7 @@ class AttentionLibrary:
 
 
 def attention_types(graph: Graph, node: Node) -> list[TensorType]:
-    """Return the types of the queries, keys and values of a node of attention or its backward."""
+    """Return the types of q, k and v of a node of attention or its backward."""
     first = 3 if node.op == "attention_backward" else 0
     return [graph.types[name] for name in node.inputs[first : first + 3]]
 
@@ -100,10 +98,10 @@ for minutes and in a request's way."""
 
 
 def libraries_of(asked: str) -> tuple[AttentionLibrary, ...]:
-    """Return the libraries that a program names: "own", or names with commas.
+    """Return the libraries of a program's `attention`: "own", or names with commas.
 
     Raises:
-        UnsupportedError: one is none of `LIBRARIES`.
+        UnsupportedError: an unknown name.
     """
     by_name = {library.name: library for library in LIBRARIES}
     if asked == OWN:
@@ -118,14 +116,13 @@ def libraries_of(asked: str) -> tuple[AttentionLibrary, ...]:
 
 
 def choose_libraries(asked: str, backend: str, device: torch.device) -> str:
-    """Return the libraries that a program names, as `libraries_of` takes them.
+    """Return the libraries of a program, as `libraries_of` takes them.
 
     Args:
-        asked: "auto" for those that are installed; or the names themselves.
-        backend: the program's backend; PyTorch's attention is its own.
-        device: the device that it will run on.
+        asked: "auto" for the installed ones, or names with commas.
+        backend: the program's backend; PyTorch has its own attention.
     Raises:
-        UnsupportedError: one that is asked for is not known, or cannot be had here.
+        UnsupportedError: a library is unknown, not installed, or not for the backend or device.
     """
     if asked != "auto":
         check_libraries(asked, device)
@@ -149,11 +146,7 @@ def is_ready(library: AttentionLibrary) -> bool:
 
 
 def check_libraries(asked: str, device: torch.device) -> None:
-    """Check that a program's libraries are installed, and know its device.
-
-    Raises:
-        UnsupportedError: one is not, and how to get it; or does not.
-    """
+    """Raise an UnsupportedError if a library is not installed or not for the device."""
     for library in libraries_of(asked):
         if not library.is_installed:
             raise UnsupportedError(
@@ -169,7 +162,7 @@ def check_libraries(asked: str, device: torch.device) -> None:
 
 
 def choice_text(asked: str, graphs: Iterable[Graph]) -> str:
-    """Say which libraries a program calls, of those it may, and for how many nodes."""
+    """Describe the libraries that a program calls, and for how many nodes."""
     if asked == OWN:
         return f"{OWN} kernels"
     named = [dict(node.attributes).get("library") for graph in graphs for node in graph.nodes]

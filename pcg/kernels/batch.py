@@ -22,7 +22,7 @@ from pcg.ranks.step_parts import TokenParts
 
 
 class GatheredRows(NamedTuple):
-    """The token of each row of a batched product, [adapters · size]; its tokens, and their rows."""
+    """The token of each row of a batched product, [adapters · size]; its tokens and their rows."""
 
     gather: Tensor
     tokens: Tensor
@@ -33,17 +33,17 @@ class GatheredRows(NamedTuple):
 class Segments:
     """The tokens of each adapter.
 
-    Segments of the size that most have are one batched product, whose results for the slots of
-    others are dropped. The others are products of their own.
+    Segments of the most common size are one batched product, whose results for other slots are
+    dropped. Each of the others is a product.
 
     Attributes:
-        start: first token that uses any; stop is the end of these.
+        start: first token with an adapter; `stop` is the end.
         sizes: tokens of each adapter, in the order of the stacks; 0 where it does not run.
-        size: tokens of each segment in the batched product; 0 where there is none.
-        gathered: rows of the batched product, tokens counting from start; None where there is none,
-            or all tokens are in it, in order.
+        size: tokens of each segment of the batched product; 0 without one.
+        gathered: rows of the batched product, tokens counted from start; None if all tokens are in
+            it, in order, or there is none.
         loose: index in the stacks, first token and end, from start, of each other segment.
-        known: tables that kernels make of them.
+        known: tables that kernels derive.
     """
 
     start: int
@@ -56,7 +56,7 @@ class Segments:
 
     @classmethod
     def of(cls, start: int, sizes: Sequence[int], device: torch.device) -> Self:
-        """Segments of these sizes; tokens before `start` have no adapter, and a size may be 0."""
+        """Make segments of these sizes; tokens before `start` have no adapter."""
         stop = start + sum(sizes)
         counts = Counter(sizes)
         counts.pop(0, None)
@@ -87,14 +87,13 @@ class Segments:
 
 @dataclass(frozen=True)
 class SegmentedWeight:
-    """One site's weights of the batch's adapters.
+    """The weights of a batch's adapters at one site.
 
     Attributes:
         weight: [adapters, in, out], scaled; of a bias [adapters, 1, out]. A matrix is a transposed
-            view: what one output is made of lies together.
-        segments: the tokens of each.
-        present: for each adapter, True if it has a weight here; else its part of the stack is
-            zeros, or ones where the program scales by it.
+            view: the factors of one output are contiguous.
+        present: for each adapter, True if it has a weight; else its part of the stack is zeros, or
+            ones where the program scales by it.
     """
 
     weight: Tensor
@@ -107,8 +106,8 @@ class LoraRun:
     """B of neighbouring outputs of one size.
 
     Attributes:
-        b: [adapters, outputs, out, rank], scaled; stored as [adapters, outputs, rank, out] where
-            the native kernel reads it.
+        b: [adapters, outputs, out, rank], scaled; stored as [adapters, outputs, rank, out] for the
+            native kernel.
         column: the first output's first column, of the columns with LoRA.
         row: the first output's first row, of the joined A's products.
         is_whole: True if these are all columns and all rows.
@@ -122,15 +121,15 @@ class LoraRun:
 
 @dataclass(frozen=True)
 class JoinedLora:
-    """The LoRA of the batch's adapters at linear operators of one input.
+    """The LoRA of a batch's adapters at linear operators of one input.
 
     Attributes:
         column: first column of the joined product that can have LoRA.
-        columns: columns from there on, to the end of the last output that can have LoRA.
+        columns: columns from there to the end of the last output that can have LoRA.
         a: [adapters, ranks, in], the ranks of all outputs one behind the other.
-        runs: B of the outputs that have one, in as few runs as can be, zeros between them included.
+        runs: B of the outputs that have LoRA, in the fewest runs, zeros between them included.
         parts: the same without such zeros.
-        known: tables that kernels make of these weights, for all steps.
+        known: tables that kernels derive from these weights, for all steps.
     """
 
     column: int
@@ -143,7 +142,7 @@ class JoinedLora:
 
 
 class AdapterSlot(NamedTuple):
-    """The place that an adapter has in tables.
+    """The place of an adapter in tables.
 
     Attributes:
         number: its column in tables of ranks; -1 without an adapter.
@@ -175,21 +174,22 @@ class TokenSpans:
 
 @dataclass(frozen=True)
 class LoraRows:
-    """The LoRA of a batch's adapters at linear operators of one input, or bottlenecks, in rows.
+    """The LoRA or bottlenecks of a batch's adapters at linear operators of one input, in rows.
 
-    An adapter's entries in `rows` are as many for each of its matrices in the model, one after the
-    other (`AdapterSlot`). A site's matrices are A of each output, scaled Bᵀ of each, and the bias.
+    An adapter has the same number of entries in `rows` for each of its matrices (`AdapterSlot`),
+    one matrix after the other. A site's matrices are A of each output, scaled Bᵀ of each, and the
+    bias.
 
     Attributes:
         memory: flat, of the adapters' dtype.
         rows: first element of each row of each matrix, int64.
-        first: number of the site's first matrix, among all.
-        ranks: rank of each output and slot, [outputs, slots], int32; 0 where there is none.
+        first: number of the site's first matrix among all.
+        ranks: rank of each output and slot, [outputs, slots], int32; 0 without LoRA.
         in_size: columns of the input.
-        out_starts: first column of each output in the product with those that have no LoRA.
+        out_starts: first column of each output in the joined product.
         out_sizes: columns of each output.
         biases: 1 for a slot whose bottleneck has a bias, [1, slots]; of LoRA [0, slots].
-        known: tables that kernels make of these, for all steps.
+        known: tables that kernels derive, for all steps.
     """
 
     memory: Tensor
@@ -205,24 +205,21 @@ class LoraRows:
 
 
 class BlockTable(Protocol):
-    """The pages of a sequence in the KV cache.
-
-    Pages only grow in number, but for those that are `replaced` by others so many times.
-    """
+    """The pages of a sequence in the KV cache; `replaced` counts replacements of pages."""
 
     pages: list[int]
     replaced: int
 
     @property
     def run_row(self) -> int:
-        """The cache's row of the first token where the pages are a run, else -1."""
+        """The cache's row of the first token if the pages are contiguous, else -1."""
 
     @property
     def stop_row(self) -> int:
-        """The row after those of a run and of the free pages behind it that are kept for it."""
+        """The end of the rows of a run, with the free pages that are reserved behind it."""
 
     def rows(self, start: int, stop: int) -> range | list[int]:
-        """The cache's rows of tokens; a range where the pages are a run."""
+        """The cache's rows of tokens; a range if the pages are contiguous."""
 
 
 class Span(NamedTuple):
@@ -233,8 +230,8 @@ class Span(NamedTuple):
         length: tokens in the batch.
         context: tokens before them, in the KV cache.
         table: pages of the sequence in the KV cache; None without one.
-        virtual: number of its first tokens that are of its adapter's prompt, and have no ids.
-        origin: in training, tokens of the pass before the sequence's first, whoever has them.
+        virtual: number of leading tokens that are the adapter's prompt, without ids.
+        origin: in training, tokens of the pass before the sequence's first, of any rank.
         number: in training, the sequence's index in the pass.
     """
 
@@ -267,7 +264,7 @@ class DroppedPart:
 
 
 class DroppedTokens(NamedTuple):
-    """The tokens that a device draws the random numbers of dropout for.
+    """Tokens that a device draws the random numbers of dropout for.
 
     Attributes:
         key: [2], int64: the pass's key, and 0 if nothing is dropped.
@@ -282,15 +279,15 @@ class DroppedTokens(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class DecodeGroup:
-    """Sequences of one new token each that attention takes in one call.
+    """Sequences of one new token each that attention computes in one call.
 
     Attributes:
         tokens: their indices in the batch, [count].
-        row: first row that the first one attends to.
-        stride: rows from one sequence's first to the next one's.
-        longest: rows that the longest attends to.
-        mask: [count, 1, 1, longest], added to the logits; None where all are equally long.
-        rows: [count, longest], the rows that they attend to where these lie at unequal distances.
+        row: first row that the first sequence attends to.
+        stride: rows from one sequence's first to the next sequence's.
+        longest: most rows that a sequence attends to.
+        mask: [count, 1, 1, longest], added to the logits; None where lengths are equal.
+        rows: [count, longest], the rows that they attend to where distances are unequal.
     """
 
     tokens: Tensor
@@ -306,11 +303,11 @@ class StepTokens:
     """The tokens of a step that may be recorded, by sequence.
 
     Attributes:
-        ids: the tokens of all sequences, one sequence's behind the other's.
+        ids: the tokens of all sequences, one sequence after the other.
         lengths: tokens of each sequence in the step.
-        contexts: tokens of each before these, in the cache.
-        slots: slot of each one's adapter.
-        read: places of the sequences behind whose last tokens logits are read.
+        contexts: tokens of each sequence before these, in the cache.
+        slots: slot of each sequence's adapter.
+        read: indices of the sequences whose last token's logits are read.
     """
 
     ids: Sequence[int]
@@ -324,13 +321,13 @@ class StepTokens:
 class KvGradients:
     """One layer's gradients of the keys and values of all tokens of a training pass.
 
-    They are those of keys after rotary embedding, [tokens, kv_heads, head_dim], in fp32 at least,
-    and add up from the last window to the first; what a window finds of its own tokens is final
+    Keys are those after rotary embedding, [tokens, kv_heads, head_dim], in fp32 at least. Gradients
+    add up from the last window to the first; those of a window's own tokens are final after it
     (FlexLLM v2 §6.1, figure 8).
     """
 
     def __init__(self, keys: Tensor, values: Tensor, tokens: int) -> None:
-        """Start with zeros for so many tokens of keys and values as the layer's cache has them."""
+        """Start with zeros for `tokens` keys and values of the shapes of a layer's cache."""
         self.keys, self.values = (_zeros(rows, tokens) for rows in (keys, values))
 
 
@@ -347,23 +344,23 @@ class ProgramBatch(Protocol):
         input_ids: [T], int64.
         spans: cover all tokens, in order.
         longer_spans: those of more than one token.
-        uniform_length: the spans' length where all are whole sequences of one length, else 0.
+        uniform_length: the length of all spans if they are whole sequences of one length, else 0.
         layer: index of the layer that runs; the runner sets it.
         ranks: the group that runs it, each rank on its part; the runner sets it.
-        parts: how ranks share the tokens of sequences, of which this batch has one rank's; None
-            where it has all.
-        keeps: True if it is trained on, so that attention returns the log-sum-exp for backward.
-        gradients: gradients of the keys and values of the layer whose backward runs; None where
-            whole sequences are trained on, without a cache.
+        parts: how ranks share the tokens of sequences, of which this batch has one rank's; None if
+            it has all.
+        keeps: True if attention returns the log-sum-exp for backward.
+        gradients: gradients of keys and values of the layer whose backward runs; None for whole
+            sequences without a cache.
         rows: the cache's row of each token, [T]; negative for tokens that are not written; None
             without a cache.
-        rows_of_all: the cache's row of each token of all ranks that share them; None where they
-            share none, or keep no cache.
-        virtual_rows: indices of the virtual tokens, [v]; None where there are none.
-        virtual_places: index of each of them in its adapter's prompt, [v]; None likewise.
-        chosen: the tokens that the epilogue gets; None for all.
-        logits_on_first: True if of several ranks the first alone gets the epilogue's logits.
-        known: tables that kernels make of the batch, for all layers.
+        rows_of_all: the cache's row of each token of all ranks that share them; None if they share
+            none, or keep no cache.
+        virtual_rows: indices of the virtual tokens, [v]; None without any.
+        virtual_places: index of each virtual token in its adapter's prompt, [v].
+        chosen: the tokens of the epilogue; None for all.
+        logits_on_first: True if only the first of several ranks gets the epilogue's logits.
+        known: tables that kernels derive from the batch, for all layers.
     """
 
     input_ids: Tensor
@@ -385,38 +382,34 @@ class ProgramBatch(Protocol):
 
     @property
     def tokens(self) -> int:
-        """T of the graph that runs: all tokens, or those that the epilogue gets."""
+        """T of the graph that runs: all tokens, or those of the epilogue."""
 
     @property
     def cached(self) -> tuple[Tensor, Tensor] | None:
         """The layer's cache: keys and values of all rows, [K, rows, D], or in pages; or None."""
 
     def append(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor] | None:
-        """Write keys and values into the layer's cache, those of other ranks' tokens, too.
-
-        Returns `cached`.
-        """
+        """Write keys and values of all ranks' tokens into the layer's cache; return `cached`."""
 
     def seen(self, span: Span) -> slice | Tensor:
-        """The rows of the cache that hold a sequence up to the end of its span."""
+        """The cache's rows of a sequence up to the end of its span."""
 
     def decode_groups(self, window: int) -> Sequence[DecodeGroup]:
         """The spans of one token, in groups; `window` limits the rows attended to, 0 does not."""
 
     def dropped_parts(self, key: int) -> Sequence[DroppedPart]:
-        """Parts that cover all tokens in order, the same for each call; none without dropout."""
+        """Parts that cover all tokens in order, equal for each call; none without dropout."""
 
-    def dropped_tokens(self) -> DroppedTokens | None:
-        """All tokens, as kernels draw for them; None without dropout."""
+    def dropped_tokens(self) -> DroppedTokens | None: ...
 
 
 class TokenLimits(NamedTuple):
-    """Limits of S rows, fp32, [S] each.
+    """Limits of sampling for S rows, fp32, [S] each.
 
     Attributes:
         temperatures: above 0.
-        top_k: how many of the most likely tokens a row keeps; 0 for all.
-        tails: 1 - p of top-p, the probability that the removed tokens may have; 0 for none.
+        top_k: number of the most likely tokens that a row keeps; 0 for all.
+        tails: 1 - p of top-p, the probability that removed tokens may have; 0 for none.
         min_p: the least probability relative to the most likely token; 0 for none.
         is_cut: True if some row has top-k or top-p.
     """

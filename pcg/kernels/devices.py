@@ -30,13 +30,13 @@ _STREAMS: dict[tuple[Use, int | None], torch.cuda.Stream] = {}
 
 
 def use_device(device: torch.device | None) -> None:
-    """Have this thread launch and copy on a device; None where it does neither."""
+    """Make a device this thread's current one; None changes nothing."""
     if device is not None and device.type == "cuda":
         torch.cuda.set_device(device)
 
 
 def on_device(device: torch.device) -> AbstractContextManager[object]:
-    """Have this thread launch and copy on a device within a `with`."""
+    """Make a device this thread's current one within a `with`."""
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
@@ -48,7 +48,7 @@ def indexed(device: torch.device) -> torch.device:
 
 
 def device_memory(device: torch.device) -> tuple[int, int]:
-    """Return a GPU's free memory and all of it, bytes; 0 and 0 of other devices."""
+    """Return a GPU's free and total memory, bytes; 0 and 0 of other devices."""
     return torch.cuda.mem_get_info(device) if device.type == "cuda" else (0, 0)
 
 
@@ -59,9 +59,9 @@ def own_memory(device: torch.device) -> int:
 
 
 def is_out_of_memory(error: BaseException | None) -> bool:
-    """Return whether an error comes from too little memory of a device.
+    """Return whether an error comes from too little device memory.
 
-    A graph that ends for it is ended by an error of its own, with the cause as its context; and the
+    The end of a failed graph capture raises another error, with the cause as its context; and the
     driver, which keeps the launches of graphs, raises no OutOfMemoryError.
     """
     while error is not None:
@@ -72,11 +72,7 @@ def is_out_of_memory(error: BaseException | None) -> bool:
 
 
 def device_thread(device: torch.device | None, act: Callable[[], object], name: str) -> Thread:
-    """Make a thread that does not keep the process alive.
-
-    Args:
-        device: the one that it launches or copies on; None where it does neither.
-    """
+    """Make a daemon thread whose current device is `device`; None leaves the default."""
 
     def run() -> None:
         use_device(device)
@@ -86,15 +82,15 @@ def device_thread(device: torch.device | None, act: Callable[[], object], name: 
 
 
 def device_pool(device: torch.device | None, threads: int, name: str) -> ThreadPoolExecutor:
-    """Make a pool of up to so many threads; `device` is as of `device_thread`."""
+    """Make a pool of threads whose current device is `device`."""
     return ThreadPoolExecutor(threads, name, initializer=partial(use_device, device))
 
 
 def stream_for(use: Use, device: torch.device) -> torch.cuda.Stream:
-    """Return the stream of a GPU that has a use, on any thread the same one.
+    """Return the stream of a GPU that has a use, the same in any thread.
 
     Args:
-        use: "recorder" captures graphs, and "branch" is beside it within one; "copies" brings
+        use: "recorder" captures graphs, and "branch" runs beside it within one; "copies" copies
             adapters from the host; "side" runs parts of jobs beside a step.
     """
     key = use, indexed(device).index
@@ -104,10 +100,10 @@ def stream_for(use: Use, device: torch.device) -> torch.cuda.Stream:
 
 
 def uploaded(x: Tensor, device: torch.device) -> Tensor:
-    """Copy a CPU tensor to a device.
+    """Copy a CPU tensor to a device without waiting.
 
-    A GPU reads it from pinned memory, which torch keeps until then; the host would wait for a copy
-    from any other memory.
+    A GPU reads pinned memory, which torch keeps until then; the host would wait for a copy from any
+    other memory.
     """
     if device.type != "cuda":
         return x.to(device)
@@ -120,10 +116,7 @@ def uploaded_list(values: Sequence[float], dtype: torch.dtype, device: torch.dev
 
 
 def downloaded(x: Tensor) -> Tensor:
-    """Copy a tensor to the host, to be read once an event is over that is recorded afterwards.
-
-    A GPU writes it into pinned memory.
-    """
+    """Copy a tensor to the host (pinned); read it after an event that is recorded afterwards."""
     if x.device.type != "cuda":
         return x
     copy = torch.empty(x.shape, dtype=x.dtype, device="cpu", pin_memory=True)
@@ -137,7 +130,7 @@ _KEPT: ContextVar[list[object] | None] = ContextVar("kept tables", default=None)
 
 
 def table_cache(make: Make) -> Make:
-    """Cache what a function makes of its arguments: the tables that were used last."""
+    """Cache the last tables that a function made, by its arguments."""
     cached = lru_cache(maxsize=_MOST)(make)
 
     @wraps(cached)
@@ -153,7 +146,7 @@ def table_cache(make: Make) -> Make:
 
 @contextmanager
 def kept_tables() -> Iterator[list[object]]:
-    """Note the tables that are used: whoever records their addresses keeps them."""
+    """Collect the tables that are used, for a recorder that has to keep their memory."""
     kept: list[object] = []
     token = _KEPT.set(kept)
     try:

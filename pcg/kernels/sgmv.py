@@ -47,10 +47,10 @@ _TIMEOUT_S = 120.0
 def load(source: Path) -> ctypes.CDLL:
     """Load the library of a C++ file, which is compiled if the cache does not have it.
 
-    Without OpenMP in this process, it is compiled for one thread.
+    Without OpenMP in this process it is compiled for one thread.
 
     Raises:
-        UnsupportedError: there is no compiler, or it fails, or the cache is nobody's own.
+        UnsupportedError: there is no compiler, it fails, or others can write to the cache.
     """
     compiler = _compiler()
     folder = _own_folder()
@@ -61,7 +61,7 @@ def load(source: Path) -> ctypes.CDLL:
 
 
 def _compiler() -> Path:
-    """The compiler that CXX names, or the system's; CXX= stands for none."""
+    """The compiler of the variable CXX, or the system's; an empty CXX stands for none."""
     named = os.environ.get("CXX")
     names = _COMPILERS if named is None else (named,)
     path = next((path for name in names if name and (path := shutil.which(name))), None)
@@ -74,7 +74,6 @@ def _compiler() -> Path:
 
 
 def _own_folder() -> Path:
-    """The folder of libraries, made if need be, in which this user alone can write."""
     folder = Path("~/.cache")
     try:
         folder = cache_folder("kernels")
@@ -96,7 +95,6 @@ def _own_folder() -> Path:
 
 
 def _is_anyones(mode: int) -> bool:
-    """True if anyone can replace what is in a folder of this mode."""
     return bool(mode & stat.S_IWOTH) and not mode & stat.S_ISVTX
 
 
@@ -122,7 +120,6 @@ def _digest(source: Path, compiler: Path, flags: tuple[str, ...]) -> str:
 
 
 def _processor() -> str:
-    """The processor's features, as Linux lists them."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:
@@ -167,7 +164,7 @@ _INT, _ADDRESS = ctypes.c_int64, ctypes.c_void_p
 
 @functools.cache
 def _kernel() -> Any:
-    """The kernel; None where it cannot be compiled, which is logged once."""
+    """Return the kernel; None where it cannot be compiled, which is logged once."""
     try:
         return _loaded()
     except UnsupportedError as error:
@@ -198,11 +195,7 @@ def is_native(device: torch.device, dtype: torch.dtype) -> bool:
 
 
 def check_native(device: torch.device, dtype: torch.dtype, name: str) -> None:
-    """Refuse what needs the native kernel where there is none.
-
-    Raises:
-        UnsupportedError: the option `name` cannot be had on this device, or in this process.
-    """
+    """Raise an UnsupportedError if the option `name` needs the native kernel and has none."""
     if device.type != "cpu":
         raise UnsupportedError(f"{name} is for CPUs, and the device is {device}; leave it out")
     if not is_native(device, dtype):
@@ -214,7 +207,7 @@ def check_native(device: torch.device, dtype: torch.dtype, name: str) -> None:
 
 @dataclass(frozen=True)
 class _Table:
-    """Numbers that the kernel reads, and the address of the first."""
+    """Numbers that the kernel reads, and their address."""
 
     numbers: NDArray[np.int64]
     address: int
@@ -222,22 +215,16 @@ class _Table:
 
 @dataclass(frozen=True)
 class _FewTokens:
-    """The segments of a batch that the kernel takes, and the others if there are any.
-
-    Attributes:
-        table: first token, end and slot of each.
-    """
+    """First token, end and slot of each segment for the kernel, and the other segments."""
 
     table: _Table
     others: Segments | None
 
 
 def add_lora_of_few(y: Tensor, x: Tensor, every: Sequence[JoinedLora]) -> Sequence[JoinedLora]:
-    """Add the LoRA of segments of few tokens to y, as far as the kernel can; returns the others'.
+    """Add the LoRA of segments of few tokens to y [T, outs]; return the LoRA that is left.
 
     Args:
-        y: [T, outs]; written over.
-        x: [T, in].
         every: the LoRA of adapters of each width.
     """
     if not every or _site(every[0]) is None or not _can_run(y, x):
@@ -261,7 +248,6 @@ def add_lora_of_few(y: Tensor, x: Tensor, every: Sequence[JoinedLora]) -> Sequen
 
 
 def _can_run(y: Tensor, x: Tensor) -> bool:
-    """True if the kernel can read x and write y, and neither is traced nor needs gradients."""
     is_traced = type(x) is not Tensor or torch.is_grad_enabled()
     is_known = x.dtype in _DTYPES and y.dtype in _DTYPES
     return is_known and not is_traced and x.stride(1) == 1 and y.stride(1) == 1
@@ -271,7 +257,6 @@ _DTYPES = (torch.float32, torch.bfloat16)
 
 
 def _few_tokens(segments: Segments) -> _FewTokens | None:
-    """The segments of few tokens, made once a batch; None if there are none."""
     if "few" not in segments.known:
         segments.known["few"] = _made_few_tokens(segments)
     few: _FewTokens | None = segments.known["few"]
@@ -293,7 +278,7 @@ def _made_few_tokens(segments: Segments) -> _FewTokens | None:
 
 
 def _site(lora: JoinedLora) -> _Table | None:
-    """The addresses of a site's weights; None if the kernel cannot read them as they lie."""
+    """Return the addresses of a site's weights; None if the kernel cannot read their layout."""
     if "site" not in lora.known:
         lora.known["site"] = _made_site(lora)
     table: _Table | None = lora.known["site"]

@@ -77,7 +77,7 @@ _IMPORTANCE, _UNCERTAINTY, _MASK = "importance/", "uncertainty/", "mask/"
 
 @dataclass(frozen=True)
 class Schedule:
-    """When ranks are allocated, and by what.
+    """The times of allocations, and their parameters.
 
     Attributes:
         rank: triplets of each module at the start.
@@ -127,7 +127,7 @@ class RankAllocator:
     # ----------------------------------------------------------------------- orthogonality
 
     def regularize(self) -> float:
-        """Add R's gradient to each parameter's, which ranks of the group have summed; return R."""
+        """Add R's gradient to each parameter's summed gradient; return R."""
         import torch
 
         shards = self._shards
@@ -165,10 +165,10 @@ class RankAllocator:
     # -------------------------------------------------------------------------- allocation
 
     def after_step(self, step: int) -> None:
-        """Update the scores and zero what is beyond the budget.
+        """Update the scores and zero the triplets beyond the budget.
 
         Args:
-            step: the step that the optimizer has just done, from 1; its gradients are still there.
+            step: the optimizer's last step, from 1; its gradients are still available.
         """
         schedule, last = self._schedule, self._schedule.last
         if step > last:
@@ -184,7 +184,7 @@ class RankAllocator:
             self._importance, self._uncertainty = {}, {}
 
     def _budget(self, progress: float) -> int:
-        """Triplets of the whole adapter after a part of the steps that allocate."""
+        """Return the triplets of the whole adapter at a progress in [0, 1]."""
         start = self._schedule.rank * self._count
         target = self._schedule.target_rank * self._count
         return int((start - target) * (1 - progress) ** 3 + target)
@@ -202,7 +202,6 @@ class RankAllocator:
             self._uncertainty[name] = beta2 * before + (1 - beta2) * (now - importance).abs()
 
     def _choose(self, budget: int) -> None:
-        """Keep the triplets of the highest scores."""
         import torch
 
         scores = self._scores()
@@ -212,7 +211,7 @@ class RankAllocator:
             self._masks = {module: of_module <= threshold for module, of_module in scores.items()}
 
     def _scores(self) -> dict[str, Tensor]:
-        """The scores of each module's triplets, [rank]."""
+        """Return the scores of each module's triplets, [rank]."""
         shards = self._shards
         by_module: dict[str, Tensor] = {}
         for name, module in self._module_of.items():
@@ -235,7 +234,7 @@ class RankAllocator:
 
     @property
     def tensors(self) -> dict[str, Tensor]:
-        """The state of whole tensors, for a checkpoint; all ranks of the group ask for it."""
+        """The state of whole tensors, for a checkpoint; all ranks call this."""
         parts = ((_IMPORTANCE, self._importance), (_UNCERTAINTY, self._uncertainty))
         named = {
             f"{head}{path}": tensor
@@ -245,7 +244,7 @@ class RankAllocator:
         return {**named, **{f"{_MASK}{module}": mask for module, mask in self._masks.items()}}
 
     def load(self, tensors: Mapping[str, Tensor]) -> None:
-        """Go on with the state of a checkpoint."""
+        """Load the state of a checkpoint."""
         device = next(iter(self._shards.tensors.values())).device
         by_kind: dict[str, dict[str, Tensor]] = {_IMPORTANCE: {}, _UNCERTAINTY: {}, _MASK: {}}
         for key, tensor in tensors.items():
@@ -273,7 +272,7 @@ _RANK_DIMS = {"adalora_A": 0, "adalora_B": 1, "adalora_E": 0}
 
 @dataclass(frozen=True)
 class AdaLoraBypass(MadeLoraBypass):
-    """AdaLoRA beside one module: LoRA, whose A has singular values, which serving has in A.
+    """AdaLoRA at one module: LoRA, whose A has singular values, which serving has in A.
 
         A' = singular_down(A, E)
 
@@ -335,7 +334,6 @@ class AdaLoraWeights(LowRankWeights):
 
     @property
     def served(self) -> Mapping[str, Callable[[Around], Tensor]]:
-        """LoRA's, of A with its rows scaled."""
         return {
             "lora_A": lambda around: self.a * self.e,
             "lora_B": lambda around: self.b.t() * self.scale,
@@ -343,11 +341,10 @@ class AdaLoraWeights(LowRankWeights):
 
     @property
     def kept(self) -> Tensor:
-        """The triplets that do something: [rank], bool."""
+        """The nonzero triplets: [rank], bool."""
         return self.e[:, 0] != 0
 
     def pruned(self) -> Self:
-        """The weights without the triplets that do nothing."""
         kept = self.kept
         return replace(self, a=self.a[kept], b=self.b[:, kept], e=self.e[kept])
 
@@ -455,7 +452,7 @@ class AdaLoraConfig(LayeredRecipe):
     def config_fields(
         self, target_modules: Names | str | None, base_model_name: str, notes: Json
     ) -> dict[str, Any]:
-        """The fields as peft writes them, which reads no configuration without a schedule."""
+        """Return the fields as peft writes them; it reads no configuration without a schedule."""
         fields = super().config_fields(target_modules, base_model_name, notes)
         if self.total_step is None:  # it was not trained yet: the shortest that peft takes
             fields["total_step"] = self.tinit + self.tfinal + 1
@@ -464,7 +461,6 @@ class AdaLoraConfig(LayeredRecipe):
     # ---------------------------------------------------------------------------------- training
 
     def for_job(self, total_steps: int) -> Self:
-        """The recipe with the job's own steps for the schedule, where it has none."""
         return self if self.total_step is not None else replace(self, total_step=total_steps)
 
     @property
@@ -513,7 +509,7 @@ class AdaLoraTraining(RankAllocator):
         self._recipe = recipe
 
     def finished(self, adapter: Any) -> Any:
-        """The adapter without the triplets that do nothing."""
+        """Return the adapter without zero triplets."""
         weights: Mapping[str, AdaLoraWeights] = adapter.weights
         kept = {path + _KEY: each.kept for path, each in weights.items()}
         if all(bool(which.all()) for which in kept.values()):

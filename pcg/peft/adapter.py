@@ -26,14 +26,14 @@ class Adapter:
     Attributes:
         name: the name that requests and jobs use.
         weights: the weights of each module, by its path.
-        biases: trained biases (`recipe.bias`) by module, which replace the base's own.
-        base_model_name: the base that it was trained for; empty if that is not known.
+        biases: trained biases (`recipe.bias`) by module, which replace the base's.
+        base_model_name: the base that it was trained for; empty if unknown.
         extra: notes of adapter_config.json, such as task_type, written back as they were read.
         shared: untrained tensors that all modules share, by name.
         encoder: the parameters of the network that makes `weights` (`recipe.encoder`), by peft's
-            names; empty where the method has none, or the adapter comes from a file.
-        version: a number that no other adapter has in the process, a changed copy of this one
-            included; what is kept of an adapter anywhere is kept by it.
+            names; empty for methods without a network, or an adapter from a file.
+        version: a number that is unique in the process, also among changed copies of this adapter;
+            caches use it as key.
     """
 
     name: str
@@ -55,21 +55,20 @@ class Adapter:
 
     @property
     def prompt_tokens(self) -> int:
-        """The number of virtual tokens that stand before each sequence."""
         return self.recipe.prompt_tokens
 
     @cached_property
     def rank(self) -> int:
-        """The greatest rank of its modules; 0 where none has LoRA."""
+        """The greatest rank of its modules; 0 without LoRA."""
         return max((weights.rank for weights in self.weights.values()), default=0)
 
     @cached_property
     def size_bytes(self) -> int:
-        """The size of all tensors; they change in place alone."""
+        """The size of all tensors; they change in place only."""
         return sum(tensor.nbytes for tensor in (*self.tensors, *self.shared.values()))
 
     def parameter(self, path: str) -> AdapterWeight | None:
-        """The weight that a training program reads, by the parameter's source; None for none."""
+        """Return the weight of a training program's parameter, by its source, or None."""
         module, _, kind = path.rpartition(".")
         if not module and kind in self.shared:
             return AdapterWeight(self.shared[kind])
@@ -80,7 +79,6 @@ class Adapter:
         return None if weights is None else weights.parameters.get(kind)
 
     def map(self, change: Callable[[Tensor], Tensor]) -> Self:
-        """The adapter with every tensor changed."""
         return replace(
             self,
             weights={path: weights.map(change) for path, weights in self.weights.items()},
@@ -101,16 +99,16 @@ def new_adapter(
     model_type: str | None = None,
     base_weights: Mapping[str, Tensor] | None = None,
 ) -> Adapter:
-    """A fresh adapter, initialised as peft does.
+    """Return a fresh adapter, initialised as peft does.
 
-    A module's weights depend on the seed and its path alone, not on what else is adapted. Biases of
-    the base (`recipe.bias`) are not here: they start as the base's own.
+    A module's weights depend on the seed and its path only, not on the other adapted modules.
+    Biases of the base (`recipe.bias`) are missing: they start as the base's.
 
     Args:
         module_shapes: (out, in) of the base's modules, as `ModelGraph.module_shapes`.
         dtype: dtype of the weights, which are drawn in float32 and cast.
         output_layer: the path of the head, which "all-linear" leaves out.
-        model_type: the base's; needed where the recipe names no targets.
+        model_type: the base's; needed if the recipe names no targets.
         base_weights: [out, in] of the linear modules, by path; DoRA begins with their lengths.
     Raises:
         AdapterError: the recipe does not fit the model.
@@ -154,11 +152,11 @@ _LONGEST_NAME = 255
 
 
 def check_name(name: object) -> None:
-    """Refuse what cannot name an adapter in a message, a request and a folder alike.
+    """Raise an error unless a name can stand in a message, a request and a folder.
 
     Raises:
         AdapterError: it is no text, is empty or too long, has characters that cannot be printed, or
-            is a path that leads elsewhere.
+            is a path out of the folder.
     """
     if (
         isinstance(name, str)
@@ -176,10 +174,10 @@ def check_name(name: object) -> None:
 
 
 def check_biases(adapter: Adapter, base_biases: Mapping[str, Tensor]) -> None:
-    """Refuse an adapter whose biases are not those of the base that its recipe trains, by module.
+    """Raise an error unless an adapter's biases are those that its recipe trains, by module.
 
     Raises:
-        AdapterError: one is missing, or of another shape, or the base has none of it.
+        AdapterError: a bias is missing, or of another shape, or the base has no biases.
     """
     who = f"adapter {adapter.name!r}, whose recipe has bias={adapter.recipe.bias!r},"
     for path in [*base_biases, *adapter.biases]:
@@ -197,11 +195,7 @@ def check_biases(adapter: Adapter, base_biases: Mapping[str, Tensor]) -> None:
 
 
 def check_finite(adapter: Adapter, where: object) -> None:
-    """Refuse an adapter with a weight that is NaN or infinite, read from a place.
-
-    Raises:
-        AdapterError: the module, or the name, of the first one.
-    """
+    """Raise an AdapterError if a weight, read from a place, is NaN or infinite; name its module."""
     named = [(path, t) for path, weights in adapter.weights.items() for t in weights.tensors]
     for name, tensor in (*named, *adapter.biases.items(), *adapter.shared.items()):
         # Both are NaN where any entry is; one pass, and no copy of the tensor.
@@ -214,10 +208,10 @@ def check_finite(adapter: Adapter, where: object) -> None:
 
 
 def with_shared(adapter: Adapter, module_shapes: Mapping[str, Shape]) -> Adapter:
-    """The adapter with what its modules share, drawn again where its file does not hold it.
+    """Return the adapter with shared tensors, drawn again if its file does not hold them.
 
     Raises:
-        AdapterError: what the file holds is smaller than the modules.
+        AdapterError: the file's are smaller than the modules.
     """
     shapes = [module_shapes[path] for path in adapter.weights]
     needed = adapter.recipe.weights.fresh_shared(adapter.recipe, shapes)
@@ -236,7 +230,7 @@ def check_fits(
     base_model_name: str = "",
     output_layer: str | None = None,
 ) -> None:
-    """Refuse an adapter that was trained for another base; arguments are those of `new_adapter`.
+    """Raise an error for an adapter of another base; arguments are those of `new_adapter`.
 
     Raises:
         AdapterError: a module is not in the base or has another shape, or the recipe adapts a

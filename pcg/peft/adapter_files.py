@@ -73,15 +73,15 @@ IsBase: TypeAlias = Callable[[str, Tensor], bool]
 
 
 def read_adapter(path: str | os.PathLike[str], name: str, is_base: IsBase | None = None) -> Adapter:
-    """Read an adapter of that name, which peft or pcg saved, from a directory; tensors are mapped.
+    """Read an adapter, which peft or pcg saved, from a directory; tensors are mapped.
 
     Args:
-        is_base: tells whether a tensor is the base's own weight of a module, of which peft saves a
-            copy beside LoRA on a head; None refuses all of them.
+        is_base: tells whether a tensor is the base's weight of a module, of which peft saves a copy
+            with LoRA on a head; None refuses all of them.
     Raises:
-        AdapterError: a file is missing, damaged or not the one of which SHA256SUMS there tells, or
-            config and weights do not go together.
-        UnsupportedError: another PEFT method, or a feature that pcg does not do, by name.
+        AdapterError: a file is missing, damaged or differs from SHA256SUMS there, or config and
+            weights do not match.
+        UnsupportedError: another PEFT method, or a feature that pcg lacks, by name.
     """
     directory = expanded(path)
     with verified(partial(check_sums, directory, (CONFIG, WEIGHTS), AdapterError, _FIX)):
@@ -123,7 +123,7 @@ def _of_weights(
 
 
 def recipes_of(peft: object) -> dict[str, Recipe]:
-    """The recipes that `peft` names; one without a name is called `default`."""
+    """Return the recipes that `peft` names; a recipe without a name is called `default`."""
     if peft is None or (isinstance(peft, str) and peft.lower() == "none"):
         return {}
     if isinstance(peft, Mapping) and not is_recipe(peft):
@@ -180,7 +180,7 @@ def _no_weights(directory: Path) -> str:
 class _Tensors:
     """A file's tensors: by module and part, biases by module, shared ones, and whole keys.
 
-    `copies` are modules and what should be their base's weights, by key.
+    `copies` are modules and the supposed weights of their base, by key.
     """
 
     def __init__(self) -> None:
@@ -254,7 +254,6 @@ def _unknown_key(file: Path, key: str, recipe: Recipe) -> PcgError:
 
 
 def _weights(file: Path, path: str, parts: Mapping[str, Tensor], recipe: Recipe) -> ModuleWeights:
-    """The weights of one module, checked against the recipe."""
     if recipe.target_modules is not None and recipe.bypass(path) is None:
         raise AdapterError(
             f"{file} has weights for {path}, which {CONFIG} does not target "
@@ -287,10 +286,9 @@ def _check_biases(
 def write_adapter(adapter: Adapter, path: str | os.PathLike[str]) -> None:
     """Save an adapter in a directory so that peft reads it, too.
 
-    The files are written whole beside where they go, then renamed: whatever happens, a file at
-    `path` is the old one or the new one, and SHA256SUMS there holds for it. An equal config stays
-    as it is, so that saving an adapter again replaces one file of its own, in one step. Other files
-    in the directory stay.
+    The files are written to a temporary directory, then renamed: in any event, a file at `path` is
+    the old one or the new one, and SHA256SUMS there holds for it. An equal config is kept, so that
+    saving an adapter again replaces one file, in one step. Other files in the directory are kept.
 
     Raises:
         AdapterError: it cannot be written, or its weights are not those of its recipe.
@@ -336,7 +334,7 @@ def write_adapter(adapter: Adapter, path: str | os.PathLike[str]) -> None:
 
 
 def _sums_before(directory: Path) -> dict[str, set[str]]:
-    """Return the digests of the adapter that is there, and of what else SHA256SUMS names."""
+    """Return the digests of the adapter in a directory, and of other names in SHA256SUMS."""
     try:
         sums = read_sums(directory, AdapterError) or {}
     except AdapterError:  # damaged: it is replaced
@@ -348,7 +346,7 @@ def _sums_before(directory: Path) -> dict[str, set[str]]:
 
 
 def write_adapter_files(adapter: Adapter, directory: Path) -> None:
-    """Write an adapter's files into a directory that is made of more, which its maker seals.
+    """Write an adapter's files into a larger directory, which the caller seals.
 
     Raises:
         AdapterError: its weights are not those of its recipe.
@@ -379,11 +377,11 @@ def _write_files(files: _Files, directory: Path) -> None:
 
 
 def digest_of(adapter: Adapter) -> str:
-    """Return `sha256:` and the hexadecimal SHA-256 of what `write_adapter` writes of an adapter.
+    """Return `sha256:` and the hexadecimal SHA-256 of the files that `write_adapter` writes.
 
     Hashed are the fields of adapter_config.json, as JSON with sorted keys and lists of names sorted
-    too, then the tensors in the order of their keys: key, dtype and shape as JSON, and the bytes. A
-    file saved and read again has the same digest, wherever it lies and whatever its adapter's name.
+    too, then the tensors in the order of their keys: key, dtype and shape as JSON, and the bytes.
+    The digest depends neither on the path nor on the adapter's name.
     """
     fields = {
         key: sorted(value) if isinstance(value, list) and all(map(_is_text, value)) else value
@@ -403,7 +401,7 @@ def _is_text(value: object) -> bool:
 
 
 def _config_to_write(adapter: Adapter) -> dict[str, Any]:
-    """The fields with names of modules, or their paths where the recipe has none."""
+    """Return the fields with names of modules, or their paths if the recipe has none."""
     recipe = adapter.recipe
     targets = recipe.target_modules
     if targets is None or recipe.is_all_linear:
@@ -412,7 +410,6 @@ def _config_to_write(adapter: Adapter) -> dict[str, Any]:
 
 
 def _tensors_to_write(adapter: Adapter) -> dict[str, Tensor]:
-    """The tensors by peft's keys."""
     tensors: dict[str, Tensor] = {}
     for path, weights in adapter.weights.items():
         _check_bypass(adapter, path, weights)
@@ -430,7 +427,7 @@ def _tensors_to_write(adapter: Adapter) -> dict[str, Tensor]:
 
 
 def _check_bypass(adapter: Adapter, path: str, weights: ModuleWeights) -> None:
-    """Refuse weights that a reader of the config would use otherwise."""
+    """Raise an error for weights that a reader of the config would use otherwise."""
     recipe = adapter.recipe
     if recipe.target_modules is not None and recipe.bypass(path) is None:
         raise AdapterError(

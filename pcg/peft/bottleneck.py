@@ -3,10 +3,10 @@
     h = σ(D x + d),   y' = y + scaling · (U h + u),   D: [size, in],  U: [out, size]
 
 `houlsby` has one behind the output of attention and one behind that of the MLP, before the residual
-is added (Houlsby et al. 2019); `pfeiffer` the latter alone (Pfeiffer et al. 2020); there x is y.
+is added (Houlsby et al. 2019); `pfeiffer` only the latter (Pfeiffer et al. 2020); in both x is y.
 `parallel` has one beside the MLP, whose input it reads (He et al. 2022).
 
-peft does not have them; the configuration and the keys are pcg's own.
+peft does not have them; the configuration and the keys are pcg's.
 
     base_model.model.<module>.adapter_down.weight      [size, in]
     base_model.model.<module>.adapter_down.bias        [size]
@@ -65,9 +65,9 @@ class BottleneckBypass(Bypass):
         h = activate(shrink(x, D), d);  z = bias_add(expand_add(y, h, U), u)
 
     Attributes:
-        size: the size of the bottleneck; None is left open, as serving has it.
+        size: the size of the bottleneck; None for serving.
         non_linearity: σ, a name of `NON_LINEARITIES`.
-        scaling: the factor on what the adapter adds.
+        scaling: the factor on the adapter's summand.
         is_parallel: True if it reads the input of the MLP that the module ends, not y.
     """
 
@@ -84,7 +84,6 @@ class BottleneckBypass(Bypass):
 
     @property
     def prefix(self) -> str:
-        """The beginning of its parameters' names."""
         return f"{self.non_linearity}{'_parallel' * self.is_parallel}_adapter"
 
     def trained_shapes(self, out: int, in_: int) -> Shapes:
@@ -149,7 +148,7 @@ class BottleneckWeights(ModuleWeights):
 
     @classmethod
     def fresh(cls, recipe: Recipe, bypass: Any, shape: Shape, draw: Draw, around: Around) -> Self:
-        """Weights that begin as nn.Linear's going down, and as zeros going up.
+        """Return weights as nn.Linear's going down, and zeros going up.
 
         x has as many features as y, as a layer's residuals have.
         """
@@ -227,7 +226,7 @@ class BottleneckConfig(TargetedRecipe):
         return BottleneckBypass(self.bottleneck_size, self.non_linearity, self.scaling, is_parallel)
 
     def for_family(self, model_type: str | None) -> Self:
-        """The recipe with the outputs of all families; a model has those of its own."""
+        """Return the recipe with the outputs of all families; a model has some of them."""
         if self.target_modules is not None:
             return self
         return dataclasses.replace(self, target_modules=VARIANTS[self.variant])

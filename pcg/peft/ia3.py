@@ -147,8 +147,8 @@ class IA3Config(TargetedRecipe):
     Attributes:
         exclude_modules: names or one regex, as the targets, of modules that are left out.
         feedforward_modules: names or one regex for the whole path; targets that they match are
-            scaled at their input. A name matches any path that ends in it, as in peft, even behind
-            no dot. None is what is usual for the family.
+            scaled at their input. A name matches any path that ends in it, as in peft, even without
+            a dot. None is usual for the family.
         init_ia3_weights: True, vectors of ones, which change nothing; False, normal ones.
     """
 

@@ -42,12 +42,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class LohaBypass(MadeLoraBypass):
-    """LoHa beside one module: LoRA, whose A and B training makes of the four factors.
+    """LoHa at one module: LoRA, whose A and B training computes from the four factors.
 
         A = khatri_rao(w1_b, w2_b) of rows;  B = khatri_rao(w1_a, w2_a) of columns
 
     Attributes:
-        scale: the factor on what they make.
+        scale: the factor on the product.
     """
 
     scale: float
@@ -109,7 +109,7 @@ class LohaWeights(ModuleWeights):
 
     @property
     def parameters(self) -> Mapping[str, AdapterWeight]:
-        """The factors; the first has the scale of what all make."""
+        """The factors; the first has the scale of the product."""
         return {**super().parameters, "hada_w1_a": AdapterWeight(self.w1_a, self.scale)}
 
     @property
@@ -163,7 +163,7 @@ class LoHaConfig(PatternedRecipe):
 
     @property
     def one_rank(self) -> None:
-        """None, as what a step keeps is no line in r: A and B have the rank r²."""
+        """None, as the saved values of a step are not linear in r: A and B have the rank r²."""
         return None
 
     def bypass_at(self, path: str) -> LohaBypass:

@@ -50,18 +50,18 @@ _MAGNITUDE = "lora_magnitude_vector"
 
 @dataclass(frozen=True)
 class LoraBypass(Bypass):
-    """LoRA beside one module.
+    """LoRA at one module.
 
         s = shrink(x, A)         [T, rank]
         z = expand_add(y, s, B)  [T, out]
 
-    DoRA scales z, but not the base's bias b, by a factor that training makes of the weights, and
-    that serving has as an adapter's parameter,
+    DoRA scales z, but not the base's bias b, by a factor that training computes from the weights,
+    and serving has as an adapter's parameter,
 
         n = column_norm(W, A, B);  f = column_factor(m, n);  scale(z, f, b)
 
     Attributes:
-        rank: the rank; None is left open, as serving has it.
+        rank: the rank; None for serving.
         scale: the factor on the product.
         use_dora: True if magnitudes are trained, too.
         has_bias: True if B has a bias.
@@ -115,7 +115,7 @@ class LoraBypass(Bypass):
 
 @dataclass(frozen=True)
 class MadeLoraBypass(Bypass):
-    """A network that is LoRA, whose A and B training makes of other parameters, and serving has."""
+    """A network that is LoRA, whose A and B training computes from other parameters."""
 
     rank: int
 
@@ -127,7 +127,6 @@ class MadeLoraBypass(Bypass):
 
 
 def _length(weight: Tensor) -> Tensor:
-    """The length of each output's weights, [out]."""
     return weight.norm(dim=1)  # type: ignore[no-any-return]
 
 
@@ -136,7 +135,7 @@ class LoraWeights(LowRankWeights):
     """LoRA's weights of one module: y += scale · (B (A x) + bias).
 
     Attributes:
-        bias: B's own (`lora_bias`), [out]; most adapters have none.
+        bias: B's bias (`lora_bias`), [out]; most adapters have none.
         magnitude: DoRA's magnitude, [out].
     """
 
@@ -207,7 +206,7 @@ class LoraWeights(LowRankWeights):
         return makers
 
     def _norm(self, around: Around) -> Tensor:
-        """||W + scale · B A|| of each output, [out], in the adapter's dtype; made by the base."""
+        """Return ||W + scale · B A|| of each output, [out], in the adapter's dtype."""
         base = around.base()
         remote: Any = getattr(base, "remote", None)  # of `pcg.kernels.torch.products`
         if remote is not None:
@@ -325,7 +324,7 @@ class LoraConfig(PatternedRecipe):
 
 
 def _check_init(init: str, saved: bool = False) -> None:
-    """Refuse a way to begin that pcg does not have, or that changed a saved adapter's base."""
+    """Raise an error for an initialisation that pcg lacks, or that changed the base."""
     if saved and init.lower() not in PLAIN_INITS:
         raise UnsupportedError(
             f"init_lora_weights={init!r}: it changed the base's weights, so that the adapter is "

@@ -1,9 +1,9 @@
-"""The bypass network of a PEFT method at one module, and what it meets where it is used.
+"""The bypass network of a PEFT method at one module, and its interfaces.
 
     Y = f_B(X) + f_A(X)                                                            (FlexLLM §4.1)
 
 The compiler gives it a `Place` in a graph, for its operators, and a finetuning job gives a recipe
-the `Shards` of an adapter, for what training does outside the program.
+the `Shards` of an adapter, for the part of training that is outside the program.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ class Place(Protocol):
 
     Attributes:
         site: the module's path with `{layer}` for the layer's index.
-        inputs: the node's inputs by now.
+        inputs: the node's current inputs.
         shape: (out, in) of the weight of a linear node.
-        serving: True if the graph serves; tensors that can be made of an adapter once are then
-            parameters.
+        serving: True if the graph serves; tensors that can be computed from an adapter once are
+            then parameters.
     """
 
     @property
@@ -43,44 +43,43 @@ class Place(Protocol):
     def serving(self) -> bool: ...
 
     def features(self, value: str) -> tuple[int, ...]:
-        """The shape of a value but for its tokens."""
+        """Return the shape of a value without its tokens."""
 
     def largest(self, kind: type[Bypass]) -> Shape:
-        """The largest out and the largest in of the model's modules with a bypass of this kind."""
+        """Return the largest out and in of the model's modules with a bypass of this kind."""
 
     def module_input(self, names: Sequence[str]) -> str | None:
-        """The input of a module of one of these names beside the node's, already in the graph."""
+        """Return the input of a module of one of these names beside the node's, or None."""
 
     def add(self, op: str, suffix: str, *inputs: str, **attributes: Any) -> str:
         """Add an operator, named after the node."""
 
     def adapter(self, kind: str, *shape: int | None) -> str:
-        """Add a parameter of the module's; None in its shape is a rank that is left open."""
+        """Add a parameter of the module; None in its shape is an open rank."""
 
     def shared(self, name: str, source: str, *shape: int | None) -> str:
-        """Add a parameter that is not of one module; None is a number of virtual tokens."""
+        """Add a parameter of several modules; None is a number of virtual tokens."""
 
     def dropped(self, *, keeps_dtype: bool = False) -> str:
-        """The node's input, with the recipe's dropout in training.
+        """Return the node's input, with the recipe's dropout in training.
 
-        It is dropped in the adapters' dtype, as peft does; with `keeps_dtype` in the base's, as
-        the base multiplies it, too.
+        It is dropped in the adapters' dtype, as peft does; with `keeps_dtype` in the base's, as the
+        base multiplies it, too.
         """
 
-    def set_input(self, index: int, value: str) -> None:
-        """Let the node read something else."""
+    def set_input(self, index: int, value: str) -> None: ...
 
 
 @dataclass(frozen=True)
 class Bypass(ABC):
-    """The network of a method at one module, of one adapter or of all that meet there."""
+    """The network of a method at one module, of one adapter or of all at that module."""
 
     behind_bias: ClassVar[bool] = False
     """True if its operators stand behind the bias that an adapter may have of its own."""
 
     @property
     def virtual_tokens(self) -> int:
-        """The number of virtual tokens that it stands for; 0 for most methods."""
+        """The number of its virtual tokens; 0 for most methods."""
         return 0
 
     @property
@@ -90,21 +89,21 @@ class Bypass(ABC):
 
     @abstractmethod
     def trained_shapes(self, out: int, in_: int) -> Shapes:
-        """The shapes of what is trained at a module [out, in]."""
+        """Return the shapes of the trained tensors at a module [out, in]."""
 
     @abstractmethod
     def union(self, other: Self) -> Self:
-        """The one network of two adapters, as large as the larger needs."""
+        """Return the network of two adapters, as large as the larger needs."""
 
     def served(self) -> Bypass:
-        """The network as serving has it, where adapters of any size meet."""
+        """Return the network for serving, for adapters of any size."""
         return self
 
     def read(self, at: Place) -> None:  # noqa: B027  most methods change nothing there
-        """Change what the node reads."""
+        ...
 
     def attach(self, at: Place, y: str) -> str:
-        """Add operators behind the node; returns what stands for its output `y`."""
+        """Add operators behind the node; return the new value for its output `y`."""
         return y
 
 
@@ -122,51 +121,51 @@ class Shards(Protocol):
     tensors: dict[str, Tensor]
 
     def counts(self, name: str, gathered: int | None = None) -> bool:
-        """Return whether this rank counts what several have, where they sum what each has.
+        """Return whether this rank counts a tensor that several have, if they sum theirs.
 
-        `gathered` is a dim, from 0, along which all have gathered the tensor, if it was parted so.
+        `gathered` is a dim, from 0, along which all have gathered the tensor, if it was split along
+        it.
         """
 
     def path_of(self, name: str) -> str:
-        """The path of a shard's tensor in the adapter."""
+        """Return the path of a shard's tensor in the adapter."""
 
-    def whole_shape(self, path: str) -> tuple[int, ...]:
-        """The shape of an adapter's tensor."""
+    def whole_shape(self, path: str) -> tuple[int, ...]: ...
 
     def ranges(self, name: str) -> Sequence[tuple[int, int]]:
-        """The range of a shard in each dim of the whole."""
+        """Return the range of a shard in each dim of the whole."""
 
     def sharded_dim(self, name: str) -> int | None:
-        """The dim that each rank has a part of; None where all have the same."""
+        """Return the dim that is split over ranks; None if all have the same."""
 
     def summed(self, values: Sequence[Tensor]) -> list[Tensor]:
-        """The sums of the ranks' tensors, in one exchange; the same bits on all of them."""
+        """Return the sums of the ranks' tensors, in one exchange; the same bits on all ranks."""
 
     def gathered(self, values: Mapping[str, Tensor]) -> dict[str, list[Tensor]]:
-        """The parted shards of every rank, by name, in one exchange."""
+        """Return the split shards of every rank, by name, in one exchange."""
 
     def joined(self, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Whole tensors by path, joined of each rank's values for its shards by name."""
+        """Return whole tensors by path, joined from each rank's values for its shards by name."""
 
     def cut(self, wholes: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """The shards of this rank, by name, of whole tensors by path; some may be missing."""
+        """Return this rank's shards, by name, of whole tensors by path; some may be missing."""
 
 
 class TrainingBeside(Protocol):
     """The part of a job on an adapter that is outside the program."""
 
     def regularize(self) -> float:
-        """Add the gradient of another loss, whose value is returned, to those summed over ranks."""
+        """Add the gradient of another loss to those summed over ranks; return the loss."""
 
     def after_step(self, step: int) -> None:
-        """Change the adapter after the optimizer's step, from 1, whose gradients are there."""
+        """Change the adapter after the optimizer's step, from 1; gradients are available."""
 
     @property
     def tensors(self) -> dict[str, Tensor]:
-        """The state of whole tensors, for a checkpoint; all ranks ask for it."""
+        """The state of whole tensors, for a checkpoint; all ranks call this."""
 
     def load(self, tensors: Mapping[str, Tensor]) -> None:
-        """Go on with the state of a checkpoint."""
+        """Load the state of a checkpoint."""
 
     def finished(self, adapter: Any) -> Any:
-        """The adapter that the job leaves."""
+        """Return the adapter that the job leaves."""

@@ -44,11 +44,11 @@ class PrefixBypass(VirtualTokens):
 
         k = virtual_tokens(k, p_k);  v = virtual_tokens(v, p_v)
 
-    So what the layers make of virtual tokens is read by no other token.
+    So no other token reads the layers' results for virtual tokens.
     """
 
     def trained_shapes(self, out: int, in_: int) -> Shapes:
-        """The shapes in a layer with so many features of values and of keys."""
+        """Return the shapes in a layer with `out` features of values and `in_` of keys."""
         assert self.tokens is not None
         return (self.tokens, in_), (self.tokens, out)
 
@@ -118,7 +118,7 @@ class PrefixTuningConfig(VirtualTokensRecipe):
     Attributes:
         num_layers: layers of the base; None until that is known.
         init_weights: None, a fresh prefix is normal; "zero".
-        prefix_projection: a network of two layers makes the prefix, and is what is trained.
+        prefix_projection: train a network of two layers that makes the prefix.
         encoder_hidden_size: features within it; None is as many as keys have.
     """
 
@@ -169,6 +169,6 @@ class PrefixTuningConfig(VirtualTokensRecipe):
 
 
 def _layers(paths: Names) -> int:
-    """Layers of a model with linear modules of these paths; the first number is the layer's."""
+    """Count the layers of linear modules' paths; the first number is the layer's."""
     matches = (re.match(r".*?\.(\d+)\.", path) for path in paths)
     return max((int(match[1]) + 1 for match in matches if match), default=0)

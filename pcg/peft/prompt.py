@@ -2,9 +2,9 @@
 
     x = [p_0 … p_{n-1}, E[t_0], E[t_1], …],   p: [n, hidden]
 
-They take positions 0 to n-1, and the sequence's own tokens those behind them. Prompt tuning trains
-p itself (Lester et al. 2021); P-tuning (Liu et al. 2021) trains an encoder that makes p, of which
-a saved adapter has p alone.
+They take positions 0 to n-1, and the sequence's tokens those behind them. Prompt tuning trains p
+itself (Lester et al. 2021); P-tuning (Liu et al. 2021) trains an encoder that makes p, of which a
+saved adapter has only p.
 
     prompt_embeddings      [tokens, hidden]
 
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class VirtualTokens(Bypass):
-    """At most `tokens` virtual tokens before a sequence; None is left open, as serving has it."""
+    """At most `tokens` virtual tokens before a sequence; None for serving."""
 
     tokens: int | None
 
@@ -173,8 +173,8 @@ class PromptTuningConfig(PromptRecipe):
     """A prompt tuning configuration, with peft's fields and defaults.
 
     Attributes:
-        prompt_tuning_init: how a fresh prompt begins: RANDOM, normal; of a saved adapter also
-            SAMPLE_VOCAB and TEXT, embeddings of tokens.
+        prompt_tuning_init: initialisation of a fresh prompt: RANDOM, normal; of a saved adapter
+            also SAMPLE_VOCAB and TEXT, embeddings of tokens.
     """
 
     method: ClassVar[str] = "prompt tuning"

@@ -1,4 +1,4 @@
-"""Encoders of virtual tokens: networks that are trained in place of the prompt that they make.
+"""Encoders of virtual tokens: networks that are trained in place of their output, a prompt.
 
     MLP      p = W₂ relu(W₁ relu(W₀ e + b₀) + b₁) + b₂
     LSTM     p = W₁ relu(W₀ lstm(e) + b₀) + b₁,  lstm of both directions
@@ -6,9 +6,9 @@
 
 with e: [tokens, width], and p: [tokens, width], or [tokens, 2 · layers · width] for a prefix.
 
-A saved adapter holds what its encoder makes, so one that was saved cannot be trained further. In
-training an encoder is a PyTorch module around the compiled program, which reads what it makes and
-gives its gradient: a step's forward is preceded by the encoder's, and its backward followed by it.
+A saved adapter holds the encoder's output, so a saved one cannot be trained further. In training an
+encoder is a PyTorch module around the compiled program, which reads the output and returns its
+gradient: a step's forward follows the encoder's, and the encoder's backward follows the step's.
 
     dL/dθ = (dp/dθ)ᵀ dL/dp,  dL/dp of the program
 
@@ -58,7 +58,7 @@ class PromptEncoder:
     makes_zeros: bool = False
 
     def widths(self, shapes: Sequence[tuple[int, int]]) -> tuple[int, int, int]:
-        """Features of an embedding, within, and of what is made.
+        """Return the features of an embedding, within, and of the output.
 
         Args:
             shapes: (out, in) of the token embedding, or (values, keys) of each layer.
@@ -75,7 +75,7 @@ class PromptEncoder:
         return width, self.hidden or width, out
 
     def shapes(self, shapes: Sequence[tuple[int, int]]) -> Mapping[str, tuple[int, ...]]:
-        """The shapes of the encoder's parameters, by name; arguments are those of `widths`."""
+        """Return the shapes of the parameters, by name; arguments are those of `widths`."""
         import torch
 
         with torch.device("meta"):
@@ -83,7 +83,7 @@ class PromptEncoder:
         return {name: tuple(parameter.shape) for name, parameter in network.named_parameters()}
 
     def fresh(self, shapes: Sequence[tuple[int, int]], seed: int) -> dict[str, Tensor]:
-        """Fresh parameters, as peft initialises them, in float32; `shapes` are those of `widths`.
+        """Return fresh parameters, as peft initialises them, in float32; `shapes` as of `widths`.
 
         Raises:
             UnsupportedError: the encoder has dropout.
@@ -100,7 +100,7 @@ class PromptEncoder:
         return {name: parameter.detach() for name, parameter in network.named_parameters()}
 
     def check_trainable(self) -> None:
-        """Refuse an encoder that is not trained. UnsupportedError: it has dropout."""
+        """Raise an UnsupportedError for an encoder with dropout."""
         if self.dropout:
             raise UnsupportedError(
                 f"encoder_dropout={self.dropout:g}: what an LSTM drops is drawn within it, so that "
@@ -132,7 +132,7 @@ def _network(encoder: PromptEncoder, width: int, hidden: int, out: int) -> nn.Mo
 
 
 def _bound_network(encoder: PromptEncoder, tensors: Mapping[str, Tensor]) -> nn.ModuleDict:
-    """A network whose parameters share the tensors' memory."""
+    """Return a network whose parameters share the tensors' memory."""
     import torch
 
     head = "transform" if encoder.kind == PREFIX else "mlp_head"
@@ -147,7 +147,7 @@ def _bound_network(encoder: PromptEncoder, tensors: Mapping[str, Tensor]) -> nn.
 
 
 def _made(encoder: PromptEncoder, network: Any) -> Tensor:
-    """The virtual tokens that the network makes, [tokens, out]."""
+    """Return the network's output, [tokens, out]."""
     import torch
 
     x = network["embedding"].weight
@@ -160,7 +160,7 @@ def _made(encoder: PromptEncoder, network: Any) -> Tensor:
 
 
 def made_by_encoder(recipe: Any, tensors: Mapping[str, Tensor]) -> Mapping[str, ModuleWeights]:
-    """The weights, by path, that the recipe's encoder makes with these parameters."""
+    """Return the weights, by path, that the recipe's encoder makes with these parameters."""
     prompt = _made(recipe.encoder, _bound_network(recipe.encoder, tensors)).detach()
     return recipe.weights.read_whole({KEY: prompt}, recipe)  # type: ignore[no-any-return]
 
@@ -169,17 +169,13 @@ class EncodedTraining:
     """The encoder of an adapter that is trained.
 
     Attributes:
-        parameters: what is trained, by name, in the memory of the adapter's tensors.
+        parameters: the trained tensors, by name, in the memory of the adapter's tensors.
     """
 
     def __init__(
         self, recipe: Any, tensors: Mapping[str, Tensor], weights: Mapping[str, ModuleWeights]
     ) -> None:
-        """Take the encoder of an adapter's recipe, its parameters, and the weights that it makes.
-
-        Raises:
-            UnsupportedError: the encoder has dropout.
-        """
+        """Take an adapter's recipe, its encoder's parameters and its weights."""
         self._recipe = recipe
         self._encoder: PromptEncoder = recipe.encoder
         self._encoder.check_trainable()
@@ -203,12 +199,12 @@ class EncodedTraining:
                 tensor.copy_(value)
 
     def publish(self) -> None:
-        """Make the weights anew, after the parameters have changed."""
+        """Make the weights again, after the parameters have changed."""
         self.make()
         self._made = ()
 
     def backward(self) -> None:
-        """Take the weights' gradients through the encoder, and leave none on the weights."""
+        """Propagate the weights' gradients through the encoder, and clear them."""
         import torch
 
         torch.autograd.backward(self._made, [tensor.grad for tensor in self._tensors])

@@ -1,14 +1,14 @@
-"""The base of every recipe: a PEFT method's configuration, and what pcg asks of the method.
+"""The base of every recipe: a PEFT method's configuration, and its interface.
 
 A method is one file of this folder and one line of the registry. The file holds
     a recipe        its fields, which have peft's names; their checks; its adapter_config.json
-    a bypass        what the recipe does at one module: the operators of training and of serving
+    a bypass        the recipe at one module: the operators of training and of serving
     weights         the tensors of one module, in files and in memory
-and, where there is any, what training does outside the program.
+and the part of training that is outside the program, if there is any.
 
-A field of adapter_config.json is one of four: the recipe's; a note that changes nothing here and is
-written back as it was read; one that only matters with another one that is refused; or a feature
-that pcg does not have, which is refused by name unless it is off, as is an unknown field.
+A field of adapter_config.json is one of four: the recipe's; a note that changes nothing and is
+written back as it was read; a field that only matters with another one that is refused; or a
+feature that pcg lacks, which is refused by name unless it is off, as is an unknown field.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ class OtherField:
 
     Attributes:
         default: the value that peft writes.
-        feature: in words, the feature that it turns on, which pcg does not have; empty for none.
-        is_note: True if it changes nothing here, and is written back as it was read.
+        feature: in words, the feature that it turns on, which pcg lacks; empty for none.
+        is_note: True if it changes nothing, and is written back as it was read.
         is_written: True if peft writes it.
     """
 
@@ -55,12 +55,12 @@ class OtherField:
 
 
 def note(default: Any = None) -> OtherField:
-    """A field that changes nothing here."""
+    """Return a field that changes nothing."""
     return OtherField(default, is_note=True)
 
 
 def refused(feature: str, default: Any = None) -> OtherField:
-    """A field that turns on a feature that pcg does not have."""
+    """Return a field that turns on a feature that pcg lacks."""
     return OtherField(default, feature)
 
 
@@ -87,7 +87,7 @@ OF_PCG: Mapping[str, OtherField] = {
 
 
 def saved_as(name: str, default: Any) -> Any:
-    """A field that a program's manifest has under another name than peft's."""
+    """Return a field that a program's manifest has under another name than peft's."""
     return field(default=default, metadata={"saved": name})
 
 
@@ -117,13 +117,12 @@ class Recipe(ABC):
     """The field that is `dropout`."""
 
     def __post_init__(self) -> None:
-        """Let lists, which peft has, be tuples."""
+        """Convert lists, which peft has, to tuples."""
         for each in dataclasses.fields(self):
             object.__setattr__(self, each.name, _plain(each.name, getattr(self, each.name)))
 
     @property
     def title(self) -> str:
-        """The name of the method, or of its variant."""
         return self.method
 
     # ---------------------------------------------------------------- fields that not all have
@@ -140,7 +139,7 @@ class Recipe(ABC):
 
     @property
     def bias(self) -> str:
-        """The biases of the base that are trained, too: "none", "all", or a word of the method."""
+        """The biases of the base that are trained: "none", "all", or a word of the method."""
         return "none"
 
     @property
@@ -151,13 +150,13 @@ class Recipe(ABC):
 
     @property
     def rank(self) -> int | None:
-        """The rank of modules that no pattern gives another one; None for methods without."""
+        """The rank of modules that no pattern gives another rank; None for methods without."""
         rank: int | None = getattr(self, self.rank_field) if self.rank_field else None
         return rank
 
     @property
     def one_rank(self) -> int | None:
-        """The rank that all modules have; None where they differ, or have none."""
+        """The rank of all modules; None if they differ, or have none."""
         return self.rank
 
     def with_rank(self, rank: int) -> Self:
@@ -167,65 +166,64 @@ class Recipe(ABC):
 
     @property
     def prompt_tokens(self) -> int:
-        """The number of virtual tokens that stand before each sequence."""
+        """The number of virtual tokens before each sequence."""
         return 0
 
     @property
     def learns_first_token(self) -> bool:
-        """True if the last virtual token predicts a sequence's first."""
         return False
 
     @property
     def encoder(self) -> PromptEncoder | None:
-        """The network that is trained in place of what it makes; None for most methods."""
+        """The network that is trained in place of its output; None for most methods."""
         return None
 
     # ------------------------------------------------------------------------------------- sites
 
     @abstractmethod
     def bypass_at(self, path: str) -> Bypass:
-        """The bypass network of the module at `path`, taking for granted that it is adapted."""
+        """Return the bypass network of the module at `path`, assuming that it is adapted."""
 
     def bypass(self, path: str, output_layer: str | None = None) -> Bypass | None:
-        """The bypass network of the linear module at `path`; None where it gets none."""
+        """Return the bypass network of the linear module at `path`, or None."""
         return None
 
     @abstractmethod
     def bypasses(
         self, paths: Names, output_layer: str | None = None, model_type: str | None = None
     ) -> dict[str, Bypass]:
-        """The bypass networks of a model, by path in the order of `paths`.
+        """Return the bypass networks of a model, by path in the order of `paths`.
 
         Args:
             paths: the paths of all linear modules of the model.
             output_layer: path of the head, which "all-linear" leaves out.
-            model_type: the model's, of config.json; needed where the recipe names no modules.
+            model_type: the model's, of config.json; needed if the recipe names no modules.
         Raises:
             AdapterError: the recipe does not fit the model.
         """
 
     def bypasses_in(self, model: ModelGraph, model_type: str) -> dict[str, Bypass]:
-        """The bypass networks of a folded model, by path; errors are those of `bypasses`."""
+        """Return the bypass networks of a folded model; errors are those of `bypasses`."""
         self.check_embeddings(model.embedding_modules())
         return self.bypasses(tuple(model.linear_modules()), model.output_module, model_type)
 
     def check_embeddings(self, paths: Names) -> None:  # noqa: B027  most name no modules
-        """Refuse a recipe whose targets include an embedding. AdapterError: it names one."""
+        """Raise an AdapterError if the targets include an embedding."""
 
     def resolved(
         self, paths: Names, output_layer: str | None = None, model_type: str | None = None
     ) -> Self:
-        """The recipe with its modules named so that they are the same without the model."""
+        """Return the recipe with modules named so that they are the same without the model."""
         return self
 
     def trains_bias(self, module: str, adapted: Collection[str]) -> bool:
-        """Return whether the bias of a module is trained, given the modules with a bypass."""
+        """Return whether the bias of a module is trained, given the adapted modules."""
         return self.bias == "all" or (self.bias != "none" and module in adapted)
 
     def trained_shapes(
         self, bypasses: Mapping[str, Bypass], shapes: Mapping[str, tuple[int, int]]
     ) -> Shapes:
-        """The shapes of all that is trained but biases; `shapes` are `ModelGraph.module_shapes`."""
+        """Return the shapes of all trained tensors but biases."""
         trained = (bypass.trained_shapes(*shapes[path]) for path, bypass in bypasses.items())
         return tuple(chain.from_iterable(trained))
 
@@ -235,7 +233,7 @@ class Recipe(ABC):
     """True if a job does something outside the program: `training_beside`."""
 
     def for_job(self, total_steps: int) -> Self:
-        """The recipe with what a job of so many steps leaves no choice about."""
+        """Return the recipe with the values that a job of `total_steps` fixes."""
         return self
 
     @property
@@ -244,7 +242,7 @@ class Recipe(ABC):
         return {}
 
     def training_beside(self, shards: Shards, total_steps: int) -> TrainingBeside | None:
-        """The part of a job that is outside the program; None for most methods.
+        """Return the part of a job that is outside the program; None for most methods.
 
         Raises:
             FinetuneError: such an adapter cannot be trained.
@@ -255,10 +253,10 @@ class Recipe(ABC):
 
     @classmethod
     def from_config(cls, config: Json, *, saved: bool) -> Self:
-        """The recipe of fields as in adapter_config.json; `saved` ones belong to saved weights.
+        """Return the recipe of fields as in adapter_config.json; `saved` ones are of saved weights.
 
         Raises:
-            UnsupportedError: a feature that pcg does not have, by name.
+            UnsupportedError: a feature that pcg lacks, by name.
             AdapterError: a value out of its range.
         """
         cls.check_config(config, saved=saved)
@@ -267,7 +265,7 @@ class Recipe(ABC):
 
     @classmethod
     def check_config(cls, config: Json, *, saved: bool, allowed: Names = ()) -> None:
-        """Refuse what is on and is neither the recipe's nor allowed."""
+        """Raise an error for a field that is on and is neither the recipe's nor allowed."""
         others = {**cls.other_fields, **COMMON}
         ours = {"peft_type", "fan_in_fan_out", *cls._defaults(), *allowed}
         ours.update(name for name, other in others.items() if not other.feature)
@@ -286,12 +284,12 @@ class Recipe(ABC):
     def config_fields(
         self, target_modules: Names | str | None, base_model_name: str, notes: Json
     ) -> dict[str, Any]:
-        """The fields of adapter_config.json, as peft writes them.
+        """Return the fields of adapter_config.json, as peft writes them.
 
         Args:
             target_modules: names or a regex; peft writes no "all-linear" and no null.
             base_model_name: the base's name; empty is null.
-            notes: the fields that `notes_of` found.
+            notes: the result of `notes_of`.
         """
         others = {n: other.default for n, other in self.other_fields.items() if other.is_written}
         fields = {
@@ -307,12 +305,12 @@ class Recipe(ABC):
 
     @classmethod
     def notes_of(cls, config: Json) -> dict[str, Any]:
-        """The fields of adapter_config.json that change nothing here."""
+        """Return the fields of adapter_config.json that change nothing."""
         return {name: config[name] for name in _note_names(cls) if name in config}
 
     @classmethod
     def _defaults(cls) -> dict[str, Any]:
-        """The recipe's fields, with what adapter_config.json has for them by default."""
+        """Return the recipe's fields and their defaults in adapter_config.json."""
         return {
             each.name: each.default
             if each.default_factory is dataclasses.MISSING
@@ -354,7 +352,6 @@ def _note_names(cls: type[Recipe]) -> list[str]:
 
 
 def _plain(name: str, value: Any) -> Any:
-    """A field's value with tuples for lists."""
     if isinstance(value, enum.Enum):
         return value.value
     if name == "layers_pattern" and isinstance(value, str):
@@ -367,7 +364,7 @@ def _plain(name: str, value: Any) -> Any:
 
 
 def to_json(value: object) -> object:
-    """The value with lists for tuples."""
+    """Return the value with lists for tuples."""
     if isinstance(value, tuple):
         return [to_json(item) for item in value]
     if isinstance(value, Mapping):

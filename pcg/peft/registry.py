@@ -1,7 +1,4 @@
-"""Recipes by the name of their method, and from all that stands for one.
-
-The methods are those of `pcg.peft.METHODS`.
-"""
+"""Recipes by the name of their method, and from words, configurations and mappings."""
 
 from __future__ import annotations
 
@@ -32,7 +29,7 @@ _ONCE_FIELDS = (
 
 
 def parameter_kind(source: str) -> ParameterKind:
-    """The kind of an adapter's parameter, by its source; a bias of the base is a summand."""
+    """Return the kind of an adapter's parameter, by its source; a bias of the base is a summand."""
     return _KINDS.get(source.rpartition(".")[2], SUMMAND)
 
 
@@ -42,15 +39,15 @@ def is_shorthand(value: object) -> bool:
 
 
 def recipe_from(config: object, *, saved: bool = False) -> Recipe:
-    """The recipe of a configuration.
+    """Return the recipe of a configuration.
 
     Args:
-        config: a word of `SHORTHANDS`, a recipe, a configuration of peft's, or a
-            mapping as in adapter_config.json.
-        saved: True if it belongs to saved weights, whose initialisation matters only where it
-            changed the base.
+        config: a word of `SHORTHANDS`, a recipe, a configuration of peft's, or a mapping as in
+            adapter_config.json.
+        saved: True if it belongs to saved weights, whose initialisation matters only if it changed
+            the base.
     Raises:
-        UnsupportedError: another PEFT method, or a feature that pcg does not do, by name.
+        UnsupportedError: another PEFT method, or a feature that pcg lacks, by name.
         AdapterError: not a configuration, or a value out of its range.
     """
     if isinstance(config, Recipe):
@@ -72,7 +69,6 @@ def _from_shorthand(config: str) -> Recipe:
 
 
 def _fields(config: object) -> dict[str, Any]:
-    """The fields of a mapping or of a peft configuration."""
     if isinstance(config, Mapping):
         return {str(name): value for name, value in config.items()}
     to_dict = getattr(config, "to_dict", None)
@@ -109,17 +105,17 @@ def _method_of(fields: Json) -> type[Recipe]:
 
 
 def recipe_fields(recipe: Recipe) -> dict[str, Any]:
-    """A recipe as plain data, as a program's manifest has it."""
+    """Return a recipe as plain data, for a program's manifest."""
     names = _saved_names(type(recipe))
     fields = {saved: to_json(getattr(recipe, name)) for saved, name in names.items()}
     return {"peft_type": recipe.peft_type, **fields}
 
 
 def recipe_of_fields(fields: Mapping[str, Any]) -> Recipe:
-    """The recipe of `recipe_fields`.
+    """Return the recipe of `recipe_fields`.
 
     Raises:
-        AdapterError: a method or a field that no recipe has, or a value out of its range.
+        AdapterError: an unknown method or field, or a value out of its range.
     """
     peft_type = str(fields.get("peft_type", ""))
     if peft_type not in RECIPES:
@@ -134,6 +130,6 @@ def recipe_of_fields(fields: Mapping[str, Any]) -> Recipe:
 
 
 def _saved_names(method: type[Recipe]) -> dict[str, str]:
-    """The names of a recipe's fields, by those that a manifest has for them."""
+    """Return the names of a recipe's fields, by their names in a manifest."""
     fields = dataclasses.fields(method)
     return {str(each.metadata.get("saved", each.name)): each.name for each in fields}

@@ -2,8 +2,7 @@
 
 Modules are matched by their full path, such as `model.layers.3.self_attn.q_proj`, as peft matches
 them (peft 0.21.2: `check_target_module_exists`, `get_pattern_key`), so that a recipe means the same
-modules here and there. What peft lets pass with a warning or without one, a name or a pattern that
-matches nothing, is an error here.
+modules in both. A name or a pattern that matches nothing is an error, where peft may only warn.
 """
 
 from __future__ import annotations
@@ -58,8 +57,8 @@ class TargetedRecipe(Recipe):
 
     Attributes:
         target_modules: names, each matching modules whose path is it or ends in `.name`; or one
-            regex for the whole path; or "all-linear", all but the output layer; or None, what is
-            usual for the family.
+            regex for the whole path; or "all-linear", all but the output layer; or None, the usual
+            modules of the family.
     """
 
     biases: ClassVar[Names] = ("none",)
@@ -124,10 +123,10 @@ class TargetedRecipe(Recipe):
         return None
 
     def for_family(self, model_type: str | None) -> Self:
-        """The recipe with the family's usual targets where it names none.
+        """Return the recipe with the family's usual targets if it names none.
 
         Raises:
-            AdapterError: it names none, and nothing is usual for that model_type.
+            AdapterError: it names none, and the model_type has no usual ones.
         """
         if self.target_modules is not None:
             return self
@@ -147,9 +146,9 @@ class TargetedRecipe(Recipe):
     def resolved(
         self, paths: Names, output_layer: str | None = None, model_type: str | None = None
     ) -> Self:
-        """The recipe with its targets as names, which mean the same modules without the model.
+        """Return the recipe with names as targets, which mean the same modules without the model.
 
-        The names are last components of paths where those select the same of `paths`, else paths.
+        The names are last components of paths if those select the same of `paths`, else paths.
         """
         recipe = self.for_family(model_type)
         if not recipe.is_all_linear:
@@ -177,7 +176,7 @@ class TargetedRecipe(Recipe):
         return _matches(path, self.exclude_modules or ())
 
     def _layer(self, path: str) -> int | None:
-        """Index of the layer that the module is in: the first number, not that of an expert."""
+        """Return the index of the module's layer: the first number, not that of an expert."""
         if not self.layers_pattern:
             usual = re.match(r".*?\.[^.]*\.(\d+)\.", path)
             return None if usual is None else int(usual[1])
@@ -189,7 +188,6 @@ class TargetedRecipe(Recipe):
     # ----------------------------------------------------------------------------------- checks
 
     def _check_names(self, paths: Names) -> None:
-        """Refuse a target that matches no module."""
         targets = () if self.target_modules is None else self.target_modules
         if isinstance(targets, str):
             if not self.is_all_linear and not any(_matches(path, targets) for path in paths):
@@ -206,7 +204,6 @@ class TargetedRecipe(Recipe):
                 )
 
     def _check_layers(self, paths: Names) -> None:
-        """Refuse a layer that holds no module of that name."""
         if not self.layers_to_transform:
             return
         indices = {self._layer(path) for path in paths if _matches(path, self.target_modules or ())}
@@ -236,7 +233,7 @@ class LayeredRecipe(TargetedRecipe):
 
 @dataclass(frozen=True, kw_only=True)
 class PatternedRecipe(LayeredRecipe):
-    """A configuration with a rank and an alpha, which some modules may have of their own.
+    """A configuration with a rank and an alpha, which some modules may override.
 
     Attributes:
         rank_pattern: regexes for the end of a path -> rank; the first that matches counts.
@@ -265,13 +262,11 @@ class PatternedRecipe(LayeredRecipe):
         return getattr(self, self.alpha_field)  # type: ignore[no-any-return]
 
     def rank_and_alpha(self, path: str) -> tuple[int, float]:
-        """The rank and the alpha of the module at `path`."""
         rank = first_match(self.rank_pattern, path, getattr(self, self.rank_field))
         return rank, first_match(self.alpha_pattern, path, self._alpha)
 
 
 def _matches(path: str, targets: Names | str) -> bool:
-    """Return whether a regex matches the whole path, or one of the names its end."""
     if isinstance(targets, str):
         return matches_whole(targets, path)
     return path in targets or ends_in(path, targets)
@@ -281,7 +276,7 @@ def _matches(path: str, targets: Names | str) -> bool:
 
 
 def check_modules(name: str, value: object) -> None:
-    """Refuse what is neither None, nor a regex, nor names."""
+    """Raise an error unless a value is None, a regex, or names."""
     if isinstance(value, str):
         _check_regex(name, value)
     elif value is not None and not (
@@ -298,7 +293,7 @@ def _check_regex(name: str, pattern: str) -> None:
 
 
 def _check_counts(recipe: TargetedRecipe) -> None:
-    """Refuse fields that take minutes to match."""
+    """Raise an error for fields that take minutes to match."""
     lists = ("target_modules", "exclude_modules", "layers_pattern", "layers_to_transform")
     for name in (*lists, *recipe.patterns):
         value = getattr(recipe, name)
@@ -346,7 +341,7 @@ def _check_targets(recipe: TargetedRecipe) -> None:
 
 
 def _check_pattern(name: str, patterns: Mapping[str, object], adapted: Collection[str]) -> None:
-    """Refuse a key that matches no adapted module, which peft ignores with a warning."""
+    """Raise an error for a key that matches no adapted module; peft only warns."""
     for pattern in patterns:
         if not any(matches_end(pattern, path) for path in adapted):
             raise AdapterError(

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class VeraBypass(MadeLoraBypass):
-    """VeRA beside one module: LoRA, whose A and B training makes of what all modules share.
+    """VeRA at one module: LoRA, whose A and B training computes from shared matrices.
 
     A = vera_down(vera_A);  B = vera_up(vera_B, λ_b, λ_d)
     """
@@ -96,7 +96,6 @@ class VeraWeights(ModuleWeights):
 
     @property
     def served(self) -> Mapping[str, Callable[[Around], Tensor]]:
-        """LoRA's, as the shared matrices with the vectors are LoRA's of scale 1."""
         out = len(self.lambda_b)
         return {
             "lora_A": lambda around: around.shared["vera_A"][:, : around.shape[1]],
@@ -121,9 +120,9 @@ class VeraConfig(TargetedRecipe):
             adapted modules.
         vera_dropout: probability that an element of a module's input is dropped in training.
         r: the rank of the shared matrices.
-        projection_prng_key: the seed that they are drawn from.
-        save_projection: they stand in the adapter's file; else they are drawn again.
-        d_initial: the number that λ_d begins as.
+        projection_prng_key: the seed of the shared matrices.
+        save_projection: save them in the adapter's file; else they are drawn again.
+        d_initial: the initial value of λ_d.
         init_weights: True, λ_d constant and λ_b zero, which changes nothing; False, normal and
             ones.
     """

@@ -1,7 +1,4 @@
-"""The weights of one module of an adapter.
-
-Weights know five things: how they stand in a file, what they are when fresh, which base module they
-fit, what a training program reads of them, and what serving multiplies by.
+"""The weights of one module of an adapter: in a file, fresh, for training and for serving.
 
 torch is imported where tensors are made, so that recipes are read without it.
 """
@@ -27,11 +24,11 @@ class ParameterKind:
     """A kind of parameters, which is the last component of their source, in all adapters.
 
     Attributes:
-        fill: the value of entries that an adapter does not have, with which nothing changes.
+        fill: the value of missing entries, with which nothing changes.
         rank_dim: the dim of a trained factor that is as long as the rank, or the bottleneck.
         is_factor: True for a matrix of a low-rank product: A [rank, in], or B [out, rank], of which
             serving has the transpose.
-        is_costly: True if serving's is made by a pass over the base's weight, once an adapter.
+        is_costly: True if serving's needs a pass over the base's weight, once an adapter.
     """
 
     fill: float = 0.0
@@ -58,12 +55,12 @@ FACTOR = ParameterKind(fill=1.0)
 
 @dataclass(frozen=True)
 class Around:
-    """The surroundings of a module's weights, which making some of them needs.
+    """The data of the base and the adapter that some weights of a module depend on.
 
     Attributes:
-        base: a function that gives the base's own weight of the module, [out, in].
+        base: returns the base's weight of the module, [out, in].
         shared: the adapter's tensors that all its modules share, by name.
-        shape: the shape of the base's own weight, which need not be got for that.
+        shape: the shape of the base's weight.
     """
 
     base: Callable[[], Tensor]
@@ -87,7 +84,7 @@ class AdapterWeight:
 
 
 class Draw:
-    """Fresh float32 tensors, drawn by a generator of their own."""
+    """Fresh float32 tensors of a generator."""
 
     def __init__(self, seed: int) -> None:
         import torch
@@ -105,11 +102,11 @@ class Draw:
         return self._torch.randn(*shape, generator=self._generator)  # type: ignore[no-any-return]
 
     def uniform(self, bound: float, *shape: int) -> Tensor:
-        """Numbers in ±bound."""
+        """Draw numbers in ±bound."""
         return self.zeros(*shape).uniform_(-bound, bound, generator=self._generator)
 
     def linear(self, *shape: int) -> Tensor:
-        """A matrix as nn.Linear begins: uniform in ±1/√columns."""
+        """Draw a matrix as nn.Linear begins: uniform in ±1/√columns."""
         return self.uniform(shape[-1] ** -0.5, *shape)
 
 
@@ -129,45 +126,45 @@ class ModuleWeights(ABC):
     @classmethod
     @abstractmethod
     def fresh(cls, recipe: Any, bypass: Any, shape: Shape, draw: Draw, around: Around) -> Self:
-        """Fresh weights, as peft initialises them, in float32.
+        """Return fresh weights, as peft initialises them, in float32.
 
         Args:
             recipe: the method's recipe.
             bypass: the recipe's network at the module.
             shape: (out, in) of the module.
             draw: the source of random tensors.
-            around: the base's weight, and what is shared.
+            around: the base's weight, and shared tensors.
         Raises:
             UnsupportedError: an initialisation that needs the base's weights or data.
         """
 
     @classmethod
     def fresh_shared(cls, recipe: Any, shapes: Iterable[Shape]) -> Mapping[str, Tensor]:
-        """The untrained tensors that modules of a fresh adapter, of these (out, in), share."""
+        """Return the untrained tensors that modules, of these (out, in), share."""
         return {}
 
     @classmethod
     def shared_is_stored(cls, recipe: Any) -> bool:
-        """Return whether what is shared stands in the adapter's file; else it is drawn again."""
+        """Return whether shared tensors are saved in the adapter's file."""
         return False
 
     @classmethod
     def read(cls, path: str, parts: Mapping[str, Tensor], recipe: Any) -> Self:
-        """The weights of the module at `path`, of a file's tensors by suffix, at least one.
+        """Return the weights of the module at `path`, of a file's tensors by suffix, at least one.
 
         Raises:
-            AdapterError: a part is missing, has a shape that none can have, or is not the recipe's.
+            AdapterError: a part is missing, has an impossible shape, or is not the recipe's.
         """
         tensors = partners(path, parts, cls.suffixes)
         return cls.of(recipe.bypass_at(path), *tensors).checked(path, recipe)
 
     @classmethod
     def of(cls, bypass: Any, *tensors: Tensor) -> Self:
-        """The weights of tensors in the order of `suffixes`, for what the recipe does there."""
+        """Return the weights of tensors in the order of `suffixes`."""
         return cls(*tensors)
 
     def checked(self, path: str, recipe: Any) -> Self:
-        """These weights. AdapterError: they do not go together, or are not the recipe's."""
+        """Return these weights. AdapterError: they do not match each other or the recipe."""
         present, bypass = self.bypass, recipe.bypass_at(path)
         expected = present.trained_shapes(*(size or 0 for size in self.module_shape))
         if tuple(tuple(tensor.shape) for tensor in self.tensors) != expected:
@@ -184,22 +181,22 @@ class ModuleWeights(ABC):
 
     @classmethod
     def read_whole(cls, parts: Mapping[str, Tensor], recipe: Any) -> Mapping[str, Self]:
-        """The weights, by path, of a file's tensors under `whole_keys`, at least one.
+        """Return the weights, by path, of a file's tensors under `whole_keys`, at least one.
 
         Raises:
-            AdapterError: a tensor has a shape that none can have, or is not the recipe's.
+            AdapterError: a tensor has an impossible shape, or is not the recipe's.
         """
         return {}
 
     @classmethod
     def stored_whole(cls, weights: Mapping[str, Self]) -> Mapping[str, Tensor]:
-        """The tensors of a file under `whole_keys`, of an adapter's weights by path."""
+        """Return the tensors of a file under `whole_keys`, of weights by path."""
         return {}
 
     @property
     @abstractmethod
     def bypass(self) -> Bypass:
-        """The bypass network that these are the weights of, to be compared with the recipe's."""
+        """The bypass network of these weights, to be compared with the recipe's."""
 
     @property
     def stored(self) -> Mapping[str, Tensor]:
@@ -214,36 +211,33 @@ class ModuleWeights(ABC):
 
     @property
     def served(self) -> Mapping[str, Callable[[Around], Tensor]]:
-        """Makers of what serving programs read, by kind: matrices, scaled, a vector as [1, n]."""
+        """Functions that return a serving program's weights, by kind: a vector as [1, n]."""
         return {kind: partial(_weight, weight) for kind, weight in self.parameters.items()}
 
     @property
     def rank(self) -> int:
-        """The rank of what serving multiplies by; 0 where that is not LoRA's."""
+        """The rank of LoRA in serving; 0 without."""
         return 0
 
     @property
     def inner_size(self) -> int:
-        """The size between the matrices that serving multiplies by; 0 without such."""
+        """The size between the matrices of serving; 0 without such."""
         return self.rank
 
     @property
     @abstractmethod
     def module_shape(self) -> tuple[int | None, int | None]:
-        """(out, in) of the module, None where the weights do not tell."""
+        """(out, in) of the module, None if unknown."""
 
     @property
     def shapes(self) -> str:
-        """The tensors' shapes in words."""
         return f"tensors {', '.join(str(list(tensor.shape)) for tensor in self.tensors)}"
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
-        """All tensors, in order."""
         return tuple(value for _, value in self._tensors())
 
     def map(self, change: Callable[[Tensor], Tensor]) -> Self:
-        """The weights with every tensor changed."""
         return dataclasses.replace(self, **{name: change(value) for name, value in self._tensors()})
 
     def _tensors(self) -> list[tuple[str, Tensor]]:
@@ -275,7 +269,7 @@ def _weight(trained: AdapterWeight, around: Around) -> Tensor:
 
 
 def partners(path: str, parts: Mapping[str, Tensor], suffixes: Sequence[str]) -> list[Tensor]:
-    """The tensors of a module that belong together. AdapterError: one is missing, or a number."""
+    """Return the tensors of a module. AdapterError: one is missing, or a number."""
     for suffix in suffixes:
         if suffix not in parts:
             raise AdapterError(f"no {path}.{suffix}, the partner of another tensor there")

@@ -35,10 +35,10 @@ from pcg.version import __version__
 
 
 def described(value: object) -> str:
-    """The text of a value: a plain one's own, the fields of a dataclass, a digest of a tensor.
+    """Return a text of a value: equal on two ranks if the values mean the same.
 
-    An object of another kind, such as a callback or a policy, is described by its type and its
-    plain attributes, as it has no text that is alike in two processes.
+    Plain values have their repr, dataclasses their fields, tensors a digest. An object of another
+    kind, such as a callback or a policy, is described by its type and its plain attributes.
     """
     if value is None or isinstance(value, bool | int | float | str | bytes | torch.dtype):
         return repr(value)
@@ -71,19 +71,19 @@ def _described_object(value: object) -> str:
 
 
 def fields_of(value: Any, leave: Collection[str] = ()) -> dict[str, Any]:
-    """The fields of a dataclass by their names, without some."""
+    """Return the fields of a dataclass by their names, without those of `leave`."""
     names = (each.name for each in dataclasses.fields(value))
     return {name: getattr(value, name) for name in names if name not in leave}
 
 
 def tensor_digest(tensor: Tensor) -> str:
-    """The SHA-256 of a tensor's bytes, as hexadecimal digits."""
+    """Return the SHA-256 of a tensor's bytes, in hexadecimal."""
     flat = tensor.detach().to("cpu").contiguous().reshape(-1)
     return hashlib.sha256(flat.view(torch.uint8).numpy().data).hexdigest()
 
 
 def tokens_digest(sequences: Iterable[Sequence[int]]) -> str:
-    """The SHA-256 of sequences of token ids, as hexadecimal digits."""
+    """Return the SHA-256 of sequences of token ids, in hexadecimal."""
     digest = hashlib.sha256()
     for ids in sequences:
         digest.update(len(ids).to_bytes(8, "little"))
@@ -105,7 +105,7 @@ FIX = "Give all ranks the same arguments, or make the calls of one rank on all o
 class _Word:
     """The message of a rank that begins a call.
 
-    `size` is that of the record of its facts, which is sent only if their digests differ.
+    `size` is that of the record of its facts, which is sent only if digests differ.
     """
 
     digest: bytes
@@ -132,24 +132,20 @@ def _cut(text: str, most: int) -> bytes:
 
 
 def check_same(ranks: Ranks, call: str, facts: Mapping[str, str], fix: str = FIX) -> None:
-    """Refuse to go on where ranks make different calls, or differ in texts that have to be equal.
+    """Raise an error on all ranks if they make different calls, or differ in texts.
 
     Args:
         call: the call in words, as `logits`.
-        facts: the texts, by the names of what they describe.
+        facts: the texts, by the names of their subjects.
         fix: the end of the message.
     Raises:
-        ParallelError: on every rank; names those that differ from the first, and in what.
+        ParallelError: on every rank; names those that differ from the first, and the texts.
     """
     agreed(ranks, call, lambda: None, lambda _: facts, fix)
 
 
 def check_call(ranks: Ranks, call: str) -> None:
-    """Refuse to go on where ranks make different calls.
-
-    Raises:
-        ParallelError: on every rank; says what each of them calls.
-    """
+    """Raise a ParallelError on all ranks if they make different calls."""
     agreed(ranks, call, lambda: None)
 
 
@@ -160,17 +156,17 @@ def agreed(
     facts_of: Callable[[Result], Mapping[str, str]] = lambda _: {},
     fix: str = FIX,
 ) -> Result:
-    """Do something on all ranks that gives all the same, such as reading a file; return it.
+    """Do something on all ranks with the same result, such as reading a file; return it.
 
     Args:
         call: the call in words.
-        act: what each rank does, without messages to others.
-        facts_of: texts of the result that have to be equal, by the names of what they describe.
+        act: the work of each rank, without messages to others.
+        facts_of: texts of the result that have to be equal, by the names of their subjects.
         fix: the end of the message.
     Raises:
-        Exception: what `act` raised on this rank.
-        ParallelError: on every rank: another one failed, makes another call, or has another
-            result; it is named, and what differs.
+        Exception: the error of `act` on this rank.
+        ParallelError: on every rank: another rank failed, makes another call, or has another
+            result.
     """
     if ranks.size == 1:
         return act()
@@ -210,7 +206,7 @@ def _check_failures(words: Sequence[_Word], call: str) -> None:
 
 
 def _record(facts: Mapping[str, str]) -> bytes:
-    """The SHA-256 of each text by its name, and the text itself where it is short."""
+    """Return the SHA-256 of each text by its name, and the text itself if it is short."""
     entries = {
         name: [hashlib.sha256(text.encode("utf-8", "backslashreplace")).hexdigest(), _shown(text)]
         for name, text in facts.items()
@@ -223,11 +219,7 @@ def _shown(text: str) -> str:
 
 
 def compare(call: str, facts: Sequence[Mapping[str, str]], fix: str = FIX) -> None:
-    """Refuse the facts of ranks that are known to all of them, unless they are equal.
-
-    Raises:
-        ParallelError: as of `check_same`.
-    """
+    """Raise the ParallelError of `check_same` if facts of ranks, which all know, differ."""
     if any(of_rank != facts[0] for of_rank in facts):
         _refuse(call, [json.loads(_record(of_rank)) for of_rank in facts], fix)
 
@@ -262,10 +254,10 @@ _SEEN_OTHERWISE = ("costs", "memory_budget", "tp_plan")
 
 
 def check_same_program(ranks: Ranks, program: Program) -> None:
-    """Refuse to run on ranks that have compiled different programs; all ranks call this.
+    """Raise an error if ranks have compiled different programs; all ranks call this.
 
     Raises:
-        ParallelError: on every rank; names those that differ from the first, and in what.
+        ParallelError: on every rank; names those that differ from the first, and the parts.
     """
     if ranks.size == 1:
         return
@@ -291,12 +283,12 @@ def check_same_program(ranks: Ranks, program: Program) -> None:
 
 
 def serving_text(serving: Serving) -> str:
-    """The serving program as text."""
+    """Return the serving program as text."""
     return _model_text(serving.model)
 
 
 def training_text(training: Training | None) -> str:
-    """The training program as text; empty for None."""
+    """Return the training program as text; empty for None."""
     if training is None:
         return ""
     graphs = [graph for plan in training.plans for graph in (plan.forward, plan.backward)]

@@ -31,9 +31,9 @@ PendingCollective: TypeAlias = Callable[[], Any]
 
 
 class Ranks:
-    """A group of ranks, as one of them sees it; here the group of one rank.
+    """A group of ranks, as a member sees it; this class is the group of one rank.
 
-    Of several ranks, each method raises a RankLostError if another one is gone.
+    In larger groups each method raises a RankLostError if another rank is gone.
 
     Attributes:
         rank: the number of this rank in the group.
@@ -52,54 +52,53 @@ class Ranks:
         self.messages = dict(self.moved_bytes)
 
     def all_reduce(self, x: Tensor) -> Tensor:
-        """The sum of the ranks' tensors, in one of the same shape."""
+        """Return the sum of the ranks' tensors, in a new tensor."""
         return x
 
     def all_gather(self, x: Tensor) -> list[Tensor]:
-        """The ranks' tensors, in their order."""
+        """Return the ranks' tensors, in their order."""
         return [x]
 
     def reduce_scatter(self, parts: list[Tensor]) -> Tensor:
-        """The sum of the ranks' tensors at this rank's place: `parts` has one for each rank."""
+        """Return the sum of the ranks' tensors for this rank; `parts` has one for each rank."""
         return parts[0]
 
     def gather(self, x: Tensor) -> list[Tensor]:
-        """The ranks' tensors, in their order, on the first rank; none on the others."""
+        """Return the ranks' tensors, in their order, on the first rank; an empty list on others."""
         return [x]
 
     def broadcast(self, x: Tensor) -> Tensor:
-        """The first rank's tensor; the others give one of its shape and dtype to read it into."""
+        """Return the first rank's tensor; others pass a tensor of its shape and dtype to fill."""
         return x
 
     def begin_send(self, x: Tensor, to: int) -> PendingCollective:
-        """Begin to send a flat tensor to another rank; it stays as it is until that is waited for.
+        """Begin to send a flat tensor to another rank; do not change it until the wait is over.
 
-        Those that one rank sends to another arrive in their order.
+        Messages from one rank to another arrive in their order.
         """
         raise ParallelError("a group of one rank has no other to send to")
 
     def receive(self, out: Tensor, source: int) -> Tensor:
-        """Receive what another rank sends next, into a flat tensor of its shape and dtype."""
+        """Receive the next message of another rank, into a flat tensor of its shape and dtype."""
         raise ParallelError("a group of one rank has no other to receive from")
 
     def exchange(self, x: Tensor, out: Tensor, other: int) -> Tensor:
         """Send a flat tensor to a rank that sends one in the same exchange, and receive that.
 
-        Messages and collectives of a rank run one after the other on a GPU, and a message takes
-        until it is received: where two ranks send to each other and receive then, each waits for
-        the other for ever. So both directions are one exchange, on both ranks.
+        Messages and collectives of a rank run one after the other on a GPU, and a message lasts
+        until it is received: two ranks that send to each other and then receive would wait for each
+        other for ever. So both directions are one exchange, on both ranks.
         """
         raise ParallelError("a group of one rank has no other to exchange with")
 
     def tell(self, word: bytes) -> list[bytes]:
-        """The ranks' words, of one length, in their order; they do not count as sent."""
+        """Return the ranks' words, of one length, in their order; they do not count as sent."""
         return [word]
 
     def begin(self, collective: str, x: Any) -> PendingCollective:
-        """Begin one but a broadcast, by its name; it goes on while this rank does other work.
+        """Begin a collective but a broadcast, by its name; it runs while this rank does other work.
 
-        Its argument has to stay as it is until it is waited for; on a GPU the stream waits, not the
-        host.
+        Do not change its argument until the wait is over; on a GPU the stream waits, not the host.
         """
         return partial(getattr(self, collective), x)
 
@@ -114,10 +113,10 @@ SINGLE_RANK = Ranks()
 class ProcessRanks(Ranks):
     """A group of processes, over a process group of torch: NCCL's for a GPU, else gloo's.
 
-    In the store, where there is one, ranks leave word that they are there.
+    Ranks that notice a loss report in the store, if there is one.
 
     Args:
-        numbers: the numbers of its ranks among all of the job, by which errors name them.
+        numbers: the numbers of its ranks among all of the job, for errors.
         total: the number of ranks of the job.
     """
 
@@ -167,7 +166,7 @@ class ProcessRanks(Ranks):
         return cast("Tensor", self._begin_messages(x, other, out)())
 
     def _begin_messages(self, sent: Tensor | None, other: int, out: Tensor) -> PendingCollective:
-        """Begin to send to a rank and to receive from it, as one batch; `out` is the result."""
+        """Begin to send to a rank and to receive from it, as one batch; return `out`."""
         messages = []
         if sent is not None:
             self.moved_bytes["send"] += sent.nbytes
@@ -249,7 +248,7 @@ class ProcessRanks(Ranks):
             ) from error
 
     def _lost(self) -> str:
-        """Names of the ranks that do not answer, or of all others where that cannot be told."""
+        """Return the names of the ranks that do not answer, or of all others if unknown."""
         number = self._numbers[self.rank]
         others = [rank for rank in self._numbers if rank != number]
         missing, is_told = others, False
@@ -274,7 +273,7 @@ def run_on_first(ranks: Ranks, act: Callable[[], object]) -> None:
     """Do something on the first rank, such as writing a file, while the others wait for it.
 
     Raises:
-        BaseException: what `act` raised there; the other ranks raise a ParallelError.
+        BaseException: the error of `act`; the other ranks raise a ParallelError.
     """
     error: BaseException | None = None
     if ranks.rank == 0:
@@ -290,7 +289,7 @@ def run_on_first(ranks: Ranks, act: Callable[[], object]) -> None:
 
 
 def broadcast_from_first(ranks: Ranks, values: Tensor) -> Tensor:
-    """The first rank's values on every rank, for decisions that all have to take alike."""
+    """Return the first rank's values on every rank, for common decisions."""
     if ranks.size == 1:
         return values
     return ranks.broadcast(values.to(ranks.device, copy=True)).to(values.device)
@@ -335,5 +334,5 @@ def united(tensors: Mapping[str, Tensor], ranks: Ranks) -> dict[str, Tensor]:
 
 
 def padded(size_bytes: int) -> int:
-    """Return the bytes that a tensor takes in a message, so that the next one is aligned."""
+    """Return the bytes of a tensor in a message, so that the next one is aligned."""
     return -(-size_bytes // _ALIGNMENT) * _ALIGNMENT

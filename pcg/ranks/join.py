@@ -24,18 +24,18 @@ MOST_TIMEOUT_S = 10**7
 
 
 def join_group(degree: int, device: torch.device, timeout_s: float | None = None) -> Ranks:
-    """Join a job of so many ranks that are one tensor-parallel group; see `join_mesh`."""
+    """Join a job of `degree` ranks that are one tensor-parallel group; see `join_mesh`."""
     return join_mesh(MeshSizes(tp=degree), device, timeout_s).tp
 
 
 def join_mesh(sizes: MeshSizes, device: torch.device, timeout_s: float | None = None) -> RankMesh:
-    """Join a job of so many ranks along each axis, of which this process, with its device, is one.
+    """Join a job of ranks along each axis; this process, with its device, is a rank.
 
     Args:
         timeout_s: the longest time that a rank waits for the others; `TIMEOUT_S` by default.
     Raises:
-        ParallelError: this process is not one of so many, or another one has its GPU; or the time
-            is none.
+        ParallelError: the number of processes differs, another rank has this GPU, or the time is
+            invalid.
     """
     _check_timeout(sizes.world, timeout_s)
     if sizes.world == 1:
@@ -67,8 +67,7 @@ def join_mesh(sizes: MeshSizes, device: torch.device, timeout_s: float | None = 
 def sizes_of(tp: int, dp: int | None, cp: int = 1, pp: int = 1) -> MeshSizes:
     """Return the sizes of a job: as many replicas as the processes make, unless `dp` is given.
 
-    With a `tp`, a `cp` and a `pp` of 1 and no `dp` a process is by itself, whatever others torchrun
-    has started.
+    With a `tp`, a `cp` and a `pp` of 1 and no `dp` a process is alone, even under torchrun.
     """
     each = MeshSizes(pp=pp, cp=cp, tp=tp).world
     present = present_ranks()
@@ -78,7 +77,6 @@ def sizes_of(tp: int, dp: int | None, cp: int = 1, pp: int = 1) -> MeshSizes:
 
 
 def _mesh(sizes: MeshSizes, device: torch.device, store: Any, timeout: timedelta) -> RankMesh:
-    """Make the groups of this rank; all ranks make all groups, in the same order."""
     groups: dict[tuple[int, ...], Ranks] = {}
 
     def group(*axes: str) -> Ranks:
@@ -117,23 +115,19 @@ def _check_timeout(world: int, timeout_s: float | None) -> None:
 
 
 def check_started(sizes: MeshSizes) -> None:
-    """Raise a ParallelError in a process that is not one of so many ranks."""
+    """Raise a ParallelError in a process that is not a rank of so many."""
     size = present_ranks()
     if size != sizes.world:
         raise ParallelError(_not_so_many(sizes, size))
 
 
 def present_ranks() -> int:
-    """The number of processes of this job: of torch.distributed's group, else as started."""
+    """Return the number of processes of this job: of torch.distributed, else as started."""
     return dist.get_world_size() if dist.is_initialized() else started_ranks()
 
 
 def _check_alike(store: Any, rank: int, size: int, wanted: str) -> None:
-    """Refuse a group whose ranks want another size or kind of device, on every rank.
-
-    Raises:
-        ParallelError: says what each of them wants.
-    """
+    """Raise a ParallelError on every rank if ranks want another size or kind of device."""
     store.set(f"pcg/asked/{rank}", wanted)
     asked = [store.get(f"pcg/asked/{other}").decode() for other in range(size)]
     if len(set(asked)) > 1:
@@ -149,15 +143,13 @@ def _check_alike(store: Any, rank: int, size: int, wanted: str) -> None:
 
 
 def check_own_gpu(store: Any, rank: int, size: int, uuid: str) -> None:
-    """Refuse to run where two ranks have one GPU, as `device="cuda:0"` on all of them would.
+    """Raise an error if two ranks have one GPU, as `device="cuda:0"` on all of them would.
 
     Args:
         store: a store that all ranks share.
-        rank: the number of this rank.
-        size: the number of ranks.
         uuid: the UUID of this rank's GPU.
     Raises:
-        ParallelError: on every rank; names those that share one.
+        ParallelError: on every rank; names those that share a GPU.
     """
     store.set(f"pcg/gpu/{rank}", uuid)
     owners: dict[str, list[int]] = {}
@@ -172,15 +164,14 @@ def check_own_gpu(store: Any, rank: int, size: int, uuid: str) -> None:
 
 
 def started_ranks() -> int:
-    """The number of processes that torchrun has started, with this one; 1 without it."""
+    """Return the number of processes that torchrun has started; 1 without it."""
     return int(os.environ.get("WORLD_SIZE", 1)) if "RANK" in os.environ else 1
 
 
 def own_device(device: torch.device) -> torch.device:
-    """The rank's own device: torchrun's LOCAL_RANK numbers the GPUs.
+    """Return the rank's device: torchrun's LOCAL_RANK numbers the GPUs.
 
-    A GPU that is named by its number, as "cuda:1", is taken as it is; `join_group` refuses one that
-    two ranks have named.
+    A GPU with a number, as "cuda:1", is kept; `join_group` refuses a GPU of two ranks.
 
     Raises:
         ParallelError: the machine has fewer GPUs than ranks.
@@ -221,13 +212,12 @@ class RankOptions:
     """The numbers of ranks that divide a model and its work (docs/parallel.md).
 
     Attributes:
-        dp: data-parallel degree: so many times `tp` processes, of which each group of `tp` takes
-            some sequences of every finetuning step. By default the number of processes over those
-            of `tp`, `cp` and `pp`, if one of these is above 1.
-        pp: pipeline stages: so many groups of ranks have some of the layers each, and pass on what
-            these make of the tokens.
-        cp: context-parallel degree: so many ranks share the tokens of each sequence that is
-            finetuned; each has all weights, or a shard of `tp`.
+        dp: data-parallel degree: `dp` times `tp` processes, of which each group of `tp` takes some
+            sequences of every finetuning step. By default the number of processes over those of
+            `tp`, `cp` and `pp`, if one of these is above 1.
+        pp: pipeline stages: groups of ranks that have some of the layers each.
+        cp: context-parallel degree: ranks that share the tokens of each sequence that is finetuned;
+            each has all weights, or a shard of `tp`.
         shard_base: hold 1/dp of the layers' weights on each replica, which gathers every layer
             before it runs and drops it after: for bases that do not fit.
         rank_timeout_s: the longest time that a rank waits for the others, seconds; 300 by default.
@@ -240,5 +230,4 @@ class RankOptions:
     rank_timeout_s: float | None = None
 
     def sizes(self, tp: int) -> MeshSizes:
-        """Return the number of ranks along each axis, of `tp` shards."""
         return sizes_of(tp, self.dp, self.cp, self.pp)

@@ -43,10 +43,10 @@ class RankError:
 
     Attributes:
         rank: the number of the rank.
-        time_s: when it was raised, by the machine's clock.
+        time_s: the time of the error, by the machine's clock.
         module, name: those of its type.
-        text: what it says.
-        traceback: where it was raised, as Python prints it.
+        text: its message.
+        traceback: its traceback, as Python prints it.
         numbers: an OSError's number, or the step of an interrupted job.
         paths: an OSError's file, or the checkpoint of an interrupted job.
     """
@@ -62,7 +62,6 @@ class RankError:
 
     @classmethod
     def of(cls, rank: int, error: BaseException) -> RankError:
-        """The record of an error."""
         text = str(error)
         numbers: tuple[int, ...] = ()
         paths: tuple[str, ...] = ()
@@ -79,12 +78,11 @@ class RankError:
         )
 
     def write(self, folder: Path) -> None:
-        """Write the record to a folder that the launcher reads."""
         (folder / f"{self.rank}.json").write_text(json.dumps(asdict(self)), encoding="utf-8")
 
     @property
     def is_lost(self) -> bool:
-        """True if it says alone that another rank is gone."""
+        """True if it reports only that another rank is gone."""
         return self.name == RankLostError.__name__
 
     @property
@@ -93,9 +91,9 @@ class RankError:
         return self.name == FinetuneInterrupted.__name__
 
     def made(self, degree: int) -> BaseException:
-        """The error, of its own type, and caused by its traceback.
+        """Return the error, of its type, and caused by its traceback.
 
-        One whose type is not known in this process, or cannot be made of a text, is a
+        An error whose type is unknown in this process, or needs more than a text, becomes a
         ParallelError that names the type.
         """
         error = self._made(f" (on rank {self.rank} of {degree})")
@@ -120,7 +118,7 @@ class RankError:
 
 
 def read_errors(folder: Path) -> Sequence[RankError]:
-    """Read what ranks have written: first the cause, then those that heard of it alone."""
+    """Read the errors of ranks: first the cause, then those that only report a loss."""
     errors = []
     for file in folder.glob("*.json"):
         fields: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
@@ -142,14 +140,14 @@ def launch(
     arguments: Mapping[str, Any],
     stops: Collection[signal.Signals] = (),
 ) -> None:
-    """Call a function of a module on so many ranks, and wait for all; the first alone prints.
+    """Call a function of a module on `degree` ranks, and wait for all; only the first prints.
 
     Args:
         arguments: the function's, by name; they are pickled.
-        stops: signals that ranks are told, and end by in order.
+        stops: signals that are passed to the ranks, and end them in order.
     Raises:
-        Exception: what the first rank that failed has raised, with its traceback there as the
-            cause; the others were ended.
+        Exception: the error of the first rank that failed, with its traceback there as the cause;
+            the others were ended.
         ParallelError: a rank was killed, or all were.
         FinetuneInterrupted: Ctrl-C in a job, which ended between two steps.
         KeyboardInterrupt: Ctrl-C in anything else.
@@ -182,7 +180,6 @@ def launch(
 
 
 def _as_rank(act: Callable[..., object], arguments: Mapping[str, Any], folder: str) -> None:
-    """Run in a started process; the launcher raises an error again."""
     mute_others()
     try:
         act(**arguments)
@@ -206,7 +203,7 @@ def mute_others() -> None:
 def _raise_first(
     errors: Sequence[RankError], failures: Mapping[int, ProcessFailure], degree: int
 ) -> NoReturn:
-    """Raise the reason that the ranks ended: a killed rank, else the first error of any."""
+    """Raise the reason that the ranks ended: a killed rank, else the first error."""
     for rank, failure in sorted(failures.items(), key=lambda entry: entry[1].timestamp):
         if failure.exitcode < 0:
             name = signal.Signals(-failure.exitcode).name
@@ -223,7 +220,6 @@ def _raise_first(
 
 
 def _raise_stopped(errors: Sequence[RankError], stop: SignalException, degree: int) -> NoReturn:
-    """Raise what a signal to the launcher has led to: ranks have heard of it, too."""
     if stop.sigval == signal.SIGINT:
         for error in errors:
             if error.is_interrupted:  # says where the job can go on

@@ -1,8 +1,8 @@
-"""The line from the first rank of a group to the others: messages, and the word of one that ends.
+"""The line from the first rank of a group to the others: messages, and reports of ranks that end.
 
-A message is bytes, which all others get in its order. It goes over a group of its own on the hosts,
-so that a rank that waits for the next one keeps no GPU busy. A rank that ends by an error leaves
-its word where all others look from time to time: these may wait for somebody who waits himself.
+A message is bytes, which all others receive in order. It uses a separate group on the hosts, so
+that a rank that waits for the next message keeps no GPU busy. A rank that ends by an error leaves a
+report where all others look from time to time: these may wait for a rank that waits itself.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _lines = itertools.count()  # all ranks make their lines in one order
 
 
 class Line:
-    """The line of a group, as one of its ranks has it; all of them make it at once.
+    """The line of a group, as a rank sees it; all of them make it together.
 
     Attributes:
         rank: the number of this rank.
@@ -51,7 +51,7 @@ class Line:
             self._ranks = ProcessRanks(_on_hosts(ranks), _HOST, ranks._store)
 
     def send(self, message: bytes) -> None:
-        """Send a message from the first rank. RankLostError: another one is gone."""
+        """Send a message from the first rank. RankLostError: another rank is gone."""
         first, rest = message[:_FIRST_BYTES], message[_FIRST_BYTES:]
         block = (_LENGTH.pack(len(message)) + first).ljust(_BLOCK_BYTES, b"\0")
         self._ranks.broadcast(_tensor(block))
@@ -70,11 +70,11 @@ class Line:
 
     @property
     def has_words(self) -> bool:
-        """True if ranks can leave a word; not in a group that pcg has not started."""
+        """True if ranks can leave a report; not in a group that pcg has not started."""
         return self._store is not None
 
     def leave_word(self, why: str) -> None:
-        """Tell the other ranks that this one has ended, and why."""
+        """Report to the other ranks that this rank has ended, and why."""
         if self._store is not None:
             try:
                 self._store.set(self._word(self.rank), why)
@@ -82,10 +82,10 @@ class Line:
                 return
 
     def word(self) -> str | None:
-        """Return what another rank that has ended has said; None while none has.
+        """Return the report of another rank that has ended, or None.
 
         Raises:
-            ParallelError: the rank that keeps all words is gone.
+            ParallelError: the rank that keeps all reports is gone.
         """
         if self._store is None:
             return None
@@ -103,7 +103,6 @@ class Line:
 
 
 def _on_hosts(ranks: ProcessRanks) -> dist.ProcessGroup:
-    """Return a group of the same processes whose messages go from host to host."""
     group: dist.ProcessGroup = dist.new_group(
         dist.get_process_group_ranks(ranks._group),
         timeout=timedelta(seconds=TIMEOUT_S),

@@ -1,11 +1,11 @@
-"""The mesh of a job's ranks: how many there are along each axis, and the groups of one of them.
+"""The mesh of a job's ranks: their number along each axis, and the groups of one rank.
 
     number of a rank = ((p · dp + d) · cp + c) · tp + t    at place (p, d, c, t) of the axes
     stage of a rank  = pp - 1 - p
 
 so that ranks of one tensor-parallel group, which send the most, are next to each other, and the
-first rank, which decides for all, has the last stage: losses and logits are there. The ranks of an
-axis that differ in that place alone are a group. All groups of a job make the same calls.
+first rank, which decides for all, has the last stage, with losses and logits. The ranks that differ
+along one axis are a group. All groups of a job make the same calls.
 """
 
 from __future__ import annotations
@@ -42,12 +42,10 @@ class MeshSizes:
 
     @property
     def sizes(self) -> Mapping[str, int]:
-        """The number of ranks by the name of the axis."""
         return {axis.name: getattr(self, axis.name) for axis in fields(self)}
 
     @property
     def world(self) -> int:
-        """The number of ranks of all axes."""
         return math.prod(self.sizes.values())
 
     def __str__(self) -> str:
@@ -63,8 +61,8 @@ class RankMesh:
 
     Attributes:
         sizes: the number of ranks along each axis.
-        world: all ranks of the job, which agree on what they are asked for.
-        pp, dp, cp, tp: the ranks that differ from this one along that axis alone.
+        world: all ranks of the job, which agree on its calls.
+        pp, dp, cp, tp: the ranks that differ from this one along that axis only.
         model: those that differ along pp and tp: together they have all weights once.
         replica: those that differ along pp, cp and tp: they serve the same requests.
         data: those that differ along dp and cp: they have the same shards of adapters, and other
@@ -84,12 +82,12 @@ class RankMesh:
     shards_base: bool = False
 
     def check_alone(self, what: str) -> None:
-        """Refuse what one rank does alone. UnsupportedError: it names that."""
+        """Raise an UnsupportedError, which names the call, over several ranks."""
         if self.world.size > 1:
             raise UnsupportedError(f"{what} over {self.world.size} ranks; use one, or finetune")
 
     def check_no_parts(self, what: str) -> None:
-        """Refuse what ranks with parts of sequences do not share. UnsupportedError: it names it."""
+        """Raise an UnsupportedError if ranks have parts of sequences."""
         if self.sizes.cp > 1:
             raise UnsupportedError(
                 f"{what} over {self.sizes}: ranks share the tokens of what is served, and of "
@@ -97,7 +95,7 @@ class RankMesh:
             )
 
     def check_no_replicas(self, what: str) -> None:
-        """Refuse what replicas do not share, likewise."""
+        """Raise an UnsupportedError if there are replicas."""
         if self.sizes.dp > 1:
             raise UnsupportedError(
                 f"{what} over {self.sizes}: replicas take parts of finetuning steps alone; serve "
@@ -105,7 +103,7 @@ class RankMesh:
             )
 
     def check_no_stages(self, what: str) -> None:
-        """Refuse what pipeline stages do not share. UnsupportedError: it names that."""
+        """Raise an UnsupportedError if there are pipeline stages."""
         if self.sizes.pp > 1:
             raise UnsupportedError(f"{what} over {self.sizes}; use pp=1")
 
@@ -113,8 +111,8 @@ class RankMesh:
         """Return the mesh with replicas that have parts of the base, if asked for; all call this.
 
         Raises:
-            ParallelError: on every rank: there are no replicas, ranks share the tokens of
-                sequences, or some ranks ask otherwise.
+            ParallelError: on every rank: there are no replicas, ranks share the tokens of sequences
+                or stages, or ranks ask for different things.
         """
         check_same(self.world, "the base", {"shard_base": repr(shard_base)})
         if shard_base and self.sizes.dp == 1:
@@ -136,7 +134,7 @@ class RankMesh:
 
     @property
     def parts(self) -> Ranks:
-        """The ranks that have the other parts of this one's layers; one holds them whole."""
+        """The ranks that have the other parts of this one's layers."""
         return self.data if self.shards_base else SINGLE_RANK
 
     @property
@@ -146,7 +144,7 @@ class RankMesh:
 
     @property
     def stage(self) -> int:
-        """The place of this rank's stage, 0 for the one that tokens enter."""
+        """The index of this rank's stage, 0 for the stage that tokens enter."""
         return self.sizes.pp - 1 - self.pp.rank
 
 
@@ -154,7 +152,7 @@ SINGLE_MESH = RankMesh()
 
 
 def members(sizes: MeshSizes, axes: tuple[str, ...]) -> list[list[int]]:
-    """Return the groups of ranks that differ along some axes alone, each in its order."""
+    """Return the groups of ranks that differ along some axes only, each in its order."""
     groups: dict[tuple[int, ...], list[int]] = {}
     for number, place in enumerate(_places(sizes)):
         rest = tuple(at for axis, at in zip(AXES, place, strict=True) if axis not in axes)

@@ -36,7 +36,7 @@ Ranges = tuple[tuple[int, int], ...]
 
 
 def is_sharded(parameter: Parameter) -> bool:
-    """Return whether a rank holds a tensor otherwise than as a whole."""
+    """Return whether a rank holds less than the whole tensor."""
     return bool(parameter.rows or parameter.part.dim) or parameter.part == PRE_REDUCE
 
 
@@ -54,7 +54,7 @@ def ranges_of(parameter: Parameter, shape: Sequence[int], ranks: Ranks) -> Range
 
 
 def part_of(parameter: Parameter, size: int, ranks: Ranks) -> tuple[int, int]:
-    """Return where a rank's part of a dim of this size begins, and the part's size."""
+    """Return the start and the size of a rank's part of a dim."""
     part = size // (ranks.size // parameter.copies)
     return ranks.rank // parameter.copies * part, part
 
@@ -79,23 +79,23 @@ _ALIGNMENT = 16
 
 
 def is_in_shards(parameter: Parameter) -> bool:
-    """Return whether a layer's parameter is a frozen weight of that layer alone."""
+    """Return whether a layer's parameter is a frozen weight of that layer only."""
     return parameter.role == "frozen" and "{layer}" in parameter.source
 
 
 def part_bytes(size_bytes: int, replicas: int) -> int:
-    """Return the bytes of a replica's part of a layer of so many bytes."""
+    """Return the bytes of a replica's part of a layer of `size_bytes`."""
     return -(-size_bytes // (replicas * _ALIGNMENT)) * _ALIGNMENT
 
 
 def rooms_bytes(layers: Iterable[int], replicas: int) -> int:
-    """Return the bytes of the rooms for layers of so many bytes each."""
+    """Return the bytes of the rooms for layers of these bytes."""
     return ROOMS * max((part_bytes(size, replicas) * replicas for size in layers), default=0)
 
 
 @dataclass(frozen=True)
 class FlatPlace:
-    """The place of a tensor in a layer's flat memory, which begins at byte `start`."""
+    """The place of a tensor in a layer's flat memory, from byte `start` on."""
 
     start: int
     shape: tuple[int, ...]
@@ -110,7 +110,7 @@ class FlatPlace:
         return flat[self.start : self.stop].view(self.dtype).view(self.shape)
 
     def within(self, start: int, stop: int) -> tuple[int, int]:
-        """Return the first entry and the end of those that lie in a range of bytes."""
+        """Return the first entry and the end of those in a range of bytes."""
         size = self.dtype.itemsize
         first, end = max(start, self.start), min(stop, self.stop)
         return (first - self.start) // size, max(end - self.start, 0) // size
@@ -171,9 +171,9 @@ def read_shard(
 def _boxes(
     shape: Sequence[int], first: int, end: int
 ) -> Iterator[tuple[Ranges, int, tuple[int, int]]]:
-    """Cut a run of entries into boxes: ranges of the dims that are read at once.
+    """Cut a run of entries into boxes: ranges of the dims that are read together.
 
-    Rows of matrices are cut, but not the items of what has more dims, such as experts.
+    Rows of matrices are cut, but not items of more dims, such as experts.
 
     Yields:
         The ranges, the first entry that is taken, and the first and the end of the entries that are

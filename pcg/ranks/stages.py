@@ -45,7 +45,7 @@ _ABSENT = Graph("absent", (), (), (), ())
 
 @dataclass(frozen=True)
 class Stage:
-    """One of the stages.
+    """A pipeline stage.
 
     Attributes:
         index: its place, from 0.
@@ -66,7 +66,7 @@ class Stage:
         return self.index == self.count - 1
 
     def own(self, model: ModelGraph) -> ModelGraph:
-        """Return a model whose graphs are empty where they are other stages'."""
+        """Return the model with empty graphs for those of other stages."""
         if self.count == 1:
             return model
         absent = len(model.blocks)
@@ -97,11 +97,7 @@ class Stages:
 
 
 def cut_stages(model: ModelGraph, count: int) -> Stages:
-    """Cut a model into so many stages.
-
-    Raises:
-        ParallelError: it has fewer layers.
-    """
+    """Cut a model into `count` stages. ParallelError: it has fewer layers."""
     layers = len(model.layers)
     if not 1 <= count <= layers:
         raise ParallelError(
@@ -159,14 +155,14 @@ class StageLink:
     """The messages of one rank of a stage to and from the stages beside it.
 
     Attributes:
-        exchanges: True where the stage that is sent to next is the one that is received from then,
-            which sets it alike; what is sent waits for that.
+        exchanges: True if the next stage to send to is the one to receive from then, which sets it
+            likewise; a message to send waits for that.
     """
 
     def __init__(
         self, model: ModelGraph, stages: Stages, mesh: RankMesh, device: torch.device
     ) -> None:
-        """Make the link of this rank's stage of a model, whose graphs are what a rank runs."""
+        """Make the link of this rank's stage of a model, with the graphs that a rank runs."""
         self.exchanges = False
         self.stages = stages
         self.stage: Stage = stages[mesh.stage]
@@ -186,22 +182,22 @@ class StageLink:
     def of(
         cls, model: ModelGraph, stages: Stages, mesh: RankMesh, device: torch.device
     ) -> StageLink | None:
-        """Return the link of this rank's stage; None where one has all layers."""
+        """Return the link of this rank's stage; None if it has all layers."""
         return None if stages.count == 1 else cls(model, stages, mesh, device)
 
     def parts_of(self, tokens: int) -> int:
-        """Return into how many parts a step that serves is cut, one behind the other.
+        """Return the number of consecutive parts that a serving step is cut into.
 
         Few tokens take as long as the weights take to be read, so that these are not cut.
         """
         return max(1, min(PARTS_PER_STAGE * self.stage.count, tokens // LEAST_TOKENS))
 
     def receive(self, tokens: int) -> list[Tensor | None]:
-        """Return the outputs of the prologue for so many tokens, with those of the stage before.
+        """Return the outputs of the prologue for `tokens` tokens, with those of the stage before.
 
-        The first ones are what the stage's first layer is given, but for LoRA's summands, of which
-        there are none between stages. Those are None, and what no graph of this stage or of a
-        later one reads.
+        The first ones are the inputs of the stage's first layer, but for LoRA's summands, which do
+        not exist between stages. Those are None, and so are outputs that no graph from this stage
+        on reads.
         """
         places = self._shared[self.stage.index]
         types = [*self._carried, *(self._types[self._names[place]] for place in places)]
@@ -212,18 +208,14 @@ class StageLink:
         return outputs
 
     def send(self, carried: Sequence[Any], shared: Sequence[Tensor | None]) -> None:
-        """Send the outputs of this stage's last layer on, and of the prologue what is read there.
-
-        Args:
-            shared: the prologue's outputs, by their places.
-        """
+        """Send the outputs of this stage's last layer, and the prologue's for later stages."""
         places = self._shared[self.stage.index + 1]
         sent = [carried[place] for place in self._places]
         tensors = [*sent, *(output for place in places if (output := shared[place]) is not None)]
         self._send(self.stage.index + 1, tensors)
 
     def receive_back(self, tokens: int) -> list[Tensor]:
-        """Return the gradients of the outputs of this stage's last layer, for so many tokens."""
+        """Return the gradients of the outputs of this stage's last layer."""
         return self._received(self.stage.index + 1, self._carried, tokens)
 
     def send_back(self, gradients: Sequence[Tensor]) -> None:
@@ -231,14 +223,14 @@ class StageLink:
         self._send(self.stage.index - 1, gradients)
 
     def settle(self) -> None:
-        """Wait until all that was sent has arrived."""
+        """Wait until all sent messages have arrived."""
         self._send_held()
         for sent in self._under_way.values():
             while sent:
                 sent.popleft()[1]()
 
     def meet(self) -> None:
-        """Wait until all stages have come here, and have done what they were given before."""
+        """Wait until all stages have finished their earlier work."""
         self._mesh.pp.all_reduce(torch.zeros(1, device=self._device)).item()
 
     def told(self, number: int) -> int:
@@ -246,7 +238,7 @@ class StageLink:
         return int(self._mesh.pp.broadcast(torch.tensor([number], device=self._device)))
 
     def tell_end(self, result: Tensor, on_first: bool) -> Tensor:
-        """Give what the epilogue made, [rows, …], to all stages, unless the first rank wants it."""
+        """Send the epilogue's result, [rows, …], to all stages unless the first rank wants it."""
         if not on_first:
             kind = [*result.shape, _DTYPES.index(result.dtype)]
             self._mesh.pp.broadcast(torch.tensor(kind, device=self._device))
@@ -254,7 +246,7 @@ class StageLink:
         return result
 
     def ended(self, rows: int, on_first: bool) -> Tensor:
-        """Return what the epilogue made on the last stage; zeros if the first rank alone has it."""
+        """Return the epilogue's result of the last stage; zeros if only the first rank has it."""
         if on_first:
             return torch.zeros((1, 1), device=self._device).expand(rows, self._vocabulary)
         kind = torch.zeros(3, dtype=torch.int64, device=self._device)
@@ -273,7 +265,6 @@ class StageLink:
             self._send_held()
 
     def _send_held(self) -> None:
-        """Begin to send what waits for an exchange."""
         if self._held is None:
             return
         (stage, message), self._held = self._held, None
@@ -283,7 +274,6 @@ class StageLink:
         sent.append((message, self._mesh.pp.begin_send(message, self._rank_of(stage))))
 
     def _rank_of(self, stage: int) -> int:
-        """Return the rank of another stage among those of this one's place."""
         return self.stage.count - 1 - stage
 
     def _received(self, stage: int, types: Sequence[TensorType], tokens: int) -> list[Tensor]:
@@ -304,7 +294,7 @@ class StageLink:
 
 
 def link_bytes(model: ModelGraph, stages: Stages, stage: int, tokens: int) -> tuple[int, int]:
-    """Return the bytes that a rank sends on to a stage for some tokens, and gets back of it."""
+    """Return the bytes that a rank sends to a stage for some tokens, and gets back from it."""
     carried = [model.epilogue.inputs[place].type for place in _sent(model)]
     names = model.prologue.outputs
     places = _shared_from(model, stages[stage].layers.start)
@@ -321,14 +311,14 @@ def _carried(model: ModelGraph) -> int:
 
 
 def deferred_places(model: ModelGraph) -> list[int]:
-    """Return the places of LoRA's summands among what one layer passes on to the next."""
+    """Return the places of LoRA's summands among the outputs of a layer."""
     operators = {node.outputs[0].name: node.op for node in model.prologue.nodes if node.outputs}
     first = model.prologue.outputs[: _carried(model)]
     return [place for place, name in enumerate(first) if operators.get(name) == "nothing_deferred"]
 
 
 def _sent(model: ModelGraph) -> list[int]:
-    """Return the places of what is sent of what one layer passes on to the next."""
+    """Return the places of a layer's outputs that are sent."""
     deferred = deferred_places(model)
     return [place for place in range(_carried(model)) if place not in deferred]
 

@@ -59,12 +59,7 @@ class Piece(NamedTuple):
 
 
 def dealt(lengths: Sequence[int], degree: int) -> list[list[Piece]]:
-    """Return the pieces of each rank, in the order of sequences and tokens; none is empty.
-
-    Args:
-        lengths: the tokens of each sequence.
-        degree: the number of ranks.
-    """
+    """Return the pieces of each rank, in the order of sequences and tokens; none is empty."""
     chunks = 2 * degree
     parts: list[list[Piece]] = [[] for _ in range(degree)]
     for number, length in enumerate(lengths):
@@ -92,8 +87,8 @@ def _count(part: Sequence[Piece]) -> int:
 class TokenParts:
     """The parts that the ranks of a group have of the tokens of a pass.
 
-    A rank without any token runs the first one of the pass, which another one has: nobody reads
-    what it makes of it, and it adds nothing to gradients.
+    A rank without tokens runs the first token of the pass, which another rank has: its results are
+    not read, and add nothing to gradients.
 
     Attributes:
         ranks: the group.
@@ -104,11 +99,7 @@ class TokenParts:
     """
 
     def __init__(self, lengths: Sequence[int], ranks: Ranks, device: torch.device) -> None:
-        """Deal the tokens of sequences of these lengths.
-
-        Args:
-            device: the device of the tensors that are exchanged.
-        """
+        """Deal the tokens of sequences of these lengths; `device` is that of the exchange."""
         parts = dealt(lengths, ranks.size)
         self.ranks = ranks
         self.is_spare = not parts[ranks.rank]
@@ -132,7 +123,7 @@ class TokenParts:
         self._count = counts[ranks.rank]
 
     def gathered(self, *tensors: Tensor) -> list[Tensor]:
-        """Return tensors of all tokens, [T, …], of those of this rank's own, in one message.
+        """Return tensors of all tokens, [T, …], from those of this rank's, in one message.
 
         They have the dtype of the first one.
         """
@@ -153,7 +144,7 @@ class TokenSums:
     """Sums over the ranks of tensors of all tokens, such as gradients of keys and values."""
 
     def __init__(self, parts: TokenParts, *like: Tensor) -> None:
-        """Start with zeros for tensors that have, for this rank's own tokens, such sizes."""
+        """Start with zeros for tensors of the sizes of `like`, which have this rank's tokens."""
         self._parts = parts
         self._like = like
         self._widths = [tensor.shape[1:].numel() for tensor in like]
@@ -161,13 +152,13 @@ class TokenSums:
         self._rows = like[0].new_zeros(rows, sum(self._widths))
 
     def add(self, start: int, *tensors: Tensor) -> None:
-        """Add tensors of tokens that follow each other, from the one at `start` of the pass."""
+        """Add tensors of consecutive tokens, from the token at `start` of the pass."""
         places = self._parts.places[start : start + tensors[0].shape[0]]
         for column, tensor in zip(self._rows.split(self._widths, 1), tensors, strict=True):
             column.index_add_(0, places, tensor.flatten(1).to(column.dtype))
 
     def scattered(self) -> list[Tensor]:
-        """Return what all ranks have added for this rank's own tokens, in one message."""
+        """Return the sums over all ranks for this rank's tokens, in one message."""
         ranks, rows = self._parts.ranks, self._parts.rows
         sums = ranks.reduce_scatter(list(self._rows.split(rows)))
         columns = sums.split(self._widths, 1)
@@ -186,7 +177,6 @@ def shares(batches: Sequence[Sequence[int]], replicas: int) -> list[list[list[in
 
     Args:
         batches: the tokens of each sequence of each batch.
-        replicas: how many there are.
     Returns:
         For each replica the places of its sequences in each batch, ascending.
     """
@@ -206,10 +196,10 @@ def shares(batches: Sequence[Sequence[int]], replicas: int) -> list[list[list[in
 
 
 def sum_gradients(ranks: Ranks, parameters: Mapping[str, Tensor]) -> list[str]:
-    """Add up the replicas' gradients in place, in one message; zeros stand for those of none.
+    """Add up the replicas' gradients in place, in one message; zeros stand for missing gradients.
 
     Args:
-        ranks: the replicas; one of them may have had no sequence, and so no gradient.
+        ranks: the replicas; a replica without sequences has no gradient.
         parameters: the trained tensors by name; all have a gradient afterwards.
     Returns:
         The names of those that no replica had a gradient of.
@@ -231,12 +221,12 @@ def sum_gradients(ranks: Ranks, parameters: Mapping[str, Tensor]) -> list[str]:
 
 
 def shard_rows(tokens: int, degree: int) -> int:
-    """Number of rows of each rank's shard."""
+    """Return the number of rows of each rank's shard."""
     return -(-tokens // degree)
 
 
 def rows_of_rank(x: Tensor, rank: int, degree: int) -> Tensor:
-    """A rank's rows of x [T, …], a view where none is padding: [P, …]."""
+    """Return a rank's rows of x [T, …], a view without padding: [P, …]."""
     count = shard_rows(x.shape[0], degree)
     rows = x[rank * count : (rank + 1) * count]
     if rows.shape[0] == count:
@@ -247,13 +237,13 @@ def rows_of_rank(x: Tensor, rank: int, degree: int) -> Tensor:
 
 
 def gathered_rows(parts: Sequence[Tensor], tokens: int) -> Tensor:
-    """The ranks' shards without padding: [T, …]."""
+    """Join the ranks' shards without padding: [T, …]."""
     count = parts[0].shape[0]
     return torch.cat([part[: max(0, tokens - i * count)] for i, part in enumerate(parts)])
 
 
 def placed_rows(part: Tensor, rank: int, tokens: int) -> Tensor:
-    """A rank's shard among zeros: [T, …]."""
+    """Return a rank's shard among zeros: [T, …]."""
     whole = part.new_zeros(tokens, *part.shape[1:])
     rows = whole[rank * part.shape[0] : (rank + 1) * part.shape[0]]
     rows.copy_(part[: rows.shape[0]])
@@ -261,10 +251,7 @@ def placed_rows(part: Tensor, rank: int, tokens: int) -> Tensor:
 
 
 def chosen_rows(part: Tensor, rows: Tensor, rank: int) -> Tensor:
-    """The wanted rows of the whole that are in a rank's shard [P, …], zeros for others: [rows, …].
-
-    `rows` are indices of tokens of the whole.
-    """
+    """Return tokens `rows` of the whole that are in a rank's shard [P, …], zeros for others."""
     places = rows - rank * part.shape[0]
     is_own = (places >= 0) & (places < part.shape[0])
     chosen = part[places.clamp(0, part.shape[0] - 1)]

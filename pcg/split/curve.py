@@ -23,7 +23,7 @@ from pcg.files import shown_path
 
 
 def zmq() -> Any:
-    """Return the module. SplitError: it is not installed."""
+    """Import ZeroMQ, at its first use. SplitError: it is not installed."""
     try:
         import zmq as module
         import zmq.auth
@@ -41,7 +41,7 @@ _LENGTH = 40
 
 
 def is_loopback(host: str) -> bool:
-    """Return whether an address is reached from its own machine alone."""
+    """Return whether an address is reached from its own machine only."""
     if host.lower() == "localhost":
         return True
     try:
@@ -56,7 +56,7 @@ class BaseCurve:
 
     Attributes:
         secret: its secret key.
-        clients: names of the clients that may connect, by their public keys; None lets all.
+        clients: names of the clients that may connect, by their public keys; None admits all.
     """
 
     public: bytes
@@ -83,7 +83,7 @@ class ClientCurve:
 
     Attributes:
         server: the base's public key.
-        secret: the client's own secret key.
+        secret: the client's secret key.
     """
 
     server: bytes
@@ -142,7 +142,7 @@ def _checked(key: bytes, where: str) -> bytes:
 
 
 class ClientKeys:
-    """Answers which clients may connect, as ZAP (RFC 27 of ZeroMQ) asks for it.
+    """Answers which clients may connect, by ZAP (RFC 27 of ZeroMQ).
 
     Attributes:
         socket: to be polled; `answer` reads it.
@@ -158,7 +158,7 @@ class ClientKeys:
         self.socket.bind("inproc://zeromq.zap.01")
 
     def answer(self) -> list[str]:
-        """Answer what is asked; returns the addresses of clients that were refused."""
+        """Answer pending requests; return the addresses of refused clients."""
         refused: list[str] = []
         while True:
             try:

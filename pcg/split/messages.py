@@ -62,10 +62,10 @@ class Message:
     """One message.
 
     Attributes:
-        op: what is asked, or `reply` or `error`.
+        op: the operation, or `reply` or `error`.
         seq: the request's number, which its reply has, too.
         fields: further fields of the header.
-        sender: who sent it, as the transport knows it, if it is a hello.
+        sender: the sender of a hello, as the transport knows it.
     """
 
     op: str
@@ -90,7 +90,6 @@ class Message:
 
     @property
     def size_bytes(self) -> int:
-        """Bytes of the tensors."""
         return sum(tensor.nbytes for tensor in self.tensors)
 
 
@@ -107,7 +106,7 @@ def frames_of(message: Message) -> list[Buffer]:
 
 
 def read_message(frames: Sequence[Buffer]) -> Message:
-    """Read a message; its tensors are copies. SplitError: it is none."""
+    """Read a message; its tensors are copies. SplitError: it is damaged."""
     message, kinds = read_header(frames[0] if frames else b"")
     if len(kinds) != len(frames) - 1:
         raise SplitError(f"the header names {len(kinds)} tensors, and {len(frames) - 1} came")
@@ -127,7 +126,7 @@ def read_message(frames: Sequence[Buffer]) -> Message:
 
 
 def read_header(frame: Buffer) -> tuple[Message, list[tuple[torch.dtype, tuple[int, ...]]]]:
-    """Read a first frame: the message without its tensors, and the dtypes and shapes of these."""
+    """Read a first frame: the message without its tensors, and their dtypes and shapes."""
     try:
         header = json.loads(bytes(frame))
         op, seq, tensors = header.pop("op"), header.pop("seq"), header.pop("tensors")
@@ -154,7 +153,7 @@ def _kind(dtype: object, shape: object) -> tuple[torch.dtype, tuple[int, ...]]:
 
 
 def bytes_of(tensor: Tensor) -> memoryview:
-    """Return a CPU tensor's memory, which is copied only if its rows do not follow each other."""
+    """Return a CPU tensor's memory, which is copied only if it is not contiguous."""
     flat = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
     numbers: Any = flat.numpy()
     return memoryview(numbers)
@@ -213,7 +212,7 @@ class BaseFacts(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def failure(seq: int, error: Exception) -> Message:
-    """Return the reply that says what was wrong with a request."""
+    """Return the reply for an error of a request."""
     return Message("error", seq, {"error": str(error), "kind": type(error).__name__})
 
 
@@ -249,7 +248,7 @@ class Piece:
 
     @classmethod
     def parse(cls, text: str) -> Piece:
-        """Read a name as `str` writes it. SplitError: it is none."""
+        """Read a name as `str` writes it. SplitError: it is invalid."""
         kind, colon, names = text.partition(":")
         if kind == GRAPH and (match := _GRAPH_NAME.fullmatch(names)):
             return cls(GRAPH, (match[1],), int(match[2]))
@@ -281,7 +280,7 @@ _NEUTRAL = (
 
 
 def weights_difference(ours: Mapping[str, str], other: Mapping[str, str]) -> str:
-    """Say which tensors make two models different by their `weight_digests`; empty if none does."""
+    """Return the tensors by which two models' `weight_digests` differ, as text; or ""."""
     names = [name for name in ours if ours[name] != other.get(name)]
     if not names:
         return ""
@@ -295,7 +294,7 @@ def config_text(config: Mapping[str, Any]) -> str:
 
 
 def config_difference(ours: Mapping[str, Any], other: Mapping[str, Any]) -> str:
-    """Say which fields make two configurations different models; empty if none does."""
+    """Return the fields that make two configurations different models, as text; or ""."""
     keys = sorted(ours.keys() & other.keys() - set(_NEUTRAL))
     differing = [
         f"{key}={ours[key]!r}, not {other[key]!r}"

@@ -38,8 +38,8 @@ LEAST_BYTES = 2**20
 def open_memory(process: int, descriptor: int, name: str, flags: int) -> int:
     """Open memory that a process has made under a name, which cannot become shorter.
 
-    Whoever answers at a base's address names the descriptor: no other file is opened, lest
-    something of the user's own be read or written.
+    The process at a base's address names the descriptor: no other file is opened, lest a file of
+    the user be read or written.
 
     Raises:
         OSError: it is something else, or of another user, or gone.
@@ -72,7 +72,7 @@ class SharedMemory:
 
     @classmethod
     def make(cls, size_bytes: int) -> SharedMemory:
-        """Make some. SplitError: this system has no such memory."""
+        """Make memory. SplitError: this system has no such memory."""
         if not hasattr(os, "memfd_create"):
             raise SplitError("shared memory needs Linux; connect by transport='tcp'")
         descriptor = os.memfd_create(_NAME, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
@@ -87,7 +87,7 @@ class SharedMemory:
 
     @classmethod
     def attach(cls, process: int, descriptor: int, size_bytes: int) -> SharedMemory:
-        """Map what another process has made. OSError: it is of another user, or gone."""
+        """Map another process's memory. OSError: it is of another user, or gone."""
         opened = open_memory(process, descriptor, _NAME, os.O_RDWR)
         try:
             if os.fstat(opened).st_size != size_bytes:
@@ -98,7 +98,7 @@ class SharedMemory:
             raise
 
     def put(self, tensors: Sequence[Tensor], is_reply: bool) -> list[int] | None:
-        """Write tensors; returns where each begins, or None if they do not fit."""
+        """Write tensors; return where each begins, or None if they do not fit."""
         places, at = [], self.half * is_reply
         end = at + self.half
         for tensor in tensors:
@@ -163,7 +163,7 @@ class PublishedTensors:
         self._places = {tensor.data_ptr(): places[name] for name, tensor in self.tensors.items()}
 
     def place(self, tensor: Tensor) -> Mapping[str, int] | None:
-        """Return where a client finds a tensor, as fields of a message; None if it is not here."""
+        """Return a tensor's place, as fields of a message; None if it is not published."""
         at = self._places.get(tensor.data_ptr())
         if at is None:
             return None
@@ -171,7 +171,7 @@ class PublishedTensors:
         return {**memory, "bytes": self._size, "at": at}
 
     def close(self) -> None:
-        """Close the descriptor; tensors of the memory stay valid, here and at clients."""
+        """Close the descriptor; tensors of the memory stay valid, also at clients."""
         if self._descriptor >= 0:
             os.close(self._descriptor)
             self._descriptor = -1
@@ -181,7 +181,7 @@ def published_tensor(place: Any, dtype: torch.dtype, shape: tuple[int, ...]) -> 
     """Map a tensor that a base has published.
 
     Raises:
-        SplitError: the place is none, or the base is of another user, or gone.
+        SplitError: the place is invalid, or the base is of another user, or gone.
     """
     numbers = [place.get(name) for name in ("process", "descriptor", "bytes", "at")]
     if not all(type(number) is int and 0 <= number < 2**48 for number in numbers):

@@ -17,7 +17,7 @@ class Disconnected(Exception):
 
 @dataclass
 class Moved:
-    """Counts of what has crossed a transport, as a client sees it.
+    """Counts of a transport's traffic, as a client sees it.
 
     Attributes:
         calls: messages that were answered: round trips.
@@ -47,18 +47,17 @@ class Transport(ABC):
     def exchange(self, message: Message, timeout_s: float) -> Message:
         """Send a message and return the reply of the same `seq`.
 
-        A base that computes says `busy` again and again, each of which begins the time anew.
+        A base that computes sends `busy` repeatedly; each restarts the time.
 
         Raises:
-            Disconnected: the base is gone, or has said nothing for so long.
+            Disconnected: the base is gone, or has been silent for that time.
         """
 
     def welcomed(self, ask: Message) -> None:  # noqa: B027  # most have nothing to do
-        """Make use of a connection that the base has accepted, for which `ask` may be sent."""
+        """Use a connection that the base has accepted, by sending requests like `ask`."""
 
     @abstractmethod
-    def close(self) -> None:
-        """Close it."""
+    def close(self) -> None: ...
 
 
 class Endpoint(ABC):
@@ -74,7 +73,7 @@ class Endpoint(ABC):
 
     @abstractmethod
     def receive(self, timeout_s: float) -> Sequence[tuple[bytes, Message | Exception]]:
-        """Wait for messages, at most so long; returns all that are there.
+        """Wait for messages, at most so long; return all that have arrived.
 
         An exception stands for a message that could not be read.
         """
@@ -85,16 +84,16 @@ class Endpoint(ABC):
 
     @abstractmethod
     def send(self, client: bytes, message: Message) -> bool:
-        """Send a reply; returns False if the client is gone."""
+        """Send a reply; return False if the client is gone."""
 
     @abstractmethod
     def gone(self, clients: Sequence[bytes]) -> list[bytes]:
-        """Return those of some clients that are known to be gone since."""
+        """Return the clients that are known to be gone since."""
 
     def publish(self, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-        """Put tensors where clients may read them; returns those that lie elsewhere from now on.
+        """Put tensors in memory that clients may read; return those that moved.
 
-        A reply with one of them is as long as its header alone, for clients that can map it.
+        A reply with a published tensor is only a header, for clients that can map it.
         """
         return {}
 
@@ -103,8 +102,7 @@ class Endpoint(ABC):
         return None
 
     def forget(self, client: bytes) -> None:  # noqa: B027
-        """Free what is kept for a client."""
+        ...
 
     @abstractmethod
-    def close(self) -> None:
-        """Close it."""
+    def close(self) -> None: ...

@@ -130,7 +130,7 @@ class ZeroMqEndpoint(Endpoint):
             os.write(self._waker, b"\0")
 
     def _sender(self, frame: Any) -> str:
-        """Return the name of a client's certificate, if it was asked for, or its address."""
+        """Return the name of a client's certificate, if there are any, or its address."""
         name: str = frame.get("Peer-Address" if self._client_keys is None else "User-Id")
         return name
 
@@ -163,7 +163,7 @@ class ZeroMqEndpoint(Endpoint):
         return self._send(client, frames)
 
     def _published_place(self, message: Message) -> list[Mapping[str, int]] | None:
-        """Return where the tensor of a message was published, if it is one that was."""
+        """Return the place of a message's published tensor, or None."""
         if self._published is None or len(message.tensors) > 1:
             return None
         place = self._published.place(message.tensors[0])
@@ -234,7 +234,7 @@ _MOST_HANDSHAKES = 5
 
 
 def address_of(where: str) -> tuple[str, int]:
-    """Return the host and the port of a base's address. SplitError: it is none."""
+    """Return the host and the port of a base's address. SplitError: it is invalid."""
     match = _ADDRESS.fullmatch(where.removeprefix("tcp://"))
     if match is None or not 0 < int(match["port"]) < 2**16:
         raise SplitError(
@@ -247,7 +247,7 @@ class TcpTransport(Transport):
     """A connection to `host:port`."""
 
     def __init__(self, where: str, curve: ClientCurve | None = None) -> None:
-        """Check the address; with `curve` the connection is encrypted. SplitError: it is none."""
+        """Check the address; with `curve` the connection is encrypted."""
         self._host, port = address_of(where)
         self.where = f"{self._host}:{port}"
         self._curve = curve
@@ -330,7 +330,7 @@ class TcpTransport(Transport):
         return mask
 
     def _look(self) -> None:
-        """Look what has happened to the connection.
+        """Read the connection's events.
 
         Raises:
             Disconnected: it has ended.
@@ -356,7 +356,6 @@ class TcpTransport(Transport):
 
     @property
     def _mismatch(self) -> str:
-        """The likeliest reason of handshakes that fail."""
         if self._curve is None:
             return "it is encrypted by CURVE; give the base's public key (curve_server=…)"
         return (
@@ -383,7 +382,7 @@ class SharedMemoryTransport(TcpTransport):
     def __init__(
         self, where: str, is_wanted: bool = True, curve: ClientCurve | None = None
     ) -> None:
-        """Check the address; unless it is wanted, TCP alone does where memory cannot be shared."""
+        """Check the address; unless it is wanted, fall back to TCP without shared memory."""
         super().__init__(where, curve)
         self._is_wanted = is_wanted
         self._shared: SharedMemory | None = None
@@ -403,7 +402,7 @@ class SharedMemoryTransport(TcpTransport):
             _LOG.warning("%s", error)
 
     def _grow(self, size_bytes: int) -> None:
-        """Have the base share so much memory. SplitError: it is not on this machine."""
+        """Have the base share memory. SplitError: it is not on this machine."""
         assert self._ask is not None
         self._forget()
         ask = dataclasses.replace(self._ask, fields={"bytes": size_bytes})
@@ -473,7 +472,7 @@ def transport_to(where: str, kind: str, curve: ClientCurve | None = None) -> Tra
     """Return a transport to a base's address, by its name; `auto` shares memory on loopback.
 
     Raises:
-        SplitError: the address or the name is none.
+        SplitError: the address or the name is invalid.
     """
     is_local = is_loopback(address_of(where)[0]) and hasattr(os, "memfd_create")
     if kind == "tcp" or (kind == "auto" and not is_local):

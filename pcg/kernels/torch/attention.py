@@ -1,12 +1,12 @@
 """Attention over ragged token-flat batches, on PyTorch alone: the reference of the kernels.
 
-With a cache, the new keys and values are appended before they are attended to, so a token sees
-cached and new tokens alike and nothing is padded.
+With a cache, new keys and values are appended before attention, so that a token sees cached and new
+tokens alike and nothing is padded.
 
 Where each rank of a group has a part of the tokens of every sequence, its pieces attend to the keys
-and values of all ranks' tokens up to their own last one, which are gathered; those of the whole
-pass exist for one layer at a time. Where pieces stand in their sequences, `Span.context`, decides
-what masks hide, so that windows and ALiBi are as on one rank.
+and values of all ranks' tokens up to their last one, which are gathered; those of the whole pass
+exist for one layer at a time. `Span.context`, the position of a piece in its sequence, decides what
+masks hide, so that windows and ALiBi are as on one rank.
 
 Shapes: T tokens, H heads, K KV heads, D head size, m keys that a span sees.
 """
@@ -42,10 +42,10 @@ _attend_fused = torch.nn.functional.scaled_dot_product_attention
 def attention(
     batch: ProgramBatch, q: Tensor, k: Tensor, v: Tensor, **scores: Unpack[Scores]
 ) -> tuple[Tensor, Tensor | None]:
-    """Attention of every token to its own sequence; see the operator of that name.
+    """Compute attention of every token to its sequence; see the operator of that name.
 
-    q is [T, H, D], k [T, K, D], v [T, K, Dv]; scores are the fields of `Scoring`. Returns out
-    [T, H, Dv], and the log-sum-exp [T, H] in fp32 of a batch that is trained on.
+    q is [T, H, D], k [T, K, D], v [T, K, Dv]; scores are the fields of `Scoring`. Returns out [T,
+    H, Dv] and, of a batch that is trained on, the log-sum-exp [T, H] in fp32.
     """
     scoring = Scoring(**scores)
     if batch.parts is not None and batch.cached is None:
@@ -84,7 +84,7 @@ def attention_backward(
     v: Tensor | None,
     **scores: Unpack[Scores],
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """dq, dk, dv of attention: shapes and arguments as there.
+    """Return dq, dk and dv of attention.
 
     For a window of sequences in the cache, k and v are read there, and dk and dv are final: later
     windows have added theirs to the batch's gradients, and this one adds its own.
@@ -142,7 +142,6 @@ def _gradients(
 def _attend_parts(
     batch: ProgramBatch, parts: TokenParts, q: Tensor, k: Tensor, v: Tensor, scoring: Scoring
 ) -> tuple[Tensor, Tensor | None]:
-    """out [T, H, Dv] and lse [T, H] of q [T, H, D], k [T, K, D] and v [T, K, Dv]."""
     out = q.new_empty((*q.shape[:2], v.shape[-1]))
     lse = q.new_empty(q.shape[:2], dtype=lse_dtype(q))
     by_flash = is_flash(q, v, scoring, trains=batch.keeps)
@@ -157,7 +156,6 @@ def _attend_parts(
 def _attend_parts_backward(
     batch: ProgramBatch, parts: TokenParts, *saved: Tensor, scoring: Scoring
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """dq, dk and dv of `_attend_parts`, from dout, out, lse, q, k and v of this rank's tokens."""
     q, k, v = saved[3:]
     dq = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     by_flash = is_flash(q, v, scoring, trains=True)
@@ -174,7 +172,6 @@ def _attend_parts_backward(
 
 
 def _seen_of_all(whole: Sequence[Tensor], span: Span) -> tuple[Tensor, Tensor]:
-    """The keys and values of a span's sequence up to its end."""
     seen = slice(span.origin, span.origin + span.context + span.length)
     keys, values = (x[seen] for x in whole)
     return keys, values
@@ -189,7 +186,6 @@ def _window_backward(
     cache: tuple[Tensor, Tensor],
     scoring: Scoring,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """dq of the window's tokens, and the gradients of their keys and values, which are final."""
     assert batch.gradients is not None
     sums = batch.gradients.keys, batch.gradients.values
     dq = torch.empty(q.shape, dtype=q.dtype, device=q.device)
@@ -221,10 +217,10 @@ def _seen(batch: ProgramBatch, span: Span, cache: tuple[Tensor, Tensor]) -> tupl
 def _decode(
     batch: ProgramBatch, q: Tensor, keys: Tensor, values: Tensor, out: Tensor, scoring: Scoring
 ) -> None:
-    """One token of each sequence against its own rows; heads that share a KV head are one product.
+    """Attend with one token of each sequence; heads that share a KV head are one product.
 
     Sequences whose rows lie at equal distances are one call, in which the shorter ones read on into
-    rows that the mask hides. What lies elsewhere is gathered.
+    rows that the mask hides. Others are gathered.
     """
     kv_heads, _, size = keys.shape
     (head, row, column), (v_head, v_row, _) = keys.stride(), values.stride()

@@ -57,17 +57,16 @@ class Scoring:
     sinks: Tensor | None = None
 
     def is_plain(self, q: Tensor, v: Tensor) -> bool:
-        """Return whether PyTorch's fused kernel knows it."""
         return not self.softcap and self.sinks is None and q.shape[-1] == v.shape[-1]
 
     def bias(self, span: Span, q: Tensor) -> Tensor | None:
-        """The same as `mask`, but None for causal attention from position 0."""
+        """Return `mask`, or None for causal attention from position 0."""
         keys = span.context + span.length
         is_cut = bool(span.context) or bool(self.window and keys > self.window)
         return self.mask(span, q) if is_cut or self.alibi is not None else None
 
     def mask(self, span: Span, q: Tensor) -> Tensor:
-        """The numbers added to the logits, [1, 1 or H, n, m], in q's dtype."""
+        """Return the numbers added to the logits, [1, 1 or H, n, m], in q's dtype."""
         # In place throughout: each copy would be of scores of all pairs.
         keys = span.context + span.length
         first = span.context - self.window + 1  # the diagonal of the first key in the window
@@ -86,7 +85,7 @@ class Scoring:
 
 
 def blocks_of(span: Span, q: Tensor) -> list[Span]:
-    """The blocks of a span's tokens whose scores exist at once; their starts are in the span."""
+    """Cut a span into blocks whose scores exist together; their starts are in the span."""
     rows = span.length
     if not is_host(q):
         row_bytes = _COPIES * lse_dtype(q).itemsize * q.shape[1] * (span.context + span.length)
@@ -99,7 +98,7 @@ def blocks_of(span: Span, q: Tensor) -> list[Span]:
 
 
 def is_host(q: Tensor) -> bool:
-    """Return whether q lies in the memory of the host."""
+    """Return whether q lies in host memory."""
     return q.is_cpu
 
 
@@ -121,7 +120,6 @@ def attend(q: Tensor, k: Tensor, v: Tensor, span: Span, scoring: Scoring) -> tup
 
 
 def _places(block: Span) -> tuple[slice, slice]:
-    """The rows of a block, and the keys that they see."""
     rows = slice(block.start, block.start + block.length)
     return rows, slice(block.context + block.length)
 
@@ -129,7 +127,6 @@ def _places(block: Span) -> tuple[slice, slice]:
 def _attend_block(
     q: Tensor, k: Tensor, v: Tensor, span: Span, scoring: Scoring
 ) -> tuple[Tensor, Tensor]:
-    """`attend` with all scores at once."""
     scores, _ = _capped_scores(q, k, scoring)
     scores += scoring.mask(span, q)[0]
     if scoring.sinks is None:
@@ -170,7 +167,6 @@ def attend_backward(*saved: Tensor, span: Span, scoring: Scoring) -> tuple[Tenso
 def _gradients_of_block(
     *saved: Tensor, span: Span, scoring: Scoring
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """`attend_backward` with all scores at once, in their dtype."""
     dout, out, lse, q, k, v = saved
     scores, tanh = _capped_scores(q, k, scoring)
     weights = torch.exp(scores + scoring.mask(span, q)[0] - lse.transpose(0, 1).unsqueeze(-1))
@@ -215,7 +211,7 @@ def _grouped(x: Tensor, heads: int) -> Tensor:
 
 
 def _capped_scores(q: Tensor, k: Tensor, scoring: Scoring) -> tuple[Tensor, Any]:
-    """Scores [H, n, m] in fp32 at least, and tanh's value where they are capped."""
+    """Return scores [H, n, m] in fp32 at least, and tanh's value if they are capped."""
     dtype = lse_dtype(q)
     scores = q.transpose(0, 1).to(dtype) @ _grouped(k, q.shape[1]).to(dtype).transpose(1, 2)
     scores *= scoring.scale
@@ -226,7 +222,7 @@ def _capped_scores(q: Tensor, k: Tensor, scoring: Scoring) -> tuple[Tensor, Any]
 
 
 def lse_dtype(q: Tensor) -> torch.dtype:
-    """The dtype of scores and the log-sum-exp: fp32, or fp64 for fp64."""
+    """Return the dtype of scores and the log-sum-exp: fp32, or fp64 for fp64."""
     return torch.promote_types(q.dtype, torch.float32)
 
 
@@ -241,7 +237,7 @@ _LARGE_MEMORY = ((8, 0), (9, 0), (10, 0), (10, 3))
 
 
 class Ends(NamedTuple):
-    """The sequences of some queries and keys: `[n + 1]` sums of lengths, int32, and the longest."""
+    """Prefix sums of sequence lengths of queries and keys, [n + 1], int32, and the longest."""
 
     queries: Tensor
     keys: Tensor
@@ -277,7 +273,7 @@ def ends_of(batch: ProgramBatch, spans: Sequence[Span], *, cached: bool) -> Ends
     """Return the ends of spans, uploaded once for all layers.
 
     Args:
-        cached: True if keys are those of a sequence from its start on, not the span's own.
+        cached: True if keys are those of a sequence from its start, not the span's.
     """
     key = ("ends", tuple((span.start, span.length) for span in spans), cached)
     if key not in batch.known:
@@ -322,7 +318,7 @@ def attend_flash_backward(
 
 
 def window_sizes(scoring: Scoring) -> dict[str, int]:
-    """The keys before and after a token's own that it sees; -1 for all, as the kernels have it."""
+    """Return the keys before and after a token that it sees, as flash kernels take them."""
     return {
         "window_size_left": scoring.window - 1 if scoring.window else -1,
         "window_size_right": 0 if scoring.window else -1,

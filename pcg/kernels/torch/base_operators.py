@@ -12,7 +12,7 @@ from pcg.kernels.batch import ProgramBatch
 
 
 def widened(x: Tensor) -> Tensor:
-    """x in the dtype that norms and losses compute in: fp32, or fp64 for fp64."""
+    """Return x in the dtype that norms and losses compute in: fp32, or fp64 for fp64."""
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
@@ -73,9 +73,9 @@ def layer_norm_backward(dy: Tensor, x: Tensor, weight: Tensor | None, eps: float
 
 
 def rope_half(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotary embedding that pairs dim i with i + n/2. x: [T, H, D]; cos, sin: [T, n], n ≤ D.
+    """Rotate pairs of dims i and i + n/2. x: [T, H, D]; cos, sin: [T, n], n ≤ D.
 
-    Tables of a wider dtype than x's (OLMo-2) turn it in theirs.
+    Tables of a wider dtype than x's (OLMo-2) rotate in theirs.
     """
     if cos.dtype != x.dtype:
         wide = torch.promote_types(x.dtype, cos.dtype)
@@ -96,7 +96,7 @@ _FEW_TOKENS = 128
 
 
 def _signed(sin: Tensor) -> Tensor:
-    """sin with its first half negated, [T, 1, n]; remembered, as all layers of a step share it."""
+    """sin with its first half negated, [T, 1, n], cached for all layers of a step."""
     global _last_signed
     last = _last_signed  # read once: another thread may put its own there
     if last is None or last[0]() is not sin:
@@ -116,7 +116,7 @@ def rope_half_backward(dy: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def rope_interleaved(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotary embedding that pairs dim 2i with 2i + 1. x: [T, H, D]; cos, sin: [T, n], n ≤ D."""
+    """Rotate pairs of dims 2i and 2i + 1. x: [T, H, D]; cos, sin: [T, n], n ≤ D."""
     n = cos.shape[-1]
     cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
@@ -149,13 +149,13 @@ def cross_entropy_backward(dloss: Tensor, logits: Tensor, targets: Tensor) -> Te
 
 
 def embedding_part(ids: Tensor, table: Tensor, batch: ProgramBatch) -> Tensor:
-    """Rows of the rank's part of a table; zeros for ids of other ranks."""
+    """Look ids up in the rank's part of a table; zeros for ids of other ranks."""
     places, is_own = _own_places(ids, table.shape[0], batch)
     return F.embedding(places, table).masked_fill_(~is_own.unsqueeze(-1), 0)
 
 
 def cross_entropy_part(logits: Tensor, targets: Tensor, batch: ProgramBatch) -> Tensor:
-    """The loss of each token in fp32, from the rank's part of the logits; 0 without a target."""
+    """Return each token's loss in fp32 from the rank's part of the logits; 0 without a target."""
     wide = widened(logits)
     places, is_own = _own_places(targets, logits.shape[-1], batch)
     picked = wide.gather(-1, places.unsqueeze(-1)).squeeze(-1).masked_fill(~is_own, 0)
@@ -177,18 +177,17 @@ def cross_entropy_part_backward(
 
 
 def _own_places(ids: Tensor, size: int, batch: ProgramBatch) -> tuple[Tensor, Tensor]:
-    """The place of each id in the rank's part of so many, and True where it is there."""
+    """Return the index of each id in the rank's part, and whether it is in that part."""
     places = ids - batch.ranks.rank * size
     return places.clamp(0, size - 1), (places >= 0) & (places < size)
 
 
 def _log_sum_exp(logits: Tensor, batch: ProgramBatch) -> Tensor:
-    """The log-sum-exp of each token's logits on all ranks, [T]."""
     return torch.stack(batch.ranks.all_gather(torch.logsumexp(logits, -1))).logsumexp(0)
 
 
 def slice_backward(dy: Tensor, dim: int, start: int, stop: int, step: int, size: int) -> Tensor:
-    """Zeros of `size` along `dim`, with dy in the slice."""
+    """Return zeros of `size` along `dim`, with dy in the slice."""
     shape = list(dy.shape)
     shape[dim] = size
     dx = dy.new_zeros(shape)
@@ -197,14 +196,14 @@ def slice_backward(dy: Tensor, dim: int, start: int, stop: int, step: int, size:
 
 
 def pack_signs(y: Tensor) -> Tensor:
-    """Bits of the positive elements, eight in a byte, the first in the lowest bit."""
+    """Pack the signs of elements, eight in a byte, the first in the lowest bit."""
     bits = (y > 0).unflatten(-1, (-1, 8)).to(torch.uint8)
     signs: Tensor = (bits << _places(y.device)).sum(-1, dtype=torch.uint8)
     return signs
 
 
 def relu_backward_packed(dy: Tensor, signs: Tensor) -> Tensor:
-    """dy where the packed sign is set, else 0."""
+    """Return dy where the packed sign is set, else 0."""
     bits = (signs.unsqueeze(-1) >> _places(dy.device)).bitwise_and_(1).flatten(-2)
     return bits.to(dy.dtype).mul_(dy)
 

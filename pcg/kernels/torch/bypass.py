@@ -17,7 +17,7 @@ from pcg.kernels.torch.lora import by_width
 
 
 def dropout(batch: ProgramBatch, x: Tensor, p: float, key: int) -> Tensor:
-    """x · mask / (1 - p), drawn anew for each step, layer and key; x where not training."""
+    """Return x · mask / (1 - p), drawn for each step, layer and key; x outside of training."""
     parts = list(batch.dropped_parts(key))
     if not parts:
         return x
@@ -39,7 +39,7 @@ def dropout(batch: ProgramBatch, x: Tensor, p: float, key: int) -> Tensor:
 
 
 def activate(s: Any, bias: Any, function: str) -> Any:
-    """σ(s + scale · bias) of a bottleneck; s and what comes out are as `shrink` gives them.
+    """Return σ(s + scale · bias) of a bottleneck; s and the result are as `shrink` returns them.
 
     The bias is [size], or a stack [adapters, 1, size] with segments, scaled already.
     """
@@ -69,10 +69,10 @@ _FUNCTIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
 
 
 def scale(y: Tensor, vector: Any, base: Tensor | None = None) -> Tensor:
-    """vector ⊙ (y - base) + base, each token by its own adapter's vector; y where there is none.
+    """Return vector ⊙ (y - base) + base, each token by its adapter's vector; y without a vector.
 
-    The vector is [n], the program's own or one adapter's, or a stack [adapters, 1, n] with
-    segments. y [T, n] is not written over, as it may be read elsewhere.
+    The vector is [n], the program's or one adapter's, or a stack [adapters, 1, n] with segments. y
+    [T, n] is not written over, as it may be read elsewhere.
     """
     for of_width in by_width(vector):
         y = _scale(y, of_width, base)
@@ -104,7 +104,7 @@ def _scaled(y: Tensor, vector: Tensor, base: Tensor | None) -> Tensor:
 
 
 def inner(left: Tensor, right: Tensor, base: Tensor | None = None) -> Tensor:
-    """The sum over tokens of left ⊙ (right - base), [n], in fp32 at least."""
+    """Return the sum over tokens of left ⊙ (right - base), [n], in fp32 at least."""
     total = left.new_zeros(left.shape[1:], dtype=torch.promote_types(left.dtype, torch.float32))
     for x, y in zip(left.split(INNER_TOKENS), right.split(INNER_TOKENS), strict=True):
         if base is not None:
@@ -114,7 +114,7 @@ def inner(left: Tensor, right: Tensor, base: Tensor | None = None) -> Tensor:
 
 
 def bias_add(y: Tensor, bias: Any, base: Tensor | None = None) -> Tensor:
-    """y + scale · bias, or y + (bias - base), each token with its own adapter's bias."""
+    """Return y + scale · bias, or y + (bias - base), each token with its adapter's bias."""
     for of_width in by_width(bias):
         y = _bias_add(y, of_width, base)
     return y
@@ -134,16 +134,16 @@ def _bias_add(y: Tensor, bias: Any, base: Tensor | None) -> Tensor:
 
 
 def sum_tokens(dz: Tensor, bias: Any = None) -> Tensor:
-    """The sum over tokens, in fp32 at least; scaled as a bias is."""
+    """Return the sum over tokens, in fp32 at least; scaled as a bias is."""
     total = widened(dz).sum(0)
     return total if bias is None else total.mul_(bias.scale)
 
 
 def virtual_tokens(batch: ProgramBatch, x: Tensor, prompt: Any) -> Tensor:
-    """x with its own adapter's prompt, in x's dtype, in each virtual row.
+    """Return x with its adapter's prompt, in x's dtype, in each virtual row.
 
     x is [T, …] of h features; the prompt is [n, h], or a stack [adapters, n, h] with segments,
-    which may be padded, or None where no adapter of the batch has one.
+    which may be padded, or None if no adapter of the batch has a prompt.
     """
     for of_width in by_width(prompt):
         x = _with_prompt(batch, x, of_width)
@@ -169,12 +169,12 @@ def _with_prompt(batch: ProgramBatch, x: Tensor, prompt: Any) -> Tensor:
 
 
 def without_virtual(batch: ProgramBatch, x: Tensor) -> Tensor:
-    """x [T, …] with zeros in each virtual row."""
+    """Return x [T, …] with zeros in each virtual row."""
     return x if batch.virtual_rows is None else x.index_fill(0, batch.virtual_rows, 0.0)
 
 
 def virtual_tokens_backward(batch: ProgramBatch, dy: Tensor, prompt: Any) -> Tensor:
-    """For each virtual token the sum of dy [T, …] over its rows: [n, h] in the prompt's dtype."""
+    """Sum dy [T, …] over the rows of each virtual token: [n, h] in the prompt's dtype."""
     weight: Tensor = prompt.weight
     total = torch.zeros_like(weight)
     rows, places = batch.virtual_rows, batch.virtual_places

@@ -24,7 +24,7 @@ from pcg.ranks.step_parts import gathered_rows, placed_rows, rows_of_rank
 
 @dataclass(frozen=True)
 class Exchange:
-    """A message to a group, the kind of its collective, and what makes its result of what came."""
+    """A message to a group, the kind of its collective, and a function of what arrives."""
 
     ranks: Ranks
     kind: str
@@ -33,15 +33,14 @@ class Exchange:
 
 
 class Collective:
-    """A collective that runs at once, or is begun."""
+    """A collective that runs, or is begun."""
 
     def __init__(self, exchange: Callable[..., Any]) -> None:
-        """Keep what makes the exchange, or the result where there is nothing to exchange."""
+        """Wrap a function that returns an exchange, or the result without one."""
         self._exchange = exchange
         self.__doc__ = exchange.__doc__
 
     def __call__(self, *arguments: Any, **options: Any) -> Any:
-        """The result."""
         exchange = self._exchange(*arguments, **options)
         if not isinstance(exchange, Exchange):
             return exchange
@@ -50,7 +49,7 @@ class Collective:
         return finish(came)
 
     def begin(self, *arguments: Any, **options: Any) -> PendingCollective:
-        """Begin it; the function that it returns waits for it, and returns the result."""
+        """Begin it; the returned function waits for it, and returns the result."""
         exchange = self._exchange(*arguments, **options)
         if not isinstance(exchange, Exchange):
             return lambda: exchange
@@ -60,7 +59,7 @@ class Collective:
 
 @Collective
 def all_reduce(x: Tensor | None, batch: ProgramBatch) -> Exchange | None:
-    """The sum over the ranks; None of a site without adapters, here and below."""
+    """The sum over the ranks; None, as below, of a site without adapters."""
     return None if x is None else Exchange(batch.ranks, "all_reduce", x)
 
 
@@ -78,7 +77,7 @@ def all_gather(
 ) -> Exchange | None:
     """The ranks' parts of a tensor, or of one adapter's weight, joined along a dim.
 
-    The logits may be wanted on the first rank alone; the others have their own part then.
+    If logits are wanted on the first rank alone, the others keep their part.
     """
     if x is None:
         return None
@@ -95,7 +94,6 @@ def all_gather(
 
 
 def _taken_apart(x: Any) -> tuple[Tensor, float | None]:
-    """A tensor, or an adapter's weight, and the weight's scale."""
     return (x, None) if isinstance(x, Tensor) else (x.weight, x.scale)
 
 
@@ -118,7 +116,6 @@ def all_reduces(xs: Sequence[Tensor | None], batch: ProgramBatch) -> Exchange | 
 
 
 def _joined(tensors: Iterable[Tensor]) -> Tensor:
-    """All numbers of some tensors, one behind the other."""
     return torch.cat([x.reshape(-1) for x in tensors])
 
 
@@ -166,7 +163,7 @@ def own_part(
 ) -> Any:
     """The rank's part of a dim of a tensor, or of one adapter's weight, as a view.
 
-    A part that is kept is a copy, as a view would keep the whole; one of the tokens always is.
+    With `kept` it is a copy, as a view would keep the whole; a part of the tokens always is.
     """
     if x is None:
         return None

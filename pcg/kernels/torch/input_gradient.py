@@ -1,9 +1,9 @@
-"""Gradients of the inputs of the base's linear operators, with what bypass networks add to them.
+"""Gradients of the inputs of the base's linear operators, with the terms of bypass networks.
 
     dx = Σ_j dz_j W_j + ds_j A_j
 
-One of several weights takes the launches of one; beside a job that asks for some of them only, it
-is run in parts, a weight each, so that no product by the base's weights runs twice.
+A sum over several weights is one request. Beside a job that requests some of these weights alone,
+it runs in parts, a weight each, so that no product by the base's weights runs twice.
 """
 
 from __future__ import annotations
@@ -39,23 +39,23 @@ class InputGradientTerm(ABC):
         jobs: Sequence[Self],
         spans: Sequence[tuple[int, int]],
     ) -> None:
-        """Add the terms of several jobs, this one included, to the base's dx [T, in] in one go.
+        """Add the terms of several jobs, this one included, to the base's dx [T, in].
 
-        `dys` has dy [T, out] of each weight; `spans` are the first token of each job and its
-        number of tokens in them.
+        `dys` has dy [T, out] of each weight; `spans` are each job's first token and its number of
+        tokens.
         """
 
     @abstractmethod
     def parts(self) -> Sequence[Self]:
-        """A term for each of the first weights; once they have been added, this one has been."""
+        """Return a term for each of the first weights, to be added instead of this one."""
 
 
 @dataclass(slots=True, eq=False)
 class InputGradient(Product):
-    """dy W, summed over several where there are others, with a term of bypass networks added.
+    """dy W, summed over several weights, with a term of bypass networks added.
 
     Attributes:
-        others: dy and W beside the first ones.
+        others: dy and W after the first ones.
     """
 
     weight: Tensor
@@ -136,7 +136,7 @@ class InputGradient(Product):
     def _joined_pairs(
         self, every: Sequence[InputGradient]
     ) -> tuple[list[tuple[Tensor, Tensor]], list[int]]:
-        """Each weight with the dy of all, one behind the other, and how many tokens each has."""
+        """Join the dy of all for each weight; return them with the tokens of each product."""
         dy, counts = joined_tokens(every)
         pairs = [(dy, self.weight)]
         for place, (first_dy, weight) in enumerate(self.others):
@@ -160,7 +160,6 @@ class InputGradient(Product):
 
 
 def _sum_dtype(x: Tensor) -> torch.dtype:
-    """Return the dtype that parts of a sum are added in."""
     return x.dtype if x.dtype == torch.float64 else torch.float32
 
 

@@ -20,20 +20,20 @@ from pcg.peft.weights import AdapterWeight
 
 
 def as_weight(weight: Any) -> Any:
-    """An adapter's weight as it is; a tensor that the program made of some, as a weight."""
+    """Return an adapter's weight; a tensor that the program made of some, as a weight."""
     return AdapterWeight(weight) if isinstance(weight, Tensor) else weight
 
 
 def by_width(weights: Any) -> Sequence[Any]:
-    """A site's weights, one for each width of adapters that have any."""
+    """Return a site's weights, for each width of adapters that have any."""
     every = weights if isinstance(weights, tuple) else (weights,)
     return [weight for weight in every if weight is not None]
 
 
 def shrink(x: Tensor, a: Any) -> Any:
-    """s = x Aᵀ: [T, in] to [T, r], in A's dtype; each token by its own adapter.
+    """Return s = x Aᵀ: [T, in] to [T, r], in A's dtype; each token by its adapter.
 
-    None where no token of the batch has an adapter at the site; of several widths, each one's.
+    None if no token of the batch has an adapter at the site; a tuple for several widths.
     """
     if a is None:
         return None
@@ -53,7 +53,7 @@ def shrink(x: Tensor, a: Any) -> Any:
 
 
 def expand_add(y: Tensor, s: Any, b: Any) -> Tensor:
-    """y + scale · s Bᵀ: [T, out], in y's dtype; may be written over y."""
+    """Return y + scale · s Bᵀ: [T, out], in y's dtype; may be written over y."""
     if s is None or b is None:
         return y
     if isinstance(b, tuple):
@@ -77,7 +77,7 @@ def expand_add(y: Tensor, s: Any, b: Any) -> Tensor:
 
 
 def expand_add_part(y: Tensor, s: Any, b: Any, batch: ProgramBatch) -> Tensor:
-    """y + scale · s Bᵀ in the rank's own columns, those of its rows of B: [T, out]."""
+    """Return y + scale · s Bᵀ in the rank's columns, those of its rows of B: [T, out]."""
     if s is None or b is None:
         return y
     part = expand_add(own_part(y, -1, batch).contiguous(), s, b)
@@ -87,7 +87,7 @@ def expand_add_part(y: Tensor, s: Any, b: Any, batch: ProgramBatch) -> Tensor:
 
 
 def _segmented_product(x: Tensor, weight: Tensor, segments: Segments) -> Tensor:
-    """Each segment's rows times its own matrix: [T, k] by [n, k, m] to [T, m]."""
+    """Multiply each segment's rows by its matrix: [T, k] by [n, k, m] to [T, m]."""
     out = x.new_empty((x.shape[0], weight.shape[2]))
     if segments.gathered is not None:
         gather, tokens, places = segments.gathered
@@ -131,7 +131,7 @@ def lora_linear(
     a: Sequence[Any],
     b: Sequence[Any],
 ) -> Sequence[Tensor]:
-    """Linear operators of x with each token's own LoRA; the first of `a` holds the LoRA of all."""
+    """Apply linear operators to x with each token's LoRA; `a[0]` holds the LoRA of all."""
     first: Any = weights[0]
     return add_lora(linear(x, first, first.group_bias), x, first, a, b)
 
@@ -139,7 +139,7 @@ def lora_linear(
 def add_lora(
     y: Tensor, x: Tensor, weight: Any, a: Sequence[Any], b: Sequence[Any]
 ) -> Sequence[Tensor]:
-    """Add each token's own LoRA to the joined product of some linear operators.
+    """Add each token's LoRA to the joined product of some linear operators.
 
     Args:
         y: the product of x by the base's weights, [T, outs]; written over.
@@ -155,7 +155,6 @@ def add_lora(
 
 
 def _add_joined(y: Tensor, x: Tensor, lora: JoinedLora) -> None:
-    """Add the LoRA of adapters of one width to y [T, outs]."""
     segments = lora.segments
     x, y = x[segments.start : segments.stop], y[segments.start : segments.stop]
     if lora.columns < y.shape[1]:
@@ -182,7 +181,6 @@ def _add_joined(y: Tensor, x: Tensor, lora: JoinedLora) -> None:
 
 
 def _runs(lora: JoinedLora, tokens: int) -> Sequence[LoraRun]:
-    """B: for few tokens one product costs less than several without its zeros."""
     return lora.runs if tokens <= _FEW_ROWS else lora.parts
 
 
@@ -226,7 +224,7 @@ def _add_loose(y: Tensor, s: Tensor, run: LoraRun, adapter: int) -> None:
 
 
 def _products(x: Tensor, weight: Tensor) -> Tensor:
-    """x [n, size, in] by weight [n, in, out], a transposed view: [n, size, out]."""
+    """Multiply x [n, size, in] by weight [n, in, out], a transposed view: [n, size, out]."""
     n, size, in_ = x.shape
     if size == 1 and in_ > weight.shape[2]:
         # CPUs read a matrix of few rows twice as fast from the left.
@@ -256,7 +254,7 @@ def _column_norm(weight: Tensor, a: AdapterWeight, b: AdapterWeight) -> Tensor:
 
 
 def _adapted(weight: Tensor, a: AdapterWeight, b: AdapterWeight) -> Tensor:
-    """W + scale · B A in A's dtype: the only tensor of the weight's size that is made."""
+    """Return W + scale · B A in A's dtype: the only new tensor of the weight's size."""
     if weight.dtype == a.weight.dtype:
         return torch.addmm(weight, b.weight, a.weight, alpha=b.scale)
     return weight.to(a.weight.dtype).addmm_(b.weight, a.weight, alpha=b.scale)

@@ -1,4 +1,4 @@
-"""Saved activations in e4m3 with a scale for each block, and norms from what they made."""
+"""Lossy saved activations: codes with a scale for each block, and norms of such values."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _ENDLESS = 15 << _MANTISSA_BITS
 
 
 def quantize_fp8(x: Tensor) -> tuple[Tensor, Tensor]:
-    """e4m3 codes of x / 2ᵉ, and e + 127 of each block of the last dim; see `quantize_fp8`."""
+    """Return e4m3 codes of x / 2ᵉ, and e + 127 of each block; see the operator."""
     size = x.shape[-1]
     blocks = _blocks(x)
     mantissa, exponent = torch.frexp(_greatest(blocks))
@@ -38,7 +38,7 @@ def quantize_fp8(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def dequantize_fp8(codes: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """The values of codes, each times its block's scale: exact in every dtype, but for overflow."""
+    """Return each code times its block's scale: exact in every dtype, but for overflow."""
     size, wide = codes.shape[-1], torch.float32 if dtype == torch.float16 else dtype
     blocks = _blocks(codes).view(torch.float8_e4m3fn).to(wide)
     ones = torch.ones_like(scale, dtype=torch.promote_types(wide, torch.float32))
@@ -50,7 +50,7 @@ def dequantize_fp8(codes: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def quantize_int8(x: Tensor) -> tuple[Tensor, Tensor]:
-    """round(127 x / max |x|), and max |x| / 127 of each block; see the operator `quantize_int8`."""
+    """Return round(127 x / max |x|), and max |x| / 127 of each block; see the operator."""
     size = x.shape[-1]
     blocks = _blocks(x)
     scale = _greatest(blocks) / 127
@@ -61,7 +61,7 @@ def quantize_int8(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def dequantize_int8(codes: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """The values of codes, each times its block's scale."""
+    """Return each code times its block's scale."""
     blocks = _blocks(codes.view(torch.int8))
     most = torch.finfo(dtype).max
     wide = blocks.to(scale.dtype).mul_(scale.unsqueeze(-1)).clamp_(-most, most)
@@ -70,10 +70,10 @@ def dequantize_int8(codes: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def pack_bf16(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Codes of 12 bits, and the greatest exponent of each block; see the operator `pack_bf16`.
+    """Return codes of 12 bits, and the greatest exponent of each block; see the operator.
 
     The upper 8 bits of all elements come first, then the lower 4 of an element of the first half
-    with those of one of the second.
+    with those of an element of the second.
     """
     size = x.shape[-1]
     blocks = _blocks(x)
@@ -101,7 +101,7 @@ def pack_bf16(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def unpack_bf16(codes: Tensor, exponent: Tensor) -> Tensor:
-    """The bf16 numbers of `pack_bf16`'s codes."""
+    """Return the bf16 numbers of `pack_bf16`'s codes."""
     size = codes.shape[-1] * 2 // 3
     high, low = codes.split((size, size // 2), -1)
     code = high.to(torch.int16) << 4
@@ -126,7 +126,7 @@ def _greatest(blocks: Tensor) -> Tensor:
 
 
 def _without_infinities(x: Tensor) -> Tensor:
-    """x, changed in place, with NaN where it was infinite."""
+    """Replace infinities of x by NaN, in place."""
     return x.addcmul_(x, x.new_zeros(()))
 
 
@@ -140,7 +140,7 @@ def _blocks(x: Tensor) -> Tensor:
 
 
 def standardized(x: Tensor, eps: float, centered: bool) -> tuple[Tensor, Tensor]:
-    """(x - mean) rstd in x's dtype, and rstd of each row; the mean is 0 unless `centered`."""
+    """Return (x - mean) rstd in x's dtype, and rstd of each row; the mean is 0 if not centered."""
     wide = widened(x)
     if centered:
         wide = wide - wide.mean(-1, keepdim=True)

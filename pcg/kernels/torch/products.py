@@ -87,7 +87,7 @@ def remote_of(tensor: Any) -> RemoteWeight:
 
 
 def remote_group(tensors: Sequence[Tensor]) -> Tensor:
-    """Return a tensor that stands for some remote weights of the same inputs as one."""
+    """Return a tensor that stands for several remote weights of the same inputs."""
     first, *others = map(remote_of, tensors)
     shape = (sum(len(tensor) for tensor in tensors), *tensors[0].shape[1:])
     return remote_tensor(shape, tensors[0].dtype, first.joined(others))
@@ -100,10 +100,10 @@ ProductRequest: TypeAlias = Generator["Product", None, Result]
 
 @dataclass(slots=True, eq=False)
 class Product(ABC):
-    """A product, to be run by the caller of the function that requests it.
+    """A product that the caller of the requesting function runs.
 
     Attributes:
-        key: layer, name of the first weight, and kind: products of one key can be one.
+        key: layer, name of the first weight, and kind: products of one key can be joined.
         is_own: True if it is by an adapter's weights alone, which not all functions have.
     """
 
@@ -115,20 +115,19 @@ class Product(ABC):
 
     @property
     def rows(self) -> int:
-        """Rows of the weight, if it can be run for some of them at a time; 0 otherwise."""
+        """Rows of the weight, if the product can run for some of them at a time; 0 otherwise."""
         return 0
 
     @property
     def part_keys(self) -> Sequence[tuple[object, ...]]:
-        """The keys of its `parts`; its own where it has none."""
+        """The keys of its `parts`, or its own without parts."""
         return (self.key,)
 
     def parts(self) -> Sequence[Self]:
-        """Products by a weight each whose sum it is, to be run instead of it."""
+        """Return products by a weight each whose sum it is, to run instead of it."""
         return ()
 
     def add_part(self, part: Self) -> None:
-        """Add the outputs of a part that has run to its own."""
         raise TypeError(f"{type(self).__name__} has no parts")
 
     @property
@@ -137,11 +136,11 @@ class Product(ABC):
         return 0 if self._x is None else len(self._x)
 
     def run_rows(self, start: int, stop: int) -> None:
-        """Run it for the weight's rows from `start`, which `stop` was before, up to `stop`."""
+        """Run it for the weight's rows from `start`, the end of the last call, up to `stop`."""
         raise TypeError(f"{type(self).__name__} does not run for some rows")
 
     def joined(self, others: Sequence[Self]) -> Self:
-        """Return it and others of its key as one, to be run for some rows at a time."""
+        """Return a product of its tokens and others' of its key, to run for some rows at a time."""
         every = (self, *others)
         x, counts = joined_tokens(every)
         whole = dataclasses.replace(self, _x=x)
@@ -156,42 +155,39 @@ class Product(ABC):
             product._outputs = product._of_rows(part)
 
     def _of_rows(self, outputs: Tensor) -> Any:
-        """Return the outputs that `take` returns, of one tensor for all rows."""
         return outputs
 
     def requested(self) -> ProductRequest[Any]:
-        """Ask the caller to run it; returns its outputs."""
+        """Ask the caller to run it; return its outputs."""
         yield self
         return self.take()
 
     @abstractmethod
-    def run(self) -> None:
-        """Run it by itself."""
+    def run(self) -> None: ...
 
     @abstractmethod
     def run_with(self, others: Sequence[Self]) -> None:
-        """Run it and others of its key as one."""
+        """Run it and others of its key as a joined product."""
 
     def take(self) -> Any:
-        """The outputs, once."""
+        """Return the outputs, and drop them."""
         outputs, self._outputs = self._outputs, None
         return outputs
 
     def _take_x(self) -> Tensor:
-        """Its first factor, which it holds no more."""
         x, self._x = self._x, None
         assert x is not None
         return x
 
 
 def fulfilled(result: Result) -> ProductRequest[Result]:
-    """A request of nothing, with a result that is there already."""
+    """Return a request of nothing, with a result that is known already."""
     yield from ()
     return result
 
 
 def joined_tokens(every: Sequence[Product]) -> tuple[Tensor, list[int]]:
-    """The first factors of all, one behind the other, and how many tokens each has."""
+    """Join the first factors of all; return them and the number of tokens of each."""
     parts = [product._take_x() for product in every]
     return torch.cat(parts) if len(parts) > 1 else parts[0], [len(part) for part in parts]
 
@@ -201,7 +197,8 @@ class LinearProduct(Product):
     """x Wᵀ (+ b) by some weights.
 
     Attributes:
-        weights: [out, in] each; one joined, and None for the others, where the runtime joined them.
+        weights: [out, in] each; if the runtime joined them, the first holds all, and others are
+            None.
         biases: one for each weight; empty for none.
         is_whole: True if the outputs are wanted side by side in one tensor.
     """
@@ -246,7 +243,6 @@ class LinearProduct(Product):
             self._outputs = linear_group(x, self.weights, self.biases)
 
     def run_with(self, others: Sequence[LinearProduct]) -> None:
-        """Run it and others of its key as one, by the weights of one that has them joined."""
         every = (self, *others)
         best = next(
             (product for product in every if hasattr(product.weights[0], "group_sizes")), self
@@ -263,7 +259,7 @@ class LinearProduct(Product):
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """x Wᵀ (+ b); the weight plain, packed by oneDNN, or in another process."""
+    """x Wᵀ (+ b); the weight is plain, packed by oneDNN, or in another process."""
     if is_remote(weight):
         y = remote_of(weight).linear(x, ())
         return y if bias is None else y.add_(bias)
@@ -302,7 +298,6 @@ _FEW_TOKENS = 8
 
 
 def _is_onednn_faster(x: Tensor) -> bool:
-    """Return whether oneDNN multiplies [T, in] by a plain weight faster than torch's BLAS."""
     if not x.is_cpu or not has_onednn(x.dtype):
         return False
     return x.dtype is torch.bfloat16 or x.shape[0] >= _FEW_TOKENS
@@ -311,7 +306,7 @@ def _is_onednn_faster(x: Tensor) -> bool:
 def linear_group(
     x: Tensor, weights: Sequence[Tensor | None], biases: Sequence[Tensor | None] = ()
 ) -> Sequence[Tensor]:
-    """The linear operators of x; joined where the first weight holds all and the rest are None."""
+    """Apply linear operators to x; if the first weight holds all, the rest are None."""
     first: Any = weights[0]
     if hasattr(first, "group_sizes"):
         y = linear(x, first, first.group_bias if biases else None)
@@ -336,17 +331,17 @@ def product(
     *,
     whole: bool = False,
 ) -> ProductRequest[Any]:
-    """Request x [T, in] by each of some weights [out, in]; returns their outputs, [T, out] each.
+    """Request x [T, in] by each of some weights [out, in]; return their outputs, [T, out] each.
 
-    `name` is that of the first weight in its layer; with `whole` the outputs are one tensor,
-    [T, outs], that may be written over.
+    `name` is that of the first weight in its layer; with `whole` the outputs are one tensor, [T,
+    outs], that may be written over.
     """
     key = (batch.layer, name, len(weights), bool(biases))
     return LinearProduct(key, x, weights, biases, whole).requested()
 
 
 def experts(x: Tensor, indices: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
-    """Gated experts, each of which runs the tokens that chose it; see the operator `experts`."""
+    """Apply gated experts, each to the tokens that chose it; see the operator."""
     y = torch.zeros_like(x)
     for expert, places, rows in _chosen(indices, gate_up.shape[0]):
         chosen = x[rows]
@@ -360,7 +355,7 @@ def experts(x: Tensor, indices: Tensor, weights: Tensor, gate_up: Tensor, down: 
 def experts_backward(
     dy: Tensor, x: Tensor, indices: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """The gradients of x and of the weights [T, k]; see the operator `experts_backward`."""
+    """Return the gradients of x and of the weights [T, k]; see the operator."""
     dx, dweights = torch.zeros_like(x), torch.zeros_like(weights)
     of_choices, shares = dweights.view(-1), weights.reshape(-1)
     for expert, places, rows in _chosen(indices, gate_up.shape[0]):
@@ -378,7 +373,7 @@ def experts_backward(
 
 
 def _chosen(indices: Tensor, count: int) -> Iterator[tuple[int, Tensor, Tensor]]:
-    """Each expert that a token chose, with its places among the choices [T k], and their rows."""
+    """Yield each chosen expert, the indices of its choices [T k], and their rows."""
     flat = indices.reshape(-1)
     order = flat.argsort(stable=True)
     parts = order.split(torch.bincount(flat, minlength=count).tolist())
@@ -389,12 +384,11 @@ def _chosen(indices: Tensor, count: int) -> Iterator[tuple[int, Tensor, Tensor]]
 
 @dataclass(slots=True, eq=False)
 class PieceCall(Product):
-    """A piece on the tokens of one function, or of several that call the same.
+    """A piece on the tokens of one function, or of several that call the same piece.
 
     Attributes:
         weight: stands for a weight of the base that holds the piece's.
-        text: the piece.
-        layer: the index of the layer.
+        text: the piece, a graph as text.
         inputs: the tensors that are sent, [T, …] each.
     """
 
@@ -423,7 +417,7 @@ class PieceCall(Product):
 def requested_piece(
     batch: ProgramBatch, text: str, weight: Tensor, *inputs: Tensor
 ) -> ProductRequest[Sequence[Tensor]]:
-    """Request a piece of a base executor; returns its outputs.
+    """Request a piece of a base executor; return its outputs.
 
     Args:
         text: the piece, a graph as text.
@@ -437,5 +431,5 @@ def requested_piece(
 
 
 def base_piece(batch: ProgramBatch, text: str, weight: Tensor, *inputs: Tensor) -> Sequence[Tensor]:
-    """Call a piece of a base executor at once; the arguments are those of `requested_piece`."""
+    """Call a piece of a base executor; the arguments are those of `requested_piece`."""
     return remote_of(weight).piece(text, batch.layer, inputs)

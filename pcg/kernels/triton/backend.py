@@ -42,19 +42,19 @@ class BackendChoice:
 
 
 def machine_device(asked: str | torch.device | None = None) -> torch.device:
-    """Return the device asked for; else the GPU where there is one, else the CPU."""
+    """Return the device asked for; else the GPU if there is one, else the CPU."""
     return torch.device(asked or ("cuda" if torch.cuda.is_available() else "cpu"))
 
 
 def choose_backend(
     asked: Backend, device: torch.device, model: ModelGraph | None = None
 ) -> BackendChoice:
-    """Choose what a program is compiled for.
+    """Choose the backend of a program.
 
     Args:
         asked: "torch", "triton" or "auto".
         device: the device that it will run on.
-        model: the model without bypass networks; without one, only the device counts.
+        model: the model without bypass networks; if None, only the device counts.
     Raises:
         UnsupportedError: triton is asked for, and is not installed.
     """
@@ -72,7 +72,7 @@ def choose_backend(
 
 
 def backend_for(device: str, model: ModelGraph) -> BackendChoice:
-    """Return what `auto` stands for on a kind of device, "cpu" or "cuda", be there one or not."""
+    """Return the backend that `auto` means on "cpu" or "cuda", without such a device."""
     obstacle = _NO_GPU.format(device) if device == "cpu" else model_obstacle(model)
     if obstacle is not None:
         return BackendChoice("torch", obstacle)
@@ -81,7 +81,7 @@ def backend_for(device: str, model: ModelGraph) -> BackendChoice:
 
 
 def device_obstacle(device: torch.device) -> str | None:
-    """Return why no program for Triton runs on a device here; None where one does."""
+    """Return why no program for Triton runs on a device; None if one does."""
     if device.type != "cuda":
         return _NO_GPU.format(device.type)
     if torch.version.hip is not None:
@@ -102,7 +102,6 @@ def product_failure(device: torch.device) -> str | None:
 
 
 def _assembler(device: torch.device) -> str:
-    """Return the name of the assembler of Triton's kernels for a GPU."""
     from pcg.kernels.triton.ptxas import used_ptxas
 
     major, minor = torch.cuda.get_device_capability(device)
@@ -110,11 +109,7 @@ def _assembler(device: torch.device) -> str:
 
 
 def check_device(backend: Backend, device: torch.device) -> None:
-    """Check that programs for a backend run on a device, and right.
-
-    Raises:
-        UnsupportedError: they do not; says the fix.
-    """
+    """Raise an UnsupportedError with a fix if a backend's programs do not run right on a device."""
     if backend == "triton" and device.type != "cuda" and not _interprets():
         raise UnsupportedError(
             "the program is compiled for Triton, which runs on NVIDIA GPUs, and its device is "
@@ -126,12 +121,11 @@ def check_device(backend: Backend, device: torch.device) -> None:
 
 
 def _interprets() -> bool:
-    """Return whether Triton's kernels run in its interpreter, on any device."""
     return os.environ.get("TRITON_INTERPRET", "").lower() in ("1", "true", "yes", "on", "y")
 
 
 def model_obstacle(model: ModelGraph) -> str | None:
-    """Return what of a model Triton's kernels do not know; None where they know all."""
+    """Return the part of a model that Triton's kernels do not know; None if they know all."""
     layers = [model.blocks[block] for block in model.layers]
     for block in model.blocks:
         for inputs in _attentions(block):
@@ -155,12 +149,10 @@ def model_obstacle(model: ModelGraph) -> str | None:
 
 
 def _attentions(block: Graph) -> list[tuple[str, ...]]:
-    """The queries, keys and values of each attention of a layer."""
     return [node.inputs[:3] for node in block.nodes if node.op == "attention"]
 
 
 def _kv_bytes(block: Graph) -> int:
-    """Bytes of a token's keys and values in one layer."""
     kept = [block.types[name] for inputs in _attentions(block) for name in inputs[1:]]
     return sum(int(prod(x.features)) * DTYPE_BYTES[x.dtype] for x in kept)
 
@@ -171,7 +163,6 @@ def _device_text(device: torch.device) -> str:
 
 
 def _import_obstacle() -> str | None:
-    """Why Triton's kernels cannot be imported here; None where they can."""
     try:
         importlib.import_module(_KERNELS)
     except ImportError as error:
@@ -181,9 +172,10 @@ def _import_obstacle() -> str | None:
 
 @functools.cache
 def compiled() -> Counter[str]:
-    """Return how often each kernel was compiled, or read from Triton's cache on disk.
+    """Count how often each kernel was compiled, or read from Triton's cache on disk, from now on.
 
-    It counts in this process from the first call on.
+    Triton compiles a kernel, which takes about a second, for each way to specialise it: by
+    constants, by types, and by whether numbers and addresses are 1 or multiples of 16.
     """
     from triton import knobs
 

@@ -72,7 +72,7 @@ def drop(
 
 
 def dropout(batch: ProgramBatch, x: Tensor, p: float, key: int) -> Tensor:
-    """x · mask / (1 - p), drawn anew for each pass, layer and key; x where not training."""
+    """Return x · mask / (1 - p), drawn for each pass, layer and key; x outside of training."""
     places = batch.dropped_tokens()
     if places is None:
         return x
@@ -131,7 +131,7 @@ def unpack(dy, signs, dx, count, BLOCK: tl.constexpr):
 
 
 def pack_signs(y: Tensor) -> Tensor:
-    """Bits of the positive elements of y [.., n]: u8 [.., n / 8], the first in the lowest bit."""
+    """Pack the signs of y [.., n], eight in a byte: u8 [.., n / 8], the first in the lowest bit."""
     y = y.contiguous()
     signs = y.new_empty((*y.shape[:-1], y.shape[-1] // 8), dtype=torch.uint8)
     count = signs.numel()
@@ -153,5 +153,4 @@ def relu_backward_packed(dy: Tensor, signs: Tensor) -> Tensor:
 
 
 def _block(y: Tensor) -> int:
-    """Bytes of signs of a program."""
     return PROGRAM_BYTES // (8 * y.element_size())

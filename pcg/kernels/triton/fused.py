@@ -1,15 +1,15 @@
 """Launch the kernels that the emitter writes for groups of nodes.
 
-A kernel runs over tiles of rows and columns; a token has one or several rows. It is given pointers
-to what it reads and makes, then the distance between tokens of each token-wise input, and between
-heads of those whose heads may lie apart, then the number of rows. Where groups stand side by side
-it is given the number of tokens instead, and the first program of each part but the first.
+A kernel runs over tiles of rows and columns; a token has one or several rows. Its arguments are
+pointers of inputs and outputs, the distance between tokens of each token-wise input, the distance
+between heads that may lie apart, and the number of rows. Groups side by side get the number of
+tokens instead, and the first program of each part but the first.
 
 LoRA that is left to a kernel (`pcg.kernels.triton.adapters.deferred_lora`) is several pointers and
-numbers in place of one; where nothing is left the kernel is compiled without it.
+numbers in place of one; without it the kernel is compiled without LoRA.
 
-Keys and values go to the layer's cache, to the rows of the batch's tokens, where the batch has one:
-the kernel is given these rows behind its pointers, and the cache's distances behind the inputs'.
+Keys and values go to the layer's cache, to the rows of the batch's tokens, if the batch has a
+cache: the kernel gets these rows behind its pointers, and the cache's distances behind the inputs'.
 """
 
 from __future__ import annotations
@@ -39,11 +39,10 @@ class FusedPart:
 
     Attributes:
         rows_a_token: rows that the kernel makes of a token.
-        columns: columns of a row.
         block: rows and columns of a program.
-        outputs: dtype and features of each, as `bf16[32, 128]`; an output that goes to the cache is
-            `keys bf16[8, 128]`, or `values bf16[8, 128] of 2` where value 2 of the inputs and
-            outputs stands for it without a cache.
+        outputs: dtype and features of each, as `bf16[32, 128]`; an output of the cache is
+            `keys bf16[8, 128]`, or `values bf16[8, 128] of 2` if value 2 of inputs and outputs
+            replaces it without a cache.
     """
 
     rows_a_token: int
@@ -54,9 +53,9 @@ class FusedPart:
 
 @dataclass(frozen=True)
 class _Output:
-    """One output: a tensor, or with `to` the `keys` or `values` of the cache.
+    """A tensor, or with `to` the `keys` or `values` of the cache.
 
-    `stand_in` is the index of the value that replaces it without a cache; None where none does.
+    `stand_in` is the index of the value that replaces it without a cache; None without one.
     """
 
     to: str
@@ -77,7 +76,7 @@ Made: TypeAlias = Tensor | CacheRows
 
 
 class Fused:
-    """A kernel with what its launch needs."""
+    """A kernel with the data of its launch."""
 
     def __init__(
         self,
@@ -91,7 +90,6 @@ class Fused:
         """Keep a jitted kernel.
 
         Args:
-            kernel: the jitted kernel.
             token_wise: for each input, True if its first dim is the tokens.
             parts: parts that stand side by side; most kernels have one.
             warps: warps of a program.
@@ -113,7 +111,7 @@ class Fused:
         self._parts_names = [name for name in kernel.arg_names if name.endswith("_PARTS")]
 
     def __call__(self, *arguments: Any) -> Any:
-        """Run it on its inputs, after the batch where it writes to the cache."""
+        """Run it on its inputs, after the batch if it writes to the cache."""
         batch, inputs = (arguments[0], arguments[1:]) if self._appends else (None, arguments)
         cached = None if batch is None else batch.cached
         tokens, device = inputs[self._first].shape[0], inputs[self._first].device
@@ -134,7 +132,7 @@ class Fused:
         return tuple(outputs) if len(outputs) > 1 else outputs[0]
 
     def _programs(self, number: int, tokens: int, slots: Tensor | None) -> tuple[int, int]:
-        """Blocks of rows and of columns of a part; none where all of it is there already."""
+        """Return a part's blocks of rows and of columns; 0 if all its outputs exist already."""
         part = self._parts[number]
         if slots is None and all(output.stand_in is not None for output in self._by_part[number]):
             return 0, 0
@@ -142,7 +140,6 @@ class Fused:
         return -(-tokens * part.rows_a_token // row_block), -(-part.columns // column_block)
 
     def _is_taken(self, number: int, x: Any) -> bool:
-        """Return whether the kernel reads an input's heads one by one, and these are dense."""
         return number in self._deferred or (number in self._apart and x.stride(-1) == 1)
 
     def _launch(
@@ -217,7 +214,6 @@ def side_by_side(
 
 
 def _dense(x: Tensor) -> Tensor:
-    """x with its features side by side; itself where they are."""
     size = 1
     for dim in range(x.dim() - 1, 0, -1):
         if x.shape[dim] != 1 and x.stride(dim) != size:

@@ -34,7 +34,6 @@ _LOWEST = tl.constexpr(-3.0e38)
 
 @triton.jit
 def _logits(z, SCALE: tl.constexpr, SOFTCAP: tl.constexpr):
-    """l of z."""
     logits = z * SCALE if SCALE != 1.0 else z
     if SOFTCAP != 0.0:
         shrunk = tl.exp(-2.0 * tl.abs(logits / SOFTCAP))  # at most 1: nothing overflows
@@ -47,7 +46,7 @@ def _logits(z, SCALE: tl.constexpr, SOFTCAP: tl.constexpr):
 def _load_logits(
     row, start, V, stride, behind, SCALE, SOFTCAP, WIDE: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """l of a block; `behind` the row, where the buffer's padding is read, and stays 0."""
+    """Return l of a block; `behind` where the buffer's padding is read, which stays 0."""
     v = start + tl.arange(0, BLOCK)
     z = tl.load(row + v, v < stride, other=0.0).to(WIDE)
     return v, tl.where(v < V, _logits(z, SCALE, SOFTCAP), behind)
@@ -55,7 +54,7 @@ def _load_logits(
 
 @triton.jit
 def _sum_of_exp(row, V, stride, SCALE, SOFTCAP, WIDE: tl.constexpr, BLOCK: tl.constexpr):
-    """max l, and Σ exp(l - max l)."""
+    """Return max l, and Σ exp(l - max l)."""
     top = tl.full((), _LOWEST, WIDE)
     sums = tl.zeros((BLOCK,), WIDE)
     for start in range(0, V, BLOCK):
@@ -71,7 +70,7 @@ def _write_gradient(
     row, V, stride, target, slope, top, total,
     SCALE: tl.constexpr, SOFTCAP: tl.constexpr, WIDE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """dz over z; 0 without a target, whatever z is."""
+    """Write dz over z; 0 without a target, whatever z is."""
     slope *= SCALE
     inverse = 1.0 / total
     for start in range(0, V, BLOCK):
@@ -86,7 +85,7 @@ def _write_gradient(
 
 @triton.jit
 def _target_logit(row, target, V, SCALE, SOFTCAP, WIDE: tl.constexpr):
-    """l of the target; NaN if it is beyond the vocabulary."""
+    """Return l of the target; NaN if it is beyond the vocabulary."""
     z = tl.load(row + target, (target >= 0) & (target < V), other=0.0).to(WIDE)
     # Before any thread of the program writes the gradient there.
     tl.debug_barrier()
@@ -98,7 +97,7 @@ def loss_rows(
     z, targets, dloss, loss, V, stride,
     SCALE: tl.constexpr, SOFTCAP: tl.constexpr, TRAINS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """The loss of a row, and if it TRAINS, dz over z."""
+    """Compute the loss of a row, and if it TRAINS, write dz over z."""
     WIDE: tl.constexpr = loss.dtype.element_ty
     token = tl.program_id(0).to(tl.int64)
     row = z + token * stride
@@ -112,7 +111,7 @@ def loss_rows(
 
 
 def chunk_tokens(vocabulary: int, element_bytes: int) -> int:
-    """Tokens of a chunk: as many steps of CHUNK_STEP as CHUNK_BYTES hold, at least one."""
+    """Return the tokens of a chunk: as many CHUNK_STEPs as CHUNK_BYTES hold, at least one."""
     fitting = CHUNK_BYTES // (vocabulary * element_bytes)
     return max(1, fitting // CHUNK_STEP) * CHUNK_STEP
 
@@ -129,17 +128,17 @@ def linear_cross_entropy(
     softcap: float = 0.0,
     chunk: int | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """Each token's loss, and with `dloss` the gradient of x.
+    """Compute each token's loss, and with `dloss` the gradient of x.
 
     Args:
         x: [T, h].
         weight: the head's, [V, h], in x's dtype.
-        targets: [T], int64; negative for none. One beyond the vocabulary gives NaN.
+        targets: [T], int64; negative for none. A target beyond the vocabulary gives NaN.
         dloss: [T], fp32 (fp64 of fp64); None for the loss alone.
         bias: [V].
         scale: factor of the logits.
         softcap: bound of the logits; 0 for none.
-        chunk: tokens at a time; by default `chunk_tokens`.
+        chunk: tokens of a chunk; by default `chunk_tokens`.
     Returns:
         loss: [T], fp32 (fp64 of fp64).
         dx: [T, h], in x's dtype; None without `dloss`.

@@ -2,15 +2,15 @@
 
 Hopper's products (WGMMA) run beside other instructions and read one side from registers. Some
 versions of ptxas give those registers to other values before they are read, and the product is
-wrong (triton-lang/triton pull request 11781). Which versions do differs by kernel, so nothing is
-decided by a version: `failure` runs a product whose bits are known before any program runs.
+wrong (triton-lang/triton pull request 11781). The versions differ by kernel, so no version decides:
+`failure` runs a product of known bits before any program runs.
 
 Triton reads the version of its assembler once in a process, for the keys of its cache, so that the
 assembler must not change there once a kernel is compiled. It is chosen before:
 
     PCG_PTXAS            names it, for every GPU; `TRITON_PTXAS_PATH` does, too
-    neither              Triton's own. On Hopper, where a newer one is at hand, each is tried in a
-                         process of its own, `python -m pcg.kernels.triton.ptxas cuda:0`, and the
+    neither              Triton's. On Hopper, where a newer one is installed, each is tried in a
+                         separate process, `python -m pcg.kernels.triton.ptxas cuda:0`, and the
                          first is taken whose products are right
 """
 
@@ -50,7 +50,6 @@ class Ptxas:
 
     @property
     def name(self) -> str:
-        """Its version in words."""
         return f"ptxas {'.'.join(map(str, self.version))}"
 
     def __str__(self) -> str:
@@ -65,7 +64,7 @@ def used_ptxas(architecture: int) -> Ptxas:
 def assemblers(architecture: int) -> list[Ptxas]:
     """Return the assembler that Triton takes, then the newer ones of this machine, newest first.
 
-    Those are the ones that Triton ships, and CUDA's at `CUDA_HOME`, /usr/local/cuda and on the
+    Candidates are those that Triton ships, and CUDA's at `CUDA_HOME`, /usr/local/cuda and on the
     PATH.
     """
     used = used_ptxas(architecture)
@@ -85,7 +84,6 @@ def assemblers(architecture: int) -> list[Ptxas]:
 
 
 def _at(path: str) -> Ptxas | None:
-    """Return the assembler at a path; None where none runs."""
     try:
         tool = knobs.NvidiaTool.from_path(path)
     except OSError:  # of another machine, or not to be run
@@ -125,7 +123,7 @@ def weighted_values(
 
 
 def products(device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return what the kernel computes on a device, and what it has to, on the CPU.
+    """Return the kernel's result on a device, and the exact result, on the CPU.
 
     A key has one element that is not 0, so that products are small integers, and weights powers of
     two; values are small integers, too, and every sum is exact.
@@ -144,14 +142,13 @@ def products(device: torch.device) -> tuple[Tensor, Tensor]:
 
 
 def _is_right(device: torch.device) -> bool:
-    """Return whether the assembler of this process gets the product right; waits for the device."""
     with on_device(device):
         result, exact = products(device)
     return torch.equal(result.cpu(), exact)
 
 
 def is_right_apart(assembler: Ptxas, device: torch.device) -> bool:
-    """Return whether an assembler gets the product right, tried in a process of its own."""
+    """Return whether an assembler gets the product right, tried in a separate process."""
     command = [sys.executable, "-m", __name__, str(device)]
     path = os.pathsep.join(filter(None, sys.path))  # pcg need not be installed
     environment = {**os.environ, CHOICE: assembler.path, "PYTHONPATH": path}
@@ -181,7 +178,7 @@ def _settle(device: torch.device) -> None:
 
 @functools.cache
 def failure(device: torch.device) -> str | None:
-    """Return what is wrong with the assembler or its products, and the fix; None if all is right.
+    """Return the fault of the assembler or its products, and the fix; None if all is right.
 
     It chooses the assembler, and waits for the device, once. GPUs before and after Hopper have
     other products.

@@ -54,7 +54,7 @@ def scaled(row, start, V, top, temperature, BLOCK: tl.constexpr):
 
 @triton.jit
 def _lowest(row, V, top, temperature, BLOCK: tl.constexpr):
-    """The smallest x above -inf; 0, the largest, where there is none."""
+    """Return the smallest x above -inf; 0, the largest, without such x."""
     least = tl.full((BLOCK,), float("inf"), tl.float32)
     for start in range(0, V, BLOCK):
         _, x = scaled(row, start, V, top, temperature, BLOCK)
@@ -65,7 +65,7 @@ def _lowest(row, V, top, temperature, BLOCK: tl.constexpr):
 
 @triton.jit
 def _above(row, V, top, temperature, middle, WEIGHED: tl.constexpr, BLOCK: tl.constexpr):
-    """The number of x above `middle`, or the sum of their p, and the two next to it.
+    """Return the number of x above `middle`, or the sum of their p, and its two neighbours.
 
     These are the smallest x above `middle`, and the largest of the others.
     """
@@ -86,14 +86,13 @@ def _above(row, V, top, temperature, middle, WEIGHED: tl.constexpr, BLOCK: tl.co
 
 @triton.jit
 def _between(low, high):
-    """A number from `low` on and below `high`, in their middle."""
     middle = low + (high - low) * 0.5
     return tl.where(middle < high, middle, low)
 
 
 @triton.jit
 def _kth_largest(row, V, top, temperature, k, low, BLOCK: tl.constexpr):
-    """The k-th largest x; `low`, the smallest one, where there are fewer, or k is 0."""
+    """Return the k-th largest x; `low`, the smallest x, if there are fewer or k is 0."""
     high = tl.where(k > 0, 0.0, low)
     while low < high:
         middle = _between(low, high)
@@ -105,9 +104,9 @@ def _kth_largest(row, V, top, temperature, k, low, BLOCK: tl.constexpr):
 
 @triton.jit
 def _nucleus(row, V, top, temperature, tail, low, BLOCK: tl.constexpr):
-    """The smallest x that is kept of those from `low` on, and the last token of it that is not.
+    """Return the smallest x that is kept of those from `low` on, and the last removed token of it.
 
-    That token is -1 where all of that x are kept.
+    That token is -1 if all of that x are kept.
     """
     mass = tl.zeros((BLOCK,), tl.float64)
     for start in range(0, V, BLOCK):
@@ -149,7 +148,7 @@ def _nucleus(row, V, top, temperature, tail, low, BLOCK: tl.constexpr):
 def limit_rows(
     logits, temperatures, top_k, tails, least, last, V, stride, BLOCK: tl.constexpr
 ):  # fmt: skip
-    """The smallest x that a row keeps, and the last token of that x that it does not; or -1."""
+    """Find the smallest x that a row keeps, and the last removed token of that x; or -1."""
     r = tl.program_id(0)
     row = logits + r.to(tl.int64) * stride
     temperature = tl.load(temperatures + r)
@@ -167,7 +166,7 @@ def limit_rows(
 
 
 def limited(logits: Tensor, limits: TokenLimits) -> tuple[Tensor, Tensor]:
-    """The threshold of each row, [R] fp32, and its last token at it that is not kept, [R] int32."""
+    """Return the threshold of each row, [R] fp32, and its last removed token there, [R] int32."""
     rows, vocabulary = logits.shape
     least = torch.empty(rows, dtype=torch.float32, device=logits.device)
     last = torch.empty(rows, dtype=torch.int32, device=logits.device)
@@ -190,14 +189,13 @@ THREADS = 1024
 
 @triton.jit
 def _load(row, start, V, WIDE: tl.constexpr, BLOCK: tl.constexpr):
-    """A block of logits; -inf behind the row."""
     v = start + tl.arange(0, BLOCK)
     return v, tl.load(row + v, v < V, other=float("-inf")).to(WIDE)
 
 
 @triton.jit
 def greedy_rows(logits, tokens, V, stride, BLOCK: tl.constexpr):
-    """The place of the largest of a row; of several the first. NaN counts as +inf."""
+    """Find the index of the largest logit of a row, the first of equal ones. NaN counts as +inf."""
     is_double: tl.constexpr = logits.dtype.element_ty == tl.float64
     WIDE: tl.constexpr = tl.float64 if is_double else tl.float32
     row = logits + tl.program_id(0).to(tl.int64) * stride
@@ -221,7 +219,6 @@ def _is_cut(v, x, least, last):
 
 @triton.jit
 def _row_limits(leasts, lasts, r, LIMITED: tl.constexpr):
-    """The two limits that `limited` found for a row, where some row has any."""
     least = 0.0
     last = 0
     if LIMITED:
@@ -254,7 +251,7 @@ def keep_rows(
 def _probabilities(
     row, start, V, top, temperature, least, last, min_p, LIMITED: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
-    """p of a block, times a number that all of a row's share; 0 of tokens beyond the limits."""
+    """Return p of a block, up to a factor of the row; 0 of tokens beyond the limits."""
     v, x = scaled(row, start, V, top, temperature, BLOCK)
     p = tl.exp(x)
     if LIMITED:
@@ -267,7 +264,7 @@ def draw_rows(
     logits, temperatures, min_ps, leasts, lasts, uniform, tokens, are_drawn, V, stride,
     LIMITED: tl.constexpr, BLOCKS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """A token of a row; 0 and false where the sum is no number, or 0.
+    """Draw a token of a row; 0 and false if the sum is no number, or 0.
 
     The maximum; each block's sum; the block in which the sums pass the point; the token in it.
     """
@@ -298,7 +295,7 @@ def draw_rows(
 
 
 def greedy(logits: Tensor) -> Tensor:
-    """Each row's most likely token: [R, V] to [R], int64; of equal ones the first."""
+    """Return each row's most likely token: [R, V] to [R], int64; of equal ones the first."""
     rows, vocabulary = logits.shape
     tokens = torch.empty(rows, dtype=torch.int64, device=logits.device)
     if rows:
@@ -308,11 +305,10 @@ def greedy(logits: Tensor) -> Tensor:
 
 
 def keep(logits: Tensor, limits: TokenLimits) -> Tensor:
-    """The logits of tokens within each row's limits, less its largest, over its temperature.
+    """Return the logits of tokens within each row's limits, less its largest, over its temperature.
 
     Args:
-        logits: [R, V], rows contiguous; taken in fp32.
-        limits: temperatures, and the tokens that may be drawn.
+        logits: [R, V], rows contiguous; computed in fp32.
     Returns:
         [R, V], fp32; -inf for tokens beyond the limits.
     """
@@ -328,15 +324,15 @@ def keep(logits: Tensor, limits: TokenLimits) -> Tensor:
 
 
 def draw(logits: Tensor, limits: TokenLimits, uniform: Tensor) -> tuple[Tensor, Tensor]:
-    """A token of each row, at its own number u of the cumulative distribution.
+    """Draw a token of each row, at its number u of the cumulative distribution.
 
     Args:
-        logits: [R, V], rows contiguous; taken in fp32.
-        limits: temperatures, and the tokens that may be drawn.
+        logits: [R, V], rows contiguous; computed in fp32.
         uniform: u, [R], fp64, at least 0 and less than 1.
     Returns:
         Tokens [R], int64, and a mask [R]; false, and the token 0, where the logits hold NaN or no
-        finite number.
+            finite
+        number.
     """
     rows, vocabulary = logits.shape
     tokens = torch.empty(rows, dtype=torch.int64, device=logits.device)
@@ -354,6 +350,6 @@ def draw(logits: Tensor, limits: TokenLimits, uniform: Tensor) -> tuple[Tensor, 
 
 
 def _options(most: int, vocabulary: int) -> dict[str, int]:
-    """Columns at a time, a narrow row's all at once, and the warps for them."""
+    """Return the columns of a block, all of a narrow row, and its warps."""
     block = min(most, int(triton.next_power_of_2(vocabulary)))
     return {"BLOCK": block, "num_warps": max(1, THREADS * block // (32 * most))}

@@ -1,15 +1,15 @@
 """The tokens of recorded steps, in memory that stays and is filled for each step.
 
-All that changes from step to step lies in two tensors. One holds block tables, of which only new
-entries are copied; the other all the rest, of which one copy fills what the step's room has:
+Data that changes from step to step lies in two tensors. One holds block tables, of which only new
+entries are copied; the other all the rest, of which one copy fills the part of the step's room:
 
-    input_ids, positions, rows    [tokens], int64; rows are the tokens' own in the cache
+    input_ids, positions, rows    [tokens], int64; rows are the tokens' in the cache
     read                          [sequences], int64; the tokens behind which logits are read
     attention                     the lists of `attention/work.py`
-    tiles, row_tiles              tokens, and what is read, by adapter (`token_tiles`)
+    tiles, row_tiles              tokens, and rows that are read, by adapter (`token_tiles`)
 
-A room says how long they are (`step_rooms.py`), and all rooms begin at the same place, as one graph
-runs at a time. What a step does not fill is empty: tokens of no sequence have the id 0, no part, no
+A room says how long they are (`step_rooms.py`), and all rooms begin at the same address, as one
+graph runs at a time. The rest of a room is empty: tokens of no sequence have the id 0, no part, no
 place in the tiles and the row -1.
 """
 
@@ -51,7 +51,7 @@ class StepLists:
     """The memory of recorded steps, on the host and the device.
 
     Args:
-        room: the largest room, or one that is as large as any in each of its sizes.
+        room: a room that is as large as any in each of its sizes.
         pages: the most pages of a sequence.
         group: heads that share a KV head.
     """
@@ -71,21 +71,17 @@ class StepLists:
 
     @property
     def sequences(self) -> int:
-        """The most sequences of a room."""
         return len(self._tables)
 
     @property
     def size(self) -> int:
-        """The numbers that a room may have."""
         return len(self._memory)
 
     def has_room(self, room: StepRoom) -> bool:
-        """Return whether the lists of a room fit."""
         start, size = _places(room)[-1]
         return room.sequences <= self.sequences and start + size <= self.size
 
     def of(self, room: StepRoom) -> RoomLists:
-        """Return the lists of a room on the device."""
         return self._views(self._memory, room)
 
     def _views(self, memory: Tensor, room: StepRoom) -> RoomLists:
@@ -102,7 +98,7 @@ class StepLists:
         )
 
     def fill(self, tokens: StepTokens, room: StepRoom) -> None:
-        """Put tokens there that the room holds; the host does not wait."""
+        """Fill in tokens that the room holds; the host does not wait."""
         host, size = self._on_host_of(room)
         lengths, contexts = (np.array(x, np.int64) for x in (tokens.lengths, tokens.contexts))
         starts = lengths.cumsum() - lengths
@@ -126,7 +122,6 @@ class StepLists:
         self._memory[:size].copy_(on_host, non_blocking=True)
 
     def _on_host_of(self, room: StepRoom) -> tuple[RoomLists, int]:
-        """Return the lists of a room on the host, and the numbers that the room has."""
         if room not in self._known:
             start, size = _places(room)[-1]
             self._known[room] = self._views(self._on_host, room), start + size
@@ -151,7 +146,7 @@ class StepLists:
     def _fill_tiles(
         self, host: RoomLists, tokens: StepTokens, starts: Rows, room: StepRoom
     ) -> None:
-        """Write tokens by adapter, unless they are those of the step before."""
+        """Write tokens by adapter, unless the last step had the same."""
         segments = room, tuple(tokens.slots), tuple(tokens.lengths), tuple(tokens.read)
         known, self._segments = self._segments, segments
         if host.tiles is None or segments == known:
@@ -166,7 +161,7 @@ class StepLists:
             host.row_tiles.memory.copy_(tiles.memory)
 
     def _write_tables(self, tables: Sequence[BlockTable]) -> None:
-        """Copy the pages that sequences have and their rows of the block tables have not."""
+        """Copy the pages that are missing in the rows of the block tables."""
         columns = self._tables.shape[1]
         places: list[int] = []
         pages: list[int] = []
@@ -198,7 +193,7 @@ def spans_of(
 
 
 def sizes_of(tokens: StepTokens) -> StepSizes:
-    """Return what the room of a step is chosen by."""
+    """Return the sizes by which a step's room is chosen."""
     tiles = wide = widest = 0
     for _, length, slot in spans_of(tokens.lengths, tokens.lengths, tokens.slots):
         if slot.number >= 0:
@@ -209,7 +204,6 @@ def sizes_of(tokens: StepTokens) -> StepSizes:
 
 
 def _rows(tokens: StepTokens, lengths: Rows, starts: Rows, positions: Rows) -> Rows:
-    """Return the row of each token in the cache."""
     first = [
         table.pages[context // PAGE_TOKENS]
         for table, context in zip(tokens.tables, tokens.contexts, strict=True)
@@ -223,7 +217,7 @@ def _rows(tokens: StepTokens, lengths: Rows, starts: Rows, positions: Rows) -> R
 
 
 def _places(room: StepRoom) -> list[tuple[int, int]]:
-    """The first number and the size of each list, in int32."""
+    """Return the first number and the size of each list, in int32."""
     work = room.attention(0).size
     of_adapters = [room.by_adapter.size, room.rows_by_adapter.size]
     read = 0 if room.decodes else 2 * room.sequences

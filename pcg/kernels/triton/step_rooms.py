@@ -74,14 +74,13 @@ class StepRoom(NamedTuple):
     """The sizes of a recorded step's memory.
 
     Attributes:
-        tokens: tokens of all sequences.
-        sequences: sequences; as many as tokens in a decode step.
+        sequences: as many as tokens in a decode step.
         splits: splits of the keys of sequences that have one token: as many as sequences where each
             has one, and more where some have several.
         tiles: tiles of the rows of sequences that have more; 0 in a decode step.
         adapter_tiles: tiles of tokens by adapter; 0 for steps without adapters.
-        widest: blocks of 16 ranks beyond the first that the widest adapter has.
-        wide: those that the adapters of all tokens have; 0 in a mixed step.
+        widest: blocks of 16 ranks beyond the first of the widest adapter.
+        wide: the sum of these over the adapters of all tokens; 0 in a mixed step.
     """
 
     tokens: int
@@ -98,7 +97,7 @@ class StepRoom(NamedTuple):
         return not self.tiles
 
     def attention(self, pages: int) -> WorkCapacity:
-        """The sizes of attention's lists, for block tables of so many pages."""
+        """The sizes of attention's lists, for block tables of `pages` pages."""
         return WorkCapacity(
             self.sequences, pages, self.tiles, self.splits, self.sequences, key_blocks=0
         )
@@ -122,7 +121,7 @@ class StepRoom(NamedTuple):
 
     @property
     def rows_by_adapter(self) -> TileCapacity:
-        """The sizes of those of the rows whose logits a mixed step gives."""
+        """The sizes of the lists of the rows whose logits a mixed step gives."""
         if self.decodes or not self.adapter_tiles:
             return TileCapacity()
         count, wide = self.sequences, self.sequences * self.widest
@@ -131,11 +130,10 @@ class StepRoom(NamedTuple):
 
     @property
     def width(self) -> int:
-        """The greatest width of adapters."""
         return RANK_STEP * (1 + self.widest)
 
     def holds(self, other: Self) -> bool:
-        """Return whether the graph of this room serves the steps of another one."""
+        """Return whether the graph of this room serves the steps of another room."""
         is_reduced, has_several = (room.splits > room.sequences for room in (self, other))
         return (
             self.decodes == other.decodes
@@ -149,7 +147,7 @@ class StepSizes(NamedTuple):
 
     Attributes:
         lengths: tokens of each sequence in the step.
-        contexts: tokens of each before these, in the cache.
+        contexts: tokens of each sequence before these, in the cache.
         adapter_tiles: tiles of `DECODE_BLOCK` tokens by adapter; 0 without adapters.
         widest: blocks of ranks beyond the first of the widest adapter; `wide` of all tokens'.
     """
@@ -173,8 +171,7 @@ class StepRooms:
         group: heads that share a KV head; 0 if they differ by layer, and only decode steps have
             rooms.
         has_adapters: True if steps may have adapters in rows.
-        widest: the greatest width of adapters that are known; wider ones have rooms, too, which are
-            not among `all`.
+        widest: the greatest width of known adapters; rooms of wider ones are not among `all`.
     """
 
     sequences: int
@@ -221,7 +218,7 @@ class StepRooms:
     def all(self) -> tuple[StepRoom, ...]:
         """Rooms that hold every step, the largest first.
 
-        Each step is held by one that is little larger than its own: of tokens all are there, of
+        Each step is held by a room that is little larger: of tokens there are all sizes, of
         sequences, splits and tiles those that are worth a graph.
         """
         return *self._mixed_rooms(), *self._decode_rooms()
@@ -253,11 +250,10 @@ class StepRooms:
         return StepRoom(*map(max, zip(*rooms.all, strict=True)))
 
     def _of_adapters(self, wides: Iterable[int]) -> list[tuple[bool, int]]:
-        """Return whether rooms have adapters, and how wide ones."""
         return [*((True, wide) for wide in wides if self.has_adapters), (False, 0)]
 
     def _most_splits(self, sequences: int) -> int:
-        """Return the most splits of so many sequences: of long ones, or of all that the cache has.
+        """Return the most splits of some sequences: of long ones, or of all that the cache has.
 
         Sequences that share pages may have more; their steps run eagerly.
         """
@@ -270,13 +266,13 @@ class StepRooms:
 
 
 def _splits_of(counts: Rows, sequences: int) -> int:
-    """Return the splits of tokens of so many each: more than sequences if some have several."""
+    """Return the sum of splits: more than sequences if some token has several."""
     has_several = bool((counts > 1).any())
     return max(int(counts.sum()), sequences + 1 if has_several else 0)
 
 
 def _widest(blocks: int) -> int:
-    """Return the blocks beyond the first of a width that is rounded up to a power of two."""
+    """Round a width up to a power of two; return its blocks beyond the first."""
     return _power(1 + blocks, 1, 2) - 1
 
 
@@ -296,7 +292,6 @@ def _powers(least: int, most: int, factor: int) -> list[int]:
 
 
 def _up_to(sizes: Sequence[int], most: int) -> Sequence[int]:
-    """Return the sizes up to the first that is enough, or all."""
     return sizes[: bisect_left(sizes, most) + 1]
 
 
@@ -314,9 +309,9 @@ of eight KV heads, and some 30 at the linears of a layer."""
 
 
 def rooms_within(rooms: Sequence[StepRoom], most: int = MOST_ROOMS) -> tuple[StepRoom, ...]:
-    """Return up to `most` of an engine's rooms, in their order, which hold all that these hold.
+    """Return up to `most` of an engine's rooms, in their order, that hold all steps of these rooms.
 
-    There are more if that many hold steps that no other does.
+    It returns more if that many hold steps that no other room does.
     """
     sizes = np.array(rooms, dtype=np.int64).reshape(len(rooms), len(StepRoom._fields))
     decodes = np.array([room.decodes for room in rooms])
@@ -337,6 +332,6 @@ def rooms_within(rooms: Sequence[StepRoom], most: int = MOST_ROOMS) -> tuple[Ste
 
 
 def expected_us(room: StepRoom) -> float:
-    """Return the time of a layer's step in a room, for comparisons."""
+    """Return the expected time of a layer's step in a room, for comparisons."""
     empty = SPLIT_US * (room.splits + room.tiles) + ADAPTER_US * (room.adapter_tiles + room.wide)
     return max(WEIGHTS_US, TOKEN_US * room.tokens) + MOVED_US * room.tokens + empty

@@ -1,13 +1,11 @@
 """The base executor: the frozen weights of a model, and the pieces that run by them.
 
-It keeps nothing of a client between two calls. What a client needs of the base beside products is
-fetched once: tensors that are read otherwise, such as embeddings and norms, and biases, which the
-client adds itself, so that a linear piece is linear.
+It keeps nothing of a client between two calls. Tensors that are read other than by products, such
+as embeddings and norms, and biases, which the client adds so that a linear piece is linear, are
+fetched once.
 
-Graphs that clients have defined, and how they run.
-
-A client may call the graphs that it has defined itself. Those with one text are one, whoever has
-defined them, and are kept as long as one of these clients is there.
+A client may call the graphs that it has defined itself. Graphs of one text are shared, and kept
+while a client that has defined them is connected.
 """
 
 from __future__ import annotations
@@ -71,8 +69,6 @@ _FUNCTION = "piece"
 
 @dataclass(eq=False)
 class _Defined:
-    """A graph that may run, its function, and its weights by layer."""
-
     piece: PieceGraph
     fused: Graph
     function: Callable[..., Any]
@@ -80,7 +76,7 @@ class _Defined:
     layers: dict[int, SimpleNamespace] = field(default_factory=dict)
 
     def key(self, layer: int) -> int:
-        """Return what `layers` has a layer's weights by: one for all, if they are of no layer."""
+        """Return the key of a layer's weights in `layers`; one key for all without a layer."""
         is_layered = any(LAYER in parameter.source for parameter in self.piece.graph.parameters)
         return layer if is_layered else 0
 
@@ -104,7 +100,7 @@ class GraphPieces:
         return len(self._defined)
 
     def define(self, client: bytes, text: str) -> str:
-        """Let a client call a graph; returns its digest. SplitError: it may not run."""
+        """Let a client call a graph; return its digest. SplitError: it may not run."""
         digest = graph_digest(text)
         known = self._defined.get(digest)
         if known is None or client not in known.clients:
@@ -117,7 +113,7 @@ class GraphPieces:
         return digest
 
     def forget(self, client: bytes) -> None:
-        """Forget a client that is gone, and the graphs that nobody else has defined."""
+        """Forget a client, and the graphs that no other client has defined."""
         for graph in self._defined.values():
             graph.clients.discard(client)
         self._defined = {key: graph for key, graph in self._defined.items() if graph.clients}
@@ -145,7 +141,6 @@ class GraphPieces:
         return known.piece
 
     def run(self, piece: Piece, inputs: Sequence[Tensor]) -> Sequence[Tensor]:
-        """Run a graph that was checked."""
         known = self._defined.get(piece.weights[0])
         if known is None:
             raise SplitError(f"{UNKNOWN_GRAPH}: {piece}")
@@ -153,7 +148,6 @@ class GraphPieces:
         return result if isinstance(result, tuple) else (result,)
 
     def _bound(self, graph: Graph, layer: int) -> SimpleNamespace:
-        """Return a layer's weights, as the function reads them."""
         weights = SimpleNamespace()
         for parameter in graph.parameters:
             tensor = check_weight(parameter, layer, self._tensors)
@@ -229,17 +223,17 @@ class BaseExecutor:
         self._squares: dict[str, Tensor] = {}
 
     def leave_absent(self) -> None:
-        """Leave the matrices out that other bases hold."""
+        """Leave out the matrices that other bases hold."""
         self.absent = tuple(name for name, weight in self.multiplied.items() if is_remote(weight))
         self.multiplied = {
             n: weight for n, weight in self.multiplied.items() if not is_remote(weight)
         }
 
     def publish(self, publish: Callable[[Mapping[str, Tensor]], Mapping[str, Tensor]]) -> None:
-        """Have the large tensors that clients fetch put where they can map them.
+        """Put the large tensors that clients fetch into memory that they can map.
 
         Args:
-            publish: a transport's; it returns the tensors that lie elsewhere from then on.
+            publish: a transport's function; it returns the tensors that moved.
         """
         if self.device.type == "cpu":
             large = {
@@ -257,17 +251,16 @@ class BaseExecutor:
 
     @cached_property
     def digests(self) -> Mapping[str, str]:
-        """A digest of each weight, those that other bases hold among them."""
+        """A digest of each weight, those that other bases hold included."""
         return weight_digests(self._store)
 
     @property
     def size_bytes(self) -> int:
-        """Bytes of the weights."""
         return self._store.size_bytes
 
     @property
     def _sheet(self) -> str:
-        """The name of the device's data sheet; that of an H100 for a GPU that has none."""
+        """The name of the device's data sheet; that of an H100 for a GPU without a sheet."""
         try:
             return own_sheet(self.device)
         except CostModelError:
@@ -293,7 +286,7 @@ class BaseExecutor:
         )
 
     def checked(self, piece: Piece, inputs: Sequence[Tensor]) -> None:
-        """Check a piece's inputs. SplitError: it is none of the base's, or they do not fit."""
+        """Check a piece's inputs. SplitError: it is unknown, or they do not fit."""
         for name in piece.weights:
             if name not in self.multiplied:
                 raise SplitError(f"{name[:200]!r} is no weight that this base multiplies by")
@@ -335,7 +328,7 @@ class BaseExecutor:
         return torch.cat([linear(x, weight.to(x.dtype)) for weight in weights], -1)
 
     def _whole(self, names: tuple[str, ...]) -> Tensor | None:
-        """Return weights as one, without a copy; None if they do not lie side by side."""
+        """Return weights joined without a copy; None if they are not side by side."""
         if names not in self._joined:
             weights = [self.multiplied[name] for name in names]
             if len(self._joined) >= _MOST_PIECES:
@@ -345,7 +338,7 @@ class BaseExecutor:
 
     @torch.no_grad()
     def answer(self, message: Message) -> Message:
-        """Answer a request that is no piece. SplitError: it cannot be."""
+        """Answer a request that is no piece. SplitError: it is invalid."""
         if message.op == "fetch":
             name = message.text("name")
             if name not in self.fetched:

@@ -34,10 +34,10 @@ _MOST_AT_ONCE = 50
 
 
 class LimitedLog:
-    """Says lines, as long as there are few.
+    """A log with a limited number of lines a second.
 
     Attributes:
-        left_out: lines that were not said since the last one that was.
+        left_out: lines that were dropped since the last written line.
     """
 
     def __init__(self, logger: logging.Logger) -> None:
@@ -47,7 +47,7 @@ class LimitedLog:
         self.left_out = 0
 
     def say(self, level: int, text: str, *values: object, error: bool = False) -> None:
-        """Log a line; with `error` the traceback of what is handled now stands below it."""
+        """Log a line; with `error` the traceback of the current exception follows."""
         now_s = time.monotonic()
         more = (now_s - self._seen_s) * _LINES_PER_S
         self._allowed, self._seen_s = min(_MOST_AT_ONCE, self._allowed + more), now_s
@@ -68,30 +68,25 @@ _MOST_NAMES = 4096
 
 @dataclass
 class _Last:
-    """The last failure of somebody.
-
-    Attributes:
-        delay_s: how long they wait after that.
-        until_s: until when they wait.
-    """
+    """The last failure of a name: the delay after it, and its end."""
 
     delay_s: float
     until_s: float
 
 
 class Setbacks:
-    """The names of who failed lately: addresses of wrong keys, and keys of refused graphs."""
+    """Names that failed lately, which wait: addresses of wrong keys, and keys of refused graphs."""
 
     def __init__(self) -> None:
         self._last: dict[str, _Last] = {}
 
     def wait_s(self, name: str, now_s: float) -> float:
-        """Return how long somebody waits for the next try; 0 for not at all."""
+        """Return how long a name waits for the next try; 0 for not at all."""
         last = self._last.get(name)
         return 0.0 if last is None else max(0.0, last.until_s - now_s)
 
     def note(self, name: str, now_s: float) -> None:
-        """Note that somebody has failed."""
+        """Note a failure; the delay doubles."""
         kept = {
             other: failure
             for other, failure in self._last.items()
@@ -130,12 +125,12 @@ class _Client:
 
 @dataclass
 class Counts:
-    """Counts of what a base has done.
+    """Counts of a base's work.
 
     Attributes:
         batches: pieces that were run.
-        requests: requests that they were of.
-        tokens: tokens of these.
+        requests: their requests.
+        tokens: their tokens.
         refused: messages that were answered by an error.
         dropped: requests of clients that were gone.
     """
@@ -151,9 +146,9 @@ class BaseLoop:
     """Serves the clients of an endpoint; one thread runs it.
 
     Attributes:
-        base: the weights, and what runs by them.
+        base: the weights, and the functions that run by them.
         endpoint: the clients' transport.
-        counts: what it has done so far.
+        counts: counts of its work so far.
         is_draining: True once new clients are refused.
     """
 
@@ -192,7 +187,6 @@ class BaseLoop:
 
     @property
     def clients(self) -> int:
-        """The number of clients."""
         return len(self._clients)
 
     @property
@@ -221,11 +215,11 @@ class BaseLoop:
         self._is_stopped = True
 
     def drain(self) -> None:
-        """Refuse new clients, and end once those that are here have left."""
+        """Refuse new clients, and end once the present ones have left."""
         self.is_draining = True
 
     def step(self, wait_s: float) -> float:
-        """Take what has come, and run one batch; returns how long to wait for more."""
+        """Read messages, and run one batch; return how long to wait for more."""
         self._receive(min(wait_s, 0.2))
         asked, self._asked = self._asked, []
         for client, message in asked:
@@ -245,7 +239,7 @@ class BaseLoop:
         return 0.0
 
     def _receive(self, wait_s: float) -> None:
-        """Take what has come, forget who is gone, and tell those that wait that they do."""
+        """Read messages, forget clients that are gone, and send `busy` to those that wait."""
         for client, message in self.endpoint.receive(wait_s):
             self._take(client, message)
         held, self._held = self._held, {}
@@ -264,7 +258,7 @@ class BaseLoop:
                 self._send(client, Message("busy", seq, facts))
 
     def _aside(self, act: Callable[[], Result]) -> Result:
-        """Have the second thread do something, and go on reading until it is done."""
+        """Have the second thread do something, and go on reading until it ends."""
         future = self._worker.submit(act)
         future.add_done_callback(lambda _: self.endpoint.wake())
         try:
@@ -287,7 +281,6 @@ class BaseLoop:
     def _guarded(
         self, client: bytes, message: Message, answer: Callable[[bytes, Message], Answer]
     ) -> Answer | Message:
-        """Answer a message, by an error where that fails."""
         try:
             return answer(client, message)
         except RankLostError:
@@ -301,11 +294,10 @@ class BaseLoop:
             return failure(message.seq, SplitError(f"the base failed: {type(error).__name__}"))
 
     def _computed(self, client: bytes, message: Message) -> Message:
-        """Answer a message by the weights."""
         return self._aside(lambda: self.base.answer(message))
 
     def _answered(self, client: bytes, message: Message) -> Message | None:
-        """Answer a message, or None if its answer comes later."""
+        """Answer a message, or return None if its answer follows later."""
         if message.op == "hello":
             return self._hello(client, message) if self._is_heard(client, message) else None
         known = self._clients.get(client)
@@ -341,7 +333,7 @@ class BaseLoop:
         return None
 
     def _is_heard(self, client: bytes, hello: Message) -> bool:
-        """Return whether a client's key is looked at now; it is held if wrong ones came from it."""
+        """Return whether a client's key is checked now, and not after a delay for wrong keys."""
         if not self._wrong_keys.wait_s(hello.sender, time.monotonic()):
             return True
         if len(self._held) >= _MOST_HELD or client in self._held:
@@ -380,7 +372,7 @@ class BaseLoop:
         return Message("reply", message.seq, msgspec.to_builtins(self._facts))
 
     def _check_model(self, fields: Mapping[str, object]) -> None:
-        """Compare what a client wants with what this is. SplitError: they differ, and in what."""
+        """Compare a client's expectation with this base. SplitError: they differ."""
         config, base = fields.get("config"), self.base
         if isinstance(config, Mapping):
             difference = config_difference(config, base.config)
@@ -398,7 +390,7 @@ class BaseLoop:
                 )
 
     def _define(self, client: bytes, message: Message, key: Key) -> Message:
-        """Let a client call a graph. BaseBusyError: one of its key's was refused a moment ago."""
+        """Let a client call a graph. BaseBusyError: a graph of its key was refused just now."""
         if not self.base.runs_graphs:
             raise SplitError("this base runs products alone, over several ranks")
         wait_s = self._refused_graphs.wait_s(key.name, time.monotonic())
@@ -432,7 +424,7 @@ class BaseLoop:
         self._told_s[client, message.seq] = request[-1]
 
     def _check_load(self, client: bytes, message: Message, key: Key) -> None:
-        """Bound what waits. BaseBusyError: it is too much now. SplitError: it always will be."""
+        """Bound waiting requests. BaseBusyError: too much now. SplitError: always too much."""
         if self._queues.count(client) >= _MOST_WAITING:
             raise BaseBusyError(f"{_MOST_WAITING} requests of yours wait already")
         most_tokens, most_bytes = self._options.key_tokens, self._options.key_mib * 2**20
@@ -463,7 +455,7 @@ class BaseLoop:
     # ------------------------------------------------------------------------------- running
 
     def _run(self, batch: Sequence[Waiting]) -> None:
-        """Run requests of one piece as one, and answer each."""
+        """Run requests of one piece as a batch, and answer each."""
         self._queues.take(batch)
 
         def run() -> Sequence[Sequence[Tensor]]:
@@ -511,7 +503,6 @@ class BaseLoop:
             self._drop(client, "is gone")
 
     def _drop(self, client: bytes, why: str) -> None:
-        """Forget a client, and all that waits for it."""
         known = self._clients.pop(client, None)
         dropped = self._queues.drop(client)
         self._told_s = {key: at for key, at in self._told_s.items() if key[0] != client}

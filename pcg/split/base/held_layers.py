@@ -1,7 +1,7 @@
 """A base executor of some of a model's layers: the matrices of the others are in other processes.
 
-Clients connect with all of them, and a request goes to where its layer is. The head's matrix is
-where the last layer is. Embeddings, norms and biases, which clients fetch, are at each.
+Clients connect with all of them, and a request goes to the base of its layer. The head's matrix is
+with the last layer. Each base has embeddings, norms and biases, which clients fetch.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from pcg.source import resolve
 
 
 def held_layers(text: str, count: int) -> range:
-    """Read layers as `4-7` or `4`. SplitError: they are none of a model with so many."""
+    """Read layers as `4-7` or `4`. SplitError: the model has no such layers."""
     match = re.fullmatch(r"(\d+)(?:-(\d+))?", text)
     first, last = (int(match[1]), int(match[2] or match[1])) if match else (0, -1)
     if not 0 <= first <= last < count:
@@ -42,11 +42,7 @@ def held_layers(text: str, count: int) -> range:
 
 
 def layers_executor(model: str, layers: str, dtype: str | None, device: str | None) -> Executor:
-    """Load some layers of a model.
-
-    Raises:
-        PcgError: it cannot be read, or has no such layers.
-    """
+    """Load some layers of a model. PcgError: it cannot be read, or has no such layers."""
     source = resolve(model, weights=True)
     program = compile_program(
         source.config, None, backend="torch", dtype=dtype, packed_weights=False

@@ -1,17 +1,17 @@
 """The rules for graphs that clients have a base run: text of unknown origin.
 
     text         short; every type is of plain sizes, so that reading it takes no algebra; as
-                 `pcg.passes.placement.piece` writes it, so that no name is the client's
-    graph        the IR's own rules (`pcg.ir.analysis.verifier`), few nodes, inputs and outputs
+                 `pcg.passes.placement.piece_text` writes it, so that no name is the client's
+    graph        the IR's rules (`pcg.ir.analysis.verifier`), few nodes, inputs and outputs
     operators    those of `PIECE_OPERATORS`, by which a token's result depends on it alone, with
-                 attributes that are small numbers or words of their own
-    values       have a row for each token, and no more numbers in it than a few of the base's
-                 widest; but for vectors that are made of weights
-    weights      frozen tensors and constants of the base, of their own shapes; a matrix is in few
+                 attributes that are small numbers or known words
+    values       have a row for each token, and at most a few times the numbers of the base's
+                 widest matrix in it; but for vectors that are computed from weights
+    weights      frozen tensors and constants of the base, of their shapes; a matrix is in few
                  products, so that a piece costs a few times its layer
-    outputs      made by the piece's nodes
+    outputs      results of the piece's nodes
 
-So a client can make a base do nothing but what its layers do, and what a request allocates is
+So a client can have a base compute only the operators of its layers, and the memory of a request is
 known before it is taken: a number of bytes for each token.
 """
 
@@ -66,8 +66,8 @@ class PieceGraph:
 
     Attributes:
         trains: True if it has a gradient in it.
-        bytes_per_token: bytes of all its values for a token, with those of weights' vectors, and
-            of what kernels allocate meanwhile.
+        bytes_per_token: bytes of all its values for a token, with those of weights' vectors, and of
+            temporary memory of kernels.
     """
 
     graph: Graph
@@ -81,7 +81,7 @@ def read_piece(text: str, widest: int) -> PieceGraph:
     Args:
         widest: the longest side of the base's matrices.
     Raises:
-        SplitError: it may not run; says which rule it breaks.
+        SplitError: it may not run; names the rule.
     """
     if len(text) > MOST_CHARACTERS:
         raise SplitError(f"a piece has {MOST_CHARACTERS:,} characters at most, not {len(text):,}")
@@ -205,7 +205,7 @@ def _check_parameter(parameter: Parameter) -> None:
 
 
 def _temporary_bytes(node: Node) -> int:
-    """Return a bound of what a node's kernel allocates beside its result, bytes a token."""
+    """Return a bound of a kernel's temporary memory, bytes a token."""
     types = [value.type for value in node.outputs]
     return _MOST_COPIES * sum(
         prod(type_.features) * max(_LEAST_BYTES, DTYPE_BYTES[type_.dtype]) for type_ in types

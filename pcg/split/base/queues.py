@@ -31,16 +31,16 @@ class Waiting:
     """A request that waits.
 
     Attributes:
-        client: who is answered.
+        client: the client to answer.
         seq: the request's number, for the reply.
         tensors: the piece's inputs, [tokens, …] each.
         serves: True if a user waits for tokens; False if it trains.
-        arrived_s: when it came, on the clock of `time.monotonic`.
-        key: the name of the key that it came with.
+        arrived_s: its arrival, on the clock of `time.monotonic`.
+        key: the name of its key.
         most_tokens: the most tokens of a batch with it, if not the policy's.
         tokens: the number of its tokens.
-        turn: the number of batches that had run when it came.
-        think_s: how long after a reply the client usually comes to this piece; None if unknown.
+        turn: the number of batches that had run when it arrived.
+        think_s: the client's usual time from a reply to this piece; None if unknown.
     """
 
     client: bytes
@@ -73,12 +73,7 @@ _RISE = 0.02
 
 @dataclass
 class _Pace:
-    """The time from a reply until a client asks for the next piece.
-
-    Attributes:
-        mean_s: its mean; None while nothing is known.
-        deviation_s: the mean of its distances from that.
-    """
+    """The mean time from a reply until a client asks for the next piece, and its deviation."""
 
     mean_s: float | None = None
     deviation_s: float = 0.0
@@ -95,11 +90,11 @@ class _Pace:
 
 @dataclass(frozen=True)
 class Coming:
-    """A client that comes to a piece.
+    """A client that is expected at a piece.
 
     Attributes:
-        at_s: when it is expected.
-        think_s: how long after a reply it usually comes, at the later end.
+        at_s: its expected arrival.
+        think_s: its usual time after a reply, at the later end.
     """
 
     at_s: float
@@ -109,29 +104,27 @@ class Coming:
 class _Times:
     """The times of a kind of pieces' batches, by the number of their tokens.
 
-    They are the shortest ones of late: what else the machine does makes a batch longer, and nothing
-    makes it shorter.
+    They are the recent shortest ones: other load of the machine only makes a batch longer.
     """
 
     def __init__(self) -> None:
         self._seconds: dict[int, float] = {}
 
     def observe(self, tokens: int, seconds: float) -> None:
-        """Learn from a batch."""
         size = tokens.bit_length()
         before = self._seconds.get(size, seconds)
         self._seconds[size] = min(seconds, before + _RISE * (seconds - before))
 
     @property
     def usual_s(self) -> float:
-        """The time of a batch of the fewest tokens; 0 where nothing is known."""
+        """The time of a batch of the fewest tokens; 0 if unknown."""
         return self._seconds[min(self._seconds)] if self._seconds else 0.0
 
     @property
     def fixed_s(self) -> float:
-        """The part that does not depend on the tokens: what a batch fewer saves.
+        """The part that does not depend on the tokens: the gain of a batch fewer.
 
-        Of the fewest tokens and the most, times at c + v · tokens; half of a time that is alone.
+        Of the fewest tokens and the most, times at c + v · tokens; half of a single time.
         """
         if len(self._seconds) < 2:
             return self.usual_s / 2
@@ -195,21 +188,21 @@ class Queues:
         self._times.setdefault(kind, _Times()).observe(tokens, took_s)
 
     def saved_s(self, piece: Piece) -> float:
-        """Return the time that is saved where a request joins a batch of a piece."""
+        """Return the time that is saved if a request joins a batch of a piece."""
         times = self._times.get(_kind(piece))
         return 0.0 if times is None else times.fixed_s
 
     def coming(
         self, clients: Collection[bytes], now_s: float
     ) -> tuple[Mapping[Piece, Mapping[bytes, Coming | None]], Collection[bytes]]:
-        """Return who may come to which pieces soon, and when.
+        """Return the clients that may come to pieces soon, and when.
 
-        That is each client whose way leads to a piece in NEAR steps, or that of another client
-        from where it is, which may run the same program.
+        These are the clients that reach a piece in NEAR steps, by their own history or by that of
+        another client at the same piece, which may run the same program.
 
         Returns:
-            For each piece the clients, with None where their times are not known; and the clients
-                that are away, and whose way is not known.
+            For each piece the clients, with None if their times are unknown; and the clients that
+                are away without a known next piece.
         """
         by_piece: dict[Piece, dict[bytes, Coming | None]] = {}
         lost: set[bytes] = set()
@@ -245,7 +238,7 @@ class Queues:
         self._keep(lambda request: id(request) not in chosen)
 
     def drop(self, client: bytes) -> int:
-        """Take out all of a client that is gone; returns how many there were."""
+        """Take out all of a client that is gone; return their number."""
         before = len(self)
         self._keep(lambda request: request.client != client)
         self._last.pop(client, None)
@@ -259,7 +252,7 @@ class Queues:
         return sum(request.client == client for queue in self for request in queue)
 
     def load_of(self, key: str) -> tuple[int, int]:
-        """Return the tokens and the bytes of all requests that came with a key."""
+        """Return the tokens and the bytes of all requests of a key."""
         requests = [request for queue in self for request in queue if request.key == key]
         size = sum(tensor.nbytes for request in requests for tensor in request.tensors)
         return sum(request.tokens for request in requests), size
@@ -271,7 +264,6 @@ class Queues:
 
     @property
     def oldest(self) -> Waiting:
-        """The request that came first."""
         return min((queue[0] for queue in self), key=lambda request: request.arrived_s)
 
     def _keep(self, is_kept: object) -> None:
@@ -283,7 +275,7 @@ class Queues:
 
 
 def _kind(piece: Piece) -> Hashable:
-    """Return what pieces have alike that are one graph in several layers."""
+    """Return a key of pieces that are one graph in several layers."""
     return piece.kind, piece.weights
 
 
@@ -292,7 +284,7 @@ class Choice:
     """The decision of a policy.
 
     Attributes:
-        batch: requests of one piece that run now, as one; empty for none.
+        batch: requests of one piece that run now, together; empty for none.
         wait_s: how long to wait for further requests before asking again, if nothing runs.
     """
 
@@ -312,10 +304,9 @@ class Policy(ABC):
 
     @abstractmethod
     def choose(self, queues: Queues, active: Collection[bytes], now_s: float) -> Choice:
-        """Choose of requests that wait, at least one; `active` are the clients that may ask."""
+        """Choose from waiting requests, at least one; `active` are the clients that may ask."""
 
     def _fitting(self, requests: Sequence[Waiting]) -> Sequence[Waiting]:
-        """Return the first requests of some whose tokens fit in a batch."""
         tokens = 0
         most = min(
             self.max_tokens, *(request.most_tokens or self.max_tokens for request in requests)
@@ -335,7 +326,7 @@ class Alone(Policy):
 
 
 class Lockstep(Policy):
-    """Rounds: all active clients have a request, and each is run before anyone's next."""
+    """Rounds: all active clients have a request, and each is run before any client's next."""
 
     def __init__(self, max_tokens: int) -> None:
         super().__init__(max_tokens)
@@ -405,10 +396,10 @@ class Opportunistic(Policy):
     ) -> float:
         """Return until when requests wait for others.
 
-        Who is waited for once is at the same piece from then on, and so what counts is how much
-        longer it usually takes from a reply to the next request than those that are here. With k
-        such clients k batches are saved, each time, for a wait for the slowest of them. Of a client
-        whose times are not known, as much as is saved may be waited.
+        A client that was waited for is at the same piece from then on. So the cost of waiting is
+        the difference of its usual time from a reply to the next request and that of the waiting
+        clients. With k such clients k batches are saved, each time, for a wait for the slowest of
+        them. For a client of unknown times, the wait may be as long as the saving.
         """
         arrived_s = min(request.arrived_s for request in queue)
         wait_s = self._wait_s

@@ -34,11 +34,11 @@ def serve_base(
     say: Callable[[str], None],
     files: Mapping[str, str],
 ) -> None:
-    """Serve a base until SIGTERM or Ctrl-C; a second one ends it at once.
+    """Serve a base until SIGTERM or Ctrl-C; a second signal ends it immediately.
 
     Args:
         load: loads the base.
-        say: is told lines for the one who has started it.
+        say: receives lines for the user.
         files: the tokenizer's files, by name.
     Raises:
         SplitError: the address cannot be listened at.
@@ -89,8 +89,6 @@ def _ended_by(loop: BaseLoop, say: Callable[[str], None]) -> Callable[[int, obje
 
 
 class _Lines(logging.Handler):
-    """Says each record as a line."""
-
     def __init__(self, say: Callable[[str], None]) -> None:
         super().__init__(logging.INFO)
         self._say = say
@@ -138,7 +136,7 @@ def serve_over_ranks(
     files: Mapping[str, str],
     say: Callable[[str], None],
 ) -> None:
-    """Serve a base over so many ranks; each calls this, as torchrun or `launch` starts them.
+    """Serve a base over `degree` ranks; each calls this, as torchrun or `launch` starts them.
 
     Raises:
         ParallelError: this process is not one of so many, or another rank is gone.

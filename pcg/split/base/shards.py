@@ -1,7 +1,7 @@
 """A base's matrices over the ranks of a group: each has some rows of every matrix.
 
-The first rank is the driver, and the others follow: it tells them by a command of a few numbers
-which matrices run, then the rows x, and all of them do the same:
+The first rank is the driver, and the others follow: it sends a command of a few numbers, which
+names the matrices, then the rows x, and all of them do the same:
 
     x Wᵀ = [x W₀ᵀ | x W₁ᵀ | …]         an all-gather
     dy W = Σ dy[:, rows of r] W_r       an all-reduce
@@ -47,7 +47,7 @@ _DTYPES = tuple(DTYPES.values())
 
 
 class _Do(IntEnum):
-    """Commands of the driver; NOTHING tells the others that it is there."""
+    """Commands of the driver; NOTHING shows that it is alive."""
 
     NOTHING = 0
     LINEAR = 1
@@ -69,7 +69,7 @@ class Shards:
     def __init__(
         self, program: Program, source: Weights, device: torch.device, ranks: Ranks
     ) -> None:
-        """Read this rank's rows. WeightsError: one is missing or damaged."""
+        """Read this rank's rows. WeightsError: a tensor is missing or damaged."""
         self.ranks = ranks
         self.shapes: dict[str, tuple[int, ...]] = {}
         self.dtype: torch.dtype = getattr(torch, TORCH_NAMES[program.dtype])
@@ -93,7 +93,6 @@ class Shards:
 
     @property
     def size_bytes(self) -> int:
-        """Bytes that this rank holds."""
         return sum(tensor.nbytes for tensor in self._rows.values())
 
     def _range(self, rows: int, rank: int) -> tuple[int, int]:
@@ -142,7 +141,7 @@ class Shards:
     def driving(self) -> Iterator[None]:
         """Drive the other ranks within a `with`, which end with it.
 
-        They are told from time to time that the driver is there, as collectives time out.
+        They get a command from time to time, as collectives time out.
         """
         has_ended = threading.Event()
 
@@ -178,7 +177,7 @@ class Shards:
     # ------------------------------------------------------------------------------- every rank
 
     def follow(self) -> None:
-        """Do what the driver says, until it ends."""
+        """Execute the driver's commands, until it ends."""
         while True:
             command = torch.zeros(_NUMBERS, dtype=torch.int64, device=self._device)
             what, dtype, rows, begin, end, count, *rest = self.ranks.broadcast(command).tolist()
@@ -196,7 +195,7 @@ class Shards:
     def _do(
         self, what: _Do, names: Sequence[str], x: Tensor | None, begin: int, end: int
     ) -> Tensor:
-        """Do a rank's part of a command; returns the result of all."""
+        """Do a rank's part of a command; return the result of all."""
         if what == _Do.LINEAR:
             assert x is not None
             return self._gathered(names, [linear(x, self._rows[n].to(x.dtype)) for n in names])
@@ -219,7 +218,7 @@ class Shards:
         return torch.empty(0)
 
     def _gathered(self, names: Sequence[str], parts: Sequence[Tensor]) -> Tensor:
-        """Return outputs [T, outs] of matrices, whose parts [T, rows] the ranks have."""
+        """Return outputs [T, outs] of matrices, of which ranks have parts [T, rows]."""
         size = self.ranks.size
         widths = [-(-self.shapes[name][0] // size) for name in names]
         padded = [
@@ -261,7 +260,7 @@ class ShardedWeight(RemoteWeight):
 
 
 class ShardedSource(Weights):
-    """A base's tensors at the driver: its matrices are the group's, and the others its own."""
+    """A base's tensors at the driver: the group has its matrices, and it the others."""
 
     def __init__(self, source: Weights, shards: Shards) -> None:
         super().__init__(source.index, source.base_prefix, source.config, source.where)

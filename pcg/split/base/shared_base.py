@@ -1,4 +1,4 @@
-"""A base executor whose weights an engine serves and trains by, too: one copy, and one device.
+"""A base executor that shares its weights and device with an engine that serves and trains.
 
 Its pieces run on the engine's thread, in the time that steps leave (`GuestWork`).
 """
@@ -25,7 +25,7 @@ _LOOKS_S = 0.5
 
 
 class SharedBase(BaseExecutor):
-    """Runs pieces between what an engine serves; one thread calls it, and waits."""
+    """Runs pieces between an engine's steps; one thread calls it, and waits."""
 
     def __init__(self, executor: Executor, engine: AsyncEngine) -> None:
         super().__init__(executor)

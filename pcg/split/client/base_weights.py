@@ -1,4 +1,4 @@
-"""The base's weights as a client has them: few tensors here, the products at a base executor."""
+"""The base's weights at a client: few tensors are local, products run at a base executor."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ class CalledWeight(RemoteWeight):
     Attributes:
         names: in the base's checkpoint.
         serves: True if a user waits for tokens.
-        squares: the sums of squares of weights' rows, by name, once they were asked for.
-        noise: hides what is sent; None to send it as it is.
+        squares: the sums of squares of weights' rows, by name, once requested.
+        noise: hides the rows that are sent; None to send them unchanged.
     """
 
     names: tuple[str, ...]
@@ -93,7 +93,7 @@ class CalledWeight(RemoteWeight):
 
 
 class CalledBase(Weights):
-    """A base executor's weights: it is asked for products, and for the other tensors once each."""
+    """A base executor's weights: products run there, and other tensors are fetched once."""
 
     def __init__(self, caller: Caller, base_prefix: str, noise: Noise | None = None) -> None:
         facts = caller.facts

@@ -61,8 +61,8 @@ class Caller:
     """Calls a base over a transport; any thread may call.
 
     Attributes:
-        facts: what the base says of itself: its configuration, dtype, digest, pieces and tensors.
-        moved: what has crossed the transport.
+        facts: the base's description of itself.
+        moved: counts of the transport's traffic.
     """
 
     def __init__(
@@ -76,11 +76,11 @@ class Caller:
         """Connect.
 
         Args:
-            hello: what this client expects of the base, and its key.
+            hello: this client's expectation of the base, and its key.
             connect_s: how long to wait for the base at first.
             lost_s: how long to look for a base that is gone.
         Raises:
-            SplitError: the base refuses this client, and says why.
+            SplitError: the base refuses this client, with its reason.
             BaseLostError: no base answers.
         """
         self._transport = transport
@@ -98,7 +98,6 @@ class Caller:
 
     @property
     def where(self) -> str:
-        """The base's address."""
         return self._transport.where
 
     @torch.inference_mode(False)  # training goes on with what it maps and keeps
@@ -106,7 +105,7 @@ class Caller:
         """Make a call and return its reply.
 
         Raises:
-            SplitError: the base refuses it, and says why; or it is larger than the base takes.
+            SplitError: the base refuses it, with its reason; or it is larger than the base takes.
             BaseLostError: the base is gone, or each time that this call is made.
         """
         largest, most = (
@@ -152,12 +151,10 @@ class Caller:
     def tensors(
         self, op: str, wanted: Kinds, tensors: Sequence[Tensor] = (), **fields: bool | int | str
     ) -> Sequence[Tensor]:
-        """Make a call and return the tensors of its reply.
+        """Make a call and return the tensors of its reply, of the shapes and dtypes `wanted`.
 
-        Args:
-            wanted: the shape and dtype of each.
         Raises:
-            SplitError: the base refuses it, and says why; or its reply has other tensors.
+            SplitError: the base refuses it, with its reason; or its reply has other tensors.
             BaseLostError: the base is gone.
         """
         return _as_wanted(self.call(op, tensors, **fields), op, wanted)
@@ -173,15 +170,9 @@ class Caller:
     def run_graph(
         self, piece: str, text: str, wanted: Kinds, tensors: Sequence[Tensor], serves: bool
     ) -> Sequence[Tensor]:
-        """Run a graph, which is defined first where the base does not know it.
+        """Run a graph, which is defined first if the base does not know it; errors as of `tensors`.
 
-        A base that was started anew knows none.
-
-        Args:
-            wanted: the shape and dtype of each of its outputs.
-        Raises:
-            SplitError: the base refuses it, and says why; or its outputs are others.
-            BaseLostError: the base is gone.
+        A base that was started again knows no graphs.
         """
         if text not in self._defined:
             self._define(text)
@@ -255,14 +246,14 @@ def _shown(kinds: Kinds) -> str:
 
 
 class LayeredCaller(Caller):
-    """Calls the base that holds what a call is about.
+    """Calls the base that holds the layer of a call.
 
     Attributes:
         callers: the connections.
     """
 
     def __init__(self, callers: Sequence[Caller]) -> None:
-        """Check that they are of one model. SplitError: they are not, or nobody holds a layer."""
+        """Check that the bases are of one model. SplitError: they are not."""
         first = callers[0].facts
         for caller in callers:
             if caller.facts.digest != first.digest:
@@ -289,12 +280,10 @@ class LayeredCaller(Caller):
 
     @property
     def where(self) -> str:
-        """The addresses, with commas."""
         return ",".join(caller.where for caller in self.callers)
 
     @property
     def moved(self) -> Moved:  # type: ignore[override]
-        """Counts over all transports."""
         every = [caller.moved for caller in self.callers]
         return Moved(
             sum(counts.calls for counts in every),

@@ -70,9 +70,9 @@ class CutReport:
     """The cut that a client runs.
 
     Attributes:
-        link: the link to the base, as it was given or measured.
-        reason: why each product is a call, everywhere; empty where the cut was searched.
-        layers: the cuts of the programs that were compiled so far, the latest last.
+        link: the link to the base, as given or measured.
+        reason: why each product is a call; empty if the cut was searched.
+        layers: the cuts of the compiled programs, the latest last.
     """
 
     link: SplitLink | None
@@ -100,7 +100,7 @@ class CutReport:
 
 
 def measured_link(caller: Caller) -> SplitLink:
-    """Measure the link to a base: the fastest of a few round trips, without bytes and with some."""
+    """Measure the link to a base: the fastest of a few round trips, small and large."""
     latency_s = min(_echo_s(caller, 1) for _ in range(_PROBES))
     long_s = min(_echo_s(caller, _PROBE_BYTES) for _ in range(2))
     bytes_per_s = 2 * _PROBE_BYTES / max(long_s - latency_s, 1e-6)
@@ -125,7 +125,7 @@ def searched_cut(
     Args:
         base_sheet: the name of the data sheet of the base's device.
         client: the device of the client.
-        rates: those that the base and the client reach, where they were measured.
+        rates: those that were measured of the base and the client.
     """
     try:
         client_sheet = own_sheet(client)
@@ -188,7 +188,7 @@ def has_pieces(program: Program) -> bool:
 
 
 def check_given(peft: object, model: object, memory_budget: object, default: object) -> None:
-    """Refuse arguments that a program has decided. SplitError: names the first."""
+    """Raise a SplitError, which names the argument, for one that a program fixes."""
     if model is not None:
         raise SplitError("model=… and program=… are both given; a program has its model")
     if peft is not None and (not isinstance(peft, Mapping) or is_recipe(peft)):
@@ -265,9 +265,9 @@ class SplitExecutor(Executor):
     optimizer are in this process. As a context manager it closes its connection.
 
     Attributes:
-        caller: the connection, which counts what crosses it.
-        noise: what hides the rows that are sent; None without `privacy`.
-        cut: what the base runs; as text, with the round trips of a layer.
+        caller: the connection, with counts of its traffic.
+        noise: hides the rows that are sent; None without `privacy`.
+        cut: the base's part; as text, with the round trips of a layer.
     """
 
     caller: Caller
@@ -283,10 +283,10 @@ class SplitExecutor(Executor):
     def save_program(self, folder: str | Path) -> None:
         """Write the program that this client runs, which other clients of the base may load.
 
-        It has the adapters' recipes that were given to `connect`, and neither weights nor adapters.
+        It has the adapters' recipes of `connect`, and neither weights nor adapters.
 
         Raises:
-            ProgramError: it cannot be written there.
+            ProgramError: it cannot be written.
         """
         save_program(self.program, folder)
 
@@ -338,11 +338,7 @@ def connect(arguments: ConnectArguments) -> SplitExecutor:
 def _caller(
     where: Place, server: str | Path | None, arguments: ConnectArguments, hello: Mapping[str, Any]
 ) -> Caller:
-    """Connect to a base, or to all of several. SplitError: there are layers that none holds.
-
-    Args:
-        server: their CURVE key, or a file with it.
-    """
+    """Connect to a base, or to several that together hold all layers."""
     where = where.split(",") if isinstance(where, str) else where
     places = [where] if isinstance(where, Transport) else where
     callers: list[Caller] = []
@@ -370,7 +366,7 @@ def _caller(
 
 
 def _transport(where: str, arguments: ConnectArguments, server: str | Path | None) -> Transport:
-    """Return a transport. SplitError: it is refused to send keys and tensors in clear."""
+    """Return a transport. SplitError: it would send keys and tensors in clear."""
     curve = None
     if server is not None:
         certificate = None if arguments.curve_key is None else Path(arguments.curve_key)
@@ -391,7 +387,7 @@ def _transport(where: str, arguments: ConnectArguments, server: str | Path | Non
 def _effects(
     privacy: Privacy, caller: Caller, arguments: ConnectArguments, hello: Mapping[str, Any]
 ) -> Effects:
-    """Return what computes the effects of noise. SplitError: it does not fit the base."""
+    """Return the computation of noise's effects. SplitError: it does not fit the base."""
     at = privacy.effects
     if at == BASE:
         return EffectsAtBase(caller, is_own=False)
@@ -416,7 +412,6 @@ def _effects(
 
 
 def _instances(caller: Caller) -> list[str]:
-    """Return what identifies the processes that a caller calls."""
     callers = caller.callers if isinstance(caller, LayeredCaller) else [caller]
     return [connection.facts.instance for connection in callers]
 
@@ -456,7 +451,7 @@ def _split_executor(
 
 
 def _cut(caller: Caller, arguments: ConnectArguments) -> tuple[CallPieces | None, CutReport]:
-    """Return the pass that cuts the layers, None where each product is a call, and its report."""
+    """Return the pass that cuts the layers, None if each product is a call, and its report."""
     if arguments.privacy is not None:
         return None, CutReport(None, "noise hides linear operators alone")
     if arguments.cut == "linear":
@@ -475,7 +470,7 @@ def _cut(caller: Caller, arguments: ConnectArguments) -> tuple[CallPieces | None
 
 
 def _check_weights(program: Program, model: ModelSource, facts: BaseFacts) -> None:
-    """Compare the client's own files with the base's weights. SplitError: they differ."""
+    """Compare the client's files with the base's weights. SplitError: they differ."""
     checkpoint = Checkpoint.open(model, program.base_prefix)
     store = WeightStore(program, checkpoint, torch.device("cpu"))
     difference = weights_difference(weight_digests(store), facts.digests)
@@ -488,7 +483,6 @@ def _check_weights(program: Program, model: ModelSource, facts: BaseFacts) -> No
 
 
 def _write_files(files: object, folder: Path) -> Path:
-    """Write the files of the base's tokenizer where a tokenizer is read from."""
     if isinstance(files, Mapping):
         for name in TOKENIZER_FILES:
             if isinstance(files.get(name), str):

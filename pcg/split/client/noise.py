@@ -104,7 +104,6 @@ class Privacy:
 
     @property
     def dtype(self) -> torch.dtype:
-        """The dtype of rows with noise."""
         dtype: torch.dtype = getattr(torch, self.precision)
         return dtype
 
@@ -118,7 +117,7 @@ class Privacy:
 
 
 def privacy_of(option: str | Privacy | None) -> Privacy | None:
-    """Return what `connect` was given, a word for `effects` among it, as options."""
+    """Return the option `privacy` of `connect`, also a word for `effects`, as `Privacy`."""
     return Privacy(option) if isinstance(option, str) else option
 
 
@@ -134,7 +133,7 @@ class Effects(ABC):
         """Return a piece's outputs, [rows, outs], for noise [rows, in], in its dtype."""
 
     def close(self) -> None:  # noqa: B027  # most have nothing to do
-        """End what was opened for it."""
+        ...
 
 
 class EffectsAtBase(Effects):
@@ -221,7 +220,6 @@ class Noise:
 
     @property
     def size_bytes(self) -> int:
-        """Bytes of the pools."""
         pools = self._pools.values()
         return sum(pool.noise.nbytes + pool.effects.nbytes for pool in pools)
 
@@ -252,13 +250,13 @@ class Noise:
         return torch.sub(outputs.cpu(), effects, alpha=size).to(x.dtype)
 
     def close(self) -> None:
-        """Drop the pools, and end what computes effects."""
+        """Drop the pools, and close the computation of effects."""
         self._pools.clear()
         self._effects.close()
 
     @torch.inference_mode(False)  # a pool that serving has drawn is used by training, too
     def _take(self, piece: Piece, count: int, width: int) -> tuple[Tensor, Tensor]:
-        """Return noise [count, in] and its effects [count, outs], that no row has had."""
+        """Return noise [count, in] and its effects [count, outs], both unused."""
         parts: list[tuple[Tensor, Tensor]] = []
         while count:
             pool = self._pools.get(piece)
@@ -304,7 +302,7 @@ _DRAWN_AT_ONCE = 2**15
 def _cell_thresholds() -> Tensor:
     """Return P(cell ≤ a) for a = 0, 1, … in units of 2⁻⁶³, with P(a) ∝ exp(-(a / cells)² / 2).
 
-    The last cell begins 9 deviations from 0, where 2⁻⁶³ is the least that there is.
+    The last cell begins 9 deviations from 0, where the probability is below 2⁻⁶³.
     """
     weights = [math.exp(-0.5 * (a / _CELLS) ** 2) for a in range(9 * _CELLS + 1)]
     counts = [round(weight / math.fsum(weights) * 2.0**63) for weight in weights]

@@ -42,10 +42,10 @@ token longer than a launch takes, where expand has programs for each block of co
 
 @dataclass(frozen=True)
 class DeferredLora:
-    """LoRA's summand of one output of a product; of no tables there is none.
+    """LoRA's summand of one output of a product; nothing if the tables are None.
 
     Attributes:
-        number: the output's among those with LoRA.
+        number: the output's index among those with LoRA.
         by_token: the adapter of each token, [T, 4] (`token_tiles`).
         s: [parts, outputs, sums], the partial sums of shrink.
         up: the rows of Bᵀ.
@@ -57,19 +57,18 @@ class DeferredLora:
     up: RankRows | None = None
 
     def __getitem__(self, rows: Tensor) -> DeferredLora:
-        """The summand of some of the tokens."""
         return self if self.by_token is None else replace(self, by_token=self.by_token[rows])
 
     @property
     def pointers(self) -> Sequence[Tensor] | None:
-        """The tensors that a kernel is given in place of one; None where nothing is to be added."""
+        """The tensors that a kernel gets in place of one; None without a summand."""
         if self.by_token is None or self.s is None or self.up is None:
             return None
         return self.by_token, self.s, self.up.memory, self.up.rows, self.up.ranks
 
     @property
     def numbers(self) -> Sequence[int]:
-        """The numbers that it is given, `DEFERRED_NUMBERS`."""
+        """The numbers that a kernel gets, `DEFERRED_NUMBERS`."""
         assert self.s is not None
         assert self.up is not None
         (parts, slices, sums), j = self.s.shape, self.number
@@ -77,7 +76,7 @@ class DeferredLora:
 
     @property
     def parts(self) -> int:
-        """The least power of two that is no less than the parts of s; 0 of nothing."""
+        """The least power of two that is no less than the parts of s; 0 without a summand."""
         return 0 if self.s is None else triton.next_power_of_2(len(self.s))
 
 
@@ -85,17 +84,17 @@ _NOTHING = DeferredLora()
 
 
 def nothing_deferred() -> DeferredLora:
-    """A summand of nothing."""
+    """Return an empty summand."""
     return _NOTHING
 
 
 @dataclass
 class BegunLora:
-    """The LoRA of a product that is on its way: the input and the weights, or what is left of it.
+    """The LoRA of a product in progress: the input and the weights, or its summands.
 
     Attributes:
-        left: the summands; None where LoRA has to be added to the product.
-        beside: the stream that makes s while another makes the product; None for the same one.
+        left: the summands; None if LoRA has to be added to the product.
+        beside: the stream that makes s while another makes the product; None for the same stream.
     """
 
     x: Tensor
@@ -124,7 +123,7 @@ def begun_lora(x: Tensor, a: Sequence[Any], b: Sequence[Any]) -> BegunLora:
 def _shrunk(
     x: Tensor, down: RankRows, tiles: TokenTiles
 ) -> tuple[Tensor, torch.cuda.Stream | None]:
-    """s, and the stream that makes it."""
+    """Return s, and the stream that makes it."""
     if not (x.is_cuda and torch.cuda.is_current_stream_capturing()):
         return segmented_lora.shrink(x, down, tiles), None
     beside = stream_for("branch", x.device)
@@ -134,7 +133,7 @@ def _shrunk(
 
 
 def with_deferred_lora(begun: BegunLora, y: Tensor, weight: Any) -> Sequence[Any]:
-    """The outputs of the joined product y [T, outs], and LoRA's summands of those that have one."""
+    """Return the outputs of the joined product y [T, outs], and the summands of LoRA."""
     if begun.left is None:
         outputs = dispatch.add_lora(y, begun.x, weight, begun.a, begun.b)
         return *outputs, *(_NOTHING,) * len(begun.a)
@@ -150,12 +149,14 @@ def deferred_rows(
     token, column, in_rows, inside,
     PARTS: tl.constexpr,
 ):  # fmt: skip
-    """d of tokens [R, 1] and columns [1, C] or [R, C], fp32; 0 where not inside.
+    """Return d of tokens [R, 1] and columns [1, C] or [R, C], fp32; 0 where not inside.
 
     Args:
-        by_token, s, memory, rows, ranks, matrix, first_rank, first_sum: see the module.
+        by_token: the adapter of each token (`token_tiles`).
+        matrix: number of the slice's B among the matrices of each adapter.
+        first_rank: the slice's first place in `ranks`, and `first_sum` in a part of s.
         part_stride: elements of a part of s, of which there are `parts`, at most PARTS.
-        token: [R, 1], int64; `in_rows` says which are there.
+        token: [R, 1], int64; `in_rows` masks those that exist.
         inside: the condition of elements, [R, 1] or [R, C].
     """
     of_16_bytes: tl.constexpr = 128 // memory.dtype.element_ty.primitive_bitwidth

@@ -4,13 +4,13 @@ Products of an fp32 factor run on tensor cores that take 16 bits:
 
     total + w s,  s = high + low, each of w's dtype
 
-bf16 keeps 16 bits of s so, and fp16 22, where each column of s is taken into its range by a power
+bf16 keeps 16 bits of s so, and fp16 22, where each column of s is scaled into its range by a power
 of two. The product's error is at most 2^-16 |w| |s| for bf16, where rounding s to bf16 costs 2^-9.
-An fp32 w takes no tensor core, and no error but that of fp32 sums.
+An fp32 w takes no tensor core, and has no error but that of fp32 sums.
 
-High and low are the second factor, which Hopper's tensor cores read from shared memory. The first
-one they also take from registers, and old ptxas can miscompile that where it comes straight from a
-conversion (triton-lang/triton#9433).
+High and low are the second factor, which Hopper's tensor cores read from shared memory. They can
+read the first factor from registers, too, and old ptxas can miscompile that if it comes straight
+from a conversion (triton-lang/triton#9433).
 """
 
 from __future__ import annotations
@@ -58,10 +58,7 @@ def columns_of(columns, j):
 
 @triton.jit
 def of_slice(j, first, second, third, SLICES: tl.constexpr):
-    """The one of three, pointers or numbers, that is slice j's, where each of SLICES has its own.
-
-    With one, all slices share the first.
-    """
+    """Select slice j's pointer or number of three if there are SLICES of them, else the first."""
     chosen = first
     if SLICES > 1:
         chosen = tl.where(j == 1, second, chosen)
@@ -79,7 +76,7 @@ def tokens_at(order, place, taken, stride):
 
 @triton.jit
 def rows_at(rows, memory, inside=None):
-    """First elements of rows in a memory: multiples of 16 bytes."""
+    """Return first elements of rows in a memory: multiples of 16 bytes."""
     of_16_bytes: tl.constexpr = 128 // memory.dtype.element_ty.primitive_bitwidth
     if inside is None:
         row = tl.multiple_of(tl.load(rows), [of_16_bytes])
@@ -90,7 +87,7 @@ def rows_at(rows, memory, inside=None):
 
 @triton.jit
 def wide_product(w, s, total):
-    """total + w s, for w [N, K] of bf16, fp16 or fp32, s [K, M] and total [N, M] of fp32."""
+    """Return total + w s, for w [N, K] of bf16, fp16 or fp32, s [K, M] and total [N, M] of fp32."""
     if w.dtype == tl.float32:
         total = tl.dot(w, s, total, input_precision="ieee")
     elif w.dtype == tl.bfloat16:
@@ -114,9 +111,9 @@ def wide_product(w, s, total):
 
 @triton.jit
 def token_of(by_token, rows, slots, ranks, matrix, j):
-    """A token's adapter: place of slice j in `ranks`, rank, entries of a matrix, and first sum.
+    """Return a token's place of slice j in `ranks`, rank, entries of a matrix, and first sum.
 
-    `by_token` is at the token's numbers; the rank is 0 where it has no adapter.
+    `by_token` points to the token's numbers; the rank is 0 without an adapter.
     """
     slot = tl.load(by_token)
     at = j * slots + slot
@@ -130,12 +127,12 @@ def expand_token(
     total, memory, entries, rank, n, inside, s, part_stride, scale,
     PARTS: tl.constexpr, PART_BLOCK: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """total [N] + scale · Σ_k s[k] · B[k, n] of one token and one matrix, in fp32.
+    """Return total [N] + scale · Σ_k s[k] · B[k, n] of one token and one matrix, in fp32.
 
     `entries` are the matrix's in the table of rows, `s` the token's sums of it, of the first part.
-    A program so needs no other token's adapter, and no tensor cores: B is read once either way.
-    PART_BLOCK is the power of two that holds PARTS; rows of STAGES steps of 16 ranks are under way
-    together: more than one takes a detour through shared memory, which wide adapters repay.
+    A program needs no other token's adapter, and no tensor cores: B is read once either way.
+    PART_BLOCK is the power of two that holds PARTS. Rows of STAGES steps of 16 ranks are in flight
+    together: more than one takes a detour through shared memory, which pays for wide adapters.
     """
     part = tl.arange(0, PART_BLOCK)
     at = (part * part_stride)[:, None]
@@ -151,7 +148,7 @@ def expand_token(
 
 @triton.jit
 def sum_of_parts(s, at, stride, inside, PARTS: tl.constexpr):
-    """The sum of the PARTS blocks s + at, s + at + stride, …, in order; 0 where not inside."""
+    """Sum the PARTS blocks s + at, s + at + stride, …, in order; 0 where not inside."""
     total = tl.load(s + at, inside, 0.0)
     for part in tl.static_range(1, PARTS):
         total += tl.load(s + at + part * stride, inside, 0.0)

@@ -1,4 +1,4 @@
-"""Adapters of emitted programs: by segmented kernels where they know the weights, else PyTorch's.
+"""Adapters of emitted programs: by segmented kernels if they know the weights, else by PyTorch.
 
 Names, shapes and meanings are those of `pcg.kernels.torch`. In serving weights are rows
 (`LoraRows`) or stacks (`SegmentedWeight`), in training one adapter's.
@@ -27,7 +27,7 @@ from pcg.peft.weights import AdapterWeight
 
 
 def shrink(x: Tensor, a: Any) -> Any:
-    """s = x Aᵀ, each token by its own adapter; of rows, as the segmented kernels have it."""
+    """Return s = x Aᵀ, each token by its adapter; of rows, as the segmented kernels return it."""
     if isinstance(a, LoraRows):
         down, _ = matrices_of(a)
         return segmented_lora.shrink(x, down, tiles_of(a, x))
@@ -35,7 +35,7 @@ def shrink(x: Tensor, a: Any) -> Any:
 
 
 def activate(s: Any, bias: Any, function: str) -> Any:
-    """σ(s + scale · bias) of a bottleneck; s and what comes out as `shrink` gives it."""
+    """Return σ(s + scale · bias) of a bottleneck; s and the result as `shrink` returns them."""
     if not isinstance(bias, LoraRows):
         return torch_ops.activate(s, bias, function)
     if "biases" not in bias.known:
@@ -46,7 +46,7 @@ def activate(s: Any, bias: Any, function: str) -> Any:
 
 
 def expand_add(y: Tensor, s: Any, b: Any) -> Tensor:
-    """y + scale · s Bᵀ, each token by its own adapter; may be written over y."""
+    """Return y + scale · s Bᵀ, each token by its adapter; may be written over y."""
     if isinstance(b, LoraRows):
         _, up = matrices_of(b)
         return segmented_lora.expand_add(y, s, up, tiles_of(b, y))
@@ -57,7 +57,7 @@ def expand_add(y: Tensor, s: Any, b: Any) -> Tensor:
 def add_lora(
     y: Tensor, x: Tensor, weight: Any, a: Sequence[Any], b: Sequence[Any]
 ) -> Sequence[Tensor]:
-    """Add each token's own LoRA to the joined product of some linear operators."""
+    """Add each token's LoRA to the joined product of some linear operators."""
     lora = a[0]
     if not isinstance(lora, LoraRows):
         return torch_ops.add_lora(y, x, weight, a, b)
@@ -67,12 +67,11 @@ def add_lora(
 
 
 def _is_trained(weight: Any) -> bool:
-    """Return whether a weight is that of the one adapter that is trained, or made of it."""
     return isinstance(weight, Tensor | AdapterWeight)
 
 
 def tiles_of(lora: LoraRows, x: Tensor) -> TokenTiles:
-    """Tokens by adapter, made once for all sites."""
+    """Return tokens by adapter, made once for all sites."""
     known = lora.tokens.known
     if "tiles" not in known:
         known["tiles"] = tiles_on(lora.tokens.spans, x.device)
@@ -81,7 +80,7 @@ def tiles_of(lora: LoraRows, x: Tensor) -> TokenTiles:
 
 
 def matrices_of(lora: LoraRows) -> tuple[RankRows, RankRows]:
-    """A and B of the site, made once for as long as the tables lie where they are."""
+    """Return A and B of the site, made once for a location of the tables."""
     if "matrices" not in lora.known:
         count = len(lora.out_sizes)
         lora.known["matrices"] = (
@@ -107,7 +106,7 @@ def matrices_of(lora: LoraRows) -> tuple[RankRows, RankRows]:
 
 
 def scale(y: Tensor, vector: Any, base: Tensor | None = None) -> Tensor:
-    """vector ⊙ (y - base) + base, each token by its own adapter's vector."""
+    """Return vector ⊙ (y - base) + base, each token by its adapter's vector."""
     for of_width in by_width(vector):
         if _is_stack(y, of_width):
             # What the base makes may be read elsewhere, too.
@@ -118,7 +117,7 @@ def scale(y: Tensor, vector: Any, base: Tensor | None = None) -> Tensor:
 
 
 def bias_add(y: Tensor, bias: Any, base: Tensor | None = None) -> Tensor:
-    """y + bias, or y + (bias - base), each token with its own adapter's bias."""
+    """Return y + bias, or y + (bias - base), each token with its adapter's bias."""
     for of_width in by_width(bias):
         if _is_stack(y, of_width):
             y = segmented_bias_add(y, *_vectors(y, of_width), base)
@@ -128,13 +127,12 @@ def bias_add(y: Tensor, bias: Any, base: Tensor | None = None) -> Tensor:
 
 
 def _is_stack(y: Tensor, vector: Any) -> bool:
-    """Return whether a vector is a stack of adapters' own, with rows that kernels can read."""
     is_aligned = y.dim() == 2 and not y.shape[1] % ROW_ALIGNMENT
     return is_aligned and isinstance(vector, SegmentedWeight)
 
 
 def _vectors(y: Tensor, vector: SegmentedWeight) -> tuple[RankRows, TokenTiles]:
-    """The stack's vectors as rows, and the tokens by their places in it."""
+    """Return the stack's vectors as rows, and the tokens by their index in it."""
     segments, (count, _, size) = vector.segments, vector.weight.shape
     known, key = segments.known, ("vectors", vector.present, size)
     memory = vector.weight.view(-1)

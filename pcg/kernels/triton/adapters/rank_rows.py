@@ -1,14 +1,14 @@
 """The rows of adapters' matrices in one memory: paged, of any rank.
 
-A matrix of rank r is r rows, each of them contiguous: row k of A [r, in], column k of B [out, r].
-A slice is one of several sites that read the same input or write to neighbouring columns of one
+A matrix of rank r is r rows, each of them contiguous: row k of A [r, in], column k of B [out, r]. A
+slice is one of several sites that read the same input or write to neighbouring columns of one
 output, as q, k and v. A vector is a matrix of one row. Row k of slice j begins at element
 
     rows[first row + (first + j) · width + k]
 
-of the memory: an adapter has `width` entries for each matrix, its own greatest rank, from `first
-row` on, which the step's lists say of each tile (`token_tiles`). So no adapter's rank is in the
-tables of others.
+of the memory: an adapter has `width` entries for each matrix, its greatest rank, from `first row`
+on, which the step's lists hold for each tile (`token_tiles`). So no adapter's rank is in the tables
+of others.
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ class RankRows:
 
     Attributes:
         memory: flat, of the matrices' dtype.
-        rows: first element of each row, int64, multiples of 16 bytes; what stands beyond a rank
-            is not read.
+        rows: first element of each row, int64, multiples of 16 bytes; entries beyond a rank are not
+            read.
         first: number of the first slice's matrix among the matrices of each adapter.
-        ranks: rows of each matrix, [slices, slots], int32; 0 where a slot has none.
+        ranks: rows of each matrix, [slices, slots], int32; 0 for a slot without the matrix.
         starts: the first column of each slice in the tokens' tensor that it reads or writes.
         sizes: columns of each slice, elements of a row.
-        columns: starts and sizes, [slices, 2], int32, where the kernels read them.
+        columns: starts and sizes, [slices, 2], int32, for the kernels.
         turned: the rank of a single matrix whose columns lie one behind the other, as [n, r]; 0 of
             rows.
-        others: the memories of the slices behind the first, where each has its own.
+        others: the memories of the slices behind the first, if each has its own.
     """
 
     memory: Tensor
@@ -62,7 +62,6 @@ class RankRows:
 
     @property
     def is_shared(self) -> bool:
-        """True if all slices have the same columns."""
         return len(set(zip(self.starts, self.sizes, strict=True))) == 1
 
 
@@ -76,11 +75,11 @@ def rank_rows(
 ) -> RankRows:
     """Describe matrices in a memory; see `RankRows` for the arguments.
 
-    It copies to the device, so make it once a site, outside of a step; `rows` and `ranks` may be
+    It copies to the device, so call it once a site, outside of a step; `rows` and `ranks` may be
     written over in place as adapters come and go.
 
     Raises:
-        CodegenError: columns that the kernels cannot take, or shapes that do not fit each other.
+        CodegenError: columns that the kernels cannot take, or shapes that do not match.
     """
     if rows.dim() != 1 or {len(starts), len(sizes)} != {len(ranks)}:
         raise CodegenError(
@@ -98,5 +97,5 @@ def rank_rows(
 
 
 def int32_on(numbers: Sequence[Sequence[int]], device: torch.device) -> Tensor:
-    """Rows of numbers on a device."""
+    """Copy rows of numbers to a device."""
     return uploaded(torch.tensor(numbers, dtype=torch.int32), device)

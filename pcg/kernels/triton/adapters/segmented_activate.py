@@ -1,13 +1,13 @@
 """The inner activation of bottleneck adapters, of many in one launch.
 
-    segmented_activate: z[j, p, k] = σ(s[j, p, k] + scale b[j, k]), or given dz
+    segmented_activate: z[j, p, k] = σ(s[j, p, k] + scale b[j, k]), or with dz
                         ds[j, p, k] = dz[j, p, k] · σ'(s[j, p, k] + scale b[j, k])
     segment_sum:        db[j, k] = scale Σ_p ds[j, p, k]
 
-s and dz are partial sums, [parts, slices, sums] in fp32, as `shrink` makes them; z and ds are such
-of one part. A slot has as many k as its width says, the ranks of its matrices; behind
-them z and ds are 0 up to the next multiple of 16, as s is. b is the one row that the place's slot
-has in `rank_rows`, or 0 where it has none. All is in fp32.
+s and dz are partial sums, [parts, slices, sums] in fp32, as `shrink` makes them; z and ds have one
+part. A slot has as many k as its width, the ranks of its matrices; behind them z and ds are 0 up to
+the next multiple of 16, as s is. b is the one row of the place's slot in `rank_rows`, or 0 without.
+All is in fp32.
 
 Grids: (blocks of k of tiles, slices); segment_sum (blocks of k of segments, slices).
 """
@@ -82,7 +82,7 @@ def activate_kernel(
     PARTS: tl.constexpr, GRADIENT_PARTS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_R: tl.constexpr, RANKS: tl.constexpr,
 ):  # fmt: skip
-    """z, or ds with HAS_GRADIENT, for a tile and up to RANKS of a slice's k, BLOCK_R at once."""
+    """Compute z, or ds with HAS_GRADIENT, for a tile and up to RANKS of a slice's k."""
     j = tl.program_id(1)
     matrix, width, _, count = item_of(tiles, slots, widths, j)
     if count == 0:
@@ -117,16 +117,16 @@ def segmented_activate(
     scales: Tensor | None = None,
     dz: Tensor | None = None,
 ) -> Tensor:
-    """σ(s + scale · b) of each token's own adapter; with dz, ds = dz · σ'(s + scale · b).
+    """Return σ(s + scale · b) of each token's adapter; with dz, ds = dz · σ'(s + scale · b).
 
     Args:
         s: the partial sums of `shrink`, [parts, slices, sums], fp32; dz likewise.
-        biases: one row of `width` elements for each slot that has one; their sizes are not read.
+        biases: one row of `width` elements for each slot that has a bias; their sizes are not read.
         widths: ranks of the matrices that made s, [slices, slots], int32.
         tiles: those that s was made with.
         function: σ's name.
         scales: factors on the biases, [slices, slots], fp32.
-        dz: the gradient by the activation; what is returned is of one part.
+        dz: the gradient by the activation; the result has one part.
     Raises:
         CodegenError: no such function.
     """
@@ -154,7 +154,7 @@ def sum_kernel(
     HAS_SCALES: tl.constexpr,
     BLOCK_T: tl.constexpr, BLOCK_R: tl.constexpr,
 ):  # fmt: skip
-    """BLOCK_R k of a segment's db of a slice; lines of places as `inner_kernel` adds them up."""
+    """Sum BLOCK_R k of a segment's db of a slice, in lines of places as `inner_kernel` does."""
     j = tl.program_id(1)
     matrix, width, _, count = item_of(segments, slots, widths, j)
     ds, first_k = sums_of(segments, ds, j, sums)
@@ -178,10 +178,10 @@ def sum_kernel(
 def segment_sum(
     ds: Tensor, gradients: RankRows, widths: Tensor, tiles: TokenTiles, scales: Tensor | None = None
 ) -> None:
-    """Write scale · Σ ds over each segment's places; slots without any are left as they are.
+    """Write scale · Σ ds over each segment's places; other slots are left as they are.
 
-    `gradients` is where the biases' gradients lie, in fp32; widths, tiles and scales are those of
-    the `segmented_activate` that made ds.
+    `gradients` holds the biases' gradients, in fp32; widths, tiles and scales are those of the
+    `segmented_activate` that made ds.
 
     Raises:
         CodegenError: ds is of several parts, or gradients are not fp32.

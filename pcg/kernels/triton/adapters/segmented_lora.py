@@ -85,19 +85,19 @@ def shrink(
     parts: int | None = None,
     others: Sequence[Tensor] = (),
 ) -> Tensor:
-    """s = scale · x Aᵀ of each token's own adapter, summed up in parts.
+    """Return s = scale · x Aᵀ of each token's adapter, summed up in parts.
 
     Args:
-        x: [tokens, columns], rows contiguous and aligned as `check_tokens` says.
+        x: [tokens, columns], rows contiguous and aligned as `check_tokens` demands.
         a: rows of A; of B for ds, with x the output's gradient.
         tiles: the tokens by slot, on the device.
         scales: factors on s, [slices, slots], fp32.
         parts: the number of parts of each sum; by default as many as fill the device.
-        others: the tokens of the slices behind the first, where each has its own.
+        others: the tokens of the slices behind the first, if each has its own.
     Returns:
         s [parts, slices, sums], fp32.
     Raises:
-        CodegenError: x cannot be loaded 16 bytes at once, or has too few columns.
+        CodegenError: x cannot be loaded 16 bytes at a time, or has too few columns.
     """
     every = [x, *others]
     check_slices(every, a)
@@ -145,18 +145,18 @@ def expand_add(
     scales: Tensor | None = None,
     in_place: bool = True,
 ) -> Tensor:
-    """y + scale · s Bᵀ of each token's own adapter.
+    """Return y + scale · s Bᵀ of each token's adapter.
 
     Args:
-        y: [tokens, columns], rows contiguous and aligned as `check_tokens` says.
+        y: [tokens, columns], rows contiguous and aligned as `check_tokens` demands.
         s: the partial sums of `shrink`, with the same tiles.
-        b: rows of B; of A for dx. Slices have columns of their own, or all the same ones, whose
-            y is the sum over slices.
+        b: rows of B; of A for dx. Slices have separate columns, or all the same, and y is the sum.
         tiles: the tokens by slot.
         scales: factors on s, [slices, slots], fp32.
-        in_place: write over y; else a tensor like it is made, undefined for tokens of no adapter.
+        in_place: write over y; else return a new tensor, undefined for tokens of no adapter.
     Raises:
-        CodegenError: y cannot be loaded 16 bytes at once, has too few columns, or s is of others.
+        CodegenError: y cannot be loaded 16 bytes at a time, has too few columns, or s does not
+            match.
     """
     check_tokens(y, b)
     check_partial_sums(s, b, tiles)
@@ -182,7 +182,7 @@ def expand_add(
 def expand_add_each(
     every: Sequence[Tensor], s: Tensor, b: RankRows, tiles: TokenTiles, scales: Tensor | None = None
 ) -> Sequence[Tensor]:
-    """As `expand_add`, of a y of each slice's own to new tensors; not for the tiles of decode."""
+    """Do `expand_add` with a y for each slice to new tensors; not for tiles of decode."""
     check_slices(every, b)
     check_partial_sums(s, b, tiles)
     outputs = [torch.empty(y.shape, dtype=y.dtype, device=y.device) for y in every]
@@ -216,7 +216,7 @@ def _expand(
 
 
 def _own(name: str, every: Sequence[Tensor]) -> dict[str, Any]:
-    """The arguments of a kernel for the tensors of tokens of the slices behind the first."""
+    """Return a kernel's arguments for the tokens of the slices behind the first."""
     arguments: dict[str, Any] = {}
     for number, tensor in enumerate(every[1:], 1):
         arguments |= {f"{name}_{number}": tensor, f"stride_{number}": tensor.stride(0)}
@@ -224,7 +224,7 @@ def _own(name: str, every: Sequence[Tensor]) -> dict[str, Any]:
 
 
 def _memories(rows: RankRows) -> dict[str, Any]:
-    """The arguments of a kernel for the memories of the slices behind the first."""
+    """Return a kernel's arguments for the memories of the slices behind the first."""
     arguments = {f"memory_{number}": memory for number, memory in enumerate(rows.others, 1)}
     return {**arguments, "MEMORIES": 1 + len(rows.others)}
 
@@ -239,11 +239,12 @@ def segment_outer(
 ) -> None:
     """Write scale · Σ s ⊗ x over each segment's tokens: dA of ds and x, dB of s and dy.
 
-    Slots without tokens in the batch are left as they are. `gradients` is where the rows of the
-    gradients lie, in fp32; the other arguments are those of `shrink`.
+    Slots without tokens in the batch are left as they are. `gradients` holds the rows of the
+    gradients, in fp32; the other arguments are those of `shrink`.
 
     Raises:
-        CodegenError: x cannot be loaded 16 bytes at once, s is of others, gradients are not fp32.
+        CodegenError: x cannot be loaded 16 bytes at a time, s does not match, gradients are not
+            fp32.
     """
     every = [x, *others]
     check_slices(every, gradients)
@@ -266,7 +267,7 @@ def segment_outer(
 
 
 def check_slices(every: Sequence[Tensor], rows: RankRows) -> None:
-    """CodegenError: there is neither one x for all slices nor one for each, of one dtype."""
+    """Raise a CodegenError unless there is one x for all slices or one for each, of one dtype."""
     if len(every) == 1:
         check_tokens(every[0], rows)
         return
@@ -278,7 +279,7 @@ def check_slices(every: Sequence[Tensor], rows: RankRows) -> None:
 
 
 def check_tokens(x: Tensor, rows: RankRows) -> None:
-    """CodegenError: x is no [tokens, columns] that kernels can load 16 bytes at once of."""
+    """Raise a CodegenError unless x is [tokens, columns] that kernels can load."""
     ends = [start + size for start, size in zip(rows.starts, rows.sizes, strict=True)]
     if x.dim() != 2 or x.shape[1] < max(ends):
         raise CodegenError(f"{tuple(x.shape)} is no [tokens, {max(ends)} columns or more]")
@@ -295,13 +296,13 @@ def check_tokens(x: Tensor, rows: RankRows) -> None:
 
 
 def check_gradients(gradients: RankRows) -> None:
-    """CodegenError: gradients are not in fp32."""
+    """Raise a CodegenError unless gradients are in fp32."""
     if gradients.memory.dtype != torch.float32:
         raise CodegenError(f"gradients in {gradients.memory.dtype}; they are kept in torch.float32")
 
 
 def check_partial_sums(s: Tensor, rows: RankRows, tiles: TokenTiles) -> None:
-    """CodegenError: s is not of these matrices and places, or not what kernels index."""
+    """Raise a CodegenError unless s is of these matrices and places, as kernels index it."""
     expected = (rows.slices, tiles.capacity.sums)
     if s.shape[1:] != expected or s.dtype != torch.float32 or not s.is_contiguous():
         raise CodegenError(

@@ -40,7 +40,7 @@ def vector_kernel(
     y, stride, order, tiles, memory, rows, ranks, columns, base, first, slots,
     ADDS: tl.constexpr, HAS_BASE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """y for a tile and BLOCK_N columns of a slice: v is added where it ADDS, else it scales."""
+    """Compute y for a tile and BLOCK_N columns of a slice: v is added if ADDS, else it scales."""
     j = tl.program_id(2)
     _, rank, first_place, count = item_of(tiles, slots, ranks, j)
     start, size = columns_of(columns, j)
@@ -71,15 +71,15 @@ def vector_kernel(
 def segmented_scale(
     y: Tensor, vectors: RankRows, tiles: TokenTiles, base: Tensor | None = None
 ) -> Tensor:
-    """v ⊙ (y - base) + base, each token by its own adapter's vector, written over y.
+    """Return v ⊙ (y - base) + base, each token by its adapter's vector, written over y.
 
     Args:
-        y: [tokens, columns], rows contiguous and aligned as `check_tokens` says.
-        vectors: matrices of rank 1, or 0 where a slot has none.
+        y: [tokens, columns], rows contiguous and aligned as `check_tokens` demands.
+        vectors: matrices of rank 1, or 0 for a slot without a vector.
         tiles: the tokens by slot, on the device.
         base: [columns].
     Raises:
-        CodegenError: y cannot be loaded 16 bytes at once, or y or base has too few columns.
+        CodegenError: y cannot be loaded 16 bytes at a time, or y or base has too few columns.
     """
     return _change(y, vectors, tiles, base, False)
 
@@ -87,7 +87,7 @@ def segmented_scale(
 def segmented_bias_add(
     y: Tensor, vectors: RankRows, tiles: TokenTiles, base: Tensor | None = None
 ) -> Tensor:
-    """y + v - base, written over y; arguments and errors are those of `segmented_scale`."""
+    """Return y + v - base, written over y; the arguments are those of `segmented_scale`."""
     return _change(y, vectors, tiles, base, True)
 
 
@@ -116,7 +116,7 @@ def inner_kernel(
     HAS_Y: tl.constexpr, HAS_BASE: tl.constexpr, HAS_SCALES: tl.constexpr,
     BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """BLOCK_N columns of a segment's dv of a slice.
+    """Compute BLOCK_N columns of a segment's dv of a slice.
 
     Each of BLOCK_T lines adds up every BLOCK_T-th token, and then the lines are added.
     """
@@ -163,11 +163,11 @@ def segment_inner(
 ) -> None:
     """Write scale · Σ dy ⊙ (y - base) over each segment's tokens; without y, scale · Σ dy.
 
-    Slots without tokens in the batch are left as they are. `gradients` is where the vectors'
-    gradients lie, in fp32, and scales are [slices, slots], in fp32.
+    Slots without tokens in the batch are left as they are. `gradients` holds the vectors'
+    gradients, in fp32, and scales are [slices, slots], in fp32.
 
     Raises:
-        CodegenError: dy or y cannot be loaded 16 bytes at once, or gradients are not fp32.
+        CodegenError: dy or y cannot be loaded 16 bytes at a time, or gradients are not fp32.
     """
     for x in (dy,) if y is None else (dy, y):
         check_tokens(x, gradients)

@@ -3,24 +3,24 @@
 Tokens are sorted by their adapters' slots, stably, so a slot's tokens are a segment of consecutive
 places; those without an adapter have no place. A segment is cut into tiles of at most `block`
 places (SGMV: Punica §4), and the ranks of its adapter into blocks. A program takes one block of a
-tile, so a rank costs programs to nobody but its own adapter:
+tile, so that a rank costs programs only to its adapter:
 
     order     [places]    the token at each place
     segments  [n, 8]      of each segment and block of 16 ranks: ITEM's numbers
     tiles     [n, 8]      the same of each tile, of blocks of 64 ranks where tiles are of 64
     by_token  [tokens, 4] where tokens decode: slot of each or -1, width, first row, first sum
 
-The first blocks come before all others, so that what needs no blocks reads a list's beginning. An
+The first blocks come before all others, so that kernels without blocks read a list's beginning. An
 item is 8 numbers:
 
     slot, first place, places, width, first row, first sum, first rank, 0
 
 Its adapter has `width` entries in the table of rows for each matrix, from `first row` on
-(`RankRows`); what shrink makes of its tokens, `width` sums of each, begins at `first sum`.
+(`RankRows`); the sums that shrink makes of its tokens, `width` of each, begin at `first sum`.
 
-All lie in one int32 tensor on the CPU, so a step copies once. Sizes can be given as `TileCapacity`:
-then one captured CUDA graph serves every step that fits. The rest of a capacity is empty: items of
-no places and tokens of slot -1, whose programs end at once.
+All lie in one int32 tensor on the CPU, so a step copies once. With sizes of a `TileCapacity` one
+captured CUDA graph serves every step that fits. The rest of a capacity is empty: items of no places
+and tokens of slot -1, whose programs end immediately.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ TileSpan: TypeAlias = tuple[int, int, AdapterSlot]
 
 
 def rank_block(block: int) -> int:
-    """Ranks of a program whose tiles have so many places."""
+    """Return the ranks of a program whose tiles have `block` places."""
     return RANK_STEP if block == DECODE_BLOCK else 4 * RANK_STEP
 
 
@@ -65,10 +65,10 @@ class TileCapacity:
 
     Attributes:
         places: tokens that have an adapter.
-        segments: adapters that have tokens, and tiles of these. Without room for segments these are
-            left out, as no kernel of serving reads them.
-        wide_segments: blocks of ranks beyond the first ones, of segments and of tiles.
-        tokens: all tokens, where tiles are of DECODE_BLOCK; else 0.
+        segments: adapters that have tokens. Without room for segments these are left out, as no
+            kernel of serving reads them.
+        wide_segments: blocks of ranks beyond the first ones of segments; `wide_tiles` of tiles.
+        tokens: all tokens, if tiles are of DECODE_BLOCK; else 0.
         sums: numbers that shrink makes in a part of a slice.
     """
 
@@ -82,13 +82,13 @@ class TileCapacity:
 
     @property
     def size(self) -> int:
-        """Numbers in all of them together."""
+        """Numbers in all lists together."""
         items = self.segments + self.wide_segments + self.tiles + self.wide_tiles
         return self.places + ITEM * items + OF_TOKEN * self.tokens
 
     @classmethod
     def of(cls, tokens: int, slots: int, block: int, width: int = RANK_STEP) -> TileCapacity:
-        """The most that so many tokens can need, whichever of the slots each one has."""
+        """Return the most that `tokens` tokens can need, whichever of the slots each has."""
         segments = min(tokens, slots)
         # Every segment may end in a tile that is not full.
         tiles = segments + (tokens - segments) // block
@@ -101,7 +101,7 @@ class TileCapacity:
 class TokenTiles:
     """The lists of a step, one behind the other in `memory`; a tile has at most `block` places.
 
-    `width` is the greatest of the adapters that have tokens, where it is known, else RANK_STEP.
+    `width` is the greatest of the adapters that have tokens, if it is known, else RANK_STEP.
     """
 
     memory: Tensor
@@ -133,14 +133,11 @@ class TokenTiles:
         return self.memory[start : start + ITEM * count].view(-1, ITEM)
 
     def to(self, device: torch.device) -> TokenTiles:
-        """The same on a device."""
         return replace(self, memory=uploaded(self.memory, device))
 
 
 @dataclass(frozen=True)
 class _Segment:
-    """Places of one slot; its sums begin at `sum_`."""
-
     slot: AdapterSlot
     place: int
     count: int
@@ -152,7 +149,7 @@ class _Segment:
         return [number, self.place + offset, count, width, first, start, first_rank, 0]
 
     def items(self, block: int, ranks: range) -> Iterator[list[int]]:
-        """The items of its tiles, for blocks of ranks that begin at these."""
+        """Yield the items of its tiles, for blocks of ranks that begin at `ranks`."""
         for offset in range(0, self.count, block):
             count = min(block, self.count - offset)
             for first_rank in ranks:
@@ -218,19 +215,17 @@ def token_tiles(
 
 
 def tiles_on(spans: Sequence[TileSpan], device: torch.device) -> TokenTiles:
-    """The lists on a device, of tiles that fit the tokens; see `token_tiles`."""
+    """Return the lists on a device, of tiles that fit the tokens; see `token_tiles`."""
     slots = len({slot for _, _, slot in spans})
     is_decode = sum(length for _, length, _ in spans) <= DECODE_BLOCK * slots
     return token_tiles(spans, DECODE_BLOCK if is_decode else PREFILL_BLOCK).to(device)
 
 
 def _ranks(slot: AdapterSlot, step: int) -> range:
-    """The first ranks of an adapter's blocks but the first."""
     return range(step, slot.width, step)
 
 
 def _segments(spans: Sequence[tuple[AdapterSlot, int, int]]) -> list[_Segment]:
-    """The segments of slot, first token and length of sorted spans."""
     segments: list[_Segment] = []
     place = sum_ = 0
     for slot, _, length in spans:
@@ -252,7 +247,7 @@ def _write_tokens(by_token: np.ndarray, segments: Sequence[_Segment], order: np.
 
 
 def _order(spans: Sequence[tuple[AdapterSlot, int, int]]) -> np.ndarray:
-    """The tokens of the spans one behind the other. CodegenError: two spans share a token."""
+    """Join the tokens of the spans. CodegenError: two spans share a token."""
     end = 0
     for start, length, slot in sorted((start, length, slot) for slot, start, length in spans):
         if start < end:

@@ -56,13 +56,13 @@ from pcg.kernels.triton.adapters.trained_rows import (
 
 
 def shrink(x: Tensor, a: Any) -> Tensor:
-    """s = x Aᵀ, [T, r] in A's dtype."""
+    """Return s = x Aᵀ, [T, r] in A's dtype."""
     (s,) = shrink_group(x, (a,))
     return s
 
 
 def shrink_group(x: Tensor, a: Sequence[Any]) -> Sequence[Tensor]:
-    """s = x Aᵀ by each A [r, in], [T, r] in A's dtype."""
+    """Return s = x Aᵀ by each A [r, in], [T, r] in A's dtype."""
     matrices = [as_weight(weight).weight for weight in a]
     if not (is_tokens(x) and all(is_matrix(matrix, x.shape[1]) for matrix in matrices)):
         return [torch_ops.shrink(x, weight) for weight in a]
@@ -75,7 +75,7 @@ def shrink_group(x: Tensor, a: Sequence[Any]) -> Sequence[Tensor]:
 
 
 def expand_add(y: Tensor, s: Tensor, b: Any) -> Tensor:
-    """y + scale · s Bᵀ, in y's dtype and memory of its own."""
+    """Return y + scale · s Bᵀ, a new tensor in y's dtype."""
     (z,) = expand_add_group((y,), (s,), (b,))
     return z
 
@@ -83,7 +83,7 @@ def expand_add(y: Tensor, s: Tensor, b: Any) -> Tensor:
 def expand_add_group(
     y: Sequence[Tensor], s: Sequence[Tensor], b: Sequence[Any]
 ) -> Sequence[Tensor]:
-    """y + scale · s Bᵀ of each site, in y's dtype and memory of its own."""
+    """Return y + scale · s Bᵀ of each site, new tensors in y's dtype."""
     b = [as_weight(weight) for weight in b]
     sites, count, device = list(zip(y, s, b, strict=True)), len(y[0]), y[0].device
     if not all(
@@ -108,7 +108,7 @@ def expand_add_group(
 
 
 def expand_backward(dz: Tensor, b: Any) -> Tensor:
-    """ds = scale · dz B, [T, r] in B's dtype."""
+    """Return ds = scale · dz B, [T, r] in B's dtype."""
     b = as_weight(b)
     if not (is_tokens(dz) and is_matrix(b.weight.t(), dz.shape[1])):
         return torch_ops.expand_backward(dz, b)
@@ -120,13 +120,13 @@ def expand_backward(dz: Tensor, b: Any) -> Tensor:
 
 
 def outer(ds: Tensor, x: Tensor) -> Tensor:
-    """dA = dsᵀ x, [r, in] in the dtype of ds."""
+    """Return dA = dsᵀ x, [r, in] in the dtype of ds."""
     (da,) = outer_group((ds,), x)
     return da
 
 
 def outer_group(ds: Sequence[Tensor], x: Tensor) -> Sequence[Tensor]:
-    """dA = dsᵀ x by each ds of one rank, [r, in] in the dtype of ds."""
+    """Return dA = dsᵀ x by each ds of one rank, [r, in] in the dtype of ds."""
     if not (is_tokens(x) and all(map(is_summand, ds))):
         return [torch_ops.outer(of_site, x) for of_site in ds]
     ranks = [ds[0].shape[1]]
@@ -136,7 +136,7 @@ def outer_group(ds: Sequence[Tensor], x: Tensor) -> Sequence[Tensor]:
 
 
 def scaled_outer(dz: Tensor, s: Tensor, b: Any) -> Tensor:
-    """dB = scale · dzᵀ s, [out, r] in the dtype of s."""
+    """Return dB = scale · dzᵀ s, [out, r] in the dtype of s."""
     if not (is_tokens(dz) and is_summand(s)):
         return torch_ops.scaled_outer(dz, s, b)
     ranks, scales = [s.shape[1]], scales_of([[as_weight(b)]], dz.device)
@@ -207,7 +207,7 @@ class LoraGradients(InputGradientTerm):
         return self._parts
 
     def gradients(self) -> Sequence[Tensor]:
-        """ds [T, r] of each linear operator, then dB [out, r] of each, once they are made."""
+        """Return ds [T, r] of each linear operator, then dB [out, r] of each, once computed."""
         every = self._parts or (self,)
         return [gradient for term in every for gradient in term._ds] + [
             gradient for term in every for gradient in term._db
@@ -270,7 +270,7 @@ class OuterProduct(Product):
         self._outputs = outer_group(self._ds, self._take_x())
 
     def run_with(self, others: Sequence[OuterProduct]) -> None:
-        """Run it and others as one launch, where they are small; else one after the other."""
+        """Run it and others as one launch if they are small; else one after the other."""
         every = (self, *others)
         if not are_few([len(product._ds[0]) for product in every]):
             for product in every:
@@ -290,8 +290,8 @@ def bottleneck_backward(
 ) -> ProductRequest[Any]:
     """Request the gradients of a bottleneck adapter: ds [T, size], dU [out, size], dd [size].
 
-    `name` is that of `up`, the adapter's U [out, size], in its layer; dz is [T, out], s = x Aᵀ
-    [T, size], the bias d [size], and `function` names σ.
+    `name` is that of `up`, the adapter's U [out, size], in its layer; dz is [T, out], s = x Aᵀ [T,
+    size], the bias d [size], and `function` names σ.
     """
     up, bias = as_weight(up), as_weight(bias)
     if is_tokens(dz) and is_summand(s) and is_matrix(up.weight.t(), dz.shape[1]):
@@ -344,7 +344,7 @@ class BottleneckGradients(Product):
 def _up_outers(
     s: Tensor, dz: Sequence[Tensor], ranks: Sequence[int], tiles: TokenTiles, scales: Tensor | None
 ) -> Sequence[Sequence[Tensor]]:
-    """The same as B lies, [out, r] each; those of several jobs are turned."""
+    """Do `_outers` to the layout of B, [out, r] each; those of several jobs are transposed."""
     if len(ranks) > 1:
         turned = _outers(s, dz, ranks, tiles, scales)
         return [[tensor.t().contiguous() for tensor in of_site] for of_site in turned]
@@ -356,7 +356,7 @@ def _up_outers(
 def _outers(
     s: Tensor, x: Sequence[Tensor], ranks: Sequence[int], tiles: TokenTiles, scales: Tensor | None
 ) -> Sequence[Sequence[Tensor]]:
-    """scale · Σ s ⊗ x of each site and segment, [r, columns] each.
+    """Return scale · Σ s ⊗ x of each site and segment, [r, columns] each.
 
     s is [1, sites, sums]; there is an x of each site, or one of all.
     """
@@ -372,14 +372,14 @@ def _fp32(shape: tuple[int, ...], like: Tensor) -> Tensor:
 
 
 def inner(dz: Tensor, y: Tensor, base: Tensor | None = None) -> Tensor:
-    """The sum over tokens of dz ⊙ (y - base), [n], in fp32 at least."""
+    """Return the sum over tokens of dz ⊙ (y - base), [n], in fp32 at least."""
     if not (is_tokens(dz) and is_tokens(y)):
         return torch_ops.inner(dz, y, base)
     return _sums([len(dz)], dz, y, base, None)[0]
 
 
 def sum_tokens(dz: Tensor, bias: Any = None) -> Tensor:
-    """The sum over tokens, in fp32 at least; scaled as a bias is."""
+    """Return the sum over tokens, in fp32 at least; scaled as a bias is."""
     if not is_tokens(dz):
         return torch_ops.sum_tokens(dz, bias)
     scales = None if bias is None else scales_of([[as_weight(bias)]], dz.device)
@@ -417,7 +417,7 @@ class VectorGradient(Product):
         (self._outputs,) = self._made((self,))
 
     def run_with(self, others: Sequence[VectorGradient]) -> None:
-        """Run it and others as one launch, where they are small; else one after the other."""
+        """Run it and others as one launch if they are small; else one after the other."""
         every = (self, *others)
         tensors = 1 if self._y is None else 2
         of_one_base = all(product._base is self._base for product in others)
@@ -445,7 +445,7 @@ class VectorGradient(Product):
 def _sums(
     counts: Sequence[int], dz: Tensor, y: Tensor | None, base: Tensor | None, scales: Tensor | None
 ) -> Sequence[Tensor]:
-    """The sum over the tokens of each job, [n] each, in fp32."""
+    """Return the sum over the tokens of each job, [n] each, in fp32."""
     sums = torch.zeros((len(counts), dz.shape[1]), dtype=torch.float32, device=dz.device)
     rows = rows_of(sums.split(1), sums)
     segment_inner(dz, y, rows, segments_of(counts, [1] * len(counts), dz.device), base, scales)

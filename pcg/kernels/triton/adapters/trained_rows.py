@@ -1,7 +1,7 @@
 """Adapters in training as the segmented kernels read them: parameters as rows, tokens by job.
 
 Tables are cached, as layers and steps have few kinds of them; each stream has its own, as another
-one does not wait for their copy.
+stream does not wait for their copy.
 """
 
 from __future__ import annotations
@@ -33,26 +33,26 @@ _MOST_JOINED = 1024
 
 
 def are_few(counts: Sequence[int]) -> bool:
-    """Return whether joining so many tokens of each job is faster than a launch for each."""
+    """Return whether joining these tokens of jobs is faster than a launch for each."""
     return sum(counts) <= _MOST_JOINED * (len(counts) - 1)
 
 
 def is_column_wise(x: Tensor) -> bool:
-    """Return whether rows of x [T, n] can be loaded 16 bytes at once."""
+    """Return whether rows of x [T, n] can be loaded 16 bytes at a time."""
     if x.dim() != 2 or x.stride(1) != 1 or not x.numel():
         return False
     return not (x.shape[1] % ROW_ALIGNMENT or x.stride(0) % ROW_ALIGNMENT or x.data_ptr() % 16)
 
 
 def rows_of(matrices: Sequence[Tensor], memory: Tensor | None = None) -> RankRows:
-    """Matrices [r, n], each of a slot, as the rows of one memory, where they may lie already."""
+    """Return matrices [r, n], each of a slot, as rows of one memory, which may hold them."""
     return slices_of([matrices], [memory])
 
 
 def slices_of(
     groups: Sequence[Sequence[Tensor]], memories: Sequence[Tensor | None] | None = None
 ) -> RankRows:
-    """The same of several slices, of a memory each; a slot has the same rank in all of them."""
+    """Do `rows_of` for slices with a memory each; a slot has the same rank in all of them."""
     known = memories or [None] * len(groups)
     every = [_memory_of(*pair) for pair in zip(groups, known, strict=True)]
     ranks = tuple(len(matrix) for matrix in groups[0])
@@ -63,7 +63,6 @@ def slices_of(
 
 
 def _memory_of(matrices: Sequence[Tensor], memory: Tensor | None) -> Tensor:
-    """The memory that matrices lie in, or one that they are copied to."""
     if memory is not None:
         assert memory.is_contiguous()
         return memory
@@ -73,10 +72,10 @@ def _memory_of(matrices: Sequence[Tensor], memory: Tensor | None) -> Tensor:
 
 
 def up_rows_of(groups: Sequence[Sequence[Tensor]], tokens: int) -> RankRows:
-    """B [out, r] of each slot as rows of Bᵀ, of several slices; what lies so is read as it lies.
+    """Return B [out, r] of each slot as rows of Bᵀ, of several slices, without a copy if possible.
 
-    Those of several slots are turned and joined, and so is one of the few `tokens` that a kernel
-    takes one by one.
+    Those of several slots are transposed and joined, and so is one of the few `tokens` that a
+    kernel takes one by one.
     """
     firsts = [matrices[0] for matrices in groups]
     lie = all(matrix.is_contiguous() and not matrix.data_ptr() % 16 for matrix in firsts)
@@ -86,7 +85,7 @@ def up_rows_of(groups: Sequence[Sequence[Tensor]], tokens: int) -> RankRows:
 
 
 def turned_rows(every: Sequence[Tensor]) -> RankRows:
-    """One matrix [n, r] of each slice, contiguous, as rows of its columns."""
+    """Return one matrix [n, r] of each slice, contiguous, as rows of its columns."""
     rank, device = every[0].shape[1], every[0].device
     sizes = tuple(len(matrix) for matrix in every)
     layout = _layout((rank,), sizes, (1,) * len(every), device, _stream(device))
@@ -96,7 +95,7 @@ def turned_rows(every: Sequence[Tensor]) -> RankRows:
 def segments_of(
     counts: Sequence[int], ranks: Sequence[int], device: torch.device, slices: int = 1
 ) -> TokenTiles:
-    """Tokens one behind the other, so many of each slot, whose matrices have these ranks."""
+    """Return `counts` tokens of each slot, one slot after the other, by adapter."""
     starts = accumulate(counts[:-1], initial=0)
     return segments_at(tuple(zip(starts, counts, strict=True)), ranks, device, slices)
 
@@ -104,12 +103,11 @@ def segments_of(
 def segments_at(
     spans: Sequence[tuple[int, int]], ranks: Sequence[int], device: torch.device, slices: int = 1
 ) -> TokenTiles:
-    """First token and tokens of each slot, whose matrices of every slice have these ranks."""
+    """Return the first token and tokens of each slot, with its rank in every slice."""
     return _segments(tuple(spans), tuple(ranks), slices, device, _stream(device))
 
 
 def _stream(device: torch.device) -> int:
-    """The stream that tables are copied on: another one does not wait, and has its own."""
     return torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
 
 
@@ -126,7 +124,7 @@ def _segments(
 
 
 def _slots(ranks: Sequence[int], slices: int = 1) -> Sequence[AdapterSlot]:
-    """A slot for each rank, whose entries in tables of rows follow one another."""
+    """Return a slot for each rank, whose entries in tables of rows follow one another."""
     widths = [padded_rank(rank) for rank in ranks]
     firsts = accumulate((slices * width for width in widths[:-1]), initial=0)
     columns = enumerate(zip(firsts, widths, strict=True))
@@ -134,7 +132,7 @@ def _slots(ranks: Sequence[int], slices: int = 1) -> Sequence[AdapterSlot]:
 
 
 def padded_rank(rank: int) -> int:
-    """Sums that shrink makes of a token for so many ranks."""
+    """Return the sums that shrink makes of a token for a rank."""
     return -(-rank // RANK_STEP) * RANK_STEP
 
 
@@ -146,7 +144,7 @@ def _layout(
     device: torch.device,
     stream: int,
 ) -> RankRows:
-    """Matrices of these ranks in each slice, whose rows are so many elements apart in a memory."""
+    """Describe matrices of these ranks in each slice, with rows `strides` apart in a memory."""
     slices = len(sizes)
     rows = torch.zeros(slices * sum(map(padded_rank, ranks)), dtype=torch.int64)
     befores = accumulate(ranks[:-1], initial=0)
@@ -159,7 +157,7 @@ def _layout(
 
 
 def vectors_of(each: Sequence[Tensor]) -> RankRows:
-    """Vectors, each of a slot as wide, as one row of one memory."""
+    """Return vectors, each of a slot of the same width, as one row of one memory."""
     sizes = tuple(len(vector) for vector in each)
     memory = torch.cat([*each]) if len(each) > 1 else each[0].contiguous()
     return replace(_places_of(sizes, memory.device, _stream(memory.device)), memory=memory)
@@ -176,7 +174,7 @@ def _places_of(sizes: tuple[int, ...], device: torch.device, stream: int) -> Ran
 
 
 def scales_of(groups: Sequence[Sequence[Any]], device: torch.device) -> Tensor:
-    """The scales of adapters' weights, each of a slot, of several slices: [slices, slots]."""
+    """Return the scales of adapters' weights, each of a slot, by slice: [slices, slots]."""
     scales = tuple(tuple(weight.scale for weight in weights) for weights in groups)
     return _scales(scales, device, _stream(device))
 
@@ -195,37 +193,37 @@ def is_tokens(x: Tensor) -> bool:
 
 
 def is_matrix(matrix: Tensor, columns: int) -> bool:
-    """Return whether they can read a matrix as [r, columns]; one of rank 0 has no rows."""
+    """Return whether the kernels can read a matrix as [r, columns]; rank 0 has no rows."""
     is_known = matrix.dim() == 2 and matrix.shape[1] == columns
     return is_known and matrix.dtype == torch.float32 and 0 < len(matrix) <= MOST_RANK
 
 
 def is_summand(s: Tensor) -> bool:
-    """Return whether they can read s as [T, r]."""
+    """Return whether the kernels can read s as [T, r]."""
     return s.dim() == 2 and s.dtype == torch.float32 and 0 < s.shape[1] <= MOST_RANK
 
 
 def parts_for(tiles: TokenTiles, slices: int = 1) -> int | None:
-    """The parts of shrink's sums: one where tiles are enough for the device, else its own choice.
+    """Return the parts of shrink's sums: 1 if tiles are enough for the device, else its default.
 
-    To add parts up takes a launch, which is as long as what parts save from so many tiles on.
+    To add parts up takes a launch, which is as long as parts save from `_ENOUGH_TILES` on.
     """
     return 1 if len(tiles.tiles) * slices >= _ENOUGH_TILES else None
 
 
 def whole_sum(s: Tensor) -> Tensor:
-    """The sum over the parts of `shrink`'s s, [1, slices, sums]."""
+    """Sum the parts of `shrink`'s s: [1, slices, sums]."""
     return s if len(s) == 1 else s.sum(0, keepdim=True)
 
 
 def by_slice(s: Tensor) -> Sequence[Tensor]:
-    """s of each slice, [1, 1, sums], of s [1, slices, sums]."""
+    """Split s [1, slices, sums] into slices, [1, 1, sums]."""
     slices: Sequence[Tensor] = s.split(1, 1)
     return slices
 
 
 def by_job(s: Tensor, counts: Sequence[int], ranks: Sequence[int]) -> Sequence[Tensor]:
-    """[T, r] of each slot, of s [1, 1, sums] of segments one behind the other."""
+    """Split s [1, 1, sums] of consecutive segments into [T, r] of each slot."""
     widths = [padded_rank(rank) for rank in ranks]
     sizes = [count * width for count, width in zip(counts, widths, strict=True)]
     each = zip(s.view(-1).split(sizes), widths, ranks, strict=True)
@@ -233,13 +231,13 @@ def by_job(s: Tensor, counts: Sequence[int], ranks: Sequence[int]) -> Sequence[T
 
 
 def as_sums(each: Sequence[Tensor]) -> Tensor:
-    """s [T, r] of each slot as the kernels read it, [1, 1, sums]."""
+    """Return s [T, r] of each slot as the kernels read it, [1, 1, sums]."""
     padded = [_padded(s).view(-1) for s in each]
     return (torch.cat(padded) if len(padded) > 1 else padded[0]).view(1, 1, -1)
 
 
 def as_slices(groups: Sequence[Sequence[Tensor]]) -> Tensor:
-    """The same of several slices, [1, slices, sums]; as they lie, where `by_slice` gave them."""
+    """Do `as_sums` for slices, [1, slices, sums]; without a copy of the result of `by_slice`."""
     if len(groups) == 1:
         return as_sums(groups[0])
     firsts = [_padded(each[0]) for each in groups]
@@ -249,7 +247,6 @@ def as_slices(groups: Sequence[Sequence[Tensor]]) -> Tensor:
 
 
 def _lie_in_line(each: Sequence[Tensor]) -> bool:
-    """Return whether tensors of one size lie one behind the other in one memory."""
     first, size = each[0], each[0].nbytes
     return all(
         tensor.untyped_storage().data_ptr() == first.untyped_storage().data_ptr()
@@ -259,6 +256,5 @@ def _lie_in_line(each: Sequence[Tensor]) -> bool:
 
 
 def _padded(s: Tensor) -> Tensor:
-    """s [T, r] with zeros up to as many ranks as it takes."""
     missing = padded_rank(s.shape[1]) - s.shape[1]
     return F.pad(s, (0, missing)) if missing else s.contiguous()

@@ -56,7 +56,7 @@ def delta_rows(
 
 @triton.jit
 def row_products(x, y, SIZE: tl.constexpr):
-    """x yᵀ, of rows of SIZE elements."""
+    """Return x yᵀ, of rows of SIZE elements."""
     if (x.dtype == tl.float32) & (SIZE > 128):
         pieces: tl.constexpr = SIZE // PIECE
         left = tl.trans(tl.reshape(x, (x.shape[0], pieces, PIECE)), (1, 0, 2))
@@ -73,7 +73,7 @@ def add_keys(
     BLOCK_N: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, ALIBI: tl.constexpr,
     PAGED: tl.constexpr, PAGE: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """total += ds k over blocks of keys from `begin` to `end`; `last` ends the keys there are."""
+    """Return total + ds k over blocks of keys from `begin` to `end`; `last` ends all keys."""
     n = tl.arange(0, BLOCK_N)
     for first in range(begin, end, BLOCK_N):
         present = None
@@ -108,7 +108,7 @@ def query_gradients(
     TILE: tl.constexpr, COLUMNS: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
     ALIBI: tl.constexpr, PAGED: tl.constexpr, PAGE: tl.constexpr,
 ):  # fmt: skip
-    """dq of BLOCK_M rows of a part."""
+    """Compute dq of BLOCK_M rows of a part."""
     number, first_row, end_row = piece(tiles, TILE, BLOCK_M, COLUMNS)
     if first_row >= end_row:
         return
@@ -196,7 +196,7 @@ def store_rows(
     out, sums, gradients, of_batch, of_pass, present, in_batch,
     SIZE: tl.constexpr, BLOCK: tl.constexpr, PAGED: tl.constexpr,
 ):  # fmt: skip
-    """Write gradients of the batch's own tokens; with a cache all are added to the pass's sums."""
+    """Write gradients of the batch's tokens; with a cache all are added to the pass's sums."""
     e = tl.arange(0, BLOCK)
     inside = present[:, None] & (e < SIZE)[None, :]
     if PAGED:
@@ -217,7 +217,7 @@ def key_gradients(
     TILE: tl.constexpr, COLUMNS: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
     ALIBI: tl.constexpr, PAGED: tl.constexpr, PAGE: tl.constexpr,
 ):  # fmt: skip
-    """dk and dv of BLOCK_N keys that a part saw; where there is a cache they go to the sums."""
+    """Compute dk and dv of BLOCK_N keys that a part saw; with a cache they go to the sums."""
     number, first_key, end_key = piece(key_blocks, TILE, BLOCK_N, COLUMNS)
     if first_key >= end_key:
         return

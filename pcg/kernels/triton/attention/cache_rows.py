@@ -1,10 +1,11 @@
 """The places of keys and values, and the kernel that writes a step's into the cache.
 
-The kernel is for attention whose keys no emitted kernel makes; one that does appends them itself.
+The kernel is for attention whose keys no emitted kernel makes; emitted kernels append keys
+themselves.
 
 Token j of a sequence lies in page p = table[j // PAGE], row o = j % PAGE of it: element d of head h
-is at p · page_stride + h · head_stride + o · token_stride + d. That says [K, rows, D] as well as an
-arena of pages. Without a cache it is token start + j of the batch, and there are no pages.
+is at p · page_stride + h · head_stride + o · token_stride + d. That describes [K, rows, D] as well
+as an arena of pages. Without a cache it is token start + j of the batch, and there are no pages.
 
 Shapes: T tokens, K KV heads, D sizes of a head. Grid of `append`: blocks of tokens, KV heads.
 """
@@ -28,8 +29,8 @@ _APPENDED_TOKENS = 16
 class CacheRows:
     """One layer's keys or values.
 
-    `size` is that of a head; strides are in elements from the first one of `base`. Tokens are those
-    of a page, or of the batch, where there are no pages and their stride is 0.
+    `size` is that of a head; strides are in elements from the first one of `base`. Without pages
+    the token stride is the batch's, and the page stride is 0.
     """
 
     base: Tensor
@@ -41,7 +42,7 @@ class CacheRows:
 
     @classmethod
     def of_layer(cls, cached: Tensor) -> Self:
-        """A layer's cache, [K, rows, D], or of pages that lie apart, [pages, K, tokens, D]."""
+        """Describe a layer's cache, [K, rows, D], or separate pages, [pages, K, tokens, D]."""
         heads, _, size = cached.shape[-3:]
         head, token, _ = cached.stride()[-3:]
         page = cached.stride(0) if cached.dim() == 4 else PAGE_TOKENS * token
@@ -49,7 +50,7 @@ class CacheRows:
 
     @classmethod
     def of_batch(cls, x: Tensor) -> Self:
-        """The keys or values of a batch that keeps no cache, [T, K, D]."""
+        """Describe the keys or values of a batch that keeps no cache, [T, K, D]."""
         token, head, _ = x.stride()
         return cls(x, x.shape[1], x.shape[2], 0, head, token)
 
@@ -70,7 +71,6 @@ class KvRows(NamedTuple):
 
     @property
     def strides(self) -> tuple[int, ...]:
-        """The strides of keys, then of values."""
         return *self.keys.strides, *self.values.strides
 
 
@@ -81,7 +81,7 @@ def append_rows(
     D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     BLOCK_T: tl.constexpr, PAGE: tl.constexpr,
 ):  # fmt: skip
-    """cache[slots[t]] = k[t], v[t]; tokens whose slot is negative are no one's."""
+    """cache[slots[t]] = k[t], v[t]; tokens with negative slots are skipped."""
     t = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
     head = tl.program_id(1)
     slot = tl.load(slots + t, t < tokens, -1)
@@ -108,7 +108,7 @@ def append(k: Tensor, v: Tensor, slots: Tensor, kv: KvRows) -> None:
         k: [T, K, D], of any strides but the last.
         v: [T, K, Dv], likewise.
         slots: row of the cache of each token, page · PAGE_TOKENS + row, [T], int64; negative for
-            those that fill a captured graph's batch up, which are not written.
+            tokens that fill a captured graph's batch up, which are not written.
         kv: the layer's cache.
     """
     (keys, values), tokens = kv, k.shape[0]

@@ -1,4 +1,4 @@
-"""Attention of emitted programs: by kernels where they know the heads, else PyTorch's."""
+"""Attention of emitted programs: by kernels if they know the heads, else by PyTorch."""
 
 from __future__ import annotations
 
@@ -34,10 +34,10 @@ def attention(
     library: str | None = None,
     **scores: Unpack[Scores],
 ) -> tuple[Tensor, Tensor | None]:
-    """Attention of every token to its own sequence, past ones in the cache included.
+    """Compute attention of every token to its sequence, past tokens in the cache included.
 
-    k and v are the tokens' own, or the cache that these were appended to already. `library` is the
-    one that computes what it can of it.
+    k and v are the tokens' own, or the cache that these were appended to already. `library`
+    computes the part that it knows.
     """
     if isinstance(k, CacheRows) and isinstance(v, CacheRows):
         kv = KvRows(k, v)
@@ -79,7 +79,7 @@ def attention_backward(
     library: str | None = None,
     **scores: Unpack[Scores],
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """dq, dk, dv of attention; of a window of sequences in the cache, dk and dv are final."""
+    """Return dq, dk, dv of attention; those of a window in the cache are final."""
     if batch.parts is not None or not _has_kernels(batch, q, dout.shape[-1]):
         return torch_ops.attention_backward(batch, dout, out, lse, q, k, v, **scores)
     kv, scoring = _seen(batch, k, v), Scoring(**scores)
@@ -91,7 +91,7 @@ def attention_backward(
 
 
 def _share_rows(batch: ProgramBatch, parts: TokenParts, kv: KvRows) -> None:
-    """Write the keys and values of the tokens that other ranks have, too."""
+    """Write the keys and values of other ranks' tokens into the cache."""
     assert batch.rows is not None
     assert batch.rows_of_all is not None
     page, place = batch.rows // PAGE_TOKENS, batch.rows % PAGE_TOKENS
@@ -100,7 +100,7 @@ def _share_rows(batch: ProgramBatch, parts: TokenParts, kv: KvRows) -> None:
 
 
 def _has_kernels(batch: ProgramBatch, q: Tensor, value_size: int) -> bool:
-    """Return whether kernels know the heads. UnsupportedError: not, and all else needs no pages."""
+    """Return whether kernels know the heads. UnsupportedError: not, and the rest needs no pages."""
     sizes = {q.shape[-1], value_size}
     known = sizes <= {*HEAD_SIZES} and q.dtype in (torch.float32, torch.bfloat16, torch.float16)
     if not known and batch.cached is not None and batch.cached[0].dim() == 4:
@@ -113,7 +113,6 @@ def _has_kernels(batch: ProgramBatch, q: Tensor, value_size: int) -> bool:
 
 
 def _seen(batch: ProgramBatch, k: Tensor | None, v: Tensor | None) -> KvRows:
-    """The layer's cache, or the batch's own keys and values where there is none."""
     if batch.cached is not None:
         return KvRows(*map(CacheRows.of_layer, batch.cached))
     assert k is not None
@@ -124,10 +123,7 @@ def _seen(batch: ProgramBatch, k: Tensor | None, v: Tensor | None) -> KvRows:
 def _work(
     batch: ProgramBatch, group: int, backward: bool, has_prompts: bool = True
 ) -> AttentionWork:
-    """The batch's lists, made once for all layers of so many heads a KV head.
-
-    Without prompts they are of the tokens that decode.
-    """
+    """Return the lists of the batch, or of its decoding tokens, made once for all layers alike."""
     recorded: AttentionWork | None = batch.known.get("recorded")
     if recorded is not None:
         return recorded

@@ -52,7 +52,7 @@ def key_products(
     D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr,
     PAGED: tl.constexpr, PAGE: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """q kᵀ of the block of keys from `first`, [rows, BLOCK_N], in fp32; MASKED: 0 from `last`."""
+    """Return q kᵀ of keys from `first`, [rows, BLOCK_N], in fp32; if MASKED, 0 from `last` on."""
     n = tl.arange(0, BLOCK_N)
     present = None
     if MASKED:
@@ -70,7 +70,7 @@ def attend_blocks(
     BLOCK_N: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, ALIBI: tl.constexpr,
     PAGED: tl.constexpr, PAGE: tl.constexpr, MASKED: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
-    """Go on with blocks of keys from `begin` to `end`; `last` is the end of the keys there are.
+    """Attend to blocks of keys from `begin` to `end`; `last` is the end of the existing keys.
 
     Without MASKED all rows see all keys of these blocks, and with AHEAD of the next one. Then
     `products` are q kᵀ of the block at `begin`, and those of the block at `end` are returned.
@@ -126,7 +126,7 @@ def attend_tiles(
     ALIBI: tl.constexpr, SINKS: tl.constexpr, LSE: tl.constexpr, PAGED: tl.constexpr,
     PAGE: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
-    """out and lse of BLOCK_M rows of a part."""
+    """Compute out and lse of BLOCK_M rows of a part."""
     number, first_row, end_row = piece(tiles, TILE, BLOCK_M, COLUMNS)
     if first_row >= end_row:
         return
@@ -185,7 +185,7 @@ def attend_tiles(
 
 @triton.jit
 def used_splits(count, context, WINDOW: tl.constexpr, SPLIT: tl.constexpr):
-    """The number of a decoding token's splits that a window leaves work for: the first ones."""
+    """Return the number of a decoding token's first splits that a window leaves work for."""
     if WINDOW > 0:
         count = tl.minimum(count, tl.cdiv(tl.minimum(context + 1, WINDOW), SPLIT))
     return count
@@ -200,9 +200,9 @@ def attend_splits(
     COLUMNS: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, ALIBI: tl.constexpr,
     SINKS: tl.constexpr, LSE: tl.constexpr, PAGE: tl.constexpr, SPLIT: tl.constexpr,
 ):  # fmt: skip
-    """m, l and the sum of values of a decoding token's heads over one split of its keys.
+    """Compute m, l and the sum of values of a decoding token's heads over one split of its keys.
 
-    Of a token that is one split it is out and lse, by the steps of `reduce_splits`.
+    If the token has one split, compute out and lse, by the steps of `reduce_splits`.
     """
     item = tl.program_id(0)
     split = splits + item * COLUMNS
@@ -270,7 +270,7 @@ def reduce_splits(
     COLUMNS: tl.constexpr, WINDOW: tl.constexpr, SINKS: tl.constexpr, LSE: tl.constexpr,
     SPLIT: tl.constexpr,
 ):  # fmt: skip
-    """out and lse of one head of a decoding token that has several splits."""
+    """Compute out and lse of one head of a decoding token that has several splits."""
     decode = decodes + tl.program_id(0) * COLUMNS
     count = tl.load(decode + 2)
     number = tl.load(decode)

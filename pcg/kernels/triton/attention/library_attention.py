@@ -1,7 +1,7 @@
 """Attention of prompts and of training by libraries; `pcg.kernels.attention_libraries` names them.
 
-Each is imported when it is first called, through its public module, and given what lies where it
-is: FlashInfer the cache's pages and block tables, flash-attention the batch's tokens.
+Each is imported at its first call, through its public module, and reads data in place: FlashInfer
+the cache's pages and block tables, flash-attention the batch's tokens.
 
 Shapes: T tokens, H heads, K KV heads, D head size, n sequences.
 Source: flashinfer.BatchPrefillWithPagedKVCacheWrapper; flash_attn.flash_attn_interface, and
@@ -32,7 +32,7 @@ _PLANNERS = 4
 
 
 def takes_prompts(batch: ProgramBatch, kv: KvRows) -> bool:
-    """Return whether FlashInfer computes a batch's prompts: eager steps over pages that lie apart.
+    """Return whether FlashInfer computes a batch's prompts: eager steps over separate pages.
 
     Keys and values have equal strides, and nothing is trained on; a recorded step has its lists.
     """
@@ -61,7 +61,7 @@ def attend_prompts(
 def _planned(
     batch: ProgramBatch, q: Tensor, kv: KvRows, scoring: Scoring
 ) -> tuple[Any, slice | Tensor]:
-    """A planned wrapper, once a step for all layers alike, and the rows of the prompts."""
+    """Return a planned wrapper, once a step for all layers alike, and the rows of the prompts."""
     heads, kv_heads, size = q.shape[1], kv.keys.heads, kv.keys.size
     key = ("flashinfer", heads, kv_heads, size, q.dtype, scoring.window, scoring.scale)
     if key not in batch.known:
@@ -96,7 +96,7 @@ def _planned(
 
 @functools.cache
 def _planners(device: torch.device) -> Any:
-    """Wrappers in turn, each with its own lists: a plan's are read while the next one is made."""
+    """Return wrappers in turn: a plan's lists are read while the next plan is made."""
     wrapper = importlib.import_module("flashinfer").BatchPrefillWithPagedKVCacheWrapper
     workspace = torch.zeros(_WORKSPACE_BYTES, dtype=torch.uint8, device=device)
     return cycle([wrapper(workspace, "HND") for _ in range(_PLANNERS)])
@@ -107,7 +107,7 @@ def _host(numbers: Sequence[int]) -> Tensor:
 
 
 def _rows(spans: Sequence[Span], device: torch.device) -> slice | Tensor:
-    """The tokens of spans: a slice where one begins as the one before ends."""
+    """Return the tokens of spans: a slice if they are consecutive."""
     ends = [span.start + span.length for span in spans]
     if all(end == span.start for end, span in zip(ends, spans[1:], strict=False)):
         return slice(spans[0].start, ends[-1])
@@ -125,7 +125,7 @@ WHOLE = ("flash_attn", "flash_attn_3")
 def attend_whole(
     name: str, batch: ProgramBatch, q: Tensor, k: Tensor, v: Tensor, scoring: Scoring
 ) -> tuple[Tensor, Tensor]:
-    """out [T, H, D] and lse [T, H] of whole sequences, by a library of `WHOLE`."""
+    """Return out [T, H, D] and lse [T, H] of whole sequences, by a library of `WHOLE`."""
     ends = ends_of(batch, batch.spans, cached=False)
     if name == "flash_attn_3":
         library = importlib.import_module("flash_attn_interface")
@@ -149,7 +149,7 @@ def attend_whole(
 def attend_whole_backward(
     name: str, batch: ProgramBatch, *saved: Tensor, scoring: Scoring
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """dq, dk and dv of `attend_whole`, from dout, out, lse, q, k and v."""
+    """Return dq, dk and dv of `attend_whole`, from dout, out, lse, q, k and v."""
     dout, out, lse, q, k, v = saved
     ends = ends_of(batch, batch.spans, cached=False)
     dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
@@ -171,6 +171,5 @@ def attend_whole_backward(
 
 
 def _ends(ends: Sequence[Any]) -> dict[str, Any]:
-    """The ends of sequences and the longest one, by the names that flash-attention 3 has."""
     names = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")
     return dict(zip(names, ends, strict=True))

@@ -40,7 +40,7 @@ shared memory for: of heads above 64, two programs of four warps or one of eight
 class Blocks(NamedTuple):
     """Rows, keys of a step or of a program of dk and dv, warps, stages, AHEAD of the forward.
 
-    `registers` of a thread are used freely, up to so many; None leaves it to ptxas.
+    `registers` of a thread may be used; None leaves it to ptxas.
     """
 
     rows: int
@@ -52,22 +52,21 @@ class Blocks(NamedTuple):
 
     @property
     def options(self) -> dict[str, int | None]:
-        """The options of a launch."""
         return {"num_warps": self.warps, "num_stages": self.stages, "maxnreg": self.registers}
 
 
 def tile_blocks(size: int, dtype: torch.dtype, paged: bool, architecture: int) -> Blocks:
-    """The blocks of `attend_tiles` on an architecture, such as 80.
+    """Return the blocks of `attend_tiles` on an architecture, such as 80.
 
     Of heads up to 128 two programs of 64 rows share a processor, so that one's products run while
-    the other one waits for its softmax, or for all of its own products. On Hopper a program asks
-    for products ahead, too: 16 KiB more, and no more than the same two programs have registers for.
-    Heads up to 64 have three to four programs without, and two with it.
+    the other one waits for its softmax, or for all of its products. On Hopper a program asks for
+    products ahead, too: 16 KiB more, and no more registers than the same two programs have. Heads
+    up to 64 have three to four programs without, and two with it.
 
     Args:
         size: elements of a head, the larger of keys' and values', a power of two.
         dtype: q's dtype; fp32 is multiplied without tensor cores.
-        paged: True if keys and values lie in pages: to read the block table is one stage more.
+        paged: True if keys and values lie in pages: reading the block table is one stage more.
     """
     if dtype == torch.float32:
         return Blocks(32, 32, 4 if size <= 64 else 8 if size <= 128 else 16, 1)
@@ -82,10 +81,10 @@ def tile_blocks(size: int, dtype: torch.dtype, paged: bool, architecture: int) -
 
 
 def split_blocks(size: int, dtype: torch.dtype, group: int) -> Blocks:
-    """The blocks of `attend_splits`; arguments as of `tile_blocks`.
+    """Return the blocks of `attend_splits`; arguments as of `tile_blocks`.
 
-    64 keys and values of a head of 128 are 32 KiB, read as four pages each, and one such step is
-    in flight while another is worked on; with four programs on a processor that hides the memory's
+    64 keys and values of a head of 128 are 32 KiB, read as four pages each, and one such step is in
+    flight while another is processed; with four programs on a processor that hides the memory's
     latency.
     """
     if dtype == torch.float32:
@@ -94,7 +93,7 @@ def split_blocks(size: int, dtype: torch.dtype, group: int) -> Blocks:
 
 
 def query_blocks(size: int, dtype: torch.dtype, paged: bool, architecture: int) -> Blocks:
-    """The blocks of `query_gradients`; arguments as of `tile_blocks`.
+    """Return the blocks of `query_gradients`; arguments as of `tile_blocks`.
 
     Hopper's products read both sides from shared memory, Ampere's from registers.
     """
@@ -109,9 +108,9 @@ def query_blocks(size: int, dtype: torch.dtype, paged: bool, architecture: int) 
 
 
 def key_blocks(size: int, dtype: torch.dtype, architecture: int) -> Blocks:
-    """The blocks of `key_gradients`, which have two sums; arguments as of `query_blocks`.
+    """Return the blocks of `key_gradients`, which have two sums; arguments as of `query_blocks`.
 
-    Heads of 256 get 32 keys: too few for Hopper's products of 64 rows, which take `HMMA` then.
+    Heads of 256 get 32 keys: too few for Hopper's products of 64 rows, which use `HMMA` then.
     """
     if dtype == torch.float32:
         return Blocks(16, 16, 8 if size <= 128 else 16, 1)
@@ -123,7 +122,7 @@ def key_blocks(size: int, dtype: torch.dtype, architecture: int) -> Blocks:
 
 
 def architecture_of(x: Tensor) -> int:
-    """80 for sm_80 and so on; in the interpreter, the newest."""
+    """Return 80 for sm_80 and so on; in the interpreter, the newest."""
     if not x.is_cuda:
         return 90
     major, minor = torch.cuda.get_device_capability(x.device)
@@ -137,19 +136,19 @@ _DELTA_ROWS = 32
 def paged_attention(
     q: Tensor, kv: KvRows, work: AttentionWork, scoring: Scoring, keeps: bool = False
 ) -> tuple[Tensor, Tensor | None]:
-    """Attention of every token to its own sequence; see the operator of that name.
+    """Compute attention of every token to its sequence; see the operator of that name.
 
     Args:
         q: [T, H, D], any strides but the last.
-        kv: the layer's cache, the batch's own keys and values included, or these alone.
+        kv: the layer's cache, the batch's keys and values included, or these alone.
         work: the batch's lists.
         scoring: the options of scores.
-        keeps: True if backward will want the log-sum-exp.
+        keeps: True if backward needs the log-sum-exp.
     Returns:
-        out [T, H, Dv] in q's dtype, undefined for tokens of no part or zeros (see `work`), and the
-        log-sum-exp [T, H] in fp32 where it is wanted.
+        out [T, H, Dv] in q's dtype, undefined for tokens of no part or zeros (see `work`), and with
+        `keeps` the log-sum-exp [T, H] in fp32.
     Raises:
-        UnsupportedError: no kernel knows the heads or the scale, or only one of keys and work knows
+        UnsupportedError: no kernel knows the heads or the scale, or only one of keys and work has
             pages.
     """
     keys, values = kv
@@ -213,22 +212,19 @@ def paged_attention_backward(
     scoring: Scoring,
     sums: KvGradients | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """dq, dk and dv of attention; see `paged_attention`, whose lse holds the sinks' weight.
+    """Return dq, dk and dv of attention; see `paged_attention`, whose lse holds the sinks' weight.
 
     Args:
         dout: gradient by out, [T, H, Dv], any strides but the last.
         out: [T, H, Dv], likewise.
         lse: [T, H], fp32.
-        q: [T, H, D].
-        kv: keys and values, as in forward.
         work: the batch's lists, built for backward.
-        scoring: the scores' options, as in forward.
         sums: the layer's gradients of all keys and values of the pass, in fp32, to which the
-            batch's are added; where keys and values lie in a cache.
+            batch's are added; for keys and values in a cache.
     Returns:
         [T, H, D], [T, K, D] and [T, K, Dv] in q's dtype: with sums, the gradients that are final.
     Raises:
-        UnsupportedError: the work is not for backward, or only one of sums and a cache is there.
+        UnsupportedError: the work is not for backward, or there are sums without a cache.
     """
     if not len(work.key_blocks):
         raise UnsupportedError("these lists are for forward alone; build them with backward=True")
@@ -267,7 +263,7 @@ def paged_attention_backward(
 
 
 def score_constants(work: AttentionWork, scoring: Scoring) -> dict[str, float]:
-    """The constants of a batch's lists and of scores that kernels are specialised by."""
+    """Return the constants of lists and scores that kernels are specialised by."""
     return {
         "COLUMNS": work.tiles.shape[1],
         "WINDOW": scoring.window,
@@ -278,7 +274,7 @@ def score_constants(work: AttentionWork, scoring: Scoring) -> dict[str, float]:
 
 
 def head_constants(q: Tensor, kv: KvRows) -> dict[str, int]:
-    """The constants of heads that kernels are specialised by: numbers, sizes, padded sizes.
+    """Return the constants of heads that kernels are specialised by: numbers, sizes, padded sizes.
 
     Raises:
         UnsupportedError: a head has another size, or KV heads do not share the heads evenly.

@@ -20,7 +20,7 @@ LOWEST = tl.constexpr(-1.0e30)
 
 @triton.jit
 def piece(items, ITEM: tl.constexpr, BLOCK: tl.constexpr, COLUMNS: tl.constexpr):
-    """The part, first and end of the program's BLOCK of an item's ITEM rows or keys, or none."""
+    """Return the part, first and end of the program's BLOCK of an item's ITEM rows or keys."""
     cuts: tl.constexpr = ITEM // BLOCK
     item = items + tl.program_id(0) // cuts * COLUMNS
     first = tl.load(item + 1)
@@ -31,16 +31,16 @@ def piece(items, ITEM: tl.constexpr, BLOCK: tl.constexpr, COLUMNS: tl.constexpr)
 
 @triton.jit
 def part_of(parts, number, COLUMNS: tl.constexpr):
-    """start, length and context of a part."""
+    """Return start, length and context of a part."""
     part = parts + number * COLUMNS
     return tl.load(part), tl.load(part + 1), tl.load(part + 2)
 
 
 @triton.jit
 def tile_rows(first, end, start, context, kv_head, G: tl.constexpr, BLOCK: tl.constexpr):
-    """A mask of the BLOCK rows from `first` that exist, and the position, head and token of each.
+    """Return a mask of the BLOCK rows from `first`, and the position, head and token of each.
 
-    Rows from `end` on are the last one again.
+    Rows from `end` on repeat the last row.
     """
     r = first + tl.arange(0, BLOCK)
     real = r < end
@@ -50,7 +50,7 @@ def tile_rows(first, end, start, context, kv_head, G: tl.constexpr, BLOCK: tl.co
 
 @triton.jit
 def tile_keys(first, end, context, G: tl.constexpr, BLOCK: tl.constexpr, WINDOW: tl.constexpr):
-    """The keys of a tile of rows, in blocks: begin, full, edge and end.
+    """Return the keys of a tile of rows, in blocks: begin, full, edge and end.
 
     From `begin` on some row sees some key; all rows see all keys from `full` to `edge`.
     """
@@ -71,10 +71,10 @@ def located(
     base, table, start, first, n, inside, page_stride, token_stride,
     PAGED: tl.constexpr, PAGE: tl.constexpr,
 ):  # fmt: skip
-    """A pointer, and the distances from it of a sequence's tokens first + n, [BLOCK].
+    """Return a pointer, and the distances from it of a sequence's tokens first + n, [BLOCK].
 
-    `base` points to the head of the first token of all. `first` is a multiple of PAGE, so that what
-    depends on n alone is known before a loop over blocks; without a mask it is kept in registers.
+    `base` points to the head of the first token of all. `first` is a multiple of PAGE, so that
+    terms of n alone are known before a loop over blocks; without a mask they are kept in registers.
     """
     if PAGED:
         entry = table + (first + n) // PAGE
@@ -94,7 +94,7 @@ def located(
 
 @triton.jit
 def load_rows(base, place, present, SIZE: tl.constexpr, BLOCK: tl.constexpr):
-    """Rows of SIZE elements at some distances, [rows, BLOCK]; 0 where they are not `there`."""
+    """Load rows of SIZE elements at some distances, [rows, BLOCK]; 0 for rows not present."""
     d = tl.arange(0, BLOCK)
     inside = (d < SIZE)[None, :]
     if present is not None:
@@ -104,7 +104,7 @@ def load_rows(base, place, present, SIZE: tl.constexpr, BLOCK: tl.constexpr):
 
 @triton.jit
 def bounded(products, scale, SOFTCAP: tl.constexpr):
-    """Scores but for ALiBi, and how they grow with `scale · products`, where they are capped."""
+    """Return scores without ALiBi, and their growth with `scale · products` if they are capped."""
     if SOFTCAP > 0.0:
         tanh = 1.0 - 2.0 / (tl.exp2(products * (scale * (2.0 * LOG2E / SOFTCAP))) + 1.0)
         scores = tanh * (SOFTCAP * LOG2E)
@@ -117,7 +117,7 @@ def bounded(products, scale, SOFTCAP: tl.constexpr):
 
 @triton.jit
 def seen(i, j, WINDOW: tl.constexpr):
-    """True where the token at position i sees the key at j."""
+    """Return whether the token at position i sees the key at j."""
     visible = j <= i
     if WINDOW > 0:
         visible = visible & (j > i - WINDOW)

@@ -1,4 +1,4 @@
-"""The work of attention's kernels in one step: lists made on the host, copied at once.
+"""The work of attention's kernels in one step: lists made on the host, in one copy.
 
 A sequence's part of the batch is `length` tokens behind `context` tokens in the cache. Its rows are
 its tokens times the G heads that share a KV head: row r is token r // G, head r % G of the group.
@@ -8,9 +8,9 @@ So a tile of rows is full for any group, and a short chunk of many heads is as g
     split       about SPLIT_KEYS keys of a part of one token, or all: a program of decoding
     key block   KEY_BLOCK keys that a part saw: a program of dk and dv
 
-How a part is cut depends on that part alone, so what a token gets does not depend on who else is in
-the batch. Lists may be padded with empty items, whose programs leave at once: a CUDA graph that is
-recorded with some `WorkCapacity` runs every batch that fits into it (`step_lists.py`).
+The cuts of a part depend on that part alone, so a token's result does not depend on the rest of the
+batch. Lists may be padded with empty items, whose programs end immediately: a CUDA graph that is
+recorded with a `WorkCapacity` runs every batch that fits into it (`step_lists.py`).
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class WorkCapacity:
 
     @property
     def is_whole(self) -> bool:
-        """True if each token that decodes is one split, so that none is left to be reduced."""
+        """True if each decoding token is one split, so that none is left to be reduced."""
         return self.splits == self.decodes
 
     @property
@@ -84,10 +84,9 @@ class AttentionWork:
         pages: the block table of each part, [parts, pages up to a multiple of 16].
         tiles: part, first row, rows, [tiles, 4]; those that see most come first.
         splits: part, number of the split, splits of the part, [splits, 4].
-        decodes: part, its first split in the list, how many it has, [decodes, 4].
+        decodes: part, its first split in the list, number of splits, [decodes, 4].
         key_blocks: part, first key, keys, [key blocks, 4].
-        has_others: True if tokens of no part get zeros, also as gradients; else what they get is
-            undefined.
+        has_others: True if tokens of no part get zeros, also as gradients; else undefined values.
     """
 
     flat: Tensor
@@ -110,13 +109,13 @@ class AttentionWork:
         backward: bool = False,
         capacity: WorkCapacity | None = None,
     ) -> Self:
-        """The lists of a batch, copied to the device.
+        """Make the lists of a batch, and copy them to the device.
 
         Args:
             parts: the batch's spans; one token of a sequence with pages is decoded.
             group: heads that share a KV head, G.
             device: the lists' device.
-            backward: True if backward will read them: then all parts have tiles and key blocks.
+            backward: True if backward reads them: then all parts have tiles and key blocks.
             capacity: lengths of the lists; by default the lengths that are needed.
         Raises:
             UnsupportedError: the batch does not fit into the capacity.
@@ -130,19 +129,19 @@ class AttentionWork:
 
     @classmethod
     def of(cls, flat: Tensor, capacity: WorkCapacity) -> Self:
-        """The lists that lie in a tensor."""
+        """Return the lists that lie in a tensor."""
         lists = flat.split([rows * columns for rows, columns in capacity.shapes])
         views = (some.view(shape) for some, shape in zip(lists, capacity.shapes, strict=True))
         return cls(flat, capacity, *views)
 
     @classmethod
     def beside(cls, pages: Tensor, flat: Tensor, capacity: WorkCapacity) -> Self:
-        """The lists that lie in a tensor, but for block tables elsewhere, [parts, columns]."""
+        """Return the lists that lie in a tensor, with separate block tables, [parts, columns]."""
         return replace(cls.of(flat, capacity), pages=pages)
 
 
 def split_lists(numbers: Rows, keys: Rows) -> tuple[Rows, Rows]:
-    """Splits [splits, 3] and decodes [n, 3] of parts of one token, from their numbers and keys."""
+    """Return splits [splits, 3] and decodes [n, 3] of parts of one token."""
     counts = split_counts(keys)
     firsts = counts.cumsum() - counts
     which = np.arange(counts.sum()) - firsts.repeat(counts)
@@ -151,12 +150,12 @@ def split_lists(numbers: Rows, keys: Rows) -> tuple[Rows, Rows]:
 
 
 def split_counts(keys: Rows) -> Rows:
-    """The splits of tokens that see so many keys each."""
+    """Return the splits of tokens that see `keys` keys each."""
     return np.where(keys <= WHOLE_KEYS, 1, np.minimum(-(-keys // SPLIT_KEYS), MOST_SPLITS))
 
 
 def row_tiles(longer: Sequence[tuple[int, int, int]], group: int) -> list[tuple[int, ...]]:
-    """Tiles of parts, of each its number, length and context: part, first row, rows."""
+    """Return tiles of parts (number, length, context): part, first row, rows."""
     tiles = [
         (context + (tile[1] + tile[2] - 1) // group, tile)
         for number, length, context in longer
@@ -202,7 +201,7 @@ class _Lists:
         return WorkCapacity(len(self.parts), pages, *tokens, len(self.key_blocks))
 
     def check(self, capacity: WorkCapacity) -> None:
-        """UnsupportedError: there are more than there is capacity for."""
+        """Raise an UnsupportedError if the lists do not fit into the capacity."""
         needed = self.capacity()
         if capacity.is_whole and not needed.is_whole:
             raise UnsupportedError(
@@ -218,7 +217,6 @@ class _Lists:
                 )
 
     def write(self, work: AttentionWork) -> None:
-        """Write the lists where there are zeros, on the CPU."""
         for name in ("parts", "tiles", "splits", "decodes", "key_blocks"):
             put_rows(getattr(work, name).numpy(), getattr(self, name))
         tables = work.pages.numpy()
@@ -233,5 +231,4 @@ def put_rows(to: NDArray[Any], rows: Sequence[Sequence[int]] | Rows) -> None:
 
 
 def _pieces(number: int, whole: int, most: int) -> list[tuple[int, ...]]:
-    """A part's rows or keys in pieces: part, first, how many."""
     return [(number, first, min(most, whole - first)) for first in range(0, whole, most)]
