@@ -28,9 +28,8 @@ ROOMS = ("runtime", "split", "train", "kernels", "parallel", "serve/engine")
 STARTED = {"Thread", "ThreadPoolExecutor", "Timer", "start_new_thread", "run_in_executor"}
 """Names by which Python starts threads."""
 WAITS = {
-    ("runtime/engine/step_thread.py", "to_thread"),
-    ("runtime/engine/ranks/following_engine.py", "to_thread"),
-    ("runtime/engine/trainers/async_trainer.py", "to_thread"),
+    ("runtime/engine/async_engine.py", "to_thread"),
+    ("runtime/engine/trainers.py", "to_thread"),
     ("serve/engine/channel.py", "Thread"),
 }
 """What only waits for another thread, or for a socket."""

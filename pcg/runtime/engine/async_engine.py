@@ -6,40 +6,60 @@
         async for chunk in stream: …
         result = await job.result()
 
-A job's data is read and its program compiled beside the steps (`pcg.runtime.engine.preparation`),
-and every job ends when the engine's thread does.
+Only this thread touches the engine. It sleeps while there is nothing to do, and ends every stream
+and job when it ends itself. Calls of others take at most a millisecond between two steps that
+serve, and 3 % of a step's time where several tenants are served; the rest of them wait for the next
+steps. On a GPU the chunks of a step are delivered while the next step runs.
+
+The thread does not keep the process alive: where the process ends, the thread ends after its step,
+and a fork, which has no such thread, raises an error. While the thread runs, Python's threads take
+turns every 20 µs and not every 5 ms: each operation of a step gives the interpreter's lock away,
+and gets it back after a turn of another thread.
+
+Over ranks all of them have such an engine; rank 0 takes the calls (`replicas.py`).
 """
 
 from __future__ import annotations
 
+import asyncio
+import atexit
 import contextlib
-import functools
+import logging
 import math
+import os
+import sys
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
-from threading import current_thread
-from typing import Any, TypeVar, Unpack
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from queue import Empty
+from threading import Event, RLock, current_thread
+from typing import Any, Self, TypeVar, Unpack
+from weakref import WeakSet
 
 from pcg.errors import (
-    AdapterConflictError,
     DrainingError,
     EngineError,
     FinetuneError,
-    PcgError,
-    as_pcg_error,
+    ParallelError,
+    UnsupportedError,
 )
-from pcg.kernels.sizes import PAGE_TOKENS
+from pcg.kernels.devices import device_thread
 from pcg.keywords import takes
 from pcg.peft.adapter import Adapter
+from pcg.ranks.line import BEAT_S
 from pcg.runtime.data.limits import DataLimits
+from pcg.runtime.engine.engine_status import adapters_of, most_tokens, numbers_of, running_of
 from pcg.runtime.engine.guest_work import GuestWork
 from pcg.runtime.engine.jobs import Job
 from pcg.runtime.engine.loop import EngineLoop
 from pcg.runtime.engine.preparation import Preparation
-from pcg.runtime.engine.running_job import RunningJob
-from pcg.runtime.engine.trainers.trainer_thread import PrepareTrainer, TrainerThread
+from pcg.runtime.engine.rank_commands import Cancel, ChangeJob, RankCommand, RemoveAdapter, Step
+from pcg.runtime.engine.replicas import Follower, Leader
+from pcg.runtime.engine.running_job import RunningJob, RunningJobs
+from pcg.runtime.engine.streams import Call, Calls, StreamMaker, Streams
+from pcg.runtime.engine.trainers import AsyncTrainer, Trainers
 from pcg.runtime.metrics.events import Kind
 from pcg.runtime.metrics.status import (
     AdapterStatus,
@@ -52,45 +72,100 @@ from pcg.runtime.metrics.status import (
 from pcg.runtime.model.adapter_loads import Loads
 from pcg.runtime.model.state import ModelState
 from pcg.runtime.requests.request import Chunk, Request, RequestFields, make_request
-from pcg.runtime.requests.stream import Stream, in_order
+from pcg.runtime.requests.stream import Stream, Wakes, in_order
 from pcg.runtime.training.options import JobArguments
+from pcg.runtime.training.trainer.datum import TrainerArguments
+from pcg.runtime.training.trainer.trained_adapter import TrainedAdapter
 
 Result = TypeVar("Result")
 
-_KEPT_JOBS = 64
-"""The number of jobs that are over and can still be listed."""
+_LOG = logging.getLogger("pcg.engine")
+
+_RETRIES = 3
+"""Rounds in a row that may fail."""
+_BLOCKED_S = 0.01
+"""Time between two steps that find nothing to run, as when a paused job holds the pages."""
+_CALLS_S = 1e-3
+"""Time that calls take between two steps."""
+_CALLS_SHARE = 0.03
+"""The most of it, as a share of the last step, where one tenant's calls would delay another's."""
+_EXIT_S = 10.0
+"""The longest that the end of the process waits for the end of a step."""
+_SWITCH_S = 2e-5
+"""A turn of Python's threads. Beside one that compiled adapters' programs, gaps of 8 ms were 40 ms
+at the 99th percentile with Python's default of 5 ms, and 11 ms with 100 µs; beside a hostile tenant
+(`benchmarks/soak_tenants.py`) gaps of 7.6 ms were 11.8 ms with 100 µs and 10.2 ms with 20 µs."""
 
 
-class AsyncEngine(TrainerThread):
-    """Takes requests, jobs and trainers from any thread; a context manager, also an async one."""
+class AsyncEngine:
+    """Takes requests, jobs and trainers from any thread; a context manager, also an async one.
+
+    Attributes:
+        engine: the engine, which nobody else may call.
+        state: the model's state.
+        device: the device of its steps.
+        watcher: called on the thread, with the wakes that are sent after it, where the engine's
+            numbers may have changed: once a step is planned, at its end and after calls; None for
+            nobody.
+        preparation: the threads that prepare jobs and adapters.
+        trainers: the open trainers.
+    """
 
     def __init__(
         self,
         engine: EngineLoop,
         state: ModelState,
         prepare_job: Callable[[JobArguments], Job],
-        prepare_trainer: PrepareTrainer,
+        prepare_trainer: Callable[[TrainerArguments], TrainedAdapter],
         data_limits: DataLimits,
+        seat: Leader | Follower | None = None,
     ) -> None:
-        super().__init__(engine, state, prepare_trainer, Preparation(state, data_limits))
-        self._prepare_job = prepare_job
-        self._jobs: list[RunningJob] = []
-        self._reserved: dict[str, RunningJob] = {}
-        self._listed: list[RunningJob] = []
+        """Start the thread.
+
+        Args:
+            seat: the place of this rank among several; None for one rank.
+        """
+        self.engine = engine
+        self.state = state
+        self.device = state.device
+        self.watcher: Callable[[Wakes], None] | None = None
+        self._seat = seat
+        self._leader = seat if isinstance(seat, Leader) else None
+        self._refusal: EngineError | None = None
+        self._closing = False
+        self._calls = Calls()
+        self._streams = Streams(engine, self._calls, self._submit, self._end_request)
+        engine.awaited = self._is_called
+        self._step_began: float | None = None
+        self._latest_step_s = 0.0
+        self._paused_until = -math.inf
+        self._failures = 0
+        self.preparation = Preparation(state, data_limits)
+        self.trainers = Trainers(self, prepare_trainer)
+        if self._leader is not None:
+            prepare_job = self._leader.prepare_everywhere
+        self._jobs = RunningJobs(self, prepare_job)
+        self._loads = Loads(
+            state,
+            self.preparation,
+            call=self.call,
+            check_open=self.check_open,
+            check_unreserved=self._jobs.check_unreserved,
+            remove=self._remove_adapter,
+            spread=None if self._leader is None else self._leader.spread,
+        )
         self._drained: Future[None] = Future()
         self._drained.set_running_or_notify_cancel()
         self._drain_until = math.inf
-        self._refuses = False
-        self._loads = self._made_loads()
+        self._over = Event() if seat is None else seat.over
         state.engine_thread = self
+        self._thread = device_thread(state.device, self._run, "pcg engine")
+        _MADE.add(self)
         self._thread.start()
+        if seat is not None:
+            seat.watch(self._lose)
 
-    def _made_loads(self) -> Loads:
-        return Loads(
-            self.state, self._preparation, self.call, self._check_open, self._check_unreserved
-        )
-
-    # ------------------------------------------------------------------------------- for any thread
+    # ------------------------------------------------------------------------------- requests
 
     def submit(
         self,
@@ -99,33 +174,86 @@ class AsyncEngine(TrainerThread):
         **fields: Unpack[RequestFields],
     ) -> Stream:
         """Submit a prompt; see `Executor.request`. EngineError: the thread has ended."""
-        self._check_open()
+        self.check_open()
         tenant = fields.get("tenant", "")
         # What is refused is not looked at: a flood takes as little of Python's lock as it can.
-        refused = self._refused(tenant) if isinstance(tenant, str) else None
+        refused = self._streams.refused(tenant) if isinstance(tenant, str) else None
         return refused or self.submit_request(make_request(self.state, prompt, adapter, fields))
 
+    def submit_request(self, request: Request, make: StreamMaker = Stream) -> Stream:
+        """Submit a request that `Executor.request` made.
+
+        Args:
+            make: makes its stream, of a function that cancels it and the request's id.
+        Raises:
+            EngineError: the thread has ended, or takes no requests any more.
+        """
+        self.check_open()
+        return self._streams.submit(request, make)
+
+    def stream_all(self, requests: Sequence[Request]) -> Iterator[Chunk]:
+        """Serve requests; returns their chunks, those of the first request first.
+
+        Two batches of them are in the engine at once, so that any number fits into its queue.
+
+        Raises:
+            EngineError: the thread has ended, or this is that thread, which cannot wait for itself.
+        """
+        self._check_takes()
+        if current_thread() is self._thread:
+            raise EngineError(
+                "a callback of the engine waits for the engine; submit a request there"
+            )
+        most = 2 * self.engine.scheduler.limits.running
+        return in_order(requests, self.submit_request, most)
+
+    def cancel(self, request_id: str) -> None:
+        """End a request, from the next step on; nothing happens where there is none of that id."""
+        self.call(lambda: self._streams.cancel(request_id))
+
+    # ------------------------------------------------------------------------------- jobs
+
     @takes(JobArguments, FinetuneError)
-    def finetune(self, given: JobArguments) -> RunningJob:
+    def finetune(self, arguments: JobArguments) -> RunningJob:
         """Train an adapter beside what is served; errors of the data are raised by the result.
 
         Raises:
             EngineError: the thread has ended.
             FinetuneError: bad options.
         """
-        self._check_open()
-        running = RunningJob(given.adapter, self.engine, self.call)
-        self._list(running)
-        reserved = self.call(functools.partial(self._reserve, running))
+        return self._jobs.begin(arguments)
 
-        def read(reserved: Future[None]) -> None:
-            if not _pass_error(running, reserved):
-                examples = self._preparation.read(given, running.cancelling)
-                compile_ = functools.partial(self._compile, running)
-                examples.add_done_callback(self._failing(running, compile_))
+    def jobs(self) -> list[JobStatus]:
+        """Return the jobs as they came, and how far each is; the last 64 of those that are over."""
+        return [running.status for running in list(self._jobs.listed)]
 
-        reserved.add_done_callback(self._failing(running, read))
-        return running
+    @takes(TrainerArguments, FinetuneError)
+    def trainer(self, arguments: TrainerArguments) -> AsyncTrainer:
+        """Make a trainer: an adapter that is trained command by command, beside what is served.
+
+        It returns at once; errors of the recipe are raised by `created`, and by every call.
+
+        Raises:
+            AdapterConflictError: something trains an adapter of that name.
+            EngineError: the thread has ended.
+            FinetuneError: bad options.
+        """
+        return self.begin_trainer(arguments)
+
+    def begin_trainer(self, arguments: TrainerArguments) -> AsyncTrainer:
+        """Do as `trainer` does, with arguments that are one object."""
+        if self._seat is not None:
+            what = f"trainers over {self._seat.size} ranks"
+            raise UnsupportedError(f"{what}; use one, or finetune")
+        return self.trainers.begin(arguments)
+
+    def compile_aside(self, act: Callable[[], None]) -> None:
+        if self._seat is None:
+            self.preparation.compile(act)
+        else:  # ranks compile together, between two steps
+            self.call(act)
+
+    # ------------------------------------------------------------------------------- adapters
 
     def add_adapter(
         self,
@@ -145,25 +273,10 @@ class AsyncEngine(TrainerThread):
             The adapter, once requests may name it, or an error: those of `Executor.add_adapter`,
                 and EngineError.
         """
-        self._check_open()
-        free = functools.partial(self.state.check_free, name, replace=replace)
-        check = functools.partial(free, expected_version=expected_version)
+        self.check_open()
+        free = partial(self.state.check_free, name, replace=replace)
+        check = partial(free, expected_version=expected_version)
         return self._loads.add(name, path_or_config, seed, check)
-
-    def stream_all(self, requests: Sequence[Request]) -> Iterator[Chunk]:
-        """Serve requests; returns their chunks, those of the first request first.
-
-        Two batches of them are in the engine at once, so that any number fits into its queue.
-
-        Raises:
-            EngineError: the thread has ended, or this is that thread, which cannot wait for itself.
-        """
-        if current_thread() is self._thread:
-            raise EngineError(
-                "a callback of the engine waits for the engine; submit a request there"
-            )
-        most = 2 * self.engine.scheduler.limits.running
-        return in_order(requests, self.submit_request, most)
 
     def remove_adapter(self, name: str) -> Future[None]:
         """Forget an adapter between two steps; requests that have it go on with it.
@@ -173,92 +286,113 @@ class AsyncEngine(TrainerThread):
                 done, or an error: AdapterError where there is none of that name, or a job trains
                 it; EngineError.
         """
+        self._check_takes()
         return self._loads.remove(name)
+
+    def _remove_adapter(self, name: str) -> None:
+        with self.asked(RemoveAdapter, name):
+            self.state.remove_adapter(name)
 
     def adapters(self) -> list[AdapterStatus]:
         """Return the adapters that requests may name; does not wait for a step."""
-        use_of, state = self.engine.scheduler.adapters.use_of, self.state
-        found = []
-        for name, adapter in sorted(state.adapters.items()):
-            pages, running = use_of(adapter)
-            version = state.versions.of(adapter)
-            assert version is not None
-            found.append(
-                AdapterStatus(
-                    name,
-                    version,
-                    adapter.recipe.method,
-                    adapter.size_bytes,
-                    running,
-                    pages,
-                    state.is_trained(name),
-                )
-            )
-        return found
-
-    def running(self) -> list[RunningStatus]:
-        """Return the requests that run, as they were admitted; does not wait for a step."""
-        now_s = self.engine.clock.here_s()
-        return [
-            RunningStatus(
-                one.id,
-                one.request.tenant,
-                None if one.request.adapter is None else one.request.adapter.name,
-                len(one.request.prompt_ids),
-                len(one.generated),
-                now_s - one.times.submitted_s,
-            )
-            for one in list(self.engine.scheduler.running)
-        ]
-
-    def jobs(self) -> list[JobStatus]:
-        """Return the jobs as they came, and how far each is; the last 64 of those that are over."""
-        return [running.status for running in list(self._listed)]
-
-    def _list(self, running: RunningJob) -> None:
-        with self._lock:
-            for one in [one for one in self._listed if one.is_over][:-_KEPT_JOBS]:
-                self._listed.remove(one)
-            self._listed.append(running)
-
-    def host(self) -> GuestWork:
-        """Return what takes the work of guests, which runs in the time that steps leave."""
-        guests = GuestWork(self.call, lambda: self.engine.is_idle, self._is_called)
-        self.engine.parts.guests = guests
-        return guests
+        return adapters_of(self.engine, self.state)
 
     def most_tokens(self, adapter: Adapter | None) -> int:
         """Return the most tokens of a prompt and its output that there are pages for."""
-        scheduler = self.engine.scheduler
-        reserved = self.engine.jobs.pages.most if self.engine.jobs else 0
-        pages = scheduler.pool.size - reserved - scheduler.adapters.pages_of(adapter)
-        return pages * PAGE_TOKENS + 1  # the last token is never cached
+        return most_tokens(self.engine, adapter)
+
+    # ------------------------------------------------------------------------------- status
+
+    def running(self) -> list[RunningStatus]:
+        """Return the requests that run, as they were admitted; does not wait for a step."""
+        return running_of(self.engine)
 
     def numbers(self) -> EngineNumbers:
-        """Return what is there now, and what was done since the start; does not wait for a step."""
-        scheduler = self.engine.scheduler
-        return EngineNumbers(
-            waiting=len(scheduler.waiting),
-            preparing=len(scheduler.preparing),
-            running=len(scheduler.running),
-            waiting_tokens=scheduler.backlog.tokens,
-            jobs=Counter(job.state for job in list(self.engine.jobs)),
-            pages=scheduler.pool.size,
-            free_pages=scheduler.pool.free + scheduler.adapters.idle_pages,
-            adapters=len(scheduler.adapters),
-            shares_prefixes=scheduler.prefixes is not None,
-            late=self.engine.device.late,
-            reads=dict(self.engine.reads),
-            totals=self.engine.totals,
-            copies_bytes=self.engine.device.copies_bytes,
-        )
+        """Return the present numbers and the totals since the start; does not wait for a step."""
+        return numbers_of(self.engine)
 
     def health(self) -> Health:
         """Return whether the thread runs, and takes requests; does not wait for a step."""
         if self.ended is not None:
             return Health(EngineState.ENDED, str(self.ended), None)
         state = EngineState.RUNNING if self._refusal is None else EngineState.DRAINING
-        return Health(state, None, self.step_s)
+        began = self._step_began
+        return Health(state, None, None if began is None else time.monotonic() - began)
+
+    @property
+    def ended(self) -> EngineError | None:
+        """The error that is raised after the end; None before."""
+        return self._calls.ended
+
+    # ------------------------------------------------------------------------------- calls
+
+    def call(self, act: Callable[[], Result]) -> Future[Result]:
+        """Run a function between two steps; returns its result, an EngineError after the end."""
+        self._check_takes()
+        return self._calls.call(act)
+
+    def run(self, act: Callable[[], Result]) -> Result:
+        """Run a function between two steps, and wait for it; on the engine's own thread now.
+
+        Raises:
+            UnsupportedError: several ranks run the steps.
+        """
+        if self._seat is not None:
+            raise UnsupportedError(
+                f"a function between two steps of {self._seat.size} ranks, which the others do not "
+                "know; close the engine first, and make the call on all ranks"
+            )
+        return act() if current_thread() is self._thread else self.call(act).result()
+
+    def host(self) -> GuestWork:
+        """Return what takes the work of guests, which runs in the time that steps leave."""
+        if self._seat is not None:
+            raise UnsupportedError(
+                f"the engine of {self._seat.size} ranks runs no products of clients; use one rank, "
+                "or pcg serve-base --tp"
+            )
+        guests = GuestWork(self.call, lambda: self.engine.is_idle, self._is_called)
+        self.engine.parts.guests = guests
+        return guests
+
+    def pause(self, timeout_s: float) -> Future[None]:
+        """Run no step from the next one on, of requests or of jobs; all are kept as they are.
+
+        Args:
+            timeout_s: time after which steps go on by themselves, seconds.
+        Returns:
+            What is done once no step runs.
+        """
+
+        def act() -> None:
+            if self._refusal is None:  # which has an end
+                self._paused_until = time.monotonic() + timeout_s
+
+        return self.call(act)
+
+    def go_on(self) -> Future[None]:
+        """Run steps again."""
+
+        def act() -> None:
+            self._paused_until = -math.inf
+
+        return self.call(act)
+
+    def check_open(self) -> None:
+        """Raise an EngineError if no new work is taken."""
+        self._check_takes()
+        error = self.ended or self._refusal
+        if error is not None:
+            raise error
+
+    def _check_takes(self) -> None:
+        """Raise an EngineError on a rank that follows."""
+        if self._seat is not None:
+            self._seat.check_takes(self.ended)
+
+    def _is_called(self) -> bool:
+        is_called = self._calls.qsize() > 0
+        return is_called if self._seat is None else self._seat.is_called(is_called)
 
     # ------------------------------------------------------------------------------- draining
 
@@ -274,138 +408,293 @@ class AsyncEngine(TrainerThread):
         Returns:
             What is done once nothing is left.
         """
+        self._check_takes()
         if timeout_s is not None and not timeout_s > 0:
             raise EngineError(f"timeout_s={timeout_s!r}; use seconds above 0, or None")
         if self._refusal is None:
             self._refusal = DrainingError("the engine ends its work and takes nothing new")
         until = math.inf if timeout_s is None else time.monotonic() + timeout_s
-        self.call(functools.partial(self._drain, until))
+        self.call(partial(self._drain, until))
         return self._drained
 
     def _drain(self, until: float) -> None:
         self._drain_until = min(self._drain_until, until)
         self._paused_until = -math.inf
-        if not self._refuses:
-            self._refuses = True
-            for running in self._jobs:
-                running.interrupt()
-            for running in self._reserved.values():
-                running.cancel()
+        if self._jobs.refusal is None and self._refusal is not None:
+            self._jobs.refuse(self._refusal)
 
     def _go_on_draining(self) -> None:
         """Give up what is left once the time is out, and tell when nothing is."""
         is_late = time.monotonic() > self._drain_until
         if is_late:
-            super()._cancel_all()
-            for stream in self._streams.values():
-                assert stream.request_id is not None
-                self.engine.cancel(stream.request_id, Kind.TIMED_OUT)
+            self.trainers.cancel_all()
+            self._streams.cancel_all(Kind.TIMED_OUT)
         if is_late or self.engine.is_idle:
             for job in list(self.engine.jobs):
-                self.engine.cancel_job(job.name)
-        is_left = self._streams or self._jobs or self._reserved or len(self._arrivals)
-        if not (is_left or self.trains or self._drained.done()):
+                with self.asked(ChangeJob, job.name, "cancel"):
+                    self.engine.cancel_job(job.name)
+        is_left = self._streams or self._jobs.running or self._jobs.reserved
+        if not (is_left or self.trainers.are_busy or self._drained.done()):
             self._drained.set_result(None)
 
-    def _compile(self, running: RunningJob, read: Future[JobArguments]) -> None:
-        """Have a job made of its examples, on the thread that compiles."""
-        if read.exception() is not None:
-            self.call(functools.partial(self._release, running))  # its name is free once it is told
-            _pass_error(running, read)
-            return
-        with contextlib.suppress(EngineError):  # closed meanwhile, and the job is cancelled
-            self.compile_aside(functools.partial(self._prepare, running, read.result()))
+    # ------------------------------------------------------------------------------- the end
 
-    def _prepare(self, running: RunningJob, given: JobArguments) -> None:
-        """Make a job ready, on the thread that compiles."""
-        try:
-            self._check_open()
-            running.cancelling.check()
-            job = self._prepare_job(given)
-        except Exception as error:  # the caller's
-            self.call(functools.partial(self._release, running))
-            running.fail(error)
-            return
-        begun = self.call(functools.partial(self._begin_job, running, job))
+    def join(self) -> EngineError:
+        """Wait until the engine has ended, and return why."""
+        self._over.wait()
+        if self._seat is None:
+            self._thread.join()
+        assert self.ended is not None
+        return self.ended
 
-        def settle(begun: Future[None]) -> None:
-            if _pass_error(running, begun):
-                self.engine.drop_job(job)
+    def follow(self) -> None:
+        """Wait on a rank that follows until rank 0 closes its engine.
 
-        begun.add_done_callback(self._failing(running, settle))
+        Raises:
+            EngineError: it ended by an error, as where a rank is lost; the engine is over here.
+        """
+        error = self.join()
+        if error.__cause__ is not None:
+            raise error
 
-    def _failing(
-        self, running: RunningJob, act: Callable[[Future[Any]], None]
-    ) -> Callable[[Future[Any]], None]:
-        """Return a callback whose error fails a job: a future would keep the error to itself."""
+    def close(self) -> None:
+        """End the thread after its step, and cancel what is left; on other ranks follow rank 0."""
+        if isinstance(self._seat, Follower):
+            self.follow()
+        else:
+            self._close(None)
 
-        def guarded(done: Future[Any]) -> None:
-            try:
-                act(done)
-            except Exception as error:
-                self.call(functools.partial(self._release, running))
-                running.fail(as_pcg_error(error, f"job {running.name!r}", FinetuneError))
+    def _close(self, timeout_s: float | None) -> None:
+        def stop() -> None:
+            self._closing = True
 
-        return guarded
+        if not isinstance(self._seat, Follower):
+            self.call(stop)
+        if current_thread() is not self._thread:
+            self._over.wait(timeout_s)
+            if self._seat is None:
+                self._thread.join(timeout_s)
+
+    def _forget(self) -> None:
+        """End in a fork, where another thread may have held the lock."""
+        self._calls.lock, self._over = RLock(), Event()
+        self._over.set()
+        self._calls.ended = EngineError(
+            "the engine runs in the process of which this one is a fork; make one here, in a "
+            "process that is spawned and not forked"
+        )
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *raised: object) -> None:
+        if isinstance(self._seat, Follower) and raised[1] is not None:
+            self._seat.leave(f"{type(raised[1]).__name__}: {raised[1]}")
+        else:
+            self.close()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *raised: object) -> None:
+        await asyncio.to_thread(self.__exit__, *raised)
+
+    def _lose(self, word: str) -> None:
+        """End although the thread may wait for a rank that is gone."""
+        assert self._seat is not None
+        error = EngineError(f"the engine over {self._seat.size} ranks ended: {word}")
+        error.__cause__ = ParallelError(word)
+        if self._end(error):
+            self._seat.leave(str(error))
+            self._finish()
+
+    def _end(self, error: EngineError) -> bool:
+        """Refuse further calls, and fail all that still waits; True for the first end."""
+        with self._calls.lock:
+            if self.ended is not None:
+                return False
+            self._calls.ended = error
+            self.state.engine_thread = None
+        self._streams.fail_all(error)
+        self.trainers.fail_all(error)
+        self._jobs.fail_all(error)
+        self.preparation.close()  # which cancels what is read, and its end is known by now
+        if current_thread() is self._thread:
+            for job in self.engine.jobs:
+                job.cancel()
+        if not self._drained.done():
+            self._drained.set_result(None)
+        self._calls.fail_all(error)
+        return True
+
+    def _finish(self) -> None:
+        with self._calls.lock:
+            if self._seat is not None and not self._over.is_set():
+                self._seat.free()
+            self._over.set()
 
     # ------------------------------------------------------------------------------- the thread
 
-    def _reserve(self, running: RunningJob) -> None:
-        """Reserve a name for a job, so that it starts from the result of the job before it."""
-        name = running.name
-        if self._refuses and self._refusal is not None:
-            raise self._refusal
-        self.engine.jobs.check_free(name)
-        if name in self._reserved:
-            raise PcgError(f"there is a job {name!r} already; cancel it, or wait for its end")
-        self._reserved[name] = running
+    def asked(
+        self, command: Callable[..., RankCommand], *fields: Any
+    ) -> AbstractContextManager[None]:
+        """Have all ranks do what is done within the `with`, by the command of these fields."""
+        return nullcontext() if self._leader is None else self._leader.asked(command(*fields))
 
-    def _check_unreserved(self, name: str) -> None:
-        if name in self._reserved:
-            raise AdapterConflictError(
-                f"a job that trains adapter {name!r} is being prepared; cancel it, or wait for it"
-            )
+    def _end_request(self, request_id: str, kind: Kind = Kind.CANCELLED) -> None:
+        with self.asked(Cancel, request_id, kind.value):
+            self.engine.cancel(request_id, kind)
 
-    def _release(self, running: RunningJob) -> None:
-        """Release the name of a job that does not begin."""
-        if self._reserved.get(running.name) is running:
-            del self._reserved[running.name]
+    def _run(self) -> None:
+        try:
+            self._run_to_end()
+        finally:
+            self._finish()
 
-    def _begin_job(self, running: RunningJob, job: Job) -> None:
-        self._release(running)
-        running.cancelling.check()
-        running.begin(self.engine.add_job(job))
-        self._jobs.append(running)
+    def _run_to_end(self) -> None:
+        ended = self._seat.follow() if isinstance(self._seat, Follower) else self._serve()
+        self._end(ended)
+        assert self.ended is not None
+        if self._leader is not None:
+            self._leader.end(self.ended)
+        if self._seat is not None and self.ended.__cause__ is not None:
+            self._seat.leave(str(self.ended))
 
-    def _settle(self) -> None:
-        super()._settle()
-        self._jobs = [running for running in self._jobs if not running.settle()]
-        if self._refuses:
-            self._go_on_draining()
+    def _serve(self) -> EngineError:
+        """Run calls and steps until the end; returns why they ended."""
+        interval_s = sys.getswitchinterval()
+        sys.setswitchinterval(min(_SWITCH_S, interval_s))
+        ended = EngineError("the engine was closed; start it again")
+        self.engine.meanwhile = self._deliver
+        try:
+            while not self._closing:
+                self._go_round()
+            self._streams.cancel_all()
+            self.trainers.cancel_all()
+            self._jobs.cancel_all()
+            if self._streams.open:
+                self._step()
+        except BaseException as error:
+            ended = EngineError(f"the engine's thread ended by {type(error).__name__}: {error}")
+            ended.__cause__ = error
+        self.engine.meanwhile = None
+        with contextlib.suppress(Exception):
+            self._deliver()
+        sys.setswitchinterval(interval_s)
+        return ended
 
-    def _cancel_all(self) -> None:
-        super()._cancel_all()
-        for running in self._jobs:
-            self.engine.cancel_job(running.name)
-        self._settle()
-        for name, running in self._reserved.items():
-            running.fail(FinetuneError(f"job {name!r} was cancelled"))
+    def _go_round(self) -> None:
+        """Run calls and a step, and deliver what it gave.
 
-    def _fail_all(self, error: EngineError) -> None:
-        self.state.engine_thread = None
-        super()._fail_all(error)
-        for running in (*self._jobs, *self._reserved.values()):
-            running.fail(error)
-        self._preparation.close()  # which cancels what is read, and its end is known by now
-        for job in self.engine.jobs:
-            job.cancel()
-        if not self._drained.done():
-            self._drained.set_result(None)
+        The error of a step or of a call ends its owner there. Any other error has no owner: the
+        next round does what is left, unless several rounds fail in a row.
+        """
+        try:
+            self._run_calls()
+            if self._closing or self._rests:
+                self._deliver()
+            else:
+                self._step()
+            if self._jobs.running:
+                self._jobs.settle()
+            if self.trainers.have_jobs:
+                self.trainers.settle()
+            if self._jobs.refusal is not None:
+                self._go_on_draining()
+            self._failures = 0
+        except Exception:
+            self._failures += 1
+            is_lone = self.engine.device.fails_alike  # ranks go on alike, or not at all
+            if self._failures > _RETRIES or self.engine.is_broken or not is_lone:
+                raise
+            _LOG.exception("a round of the engine's thread failed; it goes on with the next")
+
+    def _run_calls(self) -> None:
+        engine = self.engine
+        try:
+            if engine.is_idle:
+                self._next_call(None).run()
+            elif self._rests:
+                self._next_call(max(0.0, self._paused_until - time.monotonic())).run()
+            elif not engine.worked:
+                self._next_call(_BLOCKED_S).run()
+            until = time.monotonic() + self._calls_s
+            while self._rests or time.monotonic() < until:
+                self._calls.get(block=False).run()
+        except Empty:
+            return
+
+    def _next_call(self, timeout_s: float | None) -> Call:
+        """Wait for a call. Empty: there is none after so long."""
+        if self._leader is None:
+            return self._calls.get(timeout=timeout_s)
+        until = math.inf if timeout_s is None else time.monotonic() + timeout_s
+        while True:
+            left_s = until - time.monotonic()
+            try:
+                return self._calls.get(timeout=max(0.0, min(BEAT_S, left_s)))
+            except Empty:
+                if left_s < BEAT_S:
+                    raise
+                self._leader.beat()
+
+    @property
+    def _rests(self) -> bool:
+        """True while no step is to be run."""
+        return self.engine.is_idle or time.monotonic() < self._paused_until
+
+    @property
+    def _calls_s(self) -> float:
+        """Return the time that calls have before the next step."""
+        is_shared = self.engine.scheduler.policy.is_shared
+        return min(_CALLS_S, _CALLS_SHARE * self._latest_step_s) if is_shared else _CALLS_S
+
+    def _submit(self, request: Request, submitted_s: float) -> str:
+        if self._leader is None:
+            return self.engine.submit(request, submitted_s)
+        with self.asked(self._leader.submit_command, request, submitted_s):
+            return self.engine.submit(request, submitted_s)
+
+    def _step(self) -> None:
+        began = self._step_began = time.monotonic()
+        if self._leader is None:
+            chunks = self.engine.step()
+        else:
+            with self.asked(Step):
+                chunks = self.engine.step()
+        self._latest_step_s = time.monotonic() - began
+        self._step_began = None
+        self._streams.add(chunks, self.watcher)
+        if not self._runs_ahead:
+            self._deliver()
+
+    @property
+    def _runs_ahead(self) -> bool:
+        """True if the next step begins at once, on a device that works beside this thread.
+
+        Chunks are then delivered while it runs; at once where another one runs already.
+        """
+        engine = self.engine
+        is_next = engine.worked and not (engine.is_idle or self._closing)
+        return is_next and engine.device.side is not None and not engine.is_ahead
+
+    def _deliver(self) -> None:
+        self._streams.deliver(self.watcher)
 
 
-def _pass_error(running: RunningJob, done: Future[Any]) -> bool:
-    """Fail a job that could not begin; returns True if it could not."""
-    error = done.exception()
-    if error is not None:
-        running.fail(error)
-    return error is not None
+_MADE: WeakSet[AsyncEngine] = WeakSet()
+
+
+@atexit.register
+def _close_all() -> None:
+    """End all threads with the process: a thread within a kernel would abort it."""
+    for engine in list(_MADE):
+        engine._close(_EXIT_S)
+
+
+def _forget_all() -> None:
+    for engine in list(_MADE):
+        engine._forget()
+
+
+os.register_at_fork(after_in_child=_forget_all)

@@ -4,18 +4,15 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Sequence
 from signal import SIGINT
-from types import ModuleType
-from typing import TYPE_CHECKING, Self, TypeAlias, cast
+from typing import Self, TypeAlias, cast
 
-from pcg.errors import DeviceMemoryError, FinetuneError
+from pcg.errors import DeviceMemoryError, FinetuneError, FinetuneInterrupted
 from pcg.kernels.devices import is_out_of_memory, on_device
 from pcg.keywords import takes
 from pcg.peft.adapter import Adapter
 from pcg.ranks.agreement import check_call, check_same, described
-from pcg.ranks.line import Line
 from pcg.runtime.adapters.cache import AdapterCache, ServedAdapter
 from pcg.runtime.adapters.versions import AdapterVersion
 from pcg.runtime.admission.backlog import UNLIMITED, QueueLimits
@@ -28,7 +25,7 @@ from pcg.runtime.engine.device_memory import DeviceParts, fitted
 from pcg.runtime.engine.jobs import Job
 from pcg.runtime.engine.loop import EngineLoop
 from pcg.runtime.engine.options import KV_CACHE_BYTES, EngineArguments
-from pcg.runtime.engine.ranks.step_callback import StepCallback
+from pcg.runtime.engine.replicas import Follower, Leader
 from pcg.runtime.engine.scheduler import Scheduler
 from pcg.runtime.engine.step_runner import StepRunner
 from pcg.runtime.memory.kv_cache import KvCache, page_bytes_of, stage_kv_types
@@ -40,23 +37,12 @@ from pcg.runtime.model.state import ModelState
 from pcg.runtime.requests.compared import option_facts, request_facts
 from pcg.runtime.requests.request import Chunk, Request
 from pcg.runtime.training.finetuning import finetune_run
-from pcg.runtime.training.options import JobArguments, StepRecord
+from pcg.runtime.training.options import FinetuneResult, JobArguments, StepRecord
 from pcg.runtime.training.publishers import VersionPublisher
 from pcg.runtime.training.trainer.datum import Stepped, TrainerArguments
 from pcg.runtime.training.trainer.trained_adapter import TrainedAdapter
 from pcg.runtime.training.warm_jobs import KeptRunners
-from pcg.runtime.training.work_units import Interrupt
-
-if TYPE_CHECKING:
-    from pcg.runtime.engine.ranks import orders
-    from pcg.runtime.engine.ranks.driver import Driver
-
-
-def _orders() -> ModuleType:
-    """Return the orders of an engine over ranks, whose messages alone need msgspec."""
-    from pcg.runtime.engine.ranks import orders
-
-    return orders
+from pcg.runtime.training.work_units import Interrupt, Work
 
 
 class Engine(EngineLoop):
@@ -67,7 +53,6 @@ class Engine(EngineLoop):
 
     Attributes:
         runners: recorded windows that no job has, for the next one of their shape.
-        driver: tells the other ranks what is done here, once a thread runs the steps; else None.
     """
 
     device: StepRunner
@@ -84,7 +69,7 @@ class Engine(EngineLoop):
         if state.world.size > 1:
             facts = request_facts(requests) if requests else option_facts(given, ("log",))
             check_same(state.world, "generate" if requests else "engine", facts)
-        self.driver: Driver | None = None
+        self._leads = False
         self._compares = state.world.size > 1 and not requests
         self._was_called = True
         self.state = state
@@ -104,48 +89,7 @@ class Engine(EngineLoop):
         if given.latencies is None and has_slo:
             self.calibrate()
 
-    def submit(self, request: Request, submitted_s: float | None = None) -> str:
-        if self.driver is not None:
-            now_s = self.clock.here_s() if submitted_s is None else submitted_s
-            with self.driver.asked(self.driver.submitted(request, now_s), at_once=False):
-                return super().submit(request, now_s)
-        if self._compares:
-            check_same(self.state.world, "submit", request_facts([request]))
-            self._was_called = True
-        return super().submit(request, submitted_s)
-
-    def cancel(self, request: str, kind: Kind = Kind.CANCELLED) -> None:
-        with self._asked(lambda: _orders().Cancel(request, kind.value), at_once=False):
-            super().cancel(request, kind)
-
-    def add_job(self, job: Job) -> Job:
-        with self._asked(lambda: _orders().Add(job.name)):
-            return super().add_job(job)
-
-    def drop_job(self, job: Job) -> None:
-        with self._asked(lambda: _orders().Drop(job.name)):
-            super().drop_job(job)
-
-    def interrupt_job(self, name: str) -> None:
-        with self._asked(lambda: _orders().Change("interrupt_job", name)):
-            super().interrupt_job(name)
-
-    def pause_job(self, name: str) -> None:
-        with self._asked(lambda: _orders().Change("pause_job", name)):
-            super().pause_job(name)
-
-    def resume_job(self, name: str) -> None:
-        with self._asked(lambda: _orders().Change("resume_job", name)):
-            super().resume_job(name)
-
-    def cancel_job(self, name: str) -> None:
-        with self._asked(lambda: _orders().Change("cancel_job", name)):
-            super().cancel_job(name)
-
     def step(self) -> list[Chunk]:
-        if self.driver is not None:  # whose thread has its device
-            with self.driver.asked(_orders().Step()):
-                return super().step()
         # Steps that follow each other go on with what all ranks have agreed on.
         if self._compares and (self._was_called or self.is_idle):
             check_call(self.state.world, "step")
@@ -153,16 +97,15 @@ class Engine(EngineLoop):
         with on_device(self.state.device):
             return super().step()
 
-    def _asked(
-        self, order: Callable[[], orders.Call], at_once: bool = True
-    ) -> AbstractContextManager[None]:
-        """Have all ranks do an order, or compare that all of them are asked for it."""
-        if self.driver is not None:
-            return self.driver.asked(order(), at_once=at_once)
-        if self._compares:
-            check_call(self.state.world, order().call)
-            self._was_called = True
-        return nullcontext()
+    def _called(self, verb: str, subject: str | Request) -> None:
+        """Compare that all ranks are called alike."""
+        if not self._compares:
+            return
+        if isinstance(subject, Request):
+            check_same(self.state.world, verb, request_facts([subject]))
+        else:
+            check_call(self.state.world, f"{verb}({subject!r})")
+        self._was_called = True
 
     @takes(JobArguments, FinetuneError)
     def finetune(self, given: JobArguments) -> Job:
@@ -174,21 +117,38 @@ class Engine(EngineLoop):
             PcgError: there is a job of that name.
         """
         self.jobs.check_free(given.adapter)
-        return super().add_job(self.prepare_job(given))
+        return self.add_job(self.prepare_job(given))
 
     def prepare_job(self, given: JobArguments) -> Job:
         """Read the data of a job, compile its program and make its adapter, on any thread."""
         note, adapter = self._note, given.adapter
 
         interrupts: list[Interrupt] = []
-        callback = StepCallback(given.on_step, interrupts, is_lone=self.driver is not None)
+        failed: list[Exception] = []
         made: list[Job] = []
 
         def stepped(record: StepRecord) -> None:
             made[0].record, made[0].steps = record, made[0].steps + 1
             details = {"step": record.step, "loss": record.loss, "tokens": record.tokens}
             note(Kind.STEPPED, adapter, **details)
-            callback(record)
+            if given.on_step is None:
+                return
+            try:
+                given.on_step(record)
+            except Exception as error:
+                if not self._leads:
+                    raise
+                # The other ranks have no such function: the job ends on all after this step.
+                failed.append(error)
+                interrupts.append((SIGINT, None))
+
+        def units(work: Work[FinetuneResult]) -> Work[FinetuneResult]:
+            try:
+                return (yield from work)
+            except FinetuneInterrupted:
+                if failed:
+                    raise failed[0] from None
+                raise
 
         def publish(version: AdapterVersion) -> None:
             note(Kind.PUBLISHED, adapter, adapter_version=version.number)
@@ -203,7 +163,7 @@ class Engine(EngineLoop):
 
         try:
             with on_device(self.state.device):
-                work = callback.raising(finetune_run(publisher, given, stepped, interrupts).work())
+                work = units(finetune_run(publisher, given, stepped, interrupts).work())
             interrupt = functools.partial(interrupts.append, (SIGINT, None))
             made.append(Job(adapter, work, ends, interrupt, given.tenant))
             return made[0]
@@ -235,24 +195,18 @@ class Engine(EngineLoop):
         state = self.state
         state.check_no_engine("a second thread", "use the AsyncEngine that start() gave")
         _ = self.parts  # before other threads ask for the numbers of jobs
-        if state.world.size == 1:
-            makers = (self.prepare_job, self.prepare_trainer)
-            return AsyncEngine(self, state, *makers, self._data_limits)
-        from pcg.runtime.engine.ranks.driver import Driver
-        from pcg.runtime.engine.ranks.driving_engine import DrivingEngine
-        from pcg.runtime.engine.ranks.following_engine import FollowingEngine
-
-        check_same(state.world, "start", {"the adapters": described(sorted(state.adapters))})
-        line, self._compares = Line(state.world), False
-        if state.world.rank:
-            return FollowingEngine(self, state, self.prepare_job, line, self._free)
-        self.driver = driver = Driver(line, state)
-        limits, free = self._data_limits, self._free
-        return DrivingEngine(self, state, self.prepare_job, limits, line, driver, free)
+        seat: Leader | Follower | None = None
+        if state.world.size > 1:
+            check_same(state.world, "start", {"the adapters": described(sorted(state.adapters))})
+            self._compares, self._leads = False, state.world.rank == 0
+            kind = Leader if self._leads else Follower
+            seat = kind(self, state, self.prepare_job, self._free)
+        makers = (self.prepare_job, self.prepare_trainer)
+        return AsyncEngine(self, state, *makers, self._data_limits, seat)
 
     def _free(self) -> None:
         """Be called on all ranks alike again."""
-        self.driver, self._compares, self._was_called = None, True, True
+        self._leads, self._compares, self._was_called = False, True, True
 
     def wait_prepared(self) -> None:
         """Wait until no guide of a request is compiled any more."""

@@ -143,6 +143,9 @@ class EngineLoop:
         """True while the device runs a step whose tokens are not read yet."""
         return self._running is not None
 
+    def _called(self, verb: str, subject: str | Request) -> None:
+        """Note that a verb was called; an engine over ranks compares the calls of all ranks."""
+
     # ------------------------------------------------------------------------------- requests
 
     def submit(self, request: Request, submitted_s: float | None = None) -> str:
@@ -156,6 +159,7 @@ class EngineLoop:
             OutOfMemoryError: the engine will never have the memory for it.
             QueueFullError: the queue is full.
         """
+        self._called("submit", request)
         self.scheduler.limits.check(request)
         number, self.submitted = self.submitted, self.submitted + 1
         now = self.clock.now_s() if submitted_s is None else submitted_s
@@ -189,6 +193,7 @@ class EngineLoop:
 
     def cancel(self, request: str, kind: Kind = Kind.CANCELLED) -> None:
         """End an open request by its id; `kind` may be TIMED_OUT."""
+        self._called("cancel", request)
         with self._whole():
             self.requests.end(self.requests.of(request), State(kind.value), kind)
 
@@ -204,6 +209,7 @@ class EngineLoop:
 
     def add_job(self, job: Job) -> Job:
         """Run a job from now on. PcgError: another job has its name."""
+        self._called("add_job", job.name)
         limits, latencies = self.scheduler.limits, self._latencies
         if latencies is not None and limits.tpot_slo_s is not None:
             decode_s = latencies.forward.seconds(Load(1, sampled=1))
@@ -220,25 +226,30 @@ class EngineLoop:
 
     def drop_job(self, job: Job) -> None:
         """End a job that was prepared and not added."""
+        self._called("drop_job", job.name)
         job.cancel()
 
     def interrupt_job(self, name: str) -> None:
         """End a job after the step under way, with a checkpoint where these are kept."""
+        self._called("interrupt_job", name)
         with self._whole():
             self.jobs.interrupt(name)
 
     def pause_job(self, name: str) -> None:
         """Pause a job after its latest unit; it keeps its pages."""
+        self._called("pause_job", name)
         self.land()
         with self._whole():
             self.jobs.pause(name)
 
     def resume_job(self, name: str) -> None:
         """Resume a paused job."""
+        self._called("resume_job", name)
         self.jobs.resume(name)
 
     def cancel_job(self, name: str) -> None:
         """End a job now; its adapter is as after the last complete step."""
+        self._called("cancel_job", name)
         self.land()
         with self._whole():
             self.jobs.cancel(name)

@@ -16,8 +16,11 @@ import functools
 import pickle
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, InvalidStateError, ThreadPoolExecutor
+from contextlib import AbstractContextManager
 from threading import Lock
-from typing import Any
+from typing import Any, Protocol, TypeVar
+
+import torch
 
 from pcg.errors import DataError, EngineError, FinetuneError, as_pcg_error
 from pcg.kernels.devices import device_pool, device_thread
@@ -25,12 +28,40 @@ from pcg.runtime.data.dataset import Dataset
 from pcg.runtime.data.limits import DataLimits, RowMeter, bytes_of
 from pcg.runtime.data.sources import gather
 from pcg.runtime.data.tokenizing import Cancelling, load_apart
+from pcg.runtime.engine.loop import EngineLoop
+from pcg.runtime.engine.rank_commands import RankCommand
 from pcg.runtime.model.state import ModelState
 from pcg.runtime.training.options import JobArguments
 from pcg.runtime.training.training_data import splits_of, training_data, with_planned_batch
 
 _LOADS = 4
 """Adapters that are read at once."""
+
+
+Result = TypeVar("Result")
+
+
+class PreparingThread(Protocol):
+    """The engine's thread, as its jobs and trainers see it."""
+
+    engine: EngineLoop
+    state: ModelState
+    device: torch.device
+    preparation: Preparation
+
+    def call(self, act: Callable[[], Result]) -> Future[Result]:
+        """Run a function between two steps."""
+
+    def asked(
+        self, command: Callable[..., RankCommand], *fields: Any
+    ) -> AbstractContextManager[None]:
+        """Have all ranks do what is done within the `with`, by the command of these fields."""
+
+    def check_open(self) -> None:
+        """Raise an EngineError if no new work is taken."""
+
+    def compile_aside(self, act: Callable[[], None]) -> None:
+        """Run a function on the thread that compiles. EngineError: the engine was closed."""
 
 
 class Preparation:

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from functools import partial
 from threading import Lock
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol, TypeAlias, TypeVar
 
 import torch
 
@@ -21,6 +21,7 @@ from pcg.runtime.model.specialised import ServingProgram
 from pcg.runtime.model.state import ModelState
 
 Result = TypeVar("Result")
+Spread: TypeAlias = Callable[[str, object, int, Adapter], Callable[[], Adapter]]
 
 
 class Threads(Protocol):
@@ -43,6 +44,8 @@ class Loads:
         call: Callable[[Callable[[], Any]], Future[Any]],
         check_open: Callable[[], None],
         check_unreserved: Callable[[str], None],
+        remove: Callable[[str], None],
+        spread: Spread | None = None,
     ) -> None:
         """Have none under way.
 
@@ -50,12 +53,17 @@ class Loads:
             call: runs a function between two steps.
             check_open: raises an error where nothing is loaded any more.
             check_unreserved: raises one where a job is prepared that trains the name.
+            remove: forgets an adapter, between two steps.
+            spread: over ranks reads an adapter's files, and returns the function that serves it on
+                all ranks, between two steps; its program is compiled there.
         """
         self._state = state
         self._threads = threads
         self._call = call
         self._check_open = check_open
         self._check_unreserved = check_unreserved
+        self._remove = remove
+        self._spread = spread
         self._lock = Lock()
         self._last: dict[str, Future[Any]] = {}
 
@@ -74,16 +82,25 @@ class Loads:
             check()
             made = state.make_adapter(name, path_or_config, seed=seed)
             adapter = made.map(torch.clone)  # read now, and not by a step
-            threads.compile(passing(end, partial(add, adapter)))
+            if self._spread is None:
+                threads.compile(passing(end, partial(add, adapter)))
+                return
+            put = self._spread(name, path_or_config, seed, adapter)
+            self._call(partial(put_everywhere, put)).add_done_callback(partial(pass_result, end))
+
+        def put_everywhere(put: Callable[[], Adapter]) -> Adapter:
+            check()
+            return put()
 
         def add(adapter: Adapter) -> None:
             self._check_open()
             program = state.program_for(adapter)
             program.tables.pack(adapter)
-            put_in = partial(put, adapter, program)
-            self._call(put_in).add_done_callback(partial(pass_result, end))
+            self._call(partial(put_in, adapter, program)).add_done_callback(
+                partial(pass_result, end)
+            )
 
-        def put(adapter: Adapter, program: ServingProgram) -> Adapter:
+        def put_in(adapter: Adapter, program: ServingProgram) -> Adapter:
             check()
             served = state.put_adapter(adapter, program)
             program.tables.carry(adapter, served)
@@ -105,9 +122,6 @@ class Loads:
 
         self._in_turn(name, end, begin)
         return end
-
-    def _remove(self, name: str) -> None:
-        self._state.remove_adapter(name)
 
     def _in_turn(self, name: str, end: Future[Any], begin: Callable[[], None]) -> None:
         """Begin what `end` is the future of, now or when all before it have ended."""

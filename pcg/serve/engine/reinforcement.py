@@ -47,7 +47,7 @@ from pcg.records.record import RunRecord
 from pcg.records.run_files import Status
 from pcg.runtime.data.sources import read_rows
 from pcg.runtime.engine.async_engine import AsyncEngine
-from pcg.runtime.engine.trainers.async_trainer import AsyncTrainer
+from pcg.runtime.engine.trainers import AsyncTrainer
 from pcg.runtime.executor import Executor
 from pcg.runtime.requests.request import Completion
 from pcg.runtime.requests.stream import Stream

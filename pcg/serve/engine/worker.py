@@ -32,7 +32,6 @@ from pcg.ranks.launch import LOOPBACK, mute_others
 from pcg.runtime.adapters.versions import VersionName
 from pcg.runtime.engine.commands import command_types, settled
 from pcg.runtime.engine.engine import Engine
-from pcg.runtime.engine.ranks.following_engine import FollowingEngine
 from pcg.runtime.executor import Executor
 from pcg.runtime.requests.request import Chunk
 from pcg.runtime.requests.stream import Stream, Wakes
@@ -139,7 +138,7 @@ def _follow(
     code = 0
     try:
         engine = Engine(load().state, options.engine(tenants)).start()
-        assert isinstance(engine, FollowingEngine)
+
         engine.follow()
     except Exception as error:
         if not isinstance(error, PcgError):

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from pcg.peft.adapter import Adapter
 from pcg.runtime.engine.async_engine import AsyncEngine
-from pcg.runtime.engine.trainers.async_trainer import AsyncTrainer
+from pcg.runtime.engine.trainers import AsyncTrainer
 from pcg.runtime.training.checkpoints import TrainerState
 from pcg.runtime.training.options import Numbers, RunOptions, StepRecord, make_schedule
 from pcg.runtime.training.run import Find, Run, StepNumbers

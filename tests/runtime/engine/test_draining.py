@@ -125,7 +125,7 @@ def test_jobs_are_listed_with_their_progress(tmp_path: Path) -> None:
         assert running.numbers().jobs == {JobState.PAUSED: 1}
         for number in range(80):
             running.finetune([{"text": ""}], f"bad {number}")
-        until(lambda: all(one.is_over for one in running._listed if one is not held))
+        until(lambda: all(one.is_over for one in running._jobs.listed if one is not held))
         running.finetune([{"text": ""}], "last")
         names = [one.name for one in running.jobs()]
         assert names[0] == "held"

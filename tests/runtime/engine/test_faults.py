@@ -294,11 +294,11 @@ class ThreadSession:
                     place = list(streams).index(name)
                     assert [one.token_ids for one in found] == self.expected[place]
         running.run(lambda: sys.settrace(None))
-        until(lambda: running.run(lambda: running.engine.is_idle) and not running._streams)
+        until(lambda: running.run(lambda: running.engine.is_idle) and not running._streams.open)
         if "trained" in self.executor.adapters:
             running.remove_adapter("trained").result(60)
         running.run(lambda: check_empty(running.engine))  # type: ignore[arg-type]
-        assert not len(running._arrivals)
+        assert not len(running._streams.arrivals)
         return failed
 
 

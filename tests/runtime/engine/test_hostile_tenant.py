@@ -67,7 +67,7 @@ def test_a_flood_is_refused_where_it_is_made(executor: Executor) -> None:
             flood[-1].wait(60)
         assert all(one.wait(60).token_ids for one in flood[:8])
         assert running.numbers().totals.turned_away == 2000 - 8
-        assert not len(running._arrivals)
+        assert not len(running._streams.arrivals)
 
 
 def test_a_flood_stands_before_nobody_elses_request(executor: Executor) -> None:

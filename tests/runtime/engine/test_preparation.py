@@ -110,7 +110,7 @@ def test_a_job_is_cancelled_while_it_is_prepared(kind: str, model: Path) -> None
                 ended.wait(60)
             assert ended.state is JobState.CANCELLED
         assert running.finetune(ROWS, "mine", **OPTIONS).wait(120).steps == 2
-        assert running.call(lambda: list(running._reserved)).result(60) == []
+        assert running.call(lambda: list(running._jobs.reserved)).result(60) == []
 
 
 def test_texts_are_tokenized_in_another_process(

@@ -1,4 +1,4 @@
-"""The async trainer: commands that run beside requests and jobs, in the order of asking.
+"""Trainers of an engine on a thread: their commands run beside requests and jobs, in order.
 
 Each stage of a command that runs the model is a job of the engine, which has its turns, pages and
 sharing as any other. A trainer without a command has no job: it takes no step and no page.
@@ -7,21 +7,19 @@ sharing as any other. A trainer without a command has no job: it takes no step a
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 from collections import deque
-from collections.abc import Callable
-from concurrent.futures import Future
+from collections.abc import Callable, Generator
+from concurrent.futures import Future, InvalidStateError
 from threading import Lock
-from typing import Any, Protocol, Self, TypeVar
-
-import torch
+from typing import Any, Generic, Self, TypeVar
 
 from pcg.errors import EngineError, FinetuneError, as_pcg_error
 from pcg.kernels.devices import device_thread
 from pcg.keywords import takes
 from pcg.runtime.engine.jobs import Job
-from pcg.runtime.engine.loop import EngineLoop
-from pcg.runtime.engine.trainers.trainer_call import TrainerCall
+from pcg.runtime.engine.preparation import PreparingThread
 from pcg.runtime.metrics.status import JobState
 from pcg.runtime.training.trainer.commands import (
     Aside,
@@ -34,29 +32,63 @@ from pcg.runtime.training.trainer.commands import (
     Stages,
     TrainerCommand,
 )
-from pcg.runtime.training.trainer.datum import Saved, Scored, Snapshot, Stepped
+from pcg.runtime.training.trainer.datum import Saved, Scored, Snapshot, Stepped, TrainerArguments
 from pcg.runtime.training.trainer.trained_adapter import TrainedAdapter
 
 Result = TypeVar("Result")
 
 
-class RunsTrainers(Protocol):
-    """The engine's thread, as trainers see it."""
+class TrainerCall(Generic[Result]):
+    """The result of a command, later: `await call`, or `call.wait()` in a thread.
 
-    engine: EngineLoop
-    device: torch.device
+    Attributes:
+        is_cancelled: True once it was asked to end.
+        begin: returns its stages, once it is its turn.
+    """
 
-    def call(self, act: Callable[[], Result]) -> Future[Result]:
-        """Run a function between two steps."""
+    def __init__(
+        self,
+        what: str,
+        begin: Callable[[TrainedAdapter | None], Stages[Result]],
+        cancel: Callable[[TrainerCall[Any]], None],
+    ) -> None:
+        self.is_cancelled = False
+        self.begin = begin
+        self._what = what
+        self._cancel = cancel
+        self._done: Future[Result] = Future()
+        self._done.set_running_or_notify_cancel()  # cancelling a wait must not cancel it
 
-    def compile_aside(self, act: Callable[[], None]) -> None:
-        """Run a function on the thread that compiles. EngineError: the engine was closed."""
+    @property
+    def is_over(self) -> bool:
+        return self._done.done()
 
-    def check_open(self) -> None:
-        """Raise an EngineError if no new work is taken."""
+    @property
+    def future(self) -> Future[Result]:
+        """The result as a future."""
+        return self._done
 
-    def runs_trainer(self, trainer: AsyncTrainer) -> None:
-        """Have a trainer's `settle` called after each step, until it returns True."""
+    def wait(self, timeout_s: float | None = None) -> Result:
+        """Wait for the result in a thread. TimeoutError: it is not there in time."""
+        return self._done.result(timeout_s)
+
+    def __await__(self) -> Generator[Any, None, Result]:
+        return asyncio.wrap_future(self._done).__await__()
+
+    def cancel(self) -> None:
+        """End it before or while it runs; what it would have changed is as before it."""
+        self.is_cancelled = True
+        self._cancel(self)
+
+    def finish(self, result: Result) -> None:
+        """Pass the result on."""
+        with contextlib.suppress(InvalidStateError):
+            self._done.set_result(result)
+
+    def fail(self, error: BaseException | None = None) -> None:
+        """End with an error, by default that it was cancelled; nothing happens if it is over."""
+        with contextlib.suppress(InvalidStateError):
+            self._done.set_exception(error or FinetuneError(f"{self._what} was cancelled"))
 
 
 class AsyncTrainer:
@@ -74,7 +106,7 @@ class AsyncTrainer:
     def __init__(
         self,
         name: str,
-        thread: RunsTrainers,
+        trainers: Trainers,
         make: Callable[[], TrainedAdapter],
         ends: Callable[[], None],
         tenant: str = "",
@@ -87,7 +119,8 @@ class AsyncTrainer:
         """
         self.name = name
         self._tenant = tenant
-        self._thread = thread
+        self._trainers = trainers
+        self._thread = trainers.thread
         self._ends = ends
         self._lock = Lock()
         self._trained: TrainedAdapter | None = None
@@ -264,7 +297,7 @@ class AsyncTrainer:
         self._job = Job(self.name, stage, tenant=self._tenant)
         # Turns go by tokens, and a trainer has had those of its calls before.
         self._job.tokens = max(self._tokens, min((job.tokens for job in jobs), default=0))
-        self._thread.runs_trainer(self)
+        self._trainers.runs(self)
         jobs.add(self._job)
 
     def _end(self, call: TrainerCall[Any], error: Exception | None) -> None:
@@ -360,3 +393,69 @@ def _pass_error(call: TrainerCall[Any], done: Future[None]) -> None:
     error = done.exception()
     if error is not None:
         call.fail(error)
+
+
+class Trainers:
+    """The trainers of an engine on a thread."""
+
+    def __init__(
+        self, thread: PreparingThread, prepare: Callable[[TrainerArguments], TrainedAdapter]
+    ) -> None:
+        self.thread = thread
+        self._prepare = prepare
+        self._open: dict[str, AsyncTrainer] = {}
+        self._with_jobs: list[AsyncTrainer] = []
+        self._lock = Lock()
+
+    def begin(self, arguments: TrainerArguments) -> AsyncTrainer:
+        """Make a trainer; errors as of `AsyncEngine.trainer`."""
+        self.thread.check_open()
+        ends = self.thread.state.begin_training(arguments.name)
+
+        def end() -> None:
+            ends()
+            with self._lock:
+                self._open = {name: one for name, one in self._open.items() if one.is_open}
+
+        try:
+            make = functools.partial(self._prepare, arguments)
+            trainer = AsyncTrainer(arguments.name, self, make, end, arguments.tenant)
+        except BaseException:
+            ends()
+            raise
+        with self._lock:
+            self._open[arguments.name] = trainer
+        return trainer
+
+    def get(self, name: str) -> AsyncTrainer | None:
+        """Return the open trainer of a name; None if there is none."""
+        return self._open.get(name)
+
+    # ------------------------------------------------------------------- the engine's thread
+
+    @property
+    def have_jobs(self) -> bool:
+        """True while a stage of a command runs as a job."""
+        return bool(self._with_jobs)
+
+    @property
+    def are_busy(self) -> bool:
+        """True while a command waits or runs."""
+        return any(one.is_busy for one in self._open.values())
+
+    def runs(self, trainer: AsyncTrainer) -> None:
+        """Have a trainer's `settle` called after each step, until it returns True."""
+        if trainer not in self._with_jobs:
+            self._with_jobs.append(trainer)
+
+    def settle(self) -> None:
+        """Go on with the trainers that ran a job which is over."""
+        self._with_jobs = [one for one in list(self._with_jobs) if not one.settle()]
+
+    def cancel_all(self) -> None:
+        for one in list(self._open.values()):
+            one.end_now()
+
+    def fail_all(self, error: EngineError) -> None:
+        for one in list(self._open.values()):
+            one.fail(error)

@@ -1,0 +1,340 @@
+"""Commands of ranks: what rank 0 has every rank do between two steps, in MessagePack.
+
+    Submit · Cancel                              requests
+    PutAdapter · RemoveAdapter                   adapters
+    PrepareJob · AddJob · DropJob · ChangeJob    jobs
+    Step                                         the next step
+    End                                          the others are free
+
+A command holds numbers, texts, bytes and lists alone: nothing in it becomes an object of another
+type. Rank 0 does it at the same place between two steps, so that all ranks come to the same state,
+or fail alike; a message also has the numbers of earlier commands that have failed there.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import os
+import tempfile
+from array import array
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, ClassVar, Literal, Protocol, Self, TypeAlias
+
+import msgspec
+import torch
+
+from pcg.files import expanded
+from pcg.peft.adapter import Adapter
+from pcg.peft.adapter_files import CONFIG, WEIGHTS
+from pcg.peft.registry import is_shorthand, recipe_fields, recipe_from, recipe_of_fields
+from pcg.ranks.agreement import agreed
+from pcg.runtime.adapters.versions import VersionName
+from pcg.runtime.data.dataset import Dataset
+from pcg.runtime.data.example import Example
+from pcg.runtime.engine.jobs import Job
+from pcg.runtime.engine.loop import EngineLoop
+from pcg.runtime.metrics.events import Kind
+from pcg.runtime.model.state import ModelState
+from pcg.runtime.requests.compared import adapter_facts
+from pcg.runtime.requests.plain import PlainRequest
+from pcg.runtime.training.options import JobArguments
+
+
+class Replica(Protocol):
+    """The engine of a rank that follows, on which commands are applied.
+
+    Attributes:
+        prepared: jobs that are made and do not run yet, by name.
+    """
+
+    engine: EngineLoop
+    state: ModelState
+    prepared: dict[str, Job]
+
+    def prepare_job(self, arguments: JobArguments) -> Job:
+        """Make a job."""
+
+    def version(self, name: VersionName) -> Adapter:
+        """Return the adapter of a version that rank 0 names."""
+
+
+class RankCommand(msgspec.Struct, array_like=True, tag=True, frozen=True):
+    """A verb of all ranks.
+
+    Attributes:
+        at_once: the ranks exchange messages where they do it, so it is sent before rank 0 does it;
+            else with the next message.
+    """
+
+    at_once: ClassVar[bool] = True
+
+    def apply(self, replica: Replica) -> None:
+        """Do the command on a rank that follows, as rank 0 does it."""
+        raise NotImplementedError
+
+
+# ---------------------------------------------------------------------------------------- requests
+
+
+class Submit(RankCommand, frozen=True):
+    """Submit a request that came at a time of rank 0's clock."""
+
+    at_once: ClassVar[bool] = False
+    request: PlainRequest
+    submitted_s: float
+
+    def apply(self, replica: Replica) -> None:
+        name = self.request.adapter
+        adapter = None if name is None else replica.version(name)
+        replica.engine.submit(self.request.request(adapter), self.submitted_s)
+
+
+class Cancel(RankCommand, frozen=True):
+    """End a request; `kind` is that of the event."""
+
+    at_once: ClassVar[bool] = False
+    request: str
+    kind: str
+
+    def apply(self, replica: Replica) -> None:
+        replica.engine.cancel(self.request, Kind(self.kind))
+
+
+# ---------------------------------------------------------------------------------------- adapters
+
+
+class PutAdapter(RankCommand, frozen=True):
+    """Serve an adapter.
+
+    Attributes:
+        recipe: that of a fresh adapter, as a manifest has it; None for a saved adapter.
+        files: the files of a saved adapter, by name.
+    """
+
+    name: str
+    seed: int
+    recipe: dict[str, Any] | None
+    files: dict[str, bytes]
+
+    @classmethod
+    def of(cls, name: str, path_or_config: object, seed: int) -> Self:
+        """Return the command for an adapter; its files are read now.
+
+        Raises:
+            OSError: a file cannot be read.
+            AdapterError, UnsupportedError: it is no recipe.
+        """
+        if isinstance(path_or_config, str | os.PathLike) and not is_shorthand(path_or_config):
+            directory = expanded(path_or_config)
+            files = {file: (directory / file).read_bytes() for file in (CONFIG, WEIGHTS)}
+            return cls(name, seed, None, files)
+        return cls(name, seed, recipe_fields(recipe_from(path_or_config)), {})
+
+    def apply(self, replica: Replica) -> None:
+        put_adapter(replica.state, self.name, lambda: self._adapter(replica.state))
+
+    def _adapter(self, state: ModelState) -> Adapter:
+        if self.recipe is not None:
+            recipe = recipe_of_fields(self.recipe)
+            return state.make_adapter(self.name, recipe, seed=self.seed)
+        with tempfile.TemporaryDirectory(prefix="pcg-adapter-") as folder:
+            for file, content in self.files.items():
+                (Path(folder) / file).write_bytes(content)
+            # Tensors are mapped, and the files go.
+            return state.make_adapter(self.name, Path(folder), seed=self.seed).map(torch.clone)
+
+
+def put_adapter(state: ModelState, name: str, make: Callable[[], Adapter]) -> Adapter:
+    """Serve the adapter that each rank makes, if it is the same on all; all ranks call it at once.
+
+    Raises:
+        PcgError: one of them could not make it, or made another.
+    """
+    adapter = agreed(state.world, f"add_adapter({name!r})", make, adapter_facts)
+    return state.put_adapter(adapter, state.program_for(adapter))
+
+
+class RemoveAdapter(RankCommand, frozen=True):
+    """Forget an adapter."""
+
+    name: str
+
+    def apply(self, replica: Replica) -> None:
+        replica.state.remove_adapter(self.name)
+
+
+# -------------------------------------------------------------------------------------------- jobs
+
+
+class ExampleData(msgspec.Struct, array_like=True, frozen=True):
+    """Examples: all ids, all labels, as 64-bit integers, and the length of each example."""
+
+    ids: bytes
+    labels: bytes
+    lengths: bytes
+    format: str
+    truncated: int
+    dropped: int
+    places: tuple[str, ...]
+
+    @classmethod
+    def of(cls, data: Dataset) -> Self:
+        examples = data.examples
+        return cls(
+            _joined([one.ids for one in examples]),
+            _joined([one.labels for one in examples]),
+            array("q", [len(one.ids) for one in examples]).tobytes(),
+            data.format,
+            data.truncated,
+            data.dropped,
+            tuple(data.places),
+        )
+
+    def dataset(self) -> Dataset:
+        ids, labels, lengths = (array("q", x) for x in (self.ids, self.labels, self.lengths))
+        ends = list(itertools.accumulate(lengths, initial=0))
+        examples = tuple(
+            Example(list(ids[start:end]), list(labels[start:end]))
+            for start, end in itertools.pairwise(ends)
+        )
+        return Dataset(examples, self.format, self.truncated, self.dropped, self.places)
+
+
+def _joined(rows: Sequence[Sequence[int]]) -> bytes:
+    joined = array("q")
+    for row in rows:
+        joined.extend(row)
+    return joined.tobytes()
+
+
+class PrepareJob(RankCommand, frozen=True):
+    """Make a job of tokenized examples.
+
+    Attributes:
+        recipe: that of a new adapter, as a manifest has it; None without one, and for a path.
+        path: the directory of the adapter to start from, which each rank reads.
+        options: the other fields of `JobArguments`, without its callback.
+    """
+
+    data: ExampleData
+    evaluation: ExampleData | None
+    recipe: dict[str, Any] | None
+    path: str | None
+    options: dict[str, Any]
+
+    @classmethod
+    def of(cls, arguments: JobArguments) -> Self:
+        """Return the command for a job; its data was read."""
+        data, evaluation, peft = arguments.data, arguments.eval_data, arguments.peft
+        assert isinstance(data, Dataset)
+        assert isinstance(evaluation, Dataset | None)
+        recipe, path = None, None
+        if isinstance(peft, str | os.PathLike) and not is_shorthand(peft):
+            path = str(peft)
+        elif peft is not None:
+            recipe = recipe_fields(recipe_from(peft))
+        names = {field.name for field in dataclasses.fields(arguments)} - _OTHERWISE
+        return cls(
+            ExampleData.of(data),
+            None if evaluation is None else ExampleData.of(evaluation),
+            recipe,
+            path,
+            {name: getattr(arguments, name) for name in names},
+        )
+
+    def apply(self, replica: Replica) -> None:
+        options: dict[str, Any] = {
+            name: tuple(value) if isinstance(value, list) else value
+            for name, value in self.options.items()
+        }
+        job = replica.prepare_job(
+            JobArguments(
+                self.data.dataset(),
+                eval_data=None if self.evaluation is None else self.evaluation.dataset(),
+                peft=self.path if self.recipe is None else recipe_of_fields(self.recipe),
+                **options,
+            )
+        )
+        replica.prepared[job.name] = job
+
+
+_OTHERWISE = {"data", "eval_data", "peft", "on_step"}
+
+
+class AddJob(RankCommand, frozen=True):
+    """Run the job of that name, which was made."""
+
+    name: str
+
+    def apply(self, replica: Replica) -> None:
+        replica.engine.add_job(replica.prepared.pop(self.name))
+
+
+class DropJob(RankCommand, frozen=True):
+    """End the job of that name, which was made and does not run."""
+
+    name: str
+
+    def apply(self, replica: Replica) -> None:
+        replica.engine.drop_job(replica.prepared.pop(self.name))
+
+
+class ChangeJob(RankCommand, frozen=True):
+    """Change a job that runs."""
+
+    name: str
+    change: Literal["pause", "resume", "cancel", "interrupt"]
+
+    def apply(self, replica: Replica) -> None:
+        getattr(replica.engine, f"{self.change}_job")(self.name)
+
+
+# ------------------------------------------------------------------------------------------- steps
+
+
+class Step(RankCommand, frozen=True):
+    """Run the next step."""
+
+    def apply(self, replica: Replica) -> None:
+        replica.engine.step()
+
+
+class End(RankCommand, frozen=True):
+    """Expect no further commands, and why."""
+
+    text: str
+
+
+# ---------------------------------------------------------------------------------------- messages
+
+
+class Message(msgspec.Struct, array_like=True, frozen=True):
+    """The commands that rank 0 sends at once.
+
+    Attributes:
+        commands: to be done in this order.
+        failed: numbers of commands that have failed on rank 0, since the last message.
+        released: versions that nothing on rank 0 refers to any more.
+    """
+
+    commands: list[msgspec.Raw] = []
+    failed: list[int] = []
+    released: list[VersionName] = []
+
+
+def _plain(value: Any) -> str:
+    if isinstance(value, Path):
+        return str(value)
+    raise NotImplementedError(f"a {type(value).__name__} has no place in a message")
+
+
+AnyCommand: TypeAlias = (
+    Submit | Cancel | PutAdapter | RemoveAdapter | PrepareJob | AddJob | DropJob | ChangeJob
+    | Step | End
+)  # fmt: skip
+encode = msgspec.msgpack.Encoder(enc_hook=_plain).encode
+command_of = msgspec.msgpack.Decoder(AnyCommand).decode
+message_of = msgspec.msgpack.Decoder(Message).decode
+names_of = msgspec.msgpack.Decoder(list[VersionName]).decode
