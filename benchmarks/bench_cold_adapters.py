@@ -27,7 +27,7 @@ import torch
 from measure import write
 
 from pcg.compiler import compile_program
-from pcg.parallel.costs.accelerators import PCIE_5
+from pcg.parallel.costs.accelerators import SHEETS
 from pcg.peft.adapter import Adapter, new_adapter
 from pcg.peft.lora import LoraConfig
 from pcg.runtime.adapters.ragged_tables import RaggedTables
@@ -108,7 +108,7 @@ def main() -> None:
         "adapter": f"rank {options.rank} at all linears of {options.model}",
         "mib": round(size_bytes / 2**20, 1),
         "ms": {name: round(value, 3) for name, value in found.items()},
-        "copy_ms": round(1e3 * size_bytes / PCIE_5.bytes_per_s, 3),
+        "copy_ms": round(1e3 * size_bytes / SHEETS["H100"].links["PCIe 5"].bytes_per_s, 3),
     }
     slowest = max(found["load"], result["copy_ms"])
     result["adapters_a_second"] = round(1e3 / slowest)

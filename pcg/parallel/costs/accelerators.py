@@ -6,9 +6,12 @@ assumption, and named so: a PCIe card's server has eight of them, and 100 Gbit/s
 
 from __future__ import annotations
 
+import tomllib
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from difflib import get_close_matches
+from pathlib import Path
+from typing import Any
 
 from pcg.errors import UnsupportedError
 
@@ -117,183 +120,12 @@ def link_between(sheet: DeviceSheet, near: Link, degree: int, node_ranks: int | 
 # ------------------------------------------------------------------------------------------- sheets
 
 
-_LAUNCH_SOURCE = (
-    "NVIDIA, Getting Started with CUDA Graphs (2019): 3.8 µs a kernel, small ones launched one "
-    "behind the other"
-)
-
-
-def _link(step_us: float, gb_per_s: float, name: str, ranks: int = 8) -> Link:
-    """A link of a data sheet, which gives the sum of both directions.
-
-    Its latency is that of a step of a ring in NCCL's Simple protocol.
-    """
-    source = f"NCCL src/graph/tuning.cc, hwLat of Ring/Simple: {step_us} µs; {name} "
-    return Link(step_us * MICROSECOND, gb_per_s * GB / 2, f"{source}{gb_per_s} GB/s", ranks=ranks)
-
-
-def _network(gbit_per_s: float, ranks: int, name: str) -> Link:
-    """A node's network, which its ranks share."""
-    source = "NCCL src/graph/tuning.cc, hwLat of NET Ring/Simple: 14 µs; "
-    share = gbit_per_s * 1e9 / 8 / ranks
-    text = f"{source}{name}: {gbit_per_s:,.0f} Gbit/s for {ranks} GPUs"
-    return Link(14 * MICROSECOND, share, text, ranks=2**20)
-
-
-def _nvlink(gb_per_s: int, sheet: str, ranks: int = 8) -> Link:
-    return _link(3.4, gb_per_s, f"NVIDIA {sheet}: NVLink", ranks)
-
-
-def _pcie(gb_per_s: int, sheet: str) -> Link:
-    return _link(5.7, gb_per_s, f"NVIDIA {sheet}: PCIe")
-
-
-PCIE_3 = _pcie(32, "T4 data sheet")
-PCIE_4 = _pcie(64, "A100 data sheet")
-PCIE_5 = _pcie(128, "H100 data sheet")
 GLOO_LOOPBACK = Link(
     300 * MICROSECOND,
     0.7 * GB,
     "pcg profile --quick --tp 2, all_reduce: torch 2.13.0+cpu, two cores of an AMD EPYC",
     is_measured=True,
 )
-_HDR = _network(8 * 200, 8, "DGX A100 data sheet, eight ConnectX-6")
-_NDR = _network(8 * 400, 8, "DGX H100, H200 and B200 data sheets, eight ConnectX-7")
-_SERVER = _network(100, 8, "an assumption for servers of PCIe cards")
-_PCIE_CARDS = {"PCIe 4": PCIE_4}
-
-
-def _gpu(
-    half_tflops: float,
-    fp32_tflops: float,
-    memory_gb_per_s: float,
-    links: Mapping[str, Link],
-    source: str,
-    fp64_tflops: tuple[float, float] | None = None,
-    network: Link = _SERVER,
-) -> DeviceSheet:
-    """A GPU's data sheet.
-
-    Peaks are those of dense bf16 and fp16 on tensor cores, of fp32 without them, and of fp64 on
-    tensor cores and without, if the data sheet has them.
-    """
-    half, fp32 = half_tflops * TERA, fp32_tflops * TERA
-    products = {"bf16": half, "f16": half, "f32": fp32}
-    vectors = {"f32": fp32}
-    if fp64_tflops is not None:
-        products["f64"], vectors["f64"] = (number * TERA for number in fp64_tflops)
-    return DeviceSheet(
-        products,
-        vectors,
-        memory_gb_per_s * GB,
-        launch_s=3.8 * MICROSECOND,
-        links=links,
-        source=source,
-        launch_source=_LAUNCH_SOURCE,
-        network=network,
-    )
-
-
-def _without_bf16(sheet: DeviceSheet) -> DeviceSheet:
-    """A GPU with tensor cores for fp16 alone: bf16 is computed in fp32."""
-    products = {**sheet.product_flops_per_s, "bf16": sheet.product_flops_per_s["f32"]}
-    return replace(sheet, product_flops_per_s=products)
-
-
-def _a100(memory_gb_per_s: float, memory: str, is_sxm: bool = True) -> DeviceSheet:
-    source = (
-        f"NVIDIA A100 data sheet, {'SXM' if is_sxm else 'PCIe'}: BF16 Tensor Core 312 TFLOPS, FP32 "
-        f"19.5, FP64 9.7, FP64 Tensor Core 19.5; {memory}"
-    )
-    links = {"NVLink 3": _nvlink(600, "A100 data sheet"), "PCIe 4": PCIE_4}
-    if not is_sxm:
-        bridge = _nvlink(600, "A100 data sheet, bridge of two GPUs", ranks=2)
-        links = {"PCIe 4": PCIE_4, "NVLink 3 bridge": bridge}
-    network = _HDR if is_sxm else _SERVER
-    return _gpu(312, 19.5, memory_gb_per_s, links, source, (19.5, 9.7), network)
-
-
-def _hopper(memory_gb_per_s: float, name: str, memory: str) -> DeviceSheet:
-    source = (
-        f"NVIDIA {name} data sheet, SXM: BF16 Tensor Core 1,979 teraFLOPS with sparsity, half of "
-        f"it dense, FP32 67, FP64 34, FP64 Tensor Core 67; {memory}"
-    )
-    links = {"NVLink 4": _nvlink(900, "H100 data sheet"), "PCIe 5": PCIE_5}
-    return _gpu(1_979 / 2, 67, memory_gb_per_s, links, source, (67, 34), _NDR)
-
-
-_H100_PCIE = _gpu(
-    1_513 / 2,
-    51,
-    2_000,
-    {
-        "PCIe 5": PCIE_5,
-        "NVLink 4 bridge": _nvlink(600, "H100 PCIe data sheet, bridge of two GPUs", ranks=2),
-    },
-    "NVIDIA H100 data sheet, PCIe: BFLOAT16 Tensor Core 1,513 teraFLOPS with sparsity, half of it "
-    "dense, FP32 51, FP64 26, FP64 Tensor Core 51; 2 TB/s",
-    (51, 26),
-)
-_H100_NVL = _gpu(
-    1_671 / 2,
-    60,
-    3_900,
-    {
-        "NVLink 4 bridge": _nvlink(600, "H100 NVL data sheet, bridge of two GPUs", ranks=2),
-        "PCIe 5": PCIE_5,
-    },
-    "NVIDIA H100 data sheet, NVL: BFLOAT16 Tensor Core 1,671 teraFLOPS with sparsity, half of it "
-    "dense, FP32 60, FP64 30, FP64 Tensor Core 60; 3.9 TB/s",
-    (60, 30),
-)
-_B200 = _gpu(
-    4_500 / 2,
-    80,
-    8_000,
-    {
-        "NVLink 5": _nvlink(1_800, "HGX B200 data sheet"),
-        "PCIe 5": _pcie(128, "DGX B200 user guide"),
-    },
-    "NVIDIA HGX B200 and DGX B200 data sheets, one of eight GPUs: FP16/BF16 Tensor Core 4.5 PFLOPS "
-    "with sparsity, half of it dense, FP32 80 TFLOPS, FP64 and FP64 Tensor Core 40; 8 TB/s",
-    (40, 40),
-    _NDR,
-)
-_MI300X = _gpu(
-    1_307.4,
-    163.4,
-    5_300,
-    {
-        "Infinity Fabric": _link(
-            3.4, 896, "an assumption, that of NVLink; AMD MI300X data sheet: seven links, together"
-        ),
-        "PCIe 5": _link(5.7, 128, "AMD MI300X data sheet: PCIe 5 x16"),
-    },
-    "AMD Instinct MI300X data sheet: bfloat16 1,307.4 TFLOPS, FP32 163.4, FP64 81.7, FP64 Matrix "
-    "163.4; 5.3 TB/s",
-    (163.4, 81.7),
-    _network(8 * 400, 8, "Microsoft ND MI300X v5, eight ConnectX-7"),
-)
-_V100 = _gpu(
-    125,
-    15.7,
-    900,
-    {"NVLink 2": _nvlink(300, "V100 data sheet"), "PCIe 3": PCIE_3},
-    "NVIDIA V100 data sheet, SXM2: Tensor Performance 125 TFLOPS (FP16), FP32 15.7, FP64 7.8; 900 "
-    "GB/s; no BF16 on tensor cores",
-    (7.8, 7.8),
-    _network(100, 8, "Amazon EC2 p3dn.24xlarge"),
-)
-_T4 = _gpu(
-    65,
-    8.1,
-    320,
-    {"PCIe 3": PCIE_3},
-    "NVIDIA T4 data sheet: mixed precision (FP16/FP32) 65 TFLOPS, FP32 8.1, 320 GB/s; no BF16 on "
-    "tensor cores",
-    network=_network(100, 8, "Amazon EC2 g4dn.metal"),
-)
-
 # One socket of an Intel Xeon Platinum 8480+: cores · base clock.
 _CYCLES_PER_S = 56 * 2.0e9
 CPU = DeviceSheet(
@@ -313,82 +145,6 @@ CPU = DeviceSheet(
 )
 """A server's socket, for models that are split over CPUs."""
 
-SHEETS: Mapping[str, DeviceSheet] = {
-    "A10": _gpu(
-        250 / 2,
-        31.2,
-        600,
-        _PCIE_CARDS,
-        "NVIDIA A10 data sheet: BFLOAT16 Tensor Core 125 TF, FP32 31.2 TF, 600 GB/s",
-    ),
-    "A10G": _gpu(
-        70,
-        31.52,
-        600,
-        _PCIE_CARDS,
-        "NVIDIA A10G data sheet (for AWS): BF16 Tensor Core 70 TF, FP32 31.52 TF, 600 GB/s",
-        network=_network(100, 8, "Amazon EC2 g5.48xlarge"),
-    ),
-    "A100-40": _a100(1_555, "40 GB HBM2: 1,555 GB/s"),
-    "A100-40-PCIE": _a100(1_555, "40 GB HBM2: 1,555 GB/s", is_sxm=False),
-    "A100-80": _a100(2_039, "80 GB HBM2e: 2,039 GB/s"),
-    "A100-80-PCIE": _a100(1_935, "80 GB HBM2e: 1,935 GB/s", is_sxm=False),
-    "A6000": _gpu(
-        309.7 / 2,
-        38.7,
-        768,
-        _PCIE_CARDS,
-        "NVIDIA RTX A6000 data sheet: Tensor performance 309.7 TFLOPS with sparsity, half of it "
-        "dense, single precision 38.7; 768 GB/s",
-    ),
-    "B200": _B200,
-    "H100": _hopper(3_350, "H100", "3.35 TB/s"),
-    "H100-NVL": _H100_NVL,
-    "H100-PCIE": _H100_PCIE,
-    "H200": _hopper(4_800, "H200", "4.8 TB/s"),
-    "L4": _gpu(
-        242 / 2,
-        30.3,
-        300,
-        _PCIE_CARDS,
-        "NVIDIA L4 data sheet: BFLOAT16 Tensor Core 242 TFLOPS with sparsity, half of it dense, "
-        "FP32 30.3, 300 GB/s",
-        network=_network(100, 8, "Amazon EC2 g6.48xlarge"),
-    ),
-    "L40S": _gpu(
-        362.05,
-        91.6,
-        864,
-        _PCIE_CARDS,
-        "NVIDIA L40S data sheet: BFLOAT16 Tensor Core 362.05 TFLOPS, FP32 91.6, 864 GB/s",
-        network=_network(400, 8, "Amazon EC2 g6e.48xlarge"),
-    ),
-    "MI300X": _MI300X,
-    "RTX-3090": _gpu(
-        71,
-        35.6,
-        936,
-        _PCIE_CARDS,
-        "NVIDIA Ampere GA102 whitepaper, GeForce RTX 3090: BF16 Tensor 71 TFLOPS, FP32 35.6; 936 "
-        "GB/s",
-    ),
-    "RTX-4090": _gpu(
-        165.2,
-        82.6,
-        1_008,
-        _PCIE_CARDS,
-        "NVIDIA Ada whitepaper, GeForce RTX 4090: BF16 Tensor 165.2 TFLOPS, FP32 82.6; 1,008 GB/s",
-    ),
-    "T4": _without_bf16(_T4),
-    "V100-32": _without_bf16(_V100),
-    "CPU": CPU,
-}
-"""Data sheets by the names of devices."""
-# ------------------------------------------------------------------------------------- accelerators
-
-
-MIB = 2**20
-
 
 @dataclass(frozen=True)
 class Accelerator:
@@ -397,60 +153,58 @@ class Accelerator:
     name: str
     memory_bytes: int
     sheet: DeviceSheet
+    drivers: tuple[str, ...]
 
 
+def _accelerators() -> dict[str, Accelerator]:
+    """Read the GPUs of accelerators.toml, which explains its fields."""
+    text = Path(__file__).with_suffix(".toml").read_text(encoding="utf-8")
+    table: dict[str, dict[str, dict[str, Any]]] = tomllib.loads(text)
+    links = {}
+    for key, link in table["links"].items():
+        step_us, both_ways = link["step_us"], link["gb_per_s"]
+        source = f"NCCL src/graph/tuning.cc, hwLat of Ring/Simple: {step_us} µs; {link['source']} "
+        links[key] = Link(
+            step_us * MICROSECOND,
+            both_ways * GB / 2,
+            f"{source}{both_ways} GB/s",
+            ranks=link.get("ranks", 8),
+        )
+    networks = {}
+    for key, network in table["networks"].items():
+        gbit, text = network["gbit_per_s"], "NCCL src/graph/tuning.cc, hwLat of NET Ring/Simple: "
+        source = f"{text}14 µs; {network['source']}: {gbit:,.0f} Gbit/s for 8 GPUs"
+        networks[key] = Link(14 * MICROSECOND, gbit * 1e9 / 8 / 8, source, ranks=2**20)
+    gpus = {}
+    for name, gpu in table["devices"].items():
+        half, fp32 = gpu["half_tflops"] * TERA, gpu["fp32_tflops"] * TERA
+        products = {"bf16": half if gpu.get("has_bf16", True) else fp32, "f16": half, "f32": fp32}
+        vectors = {"f32": fp32}
+        if "fp64_tflops" in gpu:
+            products["f64"], vectors["f64"] = (number * TERA for number in gpu["fp64_tflops"])
+        sheet = DeviceSheet(
+            products,
+            vectors,
+            gpu["memory_gb_per_s"] * GB,
+            launch_s=3.8 * MICROSECOND,
+            links={table["links"][key]["name"]: links[key] for key in gpu["links"]},
+            source=gpu["source"],
+            launch_source="NVIDIA, Getting Started with CUDA Graphs (2019): 3.8 µs a kernel, small "
+            "ones launched one behind the other",
+            network=networks[gpu["network"]],
+        )
+        gpus[name] = Accelerator(name, gpu["memory_mib"] * 2**20, sheet, tuple(gpu["drivers"]))
+    return gpus
+
+
+ACCELERATORS: Mapping[str, Accelerator] = _accelerators()
+SHEETS: Mapping[str, DeviceSheet] = {
+    **{name: accelerator.sheet for name, accelerator in ACCELERATORS.items()},
+    "CPU": CPU,
+}
+"""Data sheets by the names of devices."""
 RESERVED_BYTES = 2**30
 """Memory left free on a device, for the CUDA context, libraries' workspaces and fragmentation."""
-
-# Totals as nvidia-smi (rocm-smi) reports them, in MiB; with ECC where it is on by default.
-_TOTALS_MIB = {
-    "A10": 23_028,
-    "A10G": 23_028,
-    "A100-40": 40_960,
-    "A100-40-PCIE": 40_960,
-    "A100-80": 81_920,
-    "A100-80-PCIE": 81_920,
-    "A6000": 49_140,
-    "B200": 183_359,
-    "H100": 81_559,
-    "H100-NVL": 95_830,
-    "H100-PCIE": 81_559,
-    "H200": 143_771,
-    "L4": 23_034,
-    "L40S": 46_068,
-    "MI300X": 196_592,
-    "RTX-3090": 24_576,
-    "RTX-4090": 24_564,
-    "T4": 15_360,
-    "V100-32": 32_768,
-}
-ACCELERATORS: Mapping[str, Accelerator] = {
-    name: Accelerator(name, total * MIB, SHEETS[name]) for name, total in _TOTALS_MIB.items()
-}
-
-_BY_DRIVER = {
-    "A10": "A10",
-    "A10G": "A10G",
-    "A100-SXM4-40GB": "A100-40",
-    "A100-PCIE-40GB": "A100-40-PCIE",
-    "A100-SXM4-80GB": "A100-80",
-    "A100 80GB PCIe": "A100-80-PCIE",
-    "RTX A6000": "A6000",
-    "B200": "B200",
-    "H100 80GB HBM3": "H100",
-    "H100 NVL": "H100-NVL",
-    "H100 PCIe": "H100-PCIE",
-    "H200": "H200",
-    "L4": "L4",
-    "L40S": "L40S",
-    "Instinct MI300X": "MI300X",
-    "Instinct MI300X OAM": "MI300X",
-    "GeForce RTX 3090": "RTX-3090",
-    "GeForce RTX 4090": "RTX-4090",
-    "T4": "T4",
-    "V100-SXM2-32GB": "V100-32",
-}
-"""Accelerators by the names that drivers give them, without the vendor's."""
 
 
 def of_driver(called: str) -> Accelerator | None:
@@ -458,8 +212,7 @@ def of_driver(called: str) -> Accelerator | None:
     words = called.split(maxsplit=1)
     if words[0] in ("AMD", "NVIDIA", "Tesla") and len(words) > 1:
         called = words[1]
-    name = _BY_DRIVER.get(called)
-    return None if name is None else ACCELERATORS[name]
+    return next((gpu for gpu in ACCELERATORS.values() if called in gpu.drivers), None)
 
 
 def find_accelerator(name: str) -> Accelerator:
