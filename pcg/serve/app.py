@@ -17,20 +17,15 @@ from pcg.serve.adapters.catalog import Catalog
 from pcg.serve.engine.client import EngineClient
 from pcg.serve.engine.options import ServeOptions
 from pcg.serve.files import routes as files
-from pcg.serve.files import uploads
-from pcg.serve.files.files import Files
-from pcg.serve.files.quota import Quota
-from pcg.serve.graders import routes as graders
-from pcg.serve.graders.job_grading import JobGrading
-from pcg.serve.graders.python_graders import PythonGraders
+from pcg.serve.files.files import Files, Quota
 from pcg.serve.http.caller import Authentication, RequiredScope
 from pcg.serve.http.errors import ERRORS, add_handlers
 from pcg.serve.http.limits import RequestLimits
 from pcg.serve.http.middleware import DirectSend, Recording, RequestId
 from pcg.serve.http.service import LongBodyRoute, Service
-from pcg.serve.jobs import permissions
-from pcg.serve.jobs import report as job_report
+from pcg.serve.jobs import graders
 from pcg.serve.jobs import routes as jobs
+from pcg.serve.jobs.graders import JobGrading, PythonGraders
 from pcg.serve.jobs.runner import JobRunner
 from pcg.serve.metrics import routes as metrics
 from pcg.serve.metrics.engine_metrics import EngineMetrics, Served
@@ -64,11 +59,9 @@ ROUTERS: tuple[APIRouter, ...] = (
     graders.router,
     health.router,
     jobs.router,
-    job_report.router,
     metrics.router,
     models.router,
     page.router,
-    permissions.router,
     responses.router,
     status.router,
     sglang.router,
@@ -79,7 +72,6 @@ ROUTERS: tuple[APIRouter, ...] = (
     tinker_sampling.router,
     tinker_sessions.router,
     tinker_training.router,
-    uploads.router,
 )
 
 PUBLIC = ("/", "/health")
@@ -103,9 +95,9 @@ def open_service(
     """
     service = Service(client, keys, options)
     catalog = service.add(Catalog(client, options, store))
-    graders = service.add(PythonGraders(options.python_graders))
+    python_graders = service.add(PythonGraders(options.python_graders))
     observers = service.add(Observers(options))
-    service.ends += [graders.close, observers.close]
+    service.ends += [python_graders.close, observers.close]
     service.add(generation or GenerationConfig())
     service.add(Links(LINKS))
     service.add(TokenTexts(client.tokenizer))

@@ -47,7 +47,7 @@ from pcg.serve.files.files import Files
 from pcg.serve.http.connection import BoundedConnection, allow_connections
 from pcg.serve.http.errors import LOG
 from pcg.serve.http.service import Service
-from pcg.serve.jobs.bases import check_base
+from pcg.serve.jobs.records import check_base
 from pcg.serve.listening import Listener, check_certificate
 from pcg.serve.openai.sampling import GenerationConfig, read_generation_config
 from pcg.serve.store.store import open_store

@@ -1,32 +1,280 @@
-"""The files of a server: kept, found and deleted for their owners."""
+"""The files of a server: their rows and quotas, and files kept, found and deleted for owners.
+
+A quota bounds the number of files that a tenant keeps, and the bytes with those on their way.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import sqlite3
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TypeVar
+from dataclasses import dataclass
+from typing import Any, Generic, Literal, TypeVar
 
-from pcg.serve.files import records
-from pcg.serve.files.quota import Quota
-from pcg.serve.files.records import FileRecord, Page
-from pcg.serve.files.wire import missing
+from pydantic import BaseModel
+
+from pcg.serve.engine.options import ServeOptions
 from pcg.serve.http.errors import ApiError
 from pcg.serve.store.contents import Incoming
 from pcg.serve.store.store import Store
-from pcg.serve.store.tables import new_key, now
+from pcg.serve.store.tables import Table, held_bytes, new_key, now
 
 Result = TypeVar("Result")
+Record = TypeVar("Record")
+Item = TypeVar("Item")
+
+RESULTS = "fine-tune-results"
+"""The purpose of files that jobs make."""
+MOST_OVER = 1000
+"""The most uploads of a tenant that are over and still listed."""
+PENDING, COMPLETED, CANCELLED, EXPIRED = "pending", "completed", "cancelled", "expired"
+_LIVES = "expires_s IS NULL OR expires_s > ?"
+
+
+@dataclass(frozen=True)
+class FileRecord:
+    """A file.
+
+    Attributes:
+        filename: its name as the client wrote it.
+        created_s, expires_s: Unix seconds; None for a file that stays until it is deleted.
+        digest: the SHA-256 of its content.
+    """
+
+    id: str
+    tenant: str
+    filename: str
+    purpose: str
+    size_bytes: int
+    created_s: int
+    expires_s: int | None
+    digest: str
+
+
+@dataclass(frozen=True)
+class UploadRecord:
+    """An upload; its room is reserved from the beginning.
+
+    Attributes:
+        size_bytes: bytes of all its parts, as the client announces them.
+        file_expires_after_s: lifetime of its file; None for a file that stays until it is deleted.
+        file: the id of its file, once it is completed.
+    """
+
+    id: str
+    tenant: str
+    filename: str
+    purpose: str
+    mime_type: str
+    size_bytes: int
+    created_s: int
+    expires_s: int
+    file_expires_after_s: int | None
+    status: str
+    file: str | None = None
+
+
+@dataclass(frozen=True)
+class PartRecord:
+    """A part of an upload."""
+
+    id: str
+    upload: str
+    created_s: int
+    size_bytes: int
+    digest: str
+
+
+FILES = Table("files", FileRecord)
+UPLOADS = Table("uploads", UploadRecord)
+PARTS = Table("upload_parts", PartRecord)
+
+
+class ListPage(BaseModel, Generic[Item]):
+    """A page of a list; `after` with the last id asks for the next one."""
+
+    object: Literal["list"] = "list"
+    data: list[Item]
+    first_id: str | None = None
+    last_id: str | None = None
+    has_more: bool
+
+
+@dataclass(frozen=True)
+class Page:
+    """A part of a list.
+
+    Attributes:
+        after: the id of the last entry before it; None for the beginning.
+        limit: the most entries.
+        is_rising: True for the oldest first.
+    """
+
+    after: str | None
+    limit: int
+    is_rising: bool = False
+
+    def condition(self) -> tuple[str, list[Any]]:
+        """Return the condition of the rows behind `after`, and its values."""
+        if self.after is None:
+            return "1", []
+        return f"id {'>' if self.is_rising else '<'} ?", [self.after]
+
+    @property
+    def order(self) -> str:
+        """The end of a statement: one more row than the page has tells whether others follow."""
+        return f"ORDER BY id {'ASC' if self.is_rising else 'DESC'} LIMIT {self.limit + 1}"
+
+    def shown(self, records: Sequence[Record], show: Callable[[Record], Item]) -> ListPage[Item]:
+        """Return the page of records, of which there is one more where others follow."""
+        entries = records[: self.limit]
+        ids = [str(entry.id) for entry in entries]  # type: ignore[attr-defined]
+        first, last = (ids[0], ids[-1]) if ids else (None, None)
+        data, has_more = [show(entry) for entry in entries], len(records) > self.limit
+        return ListPage(data=data, first_id=first, last_id=last, has_more=has_more)
+
+
+def missing(kind: str, id: str) -> ApiError:
+    """Return the error of an object that a caller does not have."""
+    return ApiError(404, f"No such {kind} object: {id[:128]}", param="id")
+
+
+def used(connection: sqlite3.Connection, tenant: str, now_s: int) -> tuple[int, int]:
+    """Count the files that a tenant keeps or has room reserved for, and their bytes with jobs'."""
+    sizes = "COUNT(*), COALESCE(SUM(size_bytes), 0)"
+    kept = FILES.read(connection, sizes, _LIVES, (now_s,), tenant=tenant)[0]
+    (pending,) = UPLOADS.read(
+        connection, sizes, "expires_s > ?", (now_s,), tenant=tenant, status=PENDING
+    )
+    held = held_bytes(connection, tenant, now_s)
+    return kept[0] + pending[0], kept[1] + pending[1] + held
+
+
+def expire(connection: sqlite3.Connection, now_s: int) -> list[str]:
+    """Delete expired files and uploads; return the digests of their contents."""
+    late = "status = 'pending' AND expires_s <= ?"
+    files = FILES.delete(connection, "expires_s <= ?", (now_s,))
+    parts = PARTS.delete(connection, f"upload IN (SELECT id FROM uploads WHERE {late})", (now_s,))
+    UPLOADS.change(connection, {"status": EXPIRED}, late, (now_s,))
+    return list({*(file.digest for file in files), *(part.digest for part in parts)})
+
+
+def add_upload(connection: sqlite3.Connection, record: UploadRecord) -> None:
+    """Add an upload; drop the tenant's oldest that are over."""
+    UPLOADS.insert(connection, record)
+    connection.execute(
+        "DELETE FROM uploads WHERE tenant = ?1 AND status != 'pending' AND id NOT IN (SELECT id "
+        "FROM uploads WHERE tenant = ?1 AND status != 'pending' ORDER BY id DESC LIMIT ?2)",
+        (record.tenant, MOST_OVER),
+    )
+
+
+def bytes_to_come(connection: sqlite3.Connection, tenant: str) -> int:
+    """Count the bytes that a tenant's pending uploads have room for and did not receive."""
+    (count,) = connection.execute(
+        "SELECT COALESCE(SUM(size_bytes - (SELECT COALESCE(SUM(part_bytes), 0) FROM "
+        "(SELECT DISTINCT digest, upload_parts.size_bytes AS part_bytes FROM upload_parts "
+        "WHERE upload = uploads.id))), 0) "
+        "FROM uploads WHERE tenant = ? AND status = 'pending'",
+        (tenant,),
+    ).fetchone()
+    return int(count)
+
+
+def end_upload(
+    connection: sqlite3.Connection, id: str, status: str, file: str | None = None
+) -> list[str]:
+    """End an upload; return the digests of its parts."""
+    digests = [part.digest for part in PARTS.delete(connection, upload=id)]
+    UPLOADS.change(connection, {"status": status, "file": file}, id=id)
+    return digests
+
+
+class InFlight:
+    """The bytes of one incoming file.
+
+    Args:
+        coming: incoming bytes by tenant.
+        room: bytes that the tenant may still add.
+        most: bytes that the file may have.
+    """
+
+    def __init__(self, coming: Counter[str], tenant: str, room: int, most: int) -> None:
+        self.size_bytes = 0
+        self._coming = coming
+        self._tenant = tenant
+        self._room = room
+        self._most = most
+
+    def add(self, size_bytes: int) -> None:
+        """Count bytes that came. ApiError: they are too many."""
+        self.size_bytes += size_bytes
+        self._coming[self._tenant] += size_bytes
+        if self.size_bytes > self._most:
+            raise ApiError(
+                413,
+                f"The file has more than {self._most} bytes; send less.",
+                param="file",
+                code="file_too_large",
+                headers={"connection": "close"},
+            )
+        if self._coming[self._tenant] > self._room:
+            raise _over_quota("bytes")
+
+
+class Quota:
+    """The quotas of a server's tenants."""
+
+    def __init__(self, options: ServeOptions) -> None:
+        self._options = options
+        self._files: Counter[str] = Counter()
+        self._parts: Counter[str] = Counter()
+
+    @contextmanager
+    def flight(self, tenant: str, kept_bytes: int, part: int | None = None) -> Iterator[InFlight]:
+        """Count a file, or a part of an upload, while it comes.
+
+        Args:
+            kept_bytes: bytes that the tenant keeps, for a part without the room of its uploads.
+            part: bytes that the part may have; None for a file.
+        """
+        options = self._options
+        coming, most = self._files, options.max_file_bytes
+        if part is not None:
+            coming, most = self._parts, part
+        flight = InFlight(coming, tenant, options.tenant_files_bytes - kept_bytes, most)
+        try:
+            yield flight
+        finally:
+            coming[tenant] -= flight.size_bytes
+            if not coming[tenant]:
+                del coming[tenant]
+
+    def check(self, connection: sqlite3.Connection, tenant: str, size_bytes: int) -> None:
+        """Raise an ApiError if a tenant may not keep another file of this size."""
+        if used(connection, tenant, now())[0] >= self._options.tenant_files:
+            raise _over_quota(f"files, at most {self._options.tenant_files}")
+        self.check_bytes(connection, tenant, size_bytes)
+
+    def check_bytes(self, connection: sqlite3.Connection, tenant: str, size_bytes: int) -> None:
+        """Raise an ApiError if a tenant may not keep that many further bytes."""
+        if used(connection, tenant, now())[1] + size_bytes > self._options.tenant_files_bytes:
+            raise _over_quota(f"bytes, at most {self._options.tenant_files_bytes}")
+
+
+def _over_quota(what: str) -> ApiError:
+    return ApiError(
+        429,
+        f"You keep too many {what}, of files, uploads and what jobs made; delete some.",
+        code="insufficient_quota",
+        headers={"x-should-retry": "false", "connection": "close"},
+    )
 
 
 class Files:
-    """The files of all tenants.
-
-    Attributes:
-        store: what keeps them.
-        quota: bounds what each tenant keeps.
-    """
+    """The files of all tenants."""
 
     def __init__(self, store: Store, quota: Quota) -> None:
         self.store = store
@@ -36,40 +284,40 @@ class Files:
     async def write(
         self, act: Callable[[sqlite3.Connection], Result], *, may_use_reserve: bool = False
     ) -> Result:
-        """Run a function in a transaction, and wait for the disk; as of `Database.write`."""
+        """Run a function in a transaction, and wait for the disk; see `Database.write`."""
         write = self.store.database.write(act, may_use_reserve=may_use_reserve)
         return await asyncio.wrap_future(write)
 
     async def read(self, act: Callable[[sqlite3.Connection], Result]) -> Result:
-        """Run a function on what is kept."""
+        """Run a function on the stored rows."""
         return await asyncio.wrap_future(self.store.database.read(act))
 
     async def kept_bytes(self, tenant: str) -> int:
-        """Count the bytes that a tenant keeps, once what has expired is removed."""
-        over = await self.write(lambda one: records.expire(one, now()), may_use_reserve=True)
+        """Count the bytes that a tenant keeps, after expired files are removed."""
+        over = await self.write(lambda db: expire(db, now()), may_use_reserve=True)
         await self.remove(over)
-        return (await self.read(lambda one: records.used(one, tenant, now())))[1]
+        return (await self.read(lambda db: used(db, tenant, now())))[1]
 
     async def keep(self, record: FileRecord, content: Incoming) -> FileRecord:
         """Keep a file. ApiError: the tenant keeps too much."""
 
         def act(connection: sqlite3.Connection) -> FileRecord:
             self.quota.check(connection, record.tenant, record.size_bytes)
-            records.FILES.insert(connection, record)
+            FILES.insert(connection, record)
             return record
 
         return await self.put(content, act)
 
     async def put(self, content: Incoming, act: Callable[[sqlite3.Connection], Result]) -> Result:
-        """Put a content among the others, and run the function that writes the row naming it.
+        """Store a content, and run the function that writes the row naming it.
 
-        Neither is there if the write fails, so that a full disk has its room back.
+        Neither remains if the write fails, so that a full disk has its room back.
         """
 
         def put(connection: sqlite3.Connection) -> Result:
-            found = act(connection)
+            result = act(connection)
             self.store.contents.put(content)
-            return found
+            return result
 
         try:
             return await self.write(put)
@@ -79,29 +327,35 @@ class Files:
 
     async def find(self, tenant: str, id: str) -> FileRecord:
         """Return a tenant's file. ApiError: there is none."""
-        found = await self.read(lambda one: records.find(one, tenant, id, now()))
-        if found is None:
+        record = await self.read(lambda db: find_file(db, tenant, id))
+        if record is None:
             raise missing("File", id)
-        return found
+        return record
 
     async def listed(self, tenant: str, page: Page, purpose: str | None) -> list[FileRecord]:
-        """Return a page of a tenant's files, and one more where there are others."""
-        return await self.read(lambda one: records.listed(one, tenant, page, purpose, now()))
+        """Return a page of a tenant's files, and one more where others follow."""
+        behind, values = page.condition()
+        equal = {"tenant": tenant, **({} if purpose is None else {"purpose": purpose})}
+        condition = f"({_LIVES}) AND {behind}"
+        return await self.read(
+            lambda db: FILES.select(db, condition, (now(), *values), page.order, **equal)
+        )
 
     async def delete(self, tenant: str, id: str) -> None:
         """Delete a tenant's file. ApiError: there is none."""
-        digest = await self.write(
-            lambda one: records.delete(one, tenant, id, now()), may_use_reserve=True
+        deleted = await self.write(
+            lambda db: FILES.delete(db, _LIVES, (now(),), tenant=tenant, id=id),
+            may_use_reserve=True,
         )
-        if digest is None:
+        if not deleted:
             raise missing("File", id)
-        await self.remove([digest])
+        await self.remove([record.digest for record in deleted])
 
     @contextmanager
     def completing(self, upload: str) -> Iterator[None]:
-        """Join the parts of an upload within a `with`, once at a time: each makes a copy.
+        """Join the parts of an upload, once at a time, as each makes a copy.
 
-        ApiError: it is being done already.
+        ApiError: it is being completed already.
         """
         if upload in self._completing:
             raise ApiError(409, "The upload is being completed.", param="upload_id")
@@ -111,13 +365,18 @@ class Files:
         finally:
             self._completing.discard(upload)
 
-    async def remove(self, digests: list[str]) -> None:
-        """Remove contents that nothing names any more."""
+    async def remove(self, digests: Sequence[str]) -> None:
+        """Remove contents that no row names any more."""
         if digests:
             remove = self.store.contents.remove_unnamed
             await self.write(
-                lambda one: [remove(one, digest) for digest in digests], may_use_reserve=True
+                lambda db: [remove(db, digest) for digest in digests], may_use_reserve=True
             )
+
+
+def find_file(connection: sqlite3.Connection, tenant: str, id: str) -> FileRecord | None:
+    """Return a tenant's file, or None for an unknown id or an expired file."""
+    return FILES.find(connection, _LIVES, (now(),), tenant=tenant, id=id)
 
 
 def new_file(
@@ -129,9 +388,9 @@ def new_file(
         new_key("file-"),
         tenant,
         filename,
-        purpose,
-        content.size_bytes,
-        created,
-        None if life_s is None else created + life_s,
-        content.digest,
+        purpose=purpose,
+        size_bytes=content.size_bytes,
+        created_s=created,
+        expires_s=None if life_s is None else created + life_s,
+        digest=content.digest,
     )

@@ -1,4 +1,4 @@
-"""Forms with a file, read as they come: the file goes to the disk, and never into memory whole."""
+"""Forms with a file, read as they come: the file goes to the disk, never into memory whole."""
 
 from __future__ import annotations
 
@@ -10,27 +10,26 @@ from python_multipart.exceptions import FormParserError
 from python_multipart.multipart import MultipartParser, parse_options_header
 from starlette.requests import ClientDisconnect
 
-from pcg.serve.files.files import Files
-from pcg.serve.files.quota import InFlight
+from pcg.serve.files.files import Files, InFlight
 from pcg.serve.http.caller import Caller
 from pcg.serve.http.errors import ApiError
 from pcg.serve.http.service import Service
 from pcg.serve.store.contents import Incoming
 
 _WRITTEN_BYTES = 2**20
-"""What is written at a time, on a thread."""
+"""The bytes written at a time, on a thread."""
 _FIELD_BYTES = 2**12
 _FIELDS = 16
 
 
 @dataclass
 class Form:
-    """A form that was read.
+    """A form.
 
     Attributes:
-        fields: its fields but the file.
+        content: the file; the caller drops it if it is not kept.
+        fields: the other fields.
         filename: the file's name.
-        content: the file; whoever has the form drops it, where it is not kept.
     """
 
     content: Incoming
@@ -39,7 +38,7 @@ class Form:
 
 
 class _Reader:
-    """Takes what the parser finds."""
+    """Receives the parser's events."""
 
     def __init__(self, file: str, names: Collection[str]) -> None:
         self.fields: dict[str, str] = {}
@@ -100,9 +99,9 @@ class _Reader:
         self.is_over = True
 
     def take(self) -> bytes:
-        """Return what is to be written, and forget it."""
-        found, self.unwritten, self.unwritten_bytes = b"".join(self.unwritten), [], 0
-        return found
+        """Return the bytes to write, and forget them."""
+        taken, self.unwritten, self.unwritten_bytes = b"".join(self.unwritten), [], 0
+        return taken
 
     @property
     def callbacks(self) -> dict[str, object]:
@@ -112,16 +111,18 @@ class _Reader:
 async def read_form(
     request: Request,
     service: Service,
+    files: Files,
     caller: Caller,
     flight: InFlight,
+    *,
     file: str,
     names: Collection[str],
 ) -> Form:
-    """Read a form whose part `file` is a file.
+    """Read a form that has a file as its part `file`.
 
     Args:
         flight: bounds and counts the bytes of the file.
-        names: the fields that it may have beside.
+        names: its other fields.
     Raises:
         ApiError: it is no such form, or too large.
         StoreFullError: there is no room.
@@ -131,7 +132,7 @@ async def read_form(
     if kind != b"multipart/form-data" or not boundary:
         raise ApiError(400, "Send the body as content-type: multipart/form-data.")
     reader, behind = _Reader(file, names), 0
-    content = await service.beside(caller, service.part(Files).store.contents.begin)
+    content = await service.beside(caller, files.store.contents.begin)
     try:
         parser = MultipartParser(boundary, reader.callbacks)  # type: ignore[arg-type]
         async for part in request.stream():
@@ -149,13 +150,12 @@ async def read_form(
         if reader.filename is None:
             raise ApiError(400, f"Missing required parameter: '{file}'.", param=file)
         await service.beside(caller, content.finish)
-    except FormParserError as error:
+    except BaseException as error:
         content.drop()
-        raise ApiError(400, f"The form cannot be read: {error}", code="invalid_form") from None
-    except ClientDisconnect:
-        content.drop()
-        raise ApiError(400, "The client left before its body was whole.") from None
-    except BaseException:
-        content.drop()
+        if isinstance(error, FormParserError):
+            said = f"The form cannot be read: {error}"
+            raise ApiError(400, said, code="invalid_form") from None
+        if isinstance(error, ClientDisconnect):
+            raise ApiError(400, "The client left before its body was whole.") from None
         raise
     return Form(content, reader.fields, reader.filename)

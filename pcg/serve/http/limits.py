@@ -3,7 +3,7 @@
 Bytes are counted as they arrive, whatever a header says. A request beyond a bound is refused before
 it is read: a 413 for one body, a 429 for all of a tenant's. The engine bounds its own queue
 (`pcg.runtime.admission.backlog`). Files go to the disk as they arrive, and a tenant's quota bounds
-them (`pcg.serve.files.quota`).
+them (`pcg.serve.files.files`).
 
 The elements of a JSON text are counted in its bytes before objects are made of them. Reading JSON
 holds the interpreter's lock from the first byte to the last, so no stream goes on meanwhile, and

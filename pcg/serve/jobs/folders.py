@@ -1,19 +1,21 @@
-"""Folders of jobs in the server's store.
+"""Folders of jobs in the server's store, and the removal of what no job needs.
 
-jobs/<id>/training.jsonl        the very content of the file, whatever becomes of that
+jobs/<id>/training.jsonl        a link to the content of the file, which may be deleted
 jobs/<id>/validation.jsonl
-jobs/<id>/start/                the adapter that it goes on from, if it does from one
-jobs/<id>/checkpoints/          of which the last ones stay, each served under a name
-jobs/<id>/record/               its record, while its row is kept
+jobs/<id>/start/                the adapter that it continues, if there is one
+jobs/<id>/checkpoints/          the last ones stay, each served under a name
+jobs/<id>/record/               its record, as long as its row exists
 jobs/<id>/model/                the adapter that it ended with
 """
 
 from __future__ import annotations
 
+import asyncio
 import os
 import re
 import shutil
-from collections.abc import Collection, Iterable
+import sqlite3
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -32,13 +34,26 @@ from pcg.files import (
 from pcg.peft.adapter_files import CONFIG, WEIGHTS
 from pcg.records.run_files import REPORT
 from pcg.runtime.training.checkpoints import OPTIMIZER, STATE, TRAINER, check_checkpoint
+from pcg.serve.adapters import kept_models
 from pcg.serve.adapters.kept_models import MODEL
+from pcg.serve.files.files import Files
 from pcg.serve.http.errors import ApiError
+from pcg.serve.jobs import records
+from pcg.serve.jobs.records import OVER, UNFINISHED, JobRecord
 from pcg.serve.store.contents import Contents, remove_path
 from pcg.serve.store.database import as_store_error
 from pcg.serve.store.store import Store
+from pcg.serve.store.tables import (
+    held_folders,
+    hold_folder,
+    jobs_with_data,
+    now,
+    release_data,
+    resize_folder,
+)
 
 _JOBS = "jobs"
+_DAY_S = 86_400
 _STEP = re.compile(r"step-(\d{8,})(\.\d+)?")
 
 
@@ -85,11 +100,10 @@ class JobFolder:
     def make(
         self, contents: Contents, training: str, validation: str | None, start: Path | None
     ) -> None:
-        """Make it with the data of the job, of which the digests are given.
+        """Make it with links to the data of these digests, and to the adapter that it continues.
 
         Args:
-            start: the folder of the adapter that the job goes on from; what becomes of that
-                changes nothing.
+            start: the folder of the adapter; None for the base.
         Raises:
             ApiError: the adapter was deleted meanwhile.
             StoreDamagedError: a file is not what was kept, or is gone.
@@ -107,7 +121,7 @@ class JobFolder:
                 sums = read_sums(start, FinetuneError) or {}
                 if sums:
                     write_sums(
-                        self.start, {one: sums[one] for one in sums if one in (CONFIG, WEIGHTS)}
+                        self.start, {name: sums[name] for name in sums if name in (CONFIG, WEIGHTS)}
                     )
                 sync_names(self.start)
         except FileNotFoundError as error:
@@ -133,8 +147,8 @@ class JobFolder:
 
     def unnamed(self, named: Collection[str]) -> list[Path]:
         """Return the adapters and checkpoints that are not named, and what else is with them."""
-        found = self.checkpoints.iterdir() if self.checkpoints.is_dir() else ()
-        return [p for p in (*found, self.model) if p.exists() and self.relative(p) not in named]
+        saved = self.checkpoints.iterdir() if self.checkpoints.is_dir() else ()
+        return [p for p in (*saved, self.model) if p.exists() and self.relative(p) not in named]
 
     def held_bytes(self) -> int:
         """Count the bytes of all that is in it but the data, and the record's page.
@@ -142,8 +156,8 @@ class JobFolder:
         The page is made of the rest of the record, behind the job's end, when this was counted.
         """
         others = (self.training, self.validation, self.record / REPORT)
-        files = [one for one in self.path.glob("**/*") if one.is_file() and one not in others]
-        return sum(one.lstat().st_size for one in files)
+        files = [path for path in self.path.glob("**/*") if path.is_file() and path not in others]
+        return sum(path.lstat().st_size for path in files)
 
     def strip(self) -> None:
         """Remove all but models and checkpoints; no row is of the job any more."""
@@ -159,12 +173,12 @@ class JobFolder:
         """Return the checkpoints that are there, by step."""
         if not self.checkpoints.is_dir():
             return {}
-        found = {}
+        saved = {}
         for path in sorted(self.checkpoints.iterdir()):
             step = step_of(path.name)
             if step is not None and is_file(path / STATE):
-                found[step] = path
-        return found
+                saved[step] = path
+        return saved
 
     def state(self) -> dict[str, Any]:
         """Return the state of the last checkpoint: losses, evaluations; empty without one.
@@ -175,8 +189,8 @@ class JobFolder:
         for _, path in sorted(self.saved().items(), reverse=True):
             try:
                 check_sums(path, (STATE,), FinetuneError)
-                found: dict[str, Any] = read_json(path / STATE, FinetuneError)["state"]
-                return found
+                state: dict[str, Any] = read_json(path / STATE, FinetuneError)["state"]
+                return state
             except FinetuneError as error:
                 damage = error
         if damage is not None:
@@ -222,8 +236,8 @@ class JobFolder:
 
 def step_of(name: str) -> int | None:
     """Return the step of a checkpoint by the name of its folder; None for another folder."""
-    found = _STEP.fullmatch(name)
-    return None if found is None else int(found[1])
+    match = _STEP.fullmatch(name)
+    return None if match is None else int(match[1])
 
 
 def folder_of(store: Store, id: str) -> JobFolder:
@@ -237,15 +251,103 @@ def folders_of(store: Store) -> list[Path]:
     return list(root.iterdir()) if root.is_dir() else []
 
 
+def in_status(id: str, status: str, wanted: Sequence[str]) -> ApiError:
+    """Return the error of a change that a job's status does not allow."""
+    return ApiError(
+        400,
+        f"Job {id} is {status}; this can be done to one that is {' or '.join(wanted)}.",
+        code="invalid_job_status",
+    )
+
+
+def remove_job(connection: sqlite3.Connection, job: JobRecord) -> None:
+    """Remove a job that is over, with its events and checkpoints; its models stay.
+
+    ApiError: it is not over.
+    """
+    row = records.find(connection, job.id)
+    if row is not None and row.status not in OVER:
+        raise in_status(job.id, row.status, OVER)
+    connection.execute("DELETE FROM jobs WHERE id = ?", (job.id,))
+
+
+def remove_old(connection: sqlite3.Connection, now_s: int, days: float) -> None:
+    """Remove the jobs and uploads that ended more than some days ago."""
+    before_s = now_s - int(days * _DAY_S)
+    connection.execute(
+        f"DELETE FROM jobs WHERE {records.among(OVER)} AND finished_s < ?", (*OVER, before_s)
+    )
+    connection.execute(
+        "DELETE FROM uploads WHERE status != 'pending' AND expires_s < ?", (before_s,)
+    )
+
+
+async def clean_folders(files: Files, folders: Sequence[Path], days: float) -> None:
+    """Remove rows that ended more than some days ago, and what no row needs of folders.
+
+    Args:
+        folders: those of jobs.
+    """
+
+    def act(connection: sqlite3.Connection) -> _Rows:
+        remove_old(connection, now(), days)
+        going_on = {job.id for job in records.of_status(connection, UNFINISHED)}
+        return _Rows(
+            going_on,
+            {id for (id,) in connection.execute("SELECT id FROM jobs")} - going_on,
+            jobs_with_data(connection) - going_on,
+            held_folders(connection),
+            kept_models.folders(connection),
+        )
+
+    rows = await files.write(act, may_use_reserve=True)
+    left = await asyncio.to_thread(_sweep, files.store, folders, rows)
+
+    def note(connection: sqlite3.Connection) -> None:
+        for job, size in left.items():
+            release_data(connection, job)
+            resize_folder(connection, job, size)
+
+    await files.write(note, may_use_reserve=True)
+
+
+async def tidy_job(files: Files, job: JobRecord, folder: JobFolder) -> None:
+    """Remove the parts of a finished job that nobody needs, and note the rest's size.
+
+    Of a job without a row only models and checkpoints remain. It may be repeated after a crash.
+    """
+    row = await files.read(lambda db: records.find(db, job.id))
+    if row is not None and row.status in UNFINISHED:
+        return
+    named = await files.read(kept_models.folders)
+
+    def remove() -> int:
+        if row is None:
+            folder.strip()
+        else:
+            folder.tidy()
+        for path in folder.unnamed(named):
+            remove_path(path)
+        return folder.held_bytes()
+
+    size = await asyncio.to_thread(remove)
+
+    def note(connection: sqlite3.Connection) -> None:
+        release_data(connection, job.id)
+        hold_folder(connection, job.id, job.tenant, size)
+
+    await files.write(note, may_use_reserve=True)
+
+
 @dataclass(frozen=True)
-class Rows:
-    """The rows that need something of folders.
+class _Rows:
+    """The rows that need parts of folders.
 
     Attributes:
-        going_on: jobs that are not over.
-        over: jobs that are, and whose rows are there.
-        untidy: those of them whose data is there yet.
-        holding: jobs, with rows or without, whose folders have models or checkpoints.
+        going_on: unfinished jobs.
+        over: jobs that are over.
+        untidy: those of them that still have data.
+        holding: jobs, with rows or without, that have models or checkpoints in their folders.
         named: the folders of models, relative to the store's.
     """
 
@@ -256,7 +358,7 @@ class Rows:
     named: Collection[str]
 
 
-def sweep(store: Store, folders: Iterable[Path], rows: Rows) -> dict[str, int]:
+def _sweep(store: Store, folders: Iterable[Path], rows: _Rows) -> dict[str, int]:
     """Remove what no row needs of folders, which a crash left, or move it to quarantine.
 
     Returns:
@@ -277,10 +379,10 @@ def sweep(store: Store, folders: Iterable[Path], rows: Rows) -> dict[str, int]:
             folder.strip()
         elif is_unfinished:
             folder.tidy()
-        for one in folder.unnamed(rows.named):
+        for child in folder.unnamed(rows.named):
             if is_unfinished:
-                remove_path(one)
+                remove_path(child)
             else:
-                unnamed.append(one)
+                unnamed.append(child)
     store.discard(unnamed)
     return {folder.id: folder.held_bytes() for folder in left}

@@ -1,11 +1,7 @@
-"""The progress of a job, and its results.
+"""The progress of a job in its rows, and its results: the file of its metrics, and the model.
 
-The progress of a job in its rows: steps, checkpoints and their models.
-
-A step may be run twice, before a crash and behind it; its first event stays. One whose event was
-not written before the crash is in the state of the checkpoint, from which `catch_up` writes it.
-
-The results of jobs that succeed: the file of their metrics, and the model.
+A step may run twice, before a crash and after it; its first event stays. The events that were not
+written before a crash are in the state of the checkpoint, from which `catch_up` writes them.
 """
 
 from __future__ import annotations
@@ -23,16 +19,11 @@ import msgspec
 from pcg.serve.adapters import kept_models
 from pcg.serve.adapters.kept_models import KeptModel, new_model
 from pcg.serve.engine.news import TRAIN_REWARD, VALID_REWARD, JobStep
-from pcg.serve.files.files import Files, new_file
-from pcg.serve.files.records import FILES, RESULTS
-from pcg.serve.jobs import event_records, records
-from pcg.serve.jobs.event_records import METRICS
+from pcg.serve.files.files import FILES, RESULTS, Files, new_file
+from pcg.serve.jobs import records
 from pcg.serve.jobs.folders import JobFolder, step_of
-from pcg.serve.jobs.records import SUCCEEDED, UNFINISHED, JobRecord
+from pcg.serve.jobs.records import METRICS, SUCCEEDED, UNFINISHED, JobRecord
 from pcg.serve.store.tables import hold_folder, now
-
-# ----------------------------------------------------------------------------------------- progress
-
 
 KEPT_CHECKPOINTS = 3
 """The checkpoints that stay, as at OpenAI."""
@@ -41,9 +32,9 @@ _COLUMNS = ("step", "train_loss", "train_accuracy", "valid_loss", "valid_mean_to
 
 @dataclass
 class Changes:
-    """Models that came and went by a write."""
+    """Models that a write added and removed."""
 
-    made: list[KeptModel] = field(default_factory=list)
+    new: list[KeptModel] = field(default_factory=list)
     gone: list[str] = field(default_factory=list)
 
 
@@ -52,40 +43,39 @@ def add_step(
 ) -> Changes:
     """Add a step of a job, and the checkpoint that was saved behind it."""
     changes = Changes()
-    found = records.find(connection, job.id)
-    if found is None or found.status not in UNFINISHED:
+    row = records.find(connection, job.id)
+    if row is None or row.status not in UNFINISHED:
         return changes
-    told = _told(news)
-    _add_metrics(connection, job.id, told)
+    metrics = _metrics_of(news)
+    _add_metrics(connection, job.id, metrics)
     if news.checkpoint is not None and step_of(news.checkpoint) == news.step:
-        _add_checkpoint(connection, job, folder, told, changes)
+        _add_checkpoint(connection, job, folder, metrics, changes)
     return changes
 
 
 def catch_up(connection: sqlite3.Connection, job: JobRecord, folder: JobFolder) -> Changes:
-    """Add what a job did before a crash or a pause, and no event says."""
+    """Add the steps of a job before a crash or a pause that have no event."""
     changes, state = Changes(), folder.state()
     total = job.resolved["total_steps"]
     evaluated = dict(state.get("eval_losses", ()))
-    notes = state.get("position", {})  # of a job on preferences, its own numbers
-    evaluated |= {step: found["loss"] for step, found in notes.get("evaluations", ())}
+    notes = state.get("position", {})  # of a job on preferences
+    evaluated |= {step: values["loss"] for step, values in notes.get("evaluations", ())}
     history = notes.get("history", ())
     for step, loss in enumerate(state.get("losses", ()), start=1):
         more = dict(history[step - 1]) if step <= len(history) else {}
         more.pop("loss", None)
-        told = {"step": step, "total_steps": total, "train_loss": loss, **more}
-        _add_metrics(connection, job.id, {**told, "valid_loss": evaluated.get(step)})
-    for one in state.get("told", ()):
-        _add_metrics(connection, job.id, _told(msgspec.convert(one, JobStep)))
-    by_step = {one["step"]: one for one in event_records.metrics(connection, job.id)}
+        metrics = {"step": step, "total_steps": total, "train_loss": loss, **more}
+        _add_metrics(connection, job.id, {**metrics, "valid_loss": evaluated.get(step)})
+    for news in state.get("told", ()):
+        _add_metrics(connection, job.id, _metrics_of(msgspec.convert(news, JobStep)))
+    by_step = {metrics["step"]: metrics for metrics in records.metrics(connection, job.id)}
     for step in sorted(folder.saved())[-KEPT_CHECKPOINTS:]:
         if step in by_step:
             _add_checkpoint(connection, job, folder, by_step[step], changes)
     return changes
 
 
-def _told(news: JobStep) -> dict[str, Any]:
-    """Return what the metrics of a step are."""
+def _metrics_of(news: JobStep) -> dict[str, Any]:
     return {
         "step": news.step,
         "total_steps": news.total_steps,
@@ -104,34 +94,35 @@ def checkpoint_name(model: str, step: int) -> str:
     return f"{model}:ckpt-step-{step}"
 
 
-def _add_metrics(connection: sqlite3.Connection, job: str, told: Mapping[str, Any]) -> None:
-    valid = told["valid_loss"]
+def _add_metrics(connection: sqlite3.Connection, job: str, metrics: Mapping[str, Any]) -> None:
+    valid = metrics["valid_loss"]
     evaluated = "" if valid is None else f", validation loss={valid:.4f}"
-    message = f"Step {told['step']}/{told['total_steps']}: training loss={told['train_loss']:.4f}"
+    step, steps, loss = metrics["step"], metrics["total_steps"], metrics["train_loss"]
+    message = f"Step {step}/{steps}: training loss={loss:.4f}"
     for name, said in ((TRAIN_REWARD, "reward"), (VALID_REWARD, "validation reward")):
-        if name in told:
-            evaluated += f", {said}={told[name]:.4f}"
-    event_records.add(connection, job, METRICS, message + evaluated, told, step=int(told["step"]))
+        if name in metrics:
+            evaluated += f", {said}={metrics[name]:.4f}"
+    records.add_event(connection, job, METRICS, message + evaluated, metrics, step=int(step))
 
 
 def _add_checkpoint(
     connection: sqlite3.Connection,
     job: JobRecord,
     folder: JobFolder,
-    told: Mapping[str, Any],
+    metrics: Mapping[str, Any],
     changes: Changes,
 ) -> None:
-    step = int(told["step"])
+    step = int(metrics["step"])
     name = checkpoint_name(job.name, step)
     names = ("step", "train_loss", "valid_loss", TRAIN_REWARD, VALID_REWARD)
-    shown = {one: told[one] for one in names if told.get(one) is not None}
-    if not event_records.add_checkpoint(connection, job.id, step, name, shown):
+    shown = {name: metrics[name] for name in names if metrics.get(name) is not None}
+    if not records.add_checkpoint(connection, job.id, step, name, shown):
         return
     model = new_model(name, job.tenant, folder.relative(folder.saved()[step]), job.base)
     kept_models.insert(connection, model)
-    changes.made.append(model)
-    for old in event_records.checkpoints(connection, job.id)[KEPT_CHECKPOINTS:]:
-        event_records.remove_checkpoint(connection, old.id)
+    changes.new.append(model)
+    for old in records.checkpoints(connection, job.id)[KEPT_CHECKPOINTS:]:
+        records.CHECKPOINTS.delete(connection, id=old.id)
         kept_models.delete(connection, job.tenant, old.model)
         changes.gone.append(old.model)
     hold_folder(connection, job.id, job.tenant, folder.held_bytes())
@@ -139,35 +130,23 @@ def _add_checkpoint(
 
 def unnamed_checkpoints(connection: sqlite3.Connection, job: str, folder: JobFolder) -> list[str]:
     """Return the names of folders of checkpoints that no row names, but for the last."""
-    named = {one.step for one in event_records.checkpoints(connection, job)}
+    named = {checkpoint.step for checkpoint in records.checkpoints(connection, job)}
     saved = folder.saved()
     return [path.name for step, path in saved.items() if step not in named and step != max(saved)]
 
 
 def table_of(metrics: Sequence[Mapping[str, Any]]) -> bytes:
-    """Return the metrics of a job as the CSV of its result file; the engine tells no accuracy.
+    """Return the metrics of a job as the CSV of its result file; the engine knows no accuracy.
 
-    What the job's method tells beside losses, such as rewards, has columns behind these.
+    Further metrics of the job's method, such as rewards, have columns behind the losses.
     """
+    names = dict.fromkeys(name for step in metrics for name in step)
+    further = [name for name in names if "/" in name or name in (TRAIN_REWARD, VALID_REWARD)]
     text = io.StringIO()
-    writer = csv.writer(text, lineterminator="\n")
-    more = list(dict.fromkeys(name for one in metrics for name in one if _has_column(name)))
-    writer.writerow([*_COLUMNS, *more])
-    for one in metrics:
-        losses = [one["step"], one["train_loss"], "", _shown(one.get("valid_loss")), ""]
-        writer.writerow([*losses, *(_shown(one.get(name)) for name in more)])
+    writer = csv.DictWriter(text, [*_COLUMNS, *further], extrasaction="ignore", lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(metrics)
     return text.getvalue().encode()
-
-
-def _has_column(name: str) -> bool:
-    return "/" in name or name in (TRAIN_REWARD, VALID_REWARD)
-
-
-def _shown(value: float | None) -> float | str:
-    return "" if value is None else value
-
-
-# ------------------------------------------------------------------------------------------ results
 
 
 class _Over(Exception):
@@ -177,15 +156,15 @@ class _Over(Exception):
 async def keep_results(
     files: Files, job: JobRecord, folder: JobFolder, tokens: int | None
 ) -> KeptModel | None:
-    """Keep what a job ended with, all of it or nothing; returns its model.
+    """Keep the results of a job, all or nothing; return its model.
 
     None for a job that was cancelled meanwhile.
     """
     store = files.store
-    told = await files.read(lambda one: event_records.metrics(one, job.id))
+    metrics = await files.read(lambda db: records.metrics(db, job.id))
     content = await asyncio.to_thread(store.contents.begin)
     try:
-        await asyncio.to_thread(content.write, table_of(told))
+        await asyncio.to_thread(content.write, table_of(metrics))
         await asyncio.to_thread(content.finish)
         result = new_file(job.tenant, "step_metrics.csv", RESULTS, content, None)
         model = new_model(job.name, job.tenant, folder.relative(folder.model), job.base)
@@ -204,9 +183,8 @@ async def keep_results(
                 raise _Over
             FILES.insert(connection, result)
             kept_models.insert(connection, model)
-            said = f"New fine-tuned model created: {job.name}"
-            event_records.say(connection, job.id, said)
-            event_records.say(connection, job.id, "The job has successfully completed")
+            records.say(connection, job.id, f"New fine-tuned model created: {job.name}")
+            records.say(connection, job.id, "The job has successfully completed")
             return model
 
         return await files.put(content, act)

@@ -1,4 +1,8 @@
-"""Rows of jobs: what each is to do, and how far it is."""
+"""Rows of jobs, their events, checkpoints and permissions; and the bases that they were trained on.
+
+A step has one event of each type, however often a job began again. An adapter of another base than
+the served one would answer nonsense, so a store refuses other weights.
+"""
 
 from __future__ import annotations
 
@@ -8,13 +12,25 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from pcg.serve.files.records import Page
-from pcg.serve.store.tables import Table
+from pcg.errors import ServeError
+from pcg.files import shown_path
+from pcg.serve.engine.facts import ModelFacts
+from pcg.serve.files.files import Page
+from pcg.serve.http.errors import ApiError
+from pcg.serve.store.store import Store
+from pcg.serve.store.tables import Table, new_key, now
 
 QUEUED, RUNNING, PAUSED = "queued", "running", "paused"
 SUCCEEDED, FAILED, CANCELLED = "succeeded", "failed", "cancelled"
 ACTIVE = (QUEUED, RUNNING)
 UNFINISHED = (QUEUED, RUNNING, PAUSED)
+OVER = (SUCCEEDED, FAILED, CANCELLED)
+MESSAGE, METRICS, CHECKPOINT = "message", "metrics", "checkpoint"
+"""Types of events; those of checkpoints are messages for clients."""
+_MOST_PERMISSIONS = 256
+"""The most permissions of a model."""
+_WHOLE = "sha256:"
+"""The beginning of digests of all weights; an older pcg's were of samples, and tell nothing."""
 
 
 @dataclass(frozen=True)
@@ -22,13 +38,13 @@ class JobRecord:
     """A job.
 
     Attributes:
-        model: what it trains on, as the client named it.
+        model: the model that it trains on, as the client named it.
         name: the name of the model that it makes.
         metadata: JSON of the client's pairs; None without any.
         config: JSON of the resolved configuration.
         trained_tokens: tokens that went through the model; None until it succeeds.
         result_file: the id of the file with its metrics, once it succeeded.
-        error: JSON of `code`, `message` and `param`, of one that failed.
+        error: JSON of `code`, `message` and `param`, of a job that failed.
         base: the digest of the weights that it trains on.
         config_bytes: the size of its configuration, which counts in its tenant's quota.
     """
@@ -54,15 +70,58 @@ class JobRecord:
     @property
     def resolved(self) -> dict[str, Any]:
         """The resolved configuration."""
-        found: dict[str, Any] = json.loads(self.config)
-        return found
+        config: dict[str, Any] = json.loads(self.config)
+        return config
+
+
+@dataclass(frozen=True)
+class EventRecord:
+    """An event of a job; `data` is JSON."""
+
+    id: str
+    created_s: int
+    level: str
+    type: str
+    message: str
+    data: str | None
+
+
+@dataclass(frozen=True)
+class CheckpointRecord:
+    """A checkpoint of a job that is served by its model's name; `metrics` is JSON."""
+
+    id: str
+    job: str
+    created_s: int
+    step: int
+    model: str
+    metrics: str
+
+
+@dataclass(frozen=True)
+class PermissionRecord:
+    """A permission.
+
+    Attributes:
+        tenant: the owner of the model.
+        project: the tenant that may use it.
+    """
+
+    id: str
+    tenant: str
+    model: str
+    project: str
+    created_s: int
 
 
 JOBS = Table("jobs", JobRecord)
+EVENTS = Table("job_events", EventRecord)
+CHECKPOINTS = Table("job_checkpoints", CheckpointRecord)
+PERMISSIONS = Table("checkpoint_permissions", PermissionRecord)
 
 
 def find(connection: sqlite3.Connection, id: str, tenant: str | None = None) -> JobRecord | None:
-    """Return a job, of a tenant's own if one is given; None without."""
+    """Return a job, of one tenant or of any; None for an unknown id."""
     return JOBS.find(connection, id=id, **({} if tenant is None else {"tenant": tenant}))
 
 
@@ -70,45 +129,180 @@ def listed(
     connection: sqlite3.Connection,
     tenant: str,
     page: Page,
-    metadata: Mapping[str, str] | None,
+    metadata: Mapping[str, str],
     *,
     without_metadata: bool,
 ) -> list[JobRecord]:
-    """Return a page of a tenant's jobs, and one more where there are others.
+    """Return a page of a tenant's jobs, and one more where others follow.
 
     Args:
-        metadata: pairs that a job has; None for any.
+        metadata: pairs that a job has to have.
         without_metadata: only those that have none.
     """
     behind, values = page.condition()
-    conditions, more = ["metadata IS NULL"] if without_metadata else [], list[str]()
-    for key, value in (metadata or {}).items():
+    conditions = [behind, *(["metadata IS NULL"] if without_metadata else [])]
+    for pair in metadata.items():
         conditions.append(
             "EXISTS (SELECT 1 FROM json_each(jobs.metadata) "
             "WHERE json_each.key = ? AND json_each.value = ?)"
         )
-        more += [key, value]
-    condition = " AND ".join([behind, *conditions])
-    return JOBS.select(connection, condition, (*values, *more), page.order, tenant=tenant)
+        values += pair
+    return JOBS.select(connection, " AND ".join(conditions), values, page.order, tenant=tenant)
 
 
 def of_status(connection: sqlite3.Connection, statuses: Sequence[str]) -> list[JobRecord]:
     """Return all tenants' jobs of some statuses, the oldest first."""
-    return JOBS.select(connection, _among(statuses), statuses, "ORDER BY id")
+    return JOBS.select(connection, among(statuses), statuses, "ORDER BY id")
 
 
-def count_unfinished(connection: sqlite3.Connection, tenant: str) -> int:
-    """Count a tenant's jobs that are not over."""
-    return JOBS.count(connection, _among(UNFINISHED), UNFINISHED, tenant=tenant)
-
-
-def _among(statuses: Sequence[str]) -> str:
+def among(statuses: Sequence[str]) -> str:
+    """Return the condition of rows of some statuses."""
     return f"status IN ({', '.join('?' for _ in statuses)})"
 
 
 def change(
     connection: sqlite3.Connection, id: str, before: Sequence[str], **columns: str | int | None
 ) -> JobRecord | None:
-    """Change a job that is of one of some statuses; returns it, or None if it is of another."""
-    changed = JOBS.change(connection, columns, _among(before), before, id=id)
+    """Change a job that has one of some statuses; return it, or None if it has another."""
+    changed = JOBS.change(connection, columns, among(before), before, id=id)
     return find(connection, id) if changed else None
+
+
+def say(connection: sqlite3.Connection, job: str, message: str, level: str = "info") -> None:
+    """Add a message to a job's events."""
+    add_event(connection, job, MESSAGE, message, level=level)
+
+
+def add_event(
+    connection: sqlite3.Connection,
+    job: str,
+    type: str,
+    message: str,
+    data: Mapping[str, Any] | None = None,
+    *,
+    step: int | None = None,
+    level: str = "info",
+) -> bool:
+    """Add an event; return False if its step has one of the type already."""
+    text = None if data is None else json.dumps(data)
+    inserted = connection.execute(
+        "INSERT OR IGNORE INTO job_events (id, job, created_s, level, type, message, data, step) "
+        "VALUES (?, ?, ?, ?, ?, ?, ?, ?)",
+        (new_key("ftevent-"), job, now(), level, type, message, text, step),
+    )
+    return inserted.rowcount == 1
+
+
+def metrics(connection: sqlite3.Connection, job: str) -> list[dict[str, Any]]:
+    """Return the metrics of a job's steps, in the order of the steps."""
+    rows = EVENTS.read(connection, "data", order="ORDER BY step", job=job, type=METRICS)
+    return [json.loads(data) for (data,) in rows]
+
+
+def add_checkpoint(
+    connection: sqlite3.Connection, job: str, step: int, model: str, values: Mapping[str, Any]
+) -> bool:
+    """Add a checkpoint with its metrics, and its event; return False if it is known already."""
+    message = f"Checkpoint created at step {step}"
+    if not add_event(connection, job, CHECKPOINT, message, {"step": step}, step=step):
+        return False
+    record = CheckpointRecord(
+        new_key("ftckpt_"), job, now(), step=step, model=model, metrics=json.dumps(values)
+    )
+    CHECKPOINTS.insert(connection, record)
+    return True
+
+
+def checkpoints(
+    connection: sqlite3.Connection, job: str, page: Page | None = None
+) -> list[CheckpointRecord]:
+    """Return a page of a job's checkpoints, or all, that of the last step first."""
+    condition, values, end = "1", list[str](), ""
+    if page is not None:
+        end = f"LIMIT {page.limit + 1}"
+        if page.after is not None:
+            condition = "step < (SELECT step FROM job_checkpoints WHERE id = ?)"
+            values = [page.after]
+    return CHECKPOINTS.select(connection, condition, values, f"ORDER BY step DESC {end}", job=job)
+
+
+def permit(
+    connection: sqlite3.Connection, permissions: Sequence[PermissionRecord]
+) -> list[PermissionRecord]:
+    """Add permissions of one model; return them, with the older rows of those that existed.
+
+    ApiError: the model would have too many.
+    """
+    rows = []
+    for permission in permissions:
+        PERMISSIONS.insert(connection, permission, "OR IGNORE")
+        key = {name: getattr(permission, name) for name in ("tenant", "model", "project")}
+        rows += PERMISSIONS.select(connection, **key)
+    first = permissions[0]
+    count = PERMISSIONS.count(connection, tenant=first.tenant, model=first.model)
+    if count > _MOST_PERMISSIONS:
+        raise ApiError(
+            400,
+            f"The model would have {count} permissions, and may have {_MOST_PERMISSIONS}; delete "
+            "some.",
+            param="project_ids",
+        )
+    return rows
+
+
+def check_base(store: Store, facts: ModelFacts) -> None:
+    """Note the served base, on which jobs will train.
+
+    Raises:
+        ServeError: the store has models, unfinished jobs, or models and checkpoints of Tinker's
+            protocol, of another base.
+    """
+    digest = facts.base_digest
+
+    def act(connection: sqlite3.Connection) -> tuple[str, int] | None:
+        other = _base_of_jobs(connection, digest) or _base_of_tinker(connection, digest)
+        if other is None:
+            connection.execute(
+                "INSERT OR REPLACE INTO bases (digest, name) VALUES (?, ?)", (digest, facts.name)
+            )
+        return other
+
+    other = store.database.write(act, may_use_reserve=True).result()
+    if other is not None:
+        name, count = other
+        raise ServeError(
+            f"--data-dir {shown_path(store.folder)} has {count} models, checkpoints and unfinished "
+            f"jobs that were trained on other weights, of {name!r}, and this server serves "
+            f"{facts.name!r}: serve those weights, or give another --data-dir"
+        )
+
+
+def _base_of_jobs(connection: sqlite3.Connection, digest: str) -> tuple[str, int] | None:
+    """Return another base of models and unfinished jobs, and their number; None without."""
+    row: tuple[str, int] | None = connection.execute(
+        "SELECT bases.name, COUNT(*) FROM (SELECT base FROM models UNION ALL "
+        f"SELECT base FROM jobs WHERE {among(UNFINISHED)}) AS used "
+        "JOIN bases ON bases.digest = used.base WHERE used.base != ? AND used.base LIKE ? "
+        "GROUP BY bases.digest",
+        (*UNFINISHED, digest, f"{_WHOLE}%"),
+    ).fetchone()
+    return row
+
+
+def _base_of_tinker(connection: sqlite3.Connection, digest: str) -> tuple[str, int] | None:
+    """Return another base of the objects of Tinker's clients, and their number; None without.
+
+    They all have one base, the last that was served, as a server refuses to start with another.
+    """
+    last = connection.execute(
+        "SELECT digest, name FROM bases ORDER BY rowid DESC LIMIT 1"
+    ).fetchone()
+    if last is None or last[0] == digest or not last[0].startswith(_WHOLE):
+        return None
+    (count,) = connection.execute(
+        "SELECT (SELECT COUNT(*) FROM tinker_models WHERE status = 'open') + "
+        "(SELECT COUNT(*) FROM tinker_checkpoints WHERE expires_s IS NULL OR expires_s > ?) + "
+        "(SELECT COUNT(*) FROM tinker_samplers WHERE path IS NULL AND folder IS NOT NULL)",
+        (now(),),
+    ).fetchone()
+    return (str(last[1]), int(count)) if count else None

@@ -1,51 +1,67 @@
-"""/v1/fine_tuning: OpenAI's jobs, which the engine that serves runs."""
+"""/v1/fine_tuning: OpenAI's jobs, which the serving engine runs, their reports and permissions."""
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import re
 import secrets
-from collections.abc import Callable, Sequence
-from functools import partial
 from pathlib import Path
-from typing import Annotated, TypeVar
+from typing import Annotated, Any, Literal
 
-from fastapi import APIRouter, Depends, Query, Request
-from pydantic import BaseModel
+from fastapi import APIRouter, Depends, Query, Request, Response
+from fastapi.responses import HTMLResponse
+from pydantic import BaseModel, ConfigDict, Field
 
 from pcg.errors import AdapterError, StoreDamagedError
 from pcg.keys import Scope
+from pcg.records.page import run_page
+from pcg.records.report import MOST_BYTES
+from pcg.records.run import read_run
+from pcg.records.run_files import METRICS, has_run
 from pcg.serve.adapters.catalog import Catalog
+from pcg.serve.adapters.kept_models import KeptModels
 from pcg.serve.engine.engine_names import engine_name
-from pcg.serve.files.files import Files
-from pcg.serve.files.records import FileRecord, Page
-from pcg.serve.files.wire import ListPage, missing
-from pcg.serve.graders.host import usable_grader
+from pcg.serve.engine.news import SUPERVISED
+from pcg.serve.files.files import FileRecord, Files, ListPage, Page, missing
 from pcg.serve.http.caller import Caller, requires
-from pcg.serve.http.errors import UNSUPPORTED, ApiError
-from pcg.serve.http.service import LongBodyRoute, Service, ServiceDependency
-from pcg.serve.jobs import event_records, records
-from pcg.serve.jobs.folders import folder_of
+from pcg.serve.http.errors import UNSUPPORTED, ApiError, not_found
+from pcg.serve.http.service import LongBodyRoute, Service, ServiceDependency, part
+from pcg.serve.http.wire import WireModel, page_headers
+from pcg.serve.jobs import records
+from pcg.serve.jobs.folders import JobFolder, folder_of
+from pcg.serve.jobs.graders import usable_grader
 from pcg.serve.jobs.progress import checkpoint_name
-from pcg.serve.jobs.records import QUEUED, JobRecord
-from pcg.serve.jobs.reinforcement import Reinforcement, count_prompts, resolve_reinforcement
+from pcg.serve.jobs.records import (
+    CHECKPOINT,
+    EVENTS,
+    MESSAGE,
+    PERMISSIONS,
+    QUEUED,
+    SUCCEEDED,
+    CheckpointRecord,
+    EventRecord,
+    JobRecord,
+    PermissionRecord,
+)
 from pcg.serve.jobs.runner import JobRunner
-from pcg.serve.jobs.settings import MOST_STEPS, PcgSettings, count_examples, resolve
-from pcg.serve.jobs.wire import (
-    Checkpoint,
-    DeletedJob,
-    Event,
-    Job,
+from pcg.serve.jobs.settings import (
+    MOST_STEPS,
     JobBody,
-    checkpoint_of,
-    event_of,
-    job_of,
+    PcgSettings,
+    Reinforcement,
+    count_rows,
+    resolve,
+    resolve_reinforcement,
 )
 from pcg.serve.store.tables import new_key, now
 
-router = APIRouter(prefix="/v1/fine_tuning/jobs", tags=["fine-tuning"], route_class=LongBodyRoute)
+router = APIRouter(prefix="/v1/fine_tuning", tags=["fine-tuning"], route_class=LongBodyRoute)
 
 Trainer = Annotated[Caller, Depends(requires(Scope.TRAIN))]
+Admin = Annotated[Caller, Depends(requires(Scope.ADMIN))]
+FilesPart = Annotated[Files, part(Files)]
+Runner = Annotated[JobRunner, part(JobRunner)]
 After = Annotated[str | None, Query(max_length=128)]
 Limit = Annotated[int, Query(ge=1, le=100)]
 
@@ -54,83 +70,200 @@ _MOST_JOBS = 64
 _MOST_PAIRS = 16
 _METADATA = re.compile(r"metadata\[(.{1,64})\]", re.DOTALL)
 
-Record = TypeVar("Record")
-Shown = TypeVar("Shown", bound=BaseModel)
+
+class JobError(BaseModel):
+    """The reason why a job failed."""
+
+    code: str
+    message: str
+    param: str | None
 
 
-@router.post("")
-async def create_job(body: JobBody, service: ServiceDependency, caller: Trainer) -> Job:
-    """Make a job of a file; what is `auto` is resolved, and the file looked at line by line."""
-    files, (method, given) = service.part(Files), body.given()
+class Resolved(BaseModel):
+    """Hyperparameters, none of which is `auto` any more; others are of methods."""
+
+    model_config = ConfigDict(extra="allow")
+
+    n_epochs: int
+    batch_size: int
+    learning_rate_multiplier: float
+
+
+class ResolvedOptions(BaseModel):
+    """The method's resolved options."""
+
+    hyperparameters: Resolved
+
+
+class ResolvedReinforcement(ResolvedOptions):
+    """The method's resolved options."""
+
+    grader: dict[str, Any]
+
+
+class ResolvedMethod(BaseModel):
+    """The method of a job, with its options."""
+
+    type: str
+    supervised: ResolvedOptions | None = None
+    dpo: ResolvedOptions | None = None
+    reinforcement: ResolvedReinforcement | None = None
+
+
+class Job(BaseModel):
+    """A job. `pcg` has its whole configuration, as it was resolved."""
+
+    id: str
+    object: Literal["fine_tuning.job"] = "fine_tuning.job"
+    created_at: int
+    finished_at: int | None
+    model: str
+    fine_tuned_model: str | None
+    organization_id: str
+    status: str
+    training_file: str
+    validation_file: str | None
+    result_files: list[str]
+    trained_tokens: int | None
+    seed: int
+    hyperparameters: Resolved
+    method: ResolvedMethod
+    metadata: dict[str, str] | None
+    error: JobError | None
+    integrations: list[Any] = []
+    estimated_finish: int | None = None
+    pcg: dict[str, Any]
+
+
+class DeletedJob(BaseModel):
+    """A job that is kept no more."""
+
+    id: str
+    object: Literal["fine_tuning.job"] = "fine_tuning.job"
+    deleted: Literal[True] = True
+
+
+class Event(BaseModel):
+    """An event of a job."""
+
+    id: str
+    object: Literal["fine_tuning.job.event"] = "fine_tuning.job.event"
+    created_at: int
+    level: str
+    type: Literal["message", "metrics"]
+    message: str
+    data: dict[str, Any] | None
+
+
+class Checkpoint(BaseModel):
+    """A checkpoint of a job, which answers to the name of its model."""
+
+    id: str
+    object: Literal["fine_tuning.job.checkpoint"] = "fine_tuning.job.checkpoint"
+    created_at: int
+    fine_tuned_model_checkpoint: str
+    fine_tuning_job_id: str
+    step_number: int
+    metrics: dict[str, float]
+
+
+class PermissionBody(WireModel):
+    """The tenants, OpenAI's projects, that may use a model."""
+
+    project_ids: Annotated[
+        list[Annotated[str, Field(min_length=1, max_length=128)]],
+        Field(min_length=1, max_length=64),
+    ]
+
+
+class CheckpointPermission(BaseModel):
+    """A permission."""
+
+    id: str
+    object: Literal["checkpoint.permission"] = "checkpoint.permission"
+    created_at: int
+    project_id: str
+
+
+class DeletedPermission(BaseModel):
+    """A permission that is no more."""
+
+    id: str
+    object: Literal["checkpoint.permission"] = "checkpoint.permission"
+    deleted: Literal[True] = True
+
+
+@router.post("/jobs")
+async def create_job(
+    body: JobBody, service: ServiceDependency, caller: Trainer, files: FilesPart, runner: Runner
+) -> Job:
+    """Make a job of a file, which is checked line by line; `auto` settings are resolved."""
+    method, options = body.method_options()
     if (why := service.client.facts.no_jobs) is not None:
         raise ApiError(400, f"This server runs no jobs. {why}.", code="unsupported")
-    start = await _start(service, caller, body.model)
-    if isinstance(given, Reinforcement):
-        await usable_grader(service, caller, given.grader, "method.reinforcement.grader")
-    training = await _file(service, caller, body.training_file, "training_file")
+    start = await _start(service, files, caller, body.model)
+    if isinstance(options, Reinforcement):
+        await usable_grader(service, caller, options.grader, "method.reinforcement.grader")
+    training = await _file(files, caller, body.training_file, "training_file")
     validation = None
     if body.validation_file is not None:
-        validation = await _file(service, caller, body.validation_file, "validation_file")
-    id, own = new_key("ftjob-"), body.pcg or PcgSettings()
+        validation = await _file(files, caller, body.validation_file, "validation_file")
+    data = [file for file in (training, validation) if file is not None]
+    id, settings = new_key("ftjob-"), body.pcg or PcgSettings()
     folder = folder_of(files.store, id)
     try:
         try:
-            await service.beside(
-                caller,
-                folder.make,
-                files.store.contents,
-                training.digest,
-                None if validation is None else validation.digest,
-                start,
-            )
+            digest = None if validation is None else validation.digest
+            contents = files.store.contents
+            await service.beside(caller, folder.make, contents, training.digest, digest, start)
         except StoreDamagedError:
-            for one in filter(None, (training, validation)):
-                await files.find(caller.tenant, one.id)  # or it was deleted meanwhile
+            for file in data:
+                await files.find(caller.tenant, file.id)  # or it was deleted meanwhile
             raise
-        count: Callable[[Path, str], int] = partial(count_examples, method=method)
-        if isinstance(given, Reinforcement):
-            count = count_prompts
-        examples = await service.beside(caller, count, folder.training, "training_file")
+        path = folder.training
+        examples = await service.beside(caller, count_rows, path, "training_file", method)
         tests = 0
         if validation is not None:
-            tests = await service.beside(caller, count, folder.validation, "validation_file")
-        named = None if start is None else body.model
-        if isinstance(given, Reinforcement):
+            path = folder.validation
+            tests = await service.beside(caller, count_rows, path, "validation_file", method)
+        continued = None if start is None else body.model
+        if isinstance(options, Reinforcement):
             most = service.max_model_len
-            config = resolve_reinforcement(given, own, examples, tests, most, named)
+            config = resolve_reinforcement(
+                options, settings, examples, tests, most_tokens=most, start=continued
+            )
             _check_width(service, config["options"]["grpo"]["num_generations"])
         else:
-            config = resolve(given, own, examples, method, named)
-        written = json.dumps(config)
+            config = resolve(options, settings, examples, method, continued)
+        text = json.dumps(config)
         record = JobRecord(
             id,
             caller.tenant,
             body.model,
-            _name(service, caller, body.suffix),
-            QUEUED,
-            now(),
-            None,
-            training.id,
-            None if validation is None else validation.id,
-            secrets.randbelow(2**31) if body.seed is None else body.seed,
-            json.dumps(body.metadata) if body.metadata else None,
-            written,
+            name=_name(service, caller, body.suffix),
+            status=QUEUED,
+            created_s=now(),
+            finished_s=None,
+            training_file=training.id,
+            validation_file=None if validation is None else validation.id,
+            seed=secrets.randbelow(2**31) if body.seed is None else body.seed,
+            metadata=json.dumps(body.metadata) if body.metadata else None,
+            config=text,
             base=service.client.facts.base_digest,
-            config_bytes=len(written),
+            config_bytes=len(text),
         )
-        held = [(one.digest, one.size_bytes) for one in (training, validation) if one is not None]
-        made = await service.part(JobRunner).create(record, _MOST_JOBS, held)
-    except Exception:  # where the task was cancelled, the job may be there
+        held = [(file.digest, file.size_bytes) for file in data]
+        return _job(await runner.create(record, _MOST_JOBS, held))
+    except Exception:  # if the task was cancelled, the job may exist
         folder.remove()
         raise
-    return job_of(made)
 
 
-@router.get("")
+@router.get("/jobs")
 async def list_jobs(
     request: Request,
-    service: ServiceDependency,
     caller: Trainer,
+    files: FilesPart,
     after: After = None,
     limit: Limit = 20,
     metadata: Annotated[str | None, Query(max_length=8)] = None,
@@ -149,123 +282,149 @@ async def list_jobs(
         pairs[key[1]] = value
     if len(pairs) > _MOST_PAIRS:
         raise ApiError(400, f"Use at most {_MOST_PAIRS} pairs.", param="metadata")
-    page = Page(after, limit, is_rising=False)
-    found = await service.part(Files).read(
-        lambda one: records.listed(
-            one, caller.tenant, page, pairs, without_metadata=metadata is not None
-        )
+    page, without = Page(after, limit), metadata is not None
+    rows = await files.read(
+        lambda db: records.listed(db, caller.tenant, page, pairs, without_metadata=without)
     )
-    return _page(found, limit, job_of)
+    return page.shown(rows, _job)
 
 
-@router.get("/{job_id}")
-async def get_job(job_id: str, service: ServiceDependency, caller: Trainer) -> Job:
+async def _of_caller(job_id: str, caller: Trainer, files: FilesPart) -> JobRecord:
+    """Return a job of the caller's tenant. ApiError: there is none."""
+    record = await files.read(lambda db: records.find(db, job_id, caller.tenant))
+    if record is None:
+        raise missing("FineTuningJob", job_id)
+    return record
+
+
+OwnJob = Annotated[JobRecord, Depends(_of_caller)]
+
+
+@router.get("/jobs/{job_id}")
+async def get_job(job: OwnJob) -> Job:
     """Return a job."""
-    return job_of(await _job(service, caller, job_id))
+    return _job(job)
 
 
-@router.delete("/{job_id}")
-async def delete_job(job_id: str, service: ServiceDependency, caller: Trainer) -> DeletedJob:
+@router.delete("/jobs/{job_id}")
+async def delete_job(job: OwnJob, runner: Runner) -> DeletedJob:
     """Remove a job that is over, with its events and checkpoints' rows; its models stay."""
-    await service.part(JobRunner).remove(await _job(service, caller, job_id))
-    return DeletedJob(id=job_id)
+    await runner.remove(job)
+    return DeletedJob(id=job.id)
 
 
-@router.post("/{job_id}/cancel")
-async def cancel_job(job_id: str, service: ServiceDependency, caller: Trainer) -> Job:
+@router.post("/jobs/{job_id}/cancel")
+async def cancel_job(job: OwnJob, runner: Runner) -> Job:
     """Cancel a job; its checkpoints stay."""
-    return job_of(await service.part(JobRunner).cancel(await _job(service, caller, job_id)))
+    return _job(await runner.cancel(job))
 
 
-@router.post("/{job_id}/pause")
-async def pause_job(job_id: str, service: ServiceDependency, caller: Trainer) -> Job:
+@router.post("/jobs/{job_id}/pause")
+async def pause_job(job: OwnJob, runner: Runner) -> Job:
     """Pause a job behind its step, with a checkpoint."""
-    return job_of(await service.part(JobRunner).pause(await _job(service, caller, job_id)))
+    return _job(await runner.pause(job))
 
 
-@router.post("/{job_id}/resume")
-async def resume_job(job_id: str, service: ServiceDependency, caller: Trainer) -> Job:
-    """Go on with a paused job."""
-    return job_of(await service.part(JobRunner).resume(await _job(service, caller, job_id)))
+@router.post("/jobs/{job_id}/resume")
+async def resume_job(job: OwnJob, runner: Runner) -> Job:
+    """Continue a paused job."""
+    return _job(await runner.resume(job))
 
 
-@router.get("/{job_id}/events")
+@router.get("/jobs/{job_id}/events")
 async def list_events(
-    job_id: str,
-    service: ServiceDependency,
-    caller: Trainer,
-    after: After = None,
-    limit: Limit = 20,
+    job: OwnJob, files: FilesPart, after: After = None, limit: Limit = 20
 ) -> ListPage[Event]:
     """List the events of a job, the newest first."""
-    await _job(service, caller, job_id)
-    page = Page(after, limit, is_rising=False)
-    found = await service.part(Files).read(lambda one: event_records.listed(one, job_id, page))
-    return _page(found, limit, event_of)
+    page = Page(after, limit)
+    condition, values = page.condition()
+    rows = await files.read(lambda db: EVENTS.select(db, condition, values, page.order, job=job.id))
+    return page.shown(rows, _event)
 
 
-@router.get("/{job_id}/checkpoints")
+@router.get("/jobs/{job_id}/checkpoints")
 async def list_checkpoints(
-    job_id: str,
-    service: ServiceDependency,
-    caller: Trainer,
-    after: After = None,
-    limit: Limit = 10,
+    job: OwnJob, files: FilesPart, after: After = None, limit: Limit = 10
 ) -> ListPage[Checkpoint]:
     """List the checkpoints of a job, the newest first; each answers to its model's name."""
-    await _job(service, caller, job_id)
-    page = Page(after, limit, is_rising=False)
-    found = await service.part(Files).read(lambda one: event_records.checkpoints(one, job_id, page))
-    return _page(found, limit, checkpoint_of)
+    page = Page(after, limit)
+    rows = await files.read(lambda db: records.checkpoints(db, job.id, page))
+    return page.shown(rows, _checkpoint)
 
 
-def _page(found: Sequence[Record], limit: int, show: Callable[[Record], Shown]) -> ListPage[Shown]:
-    """Return a page of what was found, which has one more where there are others."""
-    data = [show(one) for one in found[:limit]]
-    ids = [str(one.model_dump(include={"id"})["id"]) for one in data]
-    first, last = (ids[0], ids[-1]) if ids else (None, None)
-    return ListPage(data=data, first_id=first, last_id=last, has_more=len(found) > limit)
+@router.get(
+    "/jobs/{job_id}/report",
+    response_class=Response,  # errors are JSON
+    responses={200: {"content": {"text/html": {}}}},
+)
+async def job_report(
+    job: OwnJob, service: ServiceDependency, caller: Trainer, files: FilesPart
+) -> HTMLResponse:
+    """Return the page of a job: its curves, and its configuration as it was resolved."""
+    page = await service.beside(caller, _report, job, folder_of(files.store, job.id))
+    return HTMLResponse(page, headers=page_headers(page))
 
 
-async def _job(service: Service, caller: Caller, id: str) -> JobRecord:
-    found = await service.part(Files).read(lambda one: records.find(one, id, caller.tenant))
-    if found is None:
-        raise missing("FineTuningJob", id)
-    return found
-
-
-async def _start(service: Service, caller: Caller, model: str) -> Path | None:
-    """Return the folder of the model that a job goes on from; None for the base.
+def _report(job: JobRecord, folder: JobFolder) -> str:
+    """Return a job's page, without names of the server's folders.
 
     Raises:
-        ApiError: there is no such model for the caller, or no job made it.
+        ApiError: the job has not begun, or has too many steps for a page.
     """
-    if model in service.part(Catalog).names:
+    if not has_run(folder.record):
+        raise ApiError(404, "The job has no report yet: it has not begun.", param="id")
+    try:
+        if (folder.record / METRICS).stat().st_size > MOST_BYTES:
+            said = "The job has too many steps for a page; list its events."
+            raise ApiError(400, said, param="id")
+        run, resolved = read_run(folder.record), job.resolved
+    except FileNotFoundError:  # the job was deleted meanwhile
+        raise missing("FineTuningJob", job.id) from None
+    error = None if job.error is None else str(json.loads(job.error)["message"])
+    config = {
+        "job": job.id,
+        "status": job.status,
+        "base": job.model,
+        "seed": job.seed,
+        **{name: resolved[name] for name in ("total_steps", "examples", "options", "peft")},
+    }
+    facts = dataclasses.replace(run.facts, name=job.name, kind="serve", error=error)
+    return run_page(dataclasses.replace(run, facts=facts, config=config))
+
+
+async def _start(service: Service, files: Files, caller: Caller, model: str) -> Path | None:
+    """Return the folder of the model that a job continues; None for the base.
+
+    Raises:
+        ApiError: the caller has no such model, or no job made it.
+    """
+    catalog = service.part(Catalog)
+    if model in catalog.names:
         return None
-    kept = service.part(Catalog).kept
+    kept = catalog.kept
     assert kept is not None
-    if kept.has(caller.tenant, model):  # and not one that another tenant shares
-        return service.part(Files).store.folder / kept.of(caller.tenant)[model].folder
-    await service.part(Catalog).find(caller, model)
+    if kept.has(caller.tenant, model):  # and not a model that another tenant shares
+        return files.store.folder / kept.of(caller.tenant)[model].folder
+    await catalog.find(caller, model)
     raise ApiError(
         400,
         "Fine-tuning goes on from the base, or from a model or a checkpoint that one of your jobs "
-        f"made; use `{service.part(Catalog).names[0]}` or such a model.",
+        f"made; use `{catalog.names[0]}` or such a model.",
         param="model",
         code=UNSUPPORTED,
     )
 
 
-async def _file(service: Service, caller: Caller, id: str, param: str) -> FileRecord:
+async def _file(files: Files, caller: Caller, id: str, param: str) -> FileRecord:
     """Return a file to train with. ApiError: there is none, or it is of another purpose."""
     try:
-        found = await service.part(Files).find(caller.tenant, id)
+        record = await files.find(caller.tenant, id)
     except ApiError as error:
         raise ApiError(404, str(error.detail), param=param) from None
-    if found.purpose != "fine-tune":
-        said = f"The file {id} is for '{found.purpose}'; use one of the purpose 'fine-tune'."
+    if record.purpose != "fine-tune":
+        said = f"The file {id} is for '{record.purpose}'; use one of the purpose 'fine-tune'."
         raise ApiError(400, said, param=param)
-    return found
+    return record
 
 
 def _check_width(service: Service, completions: int) -> None:
@@ -277,17 +436,130 @@ def _check_width(service: Service, completions: int) -> None:
 
 
 def _name(service: Service, caller: Caller, suffix: str | None) -> str:
-    """Return the name of a new model. ApiError: no adapter can have it, as it is too long."""
-    parts = (
-        "ft",
-        service.part(Catalog).names[0],
-        caller.tenant,
-        suffix or "",
-        secrets.token_hex(4),
-    )
-    name = ":".join(parts)
+    """Return the name of a new model. ApiError: it is too long for an adapter."""
+    base, random = service.part(Catalog).names[0], secrets.token_hex(4)
+    name = ":".join(("ft", base, caller.tenant, suffix or "", random))
     try:
         engine_name(caller.tenant, checkpoint_name(name, MOST_STEPS))
     except AdapterError as error:
         raise ApiError(400, f"The model would have no name: {error}", param="suffix") from None
     return name
+
+
+def _job(record: JobRecord) -> Job:
+    config = record.resolved
+    resolved = Resolved.model_validate(config["hyperparameters"])
+    type = config.get("method", SUPERVISED)
+    options = {"hyperparameters": resolved, "grader": config.get("grader")}
+    return Job(
+        id=record.id,
+        created_at=record.created_s,
+        finished_at=record.finished_s,
+        model=record.model,
+        fine_tuned_model=record.name if record.status == SUCCEEDED else None,
+        organization_id=record.tenant,
+        status=record.status,
+        training_file=record.training_file,
+        validation_file=record.validation_file,
+        result_files=[] if record.result_file is None else [record.result_file],
+        trained_tokens=record.trained_tokens,
+        seed=record.seed,
+        hyperparameters=resolved,
+        method=ResolvedMethod.model_validate({"type": type, type: options}),
+        metadata=None if record.metadata is None else json.loads(record.metadata),
+        error=None if record.error is None else JobError.model_validate_json(record.error),
+        pcg={name: config[name] for name in ("peft", "options", "examples", "total_steps")},
+    )
+
+
+def _event(record: EventRecord) -> Event:
+    return Event(
+        id=record.id,
+        created_at=record.created_s,
+        level=record.level,
+        type="message" if record.type in (MESSAGE, CHECKPOINT) else "metrics",
+        message=record.message,
+        data=None if record.data is None else json.loads(record.data),
+    )
+
+
+def _checkpoint(record: CheckpointRecord) -> Checkpoint:
+    return Checkpoint(
+        id=record.id,
+        created_at=record.created_s,
+        fine_tuned_model_checkpoint=record.model,
+        fine_tuning_job_id=record.job,
+        step_number=record.step,
+        metrics=json.loads(record.metrics),
+    )
+
+
+async def _kept(
+    model: str, caller: Admin, files: FilesPart, catalog: Annotated[Catalog, part(Catalog)]
+) -> KeptModels:
+    """Return the models that are kept. ApiError: the caller's tenant has none of the name."""
+    kept = catalog.kept
+    if kept is None or not kept.has(caller.tenant, model):
+        raise not_found(model)
+    return kept
+
+
+Kept = Annotated[KeptModels, Depends(_kept)]
+_PERMISSIONS = "/checkpoints/{model:path}/permissions"
+
+
+@router.post(_PERMISSIONS)
+async def create_permissions(
+    model: str, body: PermissionBody, caller: Admin, files: FilesPart, kept: Kept
+) -> ListPage[CheckpointPermission]:
+    """Let other tenants use a model of the key's tenant."""
+    permissions = [
+        PermissionRecord(new_key("cp_"), caller.tenant, model, project, now())
+        for project in dict.fromkeys(body.project_ids)
+    ]
+    rows = await files.write(lambda db: records.permit(db, permissions))
+    for row in rows:
+        kept.share(row.tenant, row.model, row.project)
+    return Page(None, len(rows)).shown(rows, _permission)
+
+
+@router.get(_PERMISSIONS, dependencies=[Depends(_kept)])
+async def list_permissions(
+    model: str,
+    caller: Admin,
+    files: FilesPart,
+    after: After = None,
+    limit: Limit = 10,
+    order: Literal["ascending", "descending"] = "descending",
+    project_id: Annotated[str | None, Query(max_length=128)] = None,
+) -> ListPage[CheckpointPermission]:
+    """List the permissions of a model, the newest first by default."""
+    page = Page(after, limit, order == "ascending")
+    condition, values = page.condition()
+    equal = {"tenant": caller.tenant, "model": model}
+    if project_id is not None:
+        equal["project"] = project_id
+    rows = await files.read(
+        lambda db: PERMISSIONS.select(db, condition, values, page.order, **equal)
+    )
+    return page.shown(rows, _permission)
+
+
+@router.delete(_PERMISSIONS + "/{permission_id}")
+async def delete_permission(
+    model: str, permission_id: str, caller: Admin, files: FilesPart, kept: Kept
+) -> DeletedPermission:
+    """Withdraw a permission; running requests end on the model."""
+    rows = await files.write(
+        lambda db: PERMISSIONS.delete(db, tenant=caller.tenant, model=model, id=permission_id)
+    )
+    if not rows:
+        raise missing("CheckpointPermission", permission_id)
+    kept.unshare(model, rows[0].project)
+    return DeletedPermission(id=permission_id)
+
+
+def _permission(record: PermissionRecord) -> CheckpointPermission:
+    return CheckpointPermission(
+        id=record.id, created_at=record.created_s, project_id=record.project
+    )

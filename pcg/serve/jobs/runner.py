@@ -1,15 +1,7 @@
-"""Jobs from their queue to their end.
+"""The runner of jobs: queued jobs begin on the engine, and their news is kept.
 
-Orders of jobs to the engine, made of their rows.
-
-The endings of jobs: errors of those that fail, and of changes that come too late.
-
-Rows of jobs that are over: removed by their tenants, or after a time.
-
-The runner of jobs: those that are queued begin on the engine, and what comes of them is kept.
-
-A job's state is in the store alone; the engine's process has what runs. So a job is paused by
-interrupting it with a checkpoint, and goes on, after a pause as after a crash, from its last one.
+A job's state is only in the store; the engine's process has the running ones. So a job is paused by
+interrupting it with a checkpoint, and continues, after a pause or a crash, from its last one.
 """
 
 from __future__ import annotations
@@ -20,7 +12,6 @@ import sqlite3
 from collections import Counter
 from collections.abc import Callable, Coroutine, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from shutil import rmtree
@@ -28,7 +19,6 @@ from typing import Any, TypeVar
 
 from pcg.errors import AdapterError, EngineError, PcgError, StoreFullError
 from pcg.runtime.metrics.status import EngineState
-from pcg.serve.adapters import kept_models
 from pcg.serve.adapters.catalog import Catalog
 from pcg.serve.adapters.kept_models import KeptModels
 from pcg.serve.engine.client import EngineClient
@@ -46,9 +36,18 @@ from pcg.serve.engine.options import ServeOptions
 from pcg.serve.engine.orders import EndJob, PutGrades, StartJob
 from pcg.serve.files.files import Files
 from pcg.serve.http.errors import LOG, ApiError
-from pcg.serve.jobs import event_records, records
-from pcg.serve.jobs.folders import JobFolder, Rows, folder_of, folders_of, sweep
-from pcg.serve.jobs.grading import Grading, graded
+from pcg.serve.jobs import records
+from pcg.serve.jobs.folders import (
+    JobFolder,
+    clean_folders,
+    folder_of,
+    folders_of,
+    in_status,
+    remove_job,
+    remove_old,
+    tidy_job,
+)
+from pcg.serve.jobs.graders import JobGrading, graded
 from pcg.serve.jobs.progress import (
     Changes,
     add_step,
@@ -67,45 +66,30 @@ from pcg.serve.jobs.records import (
     UNFINISHED,
     JobRecord,
 )
-from pcg.serve.store.contents import remove_path
-from pcg.serve.store.tables import (
-    held_data,
-    held_folders,
-    hold_data,
-    hold_folder,
-    jobs_with_data,
-    now,
-    release_data,
-    resize_folder,
-)
-
-# ------------------------------------------------------------------------------------------- orders
+from pcg.serve.store.tables import held_data, hold_data, hold_folder, now
 
 
 def order_of(job: JobRecord, folder: JobFolder) -> JobOrder:
     """Return the order of a job."""
     resolved = job.resolved
-    method, options = resolved.get("method", SUPERVISED), resolved["options"]
-    told = {"seed": job.seed, "progress": False, "record": str(folder.record)}
-    made: dict[str, Any] = {**options, **told}
+    method, options = resolved.get("method", SUPERVISED), {**resolved["options"]}
+    options["record"] = str(folder.record)
     if method == REINFORCEMENT:
-        grpo = {**options["grpo"], "seed": job.seed}
-        made = {**options, "grpo": grpo, "record": told["record"]}
+        options["grpo"] = {**options["grpo"], "seed": job.seed}
+    else:
+        options |= {"seed": job.seed, "progress": False}
     return JobOrder(
         engine_name(job.tenant, job.name),
         str(folder.training),
         str(folder.validation) if job.validation_file else None,
-        resolved["peft"],
-        str(folder.checkpoints),
-        str(folder.model),
-        made,
-        method,
-        None if resolved.get("start") is None else str(folder.start),
-        job.tenant,
+        peft=resolved["peft"],
+        checkpoints=str(folder.checkpoints),
+        output=str(folder.model),
+        options=options,
+        method=method,
+        start=None if resolved.get("start") is None else str(folder.start),
+        tenant=job.tenant,
     )
-
-
-# ------------------------------------------------------------------------------------------ endings
 
 
 _CODES = {
@@ -117,137 +101,17 @@ _CODES = {
 }
 
 
-@dataclass(frozen=True)
-class Failure:
-    """The error of a job, as clients see it."""
-
-    code: str
-    message: str
-    param: str | None
-
-    @property
-    def json(self) -> str:
-        return json.dumps({"code": self.code, "message": self.message, "param": self.param})
-
-
-def failure_of(end: JobEnd, folder: JobFolder) -> Failure:
-    """Return the error of a job that failed, without names of the server's folders."""
+def failure_of(end: JobEnd, folder: JobFolder) -> str:
+    """Return the error of a failed job as JSON, without names of the server's folders."""
     code, param = _CODES.get(end.kind or "", ("job_failed", None))
     text = folder.without_paths(end.text or "The job failed.")
     if param is not None and text.startswith(folder.validation.name):
         code, param = "invalid_validation_file", "validation_file"
-    return Failure(code, text, param)
+    return _error(code, text, param)
 
 
-def in_status(id: str, status: str, wanted: Sequence[str]) -> ApiError:
-    """Return the error of a change that a job's status does not allow."""
-    return ApiError(
-        400,
-        f"Job {id} is {status}; this can be done to one that is {' or '.join(wanted)}.",
-        code="invalid_job_status",
-    )
-
-
-def check_count(count: int, most: int) -> None:
-    """Raise an ApiError if a tenant may not have one more job that is not over."""
-    if count >= most:
-        raise ApiError(
-            429,
-            f"You have {count} jobs that are not over, and may have {most}: wait, or cancel some.",
-            code="too_many_jobs",
-            headers={"x-should-retry": "false"},
-        )
-
-
-# ----------------------------------------------------------------------------------------- cleaning
-
-
-OVER = (SUCCEEDED, FAILED, CANCELLED)
-_DAY_S = 86_400
-
-
-def remove_job(connection: sqlite3.Connection, job: JobRecord) -> None:
-    """Remove a job that is over, with its events and checkpoints; its models stay.
-
-    ApiError: it is not over.
-    """
-    found = records.find(connection, job.id)
-    if found is not None and found.status not in OVER:
-        raise in_status(job.id, found.status, OVER)
-    connection.execute("DELETE FROM jobs WHERE id = ?", (job.id,))
-
-
-def remove_old(connection: sqlite3.Connection, now_s: int, days: float) -> None:
-    """Remove the jobs and uploads that have been over for so many days."""
-    before_s = now_s - int(days * _DAY_S)
-    places = ", ".join("?" for _ in OVER)
-    connection.execute(
-        f"DELETE FROM jobs WHERE status IN ({places}) AND finished_s < ?", (*OVER, before_s)
-    )
-    connection.execute(
-        "DELETE FROM uploads WHERE status != 'pending' AND expires_s < ?", (before_s,)
-    )
-
-
-async def clean_folders(files: Files, folders: Sequence[Path], days: float) -> None:
-    """Remove rows that have been over for so many days, and what no row needs of folders.
-
-    Args:
-        folders: those of jobs.
-    """
-
-    def act(connection: sqlite3.Connection) -> Rows:
-        remove_old(connection, now(), days)
-        going_on = {one.id for one in records.of_status(connection, UNFINISHED)}
-        return Rows(
-            going_on,
-            {id for (id,) in connection.execute("SELECT id FROM jobs")} - going_on,
-            jobs_with_data(connection) - going_on,
-            held_folders(connection),
-            kept_models.folders(connection),
-        )
-
-    left = await asyncio.to_thread(
-        sweep, files.store, folders, await files.write(act, may_use_reserve=True)
-    )
-
-    def note(connection: sqlite3.Connection) -> None:
-        for job, size in left.items():
-            release_data(connection, job)
-            resize_folder(connection, job, size)
-
-    await files.write(note, may_use_reserve=True)
-
-
-async def tidy_job(files: Files, job: JobRecord, folder: JobFolder) -> None:
-    """Remove what nobody needs of a job that is over, and note what is left; again after a crash.
-
-    Of a job whose row is gone models and checkpoints alone are left.
-    """
-    found = await files.read(lambda one: records.find(one, job.id))
-    if found is not None and found.status in UNFINISHED:
-        return
-    named = await files.read(kept_models.folders)
-
-    def remove() -> int:
-        if found is None:
-            folder.strip()
-        else:
-            folder.tidy()
-        for path in folder.unnamed(named):
-            remove_path(path)
-        return folder.held_bytes()
-
-    size = await asyncio.to_thread(remove)
-
-    def note(connection: sqlite3.Connection) -> None:
-        release_data(connection, job.id)
-        hold_folder(connection, job.id, job.tenant, size)
-
-    await files.write(note, may_use_reserve=True)
-
-
-# ------------------------------------------------------------------------------------------- runner
+def _error(code: str, message: str, param: str | None = None) -> str:
+    return json.dumps({"code": code, "message": message, "param": param})
 
 
 Result = TypeVar("Result")
@@ -268,7 +132,7 @@ class JobRunner:
         files: Files,
         catalog: Catalog,
         options: ServeOptions,
-        grading: Grading,
+        grading: JobGrading,
     ) -> None:
         assert catalog.kept is not None
         self.files = files
@@ -314,7 +178,7 @@ class JobRunner:
             folders: those of jobs before there was a request, which may make others meanwhile.
         """
         await clean_folders(self.files, folders, self._keep_days)
-        for job in await self.files.read(lambda one: records.of_status(one, UNFINISHED)):
+        for job in await self.files.read(lambda db: records.of_status(db, UNFINISHED)):
             try:
                 await self._catch_up(job)
             except Exception as error:  # others go on, whatever became of its folder
@@ -341,8 +205,6 @@ class JobRunner:
                 LOG.error("job %s waits to go on: %s", job.id, error)
                 await asyncio.sleep(_AGAIN_S)
 
-    # ------------------------------------------------------------------------------- changes
-
     async def create(self, job: JobRecord, most: int, data: Sequence[tuple[str, int]]) -> JobRecord:
         """Keep a job whose folder is there, and queue it.
 
@@ -355,7 +217,17 @@ class JobRunner:
 
         def act(connection: sqlite3.Connection) -> None:
             remove_old(connection, now(), self._keep_days)
-            check_count(records.count_unfinished(connection, job.tenant), most)
+            count = records.JOBS.count(
+                connection, records.among(UNFINISHED), UNFINISHED, tenant=job.tenant
+            )
+            if count >= most:
+                raise ApiError(
+                    429,
+                    f"You have {count} jobs that are not over, and may have {most}: wait, or "
+                    "cancel some.",
+                    code="too_many_jobs",
+                    headers={"x-should-retry": "false"},
+                )
             self.files.quota.check_bytes(connection, job.tenant, job.config_bytes)
             records.JOBS.insert(connection, job)
             hold_data(connection, job.id, job.tenant, data)
@@ -364,7 +236,7 @@ class JobRunner:
                 f"Validating training file: {job.training_file}",
                 "Files validated, moving job to queued state",
             ):
-                event_records.say(connection, job.id, message)
+                records.say(connection, job.id, message)
 
         await self.files.write(act)
         self._queued[job.id] = job
@@ -395,10 +267,10 @@ class JobRunner:
         paused = self._pauses.setdefault(job.id, asyncio.get_running_loop().create_future())
         await self._end_on_engine(job, interrupts=True)
         await asyncio.shield(paused)
-        found = await self.files.read(lambda one: records.find(one, job.id))
-        if found is None or found.status != PAUSED:
-            raise in_status(job.id, "gone" if found is None else found.status, ACTIVE)
-        return found
+        row = await self.files.read(lambda db: records.find(db, job.id))
+        if row is None or row.status != PAUSED:
+            raise in_status(job.id, "gone" if row is None else row.status, ACTIVE)
+        return row
 
     async def resume(self, job: JobRecord) -> JobRecord:
         """Queue a paused job. ApiError: it is not paused."""
@@ -415,7 +287,7 @@ class JobRunner:
     async def model_gone(self, tenant: str, folder: Path) -> None:
         """Remove the folder of a model that is kept no more, unless its job may go on from it."""
         id = folder.relative_to(self.files.store.folder).parts[1]
-        job = await self.files.read(lambda one: records.find(one, id))
+        job = await self.files.read(lambda db: records.find(db, id))
         of_job = folder_of(self.files.store, id)
         if folder == of_job.model or job is None or job.status not in UNFINISHED:
             await asyncio.to_thread(rmtree, folder, True)
@@ -425,7 +297,7 @@ class JobRunner:
         """Note what a job's folder holds, which counts in its tenant's quota."""
         size = await asyncio.to_thread(folder.held_bytes)
         await self.files.write(
-            lambda one: hold_folder(one, folder.id, tenant, size), may_use_reserve=True
+            lambda db: hold_folder(db, folder.id, tenant, size), may_use_reserve=True
         )
 
     async def _change(
@@ -434,9 +306,9 @@ class JobRunner:
         def act(connection: sqlite3.Connection) -> JobRecord:
             changed = records.change(connection, job.id, before, status=status, **more)
             if changed is None:
-                found = records.find(connection, job.id)
-                raise in_status(job.id, "gone" if found is None else found.status, before)
-            event_records.say(connection, job.id, message)
+                row = records.find(connection, job.id)
+                raise in_status(job.id, "gone" if row is None else row.status, before)
+            records.say(connection, job.id, message)
             return changed
 
         may_use_reserve = status == CANCELLED  # which ends in a deletion
@@ -446,21 +318,19 @@ class JobRunner:
         name = engine_name(job.tenant, job.name)
         await asyncio.wrap_future(self._client.call(EndJob(name, interrupts)))
 
-    # ------------------------------------------------------------------------------- running
-
     def _fill(self) -> None:
         """Begin queued jobs while there are places.
 
-        The tenant that has the fewest comes first, then the one whose turn is the longest ago.
+        The tenant with the fewest running jobs comes first, then the longest ago served.
         """
         takes_more = self._client.health().state is EngineState.RUNNING
         while takes_more and len(self._running) < self._most:
             ready = [job for id, job in self._queued.items() if id not in self._running]
             if not ready:
                 return
-            counts = Counter(one.tenant for one in self._running.values())
+            counts = Counter(running.tenant for running in self._running.values())
             turns = self._turns
-            job = min(ready, key=lambda one: (counts[one.tenant], turns[one.tenant], one.id))
+            job = min(ready, key=lambda each: (counts[each.tenant], turns[each.tenant], each.id))
             turns[job.tenant] = max(turns.values(), default=0) + 1
             del self._queued[job.id]
             self._running[job.id] = job
@@ -497,7 +367,7 @@ class JobRunner:
         def act(connection: sqlite3.Connection) -> bool:
             if records.change(connection, job.id, ACTIVE, status=RUNNING) is None:
                 return False  # paused or cancelled meanwhile
-            event_records.say(connection, job.id, begun)
+            records.say(connection, job.id, begun)
             return True
 
         if not await self._write(job, act):
@@ -506,10 +376,10 @@ class JobRunner:
             return
         tell = partial(self._tell, asyncio.get_running_loop(), job)
         await asyncio.wrap_future(self._client.call(StartJob(order), tell))
-        found = await self.files.read(lambda one: records.find(one, job.id))
-        changed = found is not None and found.status not in ACTIVE  # before it began
+        row = await self.files.read(lambda db: records.find(db, job.id))
+        changed = row is not None and row.status not in ACTIVE  # before it began
         if job.id in self._pauses or changed:
-            interrupts = found is None or found.status in (*ACTIVE, PAUSED)
+            interrupts = row is None or row.status in (*ACTIVE, PAUSED)
             await self._end_on_engine(job, interrupts=interrupts)
 
     def _tell(self, loop: asyncio.AbstractEventLoop, job: JobRecord, news: JobNews) -> None:
@@ -535,23 +405,23 @@ class JobRunner:
         async with self._turn(job):
             changes = await self._write(job, write)
             await self._apply(job, changes)
-        if not changes.made:
+        if not changes.new:
             return
         try:
-            await self.files.read(lambda one: self.files.quota.check_bytes(one, job.tenant, 0))
+            await self.files.read(lambda db: self.files.quota.check_bytes(db, job.tenant, 0))
         except ApiError as error:
-            await self._fail(job, Failure("insufficient_quota", str(error.detail), None))
+            await self._fail(job, _error("insufficient_quota", str(error.detail)))
             await self._end_on_engine(job, interrupts=False)
 
     async def _grade(self, job: JobRecord, samples: JobSamples) -> None:
         """Grade what a job's model wrote."""
-        rewards, said = await graded(self._grading, job, samples)
+        rewards, refusal = await graded(self._grading, job, samples)
         name = engine_name(job.tenant, job.name)
-        await asyncio.wrap_future(self._client.call(PutGrades(name, list(rewards), said)))
+        await asyncio.wrap_future(self._client.call(PutGrades(name, rewards, refusal)))
 
     async def _apply(self, job: JobRecord, changes: Changes) -> None:
         """Serve the models that came by a write, and end serving those that went."""
-        for model in changes.made:
+        for model in changes.new:
             if model.name not in changes.gone:
                 self._kept.put(model)
         for name in changes.gone:
@@ -610,13 +480,13 @@ class JobRunner:
         with suppress(ApiError):  # it was cancelled meanwhile
             await self._change(job, ACTIVE, PAUSED, f"The job was paused behind step {step}")
 
-    async def _fail(self, job: JobRecord, error: Failure) -> None:
+    async def _fail(self, job: JobRecord, error: str) -> None:
         def act(connection: sqlite3.Connection) -> None:
             changed = records.change(
-                connection, job.id, ACTIVE, status=FAILED, finished_s=now(), error=error.json
+                connection, job.id, ACTIVE, status=FAILED, finished_s=now(), error=error
             )
             if changed is not None:
-                event_records.say(connection, job.id, error.message, level="error")
+                records.say(connection, job.id, json.loads(error)["message"], level="error")
 
         await self.files.write(act)
 

@@ -1,12 +1,15 @@
-"""Settings of jobs: what a client leaves to us is resolved, and told in the job."""
+"""Settings of jobs: bodies, and the configuration that `auto` and absent fields resolve to."""
 
 from __future__ import annotations
 
+import json
 import math
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
+import msgspec
 from pydantic import Field
 
 from pcg.errors import AdapterError, DataError, FinetuneError, UnsupportedError
@@ -14,33 +17,44 @@ from pcg.peft.registry import recipe_from
 from pcg.runtime.data.formats import detect, parse, parse_pair
 from pcg.runtime.data.limits import DataLimits
 from pcg.runtime.data.sources import read_rows
-from pcg.runtime.training.options import FinetuneOptions
-from pcg.serve.engine.news import DPO
+from pcg.runtime.text.chat import check_messages
+from pcg.runtime.training.options import FinetuneOptions, make_schedule
+from pcg.serve.engine.news import DPO, REINFORCEMENT, SUPERVISED
 from pcg.serve.engine.warm_jobs import DEFAULT_PEFT
-from pcg.serve.http.errors import ApiError
+from pcg.serve.http.errors import UNSUPPORTED, ApiError
 from pcg.serve.http.wire import WireModel
+from pcg.train.grpo.options import GrpoOptions
 from pcg.train.preference.options import LEARNING_RATE as DPO_RATE
 from pcg.train.preference.options import DpoOptions
 
 Auto = Literal["auto"]
+METHODS = (SUPERVISED, DPO, REINFORCEMENT)
+MOST_STEPS = 1_000_000
+"""The most steps of a job."""
 
-LEARNING_RATE = 2e-4
-"""The learning rate of a multiplier of 1: QLoRA, table 9."""
+_RATES = {SUPERVISED: 2e-4, DPO: DPO_RATE, REINFORCEMENT: 2e-5}
+"""Learning rates of a multiplier of 1: QLoRA, table 9; with rewards adapters take 1e-5 to 1e-4
+(docs/grpo.md)."""
 _EPOCHS, _LEAST_EXAMPLES, _MOST_EXAMPLES, _MOST_EPOCHS = 3, 100, 25_000, 25
 """Epochs by default, fewer or more where the examples are very many or few.
 
 Source: OpenAI's cookbook, "Data preparation and analysis for chat model fine-tuning".
 """
 _BATCH_SHARE, _MOST_BATCH = 0.002, 16
-MOST_STEPS = 1_000_000
-"""The most steps of a job."""
+_GENERATIONS, _MOST_GENERATIONS = 8, 64
+"""Completions of a prompt with a compute_multiplier of 1, TRL's number, and at most."""
+_PROMPTS_OF_STEP = 8
+_MOST_COMPLETIONS = 4096
+_COMPLETION_TOKENS = 256
+_MOST_PROMPTS, _MOST_ROW_BYTES = 2**16, 2**16
+_NO_BOUND = 2**20
 _NAME = re.compile(r"[A-Za-z0-9_.-]{1,128}")
 _MOST_NUMBER = 1024
-"""The greatest integer of a PEFT configuration, such as a rank: it takes the server's memory."""
+"""The greatest number of a PEFT configuration, such as a rank: it takes the server's memory."""
 
 
 class Hyperparameters(WireModel):
-    """OpenAI's hyperparameters; what is `auto` or left out is resolved."""
+    """OpenAI's hyperparameters; `auto` and absent ones are resolved."""
 
     n_epochs: Annotated[int, Field(ge=1, le=1000)] | Auto = "auto"
     batch_size: Annotated[int, Field(ge=1, le=1024)] | Auto = "auto"
@@ -53,12 +67,49 @@ class DpoHyperparameters(Hyperparameters):
     beta: Annotated[float, Field(gt=0, le=100)] | Auto = "auto"
 
 
+class ReinforcementHyperparameters(Hyperparameters):
+    """OpenAI's hyperparameters of the method `reinforcement`."""
+
+    compute_multiplier: Annotated[float, Field(ge=0.00001, le=10)] | Auto = "auto"
+    eval_interval: Annotated[int, Field(ge=1, le=2**31)] | Auto = "auto"
+    eval_samples: Annotated[int, Field(ge=1, le=16)] | Auto = "auto"
+    reasoning_effort: Literal["default", "low", "medium", "high"] = "default"
+
+
+class Supervised(WireModel):
+    """The method `supervised`."""
+
+    hyperparameters: Hyperparameters | None = None
+
+
+class Dpo(WireModel):
+    """The method `dpo`."""
+
+    hyperparameters: DpoHyperparameters | None = None
+
+
+class Reinforcement(WireModel):
+    """The method `reinforcement`: a grader gives the rewards."""
+
+    grader: dict[str, Any]
+    hyperparameters: ReinforcementHyperparameters | None = None
+
+
+class Method(WireModel):
+    """The method of a job; the options are those of its type."""
+
+    type: Annotated[str, Field(max_length=64)]
+    supervised: Supervised | None = None
+    dpo: Dpo | None = None
+    reinforcement: Reinforcement | None = None
+
+
 class PcgSettings(WireModel):
     """Settings of our own.
 
     `peft` has the fields of peft's adapter_config.json, such as peft_type, r and target_modules.
     `learning_rate` is absolute, in place of the multiplier. `save_every` counts steps between
-    checkpoints, by default those of an epoch. `max_completion_length` is of reinforcement alone.
+    checkpoints, by default those of an epoch. `max_completion_length` is only of reinforcement.
     """
 
     peft: dict[str, Any] | None = None
@@ -70,65 +121,150 @@ class PcgSettings(WireModel):
     warmup_ratio: Annotated[float, Field(ge=0, le=1)] | None = None
     weight_decay: Annotated[float, Field(ge=0, le=10)] | None = None
 
+    def refuse(self, names: tuple[str, ...], because: str) -> None:
+        """Raise an ApiError for a setting of another method."""
+        for name in names:
+            if getattr(self, name) is not None:
+                said = f"pcg.{name} is {because}; leave it out."
+                raise ApiError(400, said, param=f"pcg.{name}")
 
-def count_examples(path: Path, param: str, method: str) -> int:
-    """Count the rows of a file of data, each of which is looked at.
 
-    Args:
-        method: that of the job, which the rows are for.
+Metadata = dict[
+    Annotated[str, Field(min_length=1, max_length=64)], Annotated[str, Field(max_length=512)]
+]
+
+
+class JobBody(WireModel):
+    """A job to make. `pcg` has settings of our own; `integrations` have to be none."""
+
+    model: Annotated[str, Field(max_length=512)]
+    training_file: Annotated[str, Field(max_length=128)]
+    validation_file: Annotated[str, Field(max_length=128)] | None = None
+    suffix: Annotated[str, Field(pattern=r"^[A-Za-z0-9._-]{1,64}$")] | None = None
+    seed: Annotated[int, Field(ge=0, le=2**31 - 1)] | None = None
+    hyperparameters: Hyperparameters | None = None
+    method: Method | None = None
+    metadata: Annotated[Metadata, Field(max_length=16)] | None = None
+    integrations: list[Any] | None = None
+    pcg: PcgSettings | None = None
+
+    def method_options(self) -> tuple[str, Hyperparameters | Reinforcement]:
+        """Return the method, and its options, which are in one of two places.
+
+        Raises:
+            ApiError: they are in both, or the method is unknown.
+        """
+        method = self.method or Method(type=SUPERVISED)
+        if method.type not in METHODS:
+            said = f"'{method.type}' is not one of {list(METHODS)}."
+            raise ApiError(400, f"Invalid value for 'method.type': {said}", param="method.type")
+        for name in METHODS:
+            if name != method.type and getattr(method, name) is not None:
+                said = f"method.{name} has no effect on a job of the type '{method.type}'."
+                raise ApiError(400, said, param=f"method.{name}")
+        if self.integrations:
+            said = "integrations are not supported; leave them out."
+            raise ApiError(400, said, param="integrations", code=UNSUPPORTED)
+        if method.type == REINFORCEMENT:
+            name = f"method.{REINFORCEMENT}"
+            if method.reinforcement is None:
+                raise ApiError(400, f"Missing required parameter: '{name}'.", param=name)
+            if self.hyperparameters is not None:
+                said = f"Give {name}.hyperparameters in place of hyperparameters."
+                raise ApiError(400, said, param="hyperparameters")
+            return method.type, method.reinforcement
+        options = method.dpo if method.type == DPO else method.supervised
+        hyperparameters = None if options is None else options.hyperparameters
+        if hyperparameters is not None and self.hyperparameters is not None:
+            said = f"Give hyperparameters or method.{method.type}.hyperparameters, not both."
+            raise ApiError(400, said, param="hyperparameters")
+        kind = DpoHyperparameters if method.type == DPO else Hyperparameters
+        shared = {} if self.hyperparameters is None else self.hyperparameters.model_dump()
+        return method.type, hyperparameters or kind(**shared)
+
+
+def count_rows(path: Path, param: str, method: str) -> int:
+    """Count the rows of a file of data, each of which is checked for a method.
+
     Raises:
-        ApiError: a line is not as it has to be; which one, and why.
+        ApiError: a line is invalid; which, and why.
     """
-    count, format = 0, None
+    check: Callable[[Any, str], object] = {DPO: parse_pair, REINFORCEMENT: _check_prompt}.get(
+        method, _Examples().check
+    )
+    count = 0
     try:
         for row in read_rows((path,), DataLimits()):
+            check(row.value, row.where)
             count += 1
-            if method == DPO:
-                parse_pair(row.value, row.where)
-                continue
-            format = detect(row.value, row.where) if format is None else format
-            parse(format, row.value, row.where)
-        if not count:
+        if not count and method != REINFORCEMENT:
             raise DataError("the file has no rows")
+        if method == REINFORCEMENT and not 0 < count <= _MOST_PROMPTS:
+            raise DataError(f"the file has {count} rows; use 1 to {_MOST_PROMPTS}")
     except DataError as error:
         text = str(error).replace(f"{path.parent}/", "")
         raise ApiError(400, text, param=param, code="invalid_file_format") from None
     return count
 
 
+class _Examples:
+    """Rows of examples, all of the first one's format."""
+
+    def __init__(self) -> None:
+        self._format: Any = None
+
+    def check(self, row: Any, where: str) -> None:
+        self._format = self._format or detect(row, where)
+        parse(self._format, row, where)
+
+
+def _check_prompt(row: Any, where: str) -> None:
+    if not isinstance(row, dict):
+        raise DataError(f"{where}: use an object with 'messages' or 'prompt'")
+    try:
+        size = len(json.dumps(row))
+        msgspec.msgpack.encode(row)  # as the engine has it graded
+    except UnicodeEncodeError:
+        raise DataError(f"{where} has a text with half a character; write all of it") from None
+    except OverflowError:
+        said = "an integer of more than 64 bits; write it as a text"
+        raise DataError(f"{where} has {said}") from None
+    except RecursionError:
+        raise DataError(f"{where} is nested too deeply; write a flat row") from None
+    if size > _MOST_ROW_BYTES:
+        raise DataError(f"{where} has {size} bytes; use at most {_MOST_ROW_BYTES}")
+    if ("messages" in row) == ("prompt" in row):
+        raise DataError(f"{where}: give 'messages' or 'prompt', and not both")
+    for name in ("tools", "functions"):
+        if row.get(name):
+            raise DataError(f"{where} has {name!r}, which rollouts do not have; leave it out")
+    if "prompt" in row:
+        if not isinstance(row["prompt"], str) or not row["prompt"]:
+            raise DataError(f"{where}: 'prompt' has to be a text")
+        return
+    messages = check_messages(row["messages"], "'messages'", where)
+    if messages[-1]["role"] not in ("user", "tool"):
+        raise DataError(f"{where}: the last message is the assistant's to answer; end in a user's")
+
+
 def resolve(
-    given: Hyperparameters, own: PcgSettings, examples: int, method: str, start: str | None
+    hyper: Hyperparameters, settings: PcgSettings, examples: int, method: str, start: str | None
 ) -> dict[str, Any]:
-    """Return the resolved configuration of a job.
+    """Return the resolved configuration of a job on examples or preferences.
 
     Args:
         examples: rows of the training data.
         method: supervised, or dpo.
-        start: the model that the job goes on from; None for the base.
+        start: the model that the job continues; None for the base.
     Raises:
-        ApiError: a value cannot be.
+        ApiError: a value is invalid.
     """
-    if own.max_completion_length is not None:
-        name = "pcg.max_completion_length"
-        said = f"{name} is of the method 'reinforcement' alone; leave it out."
-        raise ApiError(400, said, param=name)
-    epochs = _epochs(examples) if given.n_epochs == "auto" else given.n_epochs
+    settings.refuse(("max_completion_length",), "of the method 'reinforcement' alone")
+    epochs = _epochs(examples) if hyper.n_epochs == "auto" else hyper.n_epochs
     batch = max(1, min(_MOST_BATCH, round(_BATCH_SHARE * examples)))
-    if given.batch_size != "auto":
-        batch = given.batch_size
-    multiplier = given.learning_rate_multiplier
-    if own.learning_rate is not None and multiplier != "auto":
-        raise ApiError(
-            400,
-            "Give learning_rate_multiplier or pcg.learning_rate, not both.",
-            param="learning_rate_multiplier",
-        )
-    rate, of_one = own.learning_rate, DPO_RATE if method == DPO else LEARNING_RATE
-    multiplier = 1.0 if multiplier == "auto" else multiplier
-    if rate is None:
-        rate = of_one * multiplier
-    else:
-        multiplier = rate / of_one
+    if hyper.batch_size != "auto":
+        batch = hyper.batch_size
+    rate, multiplier = _rate(hyper, settings, _RATES[method])
     steps = epochs * math.ceil(examples / batch)
     if steps > MOST_STEPS:
         raise ApiError(
@@ -137,25 +273,26 @@ def resolve(
             "batch_size, or fewer n_epochs.",
             param="n_epochs",
         )
-    further = {name: getattr(own, name) for name in ("schedule", "warmup_ratio", "weight_decay")}
-    options = {
+    options: dict[str, Any] = {
         "epochs": epochs,
         "batch_size": min(batch, examples),
         "learning_rate": rate,
-        "max_length": own.max_seq_len,
-        "save_every": own.save_every,
-        **{name: value for name, value in further.items() if value is not None},
+        "max_length": settings.max_seq_len,
+        "save_every": settings.save_every,
     }
-    hyperparameters = {
+    for name in ("schedule", "warmup_ratio", "weight_decay"):
+        if (value := getattr(settings, name)) is not None:
+            options[name] = value
+    hyperparameters: dict[str, Any] = {
         "n_epochs": epochs,
         "batch_size": min(batch, examples),
         "learning_rate_multiplier": multiplier,
     }
-    if isinstance(given, DpoHyperparameters):
-        beta = DpoOptions.beta if given.beta == "auto" else given.beta
+    if isinstance(hyper, DpoHyperparameters):
+        beta = DpoOptions.beta if hyper.beta == "auto" else hyper.beta
         options["beta"] = hyperparameters["beta"] = beta
         options["reference"] = "base" if start is None else "start"
-    peft = checked_peft(own.peft, start)
+    peft = checked_peft(settings.peft, start)
     try:
         kind = DpoOptions if method == DPO else FinetuneOptions
         kind(**{**options, "checkpoint_dir": "checked"})
@@ -172,12 +309,148 @@ def resolve(
     }
 
 
+def resolve_reinforcement(
+    method: Reinforcement,
+    settings: PcgSettings,
+    examples: int,
+    tests: int,
+    *,
+    most_tokens: int | None,
+    start: str | None,
+) -> dict[str, Any]:
+    """Return the resolved configuration of a job on rewards.
+
+    Args:
+        examples: rows of the training data.
+        tests: rows of the validation data.
+        most_tokens: the most tokens of a prompt and its completion; None for no bound.
+        start: the model that the job continues; None for the base.
+    Raises:
+        ApiError: a value is invalid.
+    """
+    hyper = method.hyperparameters or ReinforcementHyperparameters()
+    settings.refuse(("max_seq_len", "warmup_ratio"), "not of the method 'reinforcement'")
+    epochs = 1 if hyper.n_epochs == "auto" else hyper.n_epochs
+    batch = min(_PROMPTS_OF_STEP if hyper.batch_size == "auto" else hyper.batch_size, examples)
+    compute = 1.0 if hyper.compute_multiplier == "auto" else hyper.compute_multiplier
+    generations = min(_MOST_GENERATIONS, max(2, round(_GENERATIONS * compute)))
+    if batch * generations > _MOST_COMPLETIONS:
+        raise ApiError(
+            400,
+            f"A step would have {batch * generations} completions, and has at most "
+            f"{_MOST_COMPLETIONS}: use a smaller batch_size or compute_multiplier.",
+            param="batch_size",
+        )
+    samples = 1 if hyper.eval_samples == "auto" else hyper.eval_samples
+    if tests * samples > _MOST_COMPLETIONS:
+        raise ApiError(
+            400,
+            f"An evaluation would have {tests * samples} completions, and has at most "
+            f"{_MOST_COMPLETIONS}: use fewer rows in validation_file, or fewer eval_samples.",
+            param="validation_file",
+        )
+    steps_of_epoch = math.ceil(examples / batch)
+    steps = epochs * steps_of_epoch
+    if steps > MOST_STEPS:
+        said = f"The job would have {steps} steps, and has at most {MOST_STEPS}."
+        raise ApiError(400, said, param="n_epochs")
+    rate, multiplier = _rate(hyper, settings, _RATES[REINFORCEMENT])
+    tokens = min(_COMPLETION_TOKENS, (most_tokens or 512) // 2)
+    completion = settings.max_completion_length or tokens
+    prompt = (most_tokens or _NO_BOUND) - completion
+    if prompt < 1:
+        raise ApiError(
+            400,
+            f"pcg.max_completion_length={completion} leaves no room for a prompt in {most_tokens} "
+            "tokens; use less.",
+            param="pcg.max_completion_length",
+        )
+    grpo: dict[str, Any] = {
+        "num_generations": generations,
+        "batch_size": batch * generations,
+        "max_completion_length": completion,
+        "max_steps": steps,
+        "learning_rate": rate,
+    }
+    if settings.schedule is not None:
+        grpo["lr_scheduler_type"] = settings.schedule
+    if settings.weight_decay is not None:
+        grpo["weight_decay"] = settings.weight_decay
+    try:
+        GrpoOptions(**grpo)
+        make_schedule(grpo.get("lr_scheduler_type", "linear"), total_steps=steps)
+    except FinetuneError as error:
+        raise ApiError(400, str(error), param="pcg") from None
+    interval = steps_of_epoch if hyper.eval_interval == "auto" else hyper.eval_interval
+    effort = hyper.reasoning_effort
+    return {
+        "method": REINFORCEMENT,
+        "grader": method.grader,
+        "hyperparameters": {
+            "n_epochs": epochs,
+            "batch_size": batch,
+            "learning_rate_multiplier": multiplier,
+            "compute_multiplier": compute,
+            "eval_interval": interval,
+            "eval_samples": samples,
+            "reasoning_effort": effort,
+        },
+        "options": {
+            "grpo": grpo,
+            "prompt_tokens": prompt,
+            "save_every": settings.save_every or steps_of_epoch,
+            "eval_interval": interval,
+            "eval_samples": samples,
+            "reasoning_effort": None if effort == "default" else effort,
+        },
+        "peft": checked_peft(settings.peft, start),
+        "start": start,
+        "examples": examples,
+        "total_steps": steps,
+    }
+
+
+def _rate(hyper: Hyperparameters, settings: PcgSettings, unit: float) -> tuple[float, float]:
+    """Return the learning rate, and its multiple of `unit`. ApiError: both are given."""
+    multiplier = hyper.learning_rate_multiplier
+    if settings.learning_rate is None:
+        multiple = 1.0 if multiplier == "auto" else multiplier
+        return unit * multiple, multiple
+    if multiplier != "auto":
+        raise ApiError(
+            400,
+            "Give learning_rate_multiplier or pcg.learning_rate, not both.",
+            param="learning_rate_multiplier",
+        )
+    return settings.learning_rate, settings.learning_rate / unit
+
+
 def _epochs(examples: int) -> int:
     if _EPOCHS * examples < _LEAST_EXAMPLES:
         return min(_MOST_EPOCHS, max(_EPOCHS, _LEAST_EXAMPLES // examples))
     if _EPOCHS * examples > _MOST_EXAMPLES:
         return max(1, _MOST_EXAMPLES // examples)
     return _EPOCHS
+
+
+def checked_peft(config: dict[str, Any] | None, start: str | None) -> dict[str, Any]:
+    """Return a PEFT configuration.
+
+    Args:
+        start: the model that the job continues; None for the base.
+    Raises:
+        ApiError: it is invalid, takes too much, or the job continues a model.
+    """
+    if start is not None and config is not None:
+        said = f"pcg.peft: the job goes on from {start}, which has a recipe; leave peft out."
+        raise ApiError(400, said, param="pcg.peft")
+    peft = DEFAULT_PEFT if config is None else config
+    _check_plain(peft, "pcg.peft")
+    try:
+        recipe_from(peft)
+    except (AdapterError, UnsupportedError) as error:
+        raise ApiError(400, f"pcg.peft: {error}", param="pcg.peft") from None
+    return peft
 
 
 def _check_plain(value: Any, where: str, depth: int = 0) -> None:
@@ -191,28 +464,8 @@ def _check_plain(value: Any, where: str, depth: int = 0) -> None:
         if depth > 3 or len(value) > _MOST_NUMBER:
             raise ApiError(400, f"{where} has too many values, or lists in lists", param=where)
         entries = value.items() if isinstance(value, dict) else enumerate(value)
-        for name, one in entries:
+        for name, entry in entries:
             if isinstance(name, str):
                 _check_plain(name, f"{where}'s names", depth)
             inner = f"{where}.{name}" if isinstance(name, str) else where
-            _check_plain(one, inner, depth + 1)
-
-
-def checked_peft(given: dict[str, Any] | None, start: str | None) -> dict[str, Any]:
-    """Return a PEFT configuration.
-
-    Args:
-        start: the model that the job goes on from; None for the base.
-    Raises:
-        ApiError: it cannot be, takes too much, or is given beside a model to go on from.
-    """
-    if start is not None and given is not None:
-        said = f"pcg.peft: the job goes on from {start}, which has a recipe; leave peft out."
-        raise ApiError(400, said, param="pcg.peft")
-    peft = DEFAULT_PEFT if given is None else given
-    _check_plain(peft, "pcg.peft")
-    try:
-        recipe_from(peft)
-    except (AdapterError, UnsupportedError) as error:
-        raise ApiError(400, f"pcg.peft: {error}", param="pcg.peft") from None
-    return peft
+            _check_plain(entry, inner, depth + 1)

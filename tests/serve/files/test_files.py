@@ -262,7 +262,7 @@ def test_uploads_that_end_otherwise(
     assert client.uploads.cancel(begun[0].id).status == "cancelled"
     assert contents(server) == 1
     late = begun[1].expires_at
-    for place in ("files.now", "uploads.now"):
+    for place in ("files.now", "routes.now"):
         monkeypatch.setattr(f"pcg.serve.files.{place}", lambda: late)
     with pytest.raises(openai.BadRequestError, match="is expired, and not pending"):
         client.uploads.parts.create(begun[1].id, data=b"x")
@@ -301,7 +301,7 @@ def test_few_uploads_that_are_over_are_told_of(
     server: serving.Served, client: openai.OpenAI, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Who begins and cancels uploads for ever fills no database."""
-    monkeypatch.setattr("pcg.serve.files.upload_records.MOST_OVER", 2)
+    monkeypatch.setattr("pcg.serve.files.files.MOST_OVER", 2)
     made = [
         client.uploads.create(bytes=9, filename="a", mime_type="b", purpose="fine-tune").id
         for _ in range(4)

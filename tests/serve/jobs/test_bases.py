@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from pcg.errors import ServeError
-from pcg.serve.jobs.bases import check_base
+from pcg.serve.jobs.records import check_base
 from pcg.serve.store.store import Store, open_store
 from pcg.serve.store.tables import now
 from pcg.serve.tinker import checkpoint_records, model_records, sampler_records

@@ -9,8 +9,7 @@ from pathlib import Path
 from pcg.serve.adapters import kept_models
 from pcg.serve.adapters.kept_models import KeptModel
 from pcg.serve.engine.options import ServeOptions
-from pcg.serve.files.files import Files
-from pcg.serve.files.quota import Quota
+from pcg.serve.files.files import Files, Quota
 from pcg.serve.jobs import records
 from pcg.serve.jobs.folders import OPTIMIZER, STATE, JobFolder, folder_of, folders_of
 from pcg.serve.jobs.records import RUNNING, SUCCEEDED, JobRecord

@@ -14,10 +14,9 @@ import openai
 import pytest
 
 from pcg.errors import ServeError
-from pcg.serve.files import records as file_records
-from pcg.serve.files.files import Files
+from pcg.serve.files.files import Files, used
 from pcg.serve.jobs import runner
-from pcg.serve.jobs.bases import check_base
+from pcg.serve.jobs.records import check_base
 from pcg.serve.jobs.runner import JobRunner
 from pcg.serve.store.contents import Incoming
 from pcg.serve.store.tables import held_bytes, now
@@ -233,7 +232,7 @@ def test_rows_that_are_over_go_after_their_time(server: serving.Served) -> None:
     assert jobs > 0
     assert uploads > 0
     assert database.write(lambda one: counts(one, 0.001)).result() == (0, 0)
-    left = database.read(lambda one: file_records.used(one, "default", now())).result()
+    left = database.read(lambda one: used(one, "default", now())).result()
     assert left[1] < 2**20
 
 

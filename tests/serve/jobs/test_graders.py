@@ -15,9 +15,9 @@ from pcg.errors import GradingError, QueueFullError
 from pcg.graders.grader import Answer, Question
 from pcg.graders.sample import Sample
 from pcg.keys import Keys
-from pcg.serve.graders import host, python_graders
 from pcg.serve.http.caller import Caller
 from pcg.serve.http.errors import ApiError
+from pcg.serve.jobs import graders as graders_of_jobs
 from tests.support import serving
 from tests.support.job_client import client_of
 
@@ -168,8 +168,8 @@ def test_a_turn_ends_with_its_process(monkeypatch: pytest.MonkeyPatch) -> None:
         assert await second == 1.0
         return count
 
-    monkeypatch.setattr(python_graders, "run_grader", runs)
-    own = python_graders.PythonGraders(False)
+    monkeypatch.setattr(graders_of_jobs, "run_grader", runs)
+    own = graders_of_jobs.PythonGraders(False)
     with pytest.raises(GradingError, match="runs no python graders"):  # whatever a job kept
         asyncio.run(own.run("t", "", Sample("")))
     assert not begun
@@ -184,7 +184,7 @@ def test_a_job_learns_nothing_from_a_full_queue(
 ) -> None:
     """Its judges are asked again; who tries a grader is told."""
     caller = Caller("key", "tenant", frozenset())
-    made = host.ServedHost(server.service, caller, waits=waits)
+    made = graders_of_jobs.ServedHost(server.service, caller, waits=waits)
     asked: list[Question] = []
 
     async def completion(question: Question) -> tuple[int, Any]:
@@ -193,7 +193,7 @@ def test_a_job_learns_nothing_from_a_full_queue(
             raise QueueFullError("full")
         return 1, SimpleNamespace(text="yes", token_ids=[5, 6])
 
-    monkeypatch.setattr(host, "_AGAIN_S", 0.0)
+    monkeypatch.setattr(graders_of_jobs, "_AGAIN_S", 0.0)
     monkeypatch.setattr(made, "_completion", completion)
     if waits:
         assert asyncio.run(made.ask(Question("m", []))) == Answer("yes", 3)

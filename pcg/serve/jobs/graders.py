@@ -1,0 +1,353 @@
+"""/v1/fine_tuning/alpha/graders, and the graders of jobs.
+
+A tenant's judges are served models, asked with the tenant's rights and bounds; its Python source
+runs in a sandbox, one at a time.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from typing import Annotated, Any, ParamSpec, TypeVar
+from weakref import WeakValueDictionary
+
+from fastapi import APIRouter, Depends
+from pydantic import BaseModel, Field
+
+from pcg.errors import GradingError, PcgError, QueueFullError, UnsupportedError
+from pcg.graders.grader import Answer, Failure, Grade, Grader, Question, all_of
+from pcg.graders.reader import grader_from
+from pcg.graders.rewards import rewards_of
+from pcg.graders.sample import Sample
+from pcg.graders.sandbox_runner import check_sandbox, run_grader
+from pcg.graders.text_graders import PythonGrader
+from pcg.keys import Scope
+from pcg.runtime.requests.request import Completion
+from pcg.serve.adapters.catalog import Catalog
+from pcg.serve.engine.news import JobSamples
+from pcg.serve.http.caller import Caller, requires
+from pcg.serve.http.errors import LOG, ApiError, as_api_error
+from pcg.serve.http.service import LongBodyRoute, Service, ServiceDependency
+from pcg.serve.http.wire import WireModel, new_id
+from pcg.serve.jobs.records import JobRecord
+from pcg.serve.openai.chat import Chat
+from pcg.serve.openai.messages import Message, Template
+from pcg.serve.openai.replies import check_ended
+from pcg.serve.openai.sampling import of_engine
+from pcg.serve.openai.tools import ChatSupport
+
+Arguments = ParamSpec("Arguments")
+Result = TypeVar("Result")
+
+MOST_BYTES = 2**18
+"""The most bytes of a grader with all its parts: jobs keep it, and read it each step."""
+_MOST_SAMPLE = 2**20
+_PROCESSES = 2
+"""Sandboxes at once, one of a tenant's."""
+_AGAIN_S = 0.2
+"""Time after which an engine with too much waiting is asked again, seconds."""
+
+
+class PythonGraders:
+    """Runs the source of tenants' graders, one at a time of each tenant.
+
+    Args:
+        is_on: False where they are refused.
+    Raises:
+        UnsupportedError: they are switched on, and this machine has no sandbox.
+    """
+
+    def __init__(self, is_on: bool) -> None:
+        if is_on:
+            check_sandbox()
+        self.is_on = is_on
+        self._threads = ThreadPoolExecutor(_PROCESSES, "pcg graders")
+        self._turns: WeakValueDictionary[str, asyncio.Semaphore] = WeakValueDictionary()
+
+    async def run(self, tenant: str, source: str, sample: Sample) -> float:
+        """Run a source. GradingError: it fails, or they are switched off.
+
+        A job may have one from a time when the operator had switched them on.
+        """
+        if not self.is_on:
+            said = "this server runs no python graders; its operator may switch them on"
+            raise GradingError(said, "python_grader_server_error")
+        turn = self._turns.get(tenant)
+        if turn is None:
+            turn = self._turns[tenant] = asyncio.Semaphore(1)
+        await turn.acquire()
+        try:
+            loop = asyncio.get_running_loop()
+            running = loop.run_in_executor(self._threads, run_grader, source, sample)
+        except BaseException:
+            turn.release()
+            raise
+        # A cancelled run goes on until its process ends, and its turn with it.
+        running.add_done_callback(partial(_end_turn, turn))
+        return await asyncio.shield(running)
+
+    def close(self) -> None:
+        """End the threads, once the runs have ended."""
+        self._threads.shutdown(cancel_futures=True)
+
+
+def _end_turn(turn: asyncio.Semaphore, _: asyncio.Future[float]) -> None:
+    turn.release()
+
+
+class ServedHost:
+    """Grades for one caller, with the caller's rights and bounds.
+
+    Args:
+        waits: True to ask again while too much waits, where a job would learn from the error.
+    """
+
+    def __init__(self, service: Service, caller: Caller, *, waits: bool = False) -> None:
+        self._service = service
+        self._caller = caller
+        self._waits = waits
+
+    async def check(self, grader: Grader) -> None:
+        """Raise an ApiError for a grader that the caller may not use here."""
+        for each in all_of(grader):
+            is_on = self._service.part(PythonGraders).is_on
+            if isinstance(each, PythonGrader) and not is_on:
+                raise UnsupportedError(
+                    f"the grader {each.name!r} is of the type 'python', which this server does not "
+                    "run; its operator may switch them on by --python-graders"
+                )
+            if each.judge is not None:
+                if Scope.INFER not in self._caller.scopes:
+                    raise ApiError(
+                        403,
+                        f"The grader asks a judge, and the key {self._caller.key!r} lacks the "
+                        "scope 'infer'.",
+                        code="insufficient_permissions",
+                    )
+                await self._service.part(Catalog).find(self._caller, each.judge)
+
+    async def beside(
+        self,
+        act: Callable[Arguments, Result],
+        *args: Arguments.args,
+        **keywords: Arguments.kwargs,
+    ) -> Result:
+        return await self._service.beside(self._caller, act, *args, **keywords)
+
+    async def run(self, source: str, sample: Sample) -> float:
+        return await self._service.part(PythonGraders).run(self._caller.tenant, source, sample)
+
+    async def ask(self, question: Question) -> Answer:
+        while True:
+            try:
+                length, completion = await self._completion(question)
+            except (ApiError, PcgError) as error:
+                if self._waits and isinstance(error, QueueFullError):
+                    await asyncio.sleep(_AGAIN_S)
+                    continue
+                said = str(as_api_error(error).detail)
+                raise GradingError(said, "model_grader_server_error") from None
+            return Answer(completion.text, length + len(completion.token_ids))
+
+    async def _completion(self, question: Question) -> tuple[int, Completion]:
+        """Return the number of the question's tokens, and the judge's answer."""
+        service, caller = self._service, self._caller
+        model = await service.part(Catalog).find(caller, question.model)
+        messages = [Message.model_validate(message) for message in question.messages]
+        effort = question.reasoning_effort
+        variables = {} if effort is None else {"reasoning_effort": effort}
+        chat = Chat(messages, template=Template(variables=variables))
+        support, bound = service.part(ChatSupport), service.max_model_len
+        prompt, _ = await service.beside(caller, chat.prompt, support, bound)
+        room = await service.room(model) - len(prompt)
+        fields: dict[str, Any] = {**question.sampling}
+        fields["max_new_tokens"] = max(1, min(fields["max_new_tokens"], room))
+        choices = None if question.choices is None else list(question.choices)
+        guides = {"guided_json": question.schema, "guided_choice": choices}
+        (submitted,) = await service.submit(
+            caller, model, [prompt], of_engine(fields, guides), new_id("grade")
+        )
+        try:
+            (completion,) = await submitted.stream.completions()
+        finally:
+            submitted.stream.cancel()
+        check_ended(completion)
+        return len(prompt), completion
+
+
+async def usable_grader(
+    service: Service, caller: Caller, grader: dict[str, Any], where: str = "grader"
+) -> tuple[Grader, ServedHost]:
+    """Return a grader, and the host that grades for the caller.
+
+    Args:
+        where: its place in the body, which errors name.
+    Raises:
+        GraderError: it is invalid.
+        ApiError: a judge is missing, or the caller may not ask one.
+        UnsupportedError: it is python, which is switched off.
+    """
+    try:
+        size = len(json.dumps(grader, ensure_ascii=False).encode())
+    except UnicodeEncodeError:
+        raise ApiError(400, f"{where} has half a character.", param=where) from None
+    if size > MOST_BYTES:
+        said = f"{where} has {size} bytes; use at most {MOST_BYTES}."
+        raise ApiError(400, said, param=where, code="invalid_grader")
+    parsed = await service.beside(caller, grader_from, grader, where)
+    host = ServedHost(service, caller)
+    await host.check(parsed)
+    return parsed, host
+
+
+class JobGrading:
+    """Grades the completions of jobs.
+
+    The key that made the job had the scopes that its grader needs, or there would be no job.
+    """
+
+    def __init__(self, service: Service) -> None:
+        self._service = service
+
+    async def grade(self, tenant: str, job: str, grader: Any, samples: JobSamples) -> list[float]:
+        """Return a reward for each completion, 0 if it cannot be graded.
+
+        Raises:
+            GraderError: none of them can be graded; why the first cannot.
+        """
+        caller = Caller(job, tenant, frozenset({Scope.INFER, Scope.TRAIN}))
+        parsed = await self._service.beside(caller, grader_from, grader)
+        host = ServedHost(self._service, caller, waits=True)
+        pairs = zip(samples.texts, samples.items, strict=True)
+        return await rewards_of(parsed, [Sample(text, item) for text, item in pairs], host)
+
+
+async def graded(
+    grading: JobGrading, job: JobRecord, samples: JobSamples
+) -> tuple[list[float], str | None]:
+    """Return the rewards of a job's completions, or why there are none."""
+    try:
+        return await grading.grade(job.tenant, job.id, job.resolved["grader"], samples), None
+    except PcgError as error:
+        return [], str(error).encode(errors="replace").decode()  # without half characters
+    except Exception as error:
+        LOG.error("the grader of job %s failed", job.id, exc_info=error)
+        return [], "the grader failed"
+
+
+class GraderBody(WireModel):
+    """A grader to validate; `pcg.graders` reads it."""
+
+    grader: dict[str, Any]
+
+
+class RunBody(GraderBody):
+    """A grader with a sample to grade, and the row of data that it answers."""
+
+    model_sample: Annotated[str, Field(max_length=_MOST_SAMPLE)]
+    item: Any = None
+
+
+class ValidGrader(BaseModel):
+    """A valid grader, as it was given."""
+
+    grader: dict[str, Any]
+
+
+class GradeErrors(BaseModel):
+    """The reasons why there is no reward."""
+
+    formula_parse_error: bool = False
+    invalid_variable_error: bool = False
+    model_grader_parse_error: bool = False
+    model_grader_refusal_error: bool = False
+    model_grader_server_error: bool = False
+    model_grader_server_error_details: str | None = None
+    other_error: bool = False
+    python_grader_runtime_error: bool = False
+    python_grader_runtime_error_details: str | None = None
+    python_grader_server_error: bool = False
+    python_grader_server_error_type: str | None = None
+    sample_parse_error: bool = False
+    truncated_observation_error: bool = False
+    unresponsive_reward_error: bool = False
+    details: list[str] = []
+
+
+class GradeMetadata(BaseModel):
+    """The grader of a grade, its scores by name, and its failures."""
+
+    name: str
+    type: str
+    execution_time: float
+    scores: dict[str, float]
+    errors: GradeErrors
+    sampled_model_name: str | None = None
+    token_usage: int | None = None
+
+
+class GradeReply(BaseModel):
+    """The grade of a sample."""
+
+    reward: float
+    sub_rewards: dict[str, float]
+    metadata: GradeMetadata
+    model_grader_token_usage_per_model: dict[str, int]
+
+
+router = APIRouter(
+    prefix="/v1/fine_tuning/alpha/graders", tags=["fine-tuning"], route_class=LongBodyRoute
+)
+Trainer = Annotated[Caller, Depends(requires(Scope.TRAIN))]
+
+
+@router.post("/run", name="run_grader")
+async def run_sample(body: RunBody, service: ServiceDependency, caller: Trainer) -> GradeReply:
+    """Grade a sample; failures are in the metadata's errors."""
+    grader, host = await usable_grader(service, caller, body.grader)
+    return _reply(await grader.grade(Sample(body.model_sample, body.item), host))
+
+
+@router.post("/validate")
+async def validate_grader(
+    body: GraderBody, service: ServiceDependency, caller: Trainer
+) -> ValidGrader:
+    """Return a grader, if it can be used here."""
+    await usable_grader(service, caller, body.grader)
+    return ValidGrader(grader=body.grader)
+
+
+def _reply(grade: Grade) -> GradeReply:
+    grader = grade.grader
+    subs = {name: each.reward for name, each in grade.subs.items()}
+    judges = {each.judge for each in all_of(grader) if each.judge is not None}
+    metadata = GradeMetadata(
+        name=grader.name,
+        type=grader.type,
+        execution_time=grade.seconds,
+        scores={**subs, grader.name: grade.reward},
+        errors=_errors(grade.failures),
+        sampled_model_name=judges.pop() if len(judges) == 1 else None,
+        token_usage=sum(grade.tokens.values()) if grade.tokens else None,
+    )
+    return GradeReply(
+        reward=grade.reward,
+        sub_rewards=subs,
+        metadata=metadata,
+        model_grader_token_usage_per_model=dict(grade.tokens),
+    )
+
+
+def _errors(failures: Sequence[Failure]) -> GradeErrors:
+    """Return the object of OpenAI's errors; `details` has the texts of all."""
+    errors: dict[str, Any] = {failure.kind: True for failure in failures}
+    for kind, text in (
+        ("model_grader_server_error", "model_grader_server_error_details"),
+        ("python_grader_runtime_error", "python_grader_runtime_error_details"),
+        ("python_grader_server_error", "python_grader_server_error_type"),
+    ):
+        errors[text] = next((each.text for each in failures if each.kind == kind), None)
+    return GradeErrors(**errors, details=[failure.text for failure in failures])
