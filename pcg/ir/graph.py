@@ -1,8 +1,8 @@
 """The parallel computation graph: values, nodes and graphs.
 
-A graph is in static single assignment form: its nodes are in order, a node names the values that it
-reads, and each value is made once, as an input, a parameter or a node's output. Everything is
-frozen; a pass makes a new graph.
+A graph is in static single assignment form: its nodes are in order, a node names its inputs, and
+each value is defined once, as an input, a parameter or a node's output. Everything is frozen; a
+pass returns a new graph.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Paths of modules, such as `model.layers.3.self_attn.q_proj`: matching them, and naming them.
+"""Paths of modules, such as `model.layers.3.self_attn.q_proj`: matching and naming.
 
-Matched as peft does (peft 0.21.2: `check_target_module_exists`, `get_pattern_key`), but for
-patterns that take for ever: they come from anybody's adapter_config.json. So they are matched by
-the package `regex`, which has a time limit and lets other threads run; Python's `re` has neither.
+Matched as in peft (peft 0.21.2: `check_target_module_exists`, `get_pattern_key`). Patterns come
+from untrusted adapter_config.json files and may take exponential time, so the package `regex`
+matches them, with a time limit and without blocking other threads; Python's `re` has neither.
 """
 
 import difflib

@@ -1,16 +1,16 @@
-"""The base model's sharding: Megatron's tensor parallelism, read off a layer's graph.
+"""The base model's sharding: Megatron's tensor parallelism, derived from a layer's graph.
 
     column    y = x [W_1; W_2]ᵀ    rows of W on each rank: x whole, y sharded
     row       y = x [W_1, W_2]ᵀ    columns of W: x sharded, y a sum over the ranks
 
-A product of a whole value is column-parallel where its result reaches another product, through
-operators that treat its shards alike, before it meets a whole value again; that other product is
-row-parallel. So are q, k, v and o of attention, and up (gate) and down of an MLP, whatever a model
-calls them. Experts are cut as MLPs, as by transformers' `packed_colwise` and `rowwise`, and their
-router is whole. Heads stay whole, as shards of q, k and v are of heads; where there are fewer KV
-heads than ranks, or no multiple, `pcg.passes.repeat_heads` gives each rank those it needs.
+A product of a whole value is column-parallel if its result reaches another product, through
+operators that treat its shards alike, before it meets a whole value; that other product is
+row-parallel. These are q, k, v and o of attention, and up (gate) and down of an MLP, by whatever
+names. Experts are cut as MLPs, as by transformers' `packed_colwise` and `rowwise`, with a whole
+router. Heads stay whole, as shards of q, k and v consist of heads; if the ranks do not divide the
+KV heads, `pcg.passes.repeat_heads` gives each rank those it needs.
 
-A user's plan, in transformers' words (`base_model_tp_plan`), takes the place of this.
+A user's plan, in transformers' terms (`base_model_tp_plan`), replaces this.
 
 Source: Shoeybi et al. 2019, Megatron-LM, section 3.
 """

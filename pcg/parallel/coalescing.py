@@ -1,13 +1,13 @@
 """Collectives that share a message, and the messages that a plan sends.
 
-In the order of a graph, collectives of one kind and dtype that follow each other, with no other
-between them, share a message as long as none reads what came of another of them. So the gathers of
-q's, k's and v's s = x Aᵀ are one message, and what waits for it runs behind the last of them.
-Messages of shards of the tokens stay alone, and may stand between others that share one.
+Consecutive collectives of a graph with one kind and dtype share a message if none reads the result
+of another. So the gathers of q's, k's and v's s = x Aᵀ are one message, and its readers run behind
+the last of them. Messages of shards of tokens are never shared, and may lie between others that
+are.
 
-`pcg.passes.graphs.collectives` makes one node of each such run. A plan's messages are
-known before its graphs are made: its reshards in order are those of the forward; the same in
-reverse, where gradients flow, are those of the backward.
+`pcg.passes.graphs.collectives` makes a node of each such run. A plan's messages are known before
+its graphs: its reshards in order are those of the forward, and in reverse, where gradients flow,
+those of the backward.
 """
 
 from __future__ import annotations

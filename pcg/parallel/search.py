@@ -1,27 +1,26 @@
-"""Search how to parallelize bypass networks under a base whose parallelization is fixed.
+"""Search how to parallelize bypass networks under a base with a fixed parallelization.
 
 The base's nodes run as they do without adapters; between them all bypass networks together are
-planned at the least cost (`pcg.parallel.planner`), so that several sites read what one gathers. A
-candidate of a site holds its weights in given layouts, with everything else about it planned at the
-least cost and all other sites as chosen. A bypass network costs the layer with it less the layer
-without: the same layer where the value that the network adds to stands for its result, and all
-other nodes run alike.
+planned at the least cost (`pcg.parallel.planner`), so that several sites read a gathered value. A
+candidate of a site holds its weights in given layouts, with all other sites as chosen and the rest
+planned at the least cost. A bypass network costs the layer with it less the layer without: the same
+layer with the network's input to the sum in place of the sum, and all other nodes run equally.
 
 The planner takes each message by itself; a plan's cost is then counted with neighbouring messages
-coalesced. So more plans are made for which some kinds of messages cost nothing to start, as if they
-were always coalesced; from the planner's own plan the search takes over their choices at a site, at
-those of one input, or at all, as long as that costs less.
+coalesced. So more plans are made with some kinds of messages free to start, as if they were always
+coalesced; the search replaces the planner's choices by theirs at a site, at the sites of one input,
+or everywhere, as long as that costs less.
 
 Backward needs some values that only a site's nodes read, such as s = x Aᵀ, in the layout that a
-node's gradient reads. Such a value is saved, gathered again of saved parts, or recomputed:
+node's gradient reads. Such a value is saved, gathered again from saved parts, or recomputed:
 
     price(v, l) = min over layouts m   λ bytes(v, m) + messages(m → l)
-                  min over ways w      seconds(w) + messages(w's layout → l)
+                  min over rules w     seconds(w) + messages(w's layout → l)
 
-λ are seconds a byte, the worth of memory at a budget. The inputs of the recomputed node cost
-nothing here, so that a plan's least cost with these prices is a lower bound of any way to save and
+λ are seconds a byte, the worth of memory at a budget. The inputs of the recomputed node are free in
+this price, so a plan's least cost with these prices is a lower bound of any way to save and
 recompute: the cut of the layer's graph (`pcg.passes.memory.save_problem`) has room for these flows
-beside those of the base's own values.
+and those of the base's values.
 """
 
 from __future__ import annotations

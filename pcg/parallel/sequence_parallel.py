@@ -1,8 +1,8 @@
 """Sequence parallelism: the nodes that run on shards of the tokens, and a layer's ends.
 
-A value that was gathered of the ranks' tokens is not saved for backward, but gathered again there
-(Korthikanti et al. 2022, §4.2.2), where backward reads it, or reads a value that is recomputed from
-it without a matrix product (`pcg.passes.model_passes`).
+A value gathered from the ranks' tokens is not saved for backward, but gathered again (Korthikanti
+et al. 2022, §4.2.2) if backward reads it, or reads a value recomputed from it without a matrix
+product (`pcg.passes.memory`).
 """
 
 from __future__ import annotations

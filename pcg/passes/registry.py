@@ -1,10 +1,10 @@
-"""Passes by name, over graphs in text: what `pcg opt` runs, and the tests of passes.
+"""Passes by name, over graphs in text: for `pcg opt`, and for the tests of passes.
 
     raise,fuse_linears                     passes in order, with commas between
     localize{degree=4}                     options of a pass in braces
     split_cache_append{sizes=(64,128)}     several values of an option in parentheses
 
-A file holds any number of graphs. A pass over one graph runs over each; a pass over a model needs
+A file holds any number of graphs. A pass over a graph runs over each; a pass over a model needs
 graphs named @prologue, @block_… and @epilogue; and `differentiate` makes of each graph a pair with
 its backward, which passes over gradients need. Passes that need more than graphs are refused.
 """

@@ -1,11 +1,11 @@
-"""Repeat KV heads, so that each rank has whole ones for its own heads to attend to.
+"""Repeat KV heads, so that each rank has whole ones for its own query heads.
 
     k = x Wᵀ: [T, kv d]  →  k = x (W, each head's rows n / kv times)ᵀ: [T, n d],   n = ranks
 
-A KV head serves a run of heads; repeated in place, each copy serves a shorter one. Where n is a
-multiple of kv, the repetition moves up from attention to weights, through whatever treats heads
-alike, bypass networks among it: rank r holds the rows of KV head r kv / n, and no other. Elsewhere
-each rank makes all KV heads, and they are repeated where attention reads them, n = lcm(kv, ranks).
+A KV head serves a run of heads; repeated in place, each copy serves a shorter run. If n is a
+multiple of kv, the repetition moves up from attention to weights, through operators that treat
+heads alike, bypass networks included: rank r holds the rows of KV head r kv / n only. Otherwise
+each rank makes all KV heads, and attention reads them repeated, n = lcm(kv, ranks).
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Shard: plan a model over ranks, and write the layouts into the types of its graphs.
 
-The base's plan comes first, and does not depend on adapters; bypass networks are sharded under it
-(dependent parallelization, FlexLLM §5.1). Where a value has to change its layout, a parallelization
-operator stands between.
+The base's plan comes first and does not depend on adapters; bypass networks are sharded under it
+(dependent parallelization, FlexLLM §5.1). A parallelization operator changes a value's layout; a
+parameter read in two layouts becomes two parameters.
 """
 
 from __future__ import annotations

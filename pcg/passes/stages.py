@@ -2,8 +2,8 @@
 
     Traced → Base → Attached → Sharded → Gradients → Trained → Functions → Emitted
 
-A stage has all of its fields from the pass on that makes it. Where nothing is trained, the fields
-of training are None in every stage. The methods `map_…` give the stage with some parts changed.
+A stage has all of its fields. Without training, the fields of training are None in every stage. The
+methods `map_…` return the stage with some parts changed.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Tensors for a run that computes no activations: floats without data, integers with theirs.
 
-transformers asks tensors for their values: are positions one sequence, is anything masked? What
-depends on no weight and is integers, or no longer than the tokens, is computed. All else is a fake
-tensor on the CPU, for which torch chooses the operators that it has there, but for two, which are
-as on CUDA: dropout keeps a mask of booleans, and layer norm its statistics in fp32.
+transformers asks tensors for their values: are positions one sequence, is anything masked?
+Integers, and values no longer than the tokens, are computed if they depend on no weight. All others
+are fake tensors on the CPU, with torch's CPU operators except two, which are as on CUDA: dropout
+keeps a mask of booleans, and layer norm its statistics in fp32.
 """
 
 from __future__ import annotations

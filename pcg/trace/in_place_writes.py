@@ -1,8 +1,7 @@
-"""Writes in place that an exported graph's readers would miss.
+"""Refuse writes in place that an exported graph's readers would miss.
 
-The importer gives a written value its new name, and its later readers read that. What shares the
-memory under another name, as the tensor that a written part was taken of, would still be read as it
-was before.
+The importer renames a written value for its later readers. Values that share the memory under
+another name, such as the tensor that a written part was taken from, would still be read as before.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Operators that stand for attention, experts and index lists in an exported graph.
+"""Operators for attention, experts and index lists in an exported graph.
 
 transformers calls the first two through its own registries; none of them is ever run.
 """

@@ -1,9 +1,9 @@
-"""Evaluate what an attention adds to its scores at chosen positions, with ordinary PyTorch.
+"""Evaluate the bias that an attention adds to its scores at chosen positions, with PyTorch.
 
-Dims of all tokens have the chosen positions alone, and operators that read the place of a token are
-given its position: a range, a triangle, a slice of a table. Only operators that are piecewise
-linear in positions are taken, whose corners are noted; every other is refused by name. A corner
-lies where a chain of at most three numbers leads, as 48 for (i - j) * 2 + 4 < 100.
+Dims of all tokens have only the chosen positions, and operators that depend on a token's index take
+its position: a range, a triangle, a slice of a table. Only operators that are piecewise linear in
+positions are accepted, and their corners noted; every other is refused by name. A corner lies where
+a chain of at most three constants leads, as 48 for (i - j) * 2 + 4 < 100.
 """
 
 from __future__ import annotations

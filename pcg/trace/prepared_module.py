@@ -1,7 +1,7 @@
-"""A module made ready to export in place, and put back as it was.
+"""Prepare a module for export in place, and restore it.
 
-The module itself is changed, not a copy, so that hooks and methods that hold a reference to it, or
-to a part of it, still mean the module that is traced.
+The module itself is changed, not a copy, so that hooks and methods with a reference to it, or to a
+part of it, refer to the traced module.
 """
 
 from __future__ import annotations

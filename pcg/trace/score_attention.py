@@ -1,18 +1,18 @@
-"""Prove what an attention of an exported graph adds to its scores: a causal mask, a window, ALiBi.
+"""Prove the bias of an attention of an exported graph: a causal mask, a window, ALiBi.
 
-An attention is the marker that stands for transformers' (`pcg.trace.markers`), a call of
-scaled_dot_product_attention, or written out as matmul, softmax, matmul. Its mask, or the whole of
-its scores but for q kᵀ, is a subgraph over positions, which must be, for every number of tokens n,
+An attention is transformers' marker (`pcg.trace.markers`), a call of scaled_dot_product_attention,
+or written out as matmul, softmax, matmul. Its mask, or its scores except q kᵀ, is a subgraph over
+positions, which must be, for every number of tokens n,
 
     bias[h, i, j] = slope[h] · j + constant of the row   for visible j, hidden otherwise
 
-with visible j ≤ i, or i - window < j ≤ i. What is not of that form is refused.
+with visible j ≤ i, or i - window < j ≤ i. Any other form is refused.
 
-The subgraph is evaluated by `pcg.trace.mask_evaluation` at chosen positions. It may have only
-operators that are piecewise linear in i, j and n, so that it turns where positions, their distances
-or n meet a number that follows from the graph's; the positions beside all of those are evaluated,
-at every such n. A table, as a mask in a buffer, must be a function of the position or of the
-distance, and its corners are counted.
+`pcg.trace.mask_evaluation` evaluates the subgraph at chosen positions. It may have only operators
+that are piecewise linear in i, j and n, so its corners are where positions, their distances or n
+meet a constant derived from the graph's; the positions next to all corners are evaluated, at every
+such n. A table, such as a mask in a buffer, must be a function of the position or of the distance,
+and its corners are counted.
 """
 
 from __future__ import annotations

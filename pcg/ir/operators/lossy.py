@@ -1,11 +1,11 @@
-"""Lossy encodings of saved activations, and norms that are differentiated from what they made.
+"""Lossy encodings of saved activations, and norms that are differentiated from their results.
 
     codes, scale = quantize_fp8(x)    e4m3 codes of x / 2ᵉ, and e of each block of 128 elements
     x̂ = dequantize_fp8(codes, scale)  |x̂ - x| <= max(2⁻⁴ |x|, 2⁻¹⁰ 2ᵉ), and 2ᵉ < max |x| / 224
     x̂ = dequantize_int8(codes, s)     |x̂ - x| <= max |x| / 254 over the block, codes round(x / s)
     x̂ = unpack_bf16(pack_bf16(x))     |x̂ - x| <= 2⁻²¹ max |x|, and 0 from 2⁻¹² max |x| on
 
-A block is of one token and along its last dim, so that no token's values, or NaN, touch another's.
+A block lies within a token, along its last dim, so no token's values, or NaN, affect another's.
 """
 
 from __future__ import annotations

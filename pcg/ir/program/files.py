@@ -1,4 +1,4 @@
-"""A program as the files of its folder, and back: `program_from` gives it again.
+"""A program as the files of its folder: `files_of` encodes, `program_from` decodes.
 
     base.pcg, serving.pcg, training.pcg   every graph as text IR, in the order of `_graphs` below
     serving.py, training.py               the emitted source

@@ -1,11 +1,11 @@
 """The folder of a compiled program: its files, the tokenizer's, and a manifest with their hashes.
 
-A folder is written whole beside where it goes and then renamed, so that whatever happens there is
-the old program or the new one. It holds no weights: the manifest says where they lie. Loading reads
-every file, compares its SHA-256 with the manifest, and says what is wrong and how to mend it.
+A folder is written under a temporary name and then renamed, so that readers always find the old or
+the new program. It holds no weights: the manifest has their place. Loading compares the SHA-256 of
+every file with the manifest, and names each fault and its fix.
 
-The emitted source is meant to be read, and may be edited: such a folder loads with
-`trust_edits=True` alone, because loading a program runs its source.
+The emitted source is meant to be read, and may be edited: such a folder loads only with
+`trust_edits=True`, because loading a program runs its source.
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
-"""The order in which a pass reads the layers' weights, and what of it is gathered.
+"""The order in which a pass reads the layers' weights, and the layers to gather.
 
     forward     0, 1, …, L - 1
     backward    L - 1, …, F    F: the lowest layer with a backward; before the layers of a segment,
                                the layers that recompute their inputs, upwards
 
-Of weights that lie in shards, two layers are gathered at a time, in two rooms: the one that runs
-and the one that comes next. A layer is in its room until another one takes it, and the weights are
-frozen, so the layers at which a pass turns are not gathered twice.
+Of weights in shards, two layers at a time are gathered in two buffers: the running layer and the
+next. A layer stays in its buffer until another takes it, and the weights are frozen, so the layers
+where a pass turns are not gathered twice.
 """
 
 from __future__ import annotations

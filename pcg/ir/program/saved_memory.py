@@ -1,11 +1,11 @@
-"""Memory that training saves for backward, and the memory beside it while a graph runs.
+"""Memory that training saves for backward, and the memory of running graphs.
 
     saved     = Σ layers storages(saved by the layer) + values that layers share + the loss's inputs
-    transient = max over graphs, max over nodes: storages alive there that are not counted
-                elsewhere, and the temporaries of the node's kernel
+    transient = max over graphs, max over nodes: live storages not counted elsewhere, and the
+                temporaries of the node's kernel
 
-Values that are views of one another are saved once. A block's input is the output of the one before
-it, so it counts in one of the two.
+Views of a value are saved once. A block's input is the output of the block before, so it counts in
+only one of the two.
 """
 
 from __future__ import annotations

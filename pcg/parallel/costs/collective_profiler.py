@@ -1,7 +1,7 @@
 """Measure collectives between ranks: NCCL on GPUs, else gloo.
 
-Ranks of one machine are started for it; those that torchrun has started, on one machine or on
-several, measure between themselves. Over several, the ranks of each machine are measured, too.
+Ranks of one machine are started for the measurement; ranks that torchrun has started measure
+between themselves. On several machines, the ranks of each machine are also measured by themselves.
 """
 
 from __future__ import annotations

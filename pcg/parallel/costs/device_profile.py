@@ -1,13 +1,13 @@
 """Measurements of a device, and costs from them.
 
-A measured shape costs what was measured. Another one costs its roofline times how much longer than
-their rooflines the nearest measured shapes of the same kernel and dtype took:
+A measured shape costs its measured time. Another shape costs its roofline, times the slowness of
+the nearest measured shapes of the same kernel and dtype relative to their rooflines:
 
     seconds(w) = roofline(w) · exp Σ_i c_i log(seconds_i / roofline(w_i)),    c_i ∝ 1 / d(w, w_i)²
 
 over the four nearest points, d being the distance of the logarithms of rows, bytes and operations.
-The roofline's peaks are the best rates that were measured, its launch the shortest time. A kernel
-without a point has no cost. Links have α and β by least squares of relative errors:
+The roofline's peaks are the best measured rates, its launch the shortest time. A kernel without a
+point has no cost. Links have α and β by least squares of relative errors:
 
     minimize Σ_i ((a_i α + b_i / β - t_i) / t_i)²,   a = rounds · (n - 1),   b = a · size / n
 """

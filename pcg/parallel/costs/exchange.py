@@ -1,7 +1,7 @@
-"""The messages of a rank's graph: how many it sends, and of how many bytes.
+"""The messages of a rank's graph: their number and bytes.
 
-Nothing is estimated: these are the collectives that the emitted program runs, those that a memory
-plan repeats in backward too, with what operators exchange within themselves.
+These are not estimates: they are the collectives that the emitted program runs, including those
+that a memory plan repeats in backward, and messages that operators exchange internally.
 """
 
 from __future__ import annotations

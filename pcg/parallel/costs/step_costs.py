@@ -3,16 +3,16 @@
     step      Σ nodes of prologue · layers · epilogue
     part      Σ nodes of one layer, forward or back, for one window; of the loss, for some tokens
 
-A token-wise operator costs what the cost model says of so many tokens. Two kinds of operators see
-more than the number of tokens; their operations f and bytes b are sums over the chunks of a step,
-and the sum is one call:
+A token-wise operator costs the cost model's time for the number of tokens. Two kinds of operators
+depend on more; their operations f and bytes b are sums over the chunks of a step, and the sum is
+one call:
 
     attention       f = pairs · f₁       b = tokens · b₁ + cached · b₂
     a bypass        f = Σ tokens · rank · f₁, b = Σ over adapters of b(tokens, rank)
 
-pairs: keys that are attended to, summed over tokens. cached: keys and values that are read, once
-for each chunk, as one kernel's blocks do (FlashAttention). A sliding window of w keys bounds both:
-a token in position p has min(p, w) pairs, and c tokens behind others read at most w + c - 1 keys.
+pairs: keys that tokens attend to, summed over tokens. cached: keys and values, read once for each
+chunk, as one kernel's blocks do (FlashAttention). A sliding window of w keys bounds both: a token
+in position p has min(p, w) pairs, and c tokens behind others read at most w + c - 1 keys.
 """
 
 from __future__ import annotations

@@ -1,19 +1,19 @@
-"""Fuse gradients of adapters, so that the runtime computes them at once for several jobs.
+"""Fuse gradients of adapters, so that the runtime computes them together for several jobs.
 
     ds = scale · dz B        dB = scale · dzᵀ s                           LoRA, and its base's
     dx = … + dz W + … + ds A + …                      each of the dtype of dx
 
-become one operator, `lora_linear_backward`, whose dx is a summand of what is left of the sum:
-LoRA's part is added to the base's where that lies. Where something is between A and the sum, as
-dropout or a collective, LoRA's products stay by themselves; so they do where dB hides a collective.
+become the operator `lora_linear_backward`. Its dx is a summand of the remaining sum: LoRA's part is
+added to the base's in place. LoRA's products stay separate if an operator lies between A and the
+sum, such as dropout or a collective, or if dB hides a collective.
 
     h = σ(s + scale · d)     dU = scale · dzᵀ h                           a bottleneck adapter
     ds = σ' ⊙ (scale · dz U)     dd = scale · Σ ds
 
-become one operator, `bottleneck_backward`. Such an operator cannot read a value that is recomputed
+become the operator `bottleneck_backward`. Such an operator cannot read a value that is recomputed
 from its own outputs, as s over ranks at a small budget.
 
-Functions then request dA = dsᵀ x from their caller, too, and everywhere the gradients of vectors:
+Functions then also request dA = dsᵀ x from their caller, and everywhere the gradients of vectors:
 Σ dz ⊙ (y - b) of (IA)³ and DoRA, and scale · Σ dz of biases.
 """
 

@@ -1,14 +1,14 @@
-"""Join LoRA of sites of one input in training, so that a launch takes several sites.
+"""Join LoRA of sites with the same input in training, so that a launch takes several sites.
 
     s_q = shrink(x, A_q), s_k = …          shrink_group(x, A…)
     z_q = expand_add(q, s_q, B_q), …       expand_add_group(q…, s…, B…)
     dx = dx_q + dx_k + …                   lora_group_backward(dz…, W…, A…, B…, s…)
     dA_q = asked_outer(ds_q, x), …         asked_outer_group(ds…, x)
 
-q, k and v so take as many launches as one of them, and the gradients of their input are summed
-where the first one lies, those by weights without LoRA too, as k's where q and v have some. Sites
-of one operator have ranks of one size, and none depends on another; where a collective is under way
-the order of nodes hides it, and stays.
+q, k and v then take the launches of a single site, and the gradients of their input are summed in
+place of the first, including those by weights without LoRA, such as k's if q and v have some. Sites
+of an operator have equal ranks and are independent; if collectives are in flight, the order of
+nodes hides them, and stays.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Fold a traced model to prologue · block × N · epilogue.
 
-A layer's nodes are told by their module path. What depends on positions and constants alone is the
-prologue's (tables of the rotary embedding), but for views and for work on weights alone, which each
-block that reads one computes itself. The layers are then renamed to a canonical form, in which
-layers of one kind are equal graphs.
+A layer's nodes are known by their module path. Values of positions and constants alone belong to
+the prologue (tables of the rotary embedding), except views and work on weights, which each reading
+block computes itself. The layers are then renamed to a canonical form, in which layers of the same
+kind are equal graphs.
 
     prologue(input_ids, position_ids) -> carried, invariants
     block(carried, invariants)        -> carried              once a layer

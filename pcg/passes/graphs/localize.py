@@ -1,7 +1,7 @@
-"""Localize: from a sharded graph to the graph of one rank, with the sizes that the rank holds.
+"""Localize: from a sharded graph to the graph of one rank, with the rank's sizes.
 
-Ranks differ in which part they hold, not in its size, so one graph serves all. Parameters say their
-part; the parallelization operators become collectives (`pcg.ir.operators.collectives`).
+Ranks hold different parts of the same size, so one graph serves all. Parameters name their part;
+the parallelization operators become collectives (`pcg.ir.operators.collectives`).
 """
 
 from __future__ import annotations

@@ -1,18 +1,17 @@
-"""Lossy: let backward read approximations of saved values, where its error has a bound.
+"""Lossy: let backward read approximations of saved values, with a bound on its error.
 
     outer(ds, h)     h = mul(silu(g), u)      reads mul(silu(ĝ), û)
     ĝ = dequantize_fp8(codes, scale)          codes, scale = quantize_fp8(g), in forward
 
-A value that backward reads gets an approximation where the operator table states how far an error
-of it can move the result (`Operator.bounded_in`); what reads statistics of a softmax or a norm, a
-mask, an integer or a value to compare has none, and stays exact. What a matrix product made, or is
-given, is approximated by its codes; what is recomputed from such by operators with bounds is
-recomputed from approximations. A norm is differentiated from what it made, x̂ in codes, and its
-exact rstd.
+A value has an approximation in backward if the operator table bounds the effect of its error on the
+result (`Operator.bounded_in`); statistics of a softmax or a norm, masks, integers and compared
+values have no bound, and stay exact. Inputs and results of matrix products are approximated by
+their codes; a value recomputed from such by operators with bounds is recomputed from
+approximations. A norm is differentiated from its result x̂ in codes, and its exact rstd.
 
-Codes are more values of the forward graph that can be saved. Whether they are, is decided with all
-the rest (`pcg.passes.memory.save_problem`); where not, `exact_where_unsaved` has backward read the
-values themselves.
+Codes are additional values of the forward graph, and the save problem decides whether they are
+saved (`pcg.passes.memory.save_problem`); if not, `exact_where_unsaved` has backward read the values
+themselves.
 """
 
 from __future__ import annotations

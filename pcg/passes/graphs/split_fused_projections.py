@@ -1,11 +1,11 @@
-"""Split fused projections: slices of a product become products of their own.
+"""Split fused projections: replace slices of a product by products of slices of its weight.
 
     q = (x Wᵀ)[.., a:b]                   q = x W[a:b]ᵀ
     q = reshape(y, [T, n, d])[.., a:b, :]  q = reshape(y[.., a d : b d], [T, b - a, d])
 
-The slice moves up through whatever treats the entries of its dim alike (bypass networks, biases,
-activations) until it meets weights, of which it takes rows. What a model fuses by laying q, k and v
-one behind the other can be sharded by heads only so: equal parts of the fused rows are of no head.
+The slice moves up through operators that treat the entries of its dim alike (bypass networks,
+biases, activations) to weights, and takes rows of them. Models that concatenate q, k and v in one
+weight can only then be sharded by heads: equal parts of the fused rows belong to no head.
 """
 
 from __future__ import annotations

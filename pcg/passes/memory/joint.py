@@ -1,28 +1,25 @@
-"""Choose layouts, and what is recomputed and kept, together: the least time of a layer at a memory.
+"""Choose layouts together with saved and recomputed values: the least time of a layer at a memory.
 
-    minimise    Σ layers  plan(a) + recompute(a, c)         seconds: computed, sent, done again
-    such that   Σ layers  kept(a, c)                        <= limit
+    minimise    Σ layers  plan(a) + recompute(a, c)         seconds: compute, messages, recompute
+    such that   Σ layers  saved(a, c)                       <= limit
 
-a are the layouts of a block's adapters, c what each of its layers keeps. At fixed layouts c is a
-minimum cut (`pcg.passes.memory.save_problem`), spread over the layers. Over the layouts it is a
-branch and bound, whose bound at a rate of λ seconds a byte is
+a are the layouts of a block's adapters, c the saved values of each of its layers. At fixed layouts
+c is a minimum cut (`pcg.passes.memory.save_problem`), spread over the layers. Over the layouts it
+is a branch and bound, with the bound at a rate of λ seconds a byte
 
     Σ blocks  priced plan(a, λ)  +  Σ layers  base cut(λ)  -  λ limit
 
-The planner's dynamic program gives the first for layouts of which some are given, with the values
-that backward reads of bypass networks priced at their least (`pcg.parallel.search`). The cut
-is of the layer without bypass networks, which backward needs whatever layouts they have: a cut with
-them has room for both flows. So no layouts are better where the bound reaches the best that was
-found. Where values are saved in codes, with fewer bytes than these prices are made of, the bound is
-that of the plans alone, at λ = 0. Each message is by itself here, as in the planner; among all
-plans whose cut was made the least is taken with neighbouring messages coalesced.
+The planner's dynamic program gives the first term for partially fixed layouts, with the values of
+bypass networks that backward reads priced at their least (`pcg.parallel.search`). The cut of the
+second term is of the layer without bypass networks, which backward needs in any case: a cut with
+them has room for both flows. So no layouts are better once the bound reaches the best step. Values
+saved in codes have fewer bytes than these prices assume, so the bound is then that of the plans, at
+λ = 0. Each message is by itself here, as in the planner; of all plans with a computed cut, the
+result is the least with neighbouring messages coalesced.
 
-The save problem of a layer's base, which is there whatever layouts its bypass networks have.
-
-The layer without bypass networks is differentiated with respect to what it is given, and to the
-values that the networks add to. Backward also reads the base's values that the networks' gradients
-read, each in some layout, of which a part of every rank is the least; and where it recomputes a
-value that a network adds to, it adds again, in the least time of any way.
+For the base cut, the layer is differentiated by its inputs, and by the values that the networks add
+to. Backward also reads those base values that the networks' gradients read, each in some layout, at
+least a rank's part; recomputing a value that a network adds to repeats the sum, in the least time.
 """
 
 from __future__ import annotations

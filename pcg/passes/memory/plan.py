@@ -1,4 +1,4 @@
-"""Plan the memory of training: what each layer saves, within a budget over all of them.
+"""Plan the memory of training: the saved values of each layer, within a budget over all of them.
 
 **Spread.** Each layer has the lower convex hull of its (saved bytes, cost of recomputing). Steps
 along the hulls, from "no product recomputed" on, are taken in the order of bytes spared per cost,
@@ -7,22 +7,20 @@ cost. Among equal layers the first take theirs first: backward reaches them last
 saved values are gone and there is room for recomputed ones.
 
 A value that layers share counts once for all layers that read it in backward, so a step along the
-hulls may add bytes; only mixes of fewer bytes than all before them are taken.
+hulls may add bytes; only mixes of fewer bytes than all before them are taken. Costs in seconds
+include other operators than products, so a hull may begin with more bytes than "no product
+recomputed", which is taken if it fits the budget.
 
-Costs in seconds include other operators than products, so that a hull may begin with more bytes
-than "no product recomputed", which is taken where it fits the budget.
-
-**Segments:** layers that share one saved input, for budgets below one input a layer.
+**Segments** of layers share one saved input, for budgets below an input per layer.
 
     save x_i;   backward of layer i+k:   x_{i+1} = layer i(x_i), …, x_{i+k} = layer i+k-1(x_{i+k-1})
 
-Where every layer saves its input alone, a layer whose input is recomputed saves nothing. That
-spares one input's bytes and costs one more forward of the layer before, however the segments lie;
-so every further recomputed input moves along one straight line of bytes against operations. The
-length g of a segment does change what backward holds at once: up to g - 1 recomputed inputs,
-against L / g saved ones. The longest segment is as short as it can be, and none is longer than
-sqrt(L), where the two are equal; the first layers share first, as their recomputed inputs are held
-when the others' saved inputs are gone.
+Where every layer saves only its input, a layer with a recomputed input saves nothing. That spares
+an input's bytes and costs another forward of the layer before, wherever the segments lie; so every
+recomputed input moves along one line of bytes against operations. The length g of a segment changes
+what backward holds: up to g - 1 recomputed inputs, against L / g saved ones. The longest segment is
+as short as possible, and at most sqrt(L), where the two are equal; the first layers share first, as
+their recomputed inputs are held after the others' saved inputs are gone.
 
 Source: the square root is that of Chen et al. 2016, Training Deep Nets with Sublinear Memory Cost.
 """

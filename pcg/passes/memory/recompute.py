@@ -1,4 +1,4 @@
-"""Write what backward recomputes: forwards that save, and backwards that make the rest again."""
+"""Write forwards that save values, and backwards that recompute the others."""
 
 from __future__ import annotations
 

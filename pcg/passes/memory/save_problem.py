@@ -1,33 +1,32 @@
-"""The save problem: which values forward saves for backward, and which backward recomputes.
+"""The save problem: the values that forward saves for backward, and those that backward recomputes.
 
 For a layer's forward graph and the values N that its backward reads, choose the set S of storages
 to save and the set R of nodes to run again:
 
     minimise    w_b Σ_{s in S} bytes(s) + w_c Σ_{n in R} cost(n)
-    such that   every value of N, and every input of a node of R, is resident (a weight, or what all
-                layers share), lies in a storage of S, or is made by a node of R.
+    such that   every value of N, and every input of a node of R, is resident (a weight, or shared
+                by all layers), lies in a storage of S, or is made by a node of R.
 
 This is a minimum cut (a project selection with storages as capacities), so the optimum is exact and
 the cut is its certificate. Each storage s is an edge s_in -> s_out of capacity w_b bytes(s). With
-the sink side T read as "there in backward", s_out in T and s_in not in T is "saved", s_in in T
+the sink side T read as "available in backward", s_out in T and s_in not in T is "saved", s_in in T
 "recomputed":
 
     source -> n_in         w_c cost(n)     a recomputed node costs its operations, or seconds
     s_in   -> s_out        w_b bytes(s)    a saved storage costs its bytes
     u_out  -> n_in         infinite        a recomputed node needs its inputs
     x_out from the source  w_b bytes(x)    a graph input cannot be recomputed
-    v_out  -> sink         infinite        what backward reads is there
+    v_out  -> sink         infinite        backward's inputs are available
 
-Values that are views of one another share a storage and stand as one node. What codes stand for is
-not saved but made again from them: at that size the value itself could be. On one rank the cost is
-operations, which count for matrix products and attention alone; among optima, fewer elements
-recomputed by other operators win. Over ranks, whose device and links are known, it is the time of
-every operator and of every message that a recompute repeats.
+Views of a value share its storage and count as one node. Decoded values are not saved but decoded
+again: at their size the value itself could be saved. On one rank the cost is operations, counted
+for matrix products and attention only; among optima, fewer elements recomputed by other operators
+win. Over ranks with known device and links, it is the time of every operator and of every message
+that a recompute repeats.
 
-Sweeping w_b : w_c over the edges of the lower convex hull of (bytes, cost) finds every vertex of
-it (`frontier`), behind "no product recomputed", to the fewest bytes. Layers may take different
-vertices, so a model meets any budget between two of them but for one layer's step
-(`pcg.passes.memory.plan`).
+Sweeping w_b : w_c over the edges of the lower convex hull of (bytes, cost) finds every vertex of it
+(`frontier`), from "no product recomputed" to the fewest bytes. Layers may take different vertices,
+so a model meets any budget between two of them to within a layer's step (`pcg.passes.memory.plan`).
 
 Source: FlexLLM §5.2, algorithm 1, which this generalises; its step 2 depends on the order of its
 work queue and does not reach a minimum.

@@ -1,6 +1,6 @@
-"""The cut of a model: what runs at the base, in which calls, and what crosses for it.
+"""The cut of a model: the base's calls with their nodes, and the values that cross.
 
-Sizes and times are of a step of so many tokens; times in seconds.
+Sizes are those of a step of a number of tokens; times are in seconds.
 """
 
 from __future__ import annotations

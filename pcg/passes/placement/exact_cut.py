@@ -1,34 +1,32 @@
 """The cheapest cut of a split problem, by a shortest path over the states of its execution.
 
-The base keeps nothing between calls, so all that a state of the execution is are the nodes that ran
-(an ideal of the graph's order), and which of their values the client did not fetch. A move is a
-round trip, or a node that the client runs though the base could. Nodes that only the client can run
-do so as soon as they can, at no choice. Of a round trip's values, those that a later piece alone
-reads may be left behind: that piece repeats the nodes that make them. What crosses and what is
-repeated is a minimum cut for each round trip (`transfer`).
+The base keeps nothing between calls, so a state consists of the nodes that ran (an ideal of the
+graph's order), and their values that the client did not fetch. A move is a round trip, or a node
+that the client runs though the base could. Nodes that only the client can run do so as soon as they
+can. A round trip's values that only a later piece reads may stay behind: that piece repeats the
+nodes that make them. A minimum cut for each round trip (`cheapest_transfer`) chooses the values to
+send and the nodes to repeat.
 
 A plain minimum cut over all nodes would price bytes and times, but no round trips, and could put
-what is behind the client's attention in one piece with what is before it. Copies of each node for
-each phase of the execution do not help: that a value which the client keeps costs nothing in later
-phases, and one in the same phase costs nothing either, is no submodular function of two phases.
-A layer is narrow, so its states are few.
+nodes before and behind the client's attention in one piece. Copies of each node for each phase of
+the execution do not help: a value that the client keeps costs nothing in later phases, and nothing
+in the same phase either, which is no submodular function of two phases. A layer is narrow, so its
+states are few.
 
-Two round trips with nothing between them for the client to do are one, which is never dearer: its
-values are sent once at most, and need not return. A state in which the client has more, and which
-was reached for no more, is never worse.
+Two round trips without a client's node between them are one, at no higher cost: its values are sent
+at most once, and need not return. A state with more values at the client, at no higher cost, is
+never worse.
 
-The values that cross between client and base, or are made again instead: a minimum cut.
-
-Some values are wanted on one side. Each is sent there, or a node that makes it runs there (again)
-over values that are wanted in turn:
+The minimum cut of a transfer: some values are wanted on one side. Each is sent there, or its node
+runs there (again) over values that are wanted in turn:
 
     source -> n             time(n)        a repeated node costs its time on that side
     n      -> v             send(v)        a sent value costs its time on the link
-    v      -> n reads v     infinite       a repeated node needs what it reads
-    v      -> sink          infinite       what is wanted is there
+    v      -> n reads v     infinite       a repeated node needs its inputs
+    v      -> sink          infinite       a wanted value is present
 
-With the sink's side read as "there", v there and its maker not is "sent". A value without a maker
-that may run there hangs on the source by its price alone.
+The sink's side is the present: a present value with an absent maker is sent. A value without a
+maker that may run there is linked to the source at its price.
 """
 
 from __future__ import annotations

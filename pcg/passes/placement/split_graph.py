@@ -1,11 +1,11 @@
 """The split problem of a graph, or of a layer's forward and backward together.
 
-Between a layer's forward and its backward the rest of the model runs: a node that only the client
-can run, from the layer's outputs to their gradients. So no piece of the base has both in it, and a
-value of the forward that a piece of the backward reads is sent again, or made again there.
+Between a layer's forward and its backward the rest of the model runs: a node of the client, from
+the layer's outputs to their gradients. So no piece of the base spans both, and a forward value that
+a piece of the backward reads is sent again, or made again at the base.
 
-Views are what they are views of, where they have as many elements. What is computed from frozen
-weights alone is as those are.
+A view with all elements counts as its source. A value computed from frozen weights alone counts as
+these weights.
 """
 
 from __future__ import annotations
