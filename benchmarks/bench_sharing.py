@@ -42,9 +42,10 @@ from typing import Any
 from measure import RESULTS, write
 
 from pcg.parallel.costs.step_costs import StepShape
+from pcg.runtime.admission import latency
 from pcg.runtime.admission.latency import Latencies, Latency
 from pcg.runtime.admission.limits import Limits
-from pcg.runtime.engine import co_serving, latency
+from pcg.runtime.engine import co_serving
 from pcg.runtime.engine.co_serving import CoServing
 from pcg.runtime.engine.work import Sharing
 from pcg.runtime.metrics.events import Kind
