@@ -67,11 +67,11 @@ def finetune_command(
     from pcg.train.config_file import CHECKPOINTS, RECORD
 
     _check_output(files, options.values.get("resume") is True)
-    own = {"checkpoint_dir": files.output / CHECKPOINTS, "record": files.output / RECORD}
-    given = {**own, **options.values}
-    if not given.get("max_grad_norm", 1.0):
-        given["max_grad_norm"] = None
-    job = FinetuneOptions(**given)  # says what is wrong before the model is loaded
+    folders = {"checkpoint_dir": files.output / CHECKPOINTS, "record": files.output / RECORD}
+    options_given = {**folders, **options.values}
+    if not options_given.get("max_grad_norm", 1.0):
+        options_given["max_grad_norm"] = None
+    job = FinetuneOptions(**options_given)  # says what is wrong before the model is loaded
     peft = _configuration(method, files)
     compiled = dict(compiling.values)
     tp, dp = shards_and_replicas(program, compiled, place, over.dp)
@@ -87,7 +87,7 @@ def finetune_command(
         "place": place,
         "files": files,
         "peft": peft,
-        "options": given,
+        "options": options_given,
         "json": json,
     }
     on_ranks(tp * dp * place.groups, train, arguments)

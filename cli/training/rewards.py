@@ -28,7 +28,7 @@ def print_update(step: int, numbers: Mapping[str, float], samples: Sequence[Samp
     parts = [f"{name} {value:.4g}" for name, value in shown.items() if value is not None]
     line = f"step {step}: {', '.join(parts)}"
     if samples:
-        best = max(samples, key=lambda one: one.advantage)
+        best = max(samples, key=lambda sample: sample.advantage)
         text = repr(best.completion)
         line += f"  {text if len(text) <= _SHOWN else text[: _SHOWN - 1] + '…'}"
     err().print(line, soft_wrap=True, markup=False, highlight=False)
@@ -52,7 +52,7 @@ def print_rewards(result: GrpoResult, output: Path, *, as_json: bool, replaces: 
             }
         )
         return
-    rewards = [one["reward"] for one in result.history if "reward" in one]
+    rewards = [numbers["reward"] for numbers in result.history if "reward" in numbers]
     lines = [
         f"{result.adapter}: {counted(result.steps, 'step')} in {duration_text(result.seconds)}",
         f"saved in {output}{', in place of the adapter there' if replaces else ''}",

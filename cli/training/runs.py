@@ -81,7 +81,7 @@ def compare_command(runs: Runs, page: ComparisonPage, json: Json = False) -> Non
     from pcg.records.comparison import compare
     from pcg.records.texts import text_of
 
-    compared = compare([_read(one) for one in runs])
+    compared = compare([_read(folder) for folder in runs])
     if json:
         print_json(compared.json)
     else:
@@ -144,10 +144,10 @@ def _summary(run: Run) -> dict[str, Any]:
 
 
 def _cells(run: Run, folder: Path) -> list[str]:
-    found = _summary(run)
+    summary = _summary(run)
     place = str(run.folder.relative_to(folder)) if run.folder.is_relative_to(folder) else ""
-    losses = [found[name] for name in ("loss", "eval_loss", "best_eval_loss")]
-    speed = found["tokens_per_second"]
+    losses = [summary[name] for name in ("loss", "eval_loss", "best_eval_loss")]
+    speed = summary["tokens_per_second"]
     return [
         _printable(place if place not in ("", ".") else str(run.folder)),
         _printable(run.facts.kind),

@@ -38,7 +38,7 @@ from pcg.units import shown
 # ------------------------------------------------------------------------------------ config values
 
 
-def converted(given: Any, hint: Any, folder: Path) -> Any:
+def converted(value: Any, hint: Any, folder: Path) -> Any:
     """Return a value as a field of a type has it.
 
     Args:
@@ -49,14 +49,14 @@ def converted(given: Any, hint: Any, folder: Path) -> Any:
         ValueError: it is no such value; the text says what would be one.
     """
     kinds = _members(hint)
-    if Any in kinds or object in kinds or (given is None and type(None) in kinds):
-        return given
+    if Any in kinds or object in kinds or (value is None and type(None) in kinds):
+        return value
     for kind in kinds:
-        found = _one(given, kind, folder)
-        if found is not None:
-            return found
+        value_found = _one(value, kind, folder)
+        if value_found is not None:
+            return value_found
     wanted = " or ".join(dict.fromkeys(_words(kind) for kind in kinds))
-    raise ValueError(f"{shown(given)}; use {wanted}")
+    raise ValueError(f"{shown(value)}; use {wanted}")
 
 
 def _members(hint: Any) -> list[Any]:
@@ -65,52 +65,52 @@ def _members(hint: Any) -> list[Any]:
     return sorted(get_args(hint) if is_union else [hint], key=lambda kind: kind is str)
 
 
-def _one(given: Any, kind: Any, folder: Path) -> Any:
+def _one(value: Any, kind: Any, folder: Path) -> Any:
     """Return a value as one type has it; None if it is no such value."""
     origin, inner = get_origin(kind) or kind, get_args(kind)
     if origin is Literal:
-        return given if any(given == word and type(given) is type(word) for word in inner) else None
+        return value if any(value == word and type(value) is type(word) for word in inner) else None
     if kind is bool:
-        return given if isinstance(given, bool) else None
+        return value if isinstance(value, bool) else None
     if kind in (int, float):
-        return _number(given, kind)
+        return _number(value, kind)
     if kind is str:
-        return given if isinstance(given, str) else None
+        return value if isinstance(value, str) else None
     if isinstance(origin, type) and issubclass(origin, os.PathLike):
-        return folder / expanded(given) if isinstance(given, str) and given else None
+        return folder / expanded(value) if isinstance(value, str) and value else None
     if isinstance(origin, type) and issubclass(origin, Mapping):
-        return _mapping(given, inner, folder)
+        return _mapping(value, inner, folder)
     if isinstance(origin, type) and issubclass(origin, Iterable):
-        return _sequence(given, origin, inner, folder)
+        return _sequence(value, origin, inner, folder)
     return None
 
 
-def _number(given: Any, kind: type) -> Any:
-    if isinstance(given, bool) or not isinstance(given, int | float | str):
+def _number(value: Any, kind: type) -> Any:
+    if isinstance(value, bool) or not isinstance(value, int | float | str):
         return None
     try:
-        number = kind(given)
+        number = kind(value)
     except (OverflowError, ValueError):
         return None
-    is_same = isinstance(given, str) or number == given or math.isnan(number)
+    is_same = isinstance(value, str) or number == value or math.isnan(number)
     return number if is_same else None
 
 
-def _mapping(given: Any, inner: Sequence[Any], folder: Path) -> Any:
-    if not isinstance(given, Mapping):
+def _mapping(item: Any, inner: Sequence[Any], folder: Path) -> Any:
+    if not isinstance(item, Mapping):
         return None
     values = inner[1] if inner else Any
-    return {str(name): converted(value, values, folder) for name, value in given.items()}
+    return {str(name): converted(value, values, folder) for name, value in item.items()}
 
 
-def _sequence(given: Any, origin: type, inner: Sequence[Any], folder: Path) -> Any:
+def _sequence(value: Any, origin: type, inner: Sequence[Any], folder: Path) -> Any:
     is_fixed = issubclass(origin, tuple) and ... not in inner
-    if not isinstance(given, list):
-        given = None if is_fixed or given is None else [given]
-    if given is None or (is_fixed and len(given) != len(inner)):
+    if not isinstance(value, list):
+        value = None if is_fixed or value is None else [value]
+    if value is None or (is_fixed and len(value) != len(inner)):
         return None
-    kinds = inner if is_fixed else [inner[0]] * len(given)
-    return tuple(converted(one, kind, folder) for one, kind in zip(given, kinds, strict=True))
+    kinds = inner if is_fixed else [inner[0]] * len(value)
+    return tuple(converted(value, kind, folder) for value, kind in zip(value, kinds, strict=True))
 
 
 def _words(kind: Any) -> str:
@@ -155,17 +155,17 @@ class ConfigFile:
             FinetuneError: a field without a default is missing.
             PcgError: as of the dataclass; a value is out of its range.
         """
-        given = {**others, **self.given(kind)}
+        values_given = {**others, **self.given(kind)}
         missing = [
             field.name
             for field in dataclasses.fields(kind)  # type: ignore[arg-type]
             if field.default is dataclasses.MISSING
             and field.default_factory is dataclasses.MISSING
-            and field.name not in given
+            and field.name not in values_given
         ]
         if missing:
             raise FinetuneError(f"{shown_path(self.path)} has no {missing[0]!r}; give it a value")
-        return kind(**given)
+        return kind(**values_given)
 
     def given(self, kind: type, *without: str) -> dict[str, Any]:
         """Return the values that are fields of a dataclass."""
@@ -187,8 +187,8 @@ def read_config(path: Path, kinds: Sequence[type], settings: Sequence[str] = ())
     """
     hints: dict[str, Any] = {}
     for kind in reversed(kinds):
-        own = get_type_hints(kind)
-        hints |= {field.name: own[field.name] for field in dataclasses.fields(kind)}
+        hints_of_kind = get_type_hints(kind)
+        hints |= {field.name: hints_of_kind[field.name] for field in dataclasses.fields(kind)}
     where = shown_path(path)
     read = _parsed(read_text(path, FinetuneError), where)
     if not isinstance(read, Mapping):
@@ -207,13 +207,13 @@ def _checked(
         check_names(map(str, read), hints, FinetuneError)
     except PcgError as error:
         raise FinetuneError(f"{where}: {error}") from error
-    found = {}
+    values = {}
     for name, value in read.items():
         try:
-            found[str(name)] = converted(value, hints[str(name)], folder)
+            values[str(name)] = converted(value, hints[str(name)], folder)
         except ValueError as error:
             raise FinetuneError(f"{where}: {name}={error}") from error
-    return found
+    return values
 
 
 def _set(values: dict[str, Any], setting: str, hints: Mapping[str, Any]) -> None:
@@ -225,8 +225,8 @@ def _set(values: dict[str, Any], setting: str, hints: Mapping[str, Any]) -> None
     value = _parsed(text, f"--set {setting}")
     for part in reversed(parts):
         value = {part: value}
-    made = _checked({key: value}, hints, Path(), f"--set {setting}")
-    values[key] = _merged(values.get(key), made[key]) if parts else made[key]
+    checked_values = _checked({key: value}, hints, Path(), f"--set {setting}")
+    values[key] = _merged(values.get(key), checked_values[key]) if parts else checked_values[key]
 
 
 def _merged(old: Any, new: Any) -> Any:
@@ -249,8 +249,8 @@ class _Loader(yaml.SafeLoader):  # type: ignore[misc]  # yaml is untyped
                         None, None, f"{key.value!r} is given twice", key.start_mark
                     )
                 seen.add(key.value)
-        made: dict[Any, Any] = super().construct_mapping(node, deep)
-        return made
+        mapping: dict[Any, Any] = super().construct_mapping(node, deep)
+        return mapping
 
 
 def _parsed(text: str, where: str) -> Any:

@@ -56,13 +56,13 @@ def train_sft(config: ConfigFile) -> FinetuneResult:
         FinetuneInterrupted: Ctrl-C; the same call goes on from the checkpoint.
     """
     files = config.make(OutputOptions)
-    own = {"checkpoint_dir": files.output / CHECKPOINTS, "record": files.output / RECORD}
-    options = config.make(SftOptions, **own)
+    folders = {"checkpoint_dir": files.output / CHECKPOINTS, "record": files.output / RECORD}
+    options = config.make(SftOptions, **folders)
     files.check(resumes=options.resume is True)
-    given = {**own, **config.given(SftOptions, "data")}
+    values = {**folders, **config.given(SftOptions, "data")}
     executor = open_model(config)
     peft = files.configuration(executor)
-    return finetune_and_save(executor, options.data, files.adapter, files.output, peft, given)
+    return finetune_and_save(executor, options.data, files.adapter, files.output, peft, values)
 
 
 def finetune_and_save(

@@ -143,7 +143,7 @@ class BoundTraining:
     @property
     def device(self) -> torch.device:
         held = (self.weights.prologue, *self.weights.layers, self.weights.epilogue)
-        return next(tensor.device for one in held for tensor in vars(one).values())  # type: ignore[no-any-return]
+        return next(tensor.device for weights in held for tensor in vars(weights).values())  # type: ignore[no-any-return]
 
     def targets_of(self, example: Example) -> list[int]:
         """Return what each token must predict, virtual tokens first; negative for nothing."""
@@ -190,8 +190,8 @@ class BoundTraining:
             shared = self.link.receive(batch.tokens)
         else:
             function, weights = self._functions["prologue"], self.weights.prologue
-            made = function(weights, self._first, batch, batch.input_ids, batch.positions)
-            shared = made if isinstance(made, tuple) else (made,)
+            outputs = function(weights, self._first, batch, batch.input_ids, batch.positions)
+            shared = outputs if isinstance(outputs, tuple) else (outputs,)
         count = self._inputs.carried
         # The first layer alone reads these, and frees them unless backward needs them.
         return shared[:count], (*(None,) * count, *shared[count:])
@@ -235,12 +235,12 @@ class BoundTraining:
             whole = self.loss_inputs(window.carried, window.shared)
             weights = window.weight if window.slopes is None else chunk.of_whole(window.slopes)
             dropped = batch if self._drops_in_loss else None
-            found = self._graphs.loss.run(whole, chunk.rows, chunk.targets, weights, dropped)
-            if found is not None:
-                for gradient, d in zip(window.gradients, found.gradients, strict=True):
+            recorded = self._graphs.loss.run(whole, chunk.rows, chunk.targets, weights, dropped)
+            if recorded is not None:
+                for gradient, d in zip(window.gradients, recorded.gradients, strict=True):
                     chunk.put_own(d, gradient)
-                window.put(chunk, found.losses)
-                return found.total
+                window.put(chunk, recorded.losses)
+                return recorded.total
         batch.chosen = chunk.rows
         part = [chunk.of_own(x) for x in window.carried] + [chunk.of_whole(x) for x in shared]
         if self._freed is not None:

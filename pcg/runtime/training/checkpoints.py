@@ -411,13 +411,13 @@ def last_good(
     damage: FinetuneError | None = None
     for path in candidates:
         try:
-            found = read(path)
+            contents = read(path)
         except FinetuneError as error:
             damage = damage or error
             continue
         if damage is not None:
             _LOG.warning("%s. Going on from the last good one, %s", damage, shown_path(path))
-        return path, found
+        return path, contents
     raise FinetuneError(f"{damage}; there is no good checkpoint before it") from damage
 
 
@@ -504,11 +504,11 @@ def _read_state(path: Path) -> tuple[TrainerState, dict[str, Any]]:
         return state, dict(saved["trajectory"])
 
 
-def _differences(saved: Mapping[str, Any], own: Mapping[str, Any]) -> list[str]:
+def _differences(saved: Mapping[str, Any], current: Mapping[str, Any]) -> list[str]:
     """Describe how this run's trajectory differs from a saved one."""
     words = []
-    for name in dict.fromkeys([*saved, *own]):
-        before, now = saved.get(name), own.get(name)
+    for name in dict.fromkeys([*saved, *current]):
+        before, now = saved.get(name), current.get(name)
         if before != now:
             what = name.replace("_checksum", " (checksum)")
             words.append(f"{what} was {shown(before)}, is {shown(now)}")

@@ -180,8 +180,8 @@ class Supervised(Objective[FinetuneResult]):
         def begin() -> tuple[Checkpoint | None, Adapter]:
             nonlocal path
             checkpoint: Checkpoint | None = None
-            if (found := find()) is not None:
-                path, checkpoint = found
+            if (saved_run := find()) is not None:
+                path, checkpoint = saved_run
             saved = None if checkpoint is None else checkpoint.adapter
             adapter = start_adapter(model, name, options.peft, options.seed, saved, self.total)
             return checkpoint, adapter

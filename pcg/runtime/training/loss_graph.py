@@ -68,20 +68,24 @@ class Operator:
         if self.of_numbers or self is ATTRIBUTE:
             return 0
         if self.is_elementwise:
-            if any(isinstance(one, str | tuple | list) for one in args):  # Python would repeat it
+            if any(
+                isinstance(argument, str | tuple | list) for argument in args
+            ):  # Python would repeat it
                 raise TypeError("it takes tensors and numbers")
-            return math.prod(torch.broadcast_shapes(*(one.shape for one in _tensors(args, kwargs))))
+            return math.prod(
+                torch.broadcast_shapes(*(tensor.shape for tensor in _tensors(args, kwargs)))
+            )
         if self.function is index and isinstance(args[0], tuple):
             return 0
         if self.function is index and isinstance(args[1], Tensor) and args[1].dtype is torch.bool:
             return int(max(args[0].numel(), args[1].numel()))  # its rows are known only by the mask
         with torch.no_grad():
-            given = [_on_meta(one) for one in args]
-            named = {name: _on_meta(one) for name, one in kwargs.items()}
+            arguments = [_on_meta(argument) for argument in args]
+            named = {name: _on_meta(value) for name, value in kwargs.items()}
             if self.makes:
                 named["device"] = _META
-            made = _tensors((self.function(*given, **named),), {})
-            return sum(one.numel() for one in made)
+            results = _tensors((self.function(*arguments, **named),), {})
+            return sum(value.numel() for value in results)
 
 
 def _on_meta(value: Any) -> Any:
@@ -93,11 +97,11 @@ def _on_meta(value: Any) -> Any:
 
 
 def _tensors(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[Tensor]:
-    for one in (*args, *kwargs.values()):
-        if isinstance(one, Tensor):
-            yield one
-        elif isinstance(one, tuple | list):
-            yield from _tensors(one, {})
+    for value in (*args, *kwargs.values()):
+        if isinstance(value, Tensor):
+            yield value
+        elif isinstance(value, tuple | list):
+            yield from _tensors(value, {})
 
 
 def index(x: Any, at: Any) -> Any:
@@ -127,12 +131,12 @@ def _power(x: Any, y: Any) -> Any:
 
 
 def _cast(x: Tensor, to: Any = None, *, dtype: Any = None) -> Tensor:
-    found = to if dtype is None else dtype
-    if isinstance(found, Tensor):
-        found = found.dtype
-    if not isinstance(found, torch.dtype):
+    dtype_found = to if dtype is None else dtype
+    if isinstance(dtype_found, Tensor):
+        dtype_found = dtype_found.dtype
+    if not isinstance(dtype_found, torch.dtype):
         raise TypeError("it takes a dtype, or a tensor that has one")
-    return x.to(found)
+    return x.to(dtype_found)
 
 
 def _chunk(x: Tensor, chunks: int, dim: int = 0) -> Any:
@@ -193,8 +197,8 @@ _TORCH: Mapping[str, Operator] = (
 )
 _METHODS: Mapping[str, Operator] = (
     {
-        name: Operator(getattr(Tensor, name), one.is_elementwise)
-        for name, one in _TORCH.items()
+        name: Operator(getattr(Tensor, name), item.is_elementwise)
+        for name, item in _TORCH.items()
         if hasattr(Tensor, name)
     }
     | _listed(Tensor, _METHODS_ALONE, is_elementwise=True)
@@ -312,9 +316,9 @@ class LossGraph:
     @property
     def output(self) -> tuple[str, Mapping[str, str]]:
         """The names of the nodes of the loss, and of the metrics by their names."""
-        (given,) = self.nodes[-1].args
-        loss, metrics = given["tuple"] if isinstance(given, dict) else given
-        return loss["ref"], {name: one["ref"] for name, one in metrics["dict"].items()}
+        (returned,) = self.nodes[-1].args
+        loss, metrics = returned["tuple"] if isinstance(returned, dict) else returned
+        return loss["ref"], {name: item["ref"] for name, item in metrics["dict"].items()}
 
     def check(self) -> None:
         """Check that it may run. FinetuneError: names the node that may not, and why."""
@@ -326,17 +330,17 @@ class LossGraph:
             raise FinetuneError(f"loss {shown(self.name)}: {error}") from None
 
     def _check_inputs(self) -> None:
-        names = [one.name for one in self.inputs]
+        names = [input.name for input in self.inputs]
         if not 0 < len(names) <= _MOST_INPUTS or names[0] != LOGPROBS or not self.inputs[0].rank:
             raise _Refused(
                 f"it has 1 to {_MOST_INPUTS} inputs, the first of which is {LOGPROBS} of rank 1 or "
                 f"2; not {shown(names)}"
             )
-        for one in self.inputs:
-            if not _INPUT.fullmatch(one.name) or one.rank not in (0, 1, 2):
+        for needed in self.inputs:
+            if not _INPUT.fullmatch(needed.name) or needed.rank not in (0, 1, 2):
                 raise _Refused(
-                    f"input {shown(one.name)} has rank {one.rank}; use a small name, and rank 0, 1 "
-                    "or 2"
+                    f"input {shown(needed.name)} has rank {needed.rank}; use a small name, and "
+                    "rank 0, 1 or 2"
                 )
         if len(set(names)) < len(names):
             raise _Refused(f"inputs have names of their own, unlike {shown(names)}")
@@ -377,7 +381,7 @@ class LossGraph:
         try:
             loss, metrics = self.output
             named = [loss, *metrics.values()]
-            is_known = all(isinstance(one, str) and one in known for one in named)
+            is_known = all(isinstance(item, str) and item in known for item in named)
         except (KeyError, TypeError, ValueError):
             is_known = False
         if not is_known:
@@ -413,23 +417,23 @@ def _check_call(node: LossNode) -> None:
             raise _Refused(f"{shown(node.target)} has the argument {shown(name)}; leave it out")
 
 
-def _plain(given: Any, name: str, depth: int = 0) -> Iterator[Any]:
+def _plain(arguments: Any, name: str, depth: int = 0) -> Iterator[Any]:
     """Yield what stands in arguments: numbers, texts, and objects of one key."""
     if depth > _MOST_DEPTH:
         raise _Refused(f"the arguments of {shown(name)} are nested more than {_MOST_DEPTH} times")
-    if isinstance(given, dict):
-        if len(given) != 1:
-            raise _Refused(f"{shown(name)} has the argument {shown(given)}; one key is known")
-        ((kind, inner),) = given.items()
+    if isinstance(arguments, dict):
+        if len(arguments) != 1:
+            raise _Refused(f"{shown(name)} has the argument {shown(arguments)}; one key is known")
+        ((kind, inner),) = arguments.items()
         if kind == "tuple" or (kind == "slice" and isinstance(inner, list) and len(inner) == 3):
-            yield from _plain(inner if isinstance(inner, list) else [given], name, depth + 1)
+            yield from _plain(inner if isinstance(inner, list) else [arguments], name, depth + 1)
         else:
-            yield given
-    elif isinstance(given, list):
-        for one in given:
-            yield from _plain(one, name, depth + 1)
+            yield arguments
+    elif isinstance(arguments, list):
+        for part in arguments:
+            yield from _plain(part, name, depth + 1)
     else:
-        yield given
+        yield arguments
 
 
 def _check_value(value: Any, name: str, known: set[str]) -> None:
@@ -454,31 +458,31 @@ def _check_value(value: Any, name: str, known: set[str]) -> None:
         )
 
 
-def decoded(given: Any, values: Mapping[str, Any]) -> Any:
+def decoded(argument: Any, values: Mapping[str, Any]) -> Any:
     """Return an argument of a graph that was checked.
 
     Args:
         values: the results of nodes by their names.
     """
-    if isinstance(given, list):
-        return [decoded(one, values) for one in given]
-    if not isinstance(given, dict):
-        return given
-    ((kind, inner),) = given.items()
+    if isinstance(argument, list):
+        return [decoded(part, values) for part in argument]
+    if not isinstance(argument, dict):
+        return argument
+    ((kind, inner),) = argument.items()
     if kind == "ref":
         return values[inner]
     if kind == "tuple":
-        return tuple(decoded(one, values) for one in inner)
+        return tuple(decoded(part, values) for part in inner)
     if kind == "slice":
-        return slice(*(decoded(one, values) for one in inner))
+        return slice(*(decoded(part, values) for part in inner))
     if kind == "float":
         return float(inner)
     return _DTYPES[inner] if kind == "dtype" else (... if kind == "ellipsis" else None)
 
 
-def keywords(given: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
+def keywords(arguments: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
     """Return the arguments that have names; there is one device, which needs none."""
-    return {name: decoded(one, values) for name, one in given.items() if name != "device"}
+    return {name: decoded(value, values) for name, value in arguments.items() if name != "device"}
 
 
 MOST_NUMBERS = 2**23
@@ -528,23 +532,24 @@ class GraphLoss:
         self.metrics: dict[str, float] = {}
         self._graph = graph
         self._loss, self._metrics = graph.output
-        self._inputs = [self._inputs_of(one, f"data[{i}]") for i, one in enumerate(data)]
+        self._inputs = [self._inputs_of(datum, f"data[{i}]") for i, datum in enumerate(data)]
         self._left = 0
 
     def _inputs_of(self, datum: Mapping[str, Tensor], place: str) -> list[Tensor]:
-        found = []
-        for one in self._graph.inputs[1:]:
-            if one.name not in datum:
-                raise self._refused(place, f"it has no {one.name!r}, which the loss reads")
-            value = datum[one.name]
-            if not one.rank and value.numel() == 1:
+        inputs = []
+        for needed in self._graph.inputs[1:]:
+            if needed.name not in datum:
+                raise self._refused(place, f"it has no {needed.name!r}, which the loss reads")
+            value = datum[needed.name]
+            if not needed.rank and value.numel() == 1:
                 value = value.reshape(())
-            if value.dim() != one.rank:
+            if value.dim() != needed.rank:
                 raise self._refused(
-                    place, f"{one.name!r} has rank {value.dim()}, and was declared of {one.rank}"
+                    place,
+                    f"{needed.name!r} has rank {value.dim()}, and was declared of {needed.rank}",
                 )
-            found.append(value)
-        return found
+            inputs.append(value)
+        return inputs
 
     def __call__(self, logprobs: Sequence[Tensor]) -> Tensor:
         """Return the sum of the losses. FinetuneError: names the node that cannot be computed."""
@@ -566,17 +571,17 @@ class GraphLoss:
                 sums[name] += float(self._scalar(values[node], name, place).detach())
         count = len(logprobs)
         self.metrics = {
-            name: found / count if name.endswith(":mean") else found for name, found in sums.items()
+            name: value / count if name.endswith(":mean") else value for name, value in sums.items()
         }
         return total
 
     def _slope(self, loss: Tensor, logprobs: Tensor, place: str) -> Tensor:
         try:
-            (found,) = torch.autograd.grad(loss, logprobs, materialize_grads=True)
+            (slope,) = torch.autograd.grad(loss, logprobs, materialize_grads=True)
         except RuntimeError as error:  # some losses have no derivative, as of integers
             said = str(error).partition("\n")[0][:200]
             raise self._refused(place, f"it cannot be differentiated: {said}") from None
-        return found
+        return slope
 
     def _run(self, logprobs: Tensor, inputs: Sequence[Tensor], place: str) -> dict[str, Any]:
         """Return the results of all nodes, by their names."""
@@ -587,8 +592,8 @@ class GraphLoss:
                 place,
                 f"its targets have rank {logprobs.dim()}, and logprobs was declared of {rank}",
             )
-        given = zip(graph.nodes, (logprobs, *inputs), strict=False)
-        values: dict[str, Any] = {node.name: value for node, value in given}
+        named = zip(graph.nodes, (logprobs, *inputs), strict=False)
+        values: dict[str, Any] = {node.name: value for node, value in named}
         most = min(MOST_NUMBERS, self._left)
         used = 0
         for node in graph.calls:
@@ -598,25 +603,25 @@ class GraphLoss:
 
     def _call(self, node: LossNode, values: dict[str, Any], left: int, place: str) -> int:
         """Compute a node; returns the numbers of its result."""
-        found = (method_of if node.op == "call_method" else function_of)(node.target)
-        assert found is not None
+        operator = (method_of if node.op == "call_method" else function_of)(node.target)
+        assert operator is not None
         try:
-            args = [decoded(one, values) for one in node.args]
+            args = [decoded(argument, values) for argument in node.args]
             kwargs = keywords(node.kwargs, values)
-            planned = found.planned(args, kwargs)
+            planned = operator.planned(args, kwargs)
             if planned > left:
                 raise self._refused(
                     place,
                     f"{node.target!r} makes {shown(planned)} numbers, and {left} are left of the "
                     f"{MOST_NUMBERS} for a datum and {MOST_OF_CALL} for a call",
                 )
-            result = found.function(*args, **kwargs)
-            made = _numbers_of(result)
+            result = operator.function(*args, **kwargs)
+            numbers = _numbers_of(result)
         except _BAD as error:
             said = str(error).partition("\n")[0][:200]
             raise self._refused(place, f"{node.target!r} cannot be computed: {said}") from None
         values[node.name] = result
-        return max(planned, made)
+        return max(planned, numbers)
 
     def _scalar(self, value: Any, what: str, place: str) -> Tensor:
         if not isinstance(value, Tensor) or value.dim() or value.is_complex():

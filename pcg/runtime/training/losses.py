@@ -220,28 +220,31 @@ class Loss:
     reads_weights: bool = True
     skips_zero_advantages: bool = False
 
-    def with_options(self, given: Mapping[str, float] | None) -> Options:
+    def with_options(self, overrides: Mapping[str, float] | None) -> Options:
         """Return its options, some of them as given. FinetuneError: names a bad one."""
-        if given is not None and not isinstance(given, Mapping):
-            raise FinetuneError(f"loss_options={shown(given)}; use a dict of numbers by name")
-        found = {**self.options, **{str(name): value for name, value in (given or {}).items()}}
-        if found and self.options:
-            check_names(found, self.options, FinetuneError)
-        elif found:
-            names = ", ".join(map(str, found))
+        if overrides is not None and not isinstance(overrides, Mapping):
+            raise FinetuneError(f"loss_options={shown(overrides)}; use a dict of numbers by name")
+        options = {
+            **self.options,
+            **{str(name): value for name, value in (overrides or {}).items()},
+        }
+        if options and self.options:
+            check_names(options, self.options, FinetuneError)
+        elif options:
+            names = ", ".join(map(str, options))
             raise FinetuneError(f"loss {self.name!r} has no options, and {names} was given")
-        for name, value in found.items():
+        for name, value in options.items():
             if not is_finite(value) or value < 0:
                 raise FinetuneError(
                     f"loss {self.name!r}: {name}={shown(value)}; use a number of at least 0"
                 )
-        low, high = found.get("clip_low_threshold", 0), found.get("clip_high_threshold", 0)
+        low, high = options.get("clip_low_threshold", 0), options.get("clip_high_threshold", 0)
         if low > high:
             raise FinetuneError(
                 f"loss {self.name!r}: clip_low_threshold={low:g} is above "
                 f"clip_high_threshold={high:g}; they are bounds of a ratio, such as 0.8 and 1.2"
             )
-        return found
+        return options
 
     def evaluate(
         self, logprobs: Tensor, columns: Columns, options: Options

@@ -111,7 +111,7 @@ def make_optimizer(
         groups.append({"params": biases})
         if "weight_decay" in optimizer.options:
             groups[-1]["weight_decay"] = 0.0
-    made: Any = optimizer.torch_class
+    optimizer_class: Any = optimizer.torch_class
     # The first step of a dampened momentum is unlike the others, and these kernels are recorded.
     is_fused = optimizer.name in _FUSED and not optimizer.options.get("dampening")
     is_fused = is_fused and _is_plain(parameters.values())
@@ -123,16 +123,18 @@ def make_optimizer(
     if is_captured:
         how = {"capturable": True, "foreach": True}
     try:
-        found: torch.optim.Optimizer = made(groups, lr=learning_rate, **optimizer.options, **how)
+        result: torch.optim.Optimizer = optimizer_class(
+            groups, lr=learning_rate, **optimizer.options, **how
+        )
     except ValueError as error:
         raise FinetuneError(f"optimizer {optimizer.name!r}: {error}") from error
     if is_fused and device.type == "cpu":  # whose kernels do not count what they write
-        found.register_step_post_hook(_count_versions)
-    if has_device_rate(found):
+        result.register_step_post_hook(_count_versions)
+    if has_device_rate(result):
         rate = _rate(learning_rate, device)
-        for group in found.param_groups:
+        for group in result.param_groups:
             group["lr"] = rate
-    return found
+    return result
 
 
 def _count_versions(optimizer: torch.optim.Optimizer, *_: object) -> None:
@@ -205,18 +207,18 @@ def optimizer_tensors(
     `shards` are those that the parameters are; None if they are whole.
     """
     states = {name: optimizer.state.get(tensor, {}) for name, tensor in parameters.items()}
-    found: dict[str, Tensor] = {}
+    tensors: dict[str, Tensor] = {}
     for key in dict.fromkeys(key for state in states.values() for key in state):
         values = {n: torch.as_tensor(state[key]) for n, state in states.items() if key in state}
         if key in SHARED_KEYS:
-            found[key] = next(iter(values.values()))
+            tensors[key] = next(iter(values.values()))
             continue
         if shards is not None and next(iter(values.values())).ndim:
             values = shards.joined(values)
         elif shards is not None:  # a scalar, which all shards of a parameter have alike
             values = {shards.path_of(name): value for name, value in values.items()}
-        found |= {f"{path}/{key}": value for path, value in values.items()}
-    return found if shards is None else shards.united(found)
+        tensors |= {f"{path}/{key}": value for path, value in values.items()}
+    return tensors if shards is None else shards.united(tensors)
 
 
 def load_optimizer(
@@ -276,17 +278,17 @@ def _cut(
 
     What has not the shape of its tensor, such as a number of steps, is the same for all shards.
     """
-    found = {entry: value for entry, value in saved.items() if not shards.has(_parted(entry)[0])}
+    tensors = {entry: value for entry, value in saved.items() if not shards.has(_parted(entry)[0])}
     by_key: dict[str, dict[str, Tensor]] = {}
-    for entry in saved.keys() - found.keys():
+    for entry in saved.keys() - tensors.keys():
         path, key = _parted(entry)
         by_key.setdefault(key, {})[path] = saved[entry]
     for key, wholes in by_key.items():
         alike = {p: v for p, v in wholes.items() if tuple(v.shape) != shards.whole_shape(p)}
-        own = shards.cut({path: wholes[path] for path in wholes.keys() - alike.keys()})
-        own |= {n: alike[p].clone() for n in names if (p := shards.path_of(n)) in alike}
-        found |= {f"{name}/{key}": value for name, value in own.items()}
-    return found
+        parts = shards.cut({path: wholes[path] for path in wholes.keys() - alike.keys()})
+        parts |= {n: alike[p].clone() for n in names if (p := shards.path_of(n)) in alike}
+        tensors |= {f"{name}/{key}": value for name, value in parts.items()}
+    return tensors
 
 
 def _parted(entry: str) -> tuple[str, str]:

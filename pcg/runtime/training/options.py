@@ -444,11 +444,11 @@ class FinetuneOptions(RunOptions, DataOptions, OptimizerOptions, LengthOptions):
 
     def make_optimizer(self) -> Optimizer:
         """The optimizer with all of its options."""
-        optimizer, given = Optimizer.of(self.optimizer), dict(self.optimizer_options or {})
+        optimizer, values = Optimizer.of(self.optimizer), dict(self.optimizer_options or {})
         for name in FIELDS:
             value = getattr(self, name)
             takes = name in optimizer.fields
-            if takes and name in given:
+            if takes and name in values:
                 raise FinetuneError(f"optimizer_options has {name!r}; give it as {name}= instead")
             if value and not takes:
                 raise FinetuneError(
@@ -456,8 +456,8 @@ class FinetuneOptions(RunOptions, DataOptions, OptimizerOptions, LengthOptions):
                     f"out. Its optimizer_options are {', '.join(optimizer.options)}"
                 )
             if takes and value is not None:
-                given[name] = value
-        return Optimizer.of(self.optimizer, given, self.offload_optimizer)
+                values[name] = value
+        return Optimizer.of(self.optimizer, values, self.offload_optimizer)
 
     @property
     def batch_bounds(self) -> BatchBounds:

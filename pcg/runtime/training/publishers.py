@@ -37,30 +37,30 @@ def start_adapter(
         FinetuneError: `peft`, the present adapter and the saved one differ in their recipe.
         UnsupportedError: the recipe has a feature that pcg does not support.
     """
-    there = state.adapters.get(name)
+    present = state.adapters.get(name)
     is_path = isinstance(peft, str | os.PathLike) and not is_shorthand(peft)
-    if there is not None and peft is not None:
+    if present is not None and peft is not None:
         if is_path:
             raise FinetuneError(
                 f"there is an adapter {name!r} already, and peft={str(peft)!r} would start from "
                 "another; leave peft out, or remove the adapter first"
             )
         wanted = _sites_of_recipe(state, recipe_from(peft))
-        check_same(name, "peft=", wanted, "the adapter that is there", sites_of(there))
+        check_same(name, "peft=", wanted, "the adapter that is there", sites_of(present))
     if saved is not None:
-        if there is not None:
-            check_same(name, "the checkpoint", sites_of(saved), "this run", sites_of(there))
+        if present is not None:
+            check_same(name, "the checkpoint", sites_of(saved), "this run", sites_of(present))
         elif peft is not None and not is_path:
             wanted = _sites_of_recipe(state, recipe_from(peft))
             check_same(name, "the checkpoint", sites_of(saved), "peft=", wanted)
         return saved_adapter(state, saved)
-    if there is None:
+    if present is None:
         if peft is None:
             compiled = state.program.recipes.get(name)
             peft = "lora" if compiled is None else recipe_of_fields(compiled)
-        there = state.make_adapter(name, peft, seed=seed)
-    recipe = there.recipe.for_job(total_steps)
-    return state.for_training(dataclasses.replace(owned(there), recipe=recipe))
+        present = state.make_adapter(name, peft, seed=seed)
+    recipe = present.recipe.for_job(total_steps)
+    return state.for_training(dataclasses.replace(owned(present), recipe=recipe))
 
 
 def start_facts(begun: tuple[Any, Adapter]) -> Mapping[str, str]:
@@ -226,10 +226,10 @@ class VersionPublisher(Publisher):
         self._unsettled: Callable[[], None] | None = None
 
     def runner(self, adapter: Adapter) -> TrainingRunner:
-        found = None
+        runner = None
         if self._kept is not None:
-            found = self._kept.take(self.state.training(adapter, self.windows), adapter)
-        self._runner = super().runner(adapter) if found is None else found
+            runner = self._kept.take(self.state.training(adapter, self.windows), adapter)
+        self._runner = super().runner(adapter) if runner is None else runner
         return self._runner
 
     def changed(self, adapter: Adapter, settle: Callable[[], None] | None = None) -> None:

@@ -218,15 +218,15 @@ class Run(Generic[Result]):
     def _find(self) -> tuple[Path, Any] | None:
         if self._store is None:
             return None
-        found = self._store.resumable(
+        checkpoint = self._store.resumable(
             self.options.resume, self.objective.read, self._trajectory, self.total
         )
-        if found is not None:
-            self.checkpoint, contents = found
+        if checkpoint is not None:
+            self.checkpoint, contents = checkpoint
             self.state = contents.state
             self.resumed_from = self.state.step
             self._saved = self._mark
-        return found
+        return checkpoint
 
     @property
     def _mark(self) -> tuple[int, int]:

@@ -218,16 +218,16 @@ class TrainingPass(WindowedPass):
 
     def _layer_forward(self) -> ProductRequest[None]:
         """Take the window that has begun through its next layer, if that is of this stage."""
-        layer, own = self._next, self._own.layers
-        if layer == own.start == 0:
+        layer, layers = self._next, self._own.layers
+        if layer == layers.start == 0:
             self._open = self.begin(self._begun)
-        if layer in own:
+        if layer in layers:
             assert self._open is not None
             yield from self.layer_requests(layer, self._open)
-            if layer == own[-1]:
+            if layer == layers[-1]:
                 self._send(self._open)
         self._next += 1
-        if self._next == own.start:
+        if self._next == layers.start:
             self._open = self.begin(self._begun)
         if self._next == self._count:
             assert self._open is not None
@@ -337,8 +337,8 @@ class TrainingPass(WindowedPass):
     def window_losses(self) -> list[WindowLoss]:
         """Return the windows as their losses are computed, the last one first."""
         return [
-            WindowLoss(one.batch, one.targets, one.carried, one.shared, self._weight)
-            for one in reversed(self._windows)
+            WindowLoss(window.batch, window.targets, window.carried, window.shared, self._weight)
+            for window in reversed(self._windows)
         ]
 
     def end_loss(self, computed: PassLoss) -> None:
@@ -500,9 +500,9 @@ class TrainingRunner(BoundTraining):
     def evaluate(self, examples: Sequence[Example]) -> tuple[float, int]:
         """Return the sum of the target tokens' losses, of all parts of them, and their number."""
         with on_device(self.device):
-            done = run_to_end(pass_through(self, examples))
-        own = torch.tensor([done.loss, done.targets], dtype=torch.float64, device=self.device)
-        loss, targets = self.mesh.pp.broadcast(self.cp.all_reduce(own)).tolist()
+            passed = run_to_end(pass_through(self, examples))
+        sums = torch.tensor([passed.loss, passed.targets], dtype=torch.float64, device=self.device)
+        loss, targets = self.mesh.pp.broadcast(self.cp.all_reduce(sums)).tolist()
         return loss, int(targets)
 
     def count_targets(self, examples: Sequence[Example]) -> int:
@@ -515,9 +515,9 @@ class TrainingRunner(BoundTraining):
     def trained_everywhere(self) -> Mapping[str, Tensor]:
         """The adapter's trained tensors by name, whole, of all pipeline stages."""
         return {
-            f"{path}.{kind}": one.weight
+            f"{path}.{kind}": parameter.weight
             for path, weights in self.adapter.weights.items()
-            for kind, one in weights.parameters.items()
+            for kind, parameter in weights.parameters.items()
         }
 
     def sum_gradients(self) -> None:
@@ -578,8 +578,8 @@ def training_runner(
     is_promise = budget.size_bytes is not None
     training_for = partial(state.training, adapter, windows) if is_promise else None
     link = StageLink.of(training.model, state.stages, state.mesh, state.device)
-    own = (training, weights, adapter, state.mesh, link, training_for, freed, windows)
-    return TrainingRunner(*own)
+    parts = (training, weights, adapter, state.mesh, link, training_for, freed, windows)
+    return TrainingRunner(*parts)
 
 
 def pass_through(
@@ -592,8 +592,8 @@ def pass_through(
     """Yield the units of a `TrainingPass` over whole sequences, and return it, done."""
 
     def begin(pages: Pages) -> TrainingPass:
-        own = (pages.cache, pages.tables, numbers)
-        return TrainingPass(runner, examples, normaliser, dropout_seed, *own)
+        place = (pages.cache, pages.tables, numbers)
+        return TrainingPass(runner, examples, normaliser, dropout_seed, *place)
 
     return run_pass(runner, [len(example.ids) for example in examples], begin)
 
@@ -618,9 +618,9 @@ def run_pass(
     """
     pages = Pages([runner.adapter.prompt_tokens + length for length in lengths])
     yield pages
-    made = begin(pages)
-    while not made.is_done:
-        is_part = made.stage is not None
-        yield Part(made) if is_part else Forward(made)
+    passed = begin(pages)
+    while not passed.is_done:
+        is_part = passed.stage is not None
+        yield Part(passed) if is_part else Forward(passed)
     yield Release()
-    return made
+    return passed

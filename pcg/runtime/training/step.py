@@ -129,10 +129,10 @@ class TrainingStep:
         """
         runner, replicas = self.runner, self._mesh.dp
         lengths = [[len(example.ids) for example in batch] for batch in group]
-        own = shares(lengths, replicas.size)[replicas.rank]
+        places_here = shares(lengths, replicas.size)[replicas.rank]
         parts = [
             BatchPart([batch[place] for place in places], mixed_seed(seed, step, index), places)
-            for index, (batch, places) in enumerate(zip(group, own, strict=True))
+            for index, (batch, places) in enumerate(zip(group, places_here, strict=True))
         ]
         if runner.link is not None and not runner.windows:
             return run_stages(runner, parts, targets)

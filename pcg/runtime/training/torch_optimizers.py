@@ -78,12 +78,12 @@ logging.getLogger("bitsandbytes").addHandler(logging.NullHandler())
 
 def _class(name: str) -> type[torch.optim.Optimizer]:
     """Return an optimizer's class. Imports take seconds, and the command line needs names alone."""
-    found: type[torch.optim.Optimizer]
+    found_class: type[torch.optim.Optimizer]
     if name in _TORCH:
         from torch import optim
 
-        found = getattr(optim, _TORCH[name])
-        return found
+        found_class = getattr(optim, _TORCH[name])
+        return found_class
     try:
         from bitsandbytes import optim as optim_of_8bit
     except ImportError as error:
@@ -91,14 +91,14 @@ def _class(name: str) -> type[torch.optim.Optimizer]:
             f"optimizer {name!r} is bitsandbytes', which is not installed: "
             "pip install 'pcg[bitsandbytes]'"
         ) from error
-    found = getattr(optim_of_8bit, _BITSANDBYTES[name])
-    return found
+    found_class = getattr(optim_of_8bit, _BITSANDBYTES[name])
+    return found_class
 
 
 @functools.cache
 def _defaults(name: str) -> Mapping[str, Any]:
     """Return the options of an optimizer with its library's defaults."""
-    found: dict[str, Any] = {}
+    options: dict[str, Any] = {}
     without = _NO_OPTIONS if name in _TORCH else _NO_OPTIONS_OF_8BIT
     for option, parameter in inspect.signature(_class(name)).parameters.items():
         default = parameter.default
@@ -106,10 +106,10 @@ def _defaults(name: str) -> Mapping[str, Any]:
         if type(default) is int and not is_count:
             default = float(default)
         if option not in without:
-            found[option] = default
+            options[option] = default
     if name == "adam":
-        del found["decoupled_weight_decay"]  # that is AdamW
-    return MappingProxyType(found)
+        del options["decoupled_weight_decay"]  # that is AdamW
+    return MappingProxyType(options)
 
 
 @functools.cache
@@ -161,7 +161,7 @@ class Optimizer:
 
     @classmethod
     def of(
-        cls, name: str, given: Mapping[str, Any] | None = None, is_offloaded: bool = False
+        cls, name: str, overrides: Mapping[str, Any] | None = None, is_offloaded: bool = False
     ) -> Self:
         """Return an optimizer by name, in any case, with its library's defaults but for `given`.
 
@@ -181,7 +181,7 @@ class Optimizer:
             )
         defaults = _defaults(known)
         options = dict(defaults)
-        for option, value in (given or {}).items():
+        for option, value in (overrides or {}).items():
             if option not in defaults:
                 close = difflib.get_close_matches(option, defaults, n=1)
                 hint = f", did you mean {close[0]!r}?" if close else ";"
@@ -234,11 +234,11 @@ class Optimizer:
 
     def check_dtype(self, dtype: torch.dtype) -> None:
         """Raise a FinetuneError if it does not update numbers of a dtype."""
-        found = str(dtype).removeprefix("torch.")
-        if self.has_8bit_states and found not in _DTYPES_OF_8BIT:
+        dtype_name = str(dtype).removeprefix("torch.")
+        if self.has_8bit_states and dtype_name not in _DTYPES_OF_8BIT:
             raise FinetuneError(
                 f"optimizer {self.name!r} updates {', '.join(_DTYPES_OF_8BIT)}, and the adapter is "
-                f"{found}; use adamw, or another one of torch"
+                f"{dtype_name}; use adamw, or another one of torch"
             )
 
     def state(self, shape: Shape, dtype: torch.dtype) -> State:
@@ -256,10 +256,10 @@ class Optimizer:
         for shape, count in Counter(map(tuple, shapes)).items():
             tensors = {k: v for k, v in self.state(shape, dtype).items() if not isinstance(v, int)}
             shared |= {key: v.nbytes for key, v in tensors.items() if key in SHARED_KEYS}
-            own = [v for key, v in tensors.items() if key not in SHARED_KEYS]
-            moved = sum(v.nbytes for v in own if v.ndim)
-            on_device += count * sum(v.nbytes for v in own if not v.ndim and v.is_meta)
-            on_host += count * (moved + sum(v.nbytes for v in own if not v.is_meta))
+            states = [v for key, v in tensors.items() if key not in SHARED_KEYS]
+            moved = sum(v.nbytes for v in states if v.ndim)
+            on_device += count * sum(v.nbytes for v in states if not v.ndim and v.is_meta)
+            on_host += count * (moved + sum(v.nbytes for v in states if not v.is_meta))
             in_update = max(in_update, moved)
         on_device += sum(shared.values())
         if self.is_offloaded:

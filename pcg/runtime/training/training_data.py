@@ -31,23 +31,23 @@ Load = Callable[[Gathered, ReadOptions, ModelSizes], Dataset]
 Given = TypeVar("Given", bound=FinetuneOptions)
 
 
-def with_planned_batch(given: Given, model: ModelState) -> Given:
+def with_planned_batch(options: Given, model: ModelState) -> Given:
     """Return options with the batch that the program was compiled for, unless they have bounds."""
     planned = model.program.options
-    if planned.names_step and not (given.batch_size or given.max_tokens):
-        return dataclasses.replace(given, batch_size=planned.batch)
-    return given
+    if planned.names_step and not (options.batch_size or options.max_tokens):
+        return dataclasses.replace(options, batch_size=planned.batch)
+    return options
 
 
-def splits_of(given: FinetuneArguments, is_first: bool) -> Splits:
+def splits_of(arguments: FinetuneArguments, is_first: bool) -> Splits:
     """Choose the data to learn and that to evaluate on; the first rank says what was chosen.
 
     Raises:
         DataError: there is no such split.
     """
-    splits = choose_splits(given.data, given.eval_data, given.most_rows)
+    splits = choose_splits(arguments.data, arguments.eval_data, arguments.most_rows)
     if splits.chosen and is_first:
-        _LOG.warning("%s: %s", given.adapter, splits.chosen)
+        _LOG.warning("%s: %s", arguments.adapter, splits.chosen)
     return splits
 
 
@@ -72,13 +72,15 @@ def job_data(options: FinetuneArguments, model: ModelState) -> tuple[Dataset, Da
         rest = splits.evaluation
         return data, None if rest is None else training_data(rest, options, model)
 
-    def facts(found: tuple[Dataset, Dataset | None]) -> Mapping[str, str]:
-        given = {name: getattr(options, name) is not None for name in ("checkpoint_dir", "record")}
+    def facts(read_data: tuple[Dataset, Dataset | None]) -> Mapping[str, str]:
+        is_given = {
+            name: getattr(options, name) is not None for name in ("checkpoint_dir", "record")
+        }
         return {
             **option_facts(options, _OF_ONE_RANK),
-            **{name: described(value) for name, value in given.items()},
-            "the training data": _data_text(found[0]),
-            "the evaluation data": "none" if found[1] is None else _data_text(found[1]),
+            **{name: described(value) for name, value in is_given.items()},
+            "the training data": _data_text(read_data[0]),
+            "the evaluation data": "none" if read_data[1] is None else _data_text(read_data[1]),
         }
 
     return agreed(model.world, f"finetune({options.adapter!r})", read, facts)
@@ -86,7 +88,9 @@ def job_data(options: FinetuneArguments, model: ModelState) -> tuple[Dataset, Da
 
 def _data_text(data: Dataset) -> str:
     """The number of examples, and the beginning of a digest of their tokens and labels."""
-    digest = tokens_digest(part for one in data.examples for part in (one.ids, one.labels))
+    digest = tokens_digest(
+        part for example in data.examples for part in (example.ids, example.labels)
+    )
     return f"{counted(len(data), 'example')}, digest {digest[:16]}"
 
 

@@ -81,12 +81,12 @@ class KeptRunners:
                 self._drop_others()
                 return None
             self._kept.remove(runner)
-        own = runner.adapter
+        current = runner.adapter
         with torch.no_grad():
-            for to, values in zip(_all_of(own), _all_of(adapter), strict=True):
+            for to, values in zip(_all_of(current), _all_of(adapter), strict=True):
                 to.copy_(values)
         runner.adapter = dataclasses.replace(
-            own,
+            current,
             name=adapter.name,
             recipe=adapter.recipe,
             base_model_name=adapter.base_model_name,
@@ -104,15 +104,15 @@ def _all_of(adapter: Adapter) -> list[torch.Tensor]:
 
 
 def _is_alike(runner: TrainingRunner, training: Training, adapter: Adapter) -> bool:
-    own = runner.adapter
+    current = runner.adapter
     return (
         runner.training is training
-        and own.recipe == adapter.recipe
-        and {path: weights.bypass for path, weights in own.weights.items()}
+        and current.recipe == adapter.recipe
+        and {path: weights.bypass for path, weights in current.weights.items()}
         == {path: weights.bypass for path, weights in adapter.weights.items()}
-        and own.biases.keys() == adapter.biases.keys()
-        and own.shared.keys() == adapter.shared.keys()
-        and [(x.shape, x.dtype) for x in _all_of(own)]
+        and current.biases.keys() == adapter.biases.keys()
+        and current.shared.keys() == adapter.shared.keys()
+        and [(x.shape, x.dtype) for x in _all_of(current)]
         == [(x.shape, x.dtype) for x in _all_of(adapter)]
     )
 
@@ -147,7 +147,7 @@ def record_jobs(
                 f"a warm job of batch={job.batch} and seq={job.seq} takes {pages} pages of the KV "
                 f"cache, which has {cache.pool.size}; use fewer tokens, or a larger cache"
             )
-    given = {repr(recipe_from(job.peft)) for job in jobs}
+    told_recipes = {repr(recipe_from(job.peft)) for job in jobs}
     for name, (recipe, batch, seq) in _known(state, jobs).items():
         adapter = state.for_training(state.make_adapter("warm-up", recipe))
         runner = training_runner(state, adapter, windows=True)
@@ -157,7 +157,7 @@ def record_jobs(
             sizes = PassSizes(whole, batch, pages_for(seq))
             count += graphs.warm_up(sizes, min(WINDOW, tokens, whole))
             kept.give(runner, lasts=True)
-        elif name in given:
+        elif name in told_recipes:
             training = runner.training
             why = why_not_recorded(training.model, training.restored, adapter.prompt_tokens)
             raise FinetuneError(
@@ -180,10 +180,10 @@ def windows_bytes(state: ModelState, jobs: Sequence[WarmJob]) -> int:
         saved = window_memory(training.model, training).total
         window = min(WINDOW, batch * seq)
         sizes = [
-            one.size_bytes(window, window)
+            moment.size_bytes(window, window)
             for pair in training_transients(training.model, training.plans, window, window)
-            for one in pair
-            if one is not None
+            for moment in pair
+            if moment is not None
         ]
         size_bytes += int(saved.subs({SEQUENCES: batch, CONTEXT: seq}))
         size_bytes += -(-batch * seq // window) * max(sizes) + 2 * adapter.size_bytes

@@ -156,13 +156,13 @@ class LossChunk:
     Attributes:
         rows: indices of the tokens, [tokens], in the order of the ranks that hold them.
         targets: the target of each; negative for a padded row.
-        own: this rank's rows of the chunk, in the part of the tokens that it holds.
+        own_rows: this rank's rows of the chunk, in the part of the tokens that it holds.
         count: number of rows of that part, padded ones included; all tokens if ranks hold all.
     """
 
     rows: Tensor
     targets: Tensor
-    own: Tensor
+    own_rows: Tensor
     count: int
 
     def of_whole(self, x: Tensor) -> Tensor:
@@ -171,15 +171,15 @@ class LossChunk:
 
     def of_own(self, x: Tensor) -> Tensor:
         """Return the chunk's part of this rank's tensor: [count, …]; padded rows are zeros."""
-        if len(self.own) == self.count:
-            return x[self.own]
+        if len(self.own_rows) == self.count:
+            return x[self.own_rows]
         part = x.new_zeros(self.count, *x.shape[1:])
-        part[: len(self.own)] = x[self.own]
+        part[: len(self.own_rows)] = x[self.own_rows]
         return part
 
     def put_own(self, part: Tensor, into: Tensor) -> None:
         """Add this rank's part of the chunk to its rows."""
-        into.index_add_(0, self.own, part[: len(self.own)].to(into.dtype))
+        into.index_add_(0, self.own_rows, part[: len(self.own_rows)].to(into.dtype))
 
 
 class LossChunks:
@@ -212,14 +212,14 @@ class LossChunks:
     def take(self, size: int) -> LossChunk:
         """Take the next chunk, of `size` tokens at most but at least one of each rank."""
         each = max(1, size // len(self._own))
-        taken = [found[:each] for found in self._own]
-        self._own = [found[each:] for found in self._own]
+        taken = [rows_left[:each] for rows_left in self._own]
+        self._own = [rows_left[each:] for rows_left in self._own]
         if not self._held:
             (chunk,) = taken
             rows, wanted = self._sent(torch.stack([chunk, self._targets[chunk]]))
             return LossChunk(rows, wanted, rows, len(rows))
         tokens = pad_sequence(taken, batch_first=True)
-        wanted = pad_sequence([self._targets[one] for one in taken], True, padding_value=IGNORED)
+        wanted = pad_sequence([self._targets[x] for x in taken], True, padding_value=IGNORED)
         mine = taken[self._ranks.rank] - self._ranks.rank * self._held
         rows, of_rows = self._sent(torch.stack([tokens.flatten(), wanted.flatten()]))
         return LossChunk(rows, of_rows, self._sent(mine), tokens.shape[1])
@@ -361,9 +361,9 @@ class Turn(NamedTuple):
 
 def layers_back(stages: Stages, first: int) -> list[range]:
     """Return the layers from a first one on by their stages, those of the last stage first."""
-    own = (stages[index].layers for index in reversed(range(stages.count)))
-    layers = (range(max(one.start, first), one.stop) for one in own)
-    return [one for one in layers if one]
+    of_stages = (stages[index].layers for index in reversed(range(stages.count)))
+    layers = (range(max(x.start, first), x.stop) for x in of_stages)
+    return [layer for layer in layers if layer]
 
 
 class BackwardOrder:

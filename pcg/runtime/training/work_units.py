@@ -218,8 +218,8 @@ class Reading:
         """Wait for the numbers, and return them."""
         if self._is_sent is not None:
             self._is_sent.synchronize()
-        found: list[float] = self._numbers.tolist()
-        return found
+        numbers: list[float] = self._numbers.tolist()
+        return numbers
 
 
 class StepBeginsAgain(Exception):  # a signal, as StopIteration is

@@ -53,8 +53,8 @@ def grpo_trajectory(
     executor: Executor, prompts: Sequence[Prompt], options: ResumableOptions
 ) -> dict[str, Any]:
     """Return what the resulting weights depend on, as JSON values, reward functions left out."""
-    own = {field.name for field in dataclasses.fields(GrpoOptions)}
-    values = {name: value for name, value in dataclasses.asdict(options).items() if name in own}
+    fields = {field.name for field in dataclasses.fields(GrpoOptions)}
+    values = {name: value for name, value in dataclasses.asdict(options).items() if name in fields}
     values["stop"] = list(options.stop)
     ids = repr([prompt.ids for prompt in prompts]).encode()
     state = executor.state

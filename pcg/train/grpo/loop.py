@@ -207,9 +207,9 @@ class GrpoObjective(TrainerObjective[GrpoResult]):
         self.new_samples: Sequence[Sample] = ()
 
     def start(self, find: Find) -> None:
-        options, found = self._options, find()
-        self.load(found)
-        state = TrainerState(step=self._task.updates) if found is None else found[1].state
+        options, checkpoint = self._options, find()
+        self.load(checkpoint)
+        state = TrainerState(step=self._task.updates) if checkpoint is None else checkpoint[1].state
         self._updates, self._tokens = state.step, state.tokens
         self._submitted = self._updates // options.updates_per_generation
         passed = self._submitted * options.prompts_per_generation
@@ -289,7 +289,7 @@ class GrpoObjective(TrainerObjective[GrpoResult]):
         if options.beta:
             rollouts = with_reference(self._running, task.reference, rollouts)
         scored = Scored(
-            [rollout.prompt.given for rollout in rollouts],
+            [rollout.prompt.content for rollout in rollouts],
             [rollout.prompt.completion(rollout.text) for rollout in rollouts],
             [rollout.tokens for rollout in rollouts],
             columns_of(rollouts),
@@ -317,7 +317,7 @@ class GrpoObjective(TrainerObjective[GrpoResult]):
         self._samples = [
             Sample(
                 self._updates + 1,
-                rollout.prompt.given,
+                rollout.prompt.content,
                 rollout.text,
                 {name: None if x != x else x for name, x in zip(names, row, strict=True)},
                 rollout.advantage,

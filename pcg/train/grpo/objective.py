@@ -44,7 +44,7 @@ from torch import Tensor
 from pcg.runtime.data.example import IGNORED
 from pcg.runtime.training.trainer.datum import Datum
 from pcg.train.grpo.options import GrpoOptions, ObjectiveOptions
-from pcg.train.grpo.rollouts import Rollout
+from pcg.train.grpo.rollouts import Rollout, tokens_of
 
 _EPSILON = 1e-4
 
@@ -147,7 +147,9 @@ class UpdateLoss:
         self._options = options
         self._share = generation_tokens / options.steps_per_generation
         self.trained = [
-            one for one in rollouts if one.counts and (one.advantage != 0.0 or options.beta)
+            rollout
+            for rollout in rollouts
+            if rollout.counts and (rollout.advantage != 0.0 or options.beta)
         ]
 
     def data(self) -> list[Datum]:
@@ -156,13 +158,13 @@ class UpdateLoss:
         Where nothing is to be learnt it is one completion without weight, so that the update, in
         which Adam's momentum goes on, is taken as any other.
         """
-        chosen = self.trained or [min(self.rollouts, key=lambda one: len(one.tokens))]
-        return [self._datum(one) for one in chosen]
+        chosen = self.trained or [min(self.rollouts, key=lambda rollout: len(rollout.tokens))]
+        return [self._datum(rollout) for rollout in chosen]
 
-    def _datum(self, one: Rollout) -> Datum:
-        ids = [*one.prompt_ids, *one.tokens]
-        before, count = len(one.prompt_ids) - 1, len(one.tokens)
-        targets = [*[IGNORED] * before, *one.tokens]
+    def _datum(self, rollout: Rollout) -> Datum:
+        ids = [*rollout.prompt_ids, *rollout.tokens]
+        before, count = len(rollout.prompt_ids) - 1, len(rollout.tokens)
+        targets = [*[IGNORED] * before, *rollout.tokens]
         if not self.trained:
             return Datum(ids[:-1], targets, weights=[0.0] * len(targets))
         if self.is_function:
@@ -174,9 +176,9 @@ class UpdateLoss:
         return Datum(
             ids[:-1],
             targets,
-            weights=column([self._weight(one)] * count),
-            advantages=column([one.advantage] * count),
-            logprobs=column(one.logprobs),
+            weights=column([self._weight(rollout)] * count),
+            advantages=column([rollout.advantage] * count),
+            logprobs=column(rollout.logprobs),
         )
 
     def loss(self) -> NamedLoss:
@@ -199,49 +201,51 @@ class UpdateLoss:
         )
         return bool(options.beta) or options.delta is not None or is_other_cispo
 
-    def _weight(self, one: Rollout) -> float:
+    def _weight(self, rollout: Rollout) -> float:
         options, count = self._options, len(self.rollouts)
         if options.loss_type in ("dapo", "cispo"):
             return 1.0 / max(self._share, 1.0)
         if options.loss_type == "bnpo":
-            return 1.0 / max(sum(len(one.tokens) for one in self.rollouts if one.counts), 1)
+            return 1.0 / max(
+                sum(len(rollout.tokens) for rollout in self.rollouts if rollout.counts), 1
+            )
         if options.loss_type == "grpo":
-            return 1.0 / (count * len(one.tokens))
+            return 1.0 / (count * len(rollout.tokens))
         return 1.0 / (count * options.max_completion_length)
 
     # ------------------------------------------------------------------------------- by torch
 
     @cached_property
     def _lengths(self) -> Tensor:
-        return torch.tensor([len(one.tokens) for one in self.trained])
+        return torch.tensor([len(rollout.tokens) for rollout in self.trained])
 
     def _column(self, values: Sequence[Sequence[float]]) -> Tensor:
-        return torch.tensor([x for one in values for x in one], dtype=torch.float64)
+        return torch.tensor([x for row in values for x in row], dtype=torch.float64)
 
     def _of_each(self, values: Sequence[float]) -> Tensor:
         return torch.tensor(values, dtype=torch.float64).repeat_interleave(self._lengths)
 
     @cached_property
     def _sampled(self) -> Tensor:
-        return self._column([one.logprobs for one in self.trained])
+        return self._column([rollout.logprobs for rollout in self.trained])
 
     @cached_property
     def advantages(self) -> Tensor:
         """The advantage of each trained token, [T]."""
-        return self._of_each([one.advantage for one in self.trained])
+        return self._of_each([rollout.advantage for rollout in self.trained])
 
-    def of_completions(self, found: Sequence[Tensor]) -> Tensor:
+    def of_completions(self, logprobs_of_data: Sequence[Tensor]) -> Tensor:
         """Return the log-probabilities of trained tokens, [T], from those of data."""
-        parts = zip(found, self.trained, strict=True)
-        return torch.cat([values[-len(one.tokens) :] for values, one in parts]).double()
+        parts = zip(logprobs_of_data, self.trained, strict=True)
+        return torch.cat([values[-len(rollout.tokens) :] for values, rollout in parts]).double()
 
-    def evaluate(self, found: Sequence[Tensor]) -> Tensor:
+    def evaluate(self, logprobs_of_data: Sequence[Tensor]) -> Tensor:
         """Return the loss of the log-probabilities of data, [N] each; differentiable."""
-        terms = self.terms(self.of_completions(found))
+        terms = self.terms(self.of_completions(logprobs_of_data))
         each = terms.losses
         if terms.divergences is not None:
             each = each + self._options.beta * terms.divergences
-        return (self._of_each([self._weight(one) for one in self.trained]) * each).sum()
+        return (self._of_each([self._weight(rollout) for rollout in self.trained]) * each).sum()
 
     def terms(self, logprobs: Tensor) -> TokenTerms:
         """Return the terms of trained tokens by their log-probabilities, [T]."""
@@ -260,7 +264,7 @@ class UpdateLoss:
             losses = -torch.minimum(far * advantages, near * advantages)
         divergences = None
         if options.beta:
-            gaps = self._column([one.reference or () for one in self.trained]) - logprobs
+            gaps = self._column([rollout.reference or () for rollout in self.trained]) - logprobs
             divergences = gaps.exp() - gaps - 1
             if options.use_bias_correction_kl:
                 divergences = divergences * ratios
@@ -270,15 +274,15 @@ class UpdateLoss:
 Numbers = dict[str, float]
 
 
-def reward_numbers(rewards: Tensor, names: Sequence[str], found: Advantages) -> Numbers:
+def reward_numbers(rewards: Tensor, names: Sequence[str], logprobs_of_data: Advantages) -> Numbers:
     """Return means and deviations of the rewards of a generation, [completions, functions]."""
     numbers: Numbers = {}
     for name, column in zip(names, rewards.T, strict=True):
         numbers[f"rewards/{name}/mean"] = float(column.nanmean())
         numbers[f"rewards/{name}/std"] = float(deviation(column, 0))
-    numbers["reward"] = float(found.rewards.nanmean())
-    numbers["reward_std"] = float(deviation(found.rewards, 0))
-    numbers["frac_reward_zero_std"] = float(found.is_flat.double().mean())
+    numbers["reward"] = float(logprobs_of_data.rewards.nanmean())
+    numbers["reward_std"] = float(deviation(logprobs_of_data.rewards, 0))
+    numbers["frac_reward_zero_std"] = float(logprobs_of_data.is_flat.double().mean())
     return numbers
 
 
@@ -287,9 +291,9 @@ def length_numbers(rollouts: Sequence[Rollout]) -> Numbers:
 
     The entropy is estimated: the mean of -log p over the tokens that were sampled.
     """
-    lengths = [len(one.tokens) for one in rollouts]
-    ended = [len(one.tokens) for one in rollouts if one.has_ended]
-    logprobs = [x for one in rollouts for x in one.logprobs]
+    lengths = [len(rollout.tokens) for rollout in rollouts]
+    ended = [len(rollout.tokens) for rollout in rollouts if rollout.has_ended]
+    logprobs = [x for rollout in rollouts for x in rollout.logprobs]
     return {
         "completions/mean_length": sum(lengths) / len(lengths),
         "completions/min_length": min(lengths),
@@ -308,7 +312,7 @@ def update_numbers(loss: UpdateLoss, before: Sequence[Tensor], options: GrpoOpti
     """
     logprobs = loss.of_completions(before)
     terms = loss.terms(logprobs)
-    tokens = sum(len(one.tokens) for one in loss.rollouts if one.counts)
+    tokens = tokens_of(loss.rollouts)
     low = (terms.ratios < options.low) & (loss.advantages < 0)
     high = (terms.ratios > options.high) & (loss.advantages > 0)
 
@@ -325,7 +329,7 @@ def update_numbers(loss: UpdateLoss, before: Sequence[Tensor], options: GrpoOpti
         }
     if terms.divergences is not None:
         numbers["kl"] = mean(terms.divergences)
-    sampled = torch.tensor([x for one in loss.trained for x in one.logprobs])
+    sampled = torch.tensor([x for rollout in loss.trained for x in rollout.logprobs])
     gaps = (logprobs - sampled.double()).abs()
     numbers["sampling/sampling_logp_difference/mean"] = float(gaps.mean())
     numbers["sampling/sampling_logp_difference/max"] = float(gaps.max())

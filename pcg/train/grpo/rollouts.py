@@ -81,22 +81,22 @@ class Rewards:
         weights: Sequence[float] | None = None,
     ) -> None:
         """Check functions and weights. FinetuneError: there are none, or they do not fit."""
-        found = [functions] if callable(functions) else functions
-        if not isinstance(found, list | tuple) or not found or not all(map(callable, found)):
+        listed = [functions] if callable(functions) else functions
+        if not isinstance(listed, list | tuple) or not listed or not all(map(callable, listed)):
             raise FinetuneError(f"rewards={shown(functions)}; give a function, or a list of them")
-        given = [1.0] * len(found) if weights is None else weights
+        scales = [1.0] * len(listed) if weights is None else weights
         if not (
-            isinstance(given, list | tuple)
-            and len(given) == len(found)
-            and all(map(_is_moderate, given))
+            isinstance(scales, list | tuple)
+            and len(scales) == len(listed)
+            and all(map(_is_moderate, scales))
         ):
             raise FinetuneError(
                 f"reward_weights={shown(weights)}; give a number, from "
-                f"-{_MOST:g} to {_MOST:g}, for each of the {len(found)} reward functions"
+                f"-{_MOST:g} to {_MOST:g}, for each of the {len(listed)} reward functions"
             )
-        self._functions = list(found)
+        self._functions = list(listed)
         self.names = _names(self._functions)
-        self.weights = torch.tensor([float(one) for one in given], dtype=torch.float64)
+        self.weights = torch.tensor(list(map(float, scales)), dtype=torch.float64)
 
     def score(self, scored: Scored, state: Mapping[str, Any]) -> Tensor:
         """Return the reward of each completion by each function, [completions, functions].
@@ -106,10 +106,10 @@ class Rewards:
         Raises:
             FinetuneError: a function failed, or returned something else.
         """
-        found = asyncio.run(self._all(scored, state))
+        returned = asyncio.run(self._all(scored, state))
         columns = [
-            _numbers(one, name, len(scored.prompts))
-            for one, name in zip(found, self.names, strict=True)
+            _numbers(result_of, name, len(scored.prompts))
+            for result_of, name in zip(returned, self.names, strict=True)
         ]
         return torch.tensor(columns, dtype=torch.float64).T.contiguous()
 
@@ -130,7 +130,9 @@ class Rewards:
                     f"reward function {name!r} failed: {type(error).__name__}: {error}"
                 ) from error
 
-        results = [called(*one) for one in zip(self._functions, self.names, strict=True)]
+        results = [
+            called(*result_of) for result_of in zip(self._functions, self.names, strict=True)
+        ]
         return await asyncio.gather(*map(waited, results, self.names))
 
 
@@ -139,15 +141,15 @@ def _is_moderate(value: Any) -> bool:
 
 
 def _names(functions: Sequence[RewardFunction]) -> list[str]:
-    names = [getattr(one, "__name__", type(one).__name__) for one in functions]
+    names = [getattr(function, "__name__", type(function).__name__) for function in functions]
     return [
         name if names.count(name) == 1 else f"{name}_{names[: place + 1].count(name)}"
         for place, name in enumerate(names)
     ]
 
 
-def _numbers(found: Any, name: str, count: int) -> list[float]:
-    values = found.tolist() if hasattr(found, "tolist") else found
+def _numbers(returned: Any, name: str, count: int) -> list[float]:
+    values = returned.tolist() if hasattr(returned, "tolist") else returned
     if not isinstance(values, list | tuple) or len(values) != count:
         length = f"{len(values)} values" if isinstance(values, list | tuple) else shown(values)
         raise FinetuneError(
@@ -155,8 +157,8 @@ def _numbers(found: Any, name: str, count: int) -> list[float]:
             "with a number for each, or None for one that it does not score"
         )
     numbers = []
-    for place, one in enumerate(values):
-        value = one.item() if hasattr(one, "item") else one
+    for place, entry in enumerate(values):
+        value = entry.item() if hasattr(entry, "item") else entry
         if isinstance(value, bool):
             value = float(value)
         is_none = value is None or (isinstance(value, float) and math.isnan(value))
@@ -174,22 +176,22 @@ class Prompt:
     """A prompt of the data.
 
     Attributes:
-        given: as the data has it: a text, a list of messages, or tokens.
+        content: as the data has it: a text, a list of messages, or tokens.
         ids: its tokens.
         columns: the row's other values, by name.
     """
 
-    given: Any
+    content: Any
     ids: tuple[int, ...]
     columns: Mapping[str, Any] = field(compare=False)
 
     @property
     def is_chat(self) -> bool:
-        return isinstance(self.given, list) and isinstance(self.given[0], Mapping)
+        return isinstance(self.content, list) and isinstance(self.content[0], Mapping)
 
     @property
     def shown(self) -> str:
-        return shown(self.given)
+        return shown(self.content)
 
     def completion(self, text: str) -> Any:
         """Return a completion as reward functions get it."""
@@ -205,23 +207,25 @@ def read_prompts(rows: object, tokenizer: Tokenizer | None) -> list[Prompt]:
     """
     if isinstance(rows, str | bytes | Mapping) or not isinstance(rows, Iterable):
         raise DataError(f"the data is {shown(rows)}; give a list of rows with a 'prompt' each")
-    found = [_prompt(row, f"row {place}", tokenizer) for place, row in enumerate(rows)]
-    if not found:
+    prompts = [_prompt(row, f"row {place}", tokenizer) for place, row in enumerate(rows)]
+    if not prompts:
         raise DataError("the data has no rows; give at least one with a 'prompt'")
-    for place, one in enumerate(found):
-        if set(one.columns) != set(found[0].columns):
-            first, own = sorted(found[0].columns), sorted(one.columns)
-            raise DataError(f"row {place} has the columns {own}, and row 0 {first}; use the same")
-    return found
+    for place, prompt in enumerate(prompts):
+        if set(prompt.columns) != set(prompts[0].columns):
+            first, columns = sorted(prompts[0].columns), sorted(prompt.columns)
+            raise DataError(
+                f"row {place} has the columns {columns}, and row 0 {first}; use the same"
+            )
+    return prompts
 
 
 def _prompt(row: object, place: str, tokenizer: Tokenizer | None) -> Prompt:
     columns = dict(row) if isinstance(row, Mapping) else {"prompt": row}
     if "prompt" not in columns:
         raise DataError(f"{place} has no 'prompt', but {shown(sorted(map(str, columns)))}")
-    given = columns.pop("prompt")
+    prompt = columns.pop("prompt")
     columns = {str(name): value for name, value in columns.items()}
-    columns = {name: one for name, one in columns.items() if name not in _DROPPED}
+    columns = {name: token for name, token in columns.items() if name not in _DROPPED}
     for name in columns:
         if name in OWN_COLUMNS:
             raise DataError(f"{place} has a column {name!r}, which rewards get anyway; rename it")
@@ -230,22 +234,22 @@ def _prompt(row: object, place: str, tokenizer: Tokenizer | None) -> Prompt:
                 f"{place} has {name!r}, which would not be in the prompt, as only text is; leave "
                 "such rows out, or rename a column that is for rewards alone"
             )
-    return Prompt(given, _ids(given, place, tokenizer), columns)
+    return Prompt(prompt, _ids(prompt, place, tokenizer), columns)
 
 
-def _ids(given: object, place: str, tokenizer: Tokenizer | None) -> tuple[int, ...]:
-    if isinstance(given, Sequence) and not isinstance(given, str | bytes) and given:
-        if all(isinstance(one, int) and not isinstance(one, bool) for one in given):
-            return tuple(given)
-        messages = check_messages(given, "'prompt'", place)
+def _ids(prompt: object, place: str, tokenizer: Tokenizer | None) -> tuple[int, ...]:
+    if isinstance(prompt, Sequence) and not isinstance(prompt, str | bytes) and prompt:
+        if all(isinstance(value, int) and not isinstance(value, bool) for value in prompt):
+            return tuple(prompt)
+        messages = check_messages(prompt, "'prompt'", place)
         if tokenizer is None or tokenizer.chat_template is None:
             raise DataError(f"{place} is a chat, and the model has no chat template; give texts")
         return tuple(tokenizer.encode_chat(messages))
-    if not isinstance(given, str) or not given:
-        raise DataError(f"{place}: the prompt is {shown(given)}; give a text, messages or tokens")
+    if not isinstance(prompt, str) or not prompt:
+        raise DataError(f"{place}: the prompt is {shown(prompt)}; give a text, messages or tokens")
     if tokenizer is None:
         raise DataError(f"{place} is a text, and the model has no tokenizer; give tokens")
-    return tuple(tokenizer.encode(given))
+    return tuple(tokenizer.encode(prompt))
 
 
 _DROPPED = ("completion", "completion_ids")
@@ -311,10 +315,12 @@ class Generation:
 
     def wait(self, masks_truncated: bool) -> list[Rollout]:
         """Wait for all completions, those of a group one after the other."""
-        found = []
+        rollouts = []
         for prompt, stream in zip(self.prompts, self.streams, strict=True):
-            found += [_rollout(prompt, one, masks_truncated) for one in stream.wait_all()]
-        return found
+            rollouts += [
+                _rollout(prompt, completion, masks_truncated) for completion in stream.wait_all()
+            ]
+        return rollouts
 
 
 def generate(
@@ -351,20 +357,20 @@ _SEEDS = 1_000_003
 _MOST_SEED = 2**62
 
 
-def _rollout(prompt: Prompt, done: Completion, masks_truncated: bool) -> Rollout:
-    if done.finish_reason not in ("stop", "length") or not done.token_ids:
+def _rollout(prompt: Prompt, completion: Completion, masks_truncated: bool) -> Rollout:
+    if completion.finish_reason not in ("stop", "length") or not completion.token_ids:
         raise FinetuneError(
-            f"a completion of the prompt {prompt.shown} ended as {done.finish_reason!r} with "
-            f"{len(done.token_ids)} tokens; rollouts need whole ones"
+            f"a completion of the prompt {prompt.shown} ended as {completion.finish_reason!r} with "
+            f"{len(completion.token_ids)} tokens; rollouts need whole ones"
         )
-    assert done.logprobs is not None
-    has_ended = done.finish_reason == "stop"
+    assert completion.logprobs is not None
+    has_ended = completion.finish_reason == "stop"
     return Rollout(
         prompt,
         prompt.ids,
-        done.token_ids,
-        done.text,
-        tuple(one.logprob for one in done.logprobs),
+        completion.token_ids,
+        completion.text,
+        tuple(logprob.logprob for logprob in completion.logprobs),
         has_ended,
         has_ended or not masks_truncated,
     )
@@ -380,28 +386,30 @@ def with_reference(
     """
     streams = [
         running.submit(
-            [*one.prompt_ids, *one.tokens],
+            [*rollout.prompt_ids, *rollout.tokens],
             adapter,  # type: ignore[arg-type]
             max_new_tokens=0,
             prompt_logprobs=0,
         )
-        for one in rollouts
+        for rollout in rollouts
     ]
-    found = []
-    for one, stream in zip(rollouts, streams, strict=True):
+    scored_rollouts = []
+    for rollout, stream in zip(rollouts, streams, strict=True):
         scores = stream.wait().prompt_logprobs
         assert scores is not None
-        values = tuple(score.logprob for score in scores[-len(one.tokens) :] if score is not None)
-        found.append(replace(one, reference=values))
-    return found
+        values = tuple(
+            score.logprob for score in scores[-len(rollout.tokens) :] if score is not None
+        )
+        scored_rollouts.append(replace(rollout, reference=values))
+    return scored_rollouts
 
 
 def tokens_of(rollouts: Sequence[Rollout]) -> int:
     """Return the number of tokens that count in the loss."""
-    return sum(len(one.tokens) for one in rollouts if one.counts)
+    return sum(len(rollout.tokens) for rollout in rollouts if rollout.counts)
 
 
 def columns_of(rollouts: Sequence[Rollout]) -> Mapping[str, list[object]]:
     """Return the columns of the data beside the prompts, a value for each rollout."""
     names = rollouts[0].prompt.columns
-    return {name: [one.prompt.columns[name] for one in rollouts] for name in names}
+    return {name: [rollout.prompt.columns[name] for rollout in rollouts] for name in names}

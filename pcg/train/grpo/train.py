@@ -198,12 +198,12 @@ def train_grpo_file(config: ConfigFile, on_step: OnStep | None = None) -> GrpoRe
 
 
 def _rows(path: Path) -> Sequence[Mapping[str, Any]]:
-    found = []
+    rows = []
     for row in read_rows((path,)):
         if not isinstance(row.value, dict) or "prompt" not in row.value:
             raise DataError(f"{row.where} is {shown(row.value)}; use an object with a 'prompt'")
-        found.append(row.value)
-    return found
+        rows.append(row.value)
+    return rows
 
 
 _GRADER = "grader:"
@@ -238,10 +238,10 @@ def reward_function(name: str, folder: Path) -> RewardFunction:
         raise FinetuneError(
             f"rewards: {place} cannot be imported: {type(error).__name__}: {error}"
         ) from error
-    found = getattr(module, function, None)
-    if not callable(found):
+    function_found = getattr(module, function, None)
+    if not callable(function_found):
         raise FinetuneError(f"rewards: {place} has no function {function!r}")
-    return found  # type: ignore[no-any-return]
+    return function_found  # type: ignore[no-any-return]
 
 
 def _from_file(path: Path) -> ModuleType:

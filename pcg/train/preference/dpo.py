@@ -56,7 +56,7 @@ DPO_KEYS = (ModelOptions, OutputOptions, DpoFileOptions, CompileOptions)
 """The dataclasses whose fields are the keys of a configuration."""
 
 
-def dpo(executor: Executor, given: DpoArguments) -> PreferenceResult:
+def dpo(executor: Executor, arguments: DpoArguments) -> PreferenceResult:
     """Train an adapter on preferences, and serve it.
 
     Raises:
@@ -66,7 +66,7 @@ def dpo(executor: Executor, given: DpoArguments) -> PreferenceResult:
         FinetuneInterrupted: Ctrl-C; the checkpoint is as after the last complete step.
         UnsupportedError: the recipe has a feature that pcg does not train; or there are ranks.
     """
-    return PreferenceRun(executor, given).run()
+    return PreferenceRun(executor, arguments).run()
 
 
 def train_dpo(config: ConfigFile) -> PreferenceResult:
@@ -78,20 +78,20 @@ def train_dpo(config: ConfigFile) -> PreferenceResult:
     """
     files = config.make(OutputOptions)
     checkpoints = files.output / CHECKPOINTS
-    own = {"checkpoint_dir": checkpoints, "record": files.output / RECORD}
-    options = config.make(DpoFileOptions, **own)
+    folders = {"checkpoint_dir": checkpoints, "record": files.output / RECORD}
+    options = config.make(DpoFileOptions, **folders)
     files.check(resumes=options.resume is True)
     executor = open_model(config)
-    given = {**own, **config.given(DpoFileOptions, "reference_adapter")}
+    values = {**folders, **config.given(DpoFileOptions, "reference_adapter")}
     if options.reference_adapter is not None:
         if options.reference is not None:
             raise FinetuneError("reference and reference_adapter are both given; use one of them")
-        given["reference"] = f"{files.adapter}-reference"
-        executor.add_adapter(given["reference"], options.reference_adapter)
+        values["reference"] = f"{files.adapter}-reference"
+        executor.add_adapter(values["reference"], options.reference_adapter)
     peft = files.configuration(executor)
-    result = dpo(executor, DpoArguments(adapter=files.adapter, peft=peft, **given))
+    result = dpo(executor, DpoArguments(adapter=files.adapter, peft=peft, **values))
     executor.save_adapter(files.adapter, files.output)
-    if given["checkpoint_dir"] == checkpoints:
+    if values["checkpoint_dir"] == checkpoints:
         shutil.rmtree(checkpoints, ignore_errors=True)
     return result
 

@@ -102,24 +102,24 @@ class DpoOptions(FinetuneOptions):
         weights = self.loss_weights or [1.0] * len(self.loss_type)
         counts = {SFT: chosen_targets}
         by_term = zip(self.loss_type, weights, strict=True)
-        found = {str(term): weight / counts.get(term, pairs) for term, weight in by_term}
+        weights_by_term = {str(term): weight / counts.get(term, pairs) for term, weight in by_term}
         return {
             "beta": self.beta,
             "label_smoothing": self.label_smoothing,
             "sigmoid": 0.0,
-            **found,
+            **weights_by_term,
         }
 
     def trajectory(self, total_steps: int) -> dict[str, Any]:
         """The options that decide which weights come out, as plain JSON values."""
-        own = {
+        values = {
             "beta": self.beta,
             "loss_type": list(self.loss_type),
             "loss_weights": None if self.loss_weights is None else list(self.loss_weights),
             "label_smoothing": self.label_smoothing,
             "reference": self.reference,
         }
-        return {**super().trajectory(total_steps), **own}
+        return {**super().trajectory(total_steps), **values}
 
 
 @dataclass(frozen=True)

@@ -78,14 +78,14 @@ class Pair(Example):
 
 def pairs_of(data: Dataset) -> list[Pair]:
     """Return the pairs of data whose examples are preferred and not in turns."""
-    found = []
+    pairs = []
     for number, (chosen, rejected) in enumerate(
         zip(data.examples[::2], data.examples[1::2], strict=True)
     ):
         ids = array("q", [*chosen.ids, *rejected.ids])
         labels = array("q", [*chosen.labels, *rejected.labels])
-        found.append(Pair(ids, labels, number, chosen, rejected))
-    return found
+        pairs.append(Pair(ids, labels, number, chosen, rejected))
+    return pairs
 
 
 def targets_of(example: Example) -> list[int]:
@@ -101,10 +101,10 @@ def data_of(pairs: Sequence[Pair], references: Sequence[Sequence[float]] | None)
             a loss that reads none.
     """
     examples = [example for pair in pairs for example in pair.examples]
-    given = [None] * len(examples) if references is None else references
+    columns = [None] * len(examples) if references is None else references
     return [
         Datum(list(example.ids[:-1]), targets_of(example), logprobs=logprobs)
-        for example, logprobs in zip(examples, given, strict=True)
+        for example, logprobs in zip(examples, columns, strict=True)
     ]
 
 
@@ -112,8 +112,8 @@ def target_sums(pairs: Sequence[Pair], logprobs: Sequence[Sequence[float]]) -> l
     """Return the sum of the log-probabilities of each datum's targets."""
     examples = [example for pair in pairs for example in pair.examples]
     return [
-        sum(x for x, target in zip(values, targets_of(one), strict=True) if target != IGNORED)
-        for one, values in zip(examples, logprobs, strict=True)
+        sum(x for x, target in zip(values, targets_of(item), strict=True) if target != IGNORED)
+        for item, values in zip(examples, logprobs, strict=True)
     ]
 
 
@@ -183,9 +183,9 @@ class References(ABC):
         missing = [pair for pair in pairs if pair.number not in self._kept]
         for begin in range(0, len(missing), _LOT):
             lot = missing[begin : begin + _LOT]
-            found = self._compute(lot)
+            logprobs = self._compute(lot)
             for index, pair in enumerate(lot):
-                two = found[2 * index : 2 * index + 2]
+                two = logprobs[2 * index : 2 * index + 2]
                 self._kept[pair.number] = array("d", two[0]), array("d", two[1])
         return [values.tolist() for pair in pairs for values in self._kept[pair.number]]
 
@@ -218,15 +218,15 @@ class ServedReferences(References):
     def _compute(self, pairs: Sequence[Pair]) -> list[list[float]]:
         examples = [example for pair in pairs for example in pair.examples]
         prompts = [list(example.ids) for example in examples]
-        done = self._done(prompts)
-        found = []
-        for example, one in zip(examples, done, strict=True):
-            if one.prompt_logprobs is None:
+        completions = self._done(prompts)
+        logprobs = []
+        for example, completion in zip(examples, completions, strict=True):
+            if completion.prompt_logprobs is None:
                 raise GenerationError("the engine returned no log-probabilities of a prompt")
-            values = [each.logprob for each in one.prompt_logprobs[1:] if each is not None]
+            values = [each.logprob for each in completion.prompt_logprobs[1:] if each is not None]
             targets = targets_of(example)
-            found.append([x if t >= 0 else 0.0 for x, t in zip(values, targets, strict=True)])
-        return found
+            logprobs.append([x if t >= 0 else 0.0 for x, t in zip(values, targets, strict=True)])
+        return logprobs
 
     def _done(self, prompts: list[list[int]]) -> list[Completion]:
         """Return the prompts' completions, of no tokens, once the engine takes them."""
@@ -312,7 +312,7 @@ class Preferences(TrainerObjective[PreferenceResult]):
         self._by_reference: list[list[float]] = []
 
     def start(self, find: Find) -> None:
-        arguments, found = self._arguments, find()
+        arguments, checkpoint = self._arguments, find()
         bounds = arguments.batch_bounds
         size = bounds["batch_size"]
         self.trainer = self._executor.trainer(
@@ -329,9 +329,9 @@ class Preferences(TrainerObjective[PreferenceResult]):
         try:
             # A reference that is the start is computed before a checkpoint is loaded.
             self._references = self._references_of(self._pairs), self._references_of(self._eval)
-            self.load(found)
-            if found is not None:
-                self._batches.load_state_dict(found[1].state.position)
+            self.load(checkpoint)
+            if checkpoint is not None:
+                self._batches.load_state_dict(checkpoint[1].state.position)
         except BaseException:
             self.undo()
             raise

@@ -169,13 +169,13 @@ class LossGraphs:
     def _record(self, size: int, trains: bool, inputs: Sequence[Tensor]) -> bool:
         """Record a size; returns False if the device does not."""
         assert self._recorder is not None
-        made = [x.new_zeros((size, *x.shape[1:])) for x in inputs]
-        device = made[0].device
-        wide = torch.float64 if made[0].dtype == torch.float64 else torch.float32
+        held = [x.new_zeros((size, *x.shape[1:])) for x in inputs]
+        device = held[0].device
+        wide = torch.float64 if held[0].dtype == torch.float64 else torch.float32
         batch = RecordedTokens(size, self._cache, device)
         loss = _Loss(
             batch,
-            made,
+            held,
             torch.full((size,), IGNORED, device=device),
             torch.zeros(size, dtype=wide, device=device),
         )

@@ -51,13 +51,13 @@ class RecordedProgram(Protocol):
 
 def groups_of(model: ModelGraph) -> frozenset[int]:
     """Return the numbers of heads that share a KV head."""
-    found = set()
+    groups = set()
     for block in model.blocks:
         for node in block.nodes:
             if node.op == "attention":
                 q, k = (block.types[name].shape[1] for name in node.inputs[:2])
-                found.add(int(q) // int(k))
-    return frozenset(found)
+                groups.add(int(q) // int(k))
+    return frozenset(groups)
 
 
 class RecordedTokens(Batch):
@@ -115,10 +115,10 @@ class RecordedTokens(Batch):
             self._dropped.key.copy_(dropped.key)
             self._dropped.sequences[:count] = dropped.sequences
         for (group, backward), work in self.work.items():
-            made = AttentionWork.build(
+            built = AttentionWork.build(
                 batch.spans, group, self.rows.device, backward=backward, capacity=work.capacity
             )
-            work.flat.copy_(made.flat)
+            work.flat.copy_(built.flat)
 
 
 class OwnGradients:
@@ -131,16 +131,16 @@ class OwnGradients:
         """Have the gradients of weights add up there; those without one begin with zeros."""
         fresh: list[Tensor] = []
         for weight in weights:
-            own = self._of.get(id(weight))
-            if own is None:
-                own = self._of[id(weight)] = torch.zeros_like(weight)
-            if weight.grad is own:
+            gradient = self._of.get(id(weight))
+            if gradient is None:
+                gradient = self._of[id(weight)] = torch.zeros_like(weight)
+            if weight.grad is gradient:
                 continue
             if weight.grad is None:
-                fresh.append(own)
+                fresh.append(gradient)
             else:
-                own.copy_(weight.grad)
-            weight.grad = own
+                gradient.copy_(weight.grad)
+            weight.grad = gradient
         if fresh:
             torch._foreach_zero_(fresh)
 

@@ -133,35 +133,35 @@ class WindowSlot:
         self._prologue()  # what it makes is there from now on
 
     def _record_forward(self, layer: int) -> None:
-        graphs, one, after = self._graphs, self.layers[layer], self.layers[layer + 1]
+        graphs, bound, after = self._graphs, self.layers[layer], self.layers[layer + 1]
 
         def run() -> None:
-            requests = graphs.program.layer(layer, self._batch, one.inputs, self.shared)
-            after.inputs, one.saved = run_single(requests)
+            requests = graphs.program.layer(layer, self._batch, bound.inputs, self.shared)
+            after.inputs, bound.saved = run_single(requests)
 
         with kept_tables() as kept:
-            one.forward = self._recorder.record(run)
-        one.kept = [*one.kept, *kept]
-        one.forward()  # what it makes is there from now on
+            bound.forward = self._recorder.record(run)
+        bound.kept = [*bound.kept, *kept]
+        bound.forward()  # what it makes is there from now on
 
     def _record_back(self, layer: int) -> None:
-        graphs, one = self._graphs, self.layers[layer]
+        graphs, bound = self._graphs, self.layers[layer]
         below: Sequence[Tensor] = ()
         self._batch.gradients = graphs.sums(layer)
 
         def run() -> None:
             nonlocal below
-            saved, gradients = [*one.saved], [*self._gradients]
+            saved, gradients = [*bound.saved], [*self._gradients]
             requests = graphs.program.layer_backward(layer, self._batch, saved, gradients)
             below = run_single(requests)
-            for gradient, found in zip(self._gradients, below, strict=bool(below)):
-                gradient.copy_(found)
+            for gradient, gradient_below in zip(self._gradients, below, strict=bool(below)):
+                gradient.copy_(gradient_below)
 
         graphs.gradients.hold(graphs.program.trained_in(layer))
         with kept_tables() as kept:
-            one.back = self._recorder.record(run)
-        one.kept = [*one.kept, *kept]
-        one.has_below = bool(below)
+            bound.back = self._recorder.record(run)
+        bound.kept = [*bound.kept, *kept]
+        bound.has_below = bool(below)
 
     def begin(self, batch: Batch) -> None:
         """Take a window's tokens, and run the prologue."""
@@ -189,15 +189,15 @@ class WindowSlot:
         Returns:
             Those of its inputs; none if nothing below is trained.
         """
-        one = self.layers[layer]
-        assert one.back is not None
+        bound = self.layers[layer]
+        assert bound.back is not None
         if layer == len(self.layers) - 2:
             for to, gradient in zip(self._gradients, gradients, strict=True):
                 to[: self._tokens] = gradient
                 to[self._tokens :] = 0
         self._graphs.gradients.hold(self._graphs.program.trained_in(layer))
-        one.back()
-        return [x[: self._tokens] for x in self._gradients] if one.has_below else []
+        bound.back()
+        return [x[: self._tokens] for x in self._gradients] if bound.has_below else []
 
 
 class WindowGraphs:
@@ -292,7 +292,7 @@ class WindowGraphs:
 
     def _made(self, device: torch.device) -> WindowSlot:
         most, size = self._most, self.sizes.size
-        own = RecordedTokens(size, self._cache, device)
+        tokens = RecordedTokens(size, self._cache, device)
         for group in self._groups:
             for backward in (False, True):
                 # Each sequence may end in a tile and a block that are not full.
@@ -304,8 +304,10 @@ class WindowGraphs:
                 )
                 flat = torch.zeros(capacity.size, dtype=torch.int32, device=device)
                 work = replace(AttentionWork.of(flat, capacity), has_others=True)
-                own.work[group, backward] = own.known["attention", group, backward, True] = work
-        return WindowSlot(self, own)
+                tokens.work[group, backward] = tokens.known["attention", group, backward, True] = (
+                    work
+                )
+        return WindowSlot(self, tokens)
 
     def _unrecorded(self, trains: bool) -> WindowSlot | None:
         """The slot whose layers are recorded next; only forward ones unless a pass trains."""
@@ -352,7 +354,7 @@ class WindowGraphs:
 
     def no_sums(self, layer: int) -> KvGradients:
         """Return zeros for a layer's gradients of keys and values."""
-        found = self.sums(layer)
-        found.keys.zero_()
-        found.values.zero_()
-        return found
+        sums = self.sums(layer)
+        sums.keys.zero_()
+        sums.values.zero_()
+        return sums

@@ -66,11 +66,11 @@ class WindowSizes:
             self._ask(SIZES[max(bisect_right(SIZES, tokens) - 1, 0)])
         elif tokens > self.size:
             self._ask(SIZES[min(bisect_left(SIZES, tokens), len(SIZES) - 1)])
-        found = min(tokens, self.size)
+        window = min(tokens, self.size)
         # Two windows that are filled up instead of one and a rest that would run eagerly.
         half = (remaining + 1) // 2
-        is_short = 0 < _LEAST_PART * (remaining - found) < self.size
-        return half if is_short and half <= found else found
+        is_short = 0 < _LEAST_PART * (remaining - window) < self.size
+        return half if is_short and half <= window else window
 
     def _ask(self, size: int) -> None:
         """Note the size that would be best."""

@@ -61,7 +61,9 @@ def write_state(path: str | Path, checkpoint: Checkpoint, *, overwrite: bool) ->
             fix = "give overwrite=True, or another path" if not overwrite else "give another path"
             what = "a state" if (place / STATE).is_file() else "something that is no state"
             raise FinetuneError(f"there is {what} at {place} already; {fix}")
-        inside = [one.name for one in place.iterdir() if one.is_dir()] if place.exists() else []
+        inside = (
+            [entry.name for entry in place.iterdir() if entry.is_dir()] if place.exists() else []
+        )
         if inside:  # such as another state
             raise FinetuneError(
                 f"the state at {place} has the directory {shown(inside[0])} in it, which would "
@@ -100,19 +102,20 @@ def read_state(
         raise FinetuneError(f"there is no state at {place}; give the path of a saved one")
     store = CheckpointStore(place.parent)
     try:
-        found = store.load(place, name)
+        checkpoint = store.load(place, name)
     except FinetuneError as error:
         what, good = str(error).partition(";")[0], store.good_beside(place)
         other = "another state" if good is None else f"the last good one, {shown_path(good)}"
         raise FinetuneError(f"{what}; load {other}") from error
-    for key, own in facts.items():
-        saved = found.trajectory.get(key)
-        if saved != own and (optimizer or key != _OPTIMIZER):
+    for key, expected in facts.items():
+        saved = checkpoint.trajectory.get(key)
+        if saved != expected and (optimizer or key != _OPTIMIZER):
             fix = "load it with optimizer=False" if key == _OPTIMIZER else "load one of this base"
             raise FinetuneError(
-                f"the state {place} has {key} {shown(saved)}, and the trainer {shown(own)}; {fix}"
+                f"the state {place} has {key} {shown(saved)}, and the trainer {shown(expected)}; "
+                f"{fix}"
             )
-    return place, found
+    return place, checkpoint
 
 
 # ----------------------------------------------------------------------------------------- commands
@@ -206,20 +209,20 @@ class ForwardBackward(Forward, frozen=True):
     def stages(self, trained: TrainedAdapter) -> Stages[Scored]:
         loss, batches = yield Aside(lambda: self._begin(trained))
         if isinstance(loss, str):
-            done: Scored = yield trained.forward_backward(batches)
-            return done
+            result: Scored = yield trained.forward_backward(batches)
+            return result
         scored: Scored = yield trained.forward(batches)
         total, slopes = yield Aside(lambda: _evaluate(loss, scored))
         weighted = yield Aside(lambda: _weighted(trained, batches, slopes))
-        done = yield trained.forward_backward(weighted)
+        result = yield trained.forward_backward(weighted)
         return dataclasses.replace(
-            done, loss=total, logprobs=scored.logprobs, metrics=_metrics(loss)
+            result, loss=total, logprobs=scored.logprobs, metrics=_metrics(loss)
         )
 
 
 def _evaluate(function: CustomLoss, scored: Scored) -> tuple[float, list[Tensor]]:
     """Return the loss by the caller's function, and its gradient by each log-probability."""
-    leaves = [one.detach().clone().requires_grad_() for one in scored.logprobs]
+    leaves = [logprob.detach().clone().requires_grad_() for logprob in scored.logprobs]
     total = function([*leaves])  # its own list, which it may change
     if not (
         isinstance(total, Tensor)
@@ -236,7 +239,7 @@ def _evaluate(function: CustomLoss, scored: Scored) -> tuple[float, list[Tensor]
         torch.zeros_like(leaf) if slope is None else slope
         for leaf, slope in zip(leaves, slopes, strict=True)
     ]
-    if not all(one.isfinite().all() for one in (total, *gradients)):
+    if not all(value.isfinite().all() for value in (total, *gradients)):
         raise FinetuneError(
             "the loss function, or its gradient, is not finite; look at what it computes"
         )
@@ -251,8 +254,8 @@ def _weighted(
     trained: TrainedAdapter, batches: Sequence[ScoredBatch], slopes: Sequence[Tensor]
 ) -> list[ScoredBatch]:
     """Return the batches whose cross entropy has the gradients of the caller's function."""
-    read = [one for batch in batches for one in batch.data]
-    data = [one.weighted(-slope) for one, slope in zip(read, slopes, strict=True)]
+    read = [datum for batch in batches for datum in batch.data]
+    data = [gradient.weighted(-slope) for gradient, slope in zip(read, slopes, strict=True)]
     return trained.batches(data, CROSS_ENTROPY, {})
 
 
@@ -294,8 +297,10 @@ class OptimStep(TrainerCommand[Stepped], frozen=True, kw_only=True):
 
     def stages(self, trained: TrainedAdapter) -> Stages[Stepped]:
         fields = {"betas": self.betas, "eps": self.eps, "weight_decay": self.weight_decay}
-        given = {name: value for name, value in fields.items() if value is not None}
-        stepped: Stepped = yield trained.optim_step(self.learning_rate, given, self.grad_clip_norm)
+        fields_given = {name: value for name, value in fields.items() if value is not None}
+        stepped: Stepped = yield trained.optim_step(
+            self.learning_rate, fields_given, self.grad_clip_norm
+        )
         return stepped
 
 
@@ -347,9 +352,9 @@ class LoadState(_OfState, frozen=True, kw_only=True):
 
     def stages(self, trained: TrainedAdapter) -> Stages[Saved]:
         def load() -> Saved:
-            path, found = read_state(self.path, trained.name, trained.facts(), self.optimizer)
-            trained.load(found, optimizer=self.optimizer)
-            return Saved(path, trained.steps, found.state.position)
+            path, checkpoint = read_state(self.path, trained.name, trained.facts(), self.optimizer)
+            trained.load(checkpoint, optimizer=self.optimizer)
+            return Saved(path, trained.steps, checkpoint.state.position)
 
         saved: Saved = yield Aside(load)
         return saved

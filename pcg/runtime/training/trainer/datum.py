@@ -63,9 +63,9 @@ class TrainerOptions(OptimizerChoice):
     def make_optimizer(self) -> Optimizer:
         """Return the optimizer with its options; without weight decay unless that is one."""
         kind = Optimizer.of(self.optimizer)
-        given = {"weight_decay": 0.0} if "weight_decay" in kind.fields else {}
+        defaults = {"weight_decay": 0.0} if "weight_decay" in kind.fields else {}
         return Optimizer.of(
-            self.optimizer, {**given, **(self.optimizer_options or {})}, self.offload_optimizer
+            self.optimizer, {**defaults, **(self.optimizer_options or {})}, self.offload_optimizer
         )
 
 
@@ -160,7 +160,7 @@ class CheckedDatum:
         if not self.is_wide:
             return dataclasses.replace(self, columns=(weights.tolist(), *self.columns[1:]))
         first, *rest = weights.T.tolist()
-        further = [(one[0], given) for one, given in zip(self.further, rest, strict=True)]
+        further = [(target[0], values) for target, values in zip(self.further, rest, strict=True)]
         return dataclasses.replace(self, columns=(first, *self.columns[1:]), further=further)
 
     def shaped(self, logprobs: Tensor) -> Tensor:
@@ -180,23 +180,25 @@ def checked(data: object, loss: Loss, sizes: ModelSizes, virtual: int) -> list[C
     """
     if isinstance(data, Datum | str | bytes) or not hasattr(data, "__iter__"):
         raise DataError(f"the data is a {type(data).__name__}; give a list of pcg.Datum")
-    found = [_checked(one, f"data[{i}]", loss, sizes, virtual) for i, one in enumerate(data)]
-    if not found:
+    checked_data = [
+        _checked(datum, f"data[{i}]", loss, sizes, virtual) for i, datum in enumerate(data)
+    ]
+    if not checked_data:
         raise DataError("there is no datum; give at least one")
-    if len(found) % loss.together:
+    if len(checked_data) % loss.together:
         raise DataError(
             f"loss {loss.name!r} takes {loss.together} data at a time, chosen and rejected in "
-            f"turns, and there are {len(found)}; give pairs"
+            f"turns, and there are {len(checked_data)}; give pairs"
         )
-    return found
+    return checked_data
 
 
 def _checked(
-    given: object, place: str, loss: Loss, sizes: ModelSizes, virtual: int
+    given_datum: object, place: str, loss: Loss, sizes: ModelSizes, virtual: int
 ) -> CheckedDatum:
-    if not isinstance(given, Datum):
-        raise DataError(f"{place} is a {type(given).__name__}; give a pcg.Datum")
-    read = {f.name: _listed(getattr(given, f.name), f"{place}.{f.name}") for f in _FIELDS}
+    if not isinstance(given_datum, Datum):
+        raise DataError(f"{place} is a {type(given_datum).__name__}; give a pcg.Datum")
+    read = {f.name: _listed(getattr(given_datum, f.name), f"{place}.{f.name}") for f in _FIELDS}
     ids = read["tokens"]
     if not ids:
         raise DataError(f"{place} has no tokens; give at least one")
@@ -232,16 +234,16 @@ def _checked(
         _check_numbers(row, "weights", place, loss)
     default = [1.0] * len(ids)
     if loss.skips_zero_advantages:
-        default = [float(one != 0) for one in read["advantages"] or ()]
+        default = [float(item != 0) for item in read["advantages"] or ()]
     weights = default if weights is None else weights
     columns = (weights, read["advantages"] or default, read["logprobs"] or default)
-    kept = [_counted(one, targets) for one in columns]
+    kept = [_counted(column, targets) for column in columns]
     others = further_weights or [default] * len(further or ())
-    pairs = [(row, _counted(given, row)) for row, given in zip(further or (), others, strict=True)]
-    found = CheckedDatum(ids, targets, (kept[0], kept[1], kept[2]), pairs, is_wide)
-    if not found.predicted:
+    pairs = [(row, _counted(item, row)) for row, item in zip(further or (), others, strict=True)]
+    datum = CheckedDatum(ids, targets, (kept[0], kept[1], kept[2]), pairs, is_wide)
+    if not datum.predicted:
         raise DataError(f"{place} predicts nothing; give at least one of its tokens a target")
-    return found
+    return datum
 
 
 def _counted(numbers: Sequence[Any], targets: Sequence[int]) -> list[float]:
@@ -279,7 +281,9 @@ def _listed(values: Any, place: str) -> list[Any] | None:
     listed = values.tolist() if hasattr(values, "tolist") else values
     if isinstance(listed, str | bytes | dict) or not hasattr(listed, "__iter__"):
         raise DataError(f"{place} is a {type(values).__name__}; give a list of numbers")
-    return [one.item() if hasattr(one, "item") else one for one in listed]  # numbers of numpy
+    return [
+        value.item() if hasattr(value, "item") else value for value in listed
+    ]  # numbers of numpy
 
 
 def _check_ids(ids: Sequence[Any], place: str, vocabulary: int, ignored: int | None = None) -> None:
@@ -312,17 +316,19 @@ _FIELDS = dataclasses.fields(Datum)
 def columns_of(data: Sequence[CheckedDatum], device: torch.device) -> Columns:
     """Return the columns of some data, one after the other, on a device."""
     weights, advantages, sampled = (
-        torch.tensor([x for one in data for x in one.columns[i]], dtype=torch.float64)
+        torch.tensor([x for datum in data for x in datum.columns[i]], dtype=torch.float64)
         for i in range(3)
     )
-    most = max(len(one.further) for one in data)
+    most = max(len(datum.further) for datum in data)
     if most:
-        others = ([x for one in data for x in one.further_weights(k)] for k in range(1, most + 1))
+        others = (
+            [x for datum in data for x in datum.further_weights(k)] for k in range(1, most + 1)
+        )
         rest = [torch.tensor(column, dtype=torch.float64) for column in others]
         weights = torch.stack([weights, *rest], 1)
-    lengths = torch.tensor([len(one.ids) for one in data])
+    lengths = torch.tensor([len(datum.ids) for datum in data])
     places = torch.repeat_interleave(torch.arange(len(data)), lengths)
-    read = [one.to(device) for one in (weights, advantages, sampled, places)]
+    read = [tensor.to(device) for tensor in (weights, advantages, sampled, places)]
     return Columns(read[0], read[1], read[2], read[3], len(data))
 
 

@@ -58,51 +58,51 @@ class Trainer:
         self._end = end
 
     @takes(Forward, FinetuneError)
-    def forward(self, given: Forward) -> Scored:
+    def forward(self, command: Forward) -> Scored:
         """Compute a loss without gradients, and without dropout.
 
         Raises:
             DataError: a datum that the model or the loss cannot take, by its place.
             FinetuneError: bad options, or numbers that are not finite.
         """
-        return self._did(given)
+        return self._did(command)
 
     @takes(ForwardBackward, FinetuneError)
-    def forward_backward(self, given: ForwardBackward) -> Scored:
+    def forward_backward(self, command: ForwardBackward) -> Scored:
         """Compute a loss, a sum, and add its gradients to those that wait for `optim_step`.
 
         Raises:
             DataError: a datum that the model or the loss cannot take, by its place.
             FinetuneError: bad options, or numbers that are not finite.
         """
-        return self._did(given)
+        return self._did(command)
 
     @takes(OptimStep, FinetuneError)
-    def optim_step(self, given: OptimStep) -> Stepped:
+    def optim_step(self, command: OptimStep) -> Stepped:
         """Update the adapter by the gradients of all calls since the last update.
 
         Raises:
             FinetuneError: there are no gradients, or an option is bad.
         """
-        return self._did(given)
+        return self._did(command)
 
     @takes(SaveState, FinetuneError)
-    def save_state(self, given: SaveState) -> Saved:
+    def save_state(self, command: SaveState) -> Saved:
         """Save the adapter and the optimizer's state; gradients that wait stay, and are not saved.
 
         Raises:
             FinetuneError: something is there already, or it cannot be written.
         """
-        return self._did(given)
+        return self._did(command)
 
     @takes(LoadState, FinetuneError)
-    def load_state(self, given: LoadState) -> Saved:
+    def load_state(self, command: LoadState) -> Saved:
         """Go on from a saved state, to the same bits; gradients that wait are dropped.
 
         Raises:
             FinetuneError: there is none, it is damaged, or it is of another base or recipe.
         """
-        return self._did(given)
+        return self._did(command)
 
     def snapshot(self) -> Snapshot:
         """Serve the adapter as it is now, as the next version of its name."""
@@ -128,25 +128,25 @@ class Trainer:
         self.close()
 
 
-def trainer_here(state: ModelState, given: TrainerArguments) -> Trainer:
+def trainer_here(state: ModelState, arguments: TrainerArguments) -> Trainer:
     """Make a trainer whose commands run on the thread that calls them, and nothing beside them.
 
     Raises:
         AdapterConflictError: something trains an adapter of that name.
         FinetuneError, UnsupportedError: the recipe or the optimizer cannot be trained.
     """
-    ends = state.begin_training(given.name)
+    ends = state.begin_training(arguments.name)
     held: list[TrainedAdapter] = []
     try:
         with _gradients(state.device):
-            held.append(TrainedAdapter(state, given, windows=False))
+            held.append(TrainedAdapter(state, arguments, windows=False))
     except BaseException:
         ends()
         raise
 
     def run(command: TrainerCommand[Result]) -> Result:
         if not held:
-            raise FinetuneError(f"trainer {given.name!r} was closed; make another one")
+            raise FinetuneError(f"trainer {arguments.name!r} was closed; make another one")
         state.check_no_engine("a trainer that was made before", "make one by trainer() now")
         with _gradients(state.device):
             return run_here(command, held[0])
@@ -156,7 +156,7 @@ def trainer_here(state: ModelState, given: TrainerArguments) -> Trainer:
             held.clear()
             ends()
 
-    return Trainer(given.name, run, end)
+    return Trainer(arguments.name, run, end)
 
 
 @contextmanager
@@ -173,11 +173,11 @@ def run_here(command: TrainerCommand[Result], trained: TrainedAdapter) -> Result
         stage = next(stages)
         while True:
             try:
-                done = stage.act() if isinstance(stage, Aside) else run_to_end(stage)
+                value = stage.act() if isinstance(stage, Aside) else run_to_end(stage)
             except BaseException as error:  # Ctrl-C, too
                 stage = stages.throw(error)
             else:
-                stage = stages.send(done)
+                stage = stages.send(value)
     except StopIteration as end:
         result: Result = end.value
         return result
@@ -202,10 +202,10 @@ class TrainerObjective(Objective[Result]):
     def read(self, path: Path) -> TrainerRun:
         return TrainerRun.read(path)
 
-    def load(self, found: tuple[Path, TrainerRun] | None) -> None:
+    def load(self, checkpoint: tuple[Path, TrainerRun] | None) -> None:
         """Go on from a checkpoint, if there is one."""
-        if found is not None:
-            path, saved = found
+        if checkpoint is not None:
+            path, saved = checkpoint
             self.trainer.load_state(path)
             self.history, self.evaluations = saved.history, saved.evaluations
 
