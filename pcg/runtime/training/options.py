@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, ClassVar, Literal, TypedDict
 
@@ -30,7 +30,7 @@ from pcg.records.sinks import check_sinks
 from pcg.runtime.data.example import Example
 from pcg.runtime.data.sources import Source, has_validation
 from pcg.runtime.training.torch_optimizers import FIELDS, Optimizer
-from pcg.units import is_finite
+from pcg.units import is_finite, shown
 
 Numbers = Mapping[str, float]
 
@@ -415,15 +415,9 @@ class FinetuneOptions(RunOptions, DataOptions, OptimizerOptions, LengthOptions):
     """
 
     def __post_init__(self) -> None:
-        for name in _COUNTS:
-            _check_count(name, getattr(self, name))
-        if not _is_int(self.seed):
-            raise FinetuneError(f"seed={self.seed!r}; use an int")
+        check_fields(self, dict.fromkeys(_COUNTS, 1), _FLAGS)
         for name, (low, open_) in _NUMBERS.items():
             _check_number(name, getattr(self, name), low, open_)
-        for name in _FLAGS:
-            if not isinstance(getattr(self, name), bool):
-                raise FinetuneError(f"{name}={getattr(self, name)!r}; use True or False")
         self._check_betas()
         self._check_pairs()
         check_sinks(self.report_to)
@@ -510,7 +504,7 @@ class FinetuneOptions(RunOptions, DataOptions, OptimizerOptions, LengthOptions):
             )
         if self.max_length is not None and self.max_length < 2:
             raise FinetuneError(f"max_length={self.max_length}; an example needs at least 2 tokens")
-        if self.resume not in ("auto", True, False) or _is_int(self.resume):
+        if self.resume not in ("auto", True, False) or type(self.resume) is int:
             raise FinetuneError(f"resume={self.resume!r}; use 'auto', True or False")
         if self.restore_best not in (None, True, False):
             raise FinetuneError(f"restore_best={self.restore_best!r}; use True, False or None")
@@ -595,7 +589,6 @@ _COUNTS = (
     "epochs", "max_steps", "batch_size", "max_tokens", "gradient_accumulation_steps", "max_length",
     "eval_every", "patience", "save_every", "keep_last", "log_every",
 )  # fmt: skip
-_REQUIRED = ("gradient_accumulation_steps", "keep_last")
 _FLAGS = ("append_eos", "shuffle", "eval_at_start", "progress")
 
 # name -> least value, and whether it is itself excluded.
@@ -613,11 +606,23 @@ _TRAJECTORY = (
 _EVALUATION = ("eval_every", "eval_at_start", "patience", "min_delta", "restore_best")
 
 
-def _check_count(name: str, value: object) -> None:
-    if value is None and name not in _REQUIRED:
-        return
-    if not _is_int(value) or value < 1:  # type: ignore[operator]
-        raise FinetuneError(f"{name}={value!r}; use an int of at least 1")
+def check_fields(options: Any, counts: Mapping[str, int], flags: Sequence[str] = ()) -> None:
+    """Refuse a seed that is no int, counts below their least value, and flags that are no bool.
+
+    A count may be None where its type has None.
+    """
+    types = {field.name: str(field.type) for field in fields(options)}
+    for name, least in counts.items():
+        value = getattr(options, name)
+        if value is None and "None" in types[name]:
+            continue
+        if type(value) is not int or value < least:
+            raise FinetuneError(f"{name}={shown(value)}; use an int of at least {least}")
+    if "seed" in types and type(options.seed) is not int:
+        raise FinetuneError(f"seed={shown(options.seed)}; use an int")
+    for name in flags:
+        if type(getattr(options, name)) is not bool:
+            raise FinetuneError(f"{name}={shown(getattr(options, name))}; use True or False")
 
 
 def _check_number(name: str, value: object, low: float, is_open: bool) -> None:
@@ -627,7 +632,3 @@ def _check_number(name: str, value: object, low: float, is_open: bool) -> None:
     if not is_finite(value) or value < low or (is_open and value == low):  # type: ignore[operator]
         hint = "; None turns clipping off" if name == "max_grad_norm" else ""
         raise FinetuneError(f"{name}={value!r}; use a number {bound}{hint}")
-
-
-def _is_int(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)

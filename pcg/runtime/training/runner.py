@@ -283,7 +283,6 @@ class TrainingPass(WindowedPass):
         return bool(self._windows) and self._windows[-1].slot is not None
 
     def layer_requests(self, layer: int, window: Window) -> ProductRequest[None]:
-        """Take a window through one layer."""
         if window.slot is not None:
             window.slot.forward(layer)
             return
@@ -296,7 +295,6 @@ class TrainingPass(WindowedPass):
                 self._put_inputs(layer, window, (None,) * len(window.carried))
 
     def end(self, window: Window) -> None:
-        """Note that a window has gone through all layers."""
         if window.slot is not None:
             window.carried = window.slot.outputs
             if not self.trains:  # the next window overwrites them
@@ -306,7 +304,6 @@ class TrainingPass(WindowedPass):
         self.forwarded = window.end
 
     def _send(self, window: Window) -> None:
-        """Send a window to the next stage, if there is one."""
         if self._link is not None and not self._own.is_last:
             self._link.send(window.carried, window.shared)
             window.carried = ()
@@ -388,7 +385,6 @@ class TrainingPass(WindowedPass):
             self._end_backward()
 
     def _layer_back(self, layer: int, window: Window) -> ProductRequest[None]:
-        """Take a window back through a layer."""
         if self._cache is not None and layer not in self._sums:
             self._sums[layer] = self._no_gradients(self._cache, layer)
         window.batch.gradients = self._sums.get(layer)
@@ -403,7 +399,6 @@ class TrainingPass(WindowedPass):
         )
 
     def _no_gradients(self, cache: KvCache, layer: int) -> KvGradients:
-        """Return zeros for the gradients of a layer's keys and values."""
         if self._graphs is not None:
             return self._graphs.no_sums(layer)
         return KvGradients(cache.keys[layer], cache.values[layer], self.tokens)
@@ -477,10 +472,7 @@ Pass = TypeVar("Pass", bound=TrainingPass)
 
 
 class TrainingRunner(BoundTraining):
-    """Computes losses and gradients of one adapter.
-
-    Over ranks each trains its shards of the adapter, which `settle` gathers.
-    """
+    """Computes losses and gradients of an adapter; over ranks each trains its shards of it."""
 
     def forward_backward(
         self, examples: Sequence[Example], normaliser: float, dropout_seed: int | None = None
@@ -513,7 +505,7 @@ class TrainingRunner(BoundTraining):
 
     @property
     def trained_everywhere(self) -> Mapping[str, Tensor]:
-        """The adapter's trained tensors by name, whole, of all pipeline stages."""
+        """The whole adapter's trained tensors by name, of all pipeline stages."""
         return {
             f"{path}.{kind}": parameter.weight
             for path, weights in self.adapter.weights.items()
@@ -526,7 +518,6 @@ class TrainingRunner(BoundTraining):
             self.shards.sum_gradients()
 
     def gradient_norm(self) -> Tensor:
-        """Return the norm of the whole adapter's gradients."""
         if self._encoder is None:
             return self.shards.norm()
         gradients = [tensor.grad for tensor in self.parameters.values() if tensor.grad is not None]

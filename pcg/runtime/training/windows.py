@@ -178,7 +178,6 @@ class LossChunk:
         return part
 
     def put_own(self, part: Tensor, into: Tensor) -> None:
-        """Add this rank's part of the chunk to its rows."""
         into.index_add_(0, self.own_rows, part[: len(self.own_rows)].to(into.dtype))
 
 
@@ -188,13 +187,7 @@ class LossChunks:
     def __init__(
         self, targets: Tensor, device: torch.device, ranks: Ranks, is_sequence_parallel: bool
     ) -> None:
-        """Begin before the first of them.
-
-        Args:
-            targets: [T], on the host; negative for none.
-            device: where chunks are computed.
-            is_sequence_parallel: True if each rank holds a part of the tokens.
-        """
+        # With sequence parallelism each rank holds a part of the tokens.
         rows = torch.nonzero(targets >= 0).squeeze(-1)
         self._targets = targets
         self._device = device
@@ -206,7 +199,6 @@ class LossChunks:
 
     @property
     def left(self) -> int:
-        """Number of tokens that no chunk has had."""
         return sum(map(len, self._own))
 
     def take(self, size: int) -> LossChunk:
@@ -216,16 +208,13 @@ class LossChunks:
         self._own = [rows_left[each:] for rows_left in self._own]
         if not self._held:
             (chunk,) = taken
-            rows, wanted = self._sent(torch.stack([chunk, self._targets[chunk]]))
+            rows, wanted = uploaded(torch.stack([chunk, self._targets[chunk]]), self._device)
             return LossChunk(rows, wanted, rows, len(rows))
         tokens = pad_sequence(taken, batch_first=True)
         wanted = pad_sequence([self._targets[x] for x in taken], True, padding_value=IGNORED)
         mine = taken[self._ranks.rank] - self._ranks.rank * self._held
-        rows, of_rows = self._sent(torch.stack([tokens.flatten(), wanted.flatten()]))
-        return LossChunk(rows, of_rows, self._sent(mine), tokens.shape[1])
-
-    def _sent(self, numbers: Tensor) -> Tensor:
-        return uploaded(numbers, self._device)
+        rows, of_rows = uploaded(torch.stack([tokens.flatten(), wanted.flatten()]), self._device)
+        return LossChunk(rows, of_rows, uploaded(mine, self._device), tokens.shape[1])
 
 
 @dataclass
@@ -255,7 +244,6 @@ class WindowLoss:
     first: WindowLoss | None = None
 
     def put(self, chunk: LossChunk, losses: Tensor) -> None:
-        """Put the losses of a chunk, if each is wanted; padded rows of ranks have a loss of 0."""
         if self.losses is not None:
             self.losses.index_add_(0, chunk.rows, losses.to(self.losses.dtype))
 
@@ -309,7 +297,6 @@ class PassLoss:
         return sum(chunks.left for chunks in self._chunks)
 
     def run(self, tokens: int) -> None:
-        """Run on for so many tokens."""
         while tokens > 0 and self.left:
             if self._running is None:
                 most = self._program.loss_chunk
@@ -349,11 +336,7 @@ _ALL = 2**62
 
 
 class Turn(NamedTuple):
-    """A layer that a stage takes a window back through.
-
-    Attributes:
-        window: the place of the window among those of the pass.
-    """
+    """A layer that a stage takes a window back through, by its place in the pass."""
 
     layer: int
     window: int
@@ -367,19 +350,10 @@ def layers_back(stages: Stages, first: int) -> list[range]:
 
 
 class BackwardOrder:
-    """The turns of a backward, all stages' alike.
-
-    Attributes:
-        number: that of the next turn.
-    """
+    """The turns of a backward, alike on all stages; `number` is that of the next turn."""
 
     def __init__(self, stages: Stages, stage: Stage, first: int, windows: int) -> None:
-        """Begin before the first turn.
-
-        Args:
-            first: the first layer that has a backward; the number of layers if none has.
-            windows: the number of windows.
-        """
+        """Begin before the first turn; `first` is the first layer that has a backward."""
         self._depth = stage.count - 1 - stage.index
         self._layers = layers_back(stages, first)
         self._starts = [stages[index].layers.start for index in reversed(range(stages.count))]
@@ -406,7 +380,6 @@ class BackwardOrder:
 
     @property
     def is_over(self) -> bool:
-        """True behind the last turn."""
         return self.number == len(self._turns)
 
     @property

@@ -12,6 +12,7 @@ from typing import Any, ClassVar, Literal
 from pcg.errors import FinetuneError
 from pcg.runtime.executor import Executor
 from pcg.runtime.model.weight_digests import base_digest
+from pcg.runtime.training.options import check_fields
 from pcg.train.grpo.options import GrpoOptions
 from pcg.train.grpo.rollouts import Prompt
 from pcg.units import shown
@@ -39,10 +40,7 @@ class ResumableOptions(GrpoOptions):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name in ("save_every", "keep_last"):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise FinetuneError(f"{name}={shown(value)}; use an int of at least 1")
+        check_fields(self, {"save_every": 1, "keep_last": 1})
         if self.resume != "auto" and not isinstance(self.resume, bool):
             raise FinetuneError(f"resume={shown(self.resume)}; use 'auto', True or False")
         if self.checkpoint_dir is None and self.resume is True:

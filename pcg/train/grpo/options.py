@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, TypeAlias, get_args
 
 from pcg.errors import FinetuneError
+from pcg.runtime.training.options import check_fields
 from pcg.units import is_finite, shown
 
 LossType: TypeAlias = Literal["dapo", "grpo", "dr_grpo", "bnpo", "cispo"]
@@ -162,7 +163,7 @@ class GrpoOptions(ObjectiveOptions, RolloutOptions):
     max_tokens_per_pass: int | None = None
 
     def __post_init__(self) -> None:
-        self._check_counts()
+        check_fields(self, _COUNTS, _FLAGS)
         self._check_numbers()
         for name, kind in _CHOICES.items():
             if getattr(self, name) not in get_args(kind):
@@ -187,17 +188,6 @@ class GrpoOptions(ObjectiveOptions, RolloutOptions):
         if self.loss_type == "cispo" and self.delta is not None:
             raise FinetuneError("loss_type='cispo' has no delta; leave it out")
 
-    def _check_counts(self) -> None:
-        least = {"num_generations": 2, "max_staleness": 0, "top_k": 0, "warmup_steps": 0}
-        for name in (*least, *_COUNTS):
-            value, bound = getattr(self, name), least.get(name, 1)
-            if value is None and name in ("max_steps", "max_tokens_per_pass"):
-                continue
-            if isinstance(value, bool) or not isinstance(value, int) or value < bound:
-                raise FinetuneError(f"{name}={shown(value)}; use an int of at least {bound}")
-        if isinstance(self.seed, bool) or not isinstance(self.seed, int):
-            raise FinetuneError(f"seed={shown(self.seed)}; use an int")
-
     def _check_numbers(self) -> None:
         for name, (low, high, is_optional) in _NUMBERS.items():
             value = getattr(self, name)
@@ -206,9 +196,6 @@ class GrpoOptions(ObjectiveOptions, RolloutOptions):
             if not is_finite(value) or not low <= value <= high:
                 upper = f" to {high:g}" if high < _ANY else " on"
                 raise FinetuneError(f"{name}={shown(value)}; use a number from {low:g}{upper}")
-        for name in ("mask_truncated_completions", "use_bias_correction_kl", "shuffle"):
-            if type(getattr(self, name)) is not bool:
-                raise FinetuneError(f"{name}={shown(getattr(self, name))}; use True or False")
 
 
 _ANY = 1e300
@@ -219,14 +206,15 @@ _CHOICES: dict[str, Any] = {
     "scale_rewards": Scale,
     "multi_objective_aggregation": Aggregation,
 }
-_COUNTS = (
-    "batch_size",
-    "steps_per_generation",
-    "num_iterations",
-    "max_completion_length",
-    "max_steps",
-    "max_tokens_per_pass",
-)
+_COUNTS = {
+    **dict.fromkeys(("batch_size", "steps_per_generation", "num_iterations", "max_steps"), 1),
+    **dict.fromkeys(("max_completion_length", "max_tokens_per_pass"), 1),
+    "num_generations": 2,
+    "max_staleness": 0,
+    "top_k": 0,
+    "warmup_steps": 0,
+}
+_FLAGS = ("mask_truncated_completions", "use_bias_correction_kl", "shuffle")
 _NUMBERS: dict[str, tuple[float, float, bool]] = {
     "temperature": (0, _ANY, False),
     "top_p": (_LEAST, 1, False),

@@ -18,7 +18,7 @@ from pcg.peft.adapter import Adapter
 from pcg.runtime.adapters.versions import AdapterVersion
 from pcg.runtime.data.example import IGNORED, ModelSizes
 from pcg.runtime.training.losses import Columns, Loss, Options
-from pcg.runtime.training.options import DEFAULT_BATCH_SIZE
+from pcg.runtime.training.options import DEFAULT_BATCH_SIZE, check_fields
 from pcg.runtime.training.torch_optimizers import Optimizer
 from pcg.units import is_finite, shown
 
@@ -43,16 +43,8 @@ class TrainerOptions(OptimizerChoice):
     dropout: bool = True
 
     def __post_init__(self) -> None:
-        if isinstance(self.seed, bool) or not isinstance(self.seed, int):
-            raise FinetuneError(f"seed={shown(self.seed)}; use an int")
-        for name in ("batch_size", "max_tokens", "total_steps"):
-            value = getattr(self, name)
-            if value is None and name != "batch_size":
-                continue
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise FinetuneError(f"{name}={shown(value)}; use an int of at least 1")
-        if type(self.dropout) is not bool:
-            raise FinetuneError(f"dropout={shown(self.dropout)}; use True or False")
+        counts = ("batch_size", "max_tokens", "total_steps")
+        check_fields(self, dict.fromkeys(counts, 1), ("dropout",))
         if self.optimizer_options is not None and not isinstance(self.optimizer_options, Mapping):
             raise FinetuneError(
                 f"optimizer_options={shown(self.optimizer_options)}; use a dict, such as "
