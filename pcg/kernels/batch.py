@@ -8,9 +8,9 @@ run. In training it is the one adapter's `pcg.peft.weights.AdapterWeight`, or a 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol, Self
+from typing import Any, NamedTuple, Protocol, Self, TypeVar
 
 import numpy as np
 import torch
@@ -19,6 +19,16 @@ from torch import Tensor
 from pcg.kernels.devices import uploaded
 from pcg.ranks.group import Ranks
 from pcg.ranks.step_parts import TokenParts
+
+Result = TypeVar("Result")
+
+
+def once(known: dict[Any, Any], key: object, make: Callable[[], Result]) -> Result:
+    """Return a value of a batch or a site, which is made at the first call."""
+    if key not in known:
+        known[key] = make()
+    value: Result = known[key]
+    return value
 
 
 class GatheredRows(NamedTuple):
@@ -328,13 +338,13 @@ class KvGradients:
 
     def __init__(self, keys: Tensor, values: Tensor, tokens: int) -> None:
         """Start with zeros for `tokens` keys and values of the shapes of a layer's cache."""
-        self.keys, self.values = (_zeros(rows, tokens) for rows in (keys, values))
-
-
-def _zeros(rows: Tensor, tokens: int) -> Tensor:
-    heads, _, size = rows.shape[-3:]
-    dtype = torch.promote_types(rows.dtype, torch.float32)
-    return torch.zeros((tokens, heads, size), dtype=dtype, device=rows.device)
+        self.keys, self.values = (
+            rows.new_zeros(
+                (tokens, rows.shape[-3], rows.shape[-1]),
+                dtype=torch.promote_types(rows.dtype, torch.float32),
+            )
+            for rows in (keys, values)
+        )
 
 
 class ProgramBatch(Protocol):

@@ -23,6 +23,7 @@ import subprocess
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -34,7 +35,7 @@ from torch import Tensor
 
 from pcg.errors import UnsupportedError
 from pcg.files import cache_folder
-from pcg.kernels.batch import JoinedLora, Segments
+from pcg.kernels.batch import JoinedLora, Segments, once
 
 _COMPILERS = ("c++", "g++", "clang++")
 _FLAGS = ("-O3", "-march=native", "-std=c++17", "-fPIC", "-Wno-psabi")
@@ -80,7 +81,9 @@ def _own_folder() -> Path:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         folder = folder.resolve()
         status = folder.stat()
-        above = [path for path in folder.parents if _is_anyones(path.stat().st_mode)]
+        # Anyone can replace the content of a folder that others may write without a sticky bit.
+        modes = ((path, path.stat().st_mode) for path in folder.parents)
+        above = [path for path, m in modes if m & stat.S_IWOTH and not m & stat.S_ISVTX]
     except (OSError, RuntimeError) as error:
         raise UnsupportedError(
             f"{folder} cannot be made: {error}; have XDG_CACHE_HOME name a folder of your own"
@@ -92,10 +95,6 @@ def _own_folder() -> Path:
             "name a folder of your own"
         )
     return folder
-
-
-def _is_anyones(mode: int) -> bool:
-    return bool(mode & stat.S_IWOTH) and not mode & stat.S_ISVTX
 
 
 def _library(source: Path, folder: Path, compiler: Path, flags: tuple[str, ...]) -> ctypes.CDLL:
@@ -160,6 +159,7 @@ _MOST_RANKS = 16384
 _LOG = logging.getLogger("pcg.kernels")
 _SOURCE = Path(__file__).with_name("sgmv.cpp")
 _INT, _ADDRESS = ctypes.c_int64, ctypes.c_void_p
+_DTYPES = (torch.float32, torch.bfloat16)
 
 
 @functools.cache
@@ -227,14 +227,17 @@ def add_lora_of_few(y: Tensor, x: Tensor, every: Sequence[JoinedLora]) -> Sequen
     Args:
         every: the LoRA of adapters of each width.
     """
-    if not every or _site(every[0]) is None or not _can_run(y, x):
+    is_known = x.dtype in _DTYPES and y.dtype in _DTYPES and x.stride(1) == y.stride(1) == 1
+    is_traced = type(x) is not Tensor or torch.is_grad_enabled()
+    if not every or not is_known or is_traced or _site(every[0]) is None:
         return every
     wide = x.to(torch.float32)
     matrices = y.data_ptr(), y.stride(0), wide.data_ptr(), wide.stride(0)
     threads, is_bf16, kernel = torch.get_num_threads(), y.dtype is torch.bfloat16, _kernel()
     others = []
     for lora in every:
-        few, site = _few_tokens(lora.segments), _site(lora)
+        few = once(lora.segments.known, "few", partial(_few_tokens, lora.segments))
+        site = _site(lora)
         if few is None or site is None:
             others.append(lora)
             continue
@@ -247,23 +250,7 @@ def add_lora_of_few(y: Tensor, x: Tensor, every: Sequence[JoinedLora]) -> Sequen
     return others
 
 
-def _can_run(y: Tensor, x: Tensor) -> bool:
-    is_traced = type(x) is not Tensor or torch.is_grad_enabled()
-    is_known = x.dtype in _DTYPES and y.dtype in _DTYPES
-    return is_known and not is_traced and x.stride(1) == 1 and y.stride(1) == 1
-
-
-_DTYPES = (torch.float32, torch.bfloat16)
-
-
 def _few_tokens(segments: Segments) -> _FewTokens | None:
-    if "few" not in segments.known:
-        segments.known["few"] = _made_few_tokens(segments)
-    few: _FewTokens | None = segments.known["few"]
-    return few
-
-
-def _made_few_tokens(segments: Segments) -> _FewTokens | None:
     stops = list(accumulate(segments.sizes))
     few, loose = [], []
     for slot, (size, stop) in enumerate(zip(segments.sizes, stops, strict=True)):
@@ -279,10 +266,7 @@ def _made_few_tokens(segments: Segments) -> _FewTokens | None:
 
 def _site(lora: JoinedLora) -> _Table | None:
     """Return the addresses of a site's weights; None if the kernel cannot read their layout."""
-    if "site" not in lora.known:
-        lora.known["site"] = _made_site(lora)
-    table: _Table | None = lora.known["site"]
-    return table
+    return once(lora.known, "site", partial(_made_site, lora))
 
 
 def _made_site(lora: JoinedLora) -> _Table | None:

@@ -19,12 +19,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any, NamedTuple, Required, TypedDict
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from pcg.kernels.batch import ProgramBatch, Span
+from pcg.kernels.batch import ProgramBatch, Span, once
 from pcg.kernels.devices import uploaded_list
 
 _flash_cpu = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
@@ -34,16 +34,6 @@ BLOCK_BYTES = 256 * 2**20
 """Bytes of the scores of a block on a GPU, all copies of them counted, but for those of one row."""
 _COPIES = 6
 """Copies of scores that backward has at once, with a cap; see the operator's `temporaries`."""
-
-
-class Scores(TypedDict, total=False):
-    """The fields of `Scoring`, as emitted programs name them."""
-
-    scale: Required[float]
-    window: int
-    softcap: float
-    alibi: Tensor | None
-    sinks: Tensor | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -275,17 +265,18 @@ def ends_of(batch: ProgramBatch, spans: Sequence[Span], *, cached: bool) -> Ends
     Args:
         cached: True if keys are those of a sequence from its start, not the span's.
     """
-    key = ("ends", tuple((span.start, span.length) for span in spans), cached)
-    if key not in batch.known:
+
+    def make() -> Ends:
         lengths = [span.length for span in spans]
         keys = [span.context + span.length if cached else span.length for span in spans]
-        device = batch.input_ids.device
-        sums = [
-            uploaded_list([0, *accumulate(each)], torch.int32, device) for each in (lengths, keys)
-        ]
-        batch.known[key] = Ends(sums[0], sums[1], max(lengths), max(keys))
-    ends: Ends = batch.known[key]
-    return ends
+        queries, of_keys = (
+            uploaded_list([0, *accumulate(each)], torch.int32, batch.input_ids.device)
+            for each in (lengths, keys)
+        )
+        return Ends(queries, of_keys, max(lengths), max(keys))
+
+    key = ("ends", tuple((span.start, span.length) for span in spans), cached)
+    return once(batch.known, key, make)
 
 
 def attend_flash(

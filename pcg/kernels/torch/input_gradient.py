@@ -73,7 +73,8 @@ class InputGradient(Product):
         for dy, weight in pairs:
             part = slice(max(start - first, 0), min(stop - first, len(weight)))
             if part.start < part.stop:
-                dx = linear_backward(dy[:, part].contiguous(), weight[part]).to(_sum_dtype(dy))
+                dx = linear_backward(dy[:, part].contiguous(), weight[part])
+                dx = dx.to(torch.promote_types(dy.dtype, torch.float32))
                 self._outputs = dx if not first + part.start else self._outputs.add_(dx)
             first += len(weight)
         if stop == first:
@@ -157,10 +158,6 @@ class InputGradient(Product):
         if present:
             terms = [term for term, _ in present]
             terms[0].add(dys, dx, terms, [span for _, span in present])
-
-
-def _sum_dtype(x: Tensor) -> torch.dtype:
-    return x.dtype if x.dtype == torch.float64 else torch.float32
 
 
 def product_backward(

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pcg.kernels.batch import AdapterSlot, LoraRows, SegmentedWeight
+from pcg.kernels.batch import AdapterSlot, LoraRows, SegmentedWeight, once
 from pcg.kernels.sizes import ROW_ALIGNMENT
 from pcg.kernels.torch import ops as torch_ops
 from pcg.kernels.torch.lora import by_width
@@ -38,11 +38,13 @@ def activate(s: Any, bias: Any, function: str) -> Any:
     """Return σ(s + scale · bias) of a bottleneck; s and the result as `shrink` returns them."""
     if not isinstance(bias, LoraRows):
         return torch_ops.activate(s, bias, function)
-    if "biases" not in bias.known:
-        third = bias.first + 2 * len(bias.out_sizes)
-        rows = rank_rows(bias.memory, bias.rows, third, bias.biases, (0,), (ROW_ALIGNMENT,))
-        bias.known["biases"] = rows
-    return segmented_activate(s, bias.known["biases"], bias.ranks, tiles_of(bias, s), function)
+    third, sizes = bias.first + 2 * len(bias.out_sizes), (ROW_ALIGNMENT,)
+    rows = once(
+        bias.known,
+        "biases",
+        lambda: rank_rows(bias.memory, bias.rows, third, bias.biases, (0,), sizes),
+    )
+    return segmented_activate(s, rows, bias.ranks, tiles_of(bias, s), function)
 
 
 def expand_add(y: Tensor, s: Any, b: Any) -> Tensor:
@@ -72,37 +74,20 @@ def _is_trained(weight: Any) -> bool:
 
 def tiles_of(lora: LoraRows, x: Tensor) -> TokenTiles:
     """Return tokens by adapter, made once for all sites."""
-    known = lora.tokens.known
-    if "tiles" not in known:
-        known["tiles"] = tiles_on(lora.tokens.spans, x.device)
-    tiles: TokenTiles = known["tiles"]
-    return tiles
+    return once(lora.tokens.known, "tiles", lambda: tiles_on(lora.tokens.spans, x.device))
 
 
 def matrices_of(lora: LoraRows) -> tuple[RankRows, RankRows]:
     """Return A and B of the site, made once for a location of the tables."""
-    if "matrices" not in lora.known:
+
+    def make() -> tuple[RankRows, RankRows]:
         count = len(lora.out_sizes)
-        lora.known["matrices"] = (
-            rank_rows(
-                lora.memory,
-                lora.rows,
-                lora.first,
-                lora.ranks,
-                (0,) * count,
-                (lora.in_size,) * count,
-            ),
-            rank_rows(
-                lora.memory,
-                lora.rows,
-                lora.first + count,
-                lora.ranks,
-                lora.out_starts,
-                lora.out_sizes,
-            ),
-        )
-    matrices: tuple[RankRows, RankRows] = lora.known["matrices"]
-    return matrices
+        tables, starts, sizes = (lora.memory, lora.rows), (0,) * count, (lora.in_size,) * count
+        down = rank_rows(*tables, lora.first, lora.ranks, starts, sizes)
+        up = rank_rows(*tables, lora.first + count, lora.ranks, lora.out_starts, lora.out_sizes)
+        return down, up
+
+    return once(lora.known, "matrices", make)
 
 
 def scale(y: Tensor, vector: Any, base: Tensor | None = None) -> Tensor:

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Unpack
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from pcg.errors import UnsupportedError
-from pcg.kernels.batch import ProgramBatch
+from pcg.kernels.batch import ProgramBatch, once
 from pcg.kernels.sizes import HEAD_SIZES, PAGE_TOKENS
 from pcg.kernels.torch import ops as torch_ops
-from pcg.kernels.torch.attention_math import Scores, Scoring
+from pcg.kernels.torch.attention_math import Scoring
 from pcg.kernels.triton.attention.cache_rows import CacheRows, KvRows, append
 from pcg.kernels.triton.attention.library_attention import (
     WHOLE,
@@ -32,7 +32,7 @@ def attention(
     v: Tensor | CacheRows,
     *,
     library: str | None = None,
-    **scores: Unpack[Scores],
+    **scores: Any,
 ) -> tuple[Tensor, Tensor | None]:
     """Compute attention of every token to its sequence, past tokens in the cache included.
 
@@ -77,7 +77,7 @@ def attention_backward(
     v: Tensor | None,
     *,
     library: str | None = None,
-    **scores: Unpack[Scores],
+    **scores: Any,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return dq, dk, dv of attention; those of a window in the cache are final."""
     if batch.parts is not None or not _has_kernels(batch, q, dout.shape[-1]):
@@ -127,10 +127,9 @@ def _work(
     recorded: AttentionWork | None = batch.known.get("recorded")
     if recorded is not None:
         return recorded
-    key = ("attention", group, backward, has_prompts)
-    if key not in batch.known:
-        device = batch.input_ids.device
+
+    def make() -> AttentionWork:
         spans = [span for span in batch.spans if has_prompts or span.length == 1]
-        batch.known[key] = AttentionWork.build(spans, group, device, backward=backward)
-    work: AttentionWork = batch.known[key]
-    return work
+        return AttentionWork.build(spans, group, batch.input_ids.device, backward=backward)
+
+    return once(batch.known, ("attention", group, backward, has_prompts), make)
