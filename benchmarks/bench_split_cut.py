@@ -40,7 +40,7 @@ from pcg.runtime.data.example import Example
 from pcg.split.client.base_weights import CalledWeight
 from pcg.split.client.caller import Caller
 from pcg.split.messages import Message
-from pcg.split.zeromq import TcpTransport
+from pcg.split.zeromq import ZeroMqTransport
 
 CUTS = ("searched", "sheets", "linear", "fixed")
 RECIPES: Mapping[str, Any] = {"q and v": ["q_proj", "v_proj"], "all linear": "all-linear"}
@@ -50,7 +50,7 @@ FIXED: list[Caller] = []
 """The connections of clients of the fixed cut."""
 
 
-class DelayedTransport(TcpTransport):
+class DelayedTransport(ZeroMqTransport):
     """TCP whose messages come later, each by a delay.
 
     Attributes:

@@ -37,7 +37,7 @@ import hashlib
 import json
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal, TypeAlias
 
@@ -105,9 +105,20 @@ def frames_of(message: Message) -> list[Buffer]:
     return [header_of(message), *map(bytes_of, message.tensors)]
 
 
-def read_message(frames: Sequence[Buffer]) -> Message:
-    """Read a message; its tensors are copies. SplitError: it is damaged."""
-    message, kinds = read_header(frames[0] if frames else b"")
+def read_message(frames: Sequence[Buffer], placed: Callable[..., Tensor] | None = None) -> Message:
+    """Read a message; its tensors are copies. SplitError: it is damaged.
+
+    Args:
+        frames: the header, and the tensors' bytes unless they are in shared memory.
+        placed: returns a tensor of a place in shared memory, a dtype and a shape.
+    """
+    message, kinds = _read_header(frames[0] if frames else b"")
+    places = message.fields.get("places")
+    if placed is not None and places is not None:
+        if not isinstance(places, list) or len(places) != len(kinds):
+            raise SplitError("places of tensors in the shared memory are a list, one for each")
+        message.tensors = [placed(at, *kind) for at, kind in zip(places, kinds, strict=True)]
+        return message
     if len(kinds) != len(frames) - 1:
         raise SplitError(f"the header names {len(kinds)} tensors, and {len(frames) - 1} came")
     tensors = []
@@ -125,7 +136,7 @@ def read_message(frames: Sequence[Buffer]) -> Message:
     return message
 
 
-def read_header(frame: Buffer) -> tuple[Message, list[tuple[torch.dtype, tuple[int, ...]]]]:
+def _read_header(frame: Buffer) -> tuple[Message, list[tuple[torch.dtype, tuple[int, ...]]]]:
     """Read a first frame: the message without its tensors, and their dtypes and shapes."""
     try:
         header = json.loads(bytes(frame))

@@ -10,13 +10,15 @@ import os
 import re
 import time
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from pcg.errors import SplitError
 from pcg.split.curve import BaseCurve, ClientCurve, ClientKeys, is_loopback, zmq
-from pcg.split.messages import Buffer, Message, frames_of, header_of, read_header, read_message
+from pcg.split.messages import Buffer, Message, frames_of, header_of, read_message
 from pcg.split.shared_memory import LEAST_BYTES, PublishedTensors, SharedMemory, published_tensor
 from pcg.split.transport import Disconnected, Endpoint, Transport
 
@@ -116,7 +118,9 @@ class ZeroMqEndpoint(Endpoint):
             try:
                 message = self._read(client, [frame.buffer for frame in frames[1:]])
                 if message.op == "hello":
-                    message.sender = self._sender(frames[-1])
+                    # The name of a client's certificate, if there are any, or its address.
+                    has_names = self._client_keys is not None
+                    message.sender = frames[-1].get("User-Id" if has_names else "Peer-Address")
                 received.append((client, message))
             except SplitError as error:
                 received.append((client, error))
@@ -129,45 +133,20 @@ class ZeroMqEndpoint(Endpoint):
         with contextlib.suppress(BlockingIOError):  # it is full of calls that nobody has read yet
             os.write(self._waker, b"\0")
 
-    def _sender(self, frame: Any) -> str:
-        """Return the name of a client's certificate, if there are any, or its address."""
-        name: str = frame.get("Peer-Address" if self._client_keys is None else "User-Id")
-        return name
-
     def _read(self, client: bytes, frames: Sequence[Buffer]) -> Message:
         shared = self._shared.get(client)
         header = frames[0] if frames else b""
         if memoryview(header).nbytes > _MOST_HEADER_BYTES:
             raise SplitError(f"a header has {_MOST_HEADER_BYTES} bytes at most")
-        message, kinds = read_header(header)
-        places = message.fields.get("places")
-        if places is None or shared is None:
-            return read_message(frames)
-        if not isinstance(places, list) or len(places) != len(kinds):
-            raise SplitError("places of tensors in the shared memory are a list, one for each")
-        message.tensors = [
-            shared.view(at, *kind, is_reply=False) for at, kind in zip(places, kinds, strict=True)
-        ]
-        return message
+        placed = None if shared is None else partial(shared.view, is_reply=False)
+        return read_message(frames, placed)
 
     def send(self, client: bytes, message: Message) -> bool:
-        shared = self._shared.get(client)
-        places = None
-        if shared is not None and message.tensors:
-            places = self._published_place(message) or shared.put(message.tensors, is_reply=True)
-        if places is None:
-            frames = frames_of(message)
-        else:
-            fields = {**message.fields, "places": places}
-            frames = [header_of(Message(message.op, message.seq, fields, message.tensors))]
+        shared, place = self._shared.get(client), None
+        if shared is not None and self._published is not None and len(message.tensors) == 1:
+            place = self._published.place(message.tensors[0])
+        frames = _frames(message, shared, True) if place is None else _placed(message, [place])
         return self._send(client, frames)
-
-    def _published_place(self, message: Message) -> list[Mapping[str, int]] | None:
-        """Return the place of a message's published tensor, or None."""
-        if self._published is None or len(message.tensors) > 1:
-            return None
-        place = self._published.place(message.tensors[0])
-        return None if place is None else [place]
 
     def _send(self, client: bytes, frames: Sequence[Buffer]) -> bool:
         try:
@@ -243,11 +222,23 @@ def address_of(where: str) -> tuple[str, int]:
     return match["host"], int(match["port"])
 
 
-class TcpTransport(Transport):
-    """A connection to `host:port`."""
+class ZeroMqTransport(Transport):
+    """A connection to `host:port`; tensors may lie in memory that the processes share."""
 
-    def __init__(self, where: str, curve: ClientCurve | None = None) -> None:
-        """Check the address; with `curve` the connection is encrypted."""
+    def __init__(
+        self,
+        where: str,
+        curve: ClientCurve | None = None,
+        *,
+        shares_memory: bool = False,
+        is_required: bool = True,
+    ) -> None:
+        """Check the address; with `curve` the connection is encrypted.
+
+        Args:
+            shares_memory: True if tensors lie in shared memory of this machine.
+            is_required: True if a base that shares no memory is an error, and not a warning.
+        """
         self._host, port = address_of(where)
         self.where = f"{self._host}:{port}"
         self._curve = curve
@@ -256,6 +247,9 @@ class TcpTransport(Transport):
         self._context: Any = None
         self._socket: Any = None
         self._events: Any = None
+        self._shares_memory, self._is_required = shares_memory, is_required
+        self._shared: SharedMemory | None = None
+        self._ask: Message | None = None
 
     def open(self) -> None:
         self.close()
@@ -270,7 +264,9 @@ class TcpTransport(Transport):
             self._socket.set(self._zmq.CURVE_SERVERKEY, self._curve.server)
             self._socket.set(self._zmq.CURVE_PUBLICKEY, self._curve.public)
             self._socket.set(self._zmq.CURVE_SECRETKEY, self._curve.secret)
-        self._events = self._socket.get_monitor_socket(self._event_mask())
+        self._events = self._socket.get_monitor_socket(
+            sum(getattr(self._zmq, f"EVENT_{name}") for name in _EVENTS)
+        )
         self._socket.set(self._zmq.RCVTIMEO, _SLICE_MS)
         try:
             self._socket.connect(f"tcp://{self.where}")
@@ -278,7 +274,45 @@ class TcpTransport(Transport):
             self.close()
             raise SplitError(f"{self.where!r} cannot be connected to: {error}") from None
 
+    def welcomed(self, ask: Message) -> None:
+        if not self._shares_memory:
+            return
+        self._ask = ask
+        try:
+            self._grow(_FIRST_BYTES)
+        except SplitError as error:
+            if self._is_required:
+                raise
+            _LOG.warning("%s", error)
+
+    def _grow(self, size_bytes: int) -> None:
+        """Have the base share memory. SplitError: it is not on this machine."""
+        assert self._ask is not None
+        self._forget()
+        reply = self._reply(dataclasses.replace(self._ask, fields={"bytes": size_bytes}), 30.0)
+        if reply.op == "error":
+            raise SplitError(f"the base executor shares no memory: {reply.fields.get('error')}")
+        process, descriptor = reply.number("process", 2**31), reply.number("descriptor", 2**31)
+        try:
+            self._shared = SharedMemory.attach(process, descriptor, reply.number("bytes", 2**48))
+        except OSError as error:
+            raise SplitError(
+                f"the memory of process {process} cannot be shared ({error}): the base executor is "
+                "on another machine, in another container or of another user; use transport='tcp'"
+            ) from None
+
     def exchange(self, message: Message, timeout_s: float) -> Message:
+        size = sum(-(-tensor.nbytes // 64) * 64 for tensor in message.tensors)
+        if self._shared is not None and size > self._shared.half:
+            self._grow(2 * size + size // 2)
+        reply = self._reply(message, timeout_s)
+        places = reply.fields.get("places")
+        is_mapped = isinstance(places, list) and any(isinstance(at, dict) for at in places)
+        if self._shared is not None and reply.size_bytes > self._shared.half and not is_mapped:
+            self._grow(2 * reply.size_bytes + reply.size_bytes // 2)
+        return reply
+
+    def _reply(self, message: Message, timeout_s: float) -> Message:
         try:
             return self._exchanged(message, timeout_s)
         except Exception:
@@ -293,7 +327,7 @@ class TcpTransport(Transport):
             raise Disconnected("not connected")
         self._look()
         try:
-            self._socket.send_multipart(self._frames(message), copy=False)
+            self._socket.send_multipart(_frames(message, self._shared, False), copy=False)
         except self._zmq.ZMQError as error:
             raise Disconnected(str(error)) from None
         begun_s = time.monotonic()
@@ -321,13 +355,6 @@ class TcpTransport(Transport):
             if reply.op == "error" and reply.seq == 0:
                 raise SplitError(f"the base executor refuses: {reply.fields.get('error')}")
         raise Disconnected(f"no answer in {timeout_s:g} s")
-
-    def _event_mask(self) -> int:
-        names = ("DISCONNECTED", "HANDSHAKE_SUCCEEDED", *_HANDSHAKE_FAILED)
-        mask = 0
-        for name in names:
-            mask |= int(getattr(self._zmq, f"EVENT_{name}"))
-        return mask
 
     def _look(self) -> None:
         """Read the connection's events.
@@ -363,95 +390,16 @@ class TcpTransport(Transport):
             "started without (--curve-key)"
         )
 
-    def _frames(self, message: Message) -> Sequence[object]:
-        return frames_of(message)
+    def _read(self, frames: Sequence[Any]) -> Message:
+        buffers = [frame.buffer for frame in frames]
+        return read_message(buffers, None if self._shared is None else self._placed)
 
-    def _read(self, frames: Sequence[object]) -> Message:
-        return read_message([frame.buffer for frame in frames])  # type: ignore[attr-defined]
-
-    def close(self) -> None:
-        if self._context is not None:
-            self._socket.disable_monitor()
-            self._context.destroy(0)
-            self._context = self._socket = self._events = None
-
-
-class SharedMemoryTransport(TcpTransport):
-    """A connection within a machine, whose tensors lie in memory of both processes."""
-
-    def __init__(
-        self, where: str, is_wanted: bool = True, curve: ClientCurve | None = None
-    ) -> None:
-        """Check the address; unless it is wanted, fall back to TCP without shared memory."""
-        super().__init__(where, curve)
-        self._is_wanted = is_wanted
-        self._shared: SharedMemory | None = None
-        self._ask: Message | None = None
-
-    def open(self) -> None:
-        self._forget()
-        super().open()
-
-    def welcomed(self, ask: Message) -> None:
-        self._ask = ask
-        try:
-            self._grow(_FIRST_BYTES)
-        except SplitError as error:
-            if self._is_wanted:
-                raise
-            _LOG.warning("%s", error)
-
-    def _grow(self, size_bytes: int) -> None:
-        """Have the base share memory. SplitError: it is not on this machine."""
-        assert self._ask is not None
-        self._forget()
-        ask = dataclasses.replace(self._ask, fields={"bytes": size_bytes})
-        reply = super().exchange(ask, 30.0)
-        if reply.op == "error":
-            raise SplitError(f"the base executor shares no memory: {reply.fields.get('error')}")
-        process, descriptor = reply.number("process", 2**31), reply.number("descriptor", 2**31)
-        try:
-            self._shared = SharedMemory.attach(process, descriptor, reply.number("bytes", 2**48))
-        except OSError as error:
-            raise SplitError(
-                f"the memory of process {process} cannot be shared ({error}): the base executor is "
-                "on another machine, in another container or of another user; use transport='tcp'"
-            ) from None
-
-    def exchange(self, message: Message, timeout_s: float) -> Message:
-        size = sum(-(-tensor.nbytes // 64) * 64 for tensor in message.tensors)
-        if self._shared is not None and size > self._shared.half:
-            self._grow(2 * size + size // 2)
-        reply = super().exchange(message, timeout_s)
-        places = reply.fields.get("places")
-        is_mapped = isinstance(places, list) and any(isinstance(at, dict) for at in places)
-        if self._shared is not None and reply.size_bytes > self._shared.half and not is_mapped:
-            self._grow(2 * reply.size_bytes + reply.size_bytes // 2)
-        return reply
-
-    def _frames(self, message: Message) -> Sequence[object]:
-        tensors: Sequence[Tensor] = message.tensors
-        places = self._shared.put(tensors, is_reply=False) if self._shared and tensors else None
-        if places is None:
-            return frames_of(message)
-        fields = {**message.fields, "places": places}
-        return [header_of(Message(message.op, message.seq, fields, tensors))]
-
-    def _read(self, frames: Sequence[object]) -> Message:
-        message, kinds = read_header(frames[0].buffer)  # type: ignore[attr-defined]
-        places = message.fields.get("places")
-        if places is None or self._shared is None:
-            return super()._read(frames)
-        if not isinstance(places, list) or len(places) != len(kinds):
-            raise SplitError("the base's reply has no place in the shared memory for each tensor")
-        message.tensors = [
-            # A copy: the next reply comes to the same place.
-            published_tensor(at, *kind)
-            if isinstance(at, dict)
-            else self._shared.view(at, *kind, is_reply=True).clone()
-            for at, kind in zip(places, kinds, strict=True)
-        ]
-        return message
+    def _placed(self, at: Any, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
+        if isinstance(at, dict):
+            return published_tensor(at, dtype, shape)
+        assert self._shared is not None
+        # A copy: the next reply comes to the same place.
+        return self._shared.view(at, dtype, shape, is_reply=True).clone()
 
     def _forget(self) -> None:
         if self._shared is not None:
@@ -460,12 +408,25 @@ class SharedMemoryTransport(TcpTransport):
 
     def close(self) -> None:
         self._forget()
-        super().close()
+        if self._context is not None:
+            self._socket.disable_monitor()
+            self._context.destroy(0)
+            self._context = self._socket = self._events = None
+
+
+def _frames(message: Message, shared: SharedMemory | None, is_reply: bool) -> Sequence[Buffer]:
+    places = shared.put(message.tensors, is_reply) if shared and message.tensors else None
+    return frames_of(message) if places is None else _placed(message, places)
+
+
+def _placed(message: Message, places: Sequence[object]) -> Sequence[Buffer]:
+    return [header_of(dataclasses.replace(message, fields={**message.fields, "places": places}))]
 
 
 _HANDSHAKE_FAILED = (
     "HANDSHAKE_FAILED_AUTH", "HANDSHAKE_FAILED_NO_DETAIL", "HANDSHAKE_FAILED_PROTOCOL",
 )  # fmt: skip
+_EVENTS = ("DISCONNECTED", "HANDSHAKE_SUCCEEDED", *_HANDSHAKE_FAILED)
 
 
 def transport_to(where: str, kind: str, curve: ClientCurve | None = None) -> Transport:
@@ -476,7 +437,7 @@ def transport_to(where: str, kind: str, curve: ClientCurve | None = None) -> Tra
     """
     is_local = is_loopback(address_of(where)[0]) and hasattr(os, "memfd_create")
     if kind == "tcp" or (kind == "auto" and not is_local):
-        return TcpTransport(where, curve)
+        return ZeroMqTransport(where, curve)
     if kind == "distributed":
         raise SplitError(
             "transport='distributed': the members of a process group are fixed, so that a client "
@@ -485,4 +446,5 @@ def transport_to(where: str, kind: str, curve: ClientCurve | None = None) -> Tra
         )
     if kind not in ("auto", "shared-memory"):
         raise SplitError(f"transport={kind!r}; use auto, tcp or shared-memory")
-    return SharedMemoryTransport(where, is_wanted=kind == "shared-memory", curve=curve)
+    is_required = kind == "shared-memory"
+    return ZeroMqTransport(where, curve, shares_memory=True, is_required=is_required)

@@ -19,7 +19,7 @@ from pcg.split import zeromq
 from pcg.split.client.caller import Caller
 from pcg.split.messages import LINEAR, Message, Piece, frames_of
 from pcg.split.transport import Disconnected, Transport
-from pcg.split.zeromq import SharedMemoryTransport, transport_to
+from pcg.split.zeromq import ZeroMqTransport, transport_to
 from tests.support import oracle
 from tests.support.families import BY_NAME
 from tests.support.split_base import KEY, listening_base
@@ -33,7 +33,7 @@ def whole() -> Executor:
     return compiler.compile(oracle.random_model(BY_NAME["llama3"].config(1)), verify=False)
 
 
-class Interrupted(SharedMemoryTransport):
+class Interrupted(ZeroMqTransport):
     """A transport whose user presses Ctrl-C once, while a reply is under way."""
 
     is_pressed = False
@@ -47,7 +47,7 @@ class Interrupted(SharedMemoryTransport):
 
 def test_a_call_that_was_interrupted_leaves_nothing_to_the_next(whole: Executor) -> None:
     with listening_base(whole) as where:
-        transport = Interrupted(where)
+        transport = Interrupted(where, shares_memory=True)
         caller = Caller(transport, {"key": KEY})
         try:
             rows, width = caller.facts.pieces[UP]
