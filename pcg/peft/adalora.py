@@ -178,16 +178,12 @@ class RankAllocator:
             self._update_scores()
         steps = step - schedule.before
         if step == last or (steps > 0 and step % schedule.interval == 0):
-            self._choose(self._budget(steps / (last - schedule.before)))
+            start, target = schedule.rank * self._count, schedule.target_rank * self._count
+            progress = steps / (last - schedule.before)
+            self._choose(int((start - target) * (1 - progress) ** 3 + target))
             self._mask()
         if step == last:
             self._importance, self._uncertainty = {}, {}
-
-    def _budget(self, progress: float) -> int:
-        """Return the triplets of the whole adapter at a progress in [0, 1]."""
-        start = self._schedule.rank * self._count
-        target = self._schedule.target_rank * self._count
-        return int((start - target) * (1 - progress) ** 3 + target)
 
     def _update_scores(self) -> None:
         beta1, beta2 = self._schedule.beta1, self._schedule.beta2

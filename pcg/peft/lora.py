@@ -126,10 +126,6 @@ class MadeLoraBypass(Bypass):
         return LoraBypass(None)
 
 
-def _length(weight: Tensor) -> Tensor:
-    return weight.norm(dim=1)  # type: ignore[no-any-return]
-
-
 @dataclass(frozen=True, eq=False)
 class LoraWeights(LowRankWeights):
     """LoRA's weights of one module: y += scale · (B (A x) + bias).
@@ -212,7 +208,8 @@ class LoraWeights(LowRankWeights):
         if remote is not None:
             return remote.adapted_lengths(self.a, self.b, self.scale)  # type: ignore[no-any-return]
         a, b = self.a.to(base.device), self.b.to(base.device)
-        return _length(base.to(a.dtype).addmm(b, a, alpha=self.scale)).to(self.a.device)
+        length: Tensor = base.to(a.dtype).addmm(b, a, alpha=self.scale).norm(dim=1)
+        return length.to(self.a.device)
 
 
 LORA_FIELDS: Mapping[str, OtherField] = {

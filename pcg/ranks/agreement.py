@@ -180,7 +180,11 @@ def agreed(
         raise
     words = [_Word.of(record) for record in ranks.tell(word.record)]
     _check_calls(words)
-    _check_failures(words, call)
+    for rank, each in enumerate(words):
+        if each.has_failed:
+            raise ParallelError(
+                f"rank {rank} of {len(words)} could not do its part of {call}: {each.error}"
+            )
     if any(word.digest != words[0].digest for word in words):
         longest = max(word.size for word in words)
         records = ranks.tell(facts.ljust(longest))
@@ -195,14 +199,6 @@ def _check_calls(words: Sequence[_Word]) -> None:
             f"{len(words)} ranks have to make the same calls in the same order, and now call: "
             f"{calls}. {FIX}"
         )
-
-
-def _check_failures(words: Sequence[_Word], call: str) -> None:
-    for rank, word in enumerate(words):
-        if word.has_failed:
-            raise ParallelError(
-                f"rank {rank} of {len(words)} could not do its part of {call}: {word.error}"
-            )
 
 
 def _record(facts: Mapping[str, str]) -> bytes:

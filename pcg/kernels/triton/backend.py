@@ -68,7 +68,11 @@ def choose_backend(
     obstacle = device_obstacle(device) or (model and model_obstacle(model))
     if obstacle:
         return BackendChoice("torch", obstacle)
-    return BackendChoice("triton", f"the device is {_device_text(device)}, by {_assembler(device)}")
+    from pcg.kernels.triton.ptxas import used_ptxas
+
+    major, minor = torch.cuda.get_device_capability(device)
+    assembler = used_ptxas(10 * major + minor).name
+    return BackendChoice("triton", f"the device is {_device_text(device)}, by {assembler}")
 
 
 def backend_for(device: str, model: ModelGraph) -> BackendChoice:
@@ -91,7 +95,11 @@ def device_obstacle(device: torch.device) -> str | None:
         return f"Triton's kernels need capability {least}, and there is {_device_text(device)}"
     if _interprets():
         return "TRITON_INTERPRET is set, which runs Triton's kernels slowly, for tests"
-    return _import_obstacle() or product_failure(device)
+    try:
+        importlib.import_module(_KERNELS)
+    except ImportError as error:
+        return f"{_KERNELS} cannot be imported ({error})"
+    return product_failure(device)
 
 
 def product_failure(device: torch.device) -> str | None:
@@ -99,13 +107,6 @@ def product_failure(device: torch.device) -> str | None:
     from pcg.kernels.triton.ptxas import failure
 
     return failure(device)
-
-
-def _assembler(device: torch.device) -> str:
-    from pcg.kernels.triton.ptxas import used_ptxas
-
-    major, minor = torch.cuda.get_device_capability(device)
-    return used_ptxas(10 * major + minor).name
 
 
 def check_device(backend: Backend, device: torch.device) -> None:
@@ -160,14 +161,6 @@ def _kv_bytes(block: Graph) -> int:
 def _device_text(device: torch.device) -> str:
     major, minor = torch.cuda.get_device_capability(device)
     return f"{torch.cuda.get_device_name(device)} of capability {major}.{minor}"
-
-
-def _import_obstacle() -> str | None:
-    try:
-        importlib.import_module(_KERNELS)
-    except ImportError as error:
-        return f"{_KERNELS} cannot be imported ({error})"
-    return None
 
 
 @functools.cache

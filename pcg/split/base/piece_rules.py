@@ -104,7 +104,8 @@ def read_piece(text: str, widest: int) -> PieceGraph:
     if piece_text(graph).text != text:
         raise SplitError("a piece has the text that pcg.connect writes: its names, and no scopes")
     values = [value for node in graph.nodes for value in node.outputs]
-    total = sum(_bytes_per_token(value.type) for value in (*graph.inputs, *values))
+    types = [value.type for value in (*graph.inputs, *values)]
+    total = sum(prod(type_.features) * DTYPE_BYTES[type_.dtype] for type_ in types)
     total += max(map(_temporary_bytes, graph.nodes))
     return PieceGraph(graph, any("_backward" in node.op for node in graph.nodes), total)
 
@@ -210,7 +211,3 @@ def _temporary_bytes(node: Node) -> int:
     return _MOST_COPIES * sum(
         prod(type_.features) * max(_LEAST_BYTES, DTYPE_BYTES[type_.dtype]) for type_ in types
     )
-
-
-def _bytes_per_token(type_: TensorType) -> int:
-    return prod(type_.features) * DTYPE_BYTES[type_.dtype]

@@ -217,7 +217,8 @@ class Queues:
                         lost.add(client)
                     break
                 if begun_s is not None and (distance or not is_away):
-                    begun_s += self._usual_s(at[0])
+                    times = self._times.get(_kind(at[0]))
+                    begun_s += 0.0 if times is None else times.usual_s
                 (piece, pace), arrival = step, None
                 if begun_s is not None and pace.mean_s is not None:
                     usual_s = pace.mean_s + pace.deviation_s
@@ -226,10 +227,6 @@ class Queues:
                 by_piece.setdefault(piece, {}).setdefault(client, arrival)
                 at = (piece, at[1])
         return by_piece, lost
-
-    def _usual_s(self, piece: Piece) -> float:
-        times = self._times.get(_kind(piece))
-        return 0.0 if times is None else times.usual_s
 
     def take(self, batch: Sequence[Waiting]) -> None:
         """Take requests out, which run now."""
@@ -372,7 +369,8 @@ class Opportunistic(Policy):
             for request in queue:
                 near.pop(request.client, None)
             is_late = queues.turn - first > 2 * len(active)
-            if is_late or self._is_full(queue) or not near:
+            is_full = sum(request.tokens for request in queue) >= self.max_tokens
+            if is_late or is_full or not near:
                 whole.append(entry)
                 continue
             due_s = self._due_s(queue, near.values(), queues.saved_s(queue[0].piece), now_s)
@@ -420,9 +418,6 @@ class Opportunistic(Policy):
             if gained_s > most_s:
                 best_s, most_s = latest_s, gained_s
         return min(best_s, max(now_s, arrived_s + wait_s))
-
-    def _is_full(self, queue: Sequence[Waiting]) -> bool:
-        return sum(request.tokens for request in queue) >= self.max_tokens
 
 
 def make_policy(name: PolicyName, max_tokens: int, wait_ms: float) -> Policy:

@@ -157,7 +157,15 @@ class Caller:
             SplitError: the base refuses it, with its reason; or its reply has other tensors.
             BaseLostError: the base is gone.
         """
-        return _as_wanted(self.call(op, tensors, **fields), op, wanted)
+        reply = self.call(op, tensors, **fields)
+        kinds = [(tuple(shape), dtype) for shape, dtype in wanted]
+        received = [(tuple(tensor.shape), tensor.dtype) for tensor in reply.tensors]
+        if received != kinds:
+            raise SplitError(
+                f"the base executor answers {op} with {_shown(received)}, and not with "
+                f"{_shown(kinds)}; it is damaged, or no base executor of pcg"
+            )
+        return reply.tensors
 
     def product(self, piece: Piece, x: Tensor, serves: bool) -> Tensor:
         """Return a product, or its gradient, on rows [T, in]; errors as of `tensors`."""
@@ -228,17 +236,6 @@ def _accepted(reply: Message) -> Message:
     if reply.op == "error":
         raise SplitError(f"the base executor refuses: {reply.fields.get('error')}")
     return reply
-
-
-def _as_wanted(reply: Message, op: str, wanted: Kinds) -> Sequence[Tensor]:
-    kinds = [(tuple(shape), dtype) for shape, dtype in wanted]
-    received = [(tuple(tensor.shape), tensor.dtype) for tensor in reply.tensors]
-    if received != kinds:
-        raise SplitError(
-            f"the base executor answers {op} with {_shown(received)}, and not with "
-            f"{_shown(kinds)}; it is damaged, or no base executor of pcg"
-        )
-    return reply.tensors
 
 
 def _shown(kinds: Kinds) -> str:
