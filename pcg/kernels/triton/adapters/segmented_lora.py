@@ -49,6 +49,7 @@ from pcg.kernels.triton.adapters.lora_kernels import (
 from pcg.kernels.triton.adapters.rank_rows import RankRows
 from pcg.kernels.triton.adapters.token_tiles import DECODE_BLOCK, TokenTiles, rank_block
 
+# The sizes below follow from bytes and programs under way; benchmarks/gpu_lora.py times them.
 DECODE_COLUMNS = 256
 """Columns that a decode program of shrink takes at once: 8 KiB of an adapter of rank 16 in bf16, so
 that 64 adapters of 4096 columns are 1024 programs, 8 for each SM of an H200: their loads are all

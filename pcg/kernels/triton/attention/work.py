@@ -28,6 +28,7 @@ from pcg.errors import UnsupportedError
 from pcg.kernels.batch import Span
 from pcg.kernels.devices import uploaded
 
+# The sizes below follow from bytes under way; benchmarks/gpu_kernels.py times them.
 TILE_ROWS = 128
 """Rows of a tile; kernels may cut it further."""
 KEY_BLOCK = 128
