@@ -47,8 +47,6 @@ from pcg.runtime.training.runner import TrainingRunner, training_runner
 from pcg.runtime.training.trainer.datum import TrainerArguments
 from pcg.runtime.training.trainer.trainer import Trainer, trainer_here
 
-# ------------------------------------------------------------------------------------- whole logits
-
 
 def whole_logits(
     state: ModelState,
@@ -67,20 +65,17 @@ def whole_logits(
         if not sequence:
             raise GenerationError(f"sequence {i} has no tokens; give at least one")
     wanted, chosen = [sequences[i] for i in order], [adapters[i] for i in order]
-    virtual = [0 if one is None else one.prompt_tokens for one in chosen]
+    virtual = [0 if item is None else item.prompt_tokens for item in chosen]
     batch = whole_sequences(wanted, state.device, virtual, cp=state.mesh.cp)
     sizes = [span.length for span in batch.spans]
     bound = tables.bind([chosen[span.number] for span in batch.spans], sizes)
     logits = state.serving.runner.logits(batch, bound)
     if batch.parts is not None:
         (logits,) = batch.parts.gathered(logits)
-    lengths = [count + len(one) for one, count in zip(wanted, virtual, strict=True)]
-    own = [part[count:] for part, count in zip(logits.split(lengths), virtual, strict=True)]
-    by_index = dict(zip(order, own, strict=True))
+    lengths = [count + len(item) for item, count in zip(wanted, virtual, strict=True)]
+    parts = [part[count:] for part, count in zip(logits.split(lengths), virtual, strict=True)]
+    by_index = dict(zip(order, parts, strict=True))
     return [by_index[i] for i in range(len(sequences))]
-
-
-# ----------------------------------------------------------------------------------------- executor
 
 
 Result = TypeVar("Result")
@@ -233,10 +228,10 @@ class Executor:
         if pooling not in get_args(Pooling):
             raise GenerationError(f"pooling={pooling!r}; use 'last' or 'mean'")
         sampling = {"max_new_tokens": 0, "truncate_prompt_tokens": truncate_prompt_tokens}
-        made = make_requests(self.state, several, adapter, sampling)
-        requests = [replace(one, pooling=pooling, normalize=normalize) for one in made]
-        done = completions_of(self._served(requests))
-        states = torch.stack([cast("Tensor", one.embedding) for one in done])
+        plain = make_requests(self.state, several, adapter, sampling)
+        requests = [replace(item, pooling=pooling, normalize=normalize) for item in plain]
+        completions = completions_of(self._served(requests))
+        states = torch.stack([cast("Tensor", item.embedding) for item in completions])
         return states[0] if isinstance(prompts, str) else states
 
     def _served(self, requests: Sequence[Request]) -> Iterator[Chunk]:
@@ -258,7 +253,7 @@ class Executor:
                 yield chunk
 
     @takes(EngineArguments)
-    def engine(self, given: EngineArguments) -> Engine:
+    def engine(self, options: EngineArguments) -> Engine:
         """Make an engine, which serves requests and trains adapters at the same time.
 
         Raises:
@@ -267,7 +262,7 @@ class Executor:
         self.state.mesh.check_no_replicas("an engine")
         self.state.check_no_engine("a second engine", "close the first one, or use that")
         with on_device(self.device):
-            return Engine(self.state, given)
+            return Engine(self.state, options)
 
     @property
     def _driving(self) -> AsyncEngine | None:
@@ -356,8 +351,8 @@ class Executor:
                 self.state.check_free(name, replace=replace, expected_version=expected_version)
                 return self.state.make_adapter(name, path_or_config, seed=seed)
 
-            made = agreed(self.ranks, f"add_adapter({name!r})", make, adapter_facts)
-            return self.state.put_adapter(made)
+            adapter = agreed(self.ranks, f"add_adapter({name!r})", make, adapter_facts)
+            return self.state.put_adapter(adapter)
 
         return self._between_steps(add)
 
@@ -383,8 +378,8 @@ class Executor:
         """Serve an adapter's tensors as they are now, after they were changed in place."""
 
         def refresh() -> None:
-            there = partial(self.state.adapter, name)
-            agreed(self.ranks, f"refresh_adapter({name!r})", there, adapter_facts)
+            adapter = partial(self.state.adapter, name)
+            agreed(self.ranks, f"refresh_adapter({name!r})", adapter, adapter_facts)
             self.state.refresh_adapter(name)
 
         self._between_steps(refresh)
@@ -392,7 +387,7 @@ class Executor:
     # ------------------------------------------------------------------------------- finetuning
 
     @takes(FinetuneArguments, FinetuneError)
-    def finetune(self, given: FinetuneArguments) -> FinetuneResult:
+    def finetune(self, arguments: FinetuneArguments) -> FinetuneResult:
         """Train an adapter over the frozen base; the executor serves it as it changes.
 
         Returns:
@@ -407,10 +402,10 @@ class Executor:
         """
         self.state.check_no_engine("Executor.finetune", "call finetune of that engine")
         with on_device(self.device):
-            return finetune(self.state, given)
+            return finetune(self.state, arguments)
 
     @takes(TrainerArguments, FinetuneError)
-    def trainer(self, given: TrainerArguments) -> Trainer:
+    def trainer(self, arguments: TrainerArguments) -> Trainer:
         """Make a trainer: an adapter that is trained command by command.
 
         Nothing of it is served before `Trainer.snapshot`. While an engine runs on a thread, its
@@ -424,14 +419,14 @@ class Executor:
         self.state.mesh.check_alone("trainers")
         running = cast("AsyncEngine | None", self.state.engine_thread)
         if running is None:
-            return trainer_here(self.state, given)
-        beside = running.begin_trainer(given)
+            return trainer_here(self.state, arguments)
+        beside = running.begin_trainer(arguments)
         try:
             beside.created.wait()
         except BaseException:
             beside.end()
             raise
-        return Trainer(given.name, lambda command: beside.run(command).wait(), beside.end)
+        return Trainer(arguments.name, lambda command: beside.run(command).wait(), beside.end)
 
     def training_runner(self, name: str) -> TrainingRunner:
         """Return what computes losses and gradients of an adapter, which moves to the device."""

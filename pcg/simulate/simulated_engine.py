@@ -26,8 +26,8 @@ from pcg.runtime.engine.loop import EngineLoop
 from pcg.runtime.engine.options import EngineOptions
 from pcg.runtime.engine.scheduler import Scheduler
 from pcg.runtime.memory.pool import PagePool
-from pcg.runtime.memory.prefixes import Prefixes
 from pcg.runtime.metrics.events import EventLog, Kind
+from pcg.runtime.requests.prefixes import Prefixes
 from pcg.runtime.requests.sequence import Sequence
 from pcg.runtime.requests.step import Results
 from pcg.runtime.training.recorded.window_sizes import WindowSizes

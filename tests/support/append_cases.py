@@ -48,7 +48,7 @@ def check_cache(
         batch = Batch(torch.tensor(ids, device=executor.device), spans, cache)
         runner.hidden(batch, adapter_tables.bind([None] * len(spans), [s.length for s in spans]))
     for sequence, table in zip(sequences, tables, strict=True):
-        rows = [table.row(token) for token in range(len(sequence))]
+        rows = [table.rows(token, token + 1)[0] for token in range(len(sequence))]
         with torch.no_grad():
             theirs = base(torch.tensor([sequence]), use_cache=True).past_key_values.layers
         for layer, (keys, values) in enumerate(zip(cache.keys, cache.values, strict=True)):

@@ -50,7 +50,7 @@ class RowContents:
             assert sequence.table is not None
             expected = self._contents(sequence)
             for place in range(sequence.cached, sequence.cached + count):
-                row = sequence.table.row(place)
+                row = sequence.table.rows(place, place + 1)[0]
                 assert row not in written, "two sequences write a row"
                 written.add(row)
                 self._pages[row // PAGE_TOKENS][row % PAGE_TOKENS] = expected[place]

@@ -77,8 +77,8 @@ class AdapterCache:
 
     def use_of(self, adapter: ServedAdapter) -> tuple[int, int]:
         """Return the pages that an adapter has, and the number of running requests that use it."""
-        found = self._residents.get(adapter.version)
-        return (0, 0) if found is None else (len(found.table.pages), found.users)
+        resident = self._residents.get(adapter.version)
+        return (0, 0) if resident is None else (len(resident.table.pages), resident.users)
 
     def has(self, adapter: ServedAdapter | None) -> bool:
         """Return True for an adapter on the device, and for None."""
@@ -111,20 +111,20 @@ class AdapterCache:
     def use(self, adapter: ServedAdapter | None) -> None:
         """Count one more running request of an adapter."""
         if adapter is not None:
-            found = self._residents[adapter.version]
-            found.users += 1
+            resident = self._residents[adapter.version]
+            resident.users += 1
             if self._idle.pop(adapter.version, None) is not None:
-                self.idle_pages -= len(found.table.pages)
+                self.idle_pages -= len(resident.table.pages)
 
     def release(self, adapter: ServedAdapter | None) -> None:
         """Count one request less of an adapter."""
         if adapter is not None:
-            found = self._residents[adapter.version]
-            found.users -= 1
-            if not found.users:
-                self._idle[adapter.version] = found
-                self.idle_pages += len(found.table.pages)
-                if found.is_stale or adapter in self._gone:
+            resident = self._residents[adapter.version]
+            resident.users -= 1
+            if not resident.users:
+                self._idle[adapter.version] = resident
+                self.idle_pages += len(resident.table.pages)
+                if resident.is_stale or adapter in self._gone:
                     self._evict(adapter.version)
 
     def forget(self, adapter: ServedAdapter, *, is_gone: bool) -> None:
@@ -136,10 +136,10 @@ class AdapterCache:
         """
         if is_gone:
             self._gone.add(adapter)
-        found = self._residents.get(adapter.version)
-        if found is not None:
-            found.is_stale = True
-            if not found.users:
+        resident = self._residents.get(adapter.version)
+        if resident is not None:
+            resident.is_stale = True
+            if not resident.users:
                 self._evict(adapter.version)
 
     def is_gone(self, adapter: ServedAdapter) -> bool:
@@ -159,10 +159,10 @@ class AdapterCache:
 
     def check_integrity(self) -> None:
         """Raise an AssertionError if a resident has wrong pages, or is idle and used."""
-        idle = {key: found for key, found in self._residents.items() if not found.users}
+        idle = {key: of_key for key, of_key in self._residents.items() if not of_key.users}
         assert idle == dict(self._idle)
-        assert not any(found.is_stale for found in idle.values())
-        assert self.idle_pages == sum(len(found.table.pages) for found in idle.values())
+        assert not any(of_key.is_stale for of_key in idle.values())
+        assert self.idle_pages == sum(len(of_key.table.pages) for of_key in idle.values())
         for resident in self._residents.values():
             assert len(resident.table.pages) == self.pages_of(resident.adapter)
             assert resident.users >= 0

@@ -40,9 +40,6 @@ from pcg.runtime.adapters.sites import JoinedSite
 from pcg.runtime.adapters.stacked_weights import WeightStacker
 from pcg.runtime.memory.free_runs import FreeRuns
 
-# ---------------------------------------------------------------------------------------- row table
-
-
 _LEAST_SLOTS = 16
 _LEAST_UNITS = 64
 """Units that there is room for once any adapter has come: 3.7 MB for LoRA on all linear operators
@@ -155,9 +152,6 @@ def trimmed(free: FreeRuns, held: int, least: int) -> int:
     return kept
 
 
-# -------------------------------------------------------------------------------------- packed rows
-
-
 _LOG = logging.getLogger("pcg.adapters")
 NO_PAGES = sys.maxsize
 """The page size of a memory without pages, whose rows all follow one another."""
@@ -220,19 +214,19 @@ class RowPacker:
 
     def layout(self, adapter: Adapter) -> RowLayout:
         """Return where rows lie. UnsupportedError: one is longer than a page."""
-        found = self._layouts.get(adapter)
-        if found is None:
-            found = self._layouts[adapter] = self._laid_out(adapter)
-        return found
+        layout = self._layouts.get(adapter)
+        if layout is None:
+            layout = self._layouts[adapter] = self._laid_out(adapter)
+        return layout
 
     @torch.inference_mode(False)
     @torch.no_grad()
     def image(self, adapter: Adapter) -> Tensor:
         """Return an adapter's rows, [elements]; on any thread."""
-        found = self._images.get(adapter)
-        if found is None:
-            found = self._images[adapter] = self._packed(adapter)
-        return found
+        image = self._images.get(adapter)
+        if image is None:
+            image = self._images[adapter] = self._packed(adapter)
+        return image
 
     def carry(self, adapter: Adapter, after: Adapter) -> None:
         """Keep for another version of the same tensors what is kept for this one."""
@@ -249,15 +243,15 @@ class RowPacker:
 
     def _shapes(self, adapter: Adapter) -> list[tuple[int, int]]:
         """Return rows and elements of a row of each matrix; no rows where there is none."""
-        found = []
+        shapes = []
         for matrix in self._matrices:
             weights = adapter.weights.get(matrix.module)
             if weights is None or matrix.kind not in weights.served:
-                found.append((0, 0))
+                shapes.append((0, 0))
                 continue
             inner = self._stacker.inner_size(weights.inner_size, matrix.parameter)
-            found.append((1, _aligned(inner)) if matrix.size is None else (inner, matrix.size))
-        return found
+            shapes.append((1, _aligned(inner)) if matrix.size is None else (inner, matrix.size))
+        return shapes
 
     def _laid_out(self, adapter: Adapter) -> RowLayout:
         shapes = self._shapes(adapter)
@@ -268,8 +262,8 @@ class RowPacker:
             size = shapes[i][1]
             end = start + count * size
             starts[i] += range(start, end, size)
-        for own in starts:
-            own += [0] * (width_of(rank) - len(own))
+        for of_matrix in starts:
+            of_matrix += [0] * (width_of(rank) - len(of_matrix))
         elements = end if self.page_size == NO_PAGES else -(-end // self.page_size) * self.page_size
         ranks = torch.tensor([rows for rows, _ in shapes], dtype=torch.int32)
         used = sum(rows * size for rows, size in shapes)
@@ -325,7 +319,6 @@ def _path_of(parameter: Parameter, layer: int) -> tuple[str, str]:
 
 
 def _runs(shapes: Sequence[Sequence[int]], page_size: int) -> Iterator[tuple[int, int, int, int]]:
-    """Yield runs of rows: matrix, first row, rows, and the first element in the image."""
     page, offset = 0, 0
     for i, (rows, size) in enumerate(shapes):
         if size > page_size and rows:
@@ -344,5 +337,4 @@ def _runs(shapes: Sequence[Sequence[int]], page_size: int) -> Iterator[tuple[int
 
 
 def _aligned(size: int) -> int:
-    """Return a row's size, padded to a multiple of what kernels load at once."""
     return -(-size // ROW_ALIGNMENT) * ROW_ALIGNMENT

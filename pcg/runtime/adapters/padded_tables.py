@@ -90,7 +90,6 @@ class PaddedTables:
         return self.size_bytes
 
     def _sites_of(self, graph: Graph) -> GraphSites:
-        """Return the sites of a graph whose adapters lie in stacks."""
         return GraphSites.of(graph)
 
     def in_pages(self, pages: Tensor | None, table: Callable[[Adapter], PageTable]) -> PaddedTables:
@@ -153,7 +152,7 @@ class PaddedTables:
 
     def _order(self, adapters: Sequence[Adapter | None]) -> list[int]:
         by_width: dict[int, list[Adapter]] = {}
-        wanted = {one.version: one for one in adapters if one is not None}
+        wanted = {each.version: each for each in adapters if each is not None}
         for key, adapter in wanted.items():
             place = self._places.get(key)
             width = self._width(adapter) if place is None else place[0]
@@ -164,13 +163,13 @@ class PaddedTables:
         # Comparing one int per sequence is faster than comparing its adapter's pair.
         in_order = sorted(wanted, key=self._places.__getitem__)
         turns = {key: turn for turn, key in enumerate(in_order)}
-        found = [-1 if one is None else turns[one.version] for one in adapters]
-        return sorted(range(len(adapters)), key=found.__getitem__)
+        turn_of = [-1 if each is None else turns[each.version] for each in adapters]
+        return sorted(range(len(adapters)), key=turn_of.__getitem__)
 
     def _slots_of(self, width: int) -> AdapterSlots:
         if width not in self._by_width:
-            own = (self._sites, self._stacker, self._copies)
-            self._by_width[width] = AdapterSlots(*own, is_lone=width < 0)
+            shared = (self._sites, self._stacker, self._copies)
+            self._by_width[width] = AdapterSlots(*shared, is_lone=width < 0)
         return self._by_width[width]
 
     def _update_places(self) -> None:
@@ -214,12 +213,12 @@ class PaddedTables:
         return self.bind(adapters, [1] * len(adapters))
 
     def _bind(self, start: int, chosen: Sequence[Adapter], merged: Sequence[int]) -> BoundAdapters:
-        found: dict[int, dict[int, int]] = {}
+        sizes_by_width: dict[int, dict[int, int]] = {}
         for adapter, size in zip(chosen, merged, strict=True):
             width, place = self._places[adapter.version]
-            found.setdefault(width, {})[place] = size
+            sizes_by_width.setdefault(width, {})[place] = size
         by_width = []
-        for width, by_place in found.items():
+        for width, by_place in sizes_by_width.items():
             slots = slice(min(by_place), max(by_place) + 1)
             sizes = [by_place.get(place, 0) for place in range(slots.start, slots.stop)]
             segments = Segments.of(start, sizes, self._device)
@@ -261,12 +260,11 @@ _LEAST_WIDTH = 8
 
 
 def _joined(by_width: Sequence[Mapping[str, object]]) -> dict[str, object]:
-    """Join what the program reads of adapters of several widths, by attribute."""
     if len(by_width) == 1:
         return dict(by_width[0])
     names = by_width[0]
     every = {name: tuple(of_width[name] for of_width in by_width) for name in names}
-    return {name: found if any(found) else None for name, found in every.items()}
+    return {name: parts if any(parts) else None for name, parts in every.items()}
 
 
 _BOUND = 8
@@ -278,7 +276,7 @@ _Versions: TypeAlias = tuple[int, ...]
 
 def _versions(adapters: Sequence[Adapter | None]) -> _Versions:
     """Return the version of each adapter; 0, which no adapter has, for none."""
-    return tuple([0 if one is None else one.version for one in adapters])
+    return tuple([0 if adapter is None else adapter.version for adapter in adapters])
 
 
 def _merge(

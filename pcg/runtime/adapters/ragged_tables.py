@@ -76,9 +76,9 @@ class RaggedTables(PaddedTables):
         if sites:
             own_dtype: torch.dtype = getattr(torch, TORCH_NAMES[sites[0].modules[0].a.type.dtype])
             dtype = own_dtype if lora_dtype is None else lora_dtype
-            own = OwnRowAllocator(dtype, device) if allocator is None else allocator(dtype)
+            rows = OwnRowAllocator(dtype, device) if allocator is None else allocator(dtype)
             self._packer = partial(RowPacker, sites, self._stacker, dtype)
-            self.lora = RowMemory(sites, self._packer_of(own.page_size), own, device)
+            self.lora = RowMemory(sites, self._packer_of(rows.page_size), rows, device)
         self._model = model
         self._lora_dtype = lora_dtype
         self._defers = defers
@@ -96,7 +96,7 @@ class RaggedTables(PaddedTables):
         if pages is None:
             return self
         stacker, allocator = self._stacker, partial(PagedRowAllocator, pages, table)
-        made = RaggedTables(
+        tables = RaggedTables(
             self._model,
             stacker.weights,
             stacker.device,
@@ -106,8 +106,8 @@ class RaggedTables(PaddedTables):
             defers=self._defers,
             packers=self._packers,
         )
-        self._in_pages.add(made)
-        return made
+        self._in_pages.add(tables)
+        return tables
 
     def _packer_of(self, page_size: int) -> RowPacker:
         if page_size not in self._packers:
@@ -145,7 +145,7 @@ class RaggedTables(PaddedTables):
     def _sites_of(self, graph: Graph) -> GraphSites:
         rows = {name for site in _rows(graph, 0, 0) for name in site.names}
         every = GraphSites.of(graph)
-        joined = tuple(one for one in every.joined if one.name not in rows)
+        joined = tuple(joined_site for joined_site in every.joined if joined_site.name not in rows)
         single = tuple((name, parameter) for name, parameter in every.single if name not in rows)
         return GraphSites(joined, single)
 
@@ -178,7 +178,7 @@ class RaggedTables(PaddedTables):
 
     @torch.inference_mode(False)
     def order(self, adapters: Sequence[Adapter | None]) -> list[int]:
-        wanted = list({one.version: one for one in adapters if one is not None}.values())
+        wanted = list({a.version: a for a in adapters if a is not None}.values())
         if self.lora is not None and self.lora.admit(wanted):
             self._bound.clear()
         return super().order(adapters)
@@ -231,23 +231,23 @@ class RaggedTables(PaddedTables):
 
     def slots(self, adapters: Sequence[Adapter | None]) -> list[AdapterSlot] | None:
         """Return the slot of each token's adapter; None if one has more than rows."""
-        found = []
+        slots = []
         for adapter in adapters:
             if adapter is None:
-                found.append(NO_SLOT)
+                slots.append(NO_SLOT)
             elif self._is_in_rows(adapter):
-                found.append(NO_SLOT if self.lora is None else self.lora.slot(adapter))
+                slots.append(NO_SLOT if self.lora is None else self.lora.slot(adapter))
             else:
                 return None
-        return found
+        return slots
 
     def _is_in_rows(self, adapter: Adapter) -> bool:
         """Return True if the program reads only rows of an adapter, virtual tokens aside."""
-        found = self._has_rows_alone.get(adapter)
-        if found is None:
-            found = self._in_stacks.isdisjoint(served_sources(adapter))
-            self._has_rows_alone[adapter] = found
-        return found
+        is_in_rows = self._has_rows_alone.get(adapter)
+        if is_in_rows is None:
+            is_in_rows = self._in_stacks.isdisjoint(served_sources(adapter))
+            self._has_rows_alone[adapter] = is_in_rows
+        return is_in_rows
 
     def bind_tiles(self, tiles: object) -> BoundAdapters:
         """Bind the rows of all adapters, and nothing else; `tiles` holds tokens' slots, if any."""
@@ -259,13 +259,11 @@ class RaggedTables(PaddedTables):
 
 
 def _prompts(graph: Graph, layer: int) -> list[str]:
-    """Return the sources of weights that are read for virtual tokens only."""
     nodes = (node for node in graph.nodes if node.op == "virtual_tokens")
     parameters = graph.parameters_by_name
     return [parameters[node.inputs[1]].source.format(layer=layer) for node in nodes]
 
 
 def _rows(graph: Graph, part: int, layer: int) -> list[JoinedSite]:
-    """Return the sites of a graph that kernels can read as rows."""
     sites = (*GraphSites.of(graph).joined, *bottlenecks_of(graph))
     return [replace(site, part=part, layer=layer) for site in sites if site.fits_kernels]

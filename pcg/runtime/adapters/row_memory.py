@@ -35,9 +35,6 @@ from pcg.runtime.adapters.slots import AdapterCopies
 from pcg.runtime.memory.free_runs import FreeRuns
 from pcg.runtime.memory.pool import PageTable, runs_of
 
-# ------------------------------------------------------------------------------------ row allocator
-
-
 _UNIT = 512
 """Elements of the unit that a memory of their own is given out in."""
 _LEAST_OWN_UNITS = 64
@@ -183,9 +180,9 @@ class PagedRowAllocator:
         return True
 
     def write(self, adapter: Adapter, image: Tensor) -> None:
-        own, first = image.view(-1, self.page_size), 0
-        for page, count in runs_of(self._tables[adapter.version].pages[: len(own)]):
-            self._pages[page : page + count].copy_(own[first : first + count], non_blocking=True)
+        source, first = image.view(-1, self.page_size), 0
+        for page, count in runs_of(self._tables[adapter.version].pages[: len(source)]):
+            self._pages[page : page + count].copy_(source[first : first + count], non_blocking=True)
             first += count
 
     def places(self, adapter: Adapter, elements: Tensor) -> Tensor:
@@ -203,9 +200,6 @@ class PagedRowAllocator:
 
     def trim(self) -> None:
         """Do nothing: the pages are the cache's."""
-
-
-# --------------------------------------------------------------------------------------- row memory
 
 
 _NO_TOKENS = TokenSpans(())
@@ -262,7 +256,7 @@ class RowMemory:
         It returns True if any adapter got or lost memory.
         """
         moved = self._finish_copies()
-        kept = self._running | {one.version for one in wanted}
+        kept = self._running | {each.version for each in wanted}
         for adapter in wanted:
             key = adapter.version
             if key in self._copying or self._has(adapter):
@@ -295,7 +289,7 @@ class RowMemory:
 
         Others stay as long as nobody needs their memory.
         """
-        self._running = {one.version for one in wanted}
+        self._running = {each.version for each in wanted}
         came = self._finish_copies()
         new = []
         for adapter in wanted:
@@ -345,7 +339,6 @@ class RowMemory:
         return [(site, replace(view, tokens=tokens)) for site, view in pairs]
 
     def _view_at(self, site: JoinedSite, first: int) -> LoraRows:
-        """Return a site's part of the tables, without tokens."""
         modules = site.modules
         bias = slice(first + 2 * len(modules), first + len(site.matrices))
         return LoraRows(
@@ -354,8 +347,8 @@ class RowMemory:
             first,
             self._table.ranks[first : first + len(modules)],
             site.in_size,
-            tuple(one.column for one in modules),
-            tuple(one.size for one in modules),
+            tuple(module.column for module in modules),
+            tuple(module.size for module in modules),
             self._table.ranks[bias],
             _NO_TOKENS,
             {},
@@ -365,7 +358,6 @@ class RowMemory:
         return adapter.version in self._slots and self._allocator.holds(adapter)
 
     def _bring(self, adapter: Adapter) -> None:
-        """Copy an adapter now."""
         # Memory and tables may move, so nothing may write to them meanwhile.
         self._finish_copies(wait=True)
         slot = self._reserve(adapter, self._running, grows=True)
@@ -389,14 +381,12 @@ class RowMemory:
         return slot
 
     def _write(self, adapter: Adapter, slot: AdapterSlot) -> bool:
-        """Write an adapter's rows, and their places into the tables, on any thread."""
         self._allocator.write(adapter, self._packer.image(adapter))
         layout = self._packer.layout(adapter)
         self._table.write(slot, self._allocator.places(adapter, layout.starts), layout.ranks)
         return True
 
     def _finish_copies(self, *, wait: bool = False) -> bool:
-        """Take in finished copies, and wait for those of running adapters or for all."""
         came = False
         for key, slot in list(self._copying.items()):
             if wait or key in self._running or not self._copies.is_under_way(key):

@@ -31,8 +31,6 @@ from pcg.runtime.adapters.stacked_weights import ServedWeights
 from pcg.runtime.memory.kv_cache import bytes_of_page, kv_types
 from pcg.runtime.memory.pool import PageTable
 
-# ------------------------------------------------------------------------------------- served dtype
-
 
 def served_dtype(
     options: CompileOptions, base: ModelGraph, device: torch.device
@@ -45,16 +43,16 @@ def served_dtype(
     Raises:
         UnsupportedError: the `adapter_copies` that were asked for cannot be had.
     """
-    given, is_triton = options.adapter_copies, options.backend == "triton"
+    dtype_name, is_triton = options.adapter_copies, options.backend == "triton"
     dtype: torch.dtype = getattr(torch, TORCH_NAMES[base.dtype])
-    if given is not None and base.adapter_dtype != "f32":
+    if dtype_name is not None and base.adapter_dtype != "f32":
         raise UnsupportedError(
-            f"adapter_copies={given!r} is for adapters in float32, and those over a base in "
+            f"adapter_copies={dtype_name!r} is for adapters in float32, and those over a base in "
             "float64 are float64; leave it out"
         )
-    if given == "float32":
+    if dtype_name == "float32":
         return None
-    if given is None:
+    if dtype_name is None:
         is_read = is_triton or (
             options.tp == 1
             and dtype is torch.bfloat16
@@ -64,16 +62,13 @@ def served_dtype(
         )
         return dtype if is_read and dtype.itemsize == 2 else None
     if not is_triton:
-        check_native(device, torch.bfloat16, f"adapter_copies={given!r}")
+        check_native(device, torch.bfloat16, f"adapter_copies={dtype_name!r}")
     elif dtype is not torch.bfloat16:
         raise UnsupportedError(
-            f"adapter_copies={given!r} would round activations in {dtype}, as tensor cores multiply"
-            " by one dtype; leave it out, or compile for dtype='bfloat16'"
+            f"adapter_copies={dtype_name!r} would round activations in {dtype}, as tensor cores "
+            "multiply by one dtype; leave it out, or compile for dtype='bfloat16'"
         )
     return torch.bfloat16
-
-
-# ------------------------------------------------------------------------------------- served bytes
 
 
 META = torch.device("meta")

@@ -77,7 +77,7 @@ class JoinedSite:
     def fits_kernels(self) -> bool:
         """True if kernels can read its rows, and sum in fp32."""
         places = [self.in_size, self.columns]
-        places += [place for one in self.modules for place in (one.column, one.size)]
+        places += [place for module in self.modules for place in (module.column, module.size)]
         is_aligned = not any(place % ROW_ALIGNMENT for place in places)
         return is_aligned and self.modules[0].a.type.dtype != "f64"
 
@@ -85,12 +85,12 @@ class JoinedSite:
     def matrices(self) -> list[Parameter]:
         """A of each module, then B of each, then b as a matrix of one row."""
         biases = [] if self.bias is None else [self.bias]
-        return [one.a for one in self.modules] + [one.b for one in self.modules] + biases
+        return [m.a for m in self.modules] + [m.b for m in self.modules] + biases
 
     @property
     def row_sizes(self) -> list[int]:
         """Elements of a row of each of the `matrices` but the bias, whose row is the inner size."""
-        return [self.in_size] * len(self.modules) + [one.size for one in self.modules]
+        return [self.in_size] * len(self.modules) + [module.size for module in self.modules]
 
     @property
     def in_size(self) -> int:
@@ -99,7 +99,7 @@ class JoinedSite:
 
 def bottlenecks_of(graph: Graph) -> list[JoinedSite]:
     """Find the bottleneck adapters of a graph that read and write whole tensors."""
-    found = []
+    sites = []
     for node in graph.nodes:
         if node.op != "activate":
             continue
@@ -108,12 +108,11 @@ def bottlenecks_of(graph: Graph) -> list[JoinedSite]:
             read = (shrink.inputs[1], expand.inputs[2], node.inputs[1])
             down, up, bias = (graph.parameters_by_name[name] for name in read)
             size = expand.output.type.features[0]
-            found.append(JoinedSite((LoraModule(down, up, size, 0),), size, bias))
-    return found
+            sites.append(JoinedSite((LoraModule(down, up, size, 0),), size, bias))
+    return sites
 
 
 def _is_its_own(graph: Graph, name: str) -> bool:
-    """Return True for a whole tensor, which is no view of a part of one."""
     node = graph.producers.get(name)
     return node is None or (len(node.outputs) == 1 and not operator(node.op).is_view)
 

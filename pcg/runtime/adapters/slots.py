@@ -18,8 +18,6 @@ from pcg.peft.adapter import Adapter
 from pcg.runtime.adapters.sites import GraphSites
 from pcg.runtime.adapters.stacked_weights import StackedWeight, WeightStacker, stack_sites
 
-# ------------------------------------------------------------------------------------------- copies
-
 
 class AdapterCopies:
     """Copies that run one after the other on a thread of their own, by the adapter's id.
@@ -74,9 +72,6 @@ class AdapterCopies:
             return fits
 
 
-# -------------------------------------------------------------------------------------------- slots
-
-
 _LEAST_SLOTS = 4
 _SPARE_SLOTS = 2
 """Slots for adapters that run next, and the most free slots between those that run."""
@@ -84,8 +79,6 @@ _SPARE_SLOTS = 2
 
 @dataclass
 class _Growth:
-    """Larger stacks that are being made: for whom, and the adapters of their slots."""
-
     adapter: Adapter
     slots: list[Adapter | None]
     stacks: list[dict[str, StackedWeight]] = field(default_factory=list)
@@ -142,7 +135,7 @@ class AdapterSlots:
         It returns True if any adapter got or lost a slot.
         """
         moved = self._finish_copies()
-        kept = self._running | self._copying.keys() | {one.version for one in wanted}
+        kept = self._running | self._copying.keys() | {other.version for other in wanted}
         room = min(len(self._slots), len(self._running) + self._spare)
         for adapter in wanted:
             key = adapter.version
@@ -154,7 +147,9 @@ class AdapterSlots:
                 self._grow(adapter)
                 break
             free = (
-                p for p in range(room) if (one := self._slots[p]) is None or one.version not in kept
+                p
+                for p in range(room)
+                if (other := self._slots[p]) is None or other.version not in kept
             )
             place = next(free, None)
             if place is None:
@@ -168,25 +163,24 @@ class AdapterSlots:
 
     def admit(self, wanted: Sequence[Adapter]) -> bool:
         """Give the adapters that run, each once, slots; returns True if any got one."""
-        self._running = {one.version for one in wanted}
+        self._running = {adapter.version for adapter in wanted}
         came = self._finish_copies()
-        found = [(one, self.places.get(one.version)) for one in wanted]
-        taken = {place for _, place in found if place is not None}
+        placed = [(adapter, self.places.get(adapter.version)) for adapter in wanted]
+        taken = {place for _, place in placed if place is not None}
         coming = set(self._copying.values())
         free = (p for p in range(len(wanted) + len(coming)) if p not in taken | coming)
-        moves = [(one, next(free)) for one, place in found if place is None]
+        moves = [(adapter, next(free)) for adapter, place in placed if place is None]
         taken.update(place for _, place in moves)
         # Copying pays only if the slots between the running ones are many.
         near = len(wanted) + _SPARE_SLOTS
         if near <= max(taken) < 2 * len(taken) + min(taken) - 1:
-            far = (one for one, place in found if place is not None and place >= near)
+            far = (adapter for adapter, place in placed if place is not None and place >= near)
             moves += zip(far, free, strict=False)
         if moves:
             self._move(moves)
         return came or bool(moves)
 
     def _finish_copies(self) -> bool:
-        """Take in finished copies, and wait for running adapters'; returns True if any came."""
         came = False
         if self._growth is not None:
             key = self._growth.adapter.version
@@ -262,7 +256,6 @@ class AdapterSlots:
             self._stacks = self._stacked(self._slots)
 
     def _put(self, adapter: Adapter, place: int) -> bool:
-        """Write an adapter's weights into a slot of all stacks; False if they do not fit."""
         return all(
             stack.put(place, adapter, layer, self._stacker)
             for stacks, (_, layer) in zip(self._stacks, self._sites, strict=True)

@@ -32,8 +32,6 @@ from pcg.ranks.group import Ranks
 from pcg.ranks.shards import has_zeros, is_sharded, part_of
 from pcg.runtime.adapters.sites import GraphSites, LoraModule
 
-# ----------------------------------------------------------------------------------- weight stacker
-
 
 class ServedWeights:
     """Derives the tensors that programs read of adapters, when they are first read."""
@@ -134,9 +132,13 @@ class WeightStacker:
             [adapters, …], or None if no adapter has a weight there; and which adapters have one.
         """
         path = parameter.source.format(layer=layer)
-        parts = [None if one is None else self.weights.part(one, path) for one in adapters]
+        parts = [
+            None if adapter is None else self.weights.part(adapter, path) for adapter in adapters
+        ]
         stack = self._cut(parts, parameter, least)
-        return None if stack is None else stack.to(self.device), [one is not None for one in parts]
+        return None if stack is None else stack.to(self.device), [
+            part is not None for part in parts
+        ]
 
     def _cut(
         self, parts: Sequence[Tensor | None], parameter: Parameter, least: Sequence[int]
@@ -235,7 +237,6 @@ def _shard_of_stack(stack: Tensor, parameter: Parameter, ranks: Ranks) -> Tensor
 
 
 def _sharded_dim(parameter: Parameter) -> int:
-    """Return the dim of a stack that is partitioned over ranks; 0 for none."""
     return _stack_dim(parameter, parameter.part.dim) if parameter.part.dim else 0
 
 
@@ -251,9 +252,6 @@ def _stack_dim(parameter: Parameter, dim: int) -> int:
     return -3 - dim if parameter_kind(parameter.source).is_up else dim
 
 
-# ---------------------------------------------------------------------------------- stacked weights
-
-
 def stack_sites(
     sites: GraphSites, adapters: Sequence[Adapter | None], layer: int, stacker: WeightStacker
 ) -> dict[str, StackedWeight]:
@@ -261,14 +259,12 @@ def stack_sites(
     stacks: dict[str, StackedWeight] = {}
     for name, parameter in sites.single:
         stacks[name] = _StackedParameter(adapters, parameter, layer, stacker)
-    for one in sites.joined:
-        stacks[one.name] = _StackedLora(adapters, one.modules, layer, stacker)
+    for site in sites.joined:
+        stacks[site.name] = _StackedLora(adapters, site.modules, layer, stacker)
     return stacks
 
 
 class _StackedParameter:
-    """The stacked weights of one parameter."""
-
     def __init__(
         self,
         adapters: Sequence[Adapter | None],
@@ -319,21 +315,21 @@ class _StackedLora:
     ) -> None:
         self._modules = modules
         parts = [
-            (stacker.stack(adapters, one.a, layer), stacker.stack(adapters, one.b, layer))
-            for one in modules
+            (stacker.stack(adapters, module.a, layer), stacker.stack(adapters, module.b, layer))
+            for module in modules
         ]
         self._column = modules[0].column
         self._columns = modules[-1].column + modules[-1].size - self._column
         self._present = [
-            any(found[slot] for (_, found), _ in parts) for slot in range(len(adapters))
+            any(has_part[slot] for (_, has_part), _ in parts) for slot in range(len(adapters))
         ]
-        there = [a for (a, _), _ in parts if a is not None]
+        present = [a for (a, _), _ in parts if a is not None]
         self._a: Tensor | None = None
         self._cut: dict[tuple[int, int], tuple[Tensor, _LoraRuns, _LoraRuns, dict[str, Any]]] = {}
-        if not there:
+        if not present:
             return
-        count, _, in_ = there[0].shape
-        a = [there[0].new_zeros(count, 0, in_) if x is None else x for (x, _), _ in parts]
+        count, _, in_ = present[0].shape
+        a = [present[0].new_zeros(count, 0, in_) if x is None else x for (x, _), _ in parts]
         self._ranks = [part.shape[1] for part in a]
         self._a = torch.cat(a, 1).to(dtype=stacker.lora_dtype)
         size = count * sum(self._ranks) * self._columns * self._a.element_size()
@@ -351,16 +347,15 @@ class _StackedLora:
         return 0 if self._a is None else self._a.nbytes + sum(b.nbytes for b in self._b)
 
     def _views(self) -> list[Tensor | None]:
-        """Return each module's B in all slots, [slots, rank, out]; None for those without."""
         views: list[Tensor | None] = []
         row = 0
-        for rank, one in zip(self._ranks, self._modules, strict=True):
+        for rank, m in zip(self._ranks, self._modules, strict=True):
             view = None
             for run, b in zip(self._runs, self._b, strict=True):
-                at, below = divmod(one.column - self._column - run.column, run.out)
+                at, below = divmod(m.column - self._column - run.column, run.out)
                 if rank and 0 <= at < run.count:
                     first = row - run.row - at * run.rank
-                    view = b[:, at, below : below + one.size, first : first + rank].transpose(1, 2)
+                    view = b[:, at, below : below + m.size, first : first + rank].transpose(1, 2)
             views.append(view)
             row += rank
         return views
@@ -374,8 +369,8 @@ class _StackedLora:
             parts = self._a[slot].split(self._ranks)
             a = [part if len(part) else None for part in parts]
             b = [None if view is None else view[slot] for view in self._views()]
-        for one, own_a, own_b in zip(self._modules, a, b, strict=True):
-            for view, parameter in ((own_a, one.a), (own_b, one.b)):
+        for module, own_a, own_b in zip(self._modules, a, b, strict=True):
+            for view, parameter in ((own_a, module.a), (own_b, module.b)):
                 has = stacker.write(view, adapter, parameter, layer)
                 if has is None:
                     return False
@@ -397,11 +392,10 @@ class _StackedLora:
         return JoinedLora(self._column, self._columns, *self._cut[key], segments)
 
     def _parts_of(self, slots: slice) -> _LoraRuns:
-        """Return B of each module by itself."""
         rows = accumulate(self._ranks, initial=0)
         return tuple(
-            LoraRun(view[slots].transpose(1, 2).unsqueeze(1), one.column - self._column, row, False)
-            for view, one, row in zip(self._views(), self._modules, rows, strict=False)
+            LoraRun(view[slots].transpose(1, 2).unsqueeze(1), m.column - self._column, row, False)
+            for view, m, row in zip(self._views(), self._modules, rows, strict=False)
             if view is not None
         )
 
@@ -447,17 +441,16 @@ def _runs(ranks: Sequence[int], modules: Sequence[LoraModule]) -> list[_OutputRu
     """Group the modules that have a rank into as few runs as possible."""
     runs: list[_OutputRun] = []
     row = 0
-    for rank, one in zip(ranks, modules, strict=True):
-        last, column = runs[-1] if runs else None, one.column - modules[0].column
-        place = (one.size, rank, column)
+    for rank, module in zip(ranks, modules, strict=True):
+        last, column = runs[-1] if runs else None, module.column - modules[0].column
+        place = (module.size, rank, column)
         if last and (last.out, last.rank, last.column + last.count * last.out) == place:
             runs[-1] = replace(last, count=last.count + 1)
         elif rank:
-            runs.append(_OutputRun(column, row, 1, one.size, rank))
+            runs.append(_OutputRun(column, row, 1, module.size, rank))
         row += rank
     return runs
 
 
 def _turned(stack: Tensor) -> Tensor:
-    """Return the stack as a transposed view, whose matrices are stored transposed."""
     return stack.transpose(1, 2).contiguous().transpose(1, 2)

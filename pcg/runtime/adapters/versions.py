@@ -237,10 +237,10 @@ class Versions:
             tell(adapter.name, None)
 
     def check_free(
-        self, name: str, there: Adapter | None, *, replace: bool, expected_version: int | None
+        self, name: str, present: Adapter | None, *, replace: bool, expected_version: int | None
     ) -> None:
         """Raise an AdapterConflictError unless a name's adapter, if any, may be replaced."""
-        version = None if there is None else self.of(there)
+        version = None if present is None else self.of(present)
         number = 0 if version is None else version.number
         if expected_version is None:
             if number and not replace:
@@ -271,8 +271,8 @@ class Versions:
         if self._collects:
             gc.collect()
         with self._lock:
-            found = list(self._of)
-        return found if self.agreed is None else self.agreed(found)
+            adapters = list(self._of)
+        return adapters if self.agreed is None else self.agreed(adapters)
 
     def _hash(self, adapter: Adapter, served: _Served) -> None:
         """Have a digest computed beside what runs, unless too many wait for theirs."""

@@ -19,8 +19,6 @@ from pcg.runtime.requests.sequence import Sequence
 from pcg.runtime.requests.stream import Stream
 from pcg.units import shown
 
-# ------------------------------------------------------------------------------------------ backlog
-
 
 @dataclass(frozen=True)
 class QueueLimits:
@@ -132,9 +130,6 @@ def new_requests(sequence: Sequence) -> int:
     return 0 if sequence.generated or sequence.choice else 1 + len(sequence.followers)
 
 
-# ----------------------------------------------------------------------------------------- arrivals
-
-
 Call = TypeVar("Call")
 """Gives a request to the engine."""
 
@@ -162,11 +157,11 @@ class Arrivals(Generic[Call]):
         """
         limits = self._backlog.limits
         most = limits.tenant_requests if tenant else limits.requests
-        there = len(self._coming.get(tenant, ())) + self._backlog.requests_of(tenant)
-        if most is None or there < most:
+        waiting = len(self._coming.get(tenant, ())) + self._backlog.requests_of(tenant)
+        if most is None or waiting < most:
             return None
         return QueueFullError(
-            f"the queue is full: {there} requests wait or came since the last step, and {most} "
+            f"the queue is full: {waiting} requests wait or came since the last step, and {most} "
             "may; ask again later, or give the engine other QueueLimits"
         )
 
@@ -187,16 +182,16 @@ class Arrivals(Generic[Call]):
         self._all -= 1
         if not coming:
             del self._coming[tenant]
-        for one, call in coming.items() if tenant else ():  # few were sent
+        for coming_stream, call in coming.items() if tenant else ():  # few were sent
             if call is not None:
-                coming[one] = None
+                coming[coming_stream] = None
                 return call
         return None
 
     def find(self, request_id: str) -> Stream | None:
         """Return the stream of a request that is on its way, by its id."""
         streams = (stream for coming in self._coming.values() for stream in coming)
-        return next((one for one in streams if one.request_id == request_id), None)
+        return next((match for match in streams if match.request_id == request_id), None)
 
     def clear(self) -> list[Stream]:
         """Forget all of them; returns those that were not sent."""

@@ -108,10 +108,10 @@ class FairShare(Policy):
         In a step that is bounded, these are few of each heavy tenant.
         """
         bound, self._bound = self._bound, None
-        found: list[Sequence] = []
+        in_turn: list[Sequence] = []
         lines: dict[str, Iterator[Sequence]] = {}
         charged: list[tuple[int, str]] = []
-        while len(found) < count:
+        while len(in_turn) < count:
             if self._heap and (not charged or self._heap[0] < charged[0]):
                 served, tenant = heapq.heappop(self._heap)
                 if tenant in lines or tenant not in self._lines or served != self._served[tenant]:
@@ -123,18 +123,18 @@ class FairShare(Policy):
                 break
             sequence = next(lines[tenant], None)
             if sequence is not None:
-                found.append(sequence)
+                in_turn.append(sequence)
                 heapq.heappush(charged, (served + sequence.pending, tenant))
         for tenant in lines:
             heapq.heappush(self._heap, (self._served[tenant], tenant))
-        return found
+        return in_turn
 
     def waiting(self) -> set[Sequence]:
         return {sequence for line in self._lines.values() for sequence in line}
 
     def restart(self, waiting: Iterable[Sequence]) -> None:
         ordered = list(waiting)
-        self._requests = Counter(one.request.tenant for one in ordered)
+        self._requests = Counter(each.request.tenant for each in ordered)
         self._asked, self._running, self._lines, self._heap = Counter(), Counter(), {}, []
         self._bound, self.heavy = None, set()
         for sequence in ordered:
@@ -154,7 +154,7 @@ class FairShare(Policy):
     def in_order(self, running: Iterable[Sequence]) -> list[Sequence]:
         """Return those of heavy tenants last, the most served tenant's, and by priority in each."""
         ordered = list(running)
-        if any(sequence.request.priority for sequence in ordered):
+        if [sequence for sequence in ordered if sequence.request.priority]:
             ordered = _by_priority(ordered)
         if self.heavy:
             ordered.sort(key=self._weight)
@@ -167,7 +167,7 @@ class FairShare(Policy):
     def bound(self, forward: Latency | None, alone_s: float) -> StepBound | None:
         """Find the heavy tenants; returns what bounds them beside others."""
         heavy, self._bound = self._recent.heavy(self._asked), None
-        self.heavy = {one for one in self._running if one in heavy} if heavy else set()
+        self.heavy = {tenant for tenant in self._running if tenant in heavy} if heavy else set()
         if not heavy or forward is None:
             return None
         stretch = self._stretch
@@ -176,7 +176,7 @@ class FairShare(Policy):
             self._bounded += 1
             if self._bounded % _LOOK == 0:
                 stretch = 1.0
-        is_alone = all(one in heavy for one in chain(self._running, self._lines))
+        is_alone = all(tenant in heavy for tenant in chain(self._running, self._lines))
         most_s = alone_s if is_alone else None
         self._bound = StepBound(
             heavy, stretch, most_s, forward, self._note_heavy, self._patience > 0
@@ -193,7 +193,7 @@ class FairShare(Policy):
         most = max(named, key=named.__getitem__, default="")
         if not most or named[most] <= 2 * self._running[sequence.request.tenant] + 1:
             return None
-        return [one for one in self.in_order(running) if one.request.tenant == most][-1]
+        return [other for other in self.in_order(running) if other.request.tenant == most][-1]
 
     def has_place(self, sequence: Sequence) -> bool:
         return self._places(sequence.request.tenant) != 0
@@ -212,7 +212,6 @@ class FairShare(Policy):
         return most if places is None else min(places, most)
 
     def _places(self, tenant: str) -> int | None:
-        """Return how many more sequences of a tenant may run; None for any number."""
         return None if self._most is None else max(self._most - self._running[tenant], 0)
 
     def served(self, chunks: Chunks) -> None:
@@ -250,7 +249,6 @@ class FairShare(Policy):
             self._heap.clear()
 
     def _least(self) -> int:
-        """Return the counter of the least served tenant that has requests; 0 if none has any."""
         while self._heap:
             served, tenant = self._heap[0]
             if tenant in self._lines and served == self._served[tenant]:
@@ -288,7 +286,7 @@ def _by_priority(running: List[Sequence]) -> list[Sequence]:
     of_tenant: dict[str, list[Sequence]] = {}
     for sequence in running:
         of_tenant.setdefault(sequence.request.tenant, []).append(sequence)
-    for own in of_tenant.values():
-        own.sort(key=lambda sequence: sequence.request.priority)
-    in_turn = {tenant: iter(own) for tenant, own in of_tenant.items()}
+    for sequences in of_tenant.values():
+        sequences.sort(key=lambda sequence: sequence.request.priority)
+    in_turn = {tenant: iter(sequences) for tenant, sequences in of_tenant.items()}
     return [next(in_turn[sequence.request.tenant]) for sequence in running]

@@ -131,7 +131,6 @@ class Latency:
         return seconds
 
     def _amounts(self, load: Load) -> list[float]:
-        """Return the factor of each coefficient in the time of a load."""
         tokens, beyond = load.tokens, load.tokens - self._knee
         amounts = [0.0, tokens, load.keys, load.sampled, load.trained, load.windows]
         amounts += [beyond if beyond > 0 else 0, 0.0, 0.0, load.read, load.ends]

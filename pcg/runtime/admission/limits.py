@@ -15,8 +15,6 @@ from pcg.runtime.requests.sequence import Sequence
 from pcg.runtime.requests.step import Load
 from pcg.units import shown
 
-# ------------------------------------------------------------------------------------------- limits
-
 
 @dataclass(frozen=True)
 class Limits:
@@ -104,9 +102,6 @@ class Limits:
                     f"{name}={shown(asked)}, and the engine gives at most {self.logprobs} in each "
                     "place; ask for fewer, or raise Limits(logprobs=…) of the engine"
                 )
-
-
-# ---------------------------------------------------------------------------------------- reachable
 
 
 def why_never(sequence: Sequence, of_adapter: int, most: int) -> str | None:

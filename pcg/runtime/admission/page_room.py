@@ -61,21 +61,21 @@ class PageRoom:
 
     def bring_ahead(self, in_turn: Iterable[Sequence], running: int) -> list[ServedAdapter]:
         """Page in the adapters of the next requests that there will be room for; returns them."""
-        there: dict[int, ServedAdapter] = {}
+        wanted: dict[int, ServedAdapter] = {}
         room = self.pool.free + self.adapters.idle_pages - running
         for sequence in in_turn:
             adapter = sequence.request.adapter
-            is_new = adapter is not None and adapter.version not in there
+            is_new = adapter is not None and adapter.version not in wanted
             room -= pages_for(sequence.length)
             room -= self.adapters.pages_of(adapter) if is_new else 0
             if room < 0:
                 break
             if adapter is not None and is_new:
                 self.adapters.bring(adapter)
-                there[adapter.version] = adapter
-        return list(there.values())
+                wanted[adapter.version] = adapter
+        return list(wanted.values())
 
     @staticmethod
     def _missing(sequence: Sequence) -> int:
-        there = 0 if sequence.table is None else len(sequence.table.pages)
-        return pages_for(sequence.length) - there
+        held = 0 if sequence.table is None else len(sequence.table.pages)
+        return pages_for(sequence.length) - held

@@ -79,10 +79,10 @@ class AdapterClustering(Policy):
             self.admit(sequence, 0.0)
 
     def first(self, count: int, now_s: float, running: Iterable[Sequence]) -> List[Sequence]:
-        there = {_adapter(sequence) for sequence in running}
-        if len(there) < self.clusters:
+        adapters = {_adapter(sequence) for sequence in running}
+        if len(adapters) < self.clusters:
             return list(islice(self._line, count))
-        return list(islice(self._clustered(there), count))
+        return list(islice(self._clustered(adapters), count))
 
     def waiting(self) -> set[Sequence]:
         return set(self._line)
@@ -92,11 +92,11 @@ class AdapterClustering(Policy):
         for sequence in waiting:
             self.add(sequence)
 
-    def _clustered(self, there: set[str | None]) -> Iterator[Sequence]:
-        lines = [self._of_adapter[name] for name in there if name in self._of_adapter]
+    def _clustered(self, adapters: set[str | None]) -> Iterator[Sequence]:
+        lines = [self._of_adapter[name] for name in adapters if name in self._of_adapter]
         yield from heapq.merge(*lines, key=self._turns.__getitem__)
         # By now all of the batch's adapters had their turns, so these are as many as are left out.
-        yield from (one for one in self._line if _adapter(one) not in there)
+        yield from (sequence for sequence in self._line if _adapter(sequence) not in adapters)
 
 
 def _adapter(sequence: Sequence) -> str | None:
@@ -137,7 +137,7 @@ class EarlyAbort(Fcfs):
     def _await(self, sequence: Sequence) -> None:
         self._waiting.add(sequence)
         if len(self._due) > 2 * len(self._waiting) + 64:  # most of these are over by now
-            self._due = [one for one in self._due if one[2] in self._waiting]
+            self._due = [entry for entry in self._due if entry[2] in self._waiting]
             heapq.heapify(self._due)
         slo = sequence.times.ttft_slo_s
         if slo is not None and sequence.times.first_token_s is None:
@@ -171,12 +171,12 @@ class EarlyAbort(Fcfs):
             self._await(sequence)
 
     def hopeless(self, now_s: float) -> Iterable[Sequence]:
-        found: dict[Sequence, None] = {}
+        hopeless: dict[Sequence, None] = {}
         while self._due and now_s + self.prefill_s > self._due[0][0]:
             _, _, sequence = heapq.heappop(self._due)
             if sequence in self._waiting and sequence.times.first_token_s is None:
-                found[sequence] = None
-        return found
+                hopeless[sequence] = None
+        return hopeless
 
     def served(self, chunks: Chunks) -> None:
         for sequence, _ in chunks:

@@ -24,9 +24,6 @@ from pcg.runtime.admission.latency import Latency
 from pcg.runtime.admission.step_bound import StepBound
 from pcg.runtime.requests.sequence import Sequence
 
-# ------------------------------------------------------------------------------------------- policy
-
-
 Chunks: TypeAlias = Iterable[tuple[Sequence, int]]
 """Sequences, and how many of their tokens ran."""
 
@@ -86,8 +83,8 @@ class Policy(ABC):
         These are the ones of the highest priority number, of equal ones the latest admitted.
         """
         ordered = list(running)
-        if any(sequence.request.priority for sequence in ordered):
-            ordered.sort(key=_priority)
+        if [sequence for sequence in ordered if sequence.request.priority]:
+            ordered.sort(key=lambda sequence: sequence.request.priority)
         return ordered
 
     def bound(self, forward: Latency | None, alone_s: float) -> StepBound | None:
@@ -113,13 +110,6 @@ class Policy(ABC):
 
     def served(self, chunks: Chunks) -> None:  # noqa: B027 (most policies do not count)
         """Note tokens that ran, before their requests are updated."""
-
-
-def _priority(sequence: Sequence) -> int:
-    return sequence.request.priority
-
-
-# --------------------------------------------------------------------------------------------- line
 
 
 class Line:

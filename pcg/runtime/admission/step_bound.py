@@ -30,9 +30,6 @@ from pcg.runtime.admission.latency import Latency
 from pcg.runtime.requests.sequence import Sequence
 from pcg.runtime.requests.step import Load, Plan, keys_of
 
-# --------------------------------------------------------------------------------------- recent use
-
-
 _HALF_LIFE = 256
 """Steps after which a token counts half."""
 _GROWTH: float = 2 ** (1 / _HALF_LIFE)
@@ -99,15 +96,12 @@ class HeavyTenants:
         return self._others > 0
 
     def __contains__(self, tenant: str) -> bool:
-        found = self._known.get(tenant)
-        if found is None:
-            own = self._used.get(tenant, 0.0) + self._weight * self._asked.get(tenant, 0)
-            found = own * self._others > _HEAVY * (self._total - own)
-            self._known[tenant] = found
-        return found
-
-
-# --------------------------------------------------------------------------------------- step bound
+        is_heavy = self._known.get(tenant)
+        if is_heavy is None:
+            used = self._used.get(tenant, 0.0) + self._weight * self._asked.get(tenant, 0)
+            is_heavy = used * self._others > _HEAVY * (self._total - used)
+            self._known[tenant] = is_heavy
+        return is_heavy
 
 
 _ROW = Load(sampled=1, chunks=1)
@@ -195,7 +189,6 @@ class StepBound:
         return min(room, fitting)
 
     def _left_s(self, plan: Plan) -> float:
-        """Return the time that they may add to what is planned."""
         step_s = self._forward.seconds(plan.load)
         if plan.tokens > self._tokens:
             others_s = step_s - self._added_s

@@ -160,9 +160,9 @@ class ExampleReader:
         else:
             examples = self._documents(rows) if holds_documents(self.data) else self._rows(rows)
         is_empty = True
-        for one in examples:
+        for placed in examples:
             is_empty = False
-            yield one
+            yield placed
         if is_empty:
             dropped = self.dropped
             left = f"; all {dropped} rows were dropped: none has a token to learn"
@@ -185,7 +185,9 @@ class ExampleReader:
         """Yield two examples of each row, which is left out if one of them has nothing to learn."""
         self.format = "preference"
         for row in rows:
-            chosen, rejected = (self._example(one, row) for one in parse_pair(row.value, row.where))
+            chosen, rejected = (
+                self._example(half, row) for half in parse_pair(row.value, row.where)
+            )
             if chosen is None or rejected is None:
                 self.dropped += 1
             else:
@@ -193,7 +195,6 @@ class ExampleReader:
                 yield rejected, row.where
 
     def _example(self, sample: Sample, row: Row) -> Example | None:
-        """Return the example of a sample; None if it is to be left out."""
         options = self.options
         example = tokenize(sample, self.tokenizer, row.where, options.append_eos)
         whole_targets, length = example.targets, len(example.ids)

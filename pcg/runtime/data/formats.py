@@ -36,9 +36,6 @@ from pcg.files import json_value
 from pcg.runtime.text.chat import Message, check_messages, kind_of, require_list, require_string
 from pcg.units import shown
 
-# ------------------------------------------------------------------------------------------ formats
-
-
 _CALL = "function_call"
 SHAREGPT_ROLES = {
     "human": "user",
@@ -235,10 +232,10 @@ def _parse_text(row: Mapping[str, Any], where: str) -> Sample:
 
 def _parse_alpaca(row: Mapping[str, Any], where: str) -> Sample:
     instruction = require_string(row["instruction"], "'instruction'", where)
-    given = row.get("input")
-    given = "" if given is None else require_string(given, "'input'", where)
-    system = _system(row, where) or (_ALPACA_WITH_INPUT if given else _ALPACA)
-    question = f"{instruction}\n\n### Input:\n{given}" if given else instruction
+    context = row.get("input")
+    context = "" if context is None else require_string(context, "'input'", where)
+    system = _system(row, where) or (_ALPACA_WITH_INPUT if context else _ALPACA)
+    question = f"{instruction}\n\n### Input:\n{context}" if context else instruction
     rounds = []
     for index, pair in enumerate(_listed(row.get("history")) or ()):
         place = f"'history'[{index}]"
@@ -246,7 +243,9 @@ def _parse_alpaca(row: Mapping[str, Any], where: str) -> Sample:
             raise DataError(
                 f"{where}: {place} has {len(pair)} values; give a question and an answer"
             )
-        rounds.append([require_string(one, f"{place}[{at}]", where) for at, one in enumerate(pair)])
+        rounds.append(
+            [require_string(part, f"{place}[{at}]", where) for at, part in enumerate(pair)]
+        )
     rounds.append([question, ""])
     turns = [f"### Instruction:\n{asked}\n\n### Response:\n{answer}" for asked, answer in rounds]
     return TextSample(
@@ -307,8 +306,8 @@ def _parse_tokens(row: Mapping[str, Any], where: str) -> Sample:
     if len(mask) > 1:
         raise DataError(f"{where} is packed, by the numbers of its 'attention_mask': {_PACKED}")
     ids = _numbers(row["input_ids"], "'input_ids'", where)
-    given = row.get("labels")
-    labels = ids if given is None else _numbers(given, "'labels'", where)
+    column = row.get("labels")
+    labels = ids if column is None else _numbers(column, "'labels'", where)
     if len(labels) != len(ids):
         raise DataError(
             f"{where} has {len(ids)} input_ids and {len(labels)} labels; give each token one, -100 "
@@ -319,9 +318,9 @@ def _parse_tokens(row: Mapping[str, Any], where: str) -> Sample:
 
 def _numbers(value: Any, name: str, where: str) -> list[int]:
     listed = _listed(value)
-    for one in require_list(listed, name, where):
-        if type(one) is not int:
-            raise DataError(f"{where}: {name} has {kind_of(one)} among its tokens; use ints")
+    for number in require_list(listed, name, where):
+        if type(number) is not int:
+            raise DataError(f"{where}: {name} has {kind_of(number)} among its tokens; use ints")
     return list(listed)
 
 
@@ -389,13 +388,12 @@ def _is_learned(message: dict[str, Any], place: str) -> bool:
 
 
 def _system(row: Mapping[str, Any], where: str) -> str:
-    """Return the text of the columns of the system; empty without."""
-    given = {name: row[name] for name in _SYSTEM if row.get(name)}
-    for name, value in given.items():
+    systems = {name: row[name] for name in _SYSTEM if row.get(name)}
+    for name, value in systems.items():
         require_string(value, repr(name), where)
-    if len(set(given.values())) > 1:
-        raise DataError(f"{where} has {' and '.join(map(repr, given))}, which differ; give one")
-    return next(iter(given.values()), "")
+    if len(set(systems.values())) > 1:
+        raise DataError(f"{where} has {' and '.join(map(repr, systems))}, which differ; give one")
+    return next(iter(systems.values()), "")
 
 
 LEARNS: Mapping[str, tuple[Any, Any]] = {
@@ -444,9 +442,6 @@ READ_KEYS = frozenset({"labels", "attention_mask", *PROMPTS, *COLUMNS}).union(
 """Keys of rows that some format reads or refuses; values of others may be anything."""
 
 
-# -------------------------------------------------------------------------------------------- pairs
-
-
 Pair = tuple[Sample, Sample]
 """The preferred sample, and the other one."""
 _OPENAI = ("preferred_output", "non_preferred_output")
@@ -481,10 +476,10 @@ def _openai(row: Mapping[str, Any], where: str) -> Pair:
     for key in ("input", *_OPENAI):
         if key not in row:
             raise DataError(f"{where}: missing key {key!r}; use {_KNOWN}")
-    given = row["input"]
-    if not isinstance(given, Mapping) or "messages" not in given:
-        raise DataError(f"{where}: 'input' is {kind_of(given)}; expected an object with 'messages'")
-    before = _messages(given["messages"], "'input.messages'", where)
+    asked = row["input"]
+    if not isinstance(asked, Mapping) or "messages" not in asked:
+        raise DataError(f"{where}: 'input' is {kind_of(asked)}; expected an object with 'messages'")
+    before = _messages(asked["messages"], "'input.messages'", where)
     outputs = []
     for key in _OPENAI:
         output = _messages(row[key], repr(key), where)
@@ -495,7 +490,7 @@ def _openai(row: Mapping[str, Any], where: str) -> Pair:
                     "messages from assistant and tool"
                 )
         outputs.append(output)
-    return _chats(before, outputs, given, where)
+    return _chats(before, outputs, asked, where)
 
 
 def _trl(row: Mapping[str, Any], where: str) -> Pair:
@@ -504,9 +499,9 @@ def _trl(row: Mapping[str, Any], where: str) -> Pair:
     if isinstance(prompt, str) and isinstance(chosen, list) and isinstance(rejected, list):
         # As of UltraFeedback: the outputs are whole chats, which ask the prompt.
         both = chosen[: _alike(chosen, rejected)]
-        if any(isinstance(one, Mapping) and one.get("content") == prompt for one in both):
+        if any(isinstance(item, Mapping) and item.get("content") == prompt for item in both):
             prompt = None
-    kinds = {type(one) for one in (chosen, rejected, *(() if prompt is None else (prompt,)))}
+    kinds = {type(item) for item in (chosen, rejected, *(() if prompt is None else (prompt,)))}
     if kinds not in ({str}, {list}):
         named = ", ".join(
             f"{key!r} is {kind_of(row[key])}" for key in ("prompt", "chosen", "rejected")
@@ -525,7 +520,8 @@ def _trl(row: Mapping[str, Any], where: str) -> Pair:
         return TextSample(prompt, chosen), TextSample(prompt, rejected)
     before = [] if prompt is None else _messages(prompt, "'prompt'", where)
     outputs = [
-        _messages(one, repr(key), where) for key, one in zip(_TRL, (chosen, rejected), strict=True)
+        _messages(item, repr(key), where)
+        for key, item in zip(_TRL, (chosen, rejected), strict=True)
     ]
     if prompt is None:
         before = outputs[0][: _alike(*outputs)]
@@ -538,11 +534,11 @@ def _trl(row: Mapping[str, Any], where: str) -> Pair:
 def _check_prompt(row: Mapping[str, Any], prompt: Any, where: str) -> None:
     """Refuse a row whose outputs do not begin with the prompt that another column has."""
     for name in PROMPTS:
-        given = row.get(name)
-        has_it = bool(prompt) if not isinstance(prompt, str) else str(given) in prompt
-        if given and given != row["chosen"] and not has_it:
+        other = row.get(name)
+        has_it = bool(prompt) if not isinstance(prompt, str) else str(other) in prompt
+        if other and other != row["chosen"] and not has_it:
             raise DataError(
-                f"{where} has {name!r} ({shown(given)}), which its outputs do not begin with, and "
+                f"{where} has {name!r} ({shown(other)}), which its outputs do not begin with, and "
                 "no 'prompt'; give the whole prompt as 'prompt'"
             )
 
@@ -561,11 +557,11 @@ def _chats(
 ) -> Pair:
     _check_differ(outputs[0], outputs[1], where)
     # Each has messages of its own, as a sample takes weights out of them.
-    made = [
-        chat_sample([dict(one) for one in (*before, *output)], len(before), row, where)
+    samples = [
+        chat_sample([dict(message) for message in (*before, *output)], len(before), row, where)
         for output in outputs
     ]
-    return made[0], made[1]
+    return samples[0], samples[1]
 
 
 def _check_differ(chosen: Any, rejected: Any, where: str) -> None:
@@ -573,7 +569,6 @@ def _check_differ(chosen: Any, rejected: Any, where: str) -> None:
         raise DataError(f"{where}: both outputs are alike, so neither is preferred; remove the row")
 
 
-def _alike(one: Any, other: Any) -> int:
-    """Return the number of elements that two sequences begin with alike."""
-    most = min(len(one), len(other))
-    return next((i for i in range(most) if one[i] != other[i]), most)
+def _alike(first: Any, other: Any) -> int:
+    most = min(len(first), len(other))
+    return next((i for i in range(most) if first[i] != other[i]), most)

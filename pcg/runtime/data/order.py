@@ -140,14 +140,14 @@ class Batches:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go to a saved position. FinetuneError: it was saved with other examples or settings."""
-        own = self.state_dict()
-        for key in own:
+        expected = self.state_dict()
+        for key in expected:
             if key not in state:
                 raise FinetuneError(f"the saved position has no {key!r}; it is not one of Batches")
-            if key not in ("epoch", "index") and state[key] != own[key]:
+            if key not in ("epoch", "index") and state[key] != expected[key]:
                 raise FinetuneError(
-                    f"the saved position has {key}={shown(state[key])}, this run "
-                    f"{key}={own[key]!r}; resume with the same data and settings, or start anew"
+                    f"the saved position has {key}={shown(state[key])}, this run {key}="
+                    f"{expected[key]!r}; resume with the same data and settings, or start anew"
                 )
         epoch, index = state["epoch"], state["index"]
         if type(epoch) is not int or type(index) is not int or epoch < 0:
@@ -171,7 +171,6 @@ class Batches:
 
 
 def _fingerprint(examples: Sequence[Example]) -> int:
-    """Return a checksum of all tokens and labels, to notice changed data."""
     checksum = 0
     for example in examples:
         for values in (example.ids, example.labels):

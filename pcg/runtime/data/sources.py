@@ -45,8 +45,6 @@ from pcg.runtime.data.limits import UNLIMITED, DataLimits, RowMeter, bytes_of
 from pcg.runtime.text.chat import kind_of
 from pcg.units import counted, shown
 
-# --------------------------------------------------------------------------------------------- rows
-
 
 @dataclass(frozen=True)
 class Row:
@@ -153,9 +151,6 @@ def _parse(text: str, where: str) -> Any:
     return value
 
 
-# ------------------------------------------------------------------------------------------- frames
-
-
 Header = dict[str, Any]
 Placed = tuple[Example, str]
 """An example and its place."""
@@ -209,9 +204,6 @@ def _read_ints(stream: IO[bytes], count: int) -> array[int]:
     ints = array("q")
     ints.fromfile(stream, count)
     return ints
-
-
-# ------------------------------------------------------------------------------------------ sources
 
 
 JSON_LINES = (".jsonl", ".ndjson", ".json")
@@ -301,11 +293,7 @@ def _iterated(source: Any) -> Iterator[Any]:
     )
 
 
-# ------------------------------------------------------------------------------- tables
-
-
 def _table_rows(source: Any) -> list[Any] | None:
-    """Return the rows of a frame or a table, None for anything else."""
     if hasattr(source, "to_pylist") and hasattr(source, "column_names"):  # pyarrow
         return list(map(_row_of_table, source.to_pylist()))
     if hasattr(source, "to_dicts"):  # polars
@@ -333,7 +321,6 @@ def _whole(value: Any) -> Any:
 
 
 def _column_rows(columns: Mapping[str, Any]) -> list[Any]:
-    """Return the rows of a dict of columns. DataError: it is one row, or no table."""
     one_row = any(
         isinstance(value, Sequence) and len(value) and isinstance(value[0], Mapping)
         for format in FORMATS.values()
@@ -374,9 +361,6 @@ def _plain(value: Any) -> Any:
         return [_plain(item) for item in value]
     is_nan = isinstance(value, float) and value != value
     return None if is_nan or type(value).__name__ in ("NAType", "NaTType") else value
-
-
-# ------------------------------------------------------------------------------- splits
 
 
 @dataclass(frozen=True)

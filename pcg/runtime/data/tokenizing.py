@@ -26,8 +26,6 @@ from pcg.runtime.data.formats import READ_KEYS
 from pcg.runtime.data.sources import Gathered, Placed, read_batch, read_header
 from pcg.runtime.data.tokenizing_worker import Task
 
-# --------------------------------------------------------------------------------------- cancelling
-
 
 class Cancelling:
     """Is cancelled once, from any thread; then calls what ends the work under way."""
@@ -78,9 +76,6 @@ class Cancelling:
             with self._lock:
                 if act in self._acts:
                     self._acts.remove(act)
-
-
-# --------------------------------------------------------------------------------------- tokenizing
 
 
 _ROWS = 64

@@ -30,11 +30,11 @@ from pcg.runtime.engine.scheduler import Scheduler
 from pcg.runtime.engine.step_runner import StepRunner
 from pcg.runtime.memory.kv_cache import KvCache, page_bytes_of, stage_kv_types
 from pcg.runtime.memory.pool import pages_for
-from pcg.runtime.memory.prefixes import Prefixes
 from pcg.runtime.metrics.events import EventLog, Kind
 from pcg.runtime.model.specialised import ServingProgram
 from pcg.runtime.model.state import ModelState
 from pcg.runtime.requests.compared import option_facts, request_facts
+from pcg.runtime.requests.prefixes import Prefixes
 from pcg.runtime.requests.request import Chunk, Request
 from pcg.runtime.training.finetuning import finetune_run
 from pcg.runtime.training.options import FinetuneResult, JobArguments, StepRecord

@@ -33,8 +33,8 @@ from pcg.runtime.admission.policy import Policy
 from pcg.runtime.admission.step_bound import StepBound
 from pcg.runtime.engine.device import Device
 from pcg.runtime.memory.pool import Needs, PagePool, PageTable, pages_for
-from pcg.runtime.memory.prefixes import Prefixes
 from pcg.runtime.metrics.events import Kind
+from pcg.runtime.requests.prefixes import Prefixes
 from pcg.runtime.requests.sequence import Sequence, State
 from pcg.runtime.requests.step import Load, Plan
 from pcg.runtime.sampling.grammars import Grammar

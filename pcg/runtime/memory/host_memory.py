@@ -1,34 +1,26 @@
-"""The C library's allocator, told to give freed memory back to the system.
+"""Memory of the host: freed tensors go back to the system, and oneDNN's caches are bounded.
 
-A step's tensors come and go in many sizes. By default glibc puts those below 32 MiB into one heap,
-and raises that bound as it sees them freed; the heap keeps what was freed, in holes that the next
-tensor may not fit, not even one of equal size, as torch aligns tensors. So a process that trains
-within a plan has up to three times the plan's memory. There are two ways to less:
+By default glibc puts tensors below 32 MiB into one heap, and raises that bound as it sees them
+freed; the heap keeps freed memory in holes that the next tensor may not fit. So a process that
+trains within a plan has up to three times the plan's memory. There are two remedies:
 
 `return_freed_memory`: above a fixed threshold each tensor is a mapping of its own, gone once it is
-freed. Resident memory is the floor before a step + the bytes that are alive, but each tensor takes
-fresh pages, which the kernel zeroes: half as long again for a step. So this is for those who ask
-for less memory, by a budget below 1.
+freed. Each tensor takes fresh pages, which the kernel zeroes: half as long again for a step. This
+is for budgets below 1.
 
-`FreedMemory`: the heap is looked at before each product of a step, and the pages of all holes go
-back to the system (malloc_trim) as soon as
+`FreedMemory`: before each product of a step, the pages of all holes go back to the system
+(malloc_trim) as soon as
 
     resident bytes of the heap  >  (1 + SLACK) * the most bytes that were in use at once so far
 
-Most holes are filled before, so that a step takes a seventh of those fresh pages. Between two looks
-holes of a few tensors come up: little beside what a budget of 1 saves, a fifth of what 0 does.
-
+Most holes are filled before, so that a step takes a seventh of those fresh pages.
 `benchmarks/bench_peak.py` measures the memory, the seconds and the fresh pages.
-
-oneDNN's caches of compiled products, told to keep no more than a few hundred.
 
 oneDNN compiles a product for each number of tokens and shape of a weight, and torch and oneDNN each
 keep the last 1,024 of them: up to 0.3 MiB each, hundreds of MiB once requests of all lengths have
 come. A product that is compiled again takes 0.1 ms, once for all layers of a step, so the caches
-are bounded to those that come back: the steps that decode, of any number of requests, and common
-chunks of prompts.
-
-`tests/runtime/memory/test_shape_caches.py` measures what a new shape takes.
+are bounded to the products that recur: steps that decode, and common chunks of prompts.
+`tests/runtime/memory/test_shape_caches.py` measures the time of a new shape.
 """
 
 from __future__ import annotations
@@ -42,9 +34,6 @@ from collections.abc import Mapping
 from typing import Any
 
 from pcg.kernels.torch.products import ProductRequest, Result
-
-# ----------------------------------------------------------------------------------- host allocator
-
 
 THRESHOLD_BYTES = 128 * 2**10
 """The least size of a tensor with a mapping of its own: where glibc starts, before it raises it."""
@@ -88,12 +77,10 @@ def is_set_by(environment: Mapping[str, str]) -> bool:
 
 
 class FreedMemory:
-    """Gives what this process has freed back to the system, once it is too much.
-
-    Nothing happens where the C library is not glibc 2.33 or newer.
+    """Returns freed memory of this process to the system, by glibc 2.33 or newer.
 
     Args:
-        slack: the share of the most bytes in use that holes may take beside.
+        slack: the share of the most bytes in use that holes may take.
     """
 
     def __init__(self, slack: float = SLACK) -> None:
@@ -106,7 +93,7 @@ class FreedMemory:
             self._base = _anonymous_bytes() - self._floor
 
     def between(self, requests: ProductRequest[Result]) -> ProductRequest[Result]:
-        """Do as a function that requests products does, and look at the memory at each."""
+        """Run a function that requests products, and look at the memory at each of them."""
         if self._libc is None:
             return (yield from requests)
         try:
@@ -120,8 +107,12 @@ class FreedMemory:
         return result
 
     def look(self) -> None:
-        """Give back what is freed if it is too much beside what is in use."""
-        if self._libc is None or self._is_within(held := self._held_bytes()):
+        """Return freed memory if it is much beside the memory in use."""
+        if self._libc is None:
+            return
+        # Resident bytes of tensors and holes, beyond those in use at the beginning.
+        held = _anonymous_bytes() - self._base - self._floor
+        if self._is_within(held):
             return
         self._most = max(self._most, self._used_bytes() - self._floor)
         if not self._is_within(held):
@@ -132,13 +123,9 @@ class FreedMemory:
     def _is_within(self, held_bytes: int) -> bool:
         return held_bytes <= self._most * (1 + self._slack)
 
-    def _held_bytes(self) -> int:
-        """Return the resident bytes of tensors and holes, beyond those in use at the beginning."""
-        return _anonymous_bytes() - self._base - self._floor
-
     def _used_bytes(self) -> int:
-        found = self._libc.mallinfo2()
-        return int(found.uordblks + found.hblkhd)
+        numbers = self._libc.mallinfo2()
+        return int(numbers.uordblks + numbers.hblkhd)
 
 
 class _Mallinfo2(ctypes.Structure):
@@ -155,7 +142,6 @@ class _Mallinfo2(ctypes.Structure):
 
 @functools.cache
 def _glibc() -> Any:
-    """Return the C library if it is glibc 2.33 or newer, and its malloc the process's; or None."""
     if platform.libc_ver()[0] != "glibc":
         return None
     library = ctypes.CDLL(None)
@@ -166,13 +152,9 @@ def _glibc() -> Any:
 
 
 def _anonymous_bytes() -> int:
-    """Return this process's resident bytes that are not of files, by proc(5)."""
     with open("/proc/self/statm", "rb") as statm:
         fields = statm.read().split()
     return (int(fields[1]) - int(fields[2])) * mmap.PAGESIZE
-
-
-# ------------------------------------------------------------------------------------- shape caches
 
 
 KEPT_PRODUCTS = 256

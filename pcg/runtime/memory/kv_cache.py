@@ -29,8 +29,6 @@ from pcg.kernels.sizes import PAGE_TOKENS
 from pcg.ranks.stages import Stages
 from pcg.runtime.memory.pool import PagePool
 
-# ----------------------------------------------------------------------------------------- kv cache
-
 
 def kv_types(model: ModelGraph) -> tuple[tuple[TensorType, TensorType], ...]:
     """Return the types of each layer's keys and values, [T, kv_heads, head_dim].
@@ -41,10 +39,10 @@ def kv_types(model: ModelGraph) -> tuple[tuple[TensorType, TensorType], ...]:
     by_block = []
     for block in model.blocks:
         node = next((node for node in block.nodes if node.op == "attention"), None)
-        found = (none, none)
+        pair = (none, none)
         if node is not None:
-            found = (block.types[node.inputs[1]], block.types[node.inputs[2]])
-        by_block.append(found)
+            pair = (block.types[node.inputs[1]], block.types[node.inputs[2]])
+        by_block.append(pair)
     return tuple(by_block[block] for block in model.layers)
 
 
@@ -126,12 +124,11 @@ class KvCache:
 
 
 def _in_pages(pages: Tensor, type_: TensorType, offset: int) -> Tensor:
-    """Return a view of one layer's keys or values, which begin at `offset` bytes of each page."""
-    own = pages.view(getattr(torch, TORCH_NAMES[type_.dtype]))
+    elements = pages.view(getattr(torch, TORCH_NAMES[type_.dtype]))
     heads, size = type_.features
     shape = (len(pages), heads, PAGE_TOKENS, size)
-    strides = (own.shape[1], PAGE_TOKENS * size, size, 1)
-    return own.as_strided(shape, strides, offset // own.itemsize)
+    strides = (elements.shape[1], PAGE_TOKENS * size, size, 1)
+    return elements.as_strided(shape, strides, offset // elements.itemsize)
 
 
 def _scrub_pages(pages: Tensor, start: int, count: int) -> None:
@@ -156,9 +153,6 @@ def _untouched(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device)
 def bytes_of_page(types: Sequence[tuple[TensorType, TensorType]]) -> int:
     """Return the bytes of one page, in all layers."""
     return PAGE_TOKENS * sum(bytes_of_row(type_) for pair in types for type_ in pair)
-
-
-# -------------------------------------------------------------------------------------- stage pages
 
 
 def stage_kv_types(

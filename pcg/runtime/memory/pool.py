@@ -1,26 +1,18 @@
 """Unified paging: one pool of fixed pages for the KV cache and for adapters.
 
-A page is room for `PAGE_TOKENS` tokens' keys and values in all layers; an adapter takes as many
-pages as its bytes need. Any page serves anyone, so nothing is lost to fragmentation, and a table
-lists the pages of an owner in order. Where possible an owner gets adjacent pages: the pages that it
-is expected to grow into are its spare ones, which others take only when no other page is free.
-Attention reads a run of pages at one stride, and gathers only where it cannot. Adapters' pages need
-not be runs; they come from the other end of the pool.
+A page holds `PAGE_TOKENS` tokens' keys and values in all layers; an adapter takes as many pages as
+its bytes need. A table lists the pages of an owner in order. Where possible an owner gets adjacent
+pages: the pages that it is expected to grow into are its spare pages, which others take only when
+no other page is free. Attention reads a run of pages at one stride, and gathers only where it
+cannot. Adapters' pages come from the other end of the pool.
 
-The first pages of a table may be shared: other tables read them, too, and none writes them. When
-the last of these tables is closed, they are kept for later ones until pages are needed, or until
-half of all pages are so kept: free pages scattered among them would leave no runs.
+The first pages of a table may be shared: other tables read them, too, and none writes them. A
+shared page without readers is kept for later ones, and counts as free, until another owner needs
+it (the least recently read is reclaimed first), or until half of all pages are kept so: free pages
+scattered among them would leave no runs.
 
-Source: S-LoRA §5.1 (one pool for both), vLLM (block tables). Runs are our own.
-
-Shared pages: pages that several tables may read, with counts of their readers.
-
-A page without readers is kept, so that it may be read again, until another owner needs it; the
-least recently read is reclaimed first. Such pages count as free.
-
-Source: vLLM's block pool (reference counts, and a queue of cached blocks that are free).
-
-Needs: the pages that requests need at most, and the most of any, found at once.
+Source: S-LoRA §5.1 (one pool for both), vLLM (block tables, reference counts and a queue of cached
+blocks that are free). Runs are our own.
 """
 
 from __future__ import annotations
@@ -34,11 +26,6 @@ from itertools import pairwise
 from pcg.errors import OutOfMemoryError, PcgError
 from pcg.kernels.sizes import PAGE_TOKENS
 from pcg.runtime.memory.free_runs import FreeRuns
-
-# --------------------------------------------------------------------------------------------- pool
-
-
-# ------------------------------------------------------------------------------------- shared pages
 
 
 class SharedPages:
@@ -111,9 +98,6 @@ class SharedPages:
         assert self._forgotten <= counts.keys() - unread, "a forgotten page is unread, or not there"
 
 
-# --------------------------------------------------------------------------------------------- pool
-
-
 UNREAD_SHARE = 0.5
 """The largest share of all pages that is kept unread: runs are made of the others."""
 
@@ -127,6 +111,8 @@ class PageTable:
         spare_start: the page after the last one, or where the first will be.
         spare: number of pages from there that are kept for it while others are free.
         replaced: how often a page replaced another; otherwise pages are only appended.
+        run_row: the cache's row of the first token if the pages are a run, else -1.
+        stop_row: the row after those of a run and of the free pages behind it that are kept for it.
     """
 
     owner: str
@@ -135,27 +121,23 @@ class PageTable:
     spare_start: int = 0
     spare: int = 0
     replaced: int = 0
+    run_row: int = 0
+    stop_row: int = 0
     _breaks: int = 0
+
+    def place(self) -> None:
+        """Update the rows after the pages or the spare pages changed."""
+        first, end = self.spare_start, self.spare_start
+        if self.pages:
+            first, end = self.pages[0], self.pages[-1] + 1
+        if end == self.spare_start:
+            end += self.spare
+        self.run_row = -1 if self._breaks else first * PAGE_TOKENS
+        self.stop_row = end * PAGE_TOKENS
 
     @property
     def is_run(self) -> bool:
         return not self._breaks
-
-    @property
-    def first_row(self) -> int:
-        """The row of a run's first token."""
-        return (self.pages[0] if self.pages else self.spare_start) * PAGE_TOKENS
-
-    @property
-    def run_row(self) -> int:
-        """The row of the first token if the pages are a run, else -1."""
-        return -1 if self._breaks else self.first_row
-
-    @property
-    def stop_row(self) -> int:
-        """The row after those of a run and of the free pages behind it that are kept for it."""
-        last = self.pages[-1] + 1 if self.pages else self.spare_start
-        return (last + self.spare if last == self.spare_start else last) * PAGE_TOKENS
 
     @property
     def capacity(self) -> int:
@@ -166,28 +148,23 @@ class PageTable:
         """Number of pages that it has or that are kept for it."""
         return len(self.pages) + self.spare
 
-    def row(self, token: int) -> int:
-        """Return the cache's row of a token."""
-        return self.pages[token // PAGE_TOKENS] * PAGE_TOKENS + token % PAGE_TOKENS
-
     def rows(self, start: int, stop: int) -> range | list[int]:
         """Return the cache's rows of tokens; a range if the pages are a run."""
-        if self.is_run:
-            first = self.first_row
-            return range(first + start, first + stop)
+        if self.run_row >= 0:
+            return range(self.run_row + start, self.run_row + stop)
         rows: list[int] = []
         for page in self.pages[start // PAGE_TOKENS : -(-stop // PAGE_TOKENS)]:
             rows += range(page * PAGE_TOKENS, (page + 1) * PAGE_TOKENS)
         skipped = start % PAGE_TOKENS
         return rows[skipped : skipped + stop - start]
 
-    def take(self, page: int) -> None:
+    def append(self, page: int) -> None:
         if self.pages and page != self.pages[-1] + 1:
             self._breaks += 1
         self.pages.append(page)
 
     def replace(self, place: int, page: int) -> int:
-        """Replace a page by another; returns the page that was replaced."""
+        """Replace a page by another; return the page that was replaced."""
         near = slice(max(place - 1, 0), place + 2)
         self._breaks -= _breaks(self.pages[near])
         replaced, self.pages[place] = self.pages[place], page
@@ -231,6 +208,7 @@ class PagePool:
             table.spare_start, table.spare = start, expected
             self._spare += expected
             self._keeping[id(table)] = table
+        table.place()
         return table
 
     def extend(self, table: PageTable, count: int, last: bool = False) -> None:
@@ -238,16 +216,23 @@ class PagePool:
 
         OutOfMemoryError: so many are not free; nothing has changed.
         """
-        own = min(count, table.spare)
-        if count - own > self.free - table.spare:
+        taken = min(count, table.spare)
+        if count - taken > self.free - table.spare:
             raise OutOfMemoryError(
                 f"{table.owner} wants {count} pages of {PAGE_TOKENS} tokens, and {self.free} of "
                 f"{self.size} are free"
             )
-        if own:
-            self._take_spare(table, own)
-        while count > own:
-            own += self._take_free(table, count - own, last)
+        if taken:
+            for _ in range(taken):
+                table.append(table.spare_start)
+                table.spare_start += 1
+            table.spare -= taken
+            self._spare -= taken
+            if not table.spare:
+                del self._keeping[id(table)]
+        while count > taken:
+            taken += self._take_free(table, count - taken, last)
+        table.place()
 
     def close(self, table: PageTable) -> None:
         """Take back all pages of a table."""
@@ -263,6 +248,7 @@ class PagePool:
             self._take_back(self.shared.reclaim())
         table.pages.clear()
         table.shared = table._breaks = 0
+        table.place()
 
     def reset(self, kept: Iterable[PageTable]) -> None:
         """Free all pages but those of some tables, whatever a failed call left half changed."""
@@ -276,6 +262,7 @@ class PagePool:
         for table in tables:
             table.shared = table.spare = 0
             table._breaks = _breaks(table.pages)
+            table.place()
         for start, count in runs_of(used):
             self.on_free(start, count)
         for start, count in runs_of(sorted(set(range(self.size)) - held)):
@@ -299,7 +286,8 @@ class PagePool:
         if table.shared < len(table.pages):
             self._take_back(table.replace(table.shared, page))
         else:
-            table.take(page)
+            table.append(page)
+        table.place()
         table.shared += 1
 
     def fork(self, table: PageTable, count: int, owner: str) -> PageTable:
@@ -329,8 +317,10 @@ class PagePool:
         for table in self._tables.values():
             seen += table.pages[table.shared :]
             seen += range(table.spare_start, table.spare_start + table.spare)
-            breaks = _breaks(table.pages)
+            breaks, rows = _breaks(table.pages), (table.run_row, table.stop_row)
             assert breaks == table._breaks, f"{table.owner} has {breaks} breaks"
+            table.place()
+            assert rows == (table.run_row, table.stop_row), f"{table.owner} has other rows"
         tables = self._tables.values()
         self.shared.check_integrity(page for t in tables for page in t.pages[: t.shared])
         seen += self.shared
@@ -342,17 +332,7 @@ class PagePool:
         self.on_free(start, count)
         self._free.add(start, count)
 
-    def _take_spare(self, table: PageTable, count: int) -> None:
-        for _ in range(count):
-            table.take(table.spare_start)
-            table.spare_start += 1
-        table.spare -= count
-        self._spare -= count
-        if not table.spare:
-            del self._keeping[id(table)]
-
     def _take_free(self, table: PageTable, count: int, last: bool) -> int:
-        """Take up to `count` adjacent pages; returns how many."""
         if not self._free.pages and self.shared.unread:
             for _ in range(min(count, self.shared.unread)):
                 self._take_back(self.shared.reclaim())
@@ -368,7 +348,7 @@ class PagePool:
             start = self._free.fitting(min(count, self._free.longest))
             taken = self._free.take(start, count)
         for page in range(start, start + taken):
-            table.take(page)
+            table.append(page)
         return taken
 
     def _give_spare_back(self, table: PageTable) -> None:
@@ -377,6 +357,7 @@ class PagePool:
             self._spare -= table.spare
             table.spare = 0
             del self._keeping[id(table)]
+            table.place()
 
 
 def pages_for(tokens: int) -> int:
@@ -385,22 +366,18 @@ def pages_for(tokens: int) -> int:
 
 
 def _breaks(pages: list[int]) -> int:
-    """Count the pages that do not follow the one before."""
     return sum(after != before + 1 for before, after in pairwise(pages))
 
 
 def runs_of(pages: list[int]) -> list[tuple[int, int]]:
     """Return the pages as runs: start and length."""
-    found: list[tuple[int, int]] = []
+    runs: list[tuple[int, int]] = []
     for page in pages:
-        if found and page == found[-1][0] + found[-1][1]:
-            found[-1] = (found[-1][0], found[-1][1] + 1)
+        if runs and page == sum(runs[-1]):
+            runs[-1] = (runs[-1][0], runs[-1][1] + 1)
         else:
-            found.append((page, 1))
-    return found
-
-
-# -------------------------------------------------------------------------------------------- needs
+            runs.append((page, 1))
+    return runs
 
 
 class Needs:

@@ -163,7 +163,7 @@ class EventLog:
 
     def __iter__(self) -> Iterator[Event]:
         entries = tuple(self._entries)
-        parts = (one.events() if isinstance(one, _Tokens) else (one,) for one in entries)
+        parts = (entry.events() if isinstance(entry, _Tokens) else (entry,) for entry in entries)
         return chain.from_iterable(parts)
 
     def __len__(self) -> int:

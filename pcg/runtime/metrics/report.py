@@ -35,8 +35,6 @@ import numpy as np
 from pcg.errors import BenchmarkError
 from pcg.runtime.metrics.events import Event, EventLog, Kind
 
-# ---------------------------------------------------------------------------------------- timelines
-
 
 class Outcome(StrEnum):
     """The end of a request."""
@@ -209,7 +207,7 @@ def timelines(events: Iterable[Event], slo: Slo, *, is_whole: bool = True) -> tu
                     "have it submitted; keep all events, EventLog(kept=None)"
                 )
             _follow(requests[event.subject], event)
-    return tuple(replace(one.line, tokens=tuple(one.tokens)) for one in every)
+    return tuple(replace(opened.line, tokens=tuple(opened.tokens)) for opened in every)
 
 
 def _submitted(event: Event, slo: Slo) -> Timeline:
@@ -233,8 +231,8 @@ def optional_number(event: Event, name: str, default: float | None = None) -> fl
     return default if event.details.get(name) is None else number(event, name)
 
 
-def _follow(one: _Open, event: Event) -> None:
-    line = one.line
+def _follow(opened: _Open, event: Event) -> None:
+    line = opened.line
     if line.ended_s is not None:
         raise BenchmarkError(
             f"request {line.request!r} is {event.kind} at {event.time_s} s, and {line.outcome} "
@@ -244,17 +242,17 @@ def _follow(one: _Open, event: Event) -> None:
         count = int(number(event, "count"))
         if count < 1:
             raise BenchmarkError(f"token of {line.request!r} at {event.time_s} s has count={count}")
-        one.tokens.append((event.time_s, count))
+        opened.tokens.append((event.time_s, count))
         if line.cached_tokens is None:
             cached = int(number(event, "cached_tokens")) if "cached_tokens" in event.details else 0
-            one.line = replace(line, cached_tokens=cached)
+            opened.line = replace(line, cached_tokens=cached)
     elif event.kind is Kind.PREEMPTED:
-        one.line = replace(line, preemptions=line.preemptions + 1)
+        opened.line = replace(line, preemptions=line.preemptions + 1)
     elif event.kind is Kind.ADMITTED:
         if line.admitted_s is None:
-            one.line = replace(line, admitted_s=event.time_s)
+            opened.line = replace(line, admitted_s=event.time_s)
     else:
-        one.line = replace(line, outcome=REQUEST_ENDS[event.kind], ended_s=event.time_s)
+        opened.line = replace(line, outcome=REQUEST_ENDS[event.kind], ended_s=event.time_s)
 
 
 def number(event: Event, name: str) -> float:
@@ -268,9 +266,6 @@ def number(event: Event, name: str) -> float:
             f"it has {', '.join(event.details) or 'no details'}, and needs the number"
         )
     return value
-
-
-# ------------------------------------------------------------------------------------------ metrics
 
 
 _RATES = (
@@ -311,13 +306,13 @@ class Distribution:
     @classmethod
     def of(cls, samples: Iterable[float]) -> Distribution | None:
         """Summarise samples in any order; None if there are none."""
-        found = np.fromiter(samples, float)
-        if not len(found):
+        values = np.fromiter(samples, float)
+        if not len(values):
             return None
         # Rounding may put a mean outside of its samples by a hair.
-        mean = np.clip(found.mean(), found.min(), found.max())
-        percentiles = np.percentile(found, (50, 90, 99)).tolist()
-        return cls(len(found), float(mean), float(found.std()), *percentiles)
+        mean = np.clip(values.mean(), values.min(), values.max())
+        percentiles = np.percentile(values, (50, 90, 99)).tolist()
+        return cls(len(values), float(mean), float(values.std()), *percentiles)
 
 
 @dataclass(frozen=True)
@@ -373,22 +368,22 @@ class ServingReport:
         return self.end_s - self.start_s
 
     def count(self, outcome: Outcome) -> int:
-        return sum(one.outcome is outcome for one in self.requests)
+        return sum(line.outcome is outcome for line in self.requests)
 
     @property
     def input_tokens(self) -> int:
         """Tokens of the prompts of finished requests."""
-        return sum(one.prompt_tokens for one in self.requests if one.outcome is Outcome.FINISHED)
+        return sum(line.prompt_tokens for line in self.requests if line.outcome is Outcome.FINISHED)
 
     @property
     def cached_tokens(self) -> int:
         """Tokens of prompts that were in the KV cache already."""
-        return sum(one.cached_tokens or 0 for one in self.requests)
+        return sum(line.cached_tokens or 0 for line in self.requests)
 
     @property
     def prefix_cache_hit_rate(self) -> float | None:
         """Share of the prompts' tokens that were in the cache; None if no prompt was read."""
-        read = sum(one.prompt_tokens for one in self.requests if one.cached_tokens is not None)
+        read = sum(line.prompt_tokens for line in self.requests if line.cached_tokens is not None)
         return self.cached_tokens / read if read else None
 
     @property
@@ -414,17 +409,17 @@ class ServingReport:
     @property
     def slo_attainment(self) -> float | None:
         """Share of requests that finish within both SLOs; None if none has an SLO."""
-        return _share([one.attains for one in self._counted if one.slo])
+        return _share([line.attains for line in self._counted if line.slo])
 
     @property
     def ttft_attainment(self) -> float | None:
         """Share of requests that finish within their TTFT SLO; None if none has one."""
-        return _share([one.attains_ttft for one in self._counted if one.slo.ttft_s is not None])
+        return _share([line.attains_ttft for line in self._counted if line.slo.ttft_s is not None])
 
     @property
     def tpot_attainment(self) -> float | None:
         """Share of requests that finish within their TPOT SLO; None if none has one."""
-        return _share([one.attains_tpot for one in self._counted if one.slo.tpot_s is not None])
+        return _share([line.attains_tpot for line in self._counted if line.slo.tpot_s is not None])
 
     @property
     def gap_attainment(self) -> float | None:
@@ -433,9 +428,9 @@ class ServingReport:
         A mean may hide long gaps, which FlexLLM bounds in each iteration; None without any gap of a
         request with such an SLO.
         """
-        promised = [one for one in self.requests if one.slo.tpot_s is not None]
-        gaps = sum(len(one.itls_s) for one in promised)
-        return sum(one.gaps_attained for one in promised) / gaps if gaps else None
+        promised = [line for line in self.requests if line.slo.tpot_s is not None]
+        gaps = sum(len(line.itls_s) for line in promised)
+        return sum(line.gaps_attained for line in promised) / gaps if gaps else None
 
     @property
     def request_goodput(self) -> float | None:
@@ -443,9 +438,9 @@ class ServingReport:
 
         Beside others that have one, a request without an SLO is good when it finishes.
         """
-        if not any(one.slo for one in self.requests):
+        if not any(line.slo for line in self.requests):
             return None
-        return sum(one.attains for one in self.requests) / self.duration_s
+        return sum(line.attains for line in self.requests) / self.duration_s
 
     @property
     def user_satisfaction(self) -> float | None:
@@ -453,40 +448,40 @@ class ServingReport:
 
         Only the first token counts, however a request ended.
         """
-        rewards = [one.satisfaction for one in self._counted if one.slo.ttft_s is not None]
+        rewards = [line.satisfaction for line in self._counted if line.slo.ttft_s is not None]
         return math.fsum(rewards) / len(rewards) if rewards else None
 
     @property
     def _counted(self) -> list[Timeline]:
-        return [one for one in self.requests if one.outcome is not Outcome.CANCELLED]
+        return [line for line in self.requests if line.outcome is not Outcome.CANCELLED]
 
     def to_json(self) -> dict[str, object]:
         """Return the report as one flat object, with vLLM's names where it reports the same.
 
         Numbers without samples are null. Latencies are in milliseconds.
         """
-        found: dict[str, object] = {
+        numbers: dict[str, object] = {
             "duration": self.duration_s,
             "submitted": len(self.requests),
             "completed": self.count(Outcome.FINISHED),
         }
         for outcome in Outcome:
             if outcome is not Outcome.FINISHED:
-                found[str(outcome)] = self.count(outcome)
-        found |= {
-            "preempted": sum(one.preemptions > 0 for one in self.requests),
-            "preemptions": sum(one.preemptions for one in self.requests),
+                numbers[str(outcome)] = self.count(outcome)
+        numbers |= {
+            "preempted": sum(item.preemptions > 0 for item in self.requests),
+            "preemptions": sum(item.preemptions for item in self.requests),
             "total_input_tokens": self.input_tokens,
             "total_output_tokens": self.output_tokens,
             "total_cached_tokens": self.cached_tokens,
         } | {name: getattr(self, name) for name in _RATES}
-        for name, one in self.latencies.items():
+        for name, item in self.latencies.items():
             for summary in ("mean", "median", "std", "p90", "p99"):
-                ms = None if one is None else getattr(one, f"{summary}_s") * 1e3
-                found[f"{summary}_{name}_ms"] = ms
+                ms = None if item is None else getattr(item, f"{summary}_s") * 1e3
+                numbers[f"{summary}_{name}_ms"] = ms
         fairness = self.fairness
-        found |= {name: getattr(self, name) for name in _SHARES}
-        return found | {
+        numbers |= {name: getattr(self, name) for name in _SHARES}
+        return numbers | {
             "finetuning_tokens": dict(self.finetuning_tokens),
             "finetuning_steps": self.finetuning_steps,
             "finetuning_throughput": self.finetuning_throughput,
@@ -536,10 +531,10 @@ def serving_report(
             "the engine log=EventLog(kept=None), or record the span (EventLog.recording)"
         )
     everyone = timelines(log, slo or Slo(), is_whole=lacks_until == -math.inf)
-    tokens = (one for one in log if one.kind is Kind.TOKEN and start <= one.time_s <= end)
-    requests = tuple(one for one in everyone if start <= one.submitted_s <= end)
-    finished = [one for one in requests if one.outcome is Outcome.FINISHED]
-    steps = [one for one in log if one.kind is Kind.STEPPED and start <= one.time_s <= end]
+    tokens = (item for item in log if item.kind is Kind.TOKEN and start <= item.time_s <= end)
+    requests = tuple(item for item in everyone if start <= item.submitted_s <= end)
+    finished = [item for item in requests if item.outcome is Outcome.FINISHED]
+    steps = [item for item in log if item.kind is Kind.STEPPED and start <= item.time_s <= end]
     jobs: Counter[str] = Counter()
     for step in steps:
         jobs[step.subject] += int(number(step, "tokens"))
@@ -551,11 +546,11 @@ def serving_report(
         fairness=_fairness(everyone, start, end),
         finetuning_tokens=dict(jobs),
         finetuning_steps=len(steps),
-        queueing=_of(one.queueing_s for one in finished),
-        ttft=_of(one.ttft_s for one in finished),
-        tpot=_of(one.tpot_s for one in finished),
-        itl=_of(gap for one in finished for gap in one.itls_s),
-        e2el=_of(one.e2el_s for one in finished),
+        queueing=_of(item.queueing_s for item in finished),
+        ttft=_of(item.ttft_s for item in finished),
+        tpot=_of(item.tpot_s for item in finished),
+        itl=_of(gap for item in finished for gap in item.itls_s),
+        e2el=_of(item.e2el_s for item in finished),
     )
 
 
@@ -563,18 +558,17 @@ def _of(samples: Iterable[float | None]) -> Distribution | None:
     return Distribution.of(sample for sample in samples if sample is not None)
 
 
-def _outputs(one: Timeline, start: float, end: float) -> int:
-    return sum(count for time, count in one.tokens if start <= time <= end)
+def _outputs(line: Timeline, start: float, end: float) -> int:
+    return sum(count for time, count in line.tokens if start <= time <= end)
 
 
 def _fairness(everyone: Iterable[Timeline], start: float, end: float) -> Fairness | None:
-    """Return the service of tenants with a request that was there in the span."""
     service: Counter[str] = Counter()
-    for one in everyone:
-        if one.submitted_s <= end and (one.ended_s is None or one.ended_s >= start):
-            read = bool(one.tokens) and start <= one.tokens[0][0] <= end
-            tokens = one.prompt_tokens * read + _outputs(one, start, end)
-            service[NO_TENANT if one.tenant is None else one.tenant] += tokens
+    for line in everyone:
+        if line.submitted_s <= end and (line.ended_s is None or line.ended_s >= start):
+            read = bool(line.tokens) and start <= line.tokens[0][0] <= end
+            tokens = line.prompt_tokens * read + _outputs(line, start, end)
+            service[NO_TENANT if line.tenant is None else line.tenant] += tokens
     return Fairness(dict(service)) if service else None
 
 

@@ -24,9 +24,6 @@ from dataclasses import dataclass, field
 from pcg.runtime.metrics.events import Event, EventLog, Kind
 from pcg.runtime.metrics.report import REQUEST_ENDS, Outcome, number, optional_number
 
-# ---------------------------------------------------------------------------------------- histogram
-
-
 FIRST_TOKEN_BOUNDS_S = (
     *(0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75),
     *(1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0, 160.0, 640.0, 2560.0),
@@ -106,9 +103,6 @@ class Histogram:
         return self.bounds[-1]
 
 
-# ----------------------------------------------------------------------------------- adapter totals
-
-
 _LEAD = 10
 """An adapter takes the place of one that n requests named if more than 2 n + 10 named it."""
 _MOST_COUNTED = 4096
@@ -137,11 +131,11 @@ class AdapterSums:
         if len(parts) == 1:
             return parts[0]
         whole = cls()
-        for one in parts:
-            whole.requests += one.requests
-            whole.prompt_tokens += one.prompt_tokens
-            whole.output_tokens += one.output_tokens
-            whole.ttft.add(one.ttft)
+        for part in parts:
+            whole.requests += part.requests
+            whole.prompt_tokens += part.prompt_tokens
+            whole.output_tokens += part.output_tokens
+            whole.ttft.add(part.ttft)
         return whole
 
 
@@ -173,9 +167,9 @@ class AdapterTotals:
         """The adapters with sums of their own, and these."""
         return self._own.copy()
 
-    def take(self, own: Mapping[str, AdapterSums]) -> None:
+    def take(self, sums: Mapping[str, AdapterSums]) -> None:
         """Have these sums in place of those that adapters have, as another engine counted them."""
-        self._own = dict(own)
+        self._own = dict(sums)
 
     def of(self, name: str) -> AdapterSums:
         """Return the sums that count an adapter now."""
@@ -211,7 +205,7 @@ class AdapterTotals:
     def _turn(self, time_s: float) -> None:
         """Give the places of adapters that are used less to others that are used more."""
         used, self._used, self._turned_s = self._used, Counter(), time_s
-        newcomers = [one for one in used.most_common(2 * self._most) if one[0] not in self._own]
+        newcomers = [pair for pair in used.most_common(2 * self._most) if pair[0] not in self._own]
         least_first = sorted(self._own, key=used.__getitem__)
         for (name, count), least in zip(newcomers, least_first, strict=False):
             if count <= 2 * used[least] + _LEAD:
@@ -225,9 +219,6 @@ def leave(counts: Counter[str], name: str) -> None:
     counts[name] -= 1
     if counts[name] <= 0:
         del counts[name]
-
-
-# ------------------------------------------------------------------------------------------- totals
 
 
 _KEPT_JOBS = 128
@@ -380,79 +371,85 @@ class Totals:
         if adapter is not None:
             self.adapters.came(adapter, event.time_s)
 
-    def _note_request(self, event: Event, one: _Open) -> None:
+    def _note_request(self, event: Event, line: _Open) -> None:
         time_s, kind = event.time_s, event.kind
         if kind is Kind.ADMITTED:
-            self._move(one, is_running=True)
-            if one.admitted_s is None:
-                one.admitted_s = time_s
-                self.queueing.observe(time_s - one.submitted_s)
+            self._move(line, is_running=True)
+            if line.admitted_s is None:
+                line.admitted_s = time_s
+                self.queueing.observe(time_s - line.submitted_s)
         elif kind is Kind.PREEMPTED:
-            self._move(one, is_running=False)
+            self._move(line, is_running=False)
             self.preemptions += 1
-            one.preemptions += 1
+            line.preemptions += 1
         elif kind is Kind.TOKEN:
             self.output_tokens += int(number(event, "count"))
-            if one.first_token_s is None:
-                self._note_first(event, one)
+            if line.first_token_s is None:
+                self._note_first(event, line)
         elif kind in REQUEST_ENDS:
             del self._open[event.subject]
-            self._end(event, one)
+            self._end(event, line)
 
-    def _move(self, one: _Open, *, is_running: bool) -> None:
-        if one.adapter is not None and one.is_running is not is_running:
-            self.adapters.moves(one.adapter, is_running=is_running)
-        one.is_running = is_running
+    def _move(self, line: _Open, *, is_running: bool) -> None:
+        if line.adapter is not None and line.is_running is not is_running:
+            self.adapters.moves(line.adapter, is_running=is_running)
+        line.is_running = is_running
 
-    def _note_first(self, event: Event, one: _Open) -> None:
-        one.first_token_s = event.time_s
-        ttft_s = event.time_s - one.submitted_s
-        self.prompt_tokens += one.prompt_tokens
+    def _note_first(self, event: Event, line: _Open) -> None:
+        line.first_token_s = event.time_s
+        ttft_s = event.time_s - line.submitted_s
+        self.prompt_tokens += line.prompt_tokens
         self.cached_tokens += int(number(event, "cached_tokens"))
         self.ttft.observe(ttft_s)
-        if one.adapter is not None:
-            sums = self.adapters.of(one.adapter)
-            sums.prompt_tokens += one.prompt_tokens
+        if line.adapter is not None:
+            sums = self.adapters.of(line.adapter)
+            sums.prompt_tokens += line.prompt_tokens
             sums.ttft.observe(ttft_s)
 
-    def _end(self, event: Event, one: _Open) -> None:
+    def _end(self, event: Event, line: _Open) -> None:
         outcome = REQUEST_ENDS[event.kind]
         self.requests[outcome] += 1
         tokens = int(number(event, "tokens")) if outcome is not Outcome.REFUSED else 0
-        if one.adapter is not None:
-            self.adapters.of(one.adapter).output_tokens += tokens
-            leave(self.adapters.running if one.is_running else self.adapters.waiting, one.adapter)
+        if line.adapter is not None:
+            self.adapters.of(line.adapter).output_tokens += tokens
+            leave(
+                self.adapters.running if line.is_running else self.adapters.waiting,
+                line.adapter,
+            )
         if outcome is Outcome.FINISHED:
             self.finish_reasons[str(event.details["reason"])] += 1
-            self._finish(event.time_s, one, tokens)
+            self._finish(event.time_s, line, tokens)
         if outcome is not Outcome.CANCELLED:
-            self._count_promises(event.time_s, one, tokens, is_finished=outcome is Outcome.FINISHED)
+            self._count_promises(
+                event.time_s, line, tokens, is_finished=outcome is Outcome.FINISHED
+            )
 
-    def _finish(self, time_s: float, one: _Open, tokens: int) -> None:
-        self.e2el.observe(time_s - one.submitted_s)
-        self.prompt_lengths.observe(one.prompt_tokens)
+    def _finish(self, time_s: float, line: _Open, tokens: int) -> None:
+        self.e2el.observe(time_s - line.submitted_s)
+        self.prompt_lengths.observe(line.prompt_tokens)
         self.output_lengths.observe(tokens)
-        self.max_tokens.observe(one.max_tokens)
-        self.preempted.observe(one.preemptions)
-        prompt = one.prompt
+        self.max_tokens.observe(line.max_tokens)
+        self.preempted.observe(line.preemptions)
+        prompt = line.prompt
         prompt.over, prompt.longest = prompt.over + 1, max(prompt.longest, tokens)
         if prompt.over == prompt.count:
             self.choices.observe(prompt.count)
             self.longest.observe(prompt.longest)
-        if one.admitted_s is not None:
-            self.inference.observe(time_s - one.admitted_s)
-            if one.first_token_s is not None:
-                self.prefill.observe(one.first_token_s - one.admitted_s)
-                self.decode.observe(time_s - one.first_token_s)
-        if one.first_token_s is not None and tokens > 1:
-            self.tpot.observe((time_s - one.first_token_s) / (tokens - 1))
+        if line.admitted_s is not None:
+            self.inference.observe(time_s - line.admitted_s)
+            if line.first_token_s is not None:
+                self.prefill.observe(line.first_token_s - line.admitted_s)
+                self.decode.observe(time_s - line.first_token_s)
+        if line.first_token_s is not None and tokens > 1:
+            self.tpot.observe((time_s - line.first_token_s) / (tokens - 1))
 
-    def _count_promises(self, time_s: float, one: _Open, tokens: int, *, is_finished: bool) -> None:
-        """Count whether a request's SLOs were kept, as `Timeline.attains_ttft` has it."""
-        first_s = time_s if one.first_token_s is None else one.first_token_s
-        took_s = (first_s - one.submitted_s, (time_s - first_s) / max(1, tokens - 1))
+    def _count_promises(
+        self, time_s: float, line: _Open, tokens: int, *, is_finished: bool
+    ) -> None:
+        first_s = time_s if line.first_token_s is None else line.first_token_s
+        took_s = (first_s - line.submitted_s, (time_s - first_s) / max(1, tokens - 1))
         promised = (self.promised_ttft, self.promised_tpot)
-        for most_s, seconds, counts in zip(one.slos_s, took_s, promised, strict=True):
+        for most_s, seconds, counts in zip(line.slos_s, took_s, promised, strict=True):
             if most_s is not None:
                 counts.requests += 1
                 counts.kept += is_finished and seconds <= most_s

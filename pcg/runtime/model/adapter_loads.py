@@ -80,8 +80,8 @@ class Loads:
 
         def load() -> None:
             check()
-            made = state.make_adapter(name, path_or_config, seed=seed)
-            adapter = made.map(torch.clone)  # read now, and not by a step
+            read = state.make_adapter(name, path_or_config, seed=seed)
+            adapter = read.map(torch.clone)  # read now, and not by a step
             if self._spread is None:
                 threads.compile(passing(end, partial(add, adapter)))
                 return
@@ -124,7 +124,6 @@ class Loads:
         return end
 
     def _in_turn(self, name: str, end: Future[Any], begin: Callable[[], None]) -> None:
-        """Begin what `end` is the future of, now or when all before it have ended."""
         begin = passing(end, begin)
         with self._lock:
             before = self._last.get(name)
@@ -160,10 +159,10 @@ def passing(end: Future[Any], act: Callable[[], None]) -> Callable[[], None]:
     return run
 
 
-def pass_result(end: Future[Result], done: Future[Result]) -> None:
+def pass_result(end: Future[Result], ended: Future[Result]) -> None:
     """End a future as another one has ended."""
-    error = done.exception()
+    error = ended.exception()
     if error is None:
-        end.set_result(done.result())
+        end.set_result(ended.result())
     else:
         end.set_exception(error)

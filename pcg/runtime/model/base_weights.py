@@ -70,9 +70,9 @@ class _Read:
 
     @property
     def key(self) -> _Key:
-        one = self.parameter
-        part = (one.rows, one.part, one.copies) if is_sharded(one) else None
-        return self.name, one.transposed, part
+        parameter = self.parameter
+        part = (parameter.rows, parameter.part, parameter.copies) if is_sharded(parameter) else None
+        return self.name, parameter.transposed, part
 
 
 class WeightStore:
@@ -136,11 +136,11 @@ class WeightStore:
                 products = list(product_weights(graph)) if serves else []
                 if self._replicas.size > 1 and graph not in outside:
                     places = self._places(layer, reads, products)
-                    of_places = [one for one in products if one.weights[0] in places]
+                    of_places = [each for each in products if each.weights[0] in places]
                     named = {python_name(name): place for name, place in places.items()}
                     in_shards.append(BoundLayer(holder, named, of_places))
                     reads = {name: read for name, read in reads.items() if name not in places}
-                    products = [one for one in products if one not in of_places]
+                    products = [each for each in products if each not in of_places]
                 away = self._remote(graph, reads, serves)
                 for product in products:
                     if product.weights[0] in away:
@@ -167,23 +167,22 @@ class WeightStore:
         Those of a product lie side by side in it. What the first program did not read is whole.
         """
         if layer not in self._shards:
-            first = [name for one in products for name in (*one.weights, *one.biases)]
+            first = [name for product in products for name in (*product.weights, *product.biases)]
             kept = [reads[name] for name in dict.fromkeys([*first, *reads])]
-            found = {read.key: read for read in kept if is_in_shards(read.parameter)}
+            sharded = {read.key: read for read in kept if is_in_shards(read.parameter)}
             types = {
                 key: (read.parameter.type.features, _dtype(read.parameter))
-                for key, read in found.items()
+                for key, read in sharded.items()
             }
 
             def fill(key: _Key, ranges: Ranges, out: Tensor) -> None:
-                self._fill(found[key], ranges, out)
+                self._fill(sharded[key], ranges, out)
 
             self._shards[layer] = read_shard(types, self._replicas, self.device, fill)
         places = self._shards[layer].places
         return {name: places[read.key] for name, read in reads.items() if read.key in places}
 
     def _fill(self, read: _Read, ranges: Ranges, out: Tensor) -> None:
-        """Read a part of what a graph reads, as ranges of its dims, into memory."""
         if has_zeros(read.parameter, self._ranks):
             out.zero_()
             return
@@ -199,14 +198,13 @@ class WeightStore:
         A matrix that the graph reads otherwise, too, such as an embedding, is here.
         """
         names = [name for name in multiplied(graph) if name in reads]
-        found = {
+        remote = {
             name: self._source.remote(reads[name].name, reads[name].whole.type.features, serves)
             for name in names
         }
-        return {name: tensor for name, tensor in found.items() if tensor is not None}
+        return {name: tensor for name, tensor in remote.items() if tensor is not None}
 
     def _tensor(self, read: _Read) -> Tensor:
-        """Return what a graph reads, loaded once."""
         if read.key not in self._loaded:
             self._loaded[read.key] = self._load(read.parameter, read.whole, read.name)
         return self._loaded[read.key]
@@ -223,11 +221,11 @@ class WeightStore:
             return
         keys = [read.key for read in reads]
         loaded = [self._loaded[key] for key in keys if key in self._loaded]
-        there = loaded if len(loaded) == len(reads) else self._shared(reads)
-        if not there or not lie_side_by_side(there):
-            there = self._side_by_side(reads, shapes, dtype)
-        self._loaded.update(zip(keys, there, strict=True))
-        if loaded and there is not loaded:
+        tensors = loaded if len(loaded) == len(reads) else self._shared(reads)
+        if not tensors or not lie_side_by_side(tensors):
+            tensors = self._side_by_side(reads, shapes, dtype)
+        self._loaded.update(zip(keys, tensors, strict=True))
+        if loaded and tensors is not loaded:
             self._leave({tensor.untyped_storage().data_ptr() for tensor in loaded})
 
     def _side_by_side(
@@ -253,15 +251,15 @@ class WeightStore:
 
     def _shared(self, reads: Sequence[_Read]) -> Sequence[Tensor]:
         """Return tensors that the source has in memory as they are read; none if it has not all."""
-        found = []
+        tensors = []
         for read in reads:
             if is_sharded(read.parameter) or read.parameter.role == "constant":
                 return ()
             tensor = self._source.shared(read.name, *_place(read.whole), self.device)
             if tensor is None:
                 return ()
-            found.append(tensor)
-        return found
+            tensors.append(tensor)
+        return tensors
 
     def _lay_out(
         self, product: ProductWeights, reads: Mapping[str, _Read], holder: SimpleNamespace
@@ -284,7 +282,6 @@ class WeightStore:
     def _load(
         self, parameter: Parameter, whole: Parameter, name: str, out: Tensor | None = None
     ) -> Tensor:
-        """Load what a graph reads, into `out` if it is given."""
         if parameter.role == "constant":
             constant = shard_of(self._program.constants[name], parameter, self._ranks)
             return constant.to(self.device) if out is None else out.copy_(constant)
@@ -328,14 +325,14 @@ class WeightStore:
         They are compared in the dtype of the two that is less precise. A weight that another
         process holds is not compared, and so not own.
         """
-        own = self.linear().get(module)
-        if own is None:
+        weight = self.linear().get(module)
+        if weight is None:
             named = dict(self.frozen()).get(f"{module}.weight")
-            own = None if named is None else self.whole(f"{module}.weight", named)
-        if own is None or own.is_meta or own.shape != tensor.shape:
+            weight = None if named is None else self.whole(f"{module}.weight", named)
+        if weight is None or weight.is_meta or weight.shape != tensor.shape:
             return False
-        least = max(own.dtype, tensor.dtype, key=lambda dtype: torch.finfo(dtype).eps)
-        return torch.equal(own.to("cpu", least), tensor.to("cpu", least))
+        least = max(weight.dtype, tensor.dtype, key=lambda dtype: torch.finfo(dtype).eps)
+        return torch.equal(weight.to("cpu", least), tensor.to("cpu", least))
 
     def linear(self) -> Mapping[str, Tensor]:
         """Return the whole weight [out, in] of each linear module, by its path, read on demand."""

@@ -49,8 +49,6 @@ from pcg.ranks.group import SINGLE_RANK, Ranks
 from pcg.ranks.step_parts import Piece, TokenParts
 from pcg.runtime.memory.kv_cache import KvCache
 
-# ------------------------------------------------------------------------------------ decode groups
-
 
 @dataclass(frozen=True, slots=True)
 class Singles:
@@ -95,7 +93,7 @@ def decode_groups(
     hides = torch.from_numpy(most - counts).to(device).split(sizes)
     groups: list[DecodeGroup] = []
     start = 0
-    for run, own, hidden in zip(runs, tokens, hides, strict=True):
+    for run, group_tokens, hidden in zip(runs, tokens, hides, strict=True):
         longest, mask, gathered = run.longest, None, None
         if run.total < longest * run.size:
             # Row i of these shows its first most - i places. They are windows of one line; copying
@@ -109,7 +107,7 @@ def decode_groups(
             tables = [(singles.tables[i], end) for i, end in ends]
             seen = counts[start : start + run.size].tolist()
             row, gathered = 0, _gathered(tables, seen, longest).to(device)
-        groups.append(DecodeGroup(own, row, run.stride, longest, mask, gathered))
+        groups.append(DecodeGroup(group_tokens, row, run.stride, longest, mask, gathered))
         start += run.size
     return groups
 
@@ -130,7 +128,6 @@ class _Run(NamedTuple):
 
 
 def _runs(rows: Sequence[int], counts: Iterable[int], rooms: Sequence[int]) -> Iterator[_Run]:
-    """Yield the groups of sequences, by the first row, the length and the room of each."""
     size = stride = longest = total = 0
     first = before = rows[0]
     least = rooms[0]
@@ -157,15 +154,12 @@ def _gathered(
     """Return the rows that sequences attend to, [count, longest], padded by each one's first."""
     rows = np.empty((len(counts), longest), dtype=np.int64)
     within = np.arange(PAGE_TOKENS)
-    for own, (table, end), count in zip(rows, ends, counts, strict=True):
+    for line, (table, end), count in zip(rows, ends, counts, strict=True):
         page, skipped = divmod(end - count, PAGE_TOKENS)
         pages = np.array(table.pages[page : -(-end // PAGE_TOKENS)])
-        own[:count] = (pages[:, None] * PAGE_TOKENS + within).ravel()[skipped : skipped + count]
-        own[count:] = own[0]
+        line[:count] = (pages[:, None] * PAGE_TOKENS + within).ravel()[skipped : skipped + count]
+        line[count:] = line[0]
     return torch.from_numpy(rows)
-
-
-# ------------------------------------------------------------------------------------ latest tokens
 
 
 class LatestTokens:
@@ -192,9 +186,6 @@ class LatestTokens:
         """Return ids [T] with the tokens that they stand for."""
         latest = self._memory[(-1 - ids).clamp(min=0)].clamp(min=0)
         return torch.where(ids < 0, latest, ids)
-
-
-# -------------------------------------------------------------------------------------------- batch
 
 
 ANY_TOKEN = 0
@@ -246,8 +237,8 @@ class Batch(ProgramBatch):
         self.virtual_rows: Tensor | None = None
         self.virtual_places: Tensor | None = None
         if any(virtual):
-            found = [(s.start + i, s.context + i) for s in self.spans for i in range(s.virtual)]
-            numbers = torch.tensor(list(zip(*found, strict=True)))
+            pairs = [(s.start + i, s.context + i) for s in self.spans for i in range(s.virtual)]
+            numbers = torch.tensor(list(zip(*pairs, strict=True)))
             self.virtual_rows, self.virtual_places = uploaded(numbers, input_ids.device)
         whole = len(set(lengths)) == 1 and not any(contexts)
         self.uniform_length = lengths[0] if whole else 0
@@ -274,20 +265,20 @@ class Batch(ProgramBatch):
 
         There are none if nothing is dropped.
         """
-        found: list[DroppedPart] = []
+        parts: list[DroppedPart] = []
         if self.dropout_seed is None:
-            return found
+            return parts
         for span in self.spans:
-            done, end = span.context, span.context + span.length
-            while done < end:
-                part, skipped = divmod(done, DROPOUT_TOKENS)
-                count = min(end - done, DROPOUT_TOKENS - skipped)
+            place, end = span.context, span.context + span.length
+            while place < end:
+                part, skipped = divmod(place, DROPOUT_TOKENS)
+                count = min(end - place, DROPOUT_TOKENS - skipped)
                 seed = mixed_seed(self.dropout_seed, span.number, part, self.layer, key)
                 generator = torch.Generator(self.input_ids.device).manual_seed(seed)
-                start = span.start + done - span.context
-                found.append(DroppedPart(start, count, skipped, DROPOUT_TOKENS, generator))
-                done += count
-        return found
+                start = span.start + place - span.context
+                parts.append(DroppedPart(start, count, skipped, DROPOUT_TOKENS, generator))
+                place += count
+        return parts
 
     def dropped_tokens(self) -> DroppedTokens | None:
         """Return what a device draws by for all tokens; None if nothing is dropped."""
@@ -298,8 +289,8 @@ class Batch(ProgramBatch):
             key = uploaded_list([self.dropout_seed, 1], torch.int64, self.input_ids.device)
             places = self.positions, self._on_device(numbers)
             self.known["dropped"] = DroppedTokens(key, *places)
-        found: DroppedTokens = self.known["dropped"]
-        return found
+        dropped: DroppedTokens = self.known["dropped"]
+        return dropped
 
     def last_tokens(self, places: Sequence[int]) -> Tensor:
         """Return the index of the last token of each of some spans, [places]."""
@@ -329,15 +320,15 @@ class Batch(ProgramBatch):
 
     def seen(self, span: Span) -> slice | Tensor:
         """Return the rows of the cache that hold a sequence up to the end of its span."""
-        found = self._seen.get(span.start)
-        if found is None:
+        seen = self._seen.get(span.start)
+        if seen is None:
             rows = _rows(span, 0, span.context + span.length)
             if isinstance(rows, range):
-                found = slice(rows.start, rows.stop)
+                seen = slice(rows.start, rows.stop)
             else:
-                found = uploaded(torch.tensor(rows), self.input_ids.device)
-            self._seen[span.start] = found
-        return found
+                seen = uploaded(torch.tensor(rows), self.input_ids.device)
+            self._seen[span.start] = seen
+        return seen
 
     @property
     def cached(self) -> tuple[Tensor, Tensor] | None:
@@ -392,7 +383,7 @@ def whole_sequences(
         cp: ranks that share the tokens; the batch has those of this one.
     """
     before = virtual or (0,) * len(sequences)
-    lengths = [count + len(one) for one, count in zip(sequences, before, strict=True)]
+    lengths = [count + len(sequence) for sequence, count in zip(sequences, before, strict=True)]
     parts = TokenParts(lengths, cp, device) if cp.size > 1 else None
     pieces = [Piece(number, 0, length) for number, length in enumerate(lengths)]
     origins = [0, *accumulate(lengths)]

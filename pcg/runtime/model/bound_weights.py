@@ -29,8 +29,6 @@ from pcg.kernels.torch.products import has_onednn
 from pcg.ranks.group import PendingCollective, Ranks
 from pcg.ranks.shards import FlatPlace
 
-# ---------------------------------------------------------------------------------- product weights
-
 
 @dataclass(frozen=True)
 class ProductWeights:
@@ -104,11 +102,11 @@ class ProductLayout:
         if not self.packs(first.dim(), first.dtype, first.device):
             # A detached tensor, as attributes are set on it, and training reads the original.
             return as_group(joined(weights).detach(), weights, biases)
-        found = self._packed.get(key)
-        if found is None:
+        known = self._packed.get(key)
+        if known is None:
             packed = torch.ops.mkldnn._reorder_linear_weight(joined(weights), None)
-            found = self._packed[key] = as_group(packed, weights, biases)
-        return found
+            known = self._packed[key] = as_group(packed, weights, biases)
+        return known
 
 
 def as_group(whole: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor]) -> Tensor:
@@ -131,17 +129,13 @@ def lie_side_by_side(tensors: Sequence[Tensor]) -> bool:
     return all(_follows(*pair) for pair in pairwise(tensors))
 
 
-def _follows(one: Tensor, other: Tensor) -> bool:
-    """Return whether a tensor begins where another of the same memory ends."""
+def _follows(first: Tensor, other: Tensor) -> bool:
     return (
-        one.is_contiguous()
+        first.is_contiguous()
         and other.is_contiguous()
-        and one.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()
-        and one.data_ptr() + one.nbytes == other.data_ptr()
+        and first.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()
+        and first.data_ptr() + first.nbytes == other.data_ptr()
     )
-
-
-# ------------------------------------------------------------------------------------ bound weights
 
 
 @dataclass(frozen=True)
@@ -160,17 +154,17 @@ class BoundLayer:
 
     def of(self, flat: Tensor) -> SimpleNamespace:
         """Return the weights, views of the gathered layer."""
-        found = SimpleNamespace(**vars(self.whole))
+        layer = SimpleNamespace(**vars(self.whole))
         for name, place in self.places.items():
-            setattr(found, name, place.of(flat))
+            setattr(layer, name, place.of(flat))
         for product in self.products:
             names = [python_name(name) for name in product.weights]
-            weights = [getattr(found, name) for name in names]
-            biases = [getattr(found, python_name(name)) for name in product.biases]
+            weights = [getattr(layer, name) for name in names]
+            biases = [getattr(layer, python_name(name)) for name in product.biases]
             for name in names:
-                setattr(found, name, None)
-            setattr(found, names[0], as_group(joined(weights).detach(), weights, biases))
-        return found
+                setattr(layer, name, None)
+            setattr(layer, names[0], as_group(joined(weights).detach(), weights, biases))
+        return layer
 
 
 class LayerGathers:
@@ -206,9 +200,9 @@ class LayerGathers:
             ProgramError: the pass takes another layer next.
         """
         room, gathered = self._order.take(layer)
-        for one, place in gathered:
+        for next_layer, place in gathered:
             self._wait(place)  # an abandoned pass may have left it under way
-            shard = self._shards[one]
+            shard = self._shards[next_layer]
             whole = self._rooms[place][: len(shard) * self._replicas.size]
             self._pending[place] = self._replicas.begin_gather_into(whole, shard)
         self._wait(room)

@@ -23,8 +23,6 @@ from typing import Any, Generic
 
 from pcg.kernels.torch.products import Product, ProductRequest, Result
 
-# --------------------------------------------------------------------------------- merged execution
-
 
 def run_single(function: ProductRequest[Result]) -> Result:
     """Run a function by itself."""
@@ -66,9 +64,9 @@ class MergedExecution(Generic[Result]):
             except StopIteration as end:
                 self.results[index] = end.value
                 del self._left[index]
-        own = {index: product for index, product in self._asked.items() if product.is_own}
+        own_products = {index: product for index, product in self._asked.items() if product.is_own}
         by_key: dict[tuple[object, ...], list[Product]] = {}
-        for index, product in (own or self._of_base()).items():
+        for index, product in (own_products or self._of_base()).items():
             if product is self._asked[index]:
                 del self._asked[index]
             by_key.setdefault(product.key, []).append(product)
@@ -79,20 +77,19 @@ class MergedExecution(Generic[Result]):
         if not self._parts and len({product.key for product in self._asked.values()}) < 2:
             return dict(self._asked)
         self._split()
-        found, keys = {}, self._keys()
-        single = {key for own in keys.values() if len(own) == 1 for key in own}
-        counts = Counter(key for own in keys.values() for key in own)
+        products, keys = {}, self._keys()
+        single = {key for some in keys.values() if len(some) == 1 for key in some}
+        counts = Counter(key for some in keys.values() for key in some)
         for index, product in self._asked.items():
-            found[index] = product
+            products[index] = product
             if parts := self._parts.get(index):
                 # One that a function waits for, else one that most have; the same for all of them.
-                part = max(parts, key=lambda one: (one.key in single, counts[one.key], one.key))
+                part = max(parts, key=lambda p: (p.key in single, counts[p.key], p.key))
                 parts.remove(part)
-                found[index] = self._running[index] = part
-        return found
+                products[index] = self._running[index] = part
+        return products
 
     def _keys(self) -> dict[int, set[tuple[object, ...]]]:
-        """The keys of what each function asks for, part by part."""
         keys = {index: {*product.part_keys} for index, product in self._asked.items()}
         return keys | {index: {part.key for part in some} for index, some in self._parts.items()}
 
@@ -101,8 +98,8 @@ class MergedExecution(Generic[Result]):
         keys, begun = self._keys(), {*self._parts}
         for index in keys.keys() - begun:
             mine = keys[index]
-            others = [own for other, own in keys.items() if other in begun or own != mine]
-            if len(mine) > 1 and any(not mine.isdisjoint(own) for own in others):
+            others = [theirs for other, theirs in keys.items() if other in begun or theirs != mine]
+            if len(mine) > 1 and any(not mine.isdisjoint(theirs) for theirs in others):
                 self._parts[index] = [*self._asked[index].parts()]
 
     def _add_parts(self) -> None:
@@ -129,9 +126,6 @@ def run_merged(functions: Sequence[ProductRequest[Any]]) -> list[Any]:
         for first, *others in groups:
             run_together(first, others)
     return merged.results
-
-
-# ------------------------------------------------------------------------------------ cut execution
 
 
 BLOCK = 1024
@@ -178,7 +172,6 @@ class CutExecution(Generic[Result]):
         return ran
 
     def _run_rows(self, product: Product, rows: int) -> int:
-        """Run a product for its next rows; returns the numbers."""
         start, tokens = self._rows, product.tokens
         self._rows = start + rows
         is_last = self._rows == product.rows

@@ -110,8 +110,8 @@ class ModelRunner:
     def logits_dtype(self) -> torch.dtype:
         """The dtype of logits."""
         epilogue = self.model.epilogue
-        found: torch.dtype = getattr(torch, TORCH_NAMES[epilogue.types[epilogue.outputs[0]].dtype])
-        return found
+        dtype: torch.dtype = getattr(torch, TORCH_NAMES[epilogue.types[epilogue.outputs[0]].dtype])
+        return dtype
 
     @torch.inference_mode()
     def hidden(self, batch: Batch, adapters: BoundAdapters) -> list[Tensor]:
@@ -164,7 +164,6 @@ class ModelRunner:
         return of_prompts >= LEAST_TOKENS and not self._is_sequence_parallel
 
     def _begun(self, batch: Batch, adapters: BoundAdapters) -> Sequence[Any]:
-        """Return the prologue's outputs, which a later stage receives."""
         if self.link is not None and not self.link.stage.is_first:
             received: list[Any] = list(self.link.receive(batch.tokens))
             kernels: Any = self._functions["K"]
@@ -241,16 +240,16 @@ class ModelRunner:
                 for index, x in enumerate(inputs)
             ]
         outer = (adapters if row_adapters is None else row_adapters).outer
-        found: Tensor = self._functions[function](self.weights.epilogue, outer, batch, *inputs)
-        return found if self.link is None else self.link.tell_end(found, batch.logits_on_first)
+        result: Tensor = self._functions[function](self.weights.epilogue, outer, batch, *inputs)
+        return result if self.link is None else self.link.tell_end(result, batch.logits_on_first)
 
     def _chosen(self, x: Tensor, rows: Tensor) -> Tensor:
         """Return rows of a layer's output; this rank's part of them if it holds a part."""
         if not self._is_sequence_parallel:
             return x[rows]
         size = self.ranks.size
-        found = chosen_rows(x, rows, self.ranks.rank)
-        return self.ranks.reduce_scatter([rows_of_rank(found, rank, size) for rank in range(size)])
+        chosen = chosen_rows(x, rows, self.ranks.rank)
+        return self.ranks.reduce_scatter([rows_of_rank(chosen, rank, size) for rank in range(size)])
 
 
 def _as_tuple(result: Any) -> tuple[Tensor, ...]:

@@ -62,8 +62,6 @@ class ServingProgram:
 
 @dataclass(frozen=True)
 class _SizedTraining:
-    """A training program, and the tokens of the step that its memory is planned for."""
-
     training: Training
     tokens: int
     windows: bool
@@ -90,8 +88,8 @@ class TrainingPrograms:
         self._by_key: dict[frozenset[str], list[_SizedTraining]] = {}
         if program.training is not None:
             model = program.training.model
-            own = _SizedTraining(program.training, self._planned_tokens, windows=False)
-            self._by_key[model_sources(model) | _dropouts_of(model)] = [own]
+            planned = _SizedTraining(program.training, self._planned_tokens, windows=False)
+            self._by_key[model_sources(model) | _dropouts_of(model)] = [planned]
 
     def get(self, adapter: Adapter, windows: bool, step: tuple[int, int] | None = None) -> Training:
         """Return the program for an adapter's sites, for windows or for whole sequences.
@@ -111,9 +109,9 @@ class TrainingPrograms:
         limit = self._program.options.budget.size_bytes
         if step is None or limit is None:
             return planned[0].training
-        for one in planned:
-            if one.holds(*step, limit):
-                return one.training
+        for sized in planned:
+            if sized.holds(*step, limit):
+                return sized.training
         planned.append(self._specialised(adapter, windows, step))
         return planned[-1].training
 
@@ -127,7 +125,6 @@ class TrainingPrograms:
 
 
 def _dropouts(p: float) -> frozenset[str]:
-    """Return the part of a program's key that depends on its dropout."""
     return frozenset({f"dropout {p:g}"} if p else ())
 
 

@@ -58,9 +58,6 @@ from pcg.runtime.sampling.grammars import Grammars
 from pcg.runtime.text.tokenizer import Tokenizer
 from pcg.units import shown
 
-# -------------------------------------------------------------------------------------- state users
-
-
 Result = TypeVar("Result")
 
 
@@ -79,9 +76,6 @@ class EngineThread(Protocol):
 
     def run(self, act: Callable[[], Result]) -> Result:
         """Run a function between two steps, and wait for it."""
-
-
-# -------------------------------------------------------------------------------------------- state
 
 
 _LOG = logging.getLogger("pcg.adapters")
@@ -144,15 +138,15 @@ class ModelState:
         self.serving = self._bind(program.serving)
 
     def _bind(self, serving: Serving) -> ServingProgram:
-        model, own = serving.model, self.stage.own(serving.model)
+        model, layers = serving.model, self.stage.own(serving.model)
         link = StageLink.of(model, self.stages, self.mesh, self.device)
-        weights = self.weight_store.bind(own, serves=True)
+        weights = self.weight_store.bind(layers, serves=True)
         runner = ModelRunner(serving, weights, self.ranks, self.mesh.alike, link)
         kind: Callable[..., PaddedTables] = PaddedTables
         if self.program.options.backend == "triton":
-            own = model  # stages agree on an adapter's pages
+            layers = model  # stages agree on an adapter's pages
             kind = partial(RaggedTables, defers=self.mesh.sizes.pp == self.mesh.sizes.cp == 1)
-        tables = kind(own, self._served, self.device, self.ranks, lora_dtype=self._copies_dtype)
+        tables = kind(layers, self._served, self.device, self.ranks, lora_dtype=self._copies_dtype)
         return ServingProgram(serving, model_sources(model), runner, tables)
 
     def add_listener(self, listener: StateListener) -> None:
@@ -204,8 +198,8 @@ class ModelState:
         try:
             return self._adapters[name]
         except KeyError:
-            there = ", ".join(sorted(self._adapters)) or "none"
-            text = f"there is no adapter {name!r}; there are: {there}"
+            known = ", ".join(sorted(self._adapters)) or "none"
+            text = f"there is no adapter {name!r}; there are: {known}"
             raise AdapterNotFoundError(text) from None
 
     def adapters_of(
@@ -225,8 +219,8 @@ class ModelState:
                 f"{len(names)} adapters for {count} prompts; give one name, or one for each"
             )
         return [
-            self.adapter(one) if isinstance(one, str) else self.versions.checked(one)
-            for one in names
+            self.adapter(named) if isinstance(named, str) else self.versions.checked(named)
+            for named in names
         ]
 
     def check_free(
@@ -239,8 +233,8 @@ class ModelState:
         """
         check_name(name)
         self._check_untrained(name)
-        there = self._adapters.get(name)
-        self.versions.check_free(name, there, replace=replace, expected_version=expected_version)
+        present = self._adapters.get(name)
+        self.versions.check_free(name, present, replace=replace, expected_version=expected_version)
 
     def begin_training(self, name: str) -> Callable[[], None]:
         """Keep the name for the job that trains the adapter; returns what ends that."""
@@ -264,13 +258,13 @@ class ModelState:
         """Load or make an adapter without serving it; see `Executor.add_adapter`."""
         check_name(name)
         try:
-            made = self._made_adapter(name, path_or_config, seed)
-            if self.most_rank is not None and made.rank > self.most_rank:
+            adapter = self._made_adapter(name, path_or_config, seed)
+            if self.most_rank is not None and adapter.rank > self.most_rank:
                 raise AdapterError(
-                    f"adapter {name!r} has rank {made.rank}, and the engine serves up to "
+                    f"adapter {name!r} has rank {adapter.rank}, and the engine serves up to "
                     f"{self.most_rank}; raise --max-lora-rank, or Limits(lora_rank=…) of the engine"
                 )
-            return made
+            return adapter
         except PcgError:
             raise
         except Exception as error:  # which, a stranger's recipe or file decides
@@ -283,13 +277,13 @@ class ModelState:
         """
         config = self.program.config
         bases = {self.program.name, str(config.get("_name_or_path") or "")}
-        given = adapter.base_model_name
-        if given and _last_part(given) not in set(map(_last_part, bases)):
+        base_name = adapter.base_model_name
+        if base_name and _last_part(base_name) not in set(map(_last_part, bases)):
             _LOG.warning(
                 "adapter %r was trained on the base %r, and this one is %r; its outputs mean "
                 "something only if both have the same weights",
                 adapter.name,
-                given,
+                base_name,
                 self.program.name,
             )
 
@@ -323,7 +317,6 @@ class ModelState:
         return self.on_host(adapter)
 
     def _base_biases(self, adapter: Adapter) -> dict[str, Tensor]:
-        """Copy the base's biases that a fresh adapter trains."""
         biases: dict[str, Tensor] = {}
         for source, parameter in self.weight_store.frozen():
             module, _, kind = source.rpartition(".")
@@ -341,7 +334,7 @@ class ModelState:
         """
         adapter = dataclasses.replace(adapter)
         if not served_sources(adapter) <= self.serving.sources:
-            served = [served_sources(one) for one in (adapter, *self.versions.alive())]
+            served = [served_sources(each) for each in (adapter, *self.versions.alive())]
             if program is None or not frozenset().union(*served) <= program.sources:
                 program = self.program_for(adapter)
             self.serving = program
@@ -368,7 +361,7 @@ class ModelState:
         """
         if served_sources(adapter) <= self.serving.sources:
             return self.serving
-        recipes = [one.recipe for one in (*self.versions.alive(), adapter)]
+        recipes = [served_adapter.recipe for served_adapter in (*self.versions.alive(), adapter)]
         serving = self._specialiser.serving(self.program, recipes)
         check_same(self.world, "the program", {"the serving program": serving_text(serving)})
         return self._bind(serving)
@@ -430,9 +423,9 @@ class ModelState:
         if device.type == "cuda" or not any(tensor.is_cuda for tensor in tensors):
             return adapter.map(lambda tensor: tensor.to(device, dtype))
         # The copies go to pinned memory one behind the other, and the host waits for the last one.
-        found = adapter.map(lambda tensor: downloaded(tensor.to(dtype)))
+        moved = adapter.map(lambda tensor: downloaded(tensor.to(dtype)))
         torch.cuda.current_stream(self.device).record_event().synchronize()
-        return found
+        return moved
 
     def training(
         self, adapter: Adapter, windows: bool, step: tuple[int, int] | None = None

@@ -81,8 +81,6 @@ class StepOutputs:
 
 @dataclass(frozen=True)
 class _Graph:
-    """A recorded step, and the memory that it writes to and reads, kept alive."""
-
     replay: Callable[[], None]
     outputs: StepOutputs
     bound: Sequence[BoundAdapters]
@@ -175,9 +173,9 @@ class StepGraphs:
             return None
         lengths, contexts = zip(*spans, strict=True)
         tokens = StepTokens(ids, lengths, contexts, tables, slots, read)
-        own = self.rooms.of(sizes_of(tokens))
+        smallest = self.rooms.of(sizes_of(tokens))
         self._drop_moved()
-        room = None if own is None else self._room_for(own)
+        room = None if smallest is None else self._room_for(smallest)
         if room is None:
             self.eager["no room holds it"] += 1
             return None
@@ -198,14 +196,14 @@ class StepGraphs:
         """True if the rooms of all steps were recorded before the first."""
         return bool(self._warm) and self.recorder is not None
 
-    def _room_for(self, own: StepRoom) -> StepRoom | None:
+    def _room_for(self, smallest: StepRoom) -> StepRoom | None:
         """Return the room that a step is replayed in, a warm one or its own; None without any."""
-        if own not in self._serving:
-            holding = [room for room in self._warm if room.holds(own)]
+        if smallest not in self._serving:
+            holding = [room for room in self._warm if room.holds(smallest)]
             # An adapter may have come that is wider than those of the warm rooms.
-            mine = own if self._lists_of_rooms.has_room(own) else None
-            self._serving[own] = min(holding, key=lambda r: (expected_us(r), r), default=mine)
-        return self._serving[own]
+            mine = smallest if self._lists_of_rooms.has_room(smallest) else None
+            self._serving[smallest] = min(holding, key=lambda r: (expected_us(r), r), default=mine)
+        return self._serving[smallest]
 
     def _is_time(self, room: StepRoom) -> bool:
         """Return whether a room is recorded now: a warm one, as what it reads has moved."""
@@ -273,7 +271,6 @@ class StepGraphs:
 
     @property
     def _lists_of_rooms(self) -> StepLists:
-        """The lists that all rooms share."""
         if self._lists is None:
             rooms, device = self.rooms, self.cache.keys[0].device
             self._lists = StepLists(rooms.largest, rooms.pages, rooms.group, device)

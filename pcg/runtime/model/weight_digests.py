@@ -26,9 +26,6 @@ from pcg.ranks.group import Ranks
 from pcg.runtime.model.base_weights import TensorSource, WeightStore
 from pcg.runtime.model.weights import Weights
 
-# ----------------------------------------------------------------------------------- weight digests
-
-
 _MOST_THREADS = 8
 
 
@@ -79,9 +76,6 @@ def hashing_threads(device: torch.device) -> ThreadPoolExecutor:
     return device_pool(device, threads, "pcg digests")
 
 
-# ------------------------------------------------------------------------------------- same weights
-
-
 CALL = "the base's weights"
 FIX = "Give all ranks the same weights: one directory, or copies of the same files"
 _DIGEST_BYTES = 32
@@ -98,25 +92,24 @@ def check_same_weights(ranks: Ranks, weights: TensorSource) -> None:
     if not isinstance(weights, Weights):
         check_same(ranks, CALL, {"random weights": weights.identity()}, FIX)
         return
-    index = {name: f"{one.dtype} {list(one.shape)}" for name, one in weights.index.items()}
+    index = {name: f"{item.dtype} {list(item.shape)}" for name, item in weights.index.items()}
     check_same(ranks, CALL, index, FIX)
     identities = ranks.tell(hashlib.sha256(weights.identity().encode()).digest())
     if len(set(identities)) == 1:
         return
-    sharing = [rank for rank, one in enumerate(identities) if one == identities[ranks.rank]]
+    sharing = [rank for rank, item in enumerate(identities) if item == identities[ranks.rank]]
     shares = _shares(weights, len(sharing))
-    own = agreed(ranks, CALL, lambda: _digests(weights, shares[sharing.index(ranks.rank)]))
+    digests = agreed(ranks, CALL, lambda: _digests(weights, shares[sharing.index(ranks.rank)]))
     names = sorted(weights.index)
-    told = ranks.tell(b"".join(own.get(name, bytes(_DIGEST_BYTES)) for name in names))
-    found = []
+    replies = ranks.tell(b"".join(digests.get(name, bytes(_DIGEST_BYTES)) for name in names))
+    by_rank = []
     for identity in identities:
-        parts = [word for word, one in zip(told, identities, strict=True) if one == identity]
-        found.append(dict(zip(names, _joined(parts), strict=True)))
-    compare(CALL, found, FIX)
+        parts = [word for word, item in zip(replies, identities, strict=True) if item == identity]
+        by_rank.append(dict(zip(names, _joined(parts), strict=True)))
+    compare(CALL, by_rank, FIX)
 
 
 def _shares(weights: Weights, count: int) -> list[list[str]]:
-    """The tensors in so many shares of about the same size, alike on all ranks."""
     shares: list[list[str]] = [[] for _ in range(count)]
     sizes = [0] * count
     for name in sorted(weights.index, key=lambda name: (-weights.numel(name), name)):
@@ -128,9 +121,9 @@ def _shares(weights: Weights, count: int) -> list[list[str]]:
 
 def _digests(weights: Weights, names: Sequence[str]) -> Mapping[str, bytes]:
     with hashing_threads(torch.device("cpu")) as pool:
-        found = dict(zip(names, pool.map(weights.digest, names), strict=True))
+        digests = dict(zip(names, pool.map(weights.digest, names), strict=True))
     weights.release()
-    return found
+    return digests
 
 
 def _joined(parts: Sequence[bytes]) -> list[str]:

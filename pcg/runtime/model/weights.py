@@ -38,9 +38,6 @@ from pcg.ranks.shards import Ranges
 from pcg.source import ModelSource
 from pcg.tensor_file import TensorInfo, read_header
 
-# ------------------------------------------------------------------------------------------ weights
-
-
 Shape = tuple[int, ...]
 
 # The experts' own tensors of a fused parameter, in the order of the output features.
@@ -111,14 +108,14 @@ class Weights(ABC):
                 is damaged.
         """
         shape = tuple(shape)
-        found = self._find(name)
-        if found is not None:
-            self._check(name, found, shape[::-1] if transposed else _stored(shape))
+        stored_name = self._find(name)
+        if stored_name is not None:
+            self._check(name, stored_name, shape[::-1] if transposed else _stored(shape))
             stored = ranges[::-1] if transposed and ranges else ranges
             if len(shape) == _OF_GATE_AND_UP:
-                tensor = self._gate_and_up(found, shape, ranges)
+                tensor = self._gate_and_up(stored_name, shape, ranges)
             else:
-                tensor = self._take(found, stored)
+                tensor = self._take(stored_name, stored)
             if transposed:
                 tensor = tensor.t()
             if out is None:
@@ -184,17 +181,15 @@ class Weights(ABC):
         return next((other for other in self._names(name) if other in self.index), None)
 
     def _names(self, name: str) -> Iterator[str]:
-        """Yield the names that a checkpoint may have for a tensor, most likely first."""
         prefix = f"{self.base_prefix}." if self.base_prefix else ""
         names = [name]
         if prefix:
             names.append(name.removeprefix(prefix) if name.startswith(prefix) else prefix + name)
         yield from names
-        for own, other in _OTHER_NAMES:
-            yield from (name.replace(own, other) for name in names if own in name)
+        for word, other in _OTHER_NAMES:
+            yield from (name.replace(word, other) for name in names if word in name)
 
     def _expert_parts(self, name: str, shape: Shape) -> list[list[str]] | None:
-        """Return for each expert the names of the tensors that make up its fused one."""
         match = re.fullmatch(r"(.+\.experts)\.(gate_up_proj|down_proj)", name)
         if match is None or len(shape) not in (3, _OF_GATE_AND_UP):
             return None
@@ -203,19 +198,19 @@ class Weights(ABC):
                 [self._find(f"{match[1]}.{expert}.{part}.weight") for part in parts]
                 for expert in range(shape[0])
             ]
-            found = [[part for part in expert if part is not None] for expert in names]
-            if all(len(expert) == len(parts) for expert in found):
-                return found
+            of_experts = [[part for part in expert if part is not None] for expert in names]
+            if all(len(expert) == len(parts) for expert in of_experts):
+                return of_experts
         return None
 
-    def _gate_and_up(self, found: str, shape: Shape, ranges: Ranges | None) -> Tensor:
+    def _gate_and_up(self, stored_name: str, shape: Shape, ranges: Ranges | None) -> Tensor:
         """Read experts' gate and up, stored one behind the other, as [experts, 2, f, in]."""
         if ranges is None:
-            return self._take(found).view(shape)
+            return self._take(stored_name).view(shape)
         experts, kinds, (start, stop), columns = ranges
         firsts = [kind * shape[2] for kind in range(*kinds)]
         of_kinds = [(experts, (first + start, first + stop), columns) for first in firsts]
-        return torch.stack([self._take(found, one) for one in of_kinds], 1)
+        return torch.stack([self._take(stored_name, of_kind) for of_kind in of_kinds], 1)
 
     def _fuse(
         self,
@@ -225,30 +220,30 @@ class Weights(ABC):
         dtype: torch.dtype,
         ranges: Ranges | None,
     ) -> Tensor:
-        """Fuse a part of the experts' tensors into one: [experts, (gate and up,) out, in]."""
         ranges = tuple((0, size) for size in shape) if ranges is None else ranges
         experts, *kinds, rows, columns = ranges
         fused = torch.empty([stop - start for start, stop in ranges], dtype=dtype)
         for expert, names in zip(fused, parts[slice(*experts)], strict=True):
-            there = names[slice(*kinds[0])] if kinds else names
+            chosen = names[slice(*kinds[0])] if kinds else names
             of_parts = expert if kinds else expert.chunk(len(names))
-            for own, part in zip(of_parts, there, strict=True):
+            for into, part in zip(of_parts, chosen, strict=True):
                 self._check(name, part, (shape[-2] // (1 if kinds else len(names)), shape[-1]))
-                own.copy_(self._take(part, (rows, columns) if kinds or len(names) == 1 else None))
+                into.copy_(self._take(part, (rows, columns) if kinds or len(names) == 1 else None))
         return fused
 
-    def _check(self, name: str, found: str, shape: Shape) -> None:
-        info = self.index[found]
+    def _check(self, name: str, stored_name: str, shape: Shape) -> None:
+        info = self.index[stored_name]
         if info.shape != tuple(shape):
             raise WeightsError(
-                f"{found} is {list(info.shape)} in {self._place(found)}; the model wants "
-                f"{list(shape)}{'' if found == name else f' for {name}'}"
+                f"{stored_name} is {list(info.shape)} in {self._place(stored_name)}; the model "
+                f"wants {list(shape)}{'' if stored_name == name else f' for {name}'}"
                 + self._suspects(info.shape, tuple(shape))
             )
         if info.dtype not in DTYPE_NAMES.values():
             raise WeightsError(
-                f"{found} is {info.dtype} in {self._place(found)}: quantized weights need their "
-                f"scales, which pcg does not do; use weights in {', '.join(DTYPE_NAMES.values())}"
+                f"{stored_name} is {info.dtype} in {self._place(stored_name)}: quantized weights "
+                "need their scales, which pcg does not do; use weights in "
+                f"{', '.join(DTYPE_NAMES.values())}"
             )
 
     def _suspects(self, stored: Shape, wanted: Shape) -> str:
@@ -316,11 +311,11 @@ class Checkpoint(Weights):
         return tensor
 
     def identity(self) -> str:
-        found = [_machine()]
+        facts = [_machine()]
         for file in sorted(set(self._files.values())):
-            one = file.stat()
-            found.append(f"{one.st_dev} {one.st_ino} {one.st_size} {one.st_mtime_ns}")
-        return ", ".join(found)
+            status = file.stat()
+            facts.append(f"{status.st_dev} {status.st_ino} {status.st_size} {status.st_mtime_ns}")
+        return ", ".join(facts)
 
     def release(self) -> None:
         # A file stays mapped as long as a tensor is a view of it.
@@ -383,7 +378,6 @@ def _machine() -> str:
 
 
 def _stored(shape: Shape) -> Shape:
-    """Return the shape in which a checkpoint holds a tensor of this shape."""
     if len(shape) == _OF_GATE_AND_UP:
         return shape[0], shape[1] * shape[2], shape[3]
     return shape
@@ -392,9 +386,6 @@ def _stored(shape: Shape) -> Shape:
 def slices_of(ranges: Ranges) -> tuple[slice, ...]:
     """Return the indices of a part of a tensor."""
     return tuple(slice(*bounds) for bounds in ranges)
-
-
-# ----------------------------------------------------------------------------------- module weights
 
 
 class StateDictCheckpoint(Weights):
@@ -438,12 +429,15 @@ class StateDictCheckpoint(Weights):
     ) -> Tensor:
         """Return a tensor, or a part of it; see `Weights.load`."""
         tensor = super().load(name, shape, dtype, transposed, device, ranges, out)
-        found = self._find(name)
-        if out is not None and found is not None and not transposed:
-            own = self._tensors[found]
-            is_like = _is_like(own, out.shape, out.dtype, out.device) and not out.is_inference()
-            if is_like and _owns_memory(own) and not self._has_alias(own):
-                _hand_over(own, out)
+        stored_name = self._find(name)
+        if out is not None and stored_name is not None and not transposed:
+            tensor_of_module = self._tensors[stored_name]
+            is_like = (
+                _is_like(tensor_of_module, out.shape, out.dtype, out.device)
+                and not out.is_inference()
+            )
+            if is_like and _owns_memory(tensor_of_module) and not self._has_alias(tensor_of_module):
+                _hand_over(tensor_of_module, out)
         return tensor
 
     def shared(
@@ -455,8 +449,8 @@ class StateDictCheckpoint(Weights):
         device: torch.device | str = "cpu",
     ) -> Tensor | None:
         """Return a tensor of the module itself if it lies as asked; see `Weights.shared`."""
-        found = self._find(name)
-        tensor = None if found is None else self._tensors[found]
+        stored_name = self._find(name)
+        tensor = None if stored_name is None else self._tensors[stored_name]
         if tensor is None or transposed or not _is_like(tensor, shape, dtype, device):
             return None
         part: Tensor | None = _PARTS.get(tensor)
@@ -469,7 +463,6 @@ class StateDictCheckpoint(Weights):
         return whole if ranges is None else whole[slices_of(ranges)]
 
     def _has_alias(self, tensor: Tensor) -> bool:
-        """Return whether another tensor of the module has the same memory."""
         address = tensor.data_ptr()
         others = (other for other in self._tensors.values() if other is not tensor)
         return any(other.data_ptr() == address for other in others)
@@ -491,7 +484,6 @@ def _hand_over(tensor: Tensor, part: Tensor) -> None:
 def _is_like(
     tensor: Tensor, shape: Sequence[int], dtype: torch.dtype, device: torch.device | str
 ) -> bool:
-    """Return whether a tensor of a module lies in memory as a graph reads it."""
     return (
         tensor.shape == tuple(shape)
         and tensor.dtype is dtype

@@ -16,7 +16,9 @@ _TOLD_OTHERWISE = ("prompt_ids", "params", "adapter", "text")
 
 def request_facts(requests: Sequence[Request]) -> Mapping[str, str]:
     """The texts of requests: prompts, adapters, each field and parameter."""
-    fields = [fields_of(one, _TOLD_OTHERWISE) | fields_of(one.params) for one in requests]
+    fields = [
+        fields_of(request, _TOLD_OTHERWISE) | fields_of(request.params) for request in requests
+    ]
     names = fields[0] if fields else ()
     return {
         **sequence_facts([r.prompt_ids for r in requests], [r.adapter for r in requests]),
@@ -32,7 +34,7 @@ def sequence_facts(
         "the number of prompts": str(len(sequences)),
         "the lengths of prompts": described([len(ids) for ids in sequences]),
         "the prompts": tokens_digest(sequences),
-        "the adapters": described(_one([None if one is None else one.name for one in adapters])),
+        "the adapters": described(_one([None if a is None else a.name for a in adapters])),
     }
 
 

@@ -19,8 +19,6 @@ from itertools import count
 from pcg.runtime.requests.request import Chunk, Completion
 from pcg.runtime.requests.sequence import Sequence
 
-# ------------------------------------------------------------------------------------------- groups
-
 
 class Groups:
     """The continuations of the requests of an engine that have several.
@@ -54,17 +52,15 @@ class Groups:
         group = self.of_all.get(sequence)
         if group is None:
             return (chunk,)
-        found = group.handed_out(sequence, chunk)
+        chunks = group.handed_out(sequence, chunk)
         if not group.left:
-            for one in group.sequences:
-                self.of_all.pop(one, None)
-                self._first.pop(one.id, None)
-        return found
+            for continuation in group.sequences:
+                self.of_all.pop(continuation, None)
+                self._first.pop(continuation.id, None)
+        return chunks
 
 
 class _Group:
-    """The continuations of a request; `left` of them are not over."""
-
     def __init__(self, sequences: List[Sequence]) -> None:
         params = sequences[0].request.params
         self.sequences = sequences
@@ -75,7 +71,7 @@ class _Group:
 
     def handed_out(self, sequence: Sequence, chunk: Chunk) -> List[Chunk]:
         if sequence.is_over:  # few chunks are the last of one
-            self.left = sum(not one.is_over for one in self.sequences)
+            self.left = sum(not continuation.is_over for continuation in self.sequences)
         if self._has_failed:
             return ()
         if chunk.error is not None:
@@ -90,9 +86,13 @@ class _Group:
 
     def _best(self, last: Chunk, count: int) -> list[Chunk]:
         """Return whole continuations, those that came to their ends before others."""
-        found = sorted(
+        ranked = sorted(
             self._completions,
-            key=lambda one: (one[0].finish_reason not in ("stop", "length"), -one[1], one[0].index),
+            key=lambda pair: (
+                pair[0].finish_reason not in ("stop", "length"),
+                -pair[1],
+                pair[0].index,
+            ),
         )
         return [
             replace(
@@ -104,11 +104,8 @@ class _Group:
                 choice=choice,
                 left=count - 1 - choice,
             )
-            for choice, (completion, _) in enumerate(found[:count])
+            for choice, (completion, _) in enumerate(ranked[:count])
         ]
-
-
-# ---------------------------------------------------------------------------------------- deadlines
 
 
 class Deadlines:
@@ -126,7 +123,7 @@ class Deadlines:
         """Add a request, as its continuations, with the time on the engine's clock."""
         heapq.heappush(self._due, (due_s, next(self._number), request))
         if len(self._due) > self._most:
-            self._due = [one for one in self._due if not all(each.is_over for each in one[2])]
+            self._due = [entry for entry in self._due if not all(each.is_over for each in entry[2])]
             heapq.heapify(self._due)
             self._most = 2 * len(self._due) + 64
 

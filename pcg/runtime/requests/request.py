@@ -141,8 +141,8 @@ class Request:
             if self.normalize:
                 raise GenerationError("normalize=True is for embeddings; add pooling='last'")
             return
-        for one in dataclasses.fields(SamplingParams):
-            name, value = one.name, getattr(self.params, one.name)
+        for parameter in dataclasses.fields(SamplingParams):
+            name, value = parameter.name, getattr(self.params, parameter.name)
             if name != "truncate_prompt_tokens" and value != getattr(_NO_TOKENS, name):
                 raise GenerationError(
                     f"{name}={value!r} with pooling={self.pooling!r}: an embedding generates no "
@@ -212,7 +212,7 @@ class Completion:
     @property
     def cumulative_logprob(self) -> float | None:
         """The log-probability of all generated tokens; None if it was not asked for."""
-        return None if self.logprobs is None else sum(one.logprob for one in self.logprobs)
+        return None if self.logprobs is None else sum(token.logprob for token in self.logprobs)
 
 
 @dataclass(slots=True)
@@ -255,11 +255,11 @@ class Chunk:
 
 def completions_of(chunks: Iterable[Chunk]) -> list[Completion]:
     """Return the completions, in the order of the prompts and of the continuations of each."""
-    done: dict[tuple[int, int], Completion] = {}
+    completions: dict[tuple[int, int], Completion] = {}
     for chunk in chunks:
         if chunk.completion is not None:
-            done[chunk.index, chunk.choice] = chunk.completion
-    return [done[key] for key in sorted(done)]
+            completions[chunk.index, chunk.choice] = chunk.completion
+    return [completions[key] for key in sorted(completions)]
 
 
 class ServedModel(Protocol):
@@ -305,15 +305,15 @@ def make_request(
     state: ServedModel, prompt: str | Sequence[int], adapter: Any, fields: RequestFields
 ) -> Request:
     """Make a request of one prompt; see `Executor.request`."""
-    own = {name: value for name, value in fields.items() if name in _OWN}
-    sampling: dict[str, Any] = {k: value for k, value in fields.items() if k not in own}
-    special = own.pop("add_special_tokens", True)
+    of_request = {name: value for name, value in fields.items() if name in _OWN}
+    sampling: dict[str, Any] = {k: value for k, value in fields.items() if k not in of_request}
+    special = of_request.pop("add_special_tokens", True)
     if type(special) is not bool:
         raise GenerationError(f"add_special_tokens={shown(special)}; use True or False")
-    if own.get("pooling") is not None:
+    if of_request.get("pooling") is not None:
         sampling.setdefault("max_new_tokens", 0)
     (request,) = make_requests(state, [prompt], adapter, sampling, special)
-    return dataclasses.replace(request, **own)  # type: ignore[arg-type]
+    return dataclasses.replace(request, **of_request)  # type: ignore[arg-type]
 
 
 _MADE = "request "

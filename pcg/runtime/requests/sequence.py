@@ -11,7 +11,6 @@ from torch import Tensor
 from pcg.errors import PcgError
 from pcg.runtime.adapters.versions import AdapterVersion
 from pcg.runtime.memory.pool import PageTable, pages_for
-from pcg.runtime.memory.prefixes import SequenceBlocks
 from pcg.runtime.model.batch import ANY_TOKEN
 from pcg.runtime.requests.request import Chunk, Completion, Request
 from pcg.runtime.sampling.grammars import Grammar
@@ -31,6 +30,34 @@ class State(StrEnum):
     CANCELLED = "cancelled"
     TIMED_OUT = "timed_out"
     FAILED = "failed"
+
+
+@dataclass(eq=False)
+class Version:
+    """The blocks of one version of an adapter, or of the base: the page of each by its digest."""
+
+    pages: dict[bytes, int] = field(default_factory=dict)
+    is_current: bool = True
+
+
+@dataclass(slots=True)
+class SequenceBlocks:
+    """The blocks of one sequence.
+
+    Attributes:
+        version: the version that the sequence shares blocks with; None if blocks are not shared.
+        digests: the digests of its blocks, as far as they are known.
+        known: number of its tokens that were computed or found, up to its prompt's last.
+        found: number of its prompt's tokens that were found and not computed.
+    """
+
+    version: Version | None = None
+    digests: list[bytes] = field(default_factory=list)
+    known: int = 0
+    found: int = 0
+
+    def copy(self) -> SequenceBlocks:
+        return SequenceBlocks(self.version, self.digests.copy(), self.known, self.found)
 
 
 @dataclass(slots=True)

@@ -14,8 +14,6 @@ from pcg.runtime.requests.request import Chunk
 from pcg.runtime.requests.sequence import Sequence
 from pcg.runtime.sampling.logprobs import Logprobs, TokenLogprobs
 
-# --------------------------------------------------------------------------------------------- load
-
 
 @dataclass(frozen=True, slots=True)
 class Load:
@@ -73,9 +71,6 @@ class Load:
 def keys_of(tokens: int, context: int) -> int:
     """Count the keys that attention reads for new tokens behind a context."""
     return tokens * context + tokens * (tokens + 1) // 2
-
-
-# ---------------------------------------------------------------------------------------- step plan
 
 
 @dataclass
@@ -156,9 +151,6 @@ class Plan:
         self.gap_s = min(kept_s or due_s) - began_s
 
 
-# ------------------------------------------------------------------------------------- step results
-
-
 @dataclass(slots=True)
 class Results:
     """The results of a step, for its sequences.
@@ -222,8 +214,8 @@ class DrawnTokens:
         if self.first_ns is not None:
             results.first_ns = int(self.first_ns)
         if self.logprobs is not None:
-            asking = [one for one in self.sequences if one.likeliest is not None]
-            counts = [one.likeliest or 0 for one in asking]
+            asking = [sequence for sequence in self.sequences if sequence.likeliest is not None]
+            counts = [sequence.likeliest or 0 for sequence in asking]
             results.logprobs.update(zip(asking, self.logprobs.read(counts), strict=True))
 
 
@@ -247,11 +239,11 @@ class PromptLogprobs:
 
     def read(self, results: Results) -> None:
         """Add them to a step's results, once they are on the host."""
-        likeliest = [n for one, n_tokens in self.counts for n in [_of_prompt(one)] * n_tokens]
-        found = self.logprobs.read_cells(likeliest, self.cells or [0] * len(likeliest))
+        likeliest = [n for reader, n_tokens in self.counts for n in [_of_prompt(reader)] * n_tokens]
+        of_tokens = self.logprobs.read_cells(likeliest, self.cells or [0] * len(likeliest))
         start = 0
         for sequence, count in self.counts:
-            results.prompts[sequence] = found[start : start + count]
+            results.prompts[sequence] = of_tokens[start : start + count]
             start += count
 
 

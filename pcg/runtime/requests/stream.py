@@ -22,9 +22,6 @@ from typing import Self, TypeAlias
 
 from pcg.runtime.requests.request import Chunk, Completion, Request
 
-# ------------------------------------------------------------------------------------------- stream
-
-
 Waiter: TypeAlias = asyncio.Future[None]
 
 
@@ -151,9 +148,9 @@ class Stream:
         while True:
             with self._lock:
                 if self._chunks:
-                    found = list(self._chunks)
+                    chunks = list(self._chunks)
                     self._chunks.clear()
-                    return found
+                    return chunks
                 if self._error is not None:
                     raise self._error
                 if self.is_over:
@@ -287,9 +284,6 @@ class _Iteration:
 
     def __del__(self) -> None:
         self._stream.cancel()
-
-
-# ----------------------------------------------------------------------------------------- in order
 
 
 def in_order(

@@ -29,9 +29,6 @@ from pcg.kernels.batch import TokenLimits
 from pcg.kernels.devices import uploaded, uploaded_list
 from pcg.runtime.sampling.sampling_params import SamplingParams
 
-# ------------------------------------------------------------------------------------------ filters
-
-
 _LEAST_TEMPERATURE = 1e-30
 """The least temperature that fp32 divides by; the likeliest token has all probability there."""
 
@@ -103,9 +100,6 @@ def limits_of(params: Sequence[SamplingParams], logits: Tensor) -> TokenLimits:
     return TokenLimits(temperatures, kept, tails, min_p, is_cut)
 
 
-# ------------------------------------------------------------------------------------------ drawing
-
-
 DrawKernel: TypeAlias = Callable[[Tensor, TokenLimits, Tensor], tuple[Tensor, Tensor]]
 """Draws tokens from logits, limits and numbers u, as `Drawing.draw` does."""
 KeepKernel: TypeAlias = Callable[[Tensor, TokenLimits], Tensor]
@@ -148,7 +142,6 @@ class Drawing:
 def _draw(
     logits: Tensor, params: Sequence[SamplingParams], uniform: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Draw as `Drawing.draw` does, by PyTorch's operators."""
     # fp64, as in fp32 tokens below its rounding would be lost in a large vocabulary.
     cumulative = filtered(logits, params).softmax(dim=-1).double().cumsum(dim=-1)
     total = cumulative[:, -1:]

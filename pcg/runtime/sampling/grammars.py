@@ -35,9 +35,6 @@ from pcg.runtime.sampling.guide import Guide, json_options
 from pcg.runtime.text.tokenizer import Tokenizer
 from pcg.units import shown
 
-# ------------------------------------------------------------------------------------ compile queue
-
-
 _COMPILING = 2
 """Guides that are compiled at once."""
 _MOST_QUEUED = 64
@@ -89,7 +86,7 @@ class CompileQueue:
             with self._lock:
                 if tenant is not None:
                     self._busy.discard(tenant)
-                tenant = next((one for one in self._lines if one not in self._busy), None)
+                tenant = next((name for name in self._lines if name not in self._busy), None)
                 if tenant is None:
                     return
                 line = self._lines.pop(tenant)
@@ -102,9 +99,6 @@ class CompileQueue:
                 future.set_result(act())
             except BaseException as error:  # whoever waits for it gets it
                 future.set_exception(error)
-
-
-# ------------------------------------------------------------------------------------------ grammar
 
 
 LONGEST_COMMIT_S = 2e-3
@@ -192,9 +186,6 @@ def guide_error(guide: Guide, message: str) -> GenerationError:
     return GenerationError(f"{guide.kind} cannot be followed: {text}")
 
 
-# ----------------------------------------------------------------------------------------- grammars
-
-
 Masks = NDArray[np.bool_]
 """True for tokens that may not come, [rows, vocabulary]."""
 
@@ -238,9 +229,9 @@ class Grammars:
 
     def begin_masks(self, grammars: Sequence[Grammar]) -> None:
         """Begin to make the masks of a step's rows; `masks_of` waits for them."""
-        made = self._mask_thread.submit(self._safe_masks, list(grammars))
+        masks = self._mask_thread.submit(self._safe_masks, list(grammars))
         for place, grammar in enumerate(grammars):
-            grammar.masks = (made, place)
+            grammar.masks = (masks, place)
 
     # ------------------------------------------------------------------------------- compiling
 
@@ -326,10 +317,10 @@ def masks_of(grammars: Sequence[Grammar]) -> Masks:
     """Return the masks of a step's rows that were begun."""
     begun = [grammar.masks for grammar in grammars]
     assert None not in begun
-    made: Masks = begun[0][0].result()  # type: ignore[index]
+    masks: Masks = begun[0][0].result()  # type: ignore[index]
     places = [place for _, place in begun]  # type: ignore[misc]
-    is_whole = places == list(range(len(made)))
-    return made if is_whole else made[places]
+    is_whole = places == list(range(len(masks)))
+    return masks if is_whole else masks[places]
 
 
 def check_guided(guide: Guide, tokenizer: Tokenizer | None) -> None:
@@ -343,7 +334,6 @@ def check_guided(guide: Guide, tokenizer: Tokenizer | None) -> None:
 
 
 def _library(what: str) -> Any:
-    """Return llguidance, which is imported once a request needs it."""
     try:
         import llguidance
     except ImportError as error:
@@ -354,7 +344,6 @@ def _library(what: str) -> Any:
 
 
 def _grammar_text(library: Any, guide: Guide) -> str:
-    """Return a guide in the library's own notation."""
     matcher = library.LLMatcher
     if guide.kind == "guided_json":
         options = json_options(json.loads(guide.text))

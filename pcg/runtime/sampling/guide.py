@@ -61,14 +61,14 @@ def guide_of(
         GenerationError: there are several, or one is not of its type, or too long.
     """
     require_bool("guided_json_object", json_object)
-    given = {
+    guides = {
         "guided_json": json_schema is not None,
         "guided_json_object": json_object,
         "guided_regex": regex is not None,
         "guided_choice": choice != (),
         "guided_grammar": grammar is not None,
     }
-    names = [name for name, is_given in given.items() if is_given]
+    names = [name for name, is_given in guides.items() if is_given]
     if len(names) > 1:
         raise GenerationError(f"{' and '.join(names)} are given; an output follows one of them")
     if json_schema is not None:
@@ -94,16 +94,16 @@ def each_schema(schema: Any, act: Callable[[dict[str, Any]], Any]) -> Any:
     RecursionError: it is nested too deeply.
     """
     if isinstance(schema, list):
-        return [each_schema(one, act) for one in schema]
+        return [each_schema(part, act) for part in schema]
     if not isinstance(schema, Mapping):
         return schema
-    found: dict[str, Any] = {}
+    changed: dict[str, Any] = {}
     for key, value in schema.items():
         if key in _OF_SCHEMAS and isinstance(value, Mapping):
-            found[key] = {name: each_schema(one, act) for name, one in value.items()}
+            changed[key] = {name: each_schema(part, act) for name, part in value.items()}
         else:
-            found[key] = value if key in _VALUES else each_schema(value, act)
-    return act(found)
+            changed[key] = value if key in _VALUES else each_schema(value, act)
+    return act(changed)
 
 
 def json_options(schema: Mapping[str, Any]) -> dict[str, Any]:
@@ -113,17 +113,17 @@ def json_options(schema: Mapping[str, Any]) -> dict[str, Any]:
 
     ValueError: the options are not at the top, are no object, or drop keywords.
     """
-    given = schema.get(OPTIONS, {})
-    if not isinstance(given, Mapping):
-        raise ValueError(f"{OPTIONS}={shown(given)}; use an object of options")
-    if given.get("lenient"):
+    options = schema.get(OPTIONS, {})
+    if not isinstance(options, Mapping):
+        raise ValueError(f"{OPTIONS}={shown(options)}; use an object of options")
+    if options.get("lenient"):
         raise ValueError(
-            f"{OPTIONS} has lenient={shown(given['lenient'])}, with which outputs would not follow "
-            "keywords that the library does not know; leave it out, and those keywords"
+            f"{OPTIONS} has lenient={shown(options['lenient'])}, with which outputs would not "
+            "follow keywords that the library does not know; leave it out, and those keywords"
         )
-    each_schema({key: one for key, one in schema.items() if key != OPTIONS}, _refuse_options)
-    has_own = any(given.get(name) is not None for name in _SPACING)
-    return {**({} if has_own else _COMPACT), **given}
+    each_schema({key: part for key, part in schema.items() if key != OPTIONS}, _refuse_options)
+    has_own = any(options.get(name) is not None for name in _SPACING)
+    return {**({} if has_own else _COMPACT), **options}
 
 
 def _refuse_options(schema: dict[str, Any]) -> None:
@@ -142,7 +142,6 @@ def _checked(name: str, text: object, longest: int) -> str:
 
 
 def _schema_text(schema: object) -> str:
-    """Return a schema as JSON, which it is already if it is a text."""
     try:
         text = json.dumps(schema) if isinstance(schema, Mapping) else schema
         text = _checked("guided_json", text, LONGEST_GUIDE)

@@ -38,9 +38,6 @@ from pcg.errors import GenerationError
 from pcg.kernels.devices import downloaded, uploaded_list
 from pcg.runtime.sampling.sampling_params import SamplingParams
 
-# ----------------------------------------------------------------------------------------- logprobs
-
-
 _BLOCK = 64
 """Tokens of a block; the fastest of 16 to 128 for 16 rows of 32,000."""
 
@@ -90,10 +87,10 @@ class Logprobs:
 
     @property
     def _columns(self) -> tuple[Tensor, ...]:
-        own = (self.tokens, self.chosen, self.ranks, self.top_ids, self.top)
+        columns = (self.tokens, self.chosen, self.ranks, self.top_ids, self.top)
         if self.cell_ids is None or self.cells is None:
-            return own
-        return (*own, self.cell_ids, self.cells)
+            return columns
+        return (*columns, self.cell_ids, self.cells)
 
     @classmethod
     def joined(cls, parts: Sequence[Logprobs]) -> Logprobs:
@@ -106,13 +103,13 @@ class Logprobs:
 
     def read_cells(self, counts: Sequence[int], cells: Sequence[int]) -> list[TokenLogprobs]:
         """Return each row's with so many of the likeliest, and so many of its further tokens."""
-        found = self.read(counts)
+        tokens = self.read(counts)
         if self.cell_ids is None or self.cells is None:
-            return found
-        rows = zip(found, self.cell_ids.tolist(), self.cells.tolist(), cells, strict=True)
+            return tokens
+        rows = zip(tokens, self.cell_ids.tolist(), self.cells.tolist(), cells, strict=True)
         return [
-            replace(one, top=(*one.top, *zip(ids[:count], values[:count], strict=True)))
-            for one, ids, values, count in rows
+            replace(token, top=(*token.top, *zip(ids[:count], values[:count], strict=True)))
+            for token, ids, values, count in rows
         ]
 
     def read(self, counts: Sequence[int]) -> list[TokenLogprobs]:
@@ -151,15 +148,14 @@ def logprobs_of(logits: Tensor, tokens: Tensor, most: int, cells: Tensor | None 
     chosen = logprobs.gather(1, tokens.clamp(min=0)[:, None])
     ranks = (logprobs > chosen).sum(dim=-1)
     top_ids = _likeliest(logprobs, min(most, logits.shape[-1]))
-    own = tokens, chosen.squeeze(1), ranks, top_ids, logprobs.gather(1, top_ids)
+    columns = tokens, chosen.squeeze(1), ranks, top_ids, logprobs.gather(1, top_ids)
     if cells is None:
-        return Logprobs(*own)
-    found = logprobs.gather(1, cells.clamp(min=0)).where(cells >= 0, 0.0)
-    return Logprobs(*own, cells, found)
+        return Logprobs(*columns)
+    of_cells = logprobs.gather(1, cells.clamp(min=0)).where(cells >= 0, 0.0)
+    return Logprobs(*columns, cells, of_cells)
 
 
 def _likeliest(values: Tensor, count: int) -> Tensor:
-    """Return the places of each row's largest values, the largest first, [R, count]."""
     rows, vocabulary = values.shape
     blocks = vocabulary // _BLOCK
     if not count or blocks <= 2 * count:
@@ -170,8 +166,8 @@ def _likeliest(values: Tensor, count: int) -> Tensor:
     places = (best[:, :, None] * _BLOCK + within).flatten(1)
     rest = torch.arange(blocks * _BLOCK, vocabulary, device=values.device)
     places = torch.cat([places, rest.expand(rows, -1)], dim=1)
-    found = values.gather(1, places).topk(count, dim=-1).indices
-    return _in_order(values, places.gather(1, found))
+    best_places = values.gather(1, places).topk(count, dim=-1).indices
+    return _in_order(values, places.gather(1, best_places))
 
 
 def _in_order(values: Tensor, places: Tensor) -> Tensor:
@@ -179,9 +175,6 @@ def _in_order(values: Tensor, places: Tensor) -> Tensor:
     places = places.sort(dim=-1).values
     order = values.gather(1, places).argsort(dim=-1, descending=True, stable=True)
     return places.gather(1, order)
-
-
-# ------------------------------------------------------------------------------------- prompt cells
 
 
 _NONE = -1
@@ -234,7 +227,6 @@ def _targets(params: SamplingParams, place: int) -> tuple[int, ...]:
 
 
 def _draw(logits: Tensor, params: SamplingParams, place: int) -> Tensor:
-    """Return tokens that are drawn by logits [V]."""
     if params.greedy:
         return logits.argmax().expand(params.prompt_draws)
     key = None if params.seed is None else [params.seed, place]

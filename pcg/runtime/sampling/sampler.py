@@ -27,9 +27,6 @@ from pcg.runtime.sampling.sampling_params import SamplingParams
 from pcg.runtime.text.tokenizer import Tokenizer
 from pcg.units import shown
 
-# ---------------------------------------------------------------------------------------- bad words
-
-
 Word = tuple[int, ...]
 
 
@@ -46,9 +43,9 @@ class BadWords:
 
     def anew(self) -> BadWords:
         """Return the same words for another output, which has no token yet."""
-        found = copy.copy(self)
-        found._latest = deque(maxlen=self._latest.maxlen)
-        return found
+        words = copy.copy(self)
+        words._latest = deque(maxlen=self._latest.maxlen)
+        return words
 
     def add(self, token: int) -> None:
         """Note a generated token."""
@@ -90,12 +87,6 @@ def words_of(bad_words: Sequence[str | Word], tokenizer: Tokenizer | None) -> tu
     return tuple(words)
 
 
-# ------------------------------------------------------------------------------------------ sampler
-
-
-# ------------------------------------------------------------------------------------- token counts
-
-
 class TokenCounts:
     """The tokens of a request, each once, and how often each was generated.
 
@@ -110,10 +101,10 @@ class TokenCounts:
 
     def copy(self) -> TokenCounts:
         """Return counts of their own with the same tokens."""
-        found = TokenCounts()
-        found._tokens, found._counts = self._tokens.copy(), self._counts.copy()
-        found._places = self._places.copy()
-        return found
+        counts = TokenCounts()
+        counts._tokens, counts._counts = self._tokens.copy(), self._counts.copy()
+        counts._places = self._places.copy()
+        return counts
 
     def add(self, token: int) -> None:
         """Count a generated token."""
@@ -133,9 +124,6 @@ class TokenCounts:
     def counts(self) -> NDArray[np.float32]:
         """The times that each of `tokens` was generated; 0 for one of the prompt alone."""
         return self._counts[: len(self._places)]
-
-
-# ------------------------------------------------------------------------------------------ sampler
 
 
 Tokens = NDArray[np.int64]

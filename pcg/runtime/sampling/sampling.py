@@ -53,29 +53,20 @@ from pcg.runtime.sampling.drawing import PYTORCH, Drawing
 from pcg.runtime.sampling.grammars import masks_of
 from pcg.runtime.sampling.sampler import Sampler
 
-# ------------------------------------------------------------------------------------------- places
-
-
 Found = Sequence[tuple[int, NDArray[np.int64]]]
 """Rows, and the tokens of each."""
 
 
-def places(found: Found, logits: Tensor) -> tuple[Tensor, Tensor]:
+def places(pairs: Found, logits: Tensor) -> tuple[Tensor, Tensor]:
     """Return the rows [K] and the tokens [K] that index the logits [R, V]."""
-    rows = np.repeat([row for row, _ in found], [len(tokens) for _, tokens in found])
-    tokens = np.concatenate([tokens for _, tokens in found])
+    rows = np.repeat([row for row, _ in pairs], [len(tokens) for _, tokens in pairs])
+    tokens = np.concatenate([tokens for _, tokens in pairs])
     return sent(rows, logits), sent(tokens, logits)
 
 
 def sent(values: NDArray[np.generic], logits: Tensor) -> Tensor:
     """Copy an array to the device of the logits."""
     return uploaded(torch.from_numpy(values), logits.device)
-
-
-# ----------------------------------------------------------------------------------------- sampling
-
-
-# -------------------------------------------------------------------------------------------- masks
 
 
 def guided(logits: Tensor, samplers: Sequence[Sampler]) -> Tensor:
@@ -112,8 +103,8 @@ def restrict(logits: Tensor, samplers: Sequence[Sampler]) -> None:
         kept = logits[at]
         logits.index_fill_(0, rows, -math.inf)
         logits[at] = kept
-    found = [(row, each.forbidden()) for row, each in enumerate(samplers) if not each.is_plain]
-    forbidden = [(row, np.array(tokens, dtype=np.int64)) for row, tokens in found if tokens]
+    ruled_out = [(row, each.forbidden()) for row, each in enumerate(samplers) if not each.is_plain]
+    forbidden = [(row, np.array(tokens, dtype=np.int64)) for row, tokens in ruled_out if tokens]
     if forbidden:
         logits.index_put_(places(forbidden, logits), logits.new_full((), -math.inf))
 
@@ -126,21 +117,17 @@ def add_biases(logits: Tensor, samplers: Sequence[Sampler]) -> None:
         logits[at] += sent(np.concatenate([values for _, (_, values) in biases]), logits)
 
 
-# ----------------------------------------------------------------------------------------- sampling
-
-
-# ---------------------------------------------------------------------------------------- penalties
-
-
 def penalize(logits: Tensor, samplers: Sequence[Sampler]) -> None:
     """Apply each row's penalties to its logits [R, V], in place."""
-    counts = {row: one.counts for row, one in enumerate(samplers) if one.counts is not None}
-    found = [(row, each.tokens) for row, each in counts.items()]
-    if not sum(len(tokens) for _, tokens in found):
+    counts = {
+        row: sampler.counts for row, sampler in enumerate(samplers) if sampler.counts is not None
+    }
+    rows_and_tokens = [(row, each.tokens) for row, each in counts.items()]
+    if not sum(len(tokens) for _, tokens in rows_and_tokens):
         return
-    at = places(found, logits)
+    at = places(rows_and_tokens, logits)
     params = [samplers[row].params for row in counts]
-    sizes = [len(tokens) for _, tokens in found]
+    sizes = [len(tokens) for _, tokens in rows_and_tokens]
 
     def each(values: list[float]) -> Tensor:
         return sent(np.repeat(np.array(values, dtype=np.float32), sizes), logits)
@@ -151,9 +138,6 @@ def penalize(logits: Tensor, samplers: Sequence[Sampler]) -> None:
     score -= each([p.frequency_penalty for p in params]) * generated
     score -= each([p.presence_penalty for p in params]) * (generated > 0)
     logits[at] = score
-
-
-# ----------------------------------------------------------------------------------------- sampling
 
 
 UNDRAWN = -1
@@ -177,7 +161,7 @@ def sample(logits: Tensor, samplers: Sequence[Sampler], drawing: Drawing | None 
         raise GenerationError(f"logits have shape {tuple(logits.shape)}; expected [rows, vocab]")
     if len(samplers) != logits.shape[0]:
         raise GenerationError(f"{len(samplers)} samplers for {logits.shape[0]} rows of logits")
-    if not all(sampler.is_plain for sampler in samplers):
+    if [sampler for sampler in samplers if not sampler.is_plain]:
         logits = _changed(logits, samplers)
     drawing = drawing or PYTORCH
     rows = [row for row, sampler in enumerate(samplers) if not sampler.is_greedy]
@@ -201,29 +185,26 @@ def scored(logits: Tensor, samplers: Sequence[Sampler], drawing: Drawing | None 
     They are the raw ones, or those that `sample` draws from, with -inf for what cannot be drawn; a
     greedy row has its masks, biases and penalties then, and no filter. `drawing` is as in `sample`.
     """
-    rows = [
-        row for row, one in enumerate(samplers) if one.params.logprobs_mode == "processed_logprobs"
-    ]
+    rows = [row for row, s in enumerate(samplers) if s.params.logprobs_mode == "processed_logprobs"]
     if not rows:
         return logits
     every_row = len(rows) == len(samplers)
     chosen = uploaded_list(rows, torch.int64, logits.device)
-    own = [samplers[row] for row in rows]
-    changed = _changed(logits if every_row else logits[chosen], own)
-    drawn = [row for row, one in enumerate(own) if not one.is_greedy]
+    processed = [samplers[row] for row in rows]
+    changed = _changed(logits if every_row else logits[chosen], processed)
+    drawn = [row for row, s in enumerate(processed) if not s.is_greedy]
     if drawn:
         places = uploaded_list(drawn, torch.int64, logits.device)
         keep = (drawing or PYTORCH).keep
-        changed[places] = keep(changed[places], [own[row].params for row in drawn])
+        changed[places] = keep(changed[places], [processed[row].params for row in drawn])
     if every_row:
         return changed
-    found = logits.to(torch.float32, copy=True)
-    found[chosen] = changed
-    return found
+    result = logits.to(torch.float32, copy=True)
+    result[chosen] = changed
+    return result
 
 
 def _changed(logits: Tensor, samplers: Sequence[Sampler]) -> Tensor:
-    """Return a copy of logits in fp32, with the masks, biases and penalties of their rows."""
     logits = guided(logits, samplers)
     restrict(logits, samplers)
     add_biases(logits, samplers)

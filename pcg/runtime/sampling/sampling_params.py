@@ -200,7 +200,6 @@ class SamplingParams:
             object.__setattr__(self, "guided_json", self.guide.text)  # nobody changes it later
 
     def _check_cells(self) -> None:
-        """Check the fields of tokens whose log-probabilities the prompt's places have, too."""
         require_int("prompt_draws", self.prompt_draws, 0, MOST_CELLS)
         if not isinstance(self.prompt_targets, tuple):
             raise GenerationError(
@@ -219,7 +218,6 @@ class SamplingParams:
             )
 
     def _check_tokens(self) -> None:
-        """Check the fields that name tokens."""
         if not isinstance(self.logit_bias, Mapping):
             raise GenerationError(
                 f"logit_bias={shown(self.logit_bias)}; use a mapping from token ids to numbers"

@@ -27,9 +27,6 @@ from jinja2.runtime import Macro
 from pcg.errors import ConfigError, DataError, GenerationError
 from pcg.files import json_value
 
-# --------------------------------------------------------------------------------------------- chat
-
-
 Message = Mapping[str, Any]
 Span = tuple[int, int]
 """The first character and the end of a part of a text."""
@@ -216,9 +213,6 @@ class _Generation(ext.Extension):
         return f"{_OPEN}{said}{_CLOSE}" if marks else said
 
 
-# ------------------------------------------------------------------------------------ chat messages
-
-
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 
 
@@ -260,7 +254,6 @@ def check_messages(
 
 
 def _content(value: Any, name: str, where: str, keep_parts: bool) -> str | list[dict[str, str]]:
-    """Return a message's content, from a string or from OpenAI's list of text parts."""
     if not isinstance(value, list):
         return require_string(value, name, where)
     texts = []

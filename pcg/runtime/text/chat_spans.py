@@ -56,14 +56,14 @@ def assistant_spans(
         GenerationError: the template refuses the messages.
     """
     assistants = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
-    text, found = marked if marked is not None else (render(messages, False), [])
-    if len(found) == len(assistants):
-        spans = {i: span for i, span in zip(assistants, found, strict=True) if i in learn}
-    elif marked is not None and found and len(learn) == len(assistants):
-        said = "".join(text[slice(*span)] for span in found)
+    text, marked_parts = marked if marked is not None else (render(messages, False), [])
+    if len(marked_parts) == len(assistants):
+        spans = {i: span for i, span in zip(assistants, marked_parts, strict=True) if i in learn}
+    elif marked is not None and marked_parts and len(learn) == len(assistants):
+        said = "".join(text[slice(*span)] for span in marked_parts)
         for index in assistants:
             _check_said(said, messages, index)
-        return text, found
+        return text, marked_parts
     else:
         spans = {i: _span(text, messages, i, render, ends, stops) for i in sorted(learn)}
     for index, (start, end) in spans.items():
@@ -125,7 +125,6 @@ def _parts(message: Message) -> Iterator[tuple[str, str, str]]:
 
 
 def _joined(text: str) -> str:
-    """Return a text without white space, which templates trim."""
     return "".join(text.split())
 
 
@@ -230,8 +229,8 @@ def _contrast(text: str, messages: Sequence[Message], index: int, render: Render
     return start, len(text) - tail
 
 
-def _common_length(one: str, other: str) -> int:
-    return len(commonprefix((one, other)))  # noqa: RUF071 (of texts, by characters)
+def _common_length(first: str, other: str) -> int:
+    return len(commonprefix((first, other)))  # noqa: RUF071 (of texts, by characters)
 
 
 def _without_line_break(text: str, start: int, end: int, ends: Sequence[str]) -> int:

@@ -32,7 +32,7 @@ from collections.abc import Callable, Sequence
 
 from pcg.errors import GenerationError
 
-Decode = Callable[[Sequence[int]], str]
+Decode = Callable[[list[int]], str]
 
 _REPLACEMENT = "\ufffd"
 # Tokens of the prompt in the first window. A character has up to 4 tokens, so the window may need 3
@@ -101,7 +101,7 @@ def _context(decode: Decode, prompt_ids: Sequence[int]) -> tuple[list[int], int,
         whole = len(prompt_ids) - begun
         for start in range(whole - _CONTEXT, whole - _CONTEXT - _REST_OF_CHARACTER - 1, -1):
             start = max(start, 0)
-            text = decode(prompt_ids[start:whole]) if start < whole else ""
+            text = decode(list(prompt_ids[start:whole])) if start < whole else ""
             if _REPLACEMENT not in (text[:1], text[-1:]):
                 ids = list(prompt_ids[start:])
                 return ids, len(text), 0 if begun else len(ids)
@@ -157,7 +157,6 @@ class StopChecker:
         return held
 
     def _safe_length(self, text: str) -> int:
-        """Return where the longest suffix begins that could grow into a stop string."""
         safe = len(text)
         for stop in self._stop:
             start = text.find(stop[0], max(0, len(text) - len(stop) + 1), safe)

@@ -129,15 +129,16 @@ class Tokenizer:
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """Decode tokens; bytes that are not UTF-8 become U+FFFD."""
         if len(ids) > _LONG:
-            found = self.backend.decode_batch([list(ids)], skip_special_tokens=skip_special_tokens)
-            return str(found[0])
+            texts = self.backend.decode_batch([list(ids)], skip_special_tokens=skip_special_tokens)
+            return str(texts[0])
         return str(self.backend.decode(list(ids), skip_special_tokens=skip_special_tokens))
 
     def stream(
         self, prompt_ids: Sequence[int] = (), skip_special_tokens: bool = True
     ) -> StreamDecoder:
         """Decode a sequence token by token; see `StreamDecoder`."""
-        decode = partial(self.decode, skip_special_tokens=skip_special_tokens)
+        # The library itself, as a step decodes one token of every sequence.
+        decode = partial(self.backend.decode, skip_special_tokens=skip_special_tokens)
         return StreamDecoder(decode, prompt_ids)
 
     def end_texts(self) -> tuple[str, ...]:
@@ -187,11 +188,11 @@ class Tokenizer:
         texts = ("the first part", "the second part")
         message = {"role": "user", "content": [{"type": "text", "text": text} for text in texts]}
         try:
-            found = self.render_chat([message], add_generation_prompt=False)
+            rendered = self.render_chat([message], add_generation_prompt=False)
         except GenerationError:
             return False
         # A template that reads texts alone writes the list as Python does.
-        return all(text in found for text in texts) and "'type'" not in found
+        return all(text in rendered for text in texts) and "'type'" not in rendered
 
     def encode_chat(self, messages: Sequence[Message], **variables: Any) -> list[int]:
         """Encode the text of `render_chat`; the template writes the special tokens itself."""
@@ -208,9 +209,9 @@ def check_characters(text: str) -> None:
         if not text.isascii():
             text.encode()
     except UnicodeEncodeError as error:
-        found = ord(text[error.start])
+        code = ord(text[error.start])
         raise GenerationError(
-            f"the text has a lone surrogate, U+{found:04X}, at character {error.start}; it is half "
+            f"the text has a lone surrogate, U+{code:04X}, at character {error.start}; it is half "
             "a character: write the whole one, or leave it out"
         ) from error
 
@@ -233,7 +234,6 @@ def _mark_special(backend: Any, texts: Mapping[str, str]) -> None:
 def _named_id(
     backend: Any, texts: Mapping[str, str], name: str, files: Mapping[str, Json]
 ) -> tuple[int, ...]:
-    """Return the id of a named token: that of its text, else from the model's files."""
     index = backend.token_to_id(texts[name]) if name in texts else None
     return _ids_of(f"{name}_id", files) if index is None else (int(index),)
 
@@ -243,7 +243,6 @@ def _first(ids: Sequence[int]) -> int | None:
 
 
 def _read_json(path: Path) -> Json:
-    """Read the object in a JSON file; {} without such a file. ConfigError: it is not an object."""
     return read_json(path, ConfigError, _REPAIR) if is_file(path) else {}
 
 
@@ -268,7 +267,6 @@ def _special_texts(config: Json, special_tokens_map: Json) -> dict[str, str]:
 
 
 def _ids_of(name: str, files: Mapping[str, Json]) -> tuple[int, ...]:
-    """Return the ids that the first file with a value gives for `name`; ConfigError if not ids."""
     for file, content in files.items():
         value = content.get(name)
         if value is None or value == -1:  # some models write -1 for a token they do not have
@@ -290,20 +288,20 @@ def _find_template(
     if override is not None:
         return ChatTemplate({"default": _override_text(override)})
     sources: dict[str, str] = {}
-    given = config.get("chat_template")
-    if isinstance(given, str):
-        sources["default"] = given
-    elif isinstance(given, list):
+    template = config.get("chat_template")
+    if isinstance(template, str):
+        sources["default"] = template
+    elif isinstance(template, list):
         try:
-            sources = {entry["name"]: entry["template"] for entry in given}
+            sources = {entry["name"]: entry["template"] for entry in template}
         except (KeyError, TypeError) as error:
             raise ConfigError(
                 'tokenizer_config.json: a list in "chat_template" holds objects with "name" and '
                 '"template"'
             ) from error
-    elif given is not None:
+    elif template is not None:
         raise ConfigError(
-            f'tokenizer_config.json: "chat_template" is a {type(given).__name__}; expected text'
+            f'tokenizer_config.json: "chat_template" is a {type(template).__name__}; expected text'
         )
     named = directory / "additional_chat_templates"
     for path in sorted(named.glob("*.jinja")) if is_directory(named) else []:

@@ -20,71 +20,13 @@ from __future__ import annotations
 
 import json
 from array import array
-from dataclasses import dataclass, field
 from hashlib import sha256
-from typing import Protocol
 from weakref import WeakKeyDictionary
 
 from pcg.kernels.sizes import PAGE_TOKENS
-from pcg.runtime.memory.pool import PagePool, PageTable
-
-
-@dataclass(eq=False)
-class Version:
-    """The blocks of one version of an adapter, or of the base: the page of each by its digest."""
-
-    pages: dict[bytes, int] = field(default_factory=dict)
-    is_current: bool = True
-
-
-@dataclass(slots=True)
-class SequenceBlocks:
-    """The blocks of one sequence.
-
-    Attributes:
-        version: the version that the sequence shares blocks with; None if blocks are not shared.
-        digests: the digests of its blocks, as far as they are known.
-        known: number of its tokens that were computed or found, up to its prompt's last.
-        found: number of its prompt's tokens that were found and not computed.
-    """
-
-    version: Version | None = None
-    digests: list[bytes] = field(default_factory=list)
-    known: int = 0
-    found: int = 0
-
-    def copy(self) -> SequenceBlocks:
-        return SequenceBlocks(self.version, self.digests.copy(), self.known, self.found)
-
-
-class _Prompt(Protocol):
-    @property
-    def adapter(self) -> object | None: ...
-    @property
-    def virtual_tokens(self) -> int: ...
-    @property
-    def length(self) -> int: ...
-    @property
-    def tenant(self) -> str: ...
-    @property
-    def cache_salt(self) -> str: ...
-
-
-class CachedSequence(Protocol):
-    """The part of a sequence that prefix caching uses; the engine's `Sequence` is one."""
-
-    id: str
-    table: PageTable | None
-    cached: int
-    length: int
-    ahead: int
-    blocks: SequenceBlocks
-
-    @property
-    def skippable(self) -> int: ...
-    @property
-    def request(self) -> _Prompt: ...
-    def ids(self, start: int, stop: int) -> list[int]: ...
+from pcg.runtime.memory.pool import PagePool
+from pcg.runtime.requests.request import Request
+from pcg.runtime.requests.sequence import Sequence, Version
 
 
 class Prefixes:
@@ -101,7 +43,7 @@ class Prefixes:
     def __len__(self) -> int:
         return len(self._blocks)
 
-    def find(self, sequence: CachedSequence) -> None:
+    def find(self, sequence: Sequence) -> None:
         """Append the shared blocks to a sequence's table that continue what it has.
 
         Its `cached` moves behind them, but at least one token is left to compute, and all whose
@@ -127,7 +69,7 @@ class Prefixes:
             place += 1
             sequence.cached = place * PAGE_TOKENS
 
-    def keep(self, sequence: CachedSequence, tokens: int) -> None:
+    def keep(self, sequence: Sequence, tokens: int) -> None:
         """Index the blocks that a sequence fills with its next tokens, so that others find them."""
         end, blocks, table = sequence.cached + tokens, sequence.blocks, sequence.table
         if blocks.known < sequence.request.length:
@@ -165,7 +107,7 @@ class Prefixes:
             assert version.is_current
             assert set(version.pages.values()) <= self._blocks.keys()
 
-    def _share(self, sequence: CachedSequence, end: int) -> None:
+    def _share(self, sequence: Sequence, end: int) -> None:
         """Share a sequence's full blocks up to a token; pages filled before replace its own."""
         table, version = sequence.table, sequence.blocks.version
         assert table is not None
@@ -187,7 +129,7 @@ class Prefixes:
             return self._base
         return self._versions.setdefault(adapter, Version())
 
-    def _digest(self, sequence: CachedSequence, place: int) -> bytes:
+    def _digest(self, sequence: Sequence, place: int) -> bytes:
         """Return the digest of a block, all of whose tokens are known."""
         digests = sequence.blocks.digests
         if place >= len(digests):
@@ -199,12 +141,12 @@ class Prefixes:
                 digests.append(sha256(before + block).digest())
         return digests[place]
 
-    def _salt(self, request: _Prompt) -> bytes:
+    def _salt(self, request: Request) -> bytes:
         tenant = "" if self._between_tenants else request.tenant
         return json.dumps([tenant, request.cache_salt]).encode()
 
     @staticmethod
-    def _count_found(sequence: CachedSequence) -> None:
+    def _count_found(sequence: Sequence) -> None:
         """Count the prompt's tokens that were found in the cache since the last call."""
         request, blocks = sequence.request, sequence.blocks
         start = max(blocks.known, request.virtual_tokens)

@@ -8,7 +8,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from pcg.kernels.sizes import PAGE_TOKENS
 from pcg.runtime.memory.pool import PagePool, pages_for
-from pcg.runtime.memory.prefixes import Prefixes
+from pcg.runtime.requests.prefixes import Prefixes
 from pcg.runtime.requests.request import Request
 from pcg.runtime.requests.sequence import Sequence
 from pcg.runtime.sampling.sampling_params import SamplingParams
