@@ -84,8 +84,8 @@ Result = TypeVar("Result")
 class Executor:
     """Serves and finetunes many adapters over one frozen base model.
 
-    `pcg.compile` and `pcg.load` return one. Over ranks there is one on each, and all of them are
-    called alike, in the same order.
+    `pcg.compile` and `pcg.load` return an executor. Over ranks each rank has one, and all receive
+    the same calls in the same order.
     """
 
     def __init__(self, state: ModelState) -> None:
@@ -111,7 +111,7 @@ class Executor:
 
     @property
     def tokenizer(self) -> Tokenizer | None:
-        """The model's tokenizer; None if it came without one."""
+        """The model's tokenizer; None without a tokenizer.json."""
         return self.state.tokenizer
 
     @property
@@ -168,23 +168,24 @@ class Executor:
     ) -> Completion | list[Completion] | Iterator[Chunk]:
         """Continue prompts, each with its own adapter, in one batch without padding.
 
-        While an engine runs on a thread, that engine serves them, and chunks come prompt by prompt.
+        While an engine runs on a thread, that engine serves them, and chunks are ordered by prompt.
 
         Args:
             prompts: one text, texts, or lists of token ids.
             adapter: one name for all, a name for each prompt, or None for the base.
-            stream: return an iterator over chunks of text as they come.
+            stream: return an iterator over chunks of text.
             sampling: the fields of `SamplingParams` (max_new_tokens, temperature, top_k, top_p,
                 seed, stop, …); a list gives each prompt its own. With a seed, prompt i of several
                 samples with seed + i.
         Returns:
             A completion for one text, else a list of them in the order of the prompts; with n above
-                1 a list of the n continuations of the first prompt, then of the second.
+            1 a
+                list of the n continuations of the first prompt, then of the second.
         Raises:
-            GenerationError: an empty prompt, one longer than the model's positions, bad options, or
-                logits that are not finite.
+            GenerationError: an empty prompt, a prompt longer than the model's positions, bad
+                options, or logits that are not finite.
             EngineError: a callback of a running engine calls this, and would wait for itself.
-            AdapterError: there is no adapter of that name.
+            AdapterError: no adapter has that name.
         """
         single = isinstance(prompts, str)
         several = [prompts] if isinstance(prompts, str) else prompts
@@ -205,8 +206,8 @@ class Executor:
     ) -> Tensor:
         """Compute the last hidden state of prompts, each with its own adapter, in one batch.
 
-        It is what the head multiplies, behind the last norm: transformers' `last_hidden_state`.
-        While an engine runs on a thread, that engine computes it beside what else it serves.
+        It is the head's input, behind the last norm: transformers' `last_hidden_state`. While an
+        engine runs on a thread, that engine computes it together with its requests.
 
         Args:
             prompts: one text, texts, or lists of token ids.
@@ -214,12 +215,12 @@ class Executor:
             pooling: "last" for the state of the last token, "mean" for the mean over the prompt's
                 tokens; virtual tokens of the adapter do not count.
             normalize: divide each by its norm.
-            truncate_prompt_tokens: keep so many of a longer prompt's tokens, the last ones.
+            truncate_prompt_tokens: keep this number of a longer prompt's last tokens.
         Returns:
             [hidden] for one text, else [prompts, hidden]; fp32, in host memory.
         Raises:
             GenerationError: as of `generate`, and states that are not finite.
-            AdapterError: there is no adapter of that name.
+            AdapterError: no adapter has that name.
             ProgramError: the program was compiled by a pcg without embeddings.
         """
         several = [prompts] if isinstance(prompts, str) else prompts
@@ -235,12 +236,12 @@ class Executor:
         return states[0] if isinstance(prompts, str) else states
 
     def _served(self, requests: Sequence[Request]) -> Iterator[Chunk]:
-        """Serve requests by the engine that runs on a thread, or by one for them alone."""
+        """Serve requests by the engine that runs on a thread, or by a temporary engine."""
         running = cast("AsyncEngine | None", self.state.engine_thread)
         return self._run(requests) if running is None else running.stream_all(requests)
 
     def _run(self, requests: Sequence[Request]) -> Iterator[Chunk]:
-        """Serve some requests to their ends, and nothing beside them."""
+        """Serve requests by a temporary engine."""
         with on_device(self.device):
             engine = Engine.for_requests(self.state, requests)
         for request in requests:
@@ -254,10 +255,11 @@ class Executor:
 
     @takes(EngineArguments)
     def engine(self, options: EngineArguments) -> Engine:
-        """Make an engine, which serves requests and trains adapters at the same time.
+        """Create an engine, which serves requests and trains adapters at the same time.
 
         Raises:
-            EngineError, UnsupportedError: one runs on a thread already; there are replicas.
+            EngineError, UnsupportedError: an engine runs on a thread already; or there are
+                replicas.
         """
         self.state.mesh.check_no_replicas("an engine")
         self.state.check_no_engine("a second engine", "close the first one, or use that")
@@ -266,7 +268,7 @@ class Executor:
 
     @property
     def _driving(self) -> AsyncEngine | None:
-        """The engine whose thread has all ranks do what is asked for here; None without."""
+        """The engine with a thread that broadcasts calls to all ranks; None without."""
         return cast("AsyncEngine | None", self.state.engine_thread) if self.ranks.size > 1 else None
 
     def _between_steps(self, act: Callable[[], Result]) -> Result:
@@ -283,17 +285,16 @@ class Executor:
         adapter: NamedAdapter = None,
         **fields: Unpack[RequestFields],
     ) -> Request:
-        """Make a request that an engine takes.
+        """Create a request for an engine.
 
         Args:
             prompt: text, or token ids.
-            adapter: the adapter's name, whose present version serves the request to its end; or an
-                adapter of `adapters`, which serves it though it may have been replaced; None for
-                the base.
+            adapter: the adapter's name, with the present version for the whole request; or an
+                adapter of `adapters`, even if it was replaced; None for the base.
             fields: the tenant and the times of `Request`, and the fields of `SamplingParams`.
         Raises:
             GenerationError: an empty prompt, text without a tokenizer, or bad options.
-            AdapterError: there is no adapter of that name.
+            AdapterError: no adapter has that name.
         """
         return make_request(self.state, prompt, adapter, fields)
 
@@ -303,8 +304,8 @@ class Executor:
         """Compute the logits of every token.
 
         Args:
-            input_ids: [S] or [B, S], or lists of tokens of any lengths. Virtual tokens are
-                added by the adapter, and get no logits.
+            input_ids: [S] or [B, S], or lists of tokens of any lengths. The adapter adds virtual
+                tokens, which get no logits.
             adapter: one name for all, a name for each sequence, or None for the base.
         Returns:
             [S, V] for one sequence, [B, S, V] for a tensor of them, else a list of [S_i, V].
@@ -329,16 +330,16 @@ class Executor:
         replace: bool = False,
         expected_version: int | None = None,
     ) -> Adapter:
-        """Load an adapter from a directory in peft's format, or make a fresh one from a recipe.
+        """Load an adapter from a directory in peft's format, or create one from a recipe.
 
         Args:
             path_or_config: a directory, "lora", a peft LoraConfig, or a dict of its fields.
-            replace: it may take the place of an adapter of that name, as its next version; requests
-                that are here go on with theirs. If it cannot be loaded, the old one stays.
-            expected_version: replace that version alone, by its number; 0 if there must be none.
+            replace: replace an adapter of that name, as its next version; running requests keep
+                theirs. If the new adapter cannot be loaded, the old one stays.
+            expected_version: replace only that version, by its number; 0 for a new name.
         Raises:
-            AdapterConflictError: the name is taken, or there is another version than expected, or a
-                job trains an adapter of that name.
+            AdapterConflictError: the name is taken, or has another version than expected, or a job
+                trains an adapter of that name.
             AdapterError: the files are damaged, or it fits another base.
             UnsupportedError: the adapter has a feature that pcg does not support.
         """
@@ -365,7 +366,7 @@ class Executor:
         self._between_steps(lambda: self.state.remove_adapter(name))
 
     def save_adapter(self, name: str, path: str | Path) -> None:
-        """Write an adapter in peft's format; what was at that path is replaced as a whole."""
+        """Write an adapter in peft's format, and replace the whole directory at that path."""
         if (driving := self._driving) is not None:
             driving.check_open()
             write_adapter(self.state.adapter(name), path)
@@ -391,14 +392,14 @@ class Executor:
         """Train an adapter over the frozen base; the executor serves it as it changes.
 
         Returns:
-            The losses and other facts of the whole job, also where it was resumed.
+            The losses and other facts of the whole job, also if it was resumed.
         Raises:
-            DataError: data that cannot be used, with file and line.
+            DataError: unusable data, with file and line.
             FinetuneError: bad options, a loss that is not finite, or a checkpoint that cannot be
                 saved or belongs to another job.
             FinetuneInterrupted: Ctrl-C; the adapter is as after the last complete step.
             UnsupportedError: the recipe has a feature that pcg does not train.
-            EngineError: an engine runs on a thread, which trains beside what it serves.
+            EngineError: an engine runs on a thread; call its `finetune`.
         """
         self.state.check_no_engine("Executor.finetune", "call finetune of that engine")
         with on_device(self.device):
@@ -406,13 +407,14 @@ class Executor:
 
     @takes(TrainerArguments, FinetuneError)
     def trainer(self, arguments: TrainerArguments) -> Trainer:
-        """Make a trainer: an adapter that is trained command by command.
+        """Create a trainer: an adapter that is trained command by command.
 
-        Nothing of it is served before `Trainer.snapshot`. While an engine runs on a thread, its
-        commands run beside what that serves; `AsyncEngine.trainer` returns one that does not wait.
+        It is not served before `Trainer.snapshot`. While an engine runs on a thread, its commands
+        run together with the engine's requests; `AsyncEngine.trainer` returns a trainer that does
+        not wait.
 
         Raises:
-            AdapterConflictError: something trains an adapter of that name.
+            AdapterConflictError: an adapter of that name is trained already.
             FinetuneError: bad options.
             UnsupportedError: the recipe has a feature that pcg does not train; or there are ranks.
         """
@@ -429,7 +431,7 @@ class Executor:
         return Trainer(arguments.name, lambda command: beside.run(command).wait(), beside.end)
 
     def training_runner(self, name: str) -> TrainingRunner:
-        """Return what computes losses and gradients of an adapter, which moves to the device."""
+        """Return a runner of losses and gradients of an adapter, which moves to the device."""
         self.state.mesh.check_no_parts("a training runner")
         self.state.check_no_engine("a training runner", "close it first")
         check_call(self.ranks, f"training_runner({name!r})")

@@ -1,7 +1,7 @@
-"""Adapter shards: what a rank trains of an adapter, its gradients, and the whole again.
+"""Adapter shards: the part of an adapter that a rank trains, its gradients, and the whole again.
 
 The layout of a parameter (`pcg.ir.layouts`) determines how the gradient g of its shard is completed
-once a step of the optimizer, and how the shards make the whole:
+for a step of the optimizer, and how the shards make the whole:
 
     -    whole        g on every rank             any rank's
     =    replicated   the sum of the ranks' g     any rank's
@@ -10,9 +10,9 @@ once a step of the optimizer, and how the shards make the whole:
 
 |g|² = Σ_{-, =} |g|² + Σ_ranks Σ_{|d} |g|² / c
 
-A fused weight is the rows of several parameters, each partitioned by itself. With one rank the
-shards are the adapter's own tensors. Over pipeline stages a rank has those of its stage's layers,
-and squares of norms are summed over the stages, too.
+A fused weight is the rows of several parameters, each partitioned separately. With one rank the
+shards are the adapter's own tensors. Over pipeline stages a rank has the tensors of its stage's
+layers, and squares of norms are summed over the stages, too.
 """
 
 from __future__ import annotations
@@ -119,7 +119,7 @@ class AdapterShards:
         return parameter.part == REPLICATED or parameter.copies > 1
 
     def _among_zeros(self, name: str, gradient: Tensor) -> Tensor:
-        """A gradient as a summand: what ranks share parts of among zeros for the others' parts."""
+        """Return a gradient as a summand of the whole, with zeros in the parts of other ranks."""
         parameter = self._parameters[name][1]
         if parameter.copies == 1:
             return gradient
@@ -153,7 +153,7 @@ class AdapterShards:
         return self._stages.all_reduce(norm.to(squares) ** 2 + squares)[0].sqrt()
 
     def summed(self, values: Sequence[Tensor]) -> list[Tensor]:
-        """Sum tensors over the ranks in one exchange, with the same bits on all of them."""
+        """Sum tensors over the ranks in one exchange, bitwise equal on all of them."""
         if self._ranks.size == 1 or not values:
             return [*values]
         total = self._ranks.all_reduce(torch.cat([value.reshape(-1) for value in values]))
@@ -172,14 +172,13 @@ class AdapterShards:
         }
 
     def _apart(self, name: str, by_rank: Sequence[_Parts]) -> Sequence[_Parts]:
-        """One of each of the ranks that share a part."""
         return by_rank[:: self._parameters[name][1].copies]
 
     def counts(self, name: str, gathered: int | None = None) -> bool:
-        """Return whether this rank contributes what it has of a tensor to a sum over ranks.
+        """Return whether this rank contributes its part of a tensor to a sum over ranks.
 
-        One rank contributes for all that have the same; `gathered` is a dim, from 0, along which
-        all have gathered it, if it was partitioned so.
+        One rank contributes for all ranks with the same part; `gathered` is a dim, from 0, along
+        which all ranks have gathered it, if it was partitioned along that dim.
         """
         if self._ranks.size == 1 or self.sharded_dim(name) in (None, gathered):
             return self._ranks.rank == 0

@@ -1,8 +1,8 @@
 """The adapter cache: adapters on the device, paged in for requests and evicted for others.
 
-All adapters are in host memory. One that serves has pages of the pool, like the KV cache
-(S-LoRA §5). It keeps them after its last request until their memory is needed; then the least
-recently used adapter is evicted first.
+All adapters are in host memory. A serving adapter has pages of the pool, like the KV cache (S-LoRA
+§5). It keeps them after its last request until their memory is needed; then the least recently used
+adapter is evicted first.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from pcg.runtime.memory.pool import PagePool, PageTable
 
 
 class ServedAdapter(Protocol):
-    """The view that scheduling has of an adapter; `pcg.peft.adapter.Adapter` is one."""
+    """The part of `pcg.peft.adapter.Adapter` that scheduling needs."""
 
     @property
     def name(self) -> str:
@@ -26,7 +26,7 @@ class ServedAdapter(Protocol):
 
     @property
     def version(self) -> int:
-        """A number that no other adapter, and no other version of this one, has in the process."""
+        """A number that is unique in the process, among adapters and their versions."""
 
     @property
     def size_bytes(self) -> int:
@@ -101,7 +101,7 @@ class AdapterCache:
         return True
 
     def make_room(self, pages: int) -> bool:
-        """Evict unused adapters until so many pages are free; returns False if it cannot."""
+        """Evict unused adapters until `pages` pages are free; False if that is impossible."""
         if pages > self._pool.free + self.idle_pages:
             return False
         while self._pool.free < pages:
@@ -109,7 +109,7 @@ class AdapterCache:
         return True
 
     def use(self, adapter: ServedAdapter | None) -> None:
-        """Count one more running request of an adapter."""
+        """Add a running request of an adapter."""
         if adapter is not None:
             resident = self._residents[adapter.version]
             resident.users += 1
@@ -117,7 +117,7 @@ class AdapterCache:
                 self.idle_pages -= len(resident.table.pages)
 
     def release(self, adapter: ServedAdapter | None) -> None:
-        """Count one request less of an adapter."""
+        """Remove a running request of an adapter."""
         if adapter is not None:
             resident = self._residents[adapter.version]
             resident.users -= 1
@@ -128,11 +128,11 @@ class AdapterCache:
                     self._evict(adapter.version)
 
     def forget(self, adapter: ServedAdapter, *, is_gone: bool) -> None:
-        """Free the pages of an adapter that changed, once no running request uses them.
+        """Free the pages of a changed adapter once no running request uses them.
 
         Args:
-            is_gone: True if only requests that are here still name it: it has pages no longer than
-                one of these runs.
+            is_gone: True if only present requests can name it: it has pages only while such a
+                request runs.
         """
         if is_gone:
             self._gone.add(adapter)
@@ -152,7 +152,7 @@ class AdapterCache:
             self._evict(adapter.version)
 
     def reset(self) -> None:
-        """Have no adapter on the device, in a pool whose pages nobody holds any more."""
+        """Drop all adapters, in a pool without held pages."""
         self._residents.clear()
         self._idle.clear()
         self.idle_pages = 0

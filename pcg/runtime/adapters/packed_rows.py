@@ -1,21 +1,17 @@
-"""Tables of where adapters' rows lie, each adapter at its own width.
+"""Packed rows: an adapter's matrices as rows in one image, and tables of where the rows lie.
 
     rows   [entries]            first element of each row of each matrix
     ranks  [matrices, slots]    rows of each matrix; 0 if an adapter has nothing there
 
 An adapter has `width` entries for each matrix of the model, its greatest rank rounded up, one
-matrix after the other from its first entry on. So the tables are as large as the ranks of all
-adapters together: a wide one adds its own entries, and gives them up when it leaves.
+matrix after the other from its first entry on. So the size of the tables follows the ranks of all
+adapters together.
 
-Packed rows: an adapter's matrices in host memory, as they lie on the device.
-
-Each row k of A [r, in] and of scaled Bᵀ [r, out] lies contiguous in one image, in the dtype that is
-served and, where there is a GPU, in pinned memory. An adapter is packed once, when it is added to
-an engine or else when it first runs, so that it comes to the device by one copy for each run of its
-pages, however many matrices it has.
-
-Rows follow one another, and a row that does not fit into the rest of a page begins the next. Over
-ranks they are those of the rank's shards (`WeightStacker.part`).
+Each row k of A [r, in] and of scaled Bᵀ [r, out] is contiguous in one image in host memory, in the
+dtype that is served and, with a GPU, in pinned memory. An adapter is packed once, when it is added
+to an engine or when it first runs, so that it takes one copy to the device for each run of its
+pages, however many matrices it has. A row that does not fit into the rest of a page begins the
+next. Over ranks the rows are those of the rank's shards (`WeightStacker.part`).
 """
 
 from __future__ import annotations
@@ -133,15 +129,15 @@ class RowTable:
 
 
 def width_of(rank: int) -> int:
-    """Return the entries of a matrix of an adapter whose greatest rank this is."""
+    """Return the entries of a matrix of an adapter with this greatest rank."""
     return max(-(-rank // RANK_STEP), 1) * RANK_STEP
 
 
 def trimmed(free: FreeRuns, held: int, least: int) -> int:
-    """Take from free units what a memory of `held` units gives up; returns the units it keeps.
+    """Take the units that a memory releases from its free units; return the units it keeps.
 
-    It is halved, down to `least` units, as long as three quarters of it are free at its end, so
-    that it is not moved again whenever an adapter comes or goes.
+    The memory is halved, down to `least` units, while three quarters of it are free at its end, so
+    that it does not move whenever an adapter comes or goes.
     """
     used = next((start for start, length in free if start + length == held), held)
     kept = held
@@ -162,10 +158,10 @@ class RowLayout:
     """The places of an adapter's rows in its image.
 
     Attributes:
-        starts: first element of each row of each matrix, [matrices, width], int64; entries beyond a
-            matrix's rows are 0.
+        starts: first element of each row of each matrix, [matrices, width], int64; 0 beyond a
+            matrix's rows.
         ranks: rows of each matrix, [matrices], int32; 0 if the adapter has nothing there.
-        rank: the greatest number of rows, of which `width` is the multiple of RANK_STEP.
+        rank: the greatest number of rows; `width` is its next multiple of RANK_STEP.
         used: elements of all rows.
         elements: elements of the image, whole pages.
     """
@@ -180,7 +176,7 @@ class RowLayout:
 class RowPacker:
     """Packs adapters for the sites of one program, for pages of one size.
 
-    What it keeps of an adapter goes with the adapter, or with `forget`.
+    Cached layouts and images are dropped with the adapter, or by `forget`.
     """
 
     def __init__(
@@ -213,7 +209,7 @@ class RowPacker:
         return self.layout(adapter).elements // self.page_size
 
     def layout(self, adapter: Adapter) -> RowLayout:
-        """Return where rows lie. UnsupportedError: one is longer than a page."""
+        """Return the places of an adapter's rows. UnsupportedError: a row is longer than a page."""
         layout = self._layouts.get(adapter)
         if layout is None:
             layout = self._layouts[adapter] = self._laid_out(adapter)
@@ -229,7 +225,7 @@ class RowPacker:
         return image
 
     def carry(self, adapter: Adapter, after: Adapter) -> None:
-        """Keep for another version of the same tensors what is kept for this one."""
+        """Keep the cached data for another version of the same tensors."""
         layout, image = self._layouts.pop(adapter, None), self._images.pop(adapter, None)
         if layout is not None:
             self._layouts[after] = layout
@@ -237,7 +233,7 @@ class RowPacker:
             self._images[after] = image
 
     def forget(self, adapter: Adapter) -> None:
-        """Drop what is kept of an adapter, whose tensors have changed; nothing copies it now."""
+        """Drop the cached data of an adapter with changed tensors; no copy of it may be running."""
         self._layouts.pop(adapter, None)
         self._images.pop(adapter, None)
 
@@ -300,10 +296,10 @@ class RowPacker:
 
 @dataclass(frozen=True)
 class _Matrix:
-    """A matrix of the tables: where an adapter has it, and the elements of a row.
+    """A matrix of the tables: its place in the adapter, and the elements of a row.
 
     Attributes:
-        size: elements of a row; None for a bottleneck's bias, one row as long as its width.
+        size: elements of a row; None for a bottleneck's bias, one row of the inner size.
     """
 
     module: str

@@ -1,15 +1,14 @@
 """Padded tables: the adapters of one batch in stacks, as the emitted program reads them.
 
-An adapter that runs has a slot: its weights at a site lie in one stack with those of the others of
-its width (`slots.py`). Ranks above 8 are padded to at most twice their own; those above 64 are not
-padded, and have stacks of their own, as long as they have pages. Sequences are ordered
-by width and slot, those without an adapter first, so each adapter's tokens are one segment, and the
-product runs segment by segment (SGMV: Punica §4). Adapters of the next requests are copied to slots
-beside the steps.
+A running adapter has a slot: its weights at a site lie in one stack with those of the adapters of
+its width (`slots.py`). Ranks above 8 are padded to at most twice their size; ranks above 64 are not
+padded, and have stacks of their own while they have pages. Sequences are ordered by width and slot,
+those without an adapter first, so each adapter's tokens are one segment, and the product runs
+segment by segment (SGMV: Punica §4). Adapters of the next requests are copied in the background.
 
-Over ranks an adapter is whole in host memory, and a rank's stacks hold its shards. They are cut
-after padding, so that a shard of the ranks of one adapter lies where that of another does. All
-adapters have one width there, because collectives lie between the products.
+Over ranks an adapter is whole in host memory, and a rank's stacks hold its shards, which are cut
+after padding, so that the shards of all adapters align. All adapters have one width then, because
+collectives lie between the products.
 """
 
 from __future__ import annotations
@@ -81,7 +80,7 @@ class PaddedTables:
 
     @property
     def size_bytes(self) -> int:
-        """Bytes of what serving reads of adapters, and of the tables that say where it lies."""
+        """Bytes of the copies of adapters, and of the tables that index them."""
         return self._stacks_bytes
 
     @property
@@ -108,19 +107,20 @@ class PaddedTables:
         return -(-size_bytes // page_bytes)
 
     def pack(self, adapter: Adapter) -> None:
-        """Make in host memory what engines copy whenever an adapter comes; on any thread.
+        """Prepare in host memory the image that engines copy when an adapter comes; thread-safe.
 
         Stacks are written from the adapter's own tensors.
         """
 
     def carry(self, adapter: Adapter, after: Adapter) -> None:
-        """Keep for another version of the same tensors what `pack` made of this one."""
+        """Keep the prepared image for another version of the same tensors."""
 
     @torch.inference_mode(False)
     def prefetch(self, adapters: Sequence[Adapter]) -> None:
-        """Begin to copy adapters that run soon, as far as there is room, beside what runs now.
+        """Begin to copy adapters that run soon, as far as there is room, in the background.
 
-        Ranks would have to agree on what is copied, so over ranks adapters are copied as they run.
+        Over ranks adapters are copied when they run, as the ranks would have to agree on the
+        copies.
         """
         if not self._has_widths:
             return
@@ -186,7 +186,7 @@ class PaddedTables:
     def _width(self, adapter: Adapter) -> int:
         """Return the width of an adapter's slots: its rank, rounded up to a power of two.
 
-        A wide adapter has a slot of its own, whose width is a negative number that no other has.
+        A wide adapter has a slot of its own; its width is a unique negative number.
         """
         rank = adapter.rank
         if not rank or not self._has_widths:
@@ -207,7 +207,7 @@ class PaddedTables:
         return self._bound[key]
 
     def bind_epilogue(self, adapters: Sequence[Adapter | None]) -> BoundAdapters:
-        """Bind the adapters of tokens, in the order of `order`, for the epilogue alone."""
+        """Bind the adapters of tokens, in the order of `order`, for the epilogue only."""
         if not (self._of_epilogue.joined or self._of_epilogue.single):
             return self._none
         return self.bind(adapters, [1] * len(adapters))
@@ -240,7 +240,7 @@ class PaddedTables:
         self._update_places()
 
     def evict(self, adapter: Adapter) -> None:
-        """Note that an adapter has given its pages up; the slot of a wide one goes with them."""
+        """Release the slot of a wide adapter that has given its pages up."""
         slots = self._by_width.pop(-adapter.version, None)
         if slots is not None:
             slots.forget(adapter)

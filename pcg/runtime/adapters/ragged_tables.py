@@ -40,10 +40,10 @@ from pcg.runtime.memory.pool import PageTable
 
 
 class RaggedTables(PaddedTables):
-    """Keeps the adapters that run; see `PaddedTables`.
+    """Keeps the running adapters as rows; see `PaddedTables`.
 
     Attributes:
-        lora: the rows of the adapters' matrices; None if the program has none as rows.
+        lora: the rows of the adapters' matrices; None if the program reads no rows.
     """
 
     def __init__(
@@ -58,12 +58,13 @@ class RaggedTables(PaddedTables):
         defers: bool = True,
         packers: dict[int, RowPacker] | None = None,
     ) -> None:
-        """Keep none.
+        """Create empty tables.
 
         Args:
-            lora_dtype: that of rows; by default the adapters' own.
-            defers: False where layers of other ranks read what a layer passes on: LoRA is in it.
-            packers: those of other tables of the model, by the size of a page in elements.
+            lora_dtype: the dtype of rows; the adapters' own by default.
+            defers: False where layers of other ranks read a layer's output, which then includes
+                LoRA.
+            packers: packers of the model's other tables, by the size of a page in elements.
         """
         super().__init__(model, weights, device, ranks)
         self._packers: dict[int, RowPacker] = {} if packers is None else packers
@@ -215,7 +216,7 @@ class RaggedTables(PaddedTables):
 
     @torch.inference_mode(False)
     def reserve(self, count: int, adapters: Sequence[Adapter]) -> None:
-        """Make tables for so many adapters at once, of ranks as these have: none moves them."""
+        """Make tables for `count` adapters of such ranks, so that the tables do not move."""
         if self.lora is not None:
             self.lora.reserve(count, adapters)
             self._bound.clear()
@@ -230,7 +231,7 @@ class RaggedTables(PaddedTables):
         return None if self.lora is None else self.lora.layout
 
     def slots(self, adapters: Sequence[Adapter | None]) -> list[AdapterSlot] | None:
-        """Return the slot of each token's adapter; None if one has more than rows."""
+        """Return the slot of each token's adapter; None if an adapter has more than rows."""
         slots = []
         for adapter in adapters:
             if adapter is None:

@@ -1,18 +1,12 @@
-"""Row allocators: memory for images of adapters' rows, of their own or in pages of the KV cache.
+"""Row memory: rows of the running adapters' LoRA matrices, each adapter at its true rank.
 
-An image (`packed_rows.py`) is as long as whole pages, and each of its pages lies in one of the
-cache's. Pages that follow one another take one copy.
-
-Row memory: rows of the running adapters' LoRA matrices, each adapter at its true rank.
-
-An adapter's rows are copied as they were packed in host memory (`packed_rows.py`), to wherever
-there is room. Segmented kernels find them by tables of their first elements (`row_table.py`), for
-each site A of each output, then B of each, and the bias. The matrices of a bottleneck adapter are
-stored alike, with the bias between them as a matrix of one row.
+An adapter's rows are copied as an image (`packed_rows.py`) into memory of their own, or into pages
+of the KV cache; contiguous pages take one copy. Segmented kernels find the rows by tables of their
+first elements: for each site A of each output, then B of each, and the bias. The matrices of a
+bottleneck adapter are stored the same way, with the bias between them as a matrix of one row.
 
 An adapter takes entries of the tables and memory for its rows before it first runs, and gives them
-up when others need them and it does not run (`row_allocator.py`). Both get smaller as adapters
-leave.
+up when other adapters need them while it does not run. Both shrink as adapters leave.
 """
 
 from __future__ import annotations
@@ -41,11 +35,11 @@ _LEAST_OWN_UNITS = 64
 
 
 class RowAllocator(Protocol):
-    """Memory for rows, flat and in the adapters' dtype, given out to adapters.
+    """Flat memory for rows, in the adapters' dtype.
 
     Attributes:
-        is_in_pool: True if it is that of an engine's pool.
-        page_size: elements of a page, across whose end no row lies.
+        is_in_pool: True if it is part of an engine's pool.
+        page_size: elements of a page; no row crosses the end of a page.
     """
 
     memory: Tensor
@@ -54,7 +48,7 @@ class RowAllocator(Protocol):
 
     @property
     def used_bytes(self) -> int:
-        """Bytes that nothing else can have while these adapters are there."""
+        """Bytes that are reserved for the present adapters."""
 
     def reserve(
         self, adapter: Adapter, elements: int, drop: Callable[[], bool], *, grows: bool
@@ -76,13 +70,13 @@ class RowAllocator(Protocol):
         """Return where elements of an adapter's image lie in the memory, int64."""
 
     def holds(self, adapter: Adapter) -> bool:
-        """Return True if what was written of an adapter is still there."""
+        """Return True if an adapter's image is still in memory."""
 
     def drop(self, key: int) -> None:
         """Free an adapter's memory, by the adapter's id."""
 
     def reset(self) -> None:
-        """Free the memory of all adapters, and leave it where it is."""
+        """Free the memory of all adapters, without moving it."""
 
     def trim(self) -> None:
         """Give up memory that adapters which left do not use; nothing reads or writes it meanwhile.
@@ -92,7 +86,7 @@ class RowAllocator(Protocol):
 
 
 class OwnRowAllocator:
-    """A memory of its own, which grows as adapters come."""
+    """Memory of its own, which grows as adapters come."""
 
     is_in_pool = False
     page_size = NO_PAGES
@@ -152,9 +146,9 @@ class OwnRowAllocator:
 
 
 class PagedRowAllocator:
-    """Pages of the KV cache's memory, u8, of which each adapter was given some.
+    """Pages of the KV cache's memory, u8, as the engine assigned them to adapters.
 
-    Another `table` of an adapter means that it was evicted in between.
+    A different `table` of an adapter means that it was evicted in between.
     """
 
     is_in_pool = True
@@ -244,16 +238,16 @@ class RowMemory:
 
     @property
     def entries(self) -> int:
-        """Entries of the table of rows, those that are free included."""
         return len(self._table.rows)
 
     def slot(self, adapter: Adapter) -> AdapterSlot:
         return self._slots[adapter.version]
 
     def prefetch(self, wanted: Sequence[Adapter]) -> bool:
-        """Begin to copy adapters that run next, in turn, into memory that no running one needs.
+        """Begin to copy adapters that run next, in turn, into memory that no running adapter needs.
 
-        It returns True if any adapter got or lost memory.
+        Returns:
+            True if any adapter got or lost memory.
         """
         moved = self._finish_copies()
         kept = self._running | {each.version for each in wanted}
@@ -278,16 +272,16 @@ class RowMemory:
         self._copies.wait()
 
     def reset(self) -> None:
-        """Have no adapter in memory, which stays where it is."""
+        """Drop all adapters, without moving the memory."""
         self._copies.reset()
         self._slots, self._copying, self._running = {}, {}, set()
         self._table.reset()
         self._allocator.reset()
 
     def admit(self, wanted: Sequence[Adapter]) -> bool:
-        """Have adapters in memory; returns True if any came.
+        """Bring the running adapters into memory; return True if any was copied.
 
-        Others stay as long as nobody needs their memory.
+        Other adapters stay while no adapter needs their memory.
         """
         self._running = {each.version for each in wanted}
         came = self._finish_copies()
@@ -304,10 +298,7 @@ class RowMemory:
         return came or bool(new)
 
     def reserve(self, slots: int, adapters: Sequence[Adapter]) -> None:
-        """Make tables for so many adapters at once, of the ranks that these have.
-
-        As long as no others come, the tables stay where they are.
-        """
+        """Make tables for `slots` adapters of such ranks, so that the tables do not move."""
         self._finish_copies(wait=True)
         self._table.reserve(slots, map(self._packer.rank, adapters))
 
@@ -329,7 +320,7 @@ class RowMemory:
         return tuple((tensor.data_ptr(), tensor.shape) for tensor in tensors)
 
     def bound(self, tokens: TokenSpans) -> list[tuple[JoinedSite, LoraRows]]:
-        """Return what emitted functions read at each site."""
+        """Return the rows that emitted functions read at each site."""
         layout = self.layout
         if layout != self._views_of:
             # What kernels have derived is of the tensors before.

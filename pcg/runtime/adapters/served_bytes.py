@@ -1,12 +1,8 @@
-"""The dtype of the copies that LoRA is served from.
+"""The dtype and the bytes of the copies that adapters are served from.
 
-A step reads the weights of every adapter that runs, so 16 bits are half of its bytes. Training, and
-what is saved, keep the adapters' own dtype.
-
-The bytes of what serving reads of adapters, beside the adapters' own tensors.
-
-They are found by laying the adapters out as an engine does, on the meta device, where tensors have
-shapes and no memory: rows in pages of the KV cache and the tables of where they lie, or stacks.
+A step reads the weights of every running adapter, so 16 bits halve its bytes. Training and saved
+files keep the adapters' own dtype. Bytes are computed by laying the adapters out as an engine does,
+on the meta device: rows in pages of the KV cache and their tables, or stacks.
 """
 
 from __future__ import annotations
@@ -37,11 +33,11 @@ def served_dtype(
 ) -> torch.dtype | None:
     """Return the dtype of the copies; None for the adapters' own dtype.
 
-    By default it is the base's, where the kernels that serve read 16 bits: those for Triton, and
-    the native one on CPUs with native bfloat16.
+    By default it is the base's dtype if the serving kernels read 16 bits: those for Triton, and the
+    native kernel on CPUs with native bfloat16.
 
     Raises:
-        UnsupportedError: the `adapter_copies` that were asked for cannot be had.
+        UnsupportedError: the kernels do not support `adapter_copies`.
     """
     dtype_name, is_triton = options.adapter_copies, options.backend == "triton"
     dtype: torch.dtype = getattr(torch, TORCH_NAMES[base.dtype])
@@ -81,18 +77,18 @@ def served_bytes(
     options: CompileOptions,
     device: torch.device,
 ) -> int:
-    """Return the bytes of one rank's copies of adapters that run at once, and came at once.
+    """Return the bytes of one rank's copies of adapters that run together, and came together.
 
-    On Triton whole pages count, as nothing else can have the rest of one. On PyTorch stacks have a
-    few empty slots, and matrices are padded to the largest rank of their width.
+    On Triton whole pages count. On PyTorch stacks have a few empty slots, and matrices are padded
+    to the largest rank of their width.
 
     Args:
-        serving: one rank's part of the model as it serves, its products fused.
+        serving: one rank's part of the serving model, with fused products.
         whole: the model without bypass networks.
-        adapters: on the meta device, whole.
-        device: where it serves.
+        adapters: whole, on the meta device.
+        device: the device that serves.
     Raises:
-        UnsupportedError: the `adapter_copies` that were asked for cannot be had.
+        UnsupportedError: the kernels do not support `adapter_copies`.
     """
     if not adapters:
         return 0

@@ -1,7 +1,7 @@
 """Sites, the operators of a graph that read adapters' weights, and sources, their paths.
 
-z_i = y_i + (x A_iᵀ) B_iᵀ          the LoRA of linear operators of one input, whose products are
-                                   one (lora_linear)
+z_i = y_i + (x A_iᵀ) B_iᵀ          the LoRA of linear operators with a common input, as one product
+                                   (lora_linear)
 z = y + σ(x Aᵀ + b) Bᵀ             a bottleneck adapter (shrink, activate, expand_add)
 """
 
@@ -89,7 +89,7 @@ class JoinedSite:
 
     @property
     def row_sizes(self) -> list[int]:
-        """Elements of a row of each of the `matrices` but the bias, whose row is the inner size."""
+        """Elements of a row of each of the `matrices` except the bias, which has the inner size."""
         return [self.in_size] * len(self.modules) + [module.size for module in self.modules]
 
     @property

@@ -1,6 +1,7 @@
-"""Copies of adapters from host memory, which run beside the steps of an engine.
+"""Slots: places for the adapters of one width in stacks of their weights.
 
-Slots: places for the adapters of one width in stacks of their weights.
+Adapters are copied from host memory on a thread and a stream of their own, concurrently with the
+steps of an engine.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from pcg.runtime.adapters.stacked_weights import StackedWeight, WeightStacker, s
 class AdapterCopies:
     """Copies that run one after the other on a thread of their own, by the adapter's id.
 
-    On a GPU they run on a stream beside all steps, which waits for the caller's stream first.
+    On a GPU they run on their own stream, which first waits for the caller's stream.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -43,10 +44,10 @@ class AdapterCopies:
         return copy is not None and not copy.done()
 
     def take(self, key: int) -> bool:
-        """Wait for a copy and forget it; returns True if it was made.
+        """Wait for a copy and forget it; return True if it succeeded.
 
-        Where the adapter does not fit, or the copy failed, it is copied again when it runs: then an
-        error belongs to those who asked for it, and not to whoever waits for the copy.
+        If the adapter does not fit, or the copy failed, it is copied again when it runs: then the
+        error belongs to the requests for it, and not to the caller that waits for the copy.
         """
         copy = self._under_way.pop(key)
         return copy.exception() is None and copy.result()
@@ -85,14 +86,12 @@ class _Growth:
 
 
 class AdapterSlots:
-    """Keeps adapters that run in slots of stacked weights.
+    """Keeps running adapters in slots of stacked weights.
 
-    Adapters that run together lie side by side from the first slot on, because a product reads
-    whatever lies between them. A newcomer replaces an adapter that does not run; where some have
-    left and nobody came, the last ones move up.
-
-    Stacks grow beside the steps, too: larger ones are made of the adapters that are there and of
-    one more, and take the place of the others once they are done.
+    Adapters that run together lie side by side from the first slot on, because a product reads all
+    slots between them. A newcomer replaces an adapter that does not run; if adapters have left and
+    none came, the last ones move up. Stacks also grow in the background: larger stacks are made of
+    the present adapters and one more, and replace the old ones when they are complete.
     """
 
     def __init__(
@@ -103,7 +102,7 @@ class AdapterSlots:
         *,
         is_lone: bool = False,
     ) -> None:
-        """Have no slots; `is_lone` makes one alone, for one adapter."""
+        """Create no slots yet; with `is_lone` there is one slot, for one adapter."""
         self._least, self._spare = (1, 0) if is_lone else (_LEAST_SLOTS, _SPARE_SLOTS)
         self._growth: _Growth | None = None
         # Those that fit into no slot as it is, and those that fit into no larger stacks either.
@@ -120,7 +119,7 @@ class AdapterSlots:
 
     @property
     def is_growing(self) -> bool:
-        """True while larger stacks are being made."""
+        """True while larger stacks are made."""
         growth = self._growth
         return growth is not None and self._copies.is_under_way(growth.adapter.version)
 
@@ -130,9 +129,10 @@ class AdapterSlots:
         return sum(stack.size_bytes for stacks in self._stacks for stack in stacks.values())
 
     def prefetch(self, wanted: Sequence[Adapter]) -> bool:
-        """Begin to copy adapters that run next, in turn, into slots that no running one needs.
+        """Begin to copy adapters that run next, in turn, into slots that no running adapter needs.
 
-        It returns True if any adapter got or lost a slot.
+        Returns:
+            True if any adapter got or lost a slot.
         """
         moved = self._finish_copies()
         kept = self._running | self._copying.keys() | {other.version for other in wanted}
@@ -162,7 +162,7 @@ class AdapterSlots:
         return moved
 
     def admit(self, wanted: Sequence[Adapter]) -> bool:
-        """Give the adapters that run, each once, slots; returns True if any got one."""
+        """Give slots to distinct adapters that run; return True if any got a new slot."""
         self._running = {adapter.version for adapter in wanted}
         came = self._finish_copies()
         placed = [(adapter, self.places.get(adapter.version)) for adapter in wanted]
@@ -214,7 +214,7 @@ class AdapterSlots:
         return max(most + self._spare, 2 * len(self._slots), self._least)
 
     def _finish_growth(self) -> bool:
-        """Go on with the larger stacks; returns True if they could be made."""
+        """Install the larger stacks; return True if they could be made."""
         growth, self._growth = self._growth, None
         assert growth is not None
         self._unfit.discard(growth.adapter.version)
@@ -267,7 +267,6 @@ class AdapterSlots:
         return gone is not None and self.forget(gone)
 
     def forget(self, adapter: Adapter) -> bool:
-        """Free an adapter's slot; returns True if it had one."""
         if self._growth is not None and self._growth.adapter is adapter:
             self._copies.take(adapter.version)
             self._growth = None
@@ -283,7 +282,7 @@ class AdapterSlots:
         return place is not None
 
     def bound(self, slots: slice, segments: Segments) -> list[dict[str, object]]:
-        """Return what the program reads at each of the sites, by attribute."""
+        """Return the weights that the program reads at each site, by attribute."""
         return [
             {name: stack.bound(slots, segments) for name, stack in stacks.items()}
             for stacks in self._stacks

@@ -1,10 +1,8 @@
-"""The weights that serving programs read of adapters: each by itself, and stacked as shards.
+"""Stacked weights: the weights of all slots at one attribute of a layer, padded to the largest.
 
-Stacked weights: the weights of all slots at one attribute of a layer, padded to the largest.
-
-A matrix is stored so that the weights of one output lie together, A as [rank, in] and B as
-[out, rank]: the CPU's products of one token by each matrix read that twice as fast. Where there is
-the native kernel, B of LoRA is stored as [rank, out], as it reads whole rows.
+The weights of one output are contiguous, A as [rank, in] and B as [out, rank]: the CPU's products
+of one token by each matrix read that twice as fast. The native kernel reads whole rows, so B of
+LoRA is stored as [rank, out] for it.
 """
 
 from __future__ import annotations
@@ -64,12 +62,12 @@ class ServedWeights:
         return kept[kind]
 
     def check_range(self, adapter: Adapter, dtype: torch.dtype | None) -> None:
-        """Refuse an adapter whose weights, with its scale, are NaN or infinite as they are served.
+        """Refuse an adapter with scaled weights that are NaN or infinite in the served dtype.
 
         Args:
-            dtype: that of copies of matrices; None for the adapter's own.
+            dtype: the dtype of copies of matrices; None for the adapter's own.
         Raises:
-            AdapterError: the matrix, its largest number and the dtype's.
+            AdapterError: names the matrix, its largest number and the dtype's limit.
         """
         for module, weights in adapter.weights.items():
             for kind in weights.served:
@@ -82,7 +80,7 @@ class ServedWeights:
                 _check_range(part, copied, f"{kind} of {module} in adapter {adapter.name!r}")
 
     def changed(self, adapter: Adapter) -> None:
-        """Forget what was computed of an adapter, after its tensors were changed in place."""
+        """Drop the derived tensors of an adapter after its tensors were changed in place."""
         for weights in adapter.weights.values():
             self._kept.pop(weights, None)
 
@@ -129,7 +127,8 @@ class WeightStacker:
         """Stack the weights of adapters at one parameter, of `least` rows and columns.
 
         Returns:
-            [adapters, …], or None if no adapter has a weight there; and which adapters have one.
+            [adapters, …], or None if no adapter has a weight there; and which adapters have a
+            weight.
         """
         path = parameter.source.format(layer=layer)
         parts = [
@@ -198,7 +197,7 @@ class WeightStacker:
         return has
 
     def _whole_of(self, view: Tensor | None, parameter: Parameter) -> tuple[int, int]:
-        """Return the least rows and columns of whole weights whose shard fills a place."""
+        """Return the least rows and columns of whole weights with a shard that fills a place."""
         least = [0, 0]
         if view is not None:
             for dim in _open_dims(parameter):
@@ -241,14 +240,14 @@ def _sharded_dim(parameter: Parameter) -> int:
 
 
 def _open_dims(parameter: Parameter) -> tuple[int, ...]:
-    """Return the dims of a stack whose sizes depend on the adapters, such as their rank."""
+    """Return the dims of a stack with sizes that depend on the adapters, such as their rank."""
     dims = len(parameter.type.dims)
     sizes = enumerate(parameter.type.shape)
     return tuple(_stack_dim(parameter, at - dims) for at, n in sizes if not isinstance(n, int))
 
 
 def _stack_dim(parameter: Parameter, dim: int) -> int:
-    """Return a dim of the stack, which holds B as the transpose of what training reads."""
+    """Return a dim of the stack, which holds B transposed relative to training."""
     return -3 - dim if parameter_kind(parameter.source).is_up else dim
 
 
@@ -291,7 +290,7 @@ class _StackedParameter:
         return has is not None
 
     def bound(self, slots: slice, segments: Segments) -> SegmentedWeight | None:
-        """Return what the program reads; None if no adapter has a weight there."""
+        """Return the weight that the program reads; None if no adapter has a weight there."""
         if self._stack is None or not any(self._present[slots]):
             return None
         weight = self._stack[slots]
@@ -304,7 +303,7 @@ JOINED_BYTES = 2**20
 
 
 class _StackedLora:
-    """The LoRA of modules with one input: A joined, B of modules of equal size together."""
+    """The LoRA of modules with one input: A joined, and B joined for modules of equal size."""
 
     def __init__(
         self,
@@ -421,7 +420,7 @@ _CUT = 32
 
 @dataclass(frozen=True)
 class _OutputRun:
-    """Neighbouring modules of one output size and rank, from their first output and rank on."""
+    """Neighbouring modules of equal output size and rank."""
 
     column: int
     row: int
@@ -431,7 +430,7 @@ class _OutputRun:
 
 
 def _empty_b(like: Tensor, count: int, run: _OutputRun) -> Tensor:
-    """Return zeros, [slots, outputs, out, rank], stored as what multiplies by them reads it."""
+    """Return zeros, [slots, outputs, out, rank], stored as the product reads them."""
     if is_native(like.device, like.dtype):
         return like.new_zeros(count, run.count, run.rank, run.out).transpose(2, 3)
     return like.new_zeros(count, run.count, run.out, run.rank)

@@ -1,14 +1,15 @@
 """Versions of the adapters that are served: name@number, each with a digest of its weights.
 
-A name counts its versions from 1 on and uses no number twice, also after the adapter was removed.
-Replacing an adapter, publishing a trained one and changing one in place each make a version.
+A name counts its versions from 1 on and never uses a number twice, also after the adapter was
+removed. Replacing an adapter, publishing a trained adapter and changing one in place each create a
+version.
 
     digest = sha256(configuration, tensors as they are saved)    `pcg.peft.adapter_files.digest_of`
 
-Hashing takes a millisecond for a MiB or two, so nobody waits for it but who asks. It is done on a
-thread of its own once an engine on a thread serves the version, and when a version is replaced that
-answered requests; else when the digest is first read. A version keeps no weights alive: where they
-are gone, or changed in place, before their digest was computed, it stays unknown.
+Hashing takes a millisecond for a MiB or two, so it runs on a thread of its own: once an engine on a
+thread serves the version, or when a version that answered requests is replaced; otherwise when the
+digest is first read. A version keeps no weights alive: if they are gone or changed before their
+digest was computed, the digest stays unknown.
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ class AdapterVersion:
     def __init__(
         self, name: str, number: int, adapter: Adapter | None = None, digest: str | None = None
     ) -> None:
-        """Make the version of an adapter; of one in another process only its digest is known."""
+        """Create a version; of an adapter in another process only the digest is known."""
         self.name = name
         self.number = number
         self._adapter: Callable[[], Adapter | None] = _nothing
@@ -88,7 +89,7 @@ class AdapterVersion:
                 self._digest = digest_of(adapter)
 
     def lose(self) -> None:
-        """Note that the tensors have changed: what was not computed is unknown."""
+        """Mark the tensors as changed: a digest that was not computed stays unknown."""
         self._adapter = _nothing
 
     def learn(self, digest: str | None) -> None:
@@ -116,10 +117,12 @@ def _nothing() -> None:
 
 @dataclass
 class _Served:
-    """A version, and what became of it.
+    """A version and its use.
 
-    `is_asked` is True once it answers a request, `is_past` once no later request can name it, and
-    `is_hashed` once its digest was asked for beside what runs.
+    Attributes:
+        is_asked: it has answered a request.
+        is_past: no later request can name it.
+        is_hashed: its digest was requested in the background.
     """
 
     version: AdapterVersion
@@ -129,16 +132,16 @@ class _Served:
 
 
 class Versions:
-    """The versions of one executor's adapters; for any thread.
+    """The versions of one executor's adapters; thread-safe.
 
     Args:
         device: the device of adapters that are trained.
-        collects: collect garbage before adapters are listed, as over ranks: these compile one
-            program, so none may miss what another has not collected yet.
+        collects: collect garbage before adapters are listed. Ranks compile one program, so all of
+            them have to list the same adapters.
 
     Attributes:
-        agreed: over ranks of which one drives the others, makes of the adapters that are alive here
-            those of the first rank; None elsewhere.
+        agreed: over ranks with a leader, replaces the live adapters of this rank by those of rank
+            0; None elsewhere.
     """
 
     def __init__(self, device: torch.device, *, collects: bool) -> None:
@@ -155,16 +158,16 @@ class Versions:
         self._listeners: list[Callable[[str, Adapter | None], None]] = []
 
     def listen(self, tell: Callable[[str, Adapter | None], None]) -> Callable[[], None]:
-        """Have a function told which adapter has a name from now on, and None where it goes.
+        """Call a function with the adapter that a name has from now on, or None for a removed name.
 
         Returns:
-            What ends that.
+            A function that ends the calls.
         """
         self._listeners.append(tell)
         return partial(self._listeners.remove, tell)
 
     def begin(self, adapter: Adapter) -> AdapterVersion:
-        """Make the next version of the adapter's name, whose weights these are from now on."""
+        """Create the next version of the adapter's name."""
         name = adapter.name
         with self._lock:
             before = self._of.get(adapter)
@@ -182,7 +185,7 @@ class Versions:
         return version
 
     def of(self, adapter: Adapter) -> AdapterVersion | None:
-        """Return an adapter's version; None for one that was never served."""
+        """Return an adapter's version; None for an adapter that was never served."""
         with self._lock:
             served = self._of.get(adapter)
         return None if served is None else served.version
@@ -208,9 +211,10 @@ class Versions:
         return self._hashing.submit(lambda: [digest(name) for name in names])
 
     def answer(self, adapter: Adapter, *, hashes: bool) -> AdapterVersion | None:
-        """Return the version that answers a request; with `hashes` its digest is computed beside.
+        """Return the version that answers a request; `hashes` computes its digest later.
 
-        It is computed in any case before the weights of a version that answers are let go.
+        In any case the digest is computed before the weights of a version that answers are
+        released.
         """
         with self._lock:
             served = self._of.get(adapter)
@@ -254,7 +258,7 @@ class Versions:
             )
 
     def checked(self, adapter: Adapter | None) -> Adapter | None:
-        """Return an adapter, or None. AdapterError: it is none, or was never served here."""
+        """Return an adapter, or None. AdapterError: it has a wrong type, or was never served."""
         if not isinstance(adapter, Adapter | None):
             raise AdapterError(
                 f"adapter={shown(adapter)}; use one of the executor's `adapters`, its name, or None"
@@ -267,7 +271,7 @@ class Versions:
         return adapter
 
     def alive(self) -> list[Adapter]:
-        """Return the adapters that are served, and those that requests still hold."""
+        """Return the served adapters, and the adapters that running requests hold."""
         if self._collects:
             gc.collect()
         with self._lock:
@@ -275,7 +279,7 @@ class Versions:
         return adapters if self.agreed is None else self.agreed(adapters)
 
     def _hash(self, adapter: Adapter, served: _Served) -> None:
-        """Have a digest computed beside what runs, unless too many wait for theirs."""
+        """Compute a digest in the background, unless too many are pending."""
         if served.is_hashed or served.version.known_digest or self._waiting >= _MOST_WAITING:
             return
         served.is_hashed = True

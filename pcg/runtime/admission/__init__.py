@@ -1,1 +1,1 @@
-"""Admission: which requests may wait, and whose turn it is among those that do."""
+"""Admission: limits, predicted latencies, queues, and policies of the order of requests."""

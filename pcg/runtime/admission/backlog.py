@@ -1,10 +1,8 @@
-"""The backlog: how much waits, for each tenant and for all, and how much may.
+"""The backlog: the number of waiting requests, for each tenant and in all, and its limits.
 
-Arrivals: requests that were sent to an engine's thread, and are not in the engine yet.
-
-All that is sent to the thread is done in the order of sending, but a tenant with a name has at most
-eight requests there at once. Its others are held back, and one follows as each is taken, so that
-those of a flood stand before nobody else's.
+Arrivals are requests that were sent to an engine's thread and are not in the engine yet. The thread
+handles calls in the order of sending, but a tenant with a name has at most eight requests sent at a
+time; its others are held back, so that a flood stands before no other tenant's requests.
 """
 
 from __future__ import annotations
@@ -22,14 +20,14 @@ from pcg.units import shown
 
 @dataclass(frozen=True)
 class QueueLimits:
-    """The most that may wait in an engine; what comes then is refused by a `QueueFullError`.
+    """The most that may wait in an engine; further requests are refused by a `QueueFullError`.
 
-    A request is taken where nothing waits, however long its prompt is. None is for no limit.
+    A request is accepted while no other waits, however long its prompt is. None is for no limit.
 
     Attributes:
-        requests: the most requests; each continuation of one with `n` or `best_of` counts.
+        requests: the most requests; each continuation (`n` or `best_of`) counts.
         tokens: the most tokens of their prompts.
-        tenant_requests: the most requests of one tenant; those without a tenant are not of one.
+        tenant_requests: the most requests of one tenant with a name.
         tenant_tokens: the most tokens of the prompts of one tenant.
     Raises:
         GenerationError: a limit is no int of at least 1.
@@ -55,8 +53,8 @@ UNLIMITED = QueueLimits(None, None, None, None)
 class Backlog:
     """Counts the waiting requests and their tokens.
 
-    Those that began and were put back, and continuations of a prompt that was computed, were taken
-    already and do not count: else a tenant's own could fill the queue beyond what it may have.
+    Preempted requests and continuations of a computed prompt were accepted already and do not
+    count: else a tenant could fill the queue beyond its limit.
     """
 
     def __init__(self, limits: QueueLimits) -> None:
@@ -70,7 +68,7 @@ class Backlog:
         return self.requests
 
     def requests_of(self, tenant: str) -> int:
-        """Count the requests of a tenant; those of all for requests without one."""
+        """Return the number of waiting requests of a tenant; of all tenants for an empty name."""
         return self._requests.get(tenant, 0) if tenant else self.requests
 
     def add(self, sequence: Sequence) -> None:
@@ -126,7 +124,7 @@ class Backlog:
 
 
 def new_requests(sequence: Sequence) -> int:
-    """Count a waiting sequence and what follows it; 0 for one that began before."""
+    """Count a waiting sequence and its followers; 0 for a sequence that has run before."""
     return 0 if sequence.generated or sequence.choice else 1 + len(sequence.followers)
 
 
@@ -150,10 +148,10 @@ class Arrivals(Generic[Call]):
         return self._all
 
     def why_full(self, tenant: str) -> QueueFullError | None:
-        """Return the error that refuses a request; None if it may come.
+        """Return the error that refuses a request; None to accept it.
 
-        With those on their way no more may wait than the queue takes. A flood is so refused where
-        it is made, and costs the engine's thread nothing.
+        Waiting requests and arrivals together are limited, so a flood is refused at its sender and
+        costs the engine's thread nothing.
         """
         limits = self._backlog.limits
         most = limits.tenant_requests if tenant else limits.requests
@@ -174,7 +172,7 @@ class Arrivals(Generic[Call]):
         return is_sent
 
     def taken(self, tenant: str, stream: Stream) -> Call | None:
-        """Remove a call that has arrived or failed; return the next one to send, if any."""
+        """Remove a call that has arrived or failed; return the next call to send, if any."""
         coming = self._coming.get(tenant, {})
         if stream not in coming:
             return None

@@ -1,20 +1,19 @@
-"""Fair share: tenants are served alike, whatever each of them asks for.
+"""Fair share: tenants are served equally, whatever each of them asks for.
 
-Every tenant has a counter of tokens that ran for it (virtual token counters: Sheng et al.,
+Every tenant has a counter of the tokens that ran for it (virtual token counters: Sheng et al.,
 "Fairness in Serving Large Language Models", §4). The least served tenant is next, and its requests
-have their turns by priority and as they came. A tenant that returns after it had no requests starts
-at the level of the least served one that has some, so that nobody saves up. Requests without a
-tenant are those of one tenant: where there are no others, this is first come, first served.
+run by priority and arrival. A tenant that returns starts at the level of the least served tenant
+with requests, so that no tenant saves up. Requests without a tenant count as one tenant: without
+other tenants this is first come, first served.
 
-Turns do not bound what one tenant runs in a step, which makes it longer for all others. A tenant
+Turns do not bound the tokens of one tenant in a step, which lengthen it for all others. A tenant
 that runs more than twice the mean of the others is heavy (`pcg.runtime.admission.step_bound`), and
-makes a step in which others decode `stretch` times as long at most, by the predicted times. While
-no other tenant decodes, it runs what it has. Where no place or page is left, the tenant that runs
-most makes room for one that runs less than half as much.
+may make a step in which others decode at most `stretch` times as long, by predicted times. While no
+other tenant decodes, it is not bounded. If no place or page is left, the tenant that runs most
+makes room for a tenant that runs less than half as much.
 
-Tenants with waiting requests are in a heap by their counters. An entry whose counter has moved on
-is dropped when it comes up, so the next requests are found in a time that depends on the requests
-of a step and not on the queue.
+Tenants with waiting requests are in a heap by their counters; outdated entries are dropped when
+they come up. So the time to find the next requests does not depend on the queue's length.
 """
 
 from __future__ import annotations
@@ -46,12 +45,12 @@ class FairShare(Policy):
     """Admits requests of the least served tenant first.
 
     Args:
-        tenant_running: the most sequences of one tenant that run at once, however much room there
-            is: every one of them makes the steps of all others longer. None for no limit.
-        stretch: how many times as long heavy tenants may make the steps of the others.
+        tenant_running: the most sequences of one tenant that run at the same time: each of them
+            lengthens the steps of all tenants. None for no limit.
+        stretch: the factor by which heavy tenants may lengthen the steps of the others.
 
     Attributes:
-        heavy: the tenants that run and are bounded in this step.
+        heavy: the running tenants that are bounded in this step.
     Raises:
         GenerationError: tenant_running is no int of at least 1, or stretch no number above 1.
     """
@@ -103,9 +102,9 @@ class FairShare(Policy):
             self._forget()
 
     def first(self, count: int, now_s: float, running: Iterable[Sequence]) -> List[Sequence]:
-        """Return the next requests, as if each one's prompt ran before the next is chosen.
+        """Return the next requests, as if each prompt ran before the next is chosen.
 
-        In a step that is bounded, these are few of each heavy tenant.
+        In a bounded step these include few requests of each heavy tenant.
         """
         bound, self._bound = self._bound, None
         in_turn: list[Sequence] = []
@@ -165,7 +164,7 @@ class FairShare(Policy):
         return self._served[tenant] if tenant in self.heavy else -1
 
     def bound(self, forward: Latency | None, alone_s: float) -> StepBound | None:
-        """Find the heavy tenants; returns what bounds them beside others."""
+        """Find the heavy tenants, and return their bound."""
         heavy, self._bound = self._recent.heavy(self._asked), None
         self.heavy = {tenant for tenant in self._running if tenant in heavy} if heavy else set()
         if not heavy or forward is None:
@@ -277,7 +276,7 @@ class FairShare(Policy):
 
 
 def _asked(sequence: Sequence) -> int:
-    """Return the tokens that a request asks for soon; other continuations share the prompt's."""
+    """Return the tokens that a request will run soon; continuations share the prompt's."""
     return AHEAD + (0 if sequence.choice else sequence.request.length)
 
 

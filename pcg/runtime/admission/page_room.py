@@ -10,7 +10,7 @@ from pcg.runtime.requests.sequence import Sequence
 
 
 class PageRoom:
-    """Gives sequences the pages for their tokens, beside adapters in the same pool."""
+    """Gives sequences pages for their tokens, in the pool that adapters share."""
 
     def __init__(self, pool: PagePool, adapters: AdapterCache) -> None:
         self.pool = pool
@@ -23,7 +23,8 @@ class PageRoom:
     def holds(self, sequence: Sequence, running: int) -> bool:
         """Return True if there are pages for a waiting sequence and its adapter.
 
-        One free page for each of the `running` keeps the newcomer from being preempted next.
+        One free page for each of the `running` sequences keeps the newcomer from being preempted
+        next.
         """
         adapter = sequence.request.adapter
         need = self._missing(sequence) + running
@@ -32,10 +33,10 @@ class PageRoom:
         return need <= self.pool.free + self.adapters.idle_pages
 
     def give(self, sequence: Sequence, running: int, expected: int) -> bool:
-        """Give a sequence its adapter, and pages for its tokens; False if there is no room.
+        """Give a sequence its adapter, and pages for its tokens; False without room.
 
         Args:
-            expected: the pages that are kept for it while others are free.
+            expected: the pages to keep for it while others are free.
         """
         adapter = sequence.request.adapter
         if not self.holds(sequence, running):
@@ -53,7 +54,7 @@ class PageRoom:
         return True
 
     def take_back(self, sequence: Sequence) -> None:
-        """Take the pages of a sequence, which has none of its tokens cached then."""
+        """Take the pages of a sequence, and discard its cached tokens."""
         if sequence.table is not None:
             self.pool.close(sequence.table)
             sequence.table = None

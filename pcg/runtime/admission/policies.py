@@ -108,8 +108,8 @@ class EarlyAbort(Fcfs):
     """Gives up requests that cannot meet their TTFT SLO; serves the newest first under overload.
 
     R₁ is the moving average of arrivals, R₂ that of admissions, both a second. Requests are given
-    up whose wait and prefill exceed the SLO; while R₁ > R₂ the newest come first, else the earliest
-    (S-LoRA appendix B).
+    up if their wait and prefill exceed the SLO; while R₁ > R₂ the newest are first, else the
+    earliest (S-LoRA appendix B).
 
     Attributes:
         prefill_s: the longest recent time from admission to first token.

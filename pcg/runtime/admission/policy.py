@@ -1,13 +1,9 @@
-"""Policies: whose turn it is among waiting requests, and which are given up.
+"""Policies: the order in which waiting requests are admitted, and which requests are given up.
 
-The scheduler tells a policy of every request that comes, is admitted, preempted or over, and asks
-for the next few. A policy keeps them in an order in which it finds these at once, however many
-wait.
-
-A line of waiting requests, of which any joins or leaves at once, however many there are.
-
-Requests of a lower priority number stand before those of a higher one. Among equals the preempted
-ones are first, the earliest admitted before the others, and then all as they came.
+The scheduler notifies a policy when a request arrives, is admitted, preempted or ends, and asks for
+the next few. A policy keeps an order in which these are found in constant time. A `Line` orders
+requests by priority number; among equals the preempted requests are first, the earliest admitted
+before the others, and then all by arrival.
 """
 
 from __future__ import annotations
@@ -29,7 +25,10 @@ Chunks: TypeAlias = Iterable[tuple[Sequence, int]]
 
 
 class Policy(ABC):
-    """The order in which the waiting requests of one engine are admitted."""
+    """The order in which the waiting requests of one engine are admitted.
+
+    A subclass has to define the abstract methods; the others have defaults.
+    """
 
     is_shared = False
     """True if requests of several tenants are here."""
@@ -38,7 +37,7 @@ class Policy(ABC):
     _is_taken = False
 
     def take(self) -> None:
-        """Note that an engine uses it. GenerationError: another one does."""
+        """Reserve the policy for one engine. GenerationError: it has an engine already."""
         if self._is_taken:
             name = type(self).__name__
             raise GenerationError(
@@ -48,7 +47,7 @@ class Policy(ABC):
 
     @abstractmethod
     def add(self, sequence: Sequence) -> None:
-        """Note a request that came, and waits."""
+        """Add a request that arrived and waits."""
 
     @abstractmethod
     def put_back(self, sequence: Sequence) -> None:
@@ -59,7 +58,7 @@ class Policy(ABC):
         """Note that a waiting request was admitted."""
 
     def trained(self, used: Mapping[str, int]) -> None:  # noqa: B027 (few policies have shares)
-        """Count work of jobs beside requests, in tokens of forward passes by tenant."""
+        """Count the work of jobs, in tokens of forward passes by tenant."""
 
     @abstractmethod
     def drop(self, sequence: Sequence, *, is_waiting: bool) -> None:
@@ -67,7 +66,7 @@ class Policy(ABC):
 
     @abstractmethod
     def first(self, count: int, now_s: float, running: Iterable[Sequence]) -> List[Sequence]:
-        """Return the next waiting requests, at most `count`, beside those that are `running`."""
+        """Return the next waiting requests, at most `count`, given the `running` requests."""
 
     @abstractmethod
     def waiting(self) -> set[Sequence]:
@@ -88,24 +87,25 @@ class Policy(ABC):
         return ordered
 
     def bound(self, forward: Latency | None, alone_s: float) -> StepBound | None:
-        """Return what bounds the next step's tokens of some tenants; None if nothing does.
+        """Return the bound of the next step's tokens of some tenants; None for no bound.
 
         Args:
             forward: the predicted time of a step, if it is known.
-            alone_s: the longest step of bounded tenants alone, seconds.
+            alone_s: the longest step of bounded tenants while no other tenant has requests,
+                seconds.
         """
         return None
 
     def gives_way(self, sequence: Sequence, running: Iterable[Sequence]) -> Sequence | None:
-        """Return the running request that makes room for a waiting one; None if none has to."""
+        """Return the running request that makes room for a waiting request; None for no request."""
         return None
 
     def has_place(self, sequence: Sequence) -> bool:
-        """Return True if a further continuation of a running request may run beside the others."""
+        """Return True if a further continuation of a running request may run, too."""
         return True
 
     def hopeless(self, now_s: float) -> Iterable[Sequence]:
-        """Return the waiting requests that are given up."""
+        """Return the waiting requests to give up."""
         return ()
 
     def served(self, chunks: Chunks) -> None:  # noqa: B027 (most policies do not count)
@@ -128,12 +128,11 @@ class Line:
             yield from self._of_priority[priority]
 
     def newest_first(self) -> Iterator[Sequence]:
-        """Iterate by priority, too, but over the requests that came last before the others."""
+        """Iterate by priority, and over the newest requests first."""
         for priority in self._priorities:
             yield from reversed(self._of_priority[priority])
 
     def add(self, sequence: Sequence) -> None:
-        """Append a request that came."""
         self._equals(sequence.request.priority)[sequence] = None
         self._count += 1
 
@@ -145,7 +144,6 @@ class Line:
         self._count += 1
 
     def remove(self, sequence: Sequence) -> None:
-        """Remove a request, wherever it stands."""
         priority = sequence.request.priority
         equals = self._of_priority[priority]
         del equals[sequence]

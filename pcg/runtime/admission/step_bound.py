@@ -1,25 +1,20 @@
-"""Recent use: which tenants run far more tokens than the others, lately and by what they ask now.
+"""The bound of a step: by how much heavy tenants may lengthen it for other tenants.
 
-A tenant's use u counts its tokens, of which half are forgotten every 256 steps, and what it asks
-for now, so that a sudden flood and a long prompt count at once: the prompt's tokens of each
-sequence that it has here, and 16 more. Among n tenants one is heavy if it uses more than twice the
-mean of the others:
+A tenant's use u counts its recent tokens, of which half are forgotten every 256 steps, and its
+present demand, so that a sudden flood counts immediately: the prompt's tokens of each of its
+sequences, and 16 more. Among n tenants a tenant is heavy if it uses more than twice the mean of the
+others:
 
     u (n - 1) > 2 (Σ u - u)
 
-Tokens of later steps are counted with a growing weight, so that nothing has to be multiplied in
-every step.
+    t(step) ≤ stretch · t(step without heavy tenants)     while other tenants have requests
+    t(step) ≤ alone_s                                     otherwise: a newcomer waits that long
 
-The bound of a step: by how much heavy tenants may make it longer for others.
-
-    t(step) ≤ stretch · t(step without them)     where others are here
-    t(step) ≤ alone_s                            where nobody is, as a newcomer waits so long
-
-t is the predicted time. Others that wait, or that read their prompts, count as a short chunk.
+t is the predicted time. Other tenants that wait, or read their prompts, count as a short chunk.
 Sequences of heavy tenants that do not fit keep their pages and wait for a later step, the first
-admitted go first; their prompts go on in chunks that fit. Where nothing of them fitted into 128
-steps, one sequence runs a token all the same, or as much of its prompt as a step without heavy
-tenants may have: less than 1 % of the steps are so long, and no prompt waits for ever.
+admitted first; their prompts run in chunks that fit. If no sequence of them fitted for 128 steps,
+one sequence runs a token regardless, or as much of its prompt as a step without heavy tenants may
+have: less than 1 % of the steps are so long, and no prompt waits forever.
 """
 
 from __future__ import annotations
@@ -66,7 +61,7 @@ class RecentUse:
             self._total += used
 
     def heavy(self, asked: Mapping[str, int]) -> HeavyTenants:
-        """Return the heavy tenants, if each one's requests ask for so many tokens."""
+        """Return the heavy tenants, given the tokens that each tenant's requests ask for."""
         return HeavyTenants(self._used, self._total, self._weight, asked)
 
     def _forget(self) -> None:
@@ -76,9 +71,9 @@ class RecentUse:
 
 
 class HeavyTenants:
-    """The tenants that are heavy in one step, each found when it is asked for.
+    """The heavy tenants of one step, computed on demand.
 
-    Requests without a tenant are never heavy, but among the others.
+    Requests without a tenant are never heavy, but count among the others.
     """
 
     def __init__(
@@ -111,18 +106,18 @@ _LEAST = 16
 
 
 class StepBound:
-    """The bound of what heavy tenants add to one step.
+    """The bound of the work that heavy tenants add to one step.
 
     Args:
-        heavy: these tenants.
-        stretch: how many times as long they may make the step.
-        alone_s: the longest step, seconds; None where others are here.
+        heavy: the heavy tenants.
+        stretch: the factor by which they may lengthen the step.
+        alone_s: the longest step, seconds; None while other tenants have requests.
         forward: the predicted time of a step.
-        ran: is told when something of them runs.
-        is_patient: False if nothing of them ran for long, so that something has to.
+        ran: called when a sequence of them runs.
+        is_patient: False if none of them ran for long, so that one has to.
 
     Attributes:
-        is_full: True once something of them did not fit; nobody looks at the rest then.
+        is_full: True once a sequence of them did not fit.
     """
 
     def __init__(
@@ -152,7 +147,7 @@ class StepBound:
 
     @property
     def is_alone(self) -> bool:
-        """True where no others are here."""
+        """True if no other tenant has requests."""
         return self._alone_s is not None
 
     def is_of(self, tenant: str) -> bool:
@@ -160,7 +155,7 @@ class StepBound:
         return tenant in self._heavy
 
     def has_room(self, plan: Plan, sequence: Sequence) -> bool:
-        """Return True if a sequence may decode beside the others, which are all planned."""
+        """Return True if a sequence may decode; other tenants are planned already."""
         if not self.applies(sequence):
             return True
         if self.is_full:
@@ -172,7 +167,7 @@ class StepBound:
         return not self.is_full
 
     def chunk(self, plan: Plan, sequence: Sequence, room: int) -> int:
-        """Return how many tokens of a prompt may run beside what is planned, `room` at most."""
+        """Return how many tokens of a prompt may run in addition to the plan, `room` at most."""
         if not self.applies(sequence):
             return room
         if self.is_full:

@@ -44,9 +44,9 @@ class Dataset(Sequence[Example]):
         examples: the examples in the order of the rows.
         format: name of the rows' format; "document" for a plain text file.
         truncated: number of examples that were cut to the maximum length.
-        dropped: number of rows left out because nothing was left to learn.
+        dropped: number of rows without anything left to learn.
         places: the place of each example, as "train.jsonl line 7"; empty if unknown.
-        checked: what all examples are known to fit; None if they were not checked.
+        checked: the model sizes that all examples fit; None if they were not checked.
     """
 
     examples: tuple[Example, ...]
@@ -83,14 +83,14 @@ class ReadOptions:
     """Options of how rows become examples.
 
     Attributes:
-        max_length: the most tokens of an example; longer ones keep their head. A plain text file is
-            cut into consecutive examples of that length instead. None keeps all.
+        max_length: the most tokens of an example; longer examples keep their head. A plain text
+            file is cut into consecutive examples of that length instead. None keeps all.
         format: a name of `formats.FORMATS`; "auto" detects it from the first row.
         append_eos: end text that is not a chat with the end-of-sequence token, and learn it.
         empty: "error" raises at a row without a target token; "drop" leaves it out and counts it.
-        limits: the most that is read.
-        pairs: rows have two outputs, of which one is preferred; each row becomes two examples, the
-            preferred one first.
+        limits: the most data to read.
+        pairs: rows have a preferred and another output; each row becomes two examples, the
+            preferred output first.
     Raises:
         DataError: a value is out of its range.
     """
@@ -138,10 +138,10 @@ def load_examples(
 
 @dataclass
 class ExampleReader:
-    """Iterates over the examples of data, each with its place; counts what it leaves out.
+    """Iterates over the examples of data, each with its place; counts the rows that it leaves out.
 
     Attributes:
-        format: name of the rows' format, once one was read.
+        format: name of the rows' format, once a row was read.
         truncated, dropped: as of `Dataset`, so far.
     """
 
@@ -182,7 +182,7 @@ class ExampleReader:
                 yield example, row.where
 
     def _pairs(self, rows: Iterator[Row]) -> Iterator[tuple[Example, str]]:
-        """Yield two examples of each row, which is left out if one of them has nothing to learn."""
+        """Yield two examples of each row; drop a row if one of them has nothing to learn."""
         self.format = "preference"
         for row in rows:
             chosen, rejected = (
@@ -289,8 +289,8 @@ def _tokenize_chat(sample: ChatSample, tokenizer: Tokenizer) -> Example:
 def _labels(encoding: Encoding, spans: Sequence[Span]) -> list[int]:
     """Label the tokens that stand for a character in any of the spans, the others -100.
 
-    An empty token is a space whose offsets were trimmed to its end, or has no text at all; it
-    belongs to the character before it.
+    An empty token is a space with offsets trimmed to its end, or has no text at all; it belongs to
+    the character before it.
     """
     labels = [IGNORED] * len(encoding.ids)
     for index, (start, end) in enumerate(encoding.offsets):

@@ -1,4 +1,4 @@
-"""The formats of finetuning rows, and what each of them learns.
+"""The formats of finetuning rows, and the parts of each that are learned.
 
     tokens             {"input_ids", "labels"?}                             labels but -100, or all
     chat               {"messages": [{"role", "content"}, …], "tools"?}     assistant messages
@@ -7,22 +7,22 @@
     alpaca             {"instruction", "input"?, "output"}                  the output
     text               {"text"}, or a string                                all of it
 
-The first row has the first of these formats for whose keys it has values, and all rows must have
-that format; tokens come first, as the text that they were made of may be left beside them. Messages
-whose keys say so are not learned (`LEARNS`): "weight": 0, "train": false, "mask": true, and others.
+The format is the first of these with values for all its keys in the first row, and all rows must
+have that format; tokens come first, as their source text may be left in the row. Messages may have
+keys against learning them (`LEARNS`): "weight": 0, "train": false, "mask": true, and others.
 
-`COLUMNS` has the other columns that change what a row means to the libraries that name them. A
-format reads such a column or refuses it; all else, such as an id, is ignored.
+`COLUMNS` has the other columns that change the meaning of a row in the libraries that define them.
+A format reads such a column or refuses it; all others, such as an id, are ignored.
 
-Rows of preferences: a prompt and two outputs, of which one is preferred.
+Rows of preferences have a prompt, a preferred output and another output:
 
     TRL      {"prompt", "chosen", "rejected", "tools"?}: texts or message lists
-             {"chosen", "rejected"}: what both begin with is the prompt
+             {"chosen", "rejected"}: the prompt is their common beginning
     OpenAI   {"input": {"messages", "tools"?}, "preferred_output", "non_preferred_output"}
 
-Of chats the assistant's messages behind the prompt are compared, of texts all of it. Outputs that
-begin with the prompt's messages have it once. Other columns are read, refused or ignored as in
-other formats, and a prompt of another name is refused.
+Of chats the assistant's messages behind the prompt are compared, of texts everything. If the
+outputs begin with the prompt's messages, these count once. Other columns are read, refused or
+ignored as in other formats, and a prompt of another name is refused.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ _ALPACA_WITH_INPUT = (
 
 @dataclass(frozen=True)
 class TextSample:
-    """Text whose part after `prompt` is learned."""
+    """Text; the part after `prompt` is learned."""
 
     prompt: str
     completion: str
@@ -70,7 +70,7 @@ class TextSample:
 
 @dataclass(frozen=True)
 class ChatSample:
-    """Messages, of which those at the indexes `learn` are learned.
+    """Messages; those at the indexes `learn` are learned.
 
     Attributes:
         tools: JSON schemas of functions, for the chat template.
@@ -110,11 +110,11 @@ class Format:
 
 @dataclass(frozen=True)
 class Column:
-    """A column that changes what a row means.
+    """A column that changes the meaning of a row.
 
     Attributes:
         fix: what to do about it in a format that does not read it.
-        is_neutral: returns True for a value that changes nothing, as an empty one.
+        is_neutral: returns True for a value without effect, such as an empty one.
     """
 
     fix: str
@@ -327,10 +327,10 @@ def _numbers(value: Any, name: str, where: str) -> list[int]:
 def chat_sample(
     messages: list[dict[str, Any]], first: int, row: Mapping[str, Any], where: str
 ) -> ChatSample:
-    """Return a chat whose assistant messages from `first` on are learned.
+    """Return a chat with the assistant messages from `first` on to learn.
 
     Args:
-        messages: from them is taken what is for us and not for a template.
+        messages: keys for pcg, and not for a template, are removed from them.
         row: has the columns `OF_CHATS`.
     """
     learn = [
@@ -366,7 +366,7 @@ def chat_sample(
 
 
 def _is_learned(message: dict[str, Any], place: str) -> bool:
-    """Return whether a message is learned; takes what says so out of it."""
+    """Return whether a message is learned, and remove the keys that decide it."""
     for name, fix in UNREAD.items():
         if message.get(name):
             raise DataError(f"{place} has {name!r}; {fix}")
@@ -532,7 +532,7 @@ def _trl(row: Mapping[str, Any], where: str) -> Pair:
 
 
 def _check_prompt(row: Mapping[str, Any], prompt: Any, where: str) -> None:
-    """Refuse a row whose outputs do not begin with the prompt that another column has."""
+    """Refuse a row with a prompt in another column that its outputs do not begin with."""
     for name in PROMPTS:
         other = row.get(name)
         has_it = bool(prompt) if not isinstance(prompt, str) else str(other) in prompt

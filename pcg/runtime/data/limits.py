@@ -1,4 +1,4 @@
-"""Limits of the data of a job, so that one job takes neither the memory nor the time of others."""
+"""Limits of the data of a job, so that one job cannot take the memory and the time of others."""
 
 from __future__ import annotations
 
@@ -12,17 +12,18 @@ from pcg.units import shown
 
 @dataclass(frozen=True)
 class DataLimits:
-    """The most that the data of one job may have, and the most jobs that are prepared at once.
+    """The most data of one job, and the most jobs that are prepared at the same time.
 
-    Training and evaluation data are counted by themselves.
+    Training and evaluation data are counted separately.
 
     Attributes:
         rows: rows of the data.
         row_bytes: bytes of a row: those of its line in a file, or of all texts of a row in memory.
-            A plain text file is no row, and bounded by `total_bytes` alone.
+            A plain text file is no row, and only bounded by `total_bytes`.
         total_bytes: bytes of all rows together.
         tokens: tokens of a row, before it is cut to its maximum length.
-        at_once: jobs whose data is tokenized at once, each in a process of its own; others wait.
+        at_once: jobs with data that is tokenized at the same time, each in its own process; others
+            wait.
         waiting: jobs that are prepared or wait for it; more are refused.
     Raises:
         DataError: a limit is less than 1.
@@ -49,7 +50,7 @@ UNLIMITED = DataLimits(*(sys.maxsize for _ in fields(DataLimits)))
 
 
 class RowMeter:
-    """Counts rows and their bytes, and refuses what is beyond the limits."""
+    """Counts rows and their bytes, and refuses data beyond the limits."""
 
     def __init__(self, limits: DataLimits) -> None:
         self.limits = limits

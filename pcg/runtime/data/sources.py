@@ -1,18 +1,4 @@
-"""Rows of finetuning data, each with its place for messages.
-
-A file is JSON lines (.jsonl, .ndjson, .json), a row a line, or plain text (.txt), which is one
-document. Rows in memory are dicts and strings.
-
-Frames: examples as bytes, from the process that tokenizes to the one that trains.
-
-    frame   one line of JSON, and the bytes that it announces
-    batch   {"places": […], "lengths": […]}, then the ids and the labels of all examples, int64
-    end     {"format": …, "truncated": …, "dropped": …}
-    error   {"error": name of a class of `pcg.errors`, "message": …}
-
-Nothing here is unpickled: a chat template is a stranger's program, and runs in that other process.
-
-Sources of finetuning data, whichever library holds them: files, or a list of rows.
+"""Sources of finetuning data, their rows, and frames of examples between processes.
 
     a path, or several                                files
     a dataset of `datasets`, any iterable             its rows
@@ -20,9 +6,19 @@ Sources of finetuning data, whichever library holds them: files, or a list of ro
     a dict of columns                                 its rows
     a DatasetDict                                     `train` to learn, `validation` to evaluate
 
-Those libraries are recognised by what their objects do; none of them is imported. What is none of
-these is refused: a source that iterates over something else than its rows, as a dict over its keys,
-would be learned.
+The libraries are recognised by the interfaces of their objects; none of them is imported. Other
+sources are refused: a source that iterates over something other than its rows, as a dict over its
+keys, would be learned. A file is JSON lines (.jsonl, .ndjson, .json), a row a line, or plain text
+(.txt), which is one document. Rows in memory are dicts and strings.
+
+Frames carry examples as bytes from the process that tokenizes to the process that trains:
+
+    frame   one line of JSON, and the bytes that it announces
+    batch   {"places": […], "lengths": […]}, then the ids and the labels of all examples, int64
+    end     {"format": …, "truncated": …, "dropped": …}
+    error   {"error": name of a class of `pcg.errors`, "message": …}
+
+They are not pickled: a chat template is an untrusted program, and runs in the other process.
 """
 
 from __future__ import annotations
@@ -48,7 +44,7 @@ from pcg.units import counted, shown
 
 @dataclass(frozen=True)
 class Row:
-    """One row as it was read.
+    """A row as it was read.
 
     Attributes:
         where: "train.jsonl line 7", or "data[6]" in memory.
@@ -267,7 +263,7 @@ def gather(source: object, take: Take = list) -> Gathered:
 
 
 def _names_file(value: object) -> bool:
-    """True for a path, or one word that ends as files of data do or is a file."""
+    """True for a path, or a single word that is a file or has a suffix of data files."""
     if not isinstance(value, str):
         return isinstance(value, Path)
     if len(value) > _LONGEST_NAME or len(value.split()) != 1:
@@ -307,7 +303,7 @@ def _row_of_table(row: Any) -> Any:
     """Return a row without the nulls within its cells.
 
     A column of objects has the keys of all of them, so that a call of one tool has the arguments of
-    every other, as nulls, which would be learned.
+    every other tool as nulls, which would be learned.
     """
     return {name: _whole(cell) for name, cell in row.items()} if isinstance(row, Mapping) else row
 
@@ -350,7 +346,7 @@ def _is_column(value: object) -> bool:
 
 
 def _plain(value: Any) -> Any:
-    """Return a cell with lists for arrays, and None for what pandas calls missing."""
+    """Return a cell with lists for arrays, and None for missing values of pandas."""
     if isinstance(value, str):
         return value
     if hasattr(value, "tolist"):
@@ -390,15 +386,15 @@ def has_validation(source: object) -> bool:
 
 
 def choose_splits(data: Any, eval_data: Any, most_rows: int | None = None) -> Splits:
-    """Choose `train` and `validation` where data comes in splits.
+    """Choose `train` and `validation` of data with splits.
 
     Args:
         data: the source of the training data; its `validation` evaluates unless `eval_data` does.
         eval_data: the source of the evaluation data, or None.
-        most_rows: the rows that are read of training data without a length, which may be endless;
-            None for all.
+        most_rows: the rows to read of training data without a length, which may be endless; None
+            for all.
     Raises:
-        DataError: there is no such split.
+        DataError: a split is missing.
     """
     words = []
     train, evaluation = data, eval_data

@@ -1,7 +1,4 @@
-"""The cancelling of a job whose data is prepared, on whichever thread or process that is.
-
-Tokenizing in a process of its own, which holds nobody's GIL and can be ended at any time.
-"""
+"""Tokenizing in a process of its own, which does not hold the GIL and can be ended at any time."""
 
 from __future__ import annotations
 
@@ -28,7 +25,7 @@ from pcg.runtime.data.tokenizing_worker import Task
 
 
 class Cancelling:
-    """Is cancelled once, from any thread; then calls what ends the work under way."""
+    """A flag that any thread may set once; setting it calls functions that end running work."""
 
     def __init__(self, job: str) -> None:
         self._job = job
@@ -94,7 +91,7 @@ def load_apart(
     options: ReadOptions,
     sizes: ModelSizes,
 ) -> Dataset:
-    """Make examples of files or rows in another process, and check them there.
+    """Create and check the examples of files or rows in another process.
 
     Args:
         tokenizer: the pickled tokenizer; pickling it once spares 0.1 s of the GIL a job.
@@ -139,7 +136,6 @@ def _write_rows(rows: list[Any], task: BinaryIO, cancelling: Cancelling) -> None
 
 
 def _plain(row: object) -> object:
-    """Return a row without the values that no format reads, which may be anything."""
     if not isinstance(row, Mapping):
         return row
     return {key: value if key in READ_KEYS else None for key, value in row.items()}
@@ -166,9 +162,9 @@ def _run(task: BinaryIO, sizes: ModelSizes, cancelling: Cancelling) -> Dataset:
 
 
 def _start(task: BinaryIO) -> subprocess.Popen[bytes]:
-    """Start the process. It finds pcg where this one does, and no module in the working directory.
+    """Start the process, which imports the same pcg, and no module of the working directory.
 
-    A Ctrl-C in the terminal is for this process alone, which may save what it has.
+    A Ctrl-C in the terminal reaches only this process, which may save its state.
     """
     places = [place for place in sys.path if place]
     root = str(Path(errors.__file__).parents[1])

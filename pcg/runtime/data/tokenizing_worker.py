@@ -1,8 +1,8 @@
 """The process that tokenizes: `python -m pcg.runtime.data.tokenizing_worker`.
 
-Its argument is the id of the process that started it, with which it ends. Its standard input is a
-file with the pickled `Task`, and then pickled lists of rows if the task names no files. Its
-standard output has frames. It runs beside steps, so it is nice to them.
+Its argument is the id of its parent process, with which it ends. Its standard input is a file with
+the pickled `Task`, and then pickled lists of rows if the task names no files. Its standard output
+has frames. It runs with low priority, concurrently with steps.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Task:
     Attributes:
         tokenizer: the pickled `Tokenizer`.
         files: the files to read; None if rows follow.
-        sizes: what examples have to fit.
+        sizes: the model sizes that examples have to fit.
     """
 
     tokenizer: bytes

@@ -26,11 +26,10 @@ class FreeRuns:
 
     @property
     def free_pages(self) -> set[int]:
-        """The pages of all runs, by the one index that never names a page that was taken."""
+        """The pages of all runs, from the index that never names a taken page."""
         return {page for start, n in self._lengths.items() for page in range(start, start + n)}
 
     def begins(self, page: int) -> bool:
-        """Return True if a run begins with a page."""
         return page in self._lengths
 
     def fitting(self, count: int) -> int:

@@ -107,7 +107,7 @@ class FreedMemory:
         return result
 
     def look(self) -> None:
-        """Return freed memory if it is much beside the memory in use."""
+        """Return freed memory to the system if there is much of it."""
         if self._libc is None:
             return
         # Resident bytes of tensors and holes, beyond those in use at the beginning.
@@ -167,7 +167,7 @@ CAPACITIES = ("LRU_CACHE_CAPACITY", "ONEDNN_PRIMITIVE_CACHE_CAPACITY")
 def bound_shape_caches() -> None:
     """Bound the caches, unless the environment does or oneDNN has computed something already.
 
-    Processes that this one starts have the same bounds.
+    Child processes inherit the bounds.
     """
     for name in CAPACITIES:
         os.environ.setdefault(name, str(KEPT_PRODUCTS))

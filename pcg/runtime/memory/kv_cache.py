@@ -1,15 +1,13 @@
 """The KV cache: rows of keys and values in pages, and their gradients in training.
 
 A layer's cache is two tensors [kv_heads, rows, head_dim]; a row holds one token, and a page holds
-`PAGE_TOKENS` of them in every layer. Heads come first, so that what one head reads of a sequence
-lies together if its pages do. For kernels that follow block tables, a page is instead one run of
-bytes, with the keys and values of each layer in turn, and adapters lie in pages as well.
+`PAGE_TOKENS` rows in every layer. Heads come first, so that the rows of one head are contiguous if
+the pages are. For kernels that follow block tables, a page is a run of bytes instead, with the keys
+and values of each layer in turn, and adapters have pages as well.
 
-Free pages hold zeros: what an owner wrote, NaN included, is gone before another can read it.
-
-The KV cache of pipeline stages: a rank has the keys and values of its stage's layers.
-
-All ranks count the same pages, so a page takes what that of the stage with the most of them needs.
+Free pages hold zeros: values of an owner, NaN included, are gone before another owner reads them.
+Each pipeline stage has the keys and values of its layers. All ranks count the same pages, so a page
+is as large as the stage with the largest rows requires.
 """
 
 from __future__ import annotations
@@ -57,11 +55,11 @@ def bytes_of_token(model: ModelGraph) -> int:
 
 
 class KvCache:
-    """Rows of keys and values for every layer, and the pool that gives out their pages.
+    """Rows of keys and values for every layer, and the pool of their pages.
 
     Attributes:
-        pages: all memory, [pages, bytes of one], u8; None if pages are not runs of bytes.
-        keys, values: each layer's, [kv_heads, rows, head_dim]; with `pages` [pages, kv_heads,
+        pages: all memory, [pages, bytes of a page], u8; None if pages are not runs of bytes.
+        keys, values: of each layer, [kv_heads, rows, head_dim]; with `pages` [pages, kv_heads,
             PAGE_TOKENS, head_dim].
     """
 
@@ -74,12 +72,12 @@ class KvCache:
         in_pages: bool = False,
         page_bytes: int | None = None,
     ) -> None:
-        """Make a cache of so many free pages.
+        """Create a cache of free pages.
 
         Args:
-            types: those of each layer's keys and values.
-            in_pages: have pages be runs of bytes.
-            page_bytes: the bytes of such a page; those that the types need by default.
+            types: of each layer's keys and values.
+            in_pages: make pages runs of bytes.
+            page_bytes: the bytes of such a page; as the types require by default.
         """
         self.pool = PagePool(pages)
         self.pages: Tensor | None = None
@@ -114,7 +112,6 @@ class KvCache:
         return sum(store.nbytes for store in stores)
 
     def copy_page(self, page: int, to: int) -> None:
-        """Copy one page's keys and values to another."""
         if self.pages is not None:
             self.pages[to] = self.pages[page]
             return
@@ -142,7 +139,7 @@ def _scrub_rows(stores: Sequence[Tensor], start: int, count: int) -> None:
 
 
 def _untouched(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return zeros; on a CPU, memory is committed only where it is written."""
+    """Return zeros; on a CPU, memory is committed only when it is written."""
     size_bytes = prod(shape) * dtype.itemsize
     if device.type != "cpu" or not size_bytes:
         return torch.zeros(shape, dtype=dtype, device=device)
@@ -151,7 +148,7 @@ def _untouched(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device)
 
 
 def bytes_of_page(types: Sequence[tuple[TensorType, TensorType]]) -> int:
-    """Return the bytes of one page, in all layers."""
+    """Return the bytes of one page in all layers."""
     return PAGE_TOKENS * sum(bytes_of_row(type_) for pair in types for type_ in pair)
 
 

@@ -50,12 +50,11 @@ class SharedPages:
         self._readers[page] = 1
 
     def read(self, page: int) -> None:
-        """Count one more reader of a page."""
         self._unread.pop(page, None)
         self._readers[page] += 1
 
     def leave(self, page: int) -> bool:
-        """Count one reader less of a page; returns True if it is free, because it was forgotten."""
+        """Remove a reader of a page; return True if the page is free, because it was forgotten."""
         self._readers[page] -= 1
         if self._readers[page]:
             return False
@@ -145,7 +144,7 @@ class PageTable:
 
     @property
     def reach(self) -> int:
-        """Number of pages that it has or that are kept for it."""
+        """Number of its pages and of the pages kept for it."""
         return len(self.pages) + self.spare
 
     def rows(self, start: int, stop: int) -> range | list[int]:
@@ -212,9 +211,10 @@ class PagePool:
         return table
 
     def extend(self, table: PageTable, count: int, last: bool = False) -> None:
-        """Give a table pages; `last` ones lie at the end of the pool, and need not be a run.
+        """Give a table pages; with `last` from the end of the pool, where they need not be a run.
 
-        OutOfMemoryError: so many are not free; nothing has changed.
+        Raises:
+            OutOfMemoryError: too few pages are free; nothing has changed.
         """
         taken = min(count, table.spare)
         if count - taken > self.free - table.spare:
@@ -281,7 +281,7 @@ class PagePool:
         return page
 
     def adopt(self, table: PageTable, page: int) -> None:
-        """Have a table read a shared page, in place of its first unshared page if it has one."""
+        """Let a table read a shared page, in place of its first unshared page if any."""
         self.shared.read(page)
         if table.shared < len(table.pages):
             self._take_back(table.replace(table.shared, page))
@@ -361,7 +361,7 @@ class PagePool:
 
 
 def pages_for(tokens: int) -> int:
-    """Return the number of pages that hold so many tokens."""
+    """Return the number of pages that hold `tokens` tokens."""
     return -(-tokens // PAGE_TOKENS)
 
 
@@ -381,7 +381,7 @@ def runs_of(pages: list[int]) -> list[tuple[int, int]]:
 
 
 class Needs:
-    """Numbers of pages that come and go."""
+    """A multiset of numbers of pages with a fast maximum."""
 
     def __init__(self) -> None:
         self._counts: Counter[int] = Counter()

@@ -1,1 +1,1 @@
-"""The event log, and metrics of serving and finetuning that are read from it."""
+"""The event log, and metrics of serving and finetuning computed from it."""

@@ -1,10 +1,11 @@
 """The event log: every state transition of requests, jobs and adapters, in order.
 
-Metrics and tests read what happened from it alone. A request that comes during a step is logged
-after the step's events, with the time when it came.
+Metrics and tests read only the log. A request that arrives during a step is logged after the step's
+events, with its time of arrival.
 
-Nearly all events are tokens. Those of one step are held as one object: an object for each would
-be a thousand long-lived ones a step, which Python's garbage collector traverses again and again.
+Nearly all events are tokens. The tokens of one step are held as one object: an object for each
+would be a thousand long-lived objects a step, which Python's garbage collector traverses again and
+again.
 
 Kinds by subject:
 
@@ -68,9 +69,9 @@ class Event(NamedTuple):
     Attributes:
         subject: id of the request or job, or name of the adapter.
         details: numbers and reasons, such as `prompt_tokens`, `adapter` and `adapter_version` of a
-            submitted request, `adapter_version` of one that is published,
-            `cached_tokens` of a request's first token, `tokens` of a job's step, `reason` of a
-            refusal, `job` of a job's end, whose name may be that of a request, too.
+            submitted request, `adapter_version` of a published adapter, `cached_tokens` of a
+            request's first token, `tokens` of a job's step, `reason` of a refusal, and `job` of a
+            job's end, as its name may be a request's, too.
     """
 
     time_s: float
@@ -128,20 +129,20 @@ class EventLog:
         on_event: Callable[[Event], None],
         on_tokens: Callable[[float, Sequence[str]], None] | None = None,
     ) -> Callable[[], None]:
-        """Call a function with each event from now on; returns what ends that.
+        """Call a function with each event from now on; return a function that ends the calls.
 
-        A function that raises is not called again, and what it raised is logged.
+        A function that raises is not called again, and its error is logged.
 
         Args:
-            on_tokens: is called once with the time and the requests of a step's tokens, but for
-                first ones, instead of `on_event` for each.
+            on_tokens: called once with the time and the requests of a step's tokens, except first
+                tokens, instead of `on_event` for each.
         """
         listener = _Listener(on_event, on_tokens)
         self._listeners.append(listener)
         return lambda: self._end(listener)
 
     def recording(self) -> tuple[EventLog, Callable[[], None]]:
-        """Return a log of all events from now on, however many come, and what ends it."""
+        """Return a log of all events from now on, without a limit, and a function that ends it."""
         last_s = self._entries[-1].time_s if self._entries else self.lacks_until_s
         recorded = EventLog(lacks_until_s=last_s)
         return recorded, self.listen(recorded.add, recorded.add_tokens)

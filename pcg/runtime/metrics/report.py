@@ -1,6 +1,4 @@
-"""Timelines: the life of each request, from the event log.
-
-Metrics of serving and finetuning, from the event log.
+"""Metrics of serving and finetuning, and the timelines of requests, from the event log.
 
 Names and definitions are those of `vllm bench serve` where it has them:
 
@@ -17,7 +15,7 @@ and of the papers:
     satisfaction  mean of 1 − (TTFT / SLO)², 0 beyond the SLO                      S-LoRA appendix B
 
 Latencies are of finished requests. Attainment and satisfaction count all requests except those that
-their senders cancelled: one that was refused, timed out, failed or has not finished attains
+their senders cancelled: a request that was refused, timed out, failed or has not finished attains
 nothing.
 """
 
@@ -63,10 +61,10 @@ class Timeline:
     """A request from its submission to its end; times are on the engine's clock, in seconds.
 
     Attributes:
-        slo: its own SLOs, or those given for all.
+        slo: its own SLOs, or the default SLOs.
         admitted_s: when it was first admitted; None if it never was.
         cached_tokens: tokens of its prompt that were in the cache; None before its first token.
-        tokens: (time, number of tokens) of each output; 1 unless several came at once.
+        tokens: (time, number of tokens) of each output.
         ended_s: when it ended; None if it has not.
     """
 
@@ -110,13 +108,13 @@ class Timeline:
     def itls_s(self) -> tuple[float, ...]:
         """Inter-token latencies: seconds between neighbouring outputs.
 
-        Tokens that come at once are one output, as in vLLM: they have one gap, and no gaps of 0.
+        Tokens that arrive together are one output, as in vLLM: they have one gap, and no gaps of 0.
         """
         return tuple(after - before for (before, _), (after, _) in pairwise(self.tokens))
 
     @property
     def gaps_attained(self) -> int:
-        """Number of its inter-token latencies within its TPOT SLO; all without one."""
+        """Number of its inter-token latencies within its TPOT SLO; all without an SLO."""
         return sum(_within(gap, self.slo.tpot_s) for gap in self.itls_s)
 
     @property
@@ -136,7 +134,7 @@ class Timeline:
 
     @property
     def attains_tpot(self) -> bool:
-        """True if it finished within its TPOT SLO; one token alone attains, as in vLLM."""
+        """True if it finished within its TPOT SLO; a single token attains, as in vLLM."""
         return self._finished and _within(self.tpot_s or 0.0, self.slo.tpot_s)
 
     @property
@@ -184,10 +182,10 @@ def timelines(events: Iterable[Event], slo: Slo, *, is_whole: bool = True) -> tu
     Args:
         events: the events of a log.
         slo: SLOs of requests without their own `ttft_slo_s` or `tpot_slo_s`.
-        is_whole: False if earlier events are missing: requests that came then are left out.
+        is_whole: False if earlier events are missing: requests of that time are left out.
     Raises:
-        BenchmarkError: an event is of a request that was not submitted or has ended, or lacks a
-            number; the message names it.
+        BenchmarkError: names an event of a request that was not submitted or has ended, or an event
+            without its number.
     """
     every: list[_Open] = []
     requests: dict[str, _Open] = {}
@@ -331,7 +329,7 @@ class Fairness:
 
     @property
     def jain_index(self) -> float:
-        """(Σx)² / (n Σx²): from 1/n if one tenant gets all, to 1 for equal shares."""
+        """(Σx)² / (n Σx²): from 1/n if a single tenant is served, to 1 for equal shares."""
         squares = sum(tokens**2 for tokens in self.service.values())
         total = sum(self.service.values())
         return total**2 / (len(self.service) * squares) if squares else 1.0
@@ -413,12 +411,12 @@ class ServingReport:
 
     @property
     def ttft_attainment(self) -> float | None:
-        """Share of requests that finish within their TTFT SLO; None if none has one."""
+        """Share of requests that finish within their TTFT SLO; None without such an SLO."""
         return _share([line.attains_ttft for line in self._counted if line.slo.ttft_s is not None])
 
     @property
     def tpot_attainment(self) -> float | None:
-        """Share of requests that finish within their TPOT SLO; None if none has one."""
+        """Share of requests that finish within their TPOT SLO; None without such an SLO."""
         return _share([line.attains_tpot for line in self._counted if line.slo.tpot_s is not None])
 
     @property
@@ -434,9 +432,9 @@ class ServingReport:
 
     @property
     def request_goodput(self) -> float | None:
-        """Requests a second that finish within their SLOs; None if none has an SLO.
+        """Requests a second that finish within their SLOs; None without any SLO.
 
-        Beside others that have one, a request without an SLO is good when it finishes.
+        If other requests have an SLO, a request without an SLO is good when it finishes.
         """
         if not any(line.slo for line in self.requests):
             return None
@@ -456,7 +454,7 @@ class ServingReport:
         return [line for line in self.requests if line.outcome is not Outcome.CANCELLED]
 
     def to_json(self) -> dict[str, object]:
-        """Return the report as one flat object, with vLLM's names where it reports the same.
+        """Return the report as one flat object, with vLLM's names for the numbers that it reports.
 
         Numbers without samples are null. Latencies are in milliseconds.
         """
@@ -503,11 +501,11 @@ def serving_report(
     start_s: float | None = None,
     end_s: float | None = None,
 ) -> ServingReport:
-    """Measure a log, or a span of it, such as one without its warm-up.
+    """Measure a log, or a span of it, such as the span after the warm-up.
 
     Args:
-        events: an `EventLog`. Where it has dropped events, the span begins with the first one that
-            it has, and requests that came before are left out, but for their output tokens.
+        events: an `EventLog`. If it has dropped events, the span begins with its first event, and
+            earlier requests are left out, except for their output tokens.
         slo: SLOs of requests without their own; None for no SLO.
         start_s, end_s: the span, on the engine's clock; None for the first and the last event.
     Raises:

@@ -1,4 +1,4 @@
-"""The status of an engine that runs: its health, numbers, adapters and jobs, at one moment."""
+"""The status of a running engine: its health, numbers, adapters and jobs, at one moment."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class EngineState(StrEnum):
 
 
 class JobState(StrEnum):
-    """The state of a job; OpenAI's words where it has one."""
+    """The state of a job, in OpenAI's words where it has them."""
 
     QUEUED = "queued"
     RUNNING = "running"
@@ -32,12 +32,12 @@ class JobState(StrEnum):
 
 @dataclass(frozen=True)
 class Health:
-    """Tells whether an engine goes on, and takes requests.
+    """The health of an engine.
 
     Attributes:
         error: why the thread has ended; None while it runs.
-        step_s: seconds since the step under way began; None between two steps. One that grows far
-            beyond other steps tells of a device that hangs.
+        step_s: seconds since the running step began; None between two steps. A time far beyond
+            other steps indicates a device that hangs.
     """
 
     state: EngineState
@@ -47,21 +47,20 @@ class Health:
 
 @dataclass(frozen=True)
 class EngineNumbers:
-    """The numbers of an engine: what is there now, and what it did since it was made.
+    """The numbers of an engine: its present state, and sums since its start.
 
     Attributes:
-        waiting, running: requests; `preparing` are those whose guides are being compiled.
-        waiting_tokens: tokens of the prompts that wait.
+        waiting, running: requests; `preparing` requests wait for their guides to be compiled.
+        waiting_tokens: tokens of the waiting prompts.
         jobs: active jobs, by state.
-        pages: pages of the pool; `free_pages` of them nothing uses, adapters and prefixes that were
-            used last among them.
+        pages: pages of the pool; `free_pages` include those of unused adapters and prefixes.
         adapters: adapters that have pages.
         shares_prefixes: True if requests share the blocks of their common beginnings.
         late: kernels that were compiled and steps that were recorded while requests waited, by
-            kind; none on devices that record nothing.
-        reads: steps that were read once the next one had begun, as "ahead", and others by why they
-            were read first.
-        copies_bytes: bytes of the copies that adapters are served from, beside the pool.
+            kind; empty on devices that record nothing.
+        reads: steps that were read after the next step had begun, as "ahead", and others by the
+            reason why they were read before.
+        copies_bytes: bytes of the copies that adapters are served from, outside the pool.
     """
 
     waiting: int
@@ -80,7 +79,7 @@ class EngineNumbers:
 
     @property
     def queued(self) -> int:
-        """Requests that do not run yet, those whose guides are being compiled included."""
+        """Requests that do not run yet, including those with guides to compile."""
         return self.waiting + self.preparing
 
     @property
@@ -94,12 +93,12 @@ class AdapterStatus:
     """An adapter that requests may name.
 
     Attributes:
-        version: the version that new requests are answered by; its digest is computed when it is
-            read, if it was not, and `known_digest` never waits.
+        version: the version that answers new requests; reading its digest may compute it, reading
+            `known_digest` never waits.
         method: its PEFT method, as LoRA.
         size_bytes: bytes of its tensors.
         running: admitted requests that use this version.
-        pages: pages that it has in the pool; 0 while it is in host memory alone.
+        pages: pages that it has in the pool; 0 while it is only in host memory.
         is_trained: True while a job trains an adapter of this name.
     """
 
@@ -114,13 +113,13 @@ class AdapterStatus:
 
 @dataclass(frozen=True)
 class RunningStatus:
-    """A request that runs.
+    """A running request.
 
     Attributes:
-        id: its id; that of a further continuation of a prompt has its place behind it.
+        id: its id; for a further continuation of a prompt it ends in its place.
         adapter: the name of its adapter; None for the base.
         output_tokens: tokens that it has generated.
-        age_s: seconds since it came.
+        age_s: seconds since its submission.
     """
 
     id: str
@@ -133,13 +132,13 @@ class RunningStatus:
 
 @dataclass(frozen=True)
 class JobStatus:
-    """A job, and how far it is.
+    """A job and its progress.
 
     Attributes:
-        step: steps that are done, those before it was resumed included; 0 before the first one.
-        total_steps: steps of the whole job; None before the first one.
-        loss: mean loss of the last step's target tokens; None before.
-        checkpoint: the directory of its last checkpoint; None without one.
+        step: finished steps, including those before it was resumed.
+        total_steps: steps of the whole job; None before the first step.
+        loss: mean loss of the last step's target tokens; None before a step.
+        checkpoint: the directory of its last checkpoint; None without a checkpoint.
         error: why it did not succeed; None unless it is over.
         time_share: share of the engine's time that it used since its first unit ran, from 0 to 1.
         tokens_per_second: tokens that it trained per second since it began; None before a step.

@@ -1,17 +1,13 @@
-"""Histograms: numbers of samples by bounds, in memory that does not grow with them.
+"""Totals: sums of an engine's work since its start, in memory that does not grow with it.
 
-Sums by adapter: those used most have sums of their own, and all others have one together.
+They are counted from events as they happen, so they are complete even if the log has dropped old
+events. The engine reports gaps between tokens and the sizes of steps, which are no events.
 
-A monitoring system keeps a series for every adapter that ever had one, so there are at most `most`
-at a time, and they change slowly: an adapter gets its own sums while there is room; later, once in
-`turn_s`, one that was clearly asked for more often than one with sums of its own takes its place.
-Sums begin at 0 with a new place, and what was counted together stays there, so that no sum ever
+Sums by adapter: a monitoring system keeps a series for every adapter that ever had one, so at most
+`most` adapters have sums of their own, and all others have common sums. An adapter gets its own
+sums while there is room; later, once in `turn_s`, an adapter with clearly more requests replaces
+another. Sums begin at 0 with a new place, and common sums keep their counts, so that no sum ever
 falls while it is shown.
-
-Totals: what an engine has done since its start, in memory that does not grow with it.
-
-They are counted as events come, so they are whole where the log has dropped old events. Gaps
-between tokens and the sizes of steps are told by the engine, as they are no events.
 """
 
 from __future__ import annotations
@@ -46,11 +42,11 @@ ones at the longest sequence of the model."""
 
 
 class Histogram:
-    """Numbers of samples by bounds; another thread may read it while one observes.
+    """Numbers of samples by bounds; another thread may read it during `observe`.
 
     Attributes:
         bounds: upper bounds, in the samples' unit.
-        counts: the samples up to each bound and above the one before, and last those above all.
+        counts: the samples up to each bound and above the bound before, and last those above all.
         sum: the sum of the samples.
     """
 
@@ -76,7 +72,7 @@ class Histogram:
         self.sum += value
 
     def observe_equal(self, value: float, times: int) -> None:
-        """Add so many equal samples."""
+        """Add `times` equal samples."""
         self.counts[bisect_left(self.bounds, value)] += times
         self.sum += value * times
 
@@ -88,8 +84,8 @@ class Histogram:
     def percentile(self, percent: float) -> float | None:
         """Estimate a percentile as Prometheus' `histogram_quantile` does; None without samples.
 
-        Samples are taken to lie evenly between two bounds; those above all bounds count as the
-        last one.
+        Samples are assumed to lie evenly between two bounds; those above all bounds count as the
+        last bound.
         """
         counts = list(self.counts)
         rank = sum(counts) * percent / 100
@@ -114,9 +110,9 @@ class AdapterSums:
     """The sums of an adapter's requests.
 
     Attributes:
-        requests: requests that came.
-        prompt_tokens: tokens of prompts that were read.
-        output_tokens: tokens that were generated, counted where a request ends.
+        requests: submitted requests.
+        prompt_tokens: tokens of computed prompts.
+        output_tokens: generated tokens, counted when a request ends.
         ttft: times to the first token, seconds.
     """
 
@@ -127,7 +123,7 @@ class AdapterSums:
 
     @classmethod
     def of(cls, parts: Sequence[AdapterSums]) -> AdapterSums:
-        """Return the sums of several adapters, as those of the versions of one."""
+        """Return the sums of several adapters, such as the versions of one adapter."""
         if len(parts) == 1:
             return parts[0]
         whole = cls()
@@ -203,7 +199,7 @@ class AdapterTotals:
             leave(self.resident, name)
 
     def _turn(self, time_s: float) -> None:
-        """Give the places of adapters that are used less to others that are used more."""
+        """Give the places of adapters with few requests to others with more."""
         used, self._used, self._turned_s = self._used, Counter(), time_s
         newcomers = [pair for pair in used.most_common(2 * self._most) if pair[0] not in self._own]
         least_first = sorted(self._own, key=used.__getitem__)
@@ -215,7 +211,7 @@ class AdapterTotals:
 
 
 def leave(counts: Counter[str], name: str) -> None:
-    """Count one less of a name, which is forgotten at 0."""
+    """Decrement the count of a name, and delete it at 0."""
     counts[name] -= 1
     if counts[name] <= 0:
         del counts[name]
@@ -227,7 +223,7 @@ _KEPT_JOBS = 128
 
 @dataclass
 class Promised:
-    """Requests with an SLO that are over, but for those that their senders cancelled.
+    """Requests with an SLO that are over, except those that their senders cancelled.
 
     Attributes:
         requests: their number; `kept` of them finished within it.
@@ -244,7 +240,7 @@ class Promised:
 
 @dataclass
 class _Prompt:
-    """The continuations of a prompt: how many there are, are over, and the longest one's tokens."""
+    """The continuations of a prompt: how many there are, are over, and the most tokens."""
 
     count: int
     over: int = 0
@@ -266,28 +262,27 @@ class _Open:
 
 
 class Totals:
-    """The sums of an engine's life; read them from any thread.
+    """The sums of an engine's life; readable from any thread.
 
     Attributes:
-        requests: requests that are over, by how they ended.
-        finish_reasons: those that finished, by `stop` and `length`.
-        turned_away: requests that were refused before they had an event, as too many came at once.
+        requests: requests that are over, by outcome.
+        finish_reasons: finished requests, by `stop` and `length`.
+        turned_away: requests that were refused before they had an event, as too many arrived.
         preemptions: how often a request gave its pages up.
-        prompt_tokens: tokens of prompts that were read; `cached_tokens` of them were in the cache.
-        output_tokens: tokens that were generated.
+        prompt_tokens: tokens of computed prompts; `cached_tokens` of them were in the cache.
+        output_tokens: generated tokens.
         finetuning_tokens, finetuning_steps: of all jobs; `job_tokens` of the latest jobs, by name.
-        queueing, ttft, tpot, itl, e2el: times of requests, as of `ServingReport`; TPOT is a mean
+        queueing, ttft, tpot, itl, e2el: times of requests, as in `ServingReport`; TPOT is a mean
             over a request's tokens.
         prefill, decode, inference: times of finished requests from their admission to the first
             token, from there to the end, and both.
-        prompt_lengths, output_lengths, max_tokens: tokens of finished requests, and the most that
-            they asked for.
+        prompt_lengths, output_lengths, max_tokens: tokens of finished requests, and their limits.
         choices, longest: continuations of a prompt, and tokens of the longest of them.
         preempted: preemptions of finished requests.
-        steps, window_steps: tokens that a step serves, and those that it trains, where it does.
+        steps, window_steps: tokens that a step serves, and tokens that it trains, if any.
         promised_ttft, promised_tpot: how the SLOs were kept.
         adapters: sums by adapter.
-        latest_step_s: when the last step that gave tokens ended.
+        latest_step_s: when the last step with tokens ended.
     """
 
     def __init__(self, log: EventLog) -> None:
@@ -332,7 +327,7 @@ class Totals:
             self.window_steps.observe(trained)
 
     def count_gaps(self, time_s: float, count: int, longer_s: Sequence[float]) -> None:
-        """Count a step's gaps: so many since the last step, and others, seconds each."""
+        """Count a step's gaps: `count` since the last step, and longer gaps, seconds each."""
         if count:
             self.itl.observe_equal(time_s - self.latest_step_s, count)
         for gap_s in longer_s:

@@ -55,8 +55,8 @@ class _Read:
     """A tensor that a graph reads.
 
     Attributes:
-        parameter: the graph's parameter, whose shape is that of a rank's part.
-        whole: the whole tensor's.
+        parameter: the graph's parameter, of the shape of a rank's part.
+        whole: the parameter of the whole tensor.
         layer: the index of the graph's layer.
     """
 
@@ -76,10 +76,10 @@ class _Read:
 
 
 class WeightStore:
-    """Reads a program's frozen tensors, or a rank's shards of them, and keeps what graphs read.
+    """Reads and keeps a program's frozen tensors, or a rank's shards of them.
 
     Attributes:
-        digests: what `weight_digests.base_digest` computed, by the dtype.
+        digests: results of `weight_digests.base_digest`, by dtype.
     """
 
     def __init__(
@@ -90,11 +90,12 @@ class WeightStore:
         ranks: Ranks = SINGLE_RANK,
         replicas: Ranks = SINGLE_RANK,
     ) -> None:
-        """Make a store.
+        """Create a store.
 
         Args:
-            ranks: those that have the other shards of each matrix.
-            replicas: those that have the other parts of this rank's layers; one holds them whole.
+            ranks: ranks with the other shards of each matrix.
+            replicas: ranks with the other parts of this rank's layers; a single rank holds them
+                whole.
         """
         self._program = program
         self._source = source
@@ -114,7 +115,7 @@ class WeightStore:
         return sum(loaded.values()) + self._gathers.size_bytes
 
     def bind(self, model: ModelGraph, serves: bool = False) -> BaseWeights:
-        """Return a model's weights, read once. WeightsError: one is missing or damaged.
+        """Return a model's weights, read once. WeightsError: a weight is missing or damaged.
 
         Args:
             serves: return the weights of each product as one, in place of the first of them, and
@@ -162,9 +163,10 @@ class WeightStore:
     def _places(
         self, layer: int, reads: Mapping[str, _Read], products: Sequence[ProductWeights]
     ) -> Mapping[str, FlatPlace]:
-        """Return the places of what a layer reads of its shard, which is read once.
+        """Return the places of a layer's tensors in its shard, which is read once.
 
-        Those of a product lie side by side in it. What the first program did not read is whole.
+        Weights of a product lie side by side. Tensors that the first program did not read are
+        whole.
         """
         if layer not in self._shards:
             first = [name for product in products for name in (*product.weights, *product.biases)]
@@ -193,9 +195,9 @@ class WeightStore:
     def _remote(
         self, graph: Graph, reads: Mapping[str, _Read], serves: bool
     ) -> Mapping[str, Tensor]:
-        """Return what stands for the matrices that another process holds and multiplies by.
+        """Return stand-ins for the matrices that another process holds and multiplies by.
 
-        A matrix that the graph reads otherwise, too, such as an embedding, is here.
+        A matrix that the graph also reads in other operators, such as an embedding, is local.
         """
         names = [name for name in multiplied(graph) if name in reads]
         remote = {
@@ -210,9 +212,9 @@ class WeightStore:
         return self._loaded[read.key]
 
     def _lay_side_by_side(self, reads: Sequence[_Read]) -> None:
-        """Load tensors as views of one, unless a packed copy joins them.
+        """Load tensors as views of one tensor, unless a packed copy joins them.
 
-        What is loaded already is laid anew; programs that were bound before keep what they have.
+        Loaded tensors are laid out again; programs that were bound before keep the old ones.
         """
         if len(reads) < 2:
             return
@@ -231,7 +233,7 @@ class WeightStore:
     def _side_by_side(
         self, reads: Sequence[_Read], shapes: Sequence[Sequence[int]], dtype: torch.dtype
     ) -> Sequence[Tensor]:
-        """Read tensors into one, or copy those that are loaded; returns its parts."""
+        """Read tensors into one tensor, or copy loaded tensors; return its parts."""
         rows = [shape[0] for shape in shapes]
         size = (sum(rows), *shapes[0][1:])
         joined = torch.empty(size, dtype=dtype, device=self.device)
@@ -244,7 +246,7 @@ class WeightStore:
         return parts
 
     def _leave(self, memory: Collection[int]) -> None:
-        """Copy the rest of what lies in memory from where others moved, so that it is freed."""
+        """Copy the other tensors in the memory of moved tensors, so that it is freed."""
         for key, tensor in self._loaded.items():
             if tensor.untyped_storage().data_ptr() in memory:
                 self._loaded[key] = tensor.clone()
@@ -310,9 +312,9 @@ class WeightStore:
                 yield parameter.source.format(layer=layer), parameter
 
     def whole(self, name: str, parameter: Parameter) -> Tensor:
-        """Return a whole frozen tensor, or what stands for it where another process holds it.
+        """Return a whole frozen tensor, or the stand-in for a tensor of another process.
 
-        It is read again if this rank keeps a shard of it.
+        It is read again if this rank keeps only a shard of it.
         """
         loaded = self._loaded.get((name, parameter.transposed, None))
         if loaded is None:

@@ -1,23 +1,22 @@
-"""Decode groups: sequences of one new token each, in groups that attention takes in one call.
+"""A token-flat batch: the tokens of one step, of all its sequences one after the other.
 
-Sequences whose rows of the cache lie at equal distances are one call; so are those whose rows are
-scattered, which are gathered. A group's longest sequence may be at most twice as long as its mean:
-reading masked rows costs less than another call. What the mask hides is read all the same, and a
-NaN there would be in the result, so it is never another sequence's: shorter sequences read on into
-free pages that are kept for them, which hold zeros, or read their own first row again.
+Decode groups: sequences with one new token each, in groups for one call of attention. Sequences
+with rows at equal distances in the cache are one call; so are sequences with scattered rows, which
+are gathered. A group's longest sequence may be at most twice as long as its mean: reading masked
+rows costs less than another call. Masked rows are read, too, and a NaN there would be in the
+result, so they never belong to another sequence: shorter sequences read on into free pages that are
+kept for them, which hold zeros, or read their own first row again.
 
-The tokens that a step chose, in the device's memory, for the next step to read before the host.
-
-Such a token stands in a step's list of ids as -1 - its place among the tokens of the step before:
+Latest tokens: the tokens that a step chose stay in the device's memory, for the next step to read
+before the host. Such a token stands in a step's list of ids as -1 - its place among the tokens of
+the step before:
 
     id = ids[i]                       where ids[i] ≥ 0
        = max(latest[-1 - ids[i]], 0)  else
 
-The maximum is for a sequence after which no token could be drawn; it fails once that is read.
+The maximum is for a sequence without a drawn token, which fails once that is read.
 
 Source: mini-sglang's and SGLang's map of future tokens.
-
-A token-flat batch: the tokens of one step, of all its sequences one after the other.
 """
 
 from __future__ import annotations
@@ -52,11 +51,11 @@ from pcg.runtime.memory.kv_cache import KvCache
 
 @dataclass(frozen=True, slots=True)
 class Singles:
-    """Sequences of one new token each, by column.
+    """Sequences with one new token each, by column.
 
     Attributes:
         tokens: their indices in the batch, [n].
-        first_rows: row of each one's first token in the cache if its pages are a run, else -1, [n].
+        first_rows: the cache's row of the first token of each if its pages are a run, else -1, [n].
         stop_rows: the row after those of a run and of the free pages that are kept for it, [n].
         lengths: length of each, the new token included, [n].
     """
@@ -116,8 +115,9 @@ class _Run(NamedTuple):
     """Neighbours that are one group.
 
     Attributes:
-        row: the first row that the first one attends to; -1 if they are gathered.
-        stride: rows from one to the next; 0 if there is none, or they are gathered.
+        row: the first row that the first sequence attends to; -1 if they are gathered.
+        stride: rows from one sequence to the next; 0 for a single sequence, or if they are
+            gathered.
     """
 
     row: int
@@ -151,7 +151,7 @@ def _runs(rows: Sequence[int], counts: Iterable[int], rooms: Sequence[int]) -> I
 def _gathered(
     ends: Iterable[tuple[BlockTable, int]], counts: Sequence[int], longest: int
 ) -> Tensor:
-    """Return the rows that sequences attend to, [count, longest], padded by each one's first."""
+    """Return the rows that sequences attend to, [count, longest], padded by first rows."""
     rows = np.empty((len(counts), longest), dtype=np.int64)
     within = np.arange(PAGE_TOKENS)
     for line, (table, end), count in zip(rows, ends, counts, strict=True):
@@ -179,7 +179,7 @@ class LatestTokens:
         self._places = {owner: place for place, owner in enumerate(owners)}
 
     def id_of(self, owner: str) -> int:
-        """Return the number that stands for an owner's token among the ids of the next step."""
+        """Return the number that stands for an owner's token in the ids of the next step."""
         return -1 - self._places[owner]
 
     def resolved(self, ids: Tensor) -> Tensor:
@@ -281,7 +281,7 @@ class Batch(ProgramBatch):
         return parts
 
     def dropped_tokens(self) -> DroppedTokens | None:
-        """Return what a device draws by for all tokens; None if nothing is dropped."""
+        """Return the numbers that a device draws dropout by; None if nothing is dropped."""
         if self.dropout_seed is None:
             return None
         if "dropped" not in self.known:
@@ -298,7 +298,7 @@ class Batch(ProgramBatch):
         return self._on_device(self._starts[chosen] + self._lengths[chosen] - 1)
 
     def decode_groups(self, window: int) -> list[DecodeGroup]:
-        """Return the spans of one token, in groups that attention takes in one call each.
+        """Return the spans of one token, in groups for one call of attention each.
 
         Args:
             window: the most rows that a token attends to; 0 for all.
@@ -375,12 +375,12 @@ def whole_sequences(
     keeps: bool = False,
     cp: Ranks = SINGLE_RANK,
 ) -> Batch:
-    """Make a batch of whole sequences without a KV cache, for logits and finetuning.
+    """Create a batch of whole sequences without a KV cache, for logits and finetuning.
 
     Args:
         virtual: number of virtual tokens before each sequence; none by default.
-        keeps: True if they are trained on.
-        cp: ranks that share the tokens; the batch has those of this one.
+        keeps: True for training.
+        cp: ranks that share the tokens; the batch has this rank's.
     """
     before = virtual or (0,) * len(sequences)
     lengths = [count + len(sequence) for sequence, count in zip(sequences, before, strict=True)]
@@ -402,6 +402,6 @@ def whole_sequences(
 
 
 def mixed_seed(*numbers: int) -> int:
-    """Mix numbers into a seed that differs for any two sequences, alike on every platform."""
+    """Mix numbers into a seed, equal on every platform and different for any two sequences."""
     digest = hashlib.sha256(":".join(map(str, numbers)).encode()).digest()
     return int.from_bytes(digest[:8], "little") >> 1

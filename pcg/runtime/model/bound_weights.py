@@ -1,13 +1,11 @@
-"""The weights of the products that serving runs, and how they lie in memory.
+"""The frozen weights that emitted functions read, bound to one program, and joined by product.
 
 Serving multiplies the weights of one product as one: they lie side by side, so that the joined
 weight is a view of them, and training reads its rows. On CPUs oneDNN packs a copy of them, whose
 products are faster for the few tokens of a decode step (`benchmarks/bench_generation.py`), unless
 `packed_weights=False` asks for one copy; then training reads the original.
 
-The frozen weights that emitted functions read, bound to one program.
-
-Layers that lie in shards over replicas are gathered into two rooms, in the order of
+Layers that are sharded over replicas are gathered into two rooms, in the order of
 `pcg.ir.program.layer_order`.
 """
 
@@ -32,7 +30,7 @@ from pcg.ranks.shards import FlatPlace
 
 @dataclass(frozen=True)
 class ProductWeights:
-    """The names of the weights [out, in] that one product multiplies by, and of their biases."""
+    """The names of the weights [out, in] of one product, and of their biases."""
 
     weights: tuple[str, ...]
     biases: tuple[str, ...]
@@ -58,7 +56,7 @@ _MULTIPLIES = (
 
 
 def multiplied(graph: Graph) -> list[str]:
-    """Return the frozen matrices [out, in] that a graph reads by multiplying alone."""
+    """Return the frozen matrices [out, in] that a graph reads by multiplication only."""
     others = {name for node in graph.nodes if node.op not in _MULTIPLIES for name in node.inputs}
     return [
         parameter.name
@@ -71,17 +69,17 @@ def multiplied(graph: Graph) -> list[str]:
 
 
 def is_packed(dims: int, dtype: torch.dtype, device: torch.device) -> bool:
-    """Return whether oneDNN packs weights of so many dims on a device, which is this CPU."""
+    """Return whether oneDNN packs weights of `dims` dims on this device."""
     return dims == 2 and device.type == "cpu" and has_onednn(dtype)
 
 
 class ProductLayout:
-    """Makes of the weights of each product the one weight that serving multiplies by.
+    """Joins the weights of each product into the one weight that serving multiplies by.
 
-    All programs over one base share what is packed, as long as one of them is there.
+    All programs over one base share packed weights while one of the programs exists.
 
     Args:
-        packs: False to pack nothing, also where oneDNN could.
+        packs: False to pack nothing, even where oneDNN could.
     """
 
     def __init__(self, packs: bool) -> None:
@@ -89,14 +87,14 @@ class ProductLayout:
         self._packed: WeakValueDictionary[Hashable, Tensor] = WeakValueDictionary()
 
     def packs(self, dims: int, dtype: torch.dtype, device: torch.device) -> bool:
-        """Return whether a weight of so many dims is packed."""
+        """Return whether a weight of `dims` dims is packed."""
         return self._packs and is_packed(dims, dtype, device)
 
     def lay_out(self, key: Hashable, weights: Sequence[Tensor], biases: Sequence[Tensor]) -> Tensor:
         """Return the weights of one product as one, with their sizes and the joined biases.
 
         Args:
-            key: equal where the weights and biases are the same.
+            key: identifies the weights and biases.
         """
         first = weights[0]
         if not self.packs(first.dim(), first.dtype, first.device):
@@ -125,7 +123,7 @@ def joined(tensors: Sequence[Tensor]) -> Tensor:
 
 
 def lie_side_by_side(tensors: Sequence[Tensor]) -> bool:
-    """Return whether each tensor begins where the one before ends, in the same memory."""
+    """Return whether each tensor begins at the end of the tensor before, in the same memory."""
     return all(_follows(*pair) for pair in pairwise(tensors))
 
 
@@ -143,9 +141,9 @@ class BoundLayer:
     """The weights of a layer as one program reads them.
 
     Attributes:
-        whole: those that every replica has.
+        whole: weights that every replica has.
         places: the places of the others, by the names that emitted functions read.
-        products: products whose weights are read as one.
+        products: products with weights that are read as one.
     """
 
     whole: SimpleNamespace
@@ -194,7 +192,7 @@ class LayerGathers:
         self._order.follow(order)
 
     def take(self, layer: int) -> Tensor:
-        """Return a layer's flat memory, whole until the next but one is taken.
+        """Return a layer's flat memory, which stays valid until the second next layer is taken.
 
         Raises:
             ProgramError: the pass takes another layer next.
@@ -216,7 +214,7 @@ class LayerGathers:
 
 @dataclass(frozen=True)
 class GatheredLayers:
-    """The layers of one program whose weights lie in shards."""
+    """The layers of one program with sharded weights."""
 
     gathers: LayerGathers
     layers: Sequence[BoundLayer]
@@ -241,8 +239,8 @@ class BaseWeights:
     """The frozen weights and constants, which emitted functions read as `w`.
 
     Attributes:
-        layers: those of each layer; where `gathered` is given, what every replica has of them.
-        gathered: the layers whose weights lie in shards over replicas; None where they are whole.
+        layers: of each layer; with `gathered`, the part that every replica has.
+        gathered: the layers with weights sharded over replicas; None if they are whole.
     """
 
     prologue: SimpleNamespace
@@ -256,7 +254,7 @@ class BaseWeights:
             self.gathered.follow(order)
 
     def layer(self, layer: int) -> SimpleNamespace:
-        """Return a layer's weights, to be read until the next but one is asked for."""
+        """Return a layer's weights, which stay valid until the second next layer is requested."""
         return self.layers[layer] if self.gathered is None else self.gathered.take(layer)
 
     def holders(self, model: ModelGraph) -> Iterator[tuple[Graph, int, SimpleNamespace]]:

@@ -1,18 +1,16 @@
-"""Merged execution: functions that run side by side share the products by the base's weights.
+"""Merged execution: concurrent functions share the products by the base's weights.
 
 Emitted functions are generators. Each part of a step, such as some requests or a finetuning window,
-does its own work, such as adapters, attention and saving for backward, and yields requests for
-products by the base's weights; a product that several parts request at the same time runs once,
-over the tokens of all of them.
+runs its adapters, attention and saving for backward, and yields requests for products by the base's
+weights; a product that several parts request at the same time runs once, over the tokens of all of
+them.
+
+Cut execution: a product by a weight of many rows, such as the head's, takes longer than the time
+that a step may have left. It runs for some of the rows, and continues in a later step: x Wᵀ row by
+row of W, and dy W as a sum over them. Work between two products is not cut. Rows run in blocks, as
+oneDNN compiles a product for each shape of a weight; a product that runs whole is one block.
 
 Source: Symbiosis (split execution: a base executor shared by clients).
-
-Cut execution: functions side by side, whose products run some rows of their weights at a time.
-
-A product by a weight of many rows, such as the head's, takes longer than what a step may have left.
-It runs for some of the rows, and goes on in a later step: x Wᵀ row by row of W, and dy W as a sum
-over them. What a function does between two products is not cut. Rows run in blocks, as oneDNN
-compiles a product for each shape of a weight; a product that runs at once is one block.
 """
 
 from __future__ import annotations
@@ -35,14 +33,14 @@ def run_single(function: ProductRequest[Result]) -> Result:
 
 
 class MergedExecution(Generic[Result]):
-    """Functions that run side by side.
+    """Functions that run concurrently.
 
-    Functions that request products of their own go first, while the others wait at a product by
-    the base's weights: so all reach their next one together. One that is a sum over weights, of
-    which another function asks for some, runs in parts.
+    Functions that request products of their own go first, while the others wait at a product by the
+    base's weights: so all reach their next common product together. A sum over weights, of which
+    another function requests some, runs in parts.
 
     Attributes:
-        results: what each has returned, once it has.
+        results: the functions' return values, once they have returned.
     """
 
     def __init__(self, functions: Sequence[ProductRequest[Result]]) -> None:
@@ -54,7 +52,7 @@ class MergedExecution(Generic[Result]):
         self._running: dict[int, Product] = {}
 
     def next_groups(self) -> list[list[Product]]:
-        """Go on to the next products; returns those that run as one together, none at the end."""
+        """Advance to the next products; return groups to run together, none at the end."""
         self._add_parts()
         for index, function in list(self._left.items()):
             if index in self._asked:
@@ -73,7 +71,7 @@ class MergedExecution(Generic[Result]):
         return list(by_key.values())
 
     def _of_base(self) -> dict[int, Product]:
-        """The next product of each function: all that it asks for, or a part that others share."""
+        """Return the next product of each function: its request, or a part that others share."""
         if not self._parts and len({product.key for product in self._asked.values()}) < 2:
             return dict(self._asked)
         self._split()
@@ -103,7 +101,7 @@ class MergedExecution(Generic[Result]):
                 self._parts[index] = [*self._asked[index].parts()]
 
     def _add_parts(self) -> None:
-        """Add the parts that have run to what was asked for, which is there with the last one."""
+        """Add finished parts to their requests, which are complete with the last part."""
         for index, part in self._running.items():
             self._asked[index].add_part(part)
             if not self._parts[index]:
@@ -112,7 +110,7 @@ class MergedExecution(Generic[Result]):
 
 
 def run_together(first: Product, others: Sequence[Product]) -> None:
-    """Run products of one key as one."""
+    """Run products with equal keys as one."""
     if others:
         first.run_with(others)
     else:
@@ -120,7 +118,7 @@ def run_together(first: Product, others: Sequence[Product]) -> None:
 
 
 def run_merged(functions: Sequence[ProductRequest[Any]]) -> list[Any]:
-    """Run functions side by side, merging the products of one key; returns each one's result."""
+    """Run functions concurrently, merging products with equal keys; return their results."""
     merged: MergedExecution[Any] = MergedExecution(functions)
     while groups := merged.next_groups():
         for first, *others in groups:
@@ -152,10 +150,10 @@ class CutExecution(Generic[Result]):
         return self._merged.results
 
     def run(self, numbers: int) -> int:
-        """Run on until about so many numbers were multiplied by weights, rows times tokens.
+        """Run until about `numbers` numbers were multiplied by weights, rows times tokens.
 
         Returns:
-            How many it was, at least a block's; products that cannot be cut do not count.
+            Their number, at least a block's; products that cannot be cut do not count.
         """
         ran = 0
         while not self.is_done:

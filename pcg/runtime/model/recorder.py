@@ -1,4 +1,4 @@
-"""Recorders: devices that run again what they ran, without the host's work."""
+"""Recorders: repeat recorded work of a device without the host's work."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ class WarmUp:
 
     Attributes:
         graphs: their number.
-        seconds: the time that they took, compilations of their kernels included.
-        size_bytes: memory of the device that they keep, and what was allocated to record them.
+        seconds: the time of recording, compilations of kernels included.
+        size_bytes: memory of the device that they keep, and allocations for recording.
     """
 
     graphs: int
@@ -31,28 +31,28 @@ class WarmUp:
 
 
 class Recorder(Protocol):
-    """Makes functions that run again without the host's work.
+    """Records functions that run again without the host's work.
 
-    The functions of one recorder share memory: what one makes lies where one recorded before it had
-    something else, and writes it again when it is repeated. So they are repeated in the order in
-    which they were recorded, but for those whose results nobody reads any more.
+    The functions of one recorder share memory: results of a function may lie where an earlier
+    function had other data, and a repetition writes them again. So functions are repeated in the
+    order of recording, except for those with results that are no longer read.
     """
 
     def record(self, run: Callable[[], None]) -> Callable[[], None]:
-        """Record a function, which is called any number of times, and return one that repeats it.
+        """Record a function, which may be called several times; return its repetition.
 
-        It reads and writes memory that stays, and the repetition takes its present contents.
+        It reads and writes memory that stays allocated; a repetition uses the present contents.
         """
 
     def apart(self) -> Recorder:
-        """Return a recorder whose functions are repeated in any order among those of this one."""
+        """Return a recorder with functions that may be repeated in any order relative to these."""
 
 
 class CudaRecorder:
     """Records CUDA graphs, in a memory pool of its own.
 
-    All capture on one stream of the process. To capture does not wait for the device, and frees
-    nothing of what torch has cached, unless there is no other memory.
+    All capture on one stream of the process. Capturing does not wait for the device, and frees no
+    memory that torch has cached, unless there is no other memory.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -112,11 +112,11 @@ _CAPTURING = Lock()
 
 
 def check_memory(error: Exception, what: str, pool_bytes: int) -> None:
-    """Raise a DeviceMemoryError if something could not be recorded for lack of memory.
+    """Raise a DeviceMemoryError if a recording failed for lack of memory.
 
     Args:
-        error: what ended the recording.
-        what: what was recorded, with its size.
+        error: the error of the recording.
+        what: the recorded object, with its size.
         pool_bytes: the bytes of the KV cache.
     """
     if is_out_of_memory(error):
@@ -128,5 +128,5 @@ def check_memory(error: Exception, what: str, pool_bytes: int) -> None:
 
 
 def recorder_for(device: torch.device) -> Recorder | None:
-    """Return the recorder of a device; None if it has none."""
+    """Return the recorder of a device; None without CUDA graphs."""
     return CudaRecorder(device) if device.type == "cuda" else None

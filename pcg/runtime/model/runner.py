@@ -28,7 +28,7 @@ Functions = Mapping[str, Callable[..., Any]]
 
 
 def load_functions(source: str, name: str) -> Functions:
-    """Execute emitted source, whose lines tracebacks show; ProgramError if it cannot be loaded."""
+    """Execute emitted source, with lines in tracebacks. ProgramError: it cannot be loaded."""
     # Triton reads a kernel's source when it first runs, so each source needs its own file name.
     digest = hashlib.sha256(source.encode()).hexdigest()[:12]
     filename = f"<pcg {name} {digest}>"
@@ -42,7 +42,7 @@ def load_functions(source: str, name: str) -> Functions:
 
 
 class LayerInputs:
-    """The prologue's outputs that each graph reads, beside what one layer passes to the next."""
+    """The prologue's outputs that each graph reads, without values passed between layers."""
 
     def __init__(self, model: ModelGraph) -> None:
         self.carried = len(model.blocks[0].outputs)
@@ -75,8 +75,8 @@ class ModelRunner:
     Over ranks all of them run the same batches, and have the same logits.
 
     Attributes:
-        ranks: those that have the other shards of each matrix.
-        alike: those that run the same steps, by tokens that the first of them chooses.
+        ranks: ranks with the other shards of each matrix.
+        alike: ranks that run the same steps, by tokens that rank 0 of them chooses.
     """
 
     def __init__(
@@ -87,12 +87,12 @@ class ModelRunner:
         alike: Ranks | None = None,
         link: StageLink | None = None,
     ) -> None:
-        """Make a runner.
+        """Create a runner.
 
         Args:
             weights: the base's weights, bound to serve.
-            alike: those of `ranks` by default.
-            link: this stage's link to those beside it; None where one has all layers.
+            alike: `ranks` by default.
+            link: this stage's link to its neighbours; None with a single stage.
         """
         self.model = serving.model
         self.ranks = ranks
@@ -115,9 +115,9 @@ class ModelRunner:
 
     @torch.inference_mode()
     def hidden(self, batch: Batch, adapters: BoundAdapters) -> list[Tensor]:
-        """Return the inputs of the epilogue for all tokens; the cache is filled on the way.
+        """Return the inputs of the epilogue for all tokens, and fill the cache.
 
-        Of several pipeline stages the last one has them.
+        Only the last pipeline stage has them.
         """
         return run_single(self.hidden_requests(batch, adapters))
 
@@ -143,22 +143,22 @@ class ModelRunner:
 
     @property
     def is_last(self) -> bool:
-        """True if it has the last layers, as of several pipeline stages one has."""
+        """True for the last pipeline stage, or without stages."""
         return self.link is None or self.link.stage.is_last
 
     def parts_of(self, tokens: int) -> int:
-        """Return into how many parts a step is cut, so that pipeline stages work at once.
+        """Return the number of parts of a step, so that pipeline stages work concurrently.
 
-        Where ranks hold parts of the tokens between layers, a step stays whole.
+        If ranks hold parts of the tokens between layers, a step stays whole.
         """
         if self.link is None or self._is_sequence_parallel:
             return 1
         return self.link.parts_of(tokens)
 
     def shares(self, batch: Batch) -> bool:
-        """Return whether ranks of context parallelism share a batch, which decoding alone is not.
+        """Return whether ranks of context parallelism share a batch, which has long prompts.
 
-        Where ranks hold parts of the tokens between layers, they do not.
+        Batches are not shared either if ranks hold parts of the tokens between layers.
         """
         of_prompts = sum(span.length for span in batch.longer_spans)
         return of_prompts >= LEAST_TOKENS and not self._is_sequence_parallel

@@ -1,10 +1,10 @@
-"""Programs that are compiled anew: for adapters at new sites, and for steps larger than planned.
+"""Programs compiled for adapters at new sites, and for steps larger than planned.
 
-A memory budget in bytes holds for every step. What a plan saves grows with the step's tokens, so a
-step whose plan would save more than the budget is planned again for its own size, or refused:
+A memory budget in bytes holds for every step. The bytes that a plan saves grow with the step's
+tokens, so a step that would save more than the budget is planned for its own size, or refused:
 
     saved(plan, tokens) <= budget    that plan runs
-    otherwise                        the budget is planned anew for so many tokens
+    otherwise                        the budget is planned for that number of tokens
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ from pcg.runtime.model.runner import ModelRunner
 
 
 class Specialiser(Protocol):
-    """Compiles a program anew for other sites or steps; the compiler provides one.
+    """Compiles a program for other sites or steps; provided by the compiler.
 
-    `step` is the sequences, and the tokens of each, that the memory budget is planned for; those of
-    the program's options by default.
+    `step` is the number of sequences, and the tokens of each, that the memory budget is planned
+    for; those of the program's options by default.
     """
 
     def serving(self, program: Program, recipes: Sequence[Recipe]) -> Serving: ...
@@ -72,7 +72,7 @@ class _SizedTraining:
         return account(self.training.model, self.training).total
 
     def holds(self, sequences: int, seq: int, limit_bytes: int) -> bool:
-        """Return True if a step saves at most so many bytes by this program."""
+        """Return True if a step of this program saves at most `limit_bytes`."""
         at = {SEQUENCES: sequences, CONTEXT: seq}
         return sequences * seq <= self.tokens or self._saved_bytes.subs(at) <= limit_bytes
 

@@ -1,7 +1,4 @@
-"""Users of a model's state: engines over it, and the thread of one.
-
-The model state that an executor, its engines and its finetuning jobs share.
-"""
+"""The model state that an executor, its engines and its finetuning jobs share."""
 
 from __future__ import annotations
 
@@ -62,13 +59,13 @@ Result = TypeVar("Result")
 
 
 class StateListener(Protocol):
-    """Is told when the state changes; every engine over it is one."""
+    """Receives changes of the state; every engine over it is a listener."""
 
     def use_program(self, program: ServingProgram) -> None:
         """Serve by another program from now on."""
 
     def forget(self, adapter: Adapter, *, is_gone: bool) -> None:
-        """Drop what is kept of an adapter that changed; if `is_gone`, nobody can name it now."""
+        """Drop data of a changed adapter; if `is_gone`, no later request can name it."""
 
 
 class EngineThread(Protocol):
@@ -86,19 +83,19 @@ NamedAdapter: TypeAlias = str | Adapter | None
 class ModelState:
     """A program with weights, adapters, a tokenizer, and the programs specialised for adapters.
 
-    Over ranks there is one on each, and all of them are called alike, in the same order; adapters
-    are whole in each one's memory.
+    Over ranks each rank has one, and all receive the same calls in the same order; adapters are
+    whole in each rank's memory.
 
     Attributes:
         mesh: this rank's groups of ranks.
-        stages: the layers of each pipeline stage, of which `stage` is this rank's.
+        stages: the layers of each pipeline stage; `stage` is this rank's.
         free_before: memory of a GPU that other processes did not use before the weights were read,
-            bytes; 0 of other devices.
-        adapter_dtype: the dtype of adapters where they are trained.
-        grammars: compiles what requests' outputs have to follow.
-        versions: those of the adapters.
-        most_rank: the greatest rank of adapters that are made or read; None for any.
-        engine_thread: the thread that runs an engine over this state; None while there is none.
+            bytes; 0 for other devices.
+        adapter_dtype: the dtype of adapters in training.
+        grammars: compiles the guides of requests.
+        versions: of the adapters.
+        most_rank: the greatest rank of adapters that are created or read; None for any.
+        engine_thread: the thread that runs an engine over this state; None without a thread.
     """
 
     def __init__(
@@ -170,7 +167,7 @@ class ModelState:
 
     @property
     def world(self) -> Ranks:
-        """All ranks, which are asked alike."""
+        """All ranks, which receive the same calls."""
         return self.mesh.world
 
     @property
@@ -229,7 +226,7 @@ class ModelState:
         """Check that an adapter may be added; see `Executor.add_adapter`.
 
         Raises:
-            AdapterConflictError: there is one of the name, or another version, or a job trains one.
+            AdapterConflictError: the name has an adapter, or another version, or a job trains it.
         """
         check_name(name)
         self._check_untrained(name)
@@ -237,7 +234,7 @@ class ModelState:
         self.versions.check_free(name, present, replace=replace, expected_version=expected_version)
 
     def begin_training(self, name: str) -> Callable[[], None]:
-        """Keep the name for the job that trains the adapter; returns what ends that."""
+        """Reserve the name for the job that trains it; return a function that releases it."""
         check_name(name)
         self._check_untrained(name)
         self._trained.add(name)
@@ -271,7 +268,7 @@ class ModelState:
             raise as_pcg_error(error, f"making adapter {name!r}", AdapterError) from error
 
     def _warn_of_other_base(self, adapter: Adapter) -> None:
-        """Warn of an adapter that fits and names another base, whose outputs may mean nothing.
+        """Warn of an adapter that fits but names another base: its outputs may be meaningless.
 
         The last parts of names are compared, as a model may lie in a folder of its name.
         """
@@ -325,12 +322,12 @@ class ModelState:
         return biases
 
     def put_adapter(self, adapter: Adapter, program: ServingProgram | None = None) -> Adapter:
-        """Serve an adapter that is in memory, as the next version of its name.
+        """Serve an adapter from memory, as the next version of its name.
 
-        Requests that are here go on with the version that they began with.
+        Running requests keep the version that they began with.
 
         Args:
-            program: the program that `program_for` found for it; None compiles one if need be.
+            program: the result of `program_for`; None compiles a program if necessary.
         """
         adapter = dataclasses.replace(adapter)
         if not served_sources(adapter) <= self.serving.sources:
@@ -355,9 +352,9 @@ class ModelState:
             self._served.check_range(adapter, self._copies_dtype)
 
     def program_for(self, adapter: Adapter) -> ServingProgram:
-        """Return a program that serves an adapter and those of requests here, on any thread.
+        """Return a program that serves an adapter and those of present requests; thread-safe.
 
-        It is compiled only if the program that serves now does not read all of the adapter.
+        It is compiled only if the present program does not read all of the adapter.
         """
         if served_sources(adapter) <= self.serving.sources:
             return self.serving
@@ -411,7 +408,7 @@ class ModelState:
         return self._moved(adapter, torch.device("cpu"))
 
     def for_training(self, adapter: Adapter) -> Adapter:
-        """Return the adapter where it is trained: on the device; over ranks, in host memory."""
+        """Return the adapter on the device of training; over ranks, in host memory."""
         is_whole = self.mesh.model.size == 1
         return self._moved(adapter, self.device) if is_whole else self.on_host(adapter)
 

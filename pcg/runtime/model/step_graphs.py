@@ -1,23 +1,22 @@
 """Step graphs: steps of the engine as CUDA graphs, recorded once for a room, then replayed.
 
 A step is hundreds of launches of a few microseconds each, which the host issues more slowly than
-the device runs them. Recorded, they are one launch. A graph fixes addresses and numbers, and reads
-memory that stays: the base's weights, the cache, tables of adapters' rows
+the device runs them. A recorded step is one launch. A graph fixes addresses and numbers, and reads
+memory that stays allocated: the base's weights, the cache, tables of adapters' rows
 (`adapters/row_memory.py`), and the step's tokens in lists (`kernels/triton/step_lists.py`). It runs
 from the prologue to the logits and the likeliest token of each.
 
     tokens ──▶ room, rounded up ──▶ its graph ──▶ fill lists ──▶ replay ──▶ logits, tokens
 
-A room has so many tokens, sequences, splits of keys, and tiles
+A room is a number of tokens, sequences, splits of keys, and tiles
 (`kernels/triton/step_rooms.py`). `warm_up` records all rooms that steps can need, and compiles
-their kernels on the way; a step then runs in the smallest room that holds it, and none records.
-Without, a room is recorded when its steps have come a few times, as recording takes about as long
-as so many. When the adapters' memory has moved, graphs that read it are recorded again, each when
-a step needs it.
+their kernels; a step then runs in the smallest room that holds it. Without a warm-up, a room is
+recorded after a few of its steps, as recording takes about as long as these. When the adapters'
+memory has moved, graphs that read it are recorded again on demand.
 
-A step without a graph runs eagerly, and `eager` counts why. A graph that the device has no memory
-for is an error of a warm-up, which is made again with a smaller pool; later it leaves its room's
-steps eager, and the others recorded.
+A step without a graph runs eagerly, and `eager` counts the reasons. If the device has no memory for
+a graph, a warm-up fails and is repeated with a smaller pool; later recordings leave their rooms
+eager.
 """
 
 from __future__ import annotations
@@ -58,7 +57,7 @@ MOST_GRAPHS = 1024
 
 
 class RecordedBatch(Batch):
-    """A batch whose tokens are on the device only, in the lists of a room."""
+    """A batch with tokens on the device only, in the lists of a room."""
 
     def __init__(self, lists: Any, cache: KvCache) -> None:
         self.input_ids, self.positions, self.rows = lists.input_ids, lists.positions, lists.rows
@@ -87,15 +86,15 @@ class _Graph:
 
 
 class StepGraphs:
-    """Recorded steps of one program over one cache; a `recorder` of None uses none.
+    """Recorded steps of one program over one cache; a `recorder` of None records nothing.
 
     Attributes:
         cache: the cache that it reads and writes.
         latest: the tokens of the step before, which a step may begin with.
         rooms: the rooms of the engine's steps.
-        recorded: number of graphs that were recorded, at warm-up and later.
-        replayed: number of steps that were replayed.
-        eager: number of steps that were not, by the reason.
+        recorded: number of recorded graphs.
+        replayed: number of replayed steps.
+        eager: number of eager steps, by the reason.
         eager_steps: steps of a room before it is recorded, without a warm-up.
     """
 
@@ -127,12 +126,10 @@ class StepGraphs:
 
     @torch.inference_mode()
     def warm_up(self, adapters: Sequence[Adapter]) -> None:
-        """Record rooms that hold all that steps can need; from then on they record none.
-
-        A step is then replayed in the smallest of these rooms that holds it.
+        """Record rooms that hold all steps; later steps record none.
 
         Args:
-            adapters: those that may run; wider ones that come have rooms of their own.
+            adapters: adapters that may run; wider adapters have rooms of their own.
         """
         self._tables.reserve(self.rooms.sequences, adapters)
         self.rooms = replace(self.rooms, widest=self._tables.widest(adapters))
@@ -152,14 +149,14 @@ class StepGraphs:
         adapters: Sequence[Adapter | None],
         read: Sequence[int],
     ) -> StepOutputs | None:
-        """Run a step; returns None, having done nothing, if no graph serves it.
+        """Run a step; return None, without any effect, if no graph serves it.
 
         The adapters' rows are in memory.
 
         Args:
-            ids: the tokens of all sequences, those ahead as `latest` has them.
-            spans: tokens of each sequence, and tokens before these, in the cache.
-            read: places of the sequences after whose tokens logits are wanted, in order.
+            ids: the tokens of all sequences, those ahead as in `latest`.
+            spans: tokens of each sequence, and its tokens in the cache before these.
+            read: places of the sequences that need logits, in order.
         """
         if self.recorder is None:
             self.eager["the device records nothing"] += 1
@@ -197,7 +194,7 @@ class StepGraphs:
         return bool(self._warm) and self.recorder is not None
 
     def _room_for(self, smallest: StepRoom) -> StepRoom | None:
-        """Return the room that a step is replayed in, a warm one or its own; None without any."""
+        """Return the room to replay a step in, a warm room or its own; None without any."""
         if smallest not in self._serving:
             holding = [room for room in self._warm if room.holds(smallest)]
             # An adapter may have come that is wider than those of the warm rooms.
@@ -206,7 +203,7 @@ class StepGraphs:
         return self._serving[smallest]
 
     def _is_time(self, room: StepRoom) -> bool:
-        """Return whether a room is recorded now: a warm one, as what it reads has moved."""
+        """Return whether to record a room now, or again because its inputs have moved."""
         self._came[room] += 1
         return room in self._warm or self._came[room] > self.eager_steps
 
@@ -277,7 +274,7 @@ class StepGraphs:
         return self._lists
 
     def _outputs_for(self, rows: int) -> StepOutputs:
-        """Return memory that graphs share: results are read before the next one runs."""
+        """Return memory that graphs share: results are read before the next graph runs."""
         if self._outputs is None or len(self._outputs.tokens) < rows:
             epilogue, dtype = self._runner.model.epilogue, self._runner.logits_dtype
             vocabulary = int(epilogue.types[epilogue.outputs[0]].features[0])

@@ -1,11 +1,10 @@
-"""SHA-256 of a base's weights, alike for a process that holds whole tensors and for its ranks.
+"""SHA-256 of a base's weights, equal for a process with whole tensors and for ranks with parts.
 
-Check that all ranks of a group have the same base weights, though each reads a part of them.
-
-Ranks that have the same files, by machine and inode, have the same weights, and nothing is read.
-Otherwise ranks with the same files divide the tensors, each digests its share by SHA-256, and the
-digests of all groups are compared: 8B in bf16 on two machines of 8 ranks is 2 GB a rank, a second
-at 2 GB/s a core. Weights of a module in memory are each rank's own, which digests all of them.
+All ranks of a group have to have the same base weights, though each reads a part of them. Ranks
+with the same files, by machine and inode, have the same weights, and nothing is read. Otherwise
+ranks with the same files divide the tensors, each digests its share, and the digests of all groups
+are compared: 8B in bf16 on two machines of 8 ranks is 2 GB a rank, a second at 2 GB/s a core. A
+rank digests all weights of a module in its memory.
 """
 
 from __future__ import annotations
@@ -60,7 +59,7 @@ def weight_digests(weights: WeightStore, dtype: torch.dtype | None = None) -> di
 def row_digests(tensor: Tensor) -> bytes:
     """Return the SHA-256 of each row of a tensor, one behind the other; a vector is one row.
 
-    So ranks that hold some rows each tell of the whole tensor what a process does that has it.
+    So the digests of ranks with some rows each add up to the digest of the whole tensor.
     """
     rows = torch.atleast_2d(tensor.detach()).flatten(0, -2).to("cpu").contiguous()
     return b"".join(hashlib.sha256(row).digest() for row in rows.view(torch.uint8).numpy())
@@ -82,7 +81,7 @@ _DIGEST_BYTES = 32
 
 
 def check_same_weights(ranks: Ranks, weights: TensorSource) -> None:
-    """Refuse base weights that are not alike on all ranks; all ranks call this.
+    """Refuse base weights that differ between ranks; all ranks call this.
 
     Raises:
         ParallelError: on every rank; names the ranks that differ from the first, and the tensors.
@@ -127,7 +126,7 @@ def _digests(weights: Weights, names: Sequence[str]) -> Mapping[str, bytes]:
 
 
 def _joined(parts: Sequence[bytes]) -> list[str]:
-    """The digests of all tensors, each of which one of the ranks has computed."""
+    """Join the ranks' digests; each tensor has one from one rank."""
     pieces = [
         [part[at : at + _DIGEST_BYTES] for part in parts]
         for at in range(0, len(parts[0]), _DIGEST_BYTES)

@@ -1,17 +1,15 @@
 """The base model's weights: one tensor at a time, from safetensors files, a module or at random.
 
 Opening reads only headers; a tensor is mapped when it is loaded, and copied only if it is cast,
-transposed, fused, moved, or laid beside others. A checkpoint may name a tensor otherwise than the
-model:
+transposed, fused, moved, or laid side by side with others. A checkpoint may use other names than
+the model:
 
-- without or with the base prefix: `h.0.ln_1.weight` for `transformer.h.0.ln_1.weight`, as old
-  checkpoints do that were saved without their head;
+- without or with the base prefix: `h.0.ln_1.weight` for `transformer.h.0.ln_1.weight`, in old
+  checkpoints that were saved without their head;
 - another word for a part of the name (transformers 5, conversion_mapping.py: "mixtral",
   "GPTNeoXForCausalLM", "granitemoe", "flint");
 - `experts.3.w1.weight`, … or `experts.3.gate_proj.weight`, … for the fused `experts.gate_up_proj`
   and `experts.down_proj` (transformers 5, conversion_mapping.py, "mixtral" and "qwen2_moe").
-
-Weights of a module in memory are shared with it where neither dtype, device nor layout differ.
 """
 
 from __future__ import annotations
@@ -139,10 +137,10 @@ class Weights(ABC):
         return None
 
     def remote(self, name: str, shape: Sequence[int], serves: bool = False) -> Tensor | None:
-        """Return what stands for a matrix that another process multiplies by; None if it is here.
+        """Return a stand-in for a matrix of another process; None for a local matrix.
 
         Args:
-            serves: True if requests are served by it, and nothing is trained.
+            serves: True for serving without training.
         """
         return None
 
@@ -162,7 +160,7 @@ class Weights(ABC):
         return secrets.token_hex(16)  # memory is of one process alone
 
     def release(self) -> None:  # noqa: B027  # most have nothing open
-        """Close the files that were read; one that is needed again is opened again."""
+        """Close the files; they are opened again on demand."""
 
     @abstractmethod
     def _read(self, name: str, ranges: Ranges | None) -> Tensor:
@@ -283,7 +281,7 @@ class Checkpoint(Weights):
 
     @classmethod
     def open(cls, source: ModelSource, base_prefix: str = "") -> Checkpoint:
-        """Read the files' headers. WeightsError: one is damaged, or two hold one tensor."""
+        """Read the headers. WeightsError: a file is damaged, or two files hold one tensor."""
         if not source.weight_files:
             raise WeightsError(f"{source.name} has no weights; give a directory with safetensors")
         index: dict[str, TensorInfo] = {}
@@ -326,10 +324,10 @@ class Checkpoint(Weights):
 
 
 class RandomWeights:
-    """Random weights for measurements, as vLLM's `dummy` load format, from the seed and the name.
+    """Random weights for measurements, as vLLM's `dummy` load format, by seed and name.
 
-    Matrices are normal with the configuration's `initializer_range`, as before transformers'
-    training; vectors are ones, and biases zeros. They are alike on every rank and in every run.
+    Matrices are normal with the configuration's `initializer_range`, as in transformers before
+    training; vectors are ones, and biases zeros. They are equal on every rank and in every run.
     """
 
     def __init__(self, std: float = 0.02, seed: int = 0) -> None:
@@ -356,13 +354,13 @@ class RandomWeights:
         return part.to(device, dtype).contiguous() if out is None else out.copy_(part)
 
     def shared(self, name: str, *place: object) -> None:
-        """Return None: no tensor is in memory before it is made; see `Weights.shared`."""
+        """Return None: no tensor exists before it is loaded; see `Weights.shared`."""
 
     def remote(self, name: str, *place: object) -> None:
-        """Return None: all tensors are made here; see `Weights.remote`."""
+        """Return None: all tensors are local; see `Weights.remote`."""
 
     def identity(self) -> str:
-        """Return what the weights are made from."""
+        """Return the seed and the deviation."""
         return f"seed {self._seed}, deviation {self._std}"
 
     def release(self) -> None:
@@ -370,7 +368,7 @@ class RandomWeights:
 
 
 def _machine() -> str:
-    """Return a text that no other running machine has; containers of one machine share it."""
+    """Return a unique text of this machine since its boot; its containers share it."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
     except OSError:
@@ -389,10 +387,10 @@ def slices_of(ranges: Ranges) -> tuple[slice, ...]:
 
 
 class StateDictCheckpoint(Weights):
-    """The weights of a module in memory, shared where neither dtype, device nor layout differ.
+    """The weights of a module in memory, shared if dtype, device and layout are equal.
 
-    Where weights of one product are to lie side by side, they are copied once, and the module's
-    parameters get parts of the copy as their memory: their values, names and identities stay.
+    If weights of one product have to lie side by side, they are copied once, and the module's
+    parameters use parts of the copy as their memory: their values, names and identities stay.
 
     Args:
         state_dict: the module's own parameters and buffers, not detached ones.
@@ -448,7 +446,7 @@ class StateDictCheckpoint(Weights):
         transposed: bool = False,
         device: torch.device | str = "cpu",
     ) -> Tensor | None:
-        """Return a tensor of the module itself if it lies as asked; see `Weights.shared`."""
+        """Return a tensor of the module if its layout is as requested; see `Weights.shared`."""
         stored_name = self._find(name)
         tensor = None if stored_name is None else self._tensors[stored_name]
         if tensor is None or transposed or not _is_like(tensor, shape, dtype, device):
@@ -473,7 +471,7 @@ _PARTS = WeakTensorKeyDictionary()
 
 
 def _hand_over(tensor: Tensor, part: Tensor) -> None:
-    """Let a module's tensor have a part of a joined one as its memory, whose values it has."""
+    """Let a module's tensor use a part of a joined tensor with equal values as its memory."""
     start = part.storage_offset() * part.element_size()
     # A storage of its own size: what saves modules takes storages of several tensors amiss.
     memory = part.untyped_storage()[start : start + part.nbytes]

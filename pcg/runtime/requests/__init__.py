@@ -1,1 +1,1 @@
-"""Requests: what is asked, their state while they run, and the streams of their output."""
+"""Requests: their state in an engine, and the streams of their output."""

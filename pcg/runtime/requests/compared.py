@@ -51,7 +51,7 @@ def adapter_facts(adapter: Adapter) -> Mapping[str, str]:
 
 
 def tokenizer_facts(tokenizer: Tokenizer | None) -> Mapping[str, str]:
-    """The texts of a tokenizer; none without one."""
+    """Return the texts of a tokenizer; empty without a tokenizer."""
     if tokenizer is None:
         return {}
     template = tokenizer.chat_template

@@ -1,11 +1,8 @@
-"""Groups: the continuations of one prompt, for requests with `n` or `best_of` above 1.
+"""Continuations of one prompt (`n` or `best_of` above 1), and deadlines of requests.
 
-The first continuation computes the prompt. The others follow it: they begin where the prompt ends,
-with pages that it shares with them (`Scheduler.fork`), and each goes on by its own sampler. Of
-`best_of` continuations, the n with the highest log-probability of all their tokens are returned,
-the best first; nobody knows which these are before all have ended, so nothing is handed out before.
-
-Deadlines: the times after which requests are given up.
+The first continuation computes the prompt. The others begin where the prompt ends, share its pages
+(`Scheduler.fork`), and have their own samplers. Of `best_of` continuations, the n with the highest
+log-probability of all their tokens are returned, the best first, after all have ended.
 """
 
 from __future__ import annotations
@@ -43,12 +40,12 @@ class Groups:
         return self._first.get(request)
 
     def of(self, sequence: Sequence) -> List[Sequence]:
-        """Return all continuations of the request of one of them."""
+        """Return all continuations of a sequence's request."""
         group = self.of_all.get(sequence)
         return (sequence,) if group is None else group.sequences
 
     def handed_out(self, sequence: Sequence, chunk: Chunk) -> List[Chunk]:
-        """Return the chunks that are handed out now that a continuation has one."""
+        """Return the chunks to hand out for a continuation's new chunk."""
         group = self.of_all.get(sequence)
         if group is None:
             return (chunk,)
@@ -85,7 +82,7 @@ class _Group:
         return () if self.left else self._best(chunk, self._chosen)
 
     def _best(self, last: Chunk, count: int) -> list[Chunk]:
-        """Return whole continuations, those that came to their ends before others."""
+        """Return whole continuations; those with a regular end come before others."""
         ranked = sorted(
             self._completions,
             key=lambda pair: (
@@ -109,7 +106,7 @@ class _Group:
 
 
 class Deadlines:
-    """The requests that have a time, the earliest first; those that are over are forgotten."""
+    """The requests with a timeout, earliest first; finished requests are dropped."""
 
     def __init__(self) -> None:
         self._due: list[tuple[float, int, List[Sequence]]] = []
@@ -128,7 +125,7 @@ class Deadlines:
             self._most = 2 * len(self._due) + 64
 
     def passed(self, now_s: float) -> Iterator[List[Sequence]]:
-        """Yield the requests whose time is out, among them some that are over."""
+        """Yield the requests that have timed out; some of them may have ended."""
         while self._due and self._due[0][0] < now_s:
             yield self._due[0][2]
             heapq.heappop(self._due)  # once it is ended, so that an error leaves it here

@@ -1,14 +1,14 @@
 """Prefix caching: requests of one adapter version share the KV blocks of their common beginning.
 
-A block is a page full of tokens. Its keys and values depend on its tokens, on those before them,
-and on the weights alone: sequences have no padding, sliding windows drop nothing from the cache,
+A block is a page full of tokens. Its keys and values depend on its tokens, on the tokens before
+them, and on the weights: sequences have no padding, sliding windows drop nothing from the cache,
 and virtual tokens belong to the adapter. So within a version
 
     digest of block i = sha256(digest of block i - 1, its token ids)
 
-identifies a block. How many tokens were found tells what others have asked, so the first digest
+identifies a block. The number of cached tokens reveals earlier requests, so the first digest
 begins with the request's tenant, unless the operator shares between tenants, and its `cache_salt`:
-nobody finds what another tenant left. Each version has its own index, which is dropped when the
+no tenant finds the blocks of another. Each version has its own index, which is dropped when the
 adapter is replaced, changed or removed. A block can be found from the step on that fills it,
 because every layer writes the keys and values of all tokens of a step before it attends to any.
 
@@ -44,10 +44,10 @@ class Prefixes:
         return len(self._blocks)
 
     def find(self, sequence: Sequence) -> None:
-        """Append the shared blocks to a sequence's table that continue what it has.
+        """Append the shared blocks that continue a sequence to its table; advance `cached`.
 
-        Its `cached` moves behind them, but at least one token is left to compute, and all whose
-        rows it reads. A sequence without a table gets one with the first block.
+        At least one token is left to compute, and every token with rows to read. A sequence without
+        a table gets a table with the first block.
         """
         table, place = sequence.table, 0
         if table is None:
@@ -130,7 +130,6 @@ class Prefixes:
         return self._versions.setdefault(adapter, Version())
 
     def _digest(self, sequence: Sequence, place: int) -> bytes:
-        """Return the digest of a block, all of whose tokens are known."""
         digests = sequence.blocks.digests
         if place >= len(digests):
             first, last = len(digests), (sequence.length - sequence.ahead) // PAGE_TOKENS

@@ -51,24 +51,21 @@ class Request:
     Attributes:
         prompt_ids: its tokens, of which the last `params.truncate_prompt_tokens` are kept.
         adapter: the version of an adapter that serves the request to its end; None for the base.
-        tenant: the name of the tenant that fair scheduling counts it for; KV blocks of prompts are
-            shared within a tenant alone, unless the engine's options say otherwise.
-        cache_salt: a text that requests must have in common to share KV blocks, as in vLLM.
-        request_id: its name in events and chunks, which no other request in the engine has; the
-            engine makes one for an empty text.
-        priority: requests of a tenant with a lower one are admitted before those with a higher one,
-            as in vLLM.
-        ttft_slo_s: SLO of the time to the first token, seconds; None for the engine's own.
-        tpot_slo_s: SLO of the mean time per further token, seconds; None for the engine's own.
-        timeout_s: time after which it is given up, seconds; None for never.
-        pooling: return the last hidden state instead of tokens: that of the last token, or the mean
-            of the prompt's tokens; None to generate.
-        normalize: divide that by its norm.
-        text: the prompt's text, which `echo` returns; None where it was given as tokens, or was
-            truncated.
+        tenant: fair scheduling counts the request for this tenant; KV blocks of prompts are shared
+            within a tenant only, unless the engine's options say otherwise.
+        cache_salt: requests share KV blocks only if their salts are equal, as in vLLM.
+        request_id: its unique name in events and chunks; the engine generates a name for an empty
+            text.
+        priority: lower numbers of a tenant are admitted first, as in vLLM.
+        ttft_slo_s: SLO of the time to the first token, seconds; None for the engine's.
+        tpot_slo_s: SLO of the mean time per further token, seconds; None for the engine's.
+        timeout_s: time after which the request ends, seconds; None for no limit.
+        pooling: return the last hidden state instead of tokens: of the last token, or the mean over
+            the prompt's tokens; None to generate.
+        normalize: divide the hidden state by its norm.
+        text: the prompt's text, which `echo` returns; None if the prompt is tokens or truncated.
     Raises:
-        GenerationError: a token id or the priority is no int, a time no number above 0, a name or
-            the text no text, or the parameters or the adapter are something else.
+        GenerationError: a field has a wrong type or is out of range.
     """
 
     prompt_ids: tuple[int, ...]
@@ -150,9 +147,9 @@ class Request:
                 )
 
     def named(self, number: int, choice: int = 0) -> str:
-        """Return its id, or one that is made of its number among an engine's requests.
+        """Return its id, or a generated id from its number among an engine's requests.
 
-        That of a further continuation of its prompt, in events, has its place behind it.
+        In events the id of a further continuation ends in its place.
         """
         name = self.request_id or f"{_MADE}{number}"
         return f"{name}[{choice}]" if choice else name
@@ -173,22 +170,21 @@ class Completion:
     """The continuation of a prompt.
 
     Attributes:
-        text: the generated text, without the stop string unless the request asks for it, behind the
-            prompt's if that is echoed; empty without a tokenizer.
+        text: the generated text, after the prompt's if that is echoed, without the stop string
+            unless the request asks for it; empty without a tokenizer.
         token_ids: the generated tokens, the end token included.
         index: its place among the continuations of its prompt.
-        embedding: the last hidden state, if it was asked for, [hidden], fp32, in host memory.
-        adapter_version: the version of the adapter that answered: its name, number and digest; None
-            for the base.
-        finish_reason: `stop` or `length`; `cancelled` or `timed_out` if it was given up, `failed`
-            if it could not go on.
+        embedding: the last hidden state for a request with `pooling`, [hidden], fp32, in host
+            memory.
+        adapter_version: the version of the adapter that answered; None for the base.
+        finish_reason: `stop`, `length`, `cancelled`, `timed_out` or `failed`.
         cached_tokens: tokens of the prompt that were in the KV cache already.
-        queued_s: seconds from when the request came to when it was admitted; None if it never was.
+        queued_s: seconds from submission to admission; None if it was never admitted.
         stop_reason: the stop string, or the token of `stop_token_ids`, that ended it; None if
-            something else did, such as the model's own end-of-sequence token.
-        logprobs: those of each generated token, if they were asked for.
-        prompt_logprobs: those of each token of the prompt, if they were asked for; None for the
-            first, before which there is nothing.
+            something else did, such as the model's end-of-sequence token.
+        logprobs: log-probabilities of the generated tokens; None unless requested.
+        prompt_logprobs: log-probabilities of the prompt's tokens, with None for the first; None
+            unless requested.
     """
 
     text: str
@@ -211,7 +207,7 @@ class Completion:
 
     @property
     def cumulative_logprob(self) -> float | None:
-        """The log-probability of all generated tokens; None if it was not asked for."""
+        """The log-probability of all generated tokens; None without `logprobs`."""
         return None if self.logprobs is None else sum(token.logprob for token in self.logprobs)
 
 
@@ -221,16 +217,15 @@ class Chunk:
 
     Attributes:
         index: index of the prompt.
-        token_id: the new token; None if the request was given up, where it generates none, and in
-            chunks of `best_of`, each of which is a whole continuation.
+        token_id: the new token; None without a new token, and for `best_of`, which returns whole
+            continuations.
         completion: the completion, in the last chunk of a continuation.
-        error: why the request could not go on, in the last chunk of one that failed.
-        request_id: the request's id, given or made.
-        logprobs: those of the new token, if they were asked for.
-        prompt_logprobs: those of the prompt's tokens as in `Completion`, in the first chunk of a
-            continuation, if they were asked for.
+        error: the cause of failure, in the last chunk of a failed request.
+        request_id: the request's id.
+        logprobs: the log-probability of the new token; None unless requested.
+        prompt_logprobs: as in `Completion`, in the first chunk of a continuation.
         choice: the place of the continuation among those of the prompt.
-        left: of a chunk with a completion, number of other continuations that have not ended.
+        left: in a chunk with a completion, the number of other unfinished continuations.
         adapter_version: the version of the adapter that answers; None for the base.
     """
 
@@ -263,18 +258,18 @@ def completions_of(chunks: Iterable[Chunk]) -> list[Completion]:
 
 
 class ServedModel(Protocol):
-    """The view that requests have of a model; `pcg.runtime.model.state.ModelState` is one."""
+    """The part of `pcg.runtime.model.state.ModelState` that requests need."""
 
     @property
     def tokenizer(self) -> Tokenizer | None:
-        """Its tokenizer; None if it came without one."""
+        """The tokenizer; None without a tokenizer.json."""
 
     @property
     def vocabulary(self) -> int:
         """The number of tokens that it has logits of."""
 
     def adapters_of(self, count: int, adapter: Any) -> Sequence[ServedAdapter | None]:
-        """Return the adapter of each of so many prompts; see `Executor.generate`."""
+        """Return the adapter of each of `count` prompts; see `Executor.generate`."""
 
 
 def make_requests(
@@ -304,7 +299,7 @@ def make_requests(
 def make_request(
     state: ServedModel, prompt: str | Sequence[int], adapter: Any, fields: RequestFields
 ) -> Request:
-    """Make a request of one prompt; see `Executor.request`."""
+    """Create the request of a prompt; see `Executor.request`."""
     of_request = {name: value for name, value in fields.items() if name in _OWN}
     sampling: dict[str, Any] = {k: value for k, value in fields.items() if k not in of_request}
     special = of_request.pop("add_special_tokens", True)

@@ -34,7 +34,7 @@ class State(StrEnum):
 
 @dataclass(eq=False)
 class Version:
-    """The blocks of one version of an adapter, or of the base: the page of each by its digest."""
+    """The blocks of a version of an adapter, or of the base: pages by digest."""
 
     pages: dict[bytes, int] = field(default_factory=dict)
     is_current: bool = True
@@ -101,7 +101,7 @@ class PromptRows:
         return self.read < self.stop
 
     def unread(self, start: int, stop: int) -> range:
-        """Return the tokens from `start` to before `stop` with rows that are left to read."""
+        """Return the tokens from `start` to before `stop` with rows left to read."""
         return range(max(start, self.read), min(stop, self.stop))
 
     @classmethod
@@ -181,7 +181,7 @@ class Sequence:
 
     @property
     def pending(self) -> int:
-        """Number of tokens that are not cached: all at first, then the latest."""
+        """Number of tokens that are not cached: all of them at first, then the latest."""
         return self.length - self.cached
 
     @property
@@ -230,7 +230,7 @@ class Sequence:
             self.times.due_s = due_s
 
     def forget_cached(self) -> None:
-        """Have none of its tokens cached, and none ahead: what runs of them is not read."""
+        """Discard the cached tokens and the token ahead; results of a running step are not read."""
         self.cached, self.ahead = 0, 0
         self.length = self.request.length + len(self.generated)
 
@@ -260,11 +260,7 @@ class Sequence:
         }
 
     def read_prompt(self, logprobs: List[TokenLogprobs]) -> None:
-        """Take the log-probabilities of the prompt's next tokens.
-
-        Raises:
-            GenerationError: one is not a number.
-        """
+        """Take log-probabilities of the prompt's next tokens. GenerationError: one is NaN."""
         assert self.rows is not None
         if not all(token.is_number for token in logprobs):
             raise not_a_number(self._adapter_name)

@@ -21,14 +21,14 @@ class Load:
 
     Attributes:
         tokens: tokens that go through the program.
-        keys: keys that attention reads for them, summed over tokens.
+        keys: keys that attention reads, summed over tokens.
         sampled: rows of logits.
-        trained: tokens whose loss is computed.
+        trained: tokens with a loss.
         windows: windows of finetuning.
-        ends: backward units of the last layer to go back, which needs no gradient of its inputs; an
-            update may follow.
-        chunks: sequences of which more than one token runs.
-        read: keys that attention reads for them, those of each sequence once.
+        ends: last backward units of a pass, which need no gradient of the inputs; an update may
+            follow.
+        chunks: sequences that run more than one token.
+        read: keys that attention reads, counted once per sequence.
     """
 
     tokens: int = 0
@@ -42,7 +42,7 @@ class Load:
 
     @property
     def only_decodes(self) -> bool:
-        """True if each sequence runs a token, and nothing runs beside them."""
+        """True if each sequence runs one token, and nothing else runs."""
         return not (self.chunks or self.windows)
 
     def __add__(self, other: Load) -> Load:
@@ -63,7 +63,7 @@ class Load:
 
     @classmethod
     def of_rows(cls, tokens: int, row: int) -> Load:
-        """Return the load of so many tokens of sequences that have `row` tokens each."""
+        """Return the load of `tokens` tokens of sequences of `row` tokens each."""
         whole, rest = divmod(tokens, row)
         return cls(tokens, whole * keys_of(row, 0) + keys_of(rest, 0), read=tokens)
 
@@ -78,14 +78,14 @@ class Plan:
     """The sequences that one step serves, and their load.
 
     Attributes:
-        tpot_slo_s: the least SLO per token of the sequences that run; None if none has any.
-        gap_s: time until the first gap of those that decode exceeds its SLO.
-        stretched_s: the most that it may be predicted to take with chunks of prompts where a
-            sequence decodes without an SLO, or none does; infinite elsewhere.
-        decoded: the load of the sequences that decode.
-        is_late: True if even without chunks no gap would be kept.
+        tpot_slo_s: the least SLO per token of the running sequences; None without an SLO.
+        gap_s: time until the first gap of a decoding sequence exceeds its SLO.
+        stretched_s: the longest predicted time with chunks of prompts where a sequence decodes
+            without an SLO, or no sequence decodes; infinite elsewhere.
+        decoded: the load of the decoding sequences.
+        is_late: True if no gap would be kept even without chunks.
         chunks: sequences, and how many of their pending tokens run.
-        longer: the number of those of which more than one runs.
+        longer: the number of sequences that run more than one token.
     """
 
     tpot_slo_s: float | None = None
@@ -153,15 +153,15 @@ class Plan:
 
 @dataclass(slots=True)
 class Results:
-    """The results of a step, for its sequences.
+    """The results of a step, by sequence.
 
     Attributes:
-        tokens: the token after each sequence all of whose tokens ran; `UNDRAWN` where there is
-            none.
-        logprobs: theirs, for sequences that ask for them.
-        prompts: the logprobs of further tokens of prompts, for sequences that ask for these.
-        states: the sum of last hidden states of prompts, in host memory, and how many these are.
-        first_ns: over ranks, the first one's `time.monotonic_ns` when it had chosen the tokens.
+        tokens: the next token of each sequence that ran all its tokens; `UNDRAWN` if no token could
+            be drawn.
+        logprobs: log-probabilities of these tokens, where requested.
+        prompts: log-probabilities of further tokens of prompts, where requested.
+        states: the sum of last hidden states of prompts, in host memory, and their number.
+        first_ns: over ranks, rank 0's `time.monotonic_ns` after it chose the tokens.
     """
 
     tokens: dict[Sequence, int] = field(default_factory=dict)
@@ -189,12 +189,12 @@ class Results:
 
 @dataclass(frozen=True)
 class DrawnTokens:
-    """The tokens after sequences, on the device or sent to the host.
+    """The next tokens of sequences, on the device or in a copy to the host.
 
     Attributes:
         tokens: [sequences], int64.
-        logprobs: those of the sequences that ask for them; None if none does.
-        first_ns: over ranks, the first one's time [1] that came with the tokens.
+        logprobs: log-probabilities for the sequences that request them; None if no sequence does.
+        first_ns: over ranks, rank 0's time, [1], which came with the tokens.
     """
 
     sequences: List[Sequence]
@@ -221,12 +221,12 @@ class DrawnTokens:
 
 @dataclass(frozen=True)
 class PromptLogprobs:
-    """The logprobs of tokens of prompts, on the device or sent to the host.
+    """Log-probabilities of tokens of prompts, on the device or in a copy to the host.
 
     Attributes:
-        counts: sequences, and how many tokens of each in turn.
+        counts: sequences in turn, and the number of tokens of each.
         logprobs: those of all these tokens.
-        cells: how many further tokens each one's place has; empty without any.
+        cells: the number of further tokens at each place; empty without any.
     """
 
     counts: List[tuple[Sequence, int]]

@@ -1,11 +1,9 @@
 """Streams: a request's output from the engine's thread, for threads and for coroutines.
 
-    async for chunk in stream: …        cancels the request if it is left before the end
-    await anext(stream)                 takes one chunk, and leaves the request alone
+    async for chunk in stream: …        cancels the request if the loop ends early
+    await anext(stream)                 takes one chunk, and does not cancel the request
 
-Coroutines that wait for chunks of one step are woken together, by one call of their event loop.
-
-The chunks of several streams, those of the first request first.
+Coroutines that wait for chunks of one step are woken by one call of their event loop.
 """
 
 from __future__ import annotations
@@ -40,7 +38,7 @@ class Wakes:
         self._calls.add(act)
 
     def send(self) -> None:
-        """Wake them, by one call for each loop."""
+        """Wake the waiters, by one call for each loop."""
         while self._calls:
             self._calls.pop()()
         if not self._waiters:
@@ -64,17 +62,16 @@ class Stream:
     """Chunks of one request, for one reader.
 
     The last chunk carries the completion, also of a request that was cancelled or timed out. An
-    error, such as a refusal, is raised where the next chunk would come. An iteration, by `for` or
-    `async for`, that is left before the end cancels the request, as does a task that is cancelled
-    in it; so does leaving `with stream` or `async with stream`.
+    error, such as a refusal, is raised in place of the next chunk. An iteration (`for`, `async
+    for`, `with`, `async with`) that ends early, or in a cancelled task, cancels the request.
 
     Attributes:
-        request_id: the request's id; None until the engine has made one.
+        request_id: the request's id; None until the engine has generated it.
         has_begun: True once the engine has the request.
-        is_cancelled: True once the request was to be cancelled, whether it has begun or not.
+        is_cancelled: True once the request was cancelled, even before it has begun.
         is_over: True after the last chunk or an error, read or not.
-        began_s, first_chunk_s, ended_s: when it was made, had its first chunk and its last, seconds
-            of the monotonic clock; None before.
+        began_s, first_chunk_s, ended_s: times of creation, first chunk and end, seconds of the
+            monotonic clock; None before.
     """
 
     def __init__(self, cancel: Callable[[Stream], None], request_id: str | None = None) -> None:
@@ -141,9 +138,9 @@ class Stream:
                 raise
 
     async def next_chunks(self) -> list[Chunk]:
-        """Wait for chunks, and return all that have come; none after the last one.
+        """Wait for chunks and return all that are available; an empty list after the last chunk.
 
-        It leaves the request alone where the task is cancelled. Raises what ended the request.
+        Cancelling the task does not cancel the request. Raises the error that ended the request.
         """
         while True:
             with self._lock:
@@ -289,7 +286,7 @@ class _Iteration:
 def in_order(
     requests: Sequence[Request], submit: Callable[[Request], Stream], most: int
 ) -> Iterator[Chunk]:
-    """Submit requests, so many of them now; return their chunks, those of the first one first."""
+    """Submit requests, `most` at first; yield the chunks of one request after the other."""
     begun = deque(submit(request) for request in requests[:most])
     return _in_order(begun, iter(requests[most:]), submit)
 

@@ -4,12 +4,12 @@ Filters of the tokens that a row may draw: temperature, top-k, top-p and min-p.
 
     temperature          l / T
     top-k                keep l >= the k-th largest
-    top-p                keep the smallest set of most likely tokens whose probability reaches p;
-                         of equally likely ones the last
+    top-p                keep the smallest set of most likely tokens with a probability of p or
+                         more; of equally likely tokens the last
     min-p                keep p >= min_p * max p
 
-`filtered` sorts rows; a program's kernels `draw` and `keep` find the same tokens without, by what
-`limits_of` tells them.
+`filtered` sorts rows; a program's kernels `draw` and `keep` find the same tokens without sorting,
+by the numbers of `limits_of`.
 
 Source: transformers `generation/logits_process.py`, which the tests compare against.
 """
@@ -78,7 +78,7 @@ def filtered(logits_SV: Tensor, params: Sequence[SamplingParams]) -> Tensor:
 
 
 def limits_of(params: Sequence[SamplingParams], logits: Tensor) -> TokenLimits:
-    """Return the limits of each row of logits [S, V], for kernels; one copy to their device."""
+    """Return the limits of each row of logits [S, V] for kernels, in one copy to their device."""
     vocab = logits.shape[-1]
     top_k = [p.top_k if p.top_k and p.top_k < vocab else 0 for p in params]
     top_p = [1.0 if p.top_p is None else p.top_p for p in params]

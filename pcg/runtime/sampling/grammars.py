@@ -1,16 +1,12 @@
-"""The queue of guides to compile: one of each tenant at a time, and in turn.
+"""Grammars: guides compiled for a model's tokenizer, the state of outputs in them, and masks.
 
-The grammar of one request: where its output stands in what a guide allows.
+Compiling takes milliseconds, or seconds for hostile guides: it runs on threads of its own, one
+guide of each tenant at a time and in turn, and a request waits for its guide in the queue. The
+library bounds its work, and guides have a longest length. Nested rules take stack, so these threads
+have large stacks.
 
-Grammars: guides compiled for a model's tokenizer, and the masks of a step, beside the steps.
-
-Compiling takes milliseconds, and seconds for guides that are made to take long: it runs on threads
-of its own, a guide of each tenant in turn, and a request waits for its guide in the queue. The
-library bounds what it builds, and guides have a longest length. Nested rules take stack, for which
-these threads have room.
-
-A mask takes some 10 to 100 µs. Those of a step are made in one call without the interpreter's lock,
-while the device computes the step's logits.
+A mask takes some 10 to 100 µs. The masks of a step are computed in one call without the
+interpreter's lock, while the device computes the step's logits.
 """
 
 from __future__ import annotations
@@ -45,10 +41,10 @@ _starting = threading.Lock()
 
 
 class CompileQueue:
-    """Runs functions on threads with room on their stacks.
+    """Runs functions on threads with large stacks.
 
-    Tenants take turns, and one with a name has one thread at most: a guide that takes long holds up
-    those of its own tenant alone.
+    Tenants take turns, and a tenant with a name has one thread at most: a slow guide delays only
+    other guides of its tenant.
     """
 
     def __init__(self) -> None:
@@ -80,7 +76,7 @@ class CompileQueue:
         return future
 
     def _run_all(self) -> None:
-        """Run what may run now; what waits behind its own tenant's is run by the thread of that."""
+        """Run functions of idle tenants; a busy tenant's are run by its present thread."""
         tenant = None
         while True:
             with self._lock:
@@ -113,10 +109,11 @@ _SHOWN = 300
 
 
 class Grammar:
-    """The state of a guided output, which `commit` alone changes.
+    """The state of a guided output; only `commit` changes it.
 
     Attributes:
-        masks: the masks that are made for the next token, and its place among them; None for none.
+        masks: the masks of a step for the next token, and this grammar's place in them; None if
+            they were not begun.
     """
 
     def __init__(self, guide: Guide, compiled: Future[Any]) -> None:
@@ -134,7 +131,7 @@ class Grammar:
 
     @property
     def error(self) -> PcgError | None:
-        """The reason why the output cannot begin, or cannot go on."""
+        """The reason why the output cannot begin or continue; None without an error."""
         if not self._compiled.done():
             return None
         error = self._compiled.exception()
@@ -196,7 +193,7 @@ _LIMITS = {"step_max_items": 10_000, "step_lexer_fuel": 100_000, "verbose_errors
 
 
 class Grammars:
-    """Compiles guides for one tokenizer, and makes masks."""
+    """Compiles guides for one tokenizer, and computes masks."""
 
     def __init__(
         self, tokenizer: Tokenizer | None, vocabulary: int, end_ids: frozenset[int]

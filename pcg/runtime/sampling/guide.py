@@ -1,4 +1,4 @@
-"""Guides: what an output has to be, as a request says it."""
+"""Guides: descriptions of the output in a request."""
 
 from __future__ import annotations
 
@@ -37,10 +37,10 @@ _VALUES = frozenset({"const", "default", "enum", "examples"})
 
 @dataclass(frozen=True)
 class Guide:
-    """A description of what an output has to be.
+    """A description of an output.
 
     Attributes:
-        kind: the field that says so: guided_json, guided_regex, guided_choice or guided_grammar.
+        kind: its field: guided_json, guided_regex, guided_choice or guided_grammar.
         text: the schema, the regex, a JSON list of choices, or the grammar.
     """
 
@@ -55,10 +55,10 @@ def guide_of(
     choice: tuple[str, ...],
     grammar: str | None,
 ) -> Guide | None:
-    """Return the one guide that is given; None without.
+    """Return the guide of a request; None without a guide.
 
     Raises:
-        GenerationError: there are several, or one is not of its type, or too long.
+        GenerationError: several guides, or a guide of the wrong type, or a guide that is too long.
     """
     require_bool("guided_json_object", json_object)
     guides = {
@@ -89,9 +89,10 @@ def guide_of(
 def each_schema(schema: Any, act: Callable[[dict[str, Any]], Any]) -> Any:
     """Return a schema with `act` applied to every schema in it, the innermost first.
 
-    Values, as of `const` and `enum`, and what is no schema stay as they are.
+    Values, as of `const` and `enum`, and other objects stay unchanged.
 
-    RecursionError: it is nested too deeply.
+    Raises:
+        RecursionError: it is nested too deeply.
     """
     if isinstance(schema, list):
         return [each_schema(part, act) for part in schema]

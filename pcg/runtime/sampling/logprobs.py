@@ -1,27 +1,24 @@
-"""Logprobs: log-probabilities of tokens, and of the likeliest ones in their places.
+"""Logprobs: log-probabilities of tokens, and of the likeliest tokens in their places.
 
     logprob of token t = l_t - log Σ exp l         l: the raw logits, in fp32
 
-Raw: before temperature, penalties, biases and masks, as in OpenAI's API and by default in vLLM, so
-that they say what the model thinks, whatever a request does with it. A request may ask for those of
-the logits that its tokens are drawn from (`pcg.runtime.sampling.sampling.scored`).
+Raw: before temperature, penalties, biases and masks, as in OpenAI's API and by default in vLLM. A
+request may ask for log-probabilities of the logits that its tokens are drawn from
+(`pcg.runtime.sampling.sampling.scored`).
 
 The k likeliest of V tokens are among the k blocks of 64 tokens with the largest maxima: a block
-whose maximum is less than those of k others holds none. Finding them so takes a quarter of the time
-of a top-k of all.
+with a lower maximum than k others holds none. Finding them takes a quarter of the time of a top-k
+of all. Nothing here waits for the device until `Logprobs.read`.
 
-Nothing here waits for the device until `Logprobs.read`.
-
-Shapes: R rows, V vocabulary, k of the most that a row asks for.
-
-Cells of prompts: tokens beside the prompt's own whose log-probabilities a request asks for.
-
-A place of a prompt has the tokens that the request names for it, and some that are drawn there from
+Cells are further tokens at a place of a prompt: tokens that the request names, and tokens drawn
+from
 
     softmax(l / temperature)         l: the raw logits, in fp64; the likeliest token at 0
 
-with replacement, at uniform numbers that the request's seed and the place decide. So a place that
-is computed again has the same.
+with replacement, by uniform numbers that depend on the request's seed and the place, so that a
+repeated computation has the same.
+
+Shapes: R rows, V vocabulary, k the most likeliest tokens of a row, m the most cells.
 """
 
 from __future__ import annotations
@@ -47,9 +44,9 @@ class TokenLogprobs:
     """The log-probability of a token in its place.
 
     Attributes:
-        top: the likeliest tokens there with theirs, the likeliest first; of equal ones the lower
-            id. As many as were asked for, so the token itself may be missing. Behind them those of
-            `prompt_targets` and of `prompt_draws`.
+        top: the likeliest tokens and their log-probabilities, in falling order, equal values by id;
+            the token itself may be missing. Behind them those of `prompt_targets` and
+            `prompt_draws`.
         rank: 1 + the number of tokens that are likelier.
     """
 
@@ -94,7 +91,7 @@ class Logprobs:
 
     @classmethod
     def joined(cls, parts: Sequence[Logprobs]) -> Logprobs:
-        """Return the rows of parts, which have one k and one m, one after the other."""
+        """Return the rows of parts with equal k and m, one part after the other."""
         return cls(*map(torch.cat, zip(*(part._columns for part in parts), strict=True)))
 
     def sent(self) -> Logprobs:
@@ -102,7 +99,7 @@ class Logprobs:
         return Logprobs(*map(downloaded, self._columns))
 
     def read_cells(self, counts: Sequence[int], cells: Sequence[int]) -> list[TokenLogprobs]:
-        """Return each row's with so many of the likeliest, and so many of its further tokens."""
+        """Return the rows on the host, with `counts` likeliest and `cells` further tokens."""
         tokens = self.read(counts)
         if self.cell_ids is None or self.cells is None:
             return tokens
@@ -113,7 +110,7 @@ class Logprobs:
         ]
 
     def read(self, counts: Sequence[int]) -> list[TokenLogprobs]:
-        """Return each row's with as many of the likeliest as it asks for."""
+        """Return the rows on the host, each with its count of likeliest tokens."""
         tokens, chosen = self.tokens.tolist(), self.chosen.tolist()
         top_ids, top, ranks = self.top_ids.tolist(), self.top.tolist(), self.ranks.tolist()
         return [
@@ -127,7 +124,7 @@ class Logprobs:
 
 
 def not_a_number(adapter: str | None) -> GenerationError:
-    """Return the error of a request whose logits hold NaN."""
+    """Return the error of a request with NaN in its logits."""
     cause = "the base's weights" if adapter is None else f"the weights of adapter {adapter!r}"
     return GenerationError(
         "the logits hold NaN, so tokens have no log-probability; check the request's parameters, "
@@ -136,12 +133,12 @@ def not_a_number(adapter: str | None) -> GenerationError:
 
 
 def logprobs_of(logits: Tensor, tokens: Tensor, most: int, cells: Tensor | None = None) -> Logprobs:
-    """Return the log-probabilities of a token in each row, and of the likeliest ones.
+    """Return the log-probabilities of a token in each row, and of the likeliest tokens.
 
     Args:
         logits: [R, V], in any dtype.
-        tokens: [R], int64; below 0 for none, whose log-probability means nothing.
-        most: the number of likeliest tokens of each row; those beyond V are left out.
+        tokens: [R], int64; below 0 for no token, with a meaningless log-probability.
+        most: the number of likeliest tokens of each row, at most V.
         cells: further tokens of each row, [R, m], int64; below 0 for none.
     """
     logprobs = logits.float().log_softmax(dim=-1)
@@ -184,7 +181,7 @@ class PromptCells:
     """The cells of rows that are places of prompts.
 
     Attributes:
-        counts: the number of cells of each row; empty if none has any.
+        counts: the number of cells of each row; empty without any.
     """
 
     def __init__(self, parts: Sequence[tuple[SamplingParams, range]]) -> None:

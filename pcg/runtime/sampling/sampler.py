@@ -1,13 +1,10 @@
-"""The sampler of a request: its parameters, and what its tokens so far make of them.
+"""The sampler of a request: its parameters, and the state that its tokens have changed.
 
-Token counts: how often a request generated each token, for penalties.
+A bad word is a sequence of tokens that no output contains: its last token is ruled out where the
+output ends with the tokens before it.
 
-Bad words: sequences of tokens that an output does not have.
-
-The last token of a sequence is removed where the output ends with those before it.
-
-Source: vLLM `apply_bad_words`; transformers `NoBadWordsLogitsProcessor`, which looks at the prompt,
-too.
+Source: vLLM `apply_bad_words`; transformers `NoBadWordsLogitsProcessor`, which also looks at the
+prompt.
 """
 
 from __future__ import annotations
@@ -31,7 +28,7 @@ Word = tuple[int, ...]
 
 
 class BadWords:
-    """The bad words of one request, and the end of its output."""
+    """The bad words of one request, and the last tokens of its output."""
 
     def __init__(self, words: Sequence[Word]) -> None:
         self._always = [word[0] for word in words if len(word) == 1]
@@ -64,7 +61,7 @@ def words_of(bad_words: Sequence[str | Word], tokenizer: Tokenizer | None) -> tu
     """Return bad words as tokens; a text stands for itself, and for itself after a space.
 
     Raises:
-        GenerationError: a text without a tokenizer, or one that has no tokens.
+        GenerationError: a text without a tokenizer, or without tokens.
     """
     words: list[Word] = []
     for word in bad_words:
@@ -94,7 +91,7 @@ class TokenCounts:
     """
 
     def __init__(self, prompt_ids: Sequence[int] = ()) -> None:
-        """Count nothing yet; the prompt's tokens are there, generated 0 times."""
+        """Start with the prompt's tokens, each generated 0 times."""
         self._tokens = np.unique(np.asarray(prompt_ids, dtype=np.int64))
         self._counts = np.zeros(len(self._tokens), dtype=np.float32)
         self._places = {token: place for place, token in enumerate(self._tokens.tolist())}
@@ -122,7 +119,7 @@ class TokenCounts:
 
     @property
     def counts(self) -> NDArray[np.float32]:
-        """The times that each of `tokens` was generated; 0 for one of the prompt alone."""
+        """The number of times that each of `tokens` was generated."""
         return self._counts[: len(self._places)]
 
 
@@ -132,14 +129,14 @@ _MANY = 1024
 
 
 class RuledOut:
-    """The tokens that are not among many allowed ones, as a mask that is made once."""
+    """The complement of many allowed tokens, as a cached mask."""
 
     def __init__(self, allowed: Tokens) -> None:
         self._allowed = allowed
         self._mask: NDArray[np.bool_] | None = None
 
     def mask(self, vocabulary: int) -> NDArray[np.bool_]:
-        """Return the mask [vocabulary], True for tokens that may not come."""
+        """Return the mask [vocabulary], True for forbidden tokens."""
         if self._mask is None:
             self._mask = np.ones(vocabulary, dtype=np.bool_)
             self._mask[self._allowed] = False
@@ -147,19 +144,19 @@ class RuledOut:
 
 
 class Sampler:
-    """Chooses the tokens of one request, with those of others in one batch; see `sample`.
+    """Chooses the tokens of one request, in a batch with others; see `sample`.
 
-    `commit` alone changes it. A step that failed, or was abandoned, is computed again with the same
-    result, and a request that is preempted goes on where it was.
+    Only `commit` changes it. A step that failed, or was abandoned, is computed again with the same
+    result, and a preempted request continues in the same state.
 
     Attributes:
-        is_plain: True if the next token's logits are used as they are, so that no row is copied.
-        counts: how often each token came; None without a penalty.
-        restricts: True if tokens are ruled out for it, now or before.
-        grammar: where its output stands in what a guide allows; None without a guide.
-        allowed: the only tokens that may come; None for all, or where they are many.
-        ruled_out: what is not among many allowed tokens; None otherwise.
-        bias: tokens, and what is added to their logits; None for nothing.
+        is_plain: True if the next token's logits are used unchanged, so that no row is copied.
+        counts: how often each token was generated; None without a penalty.
+        restricts: True if the request rules out tokens, now or before.
+        grammar: the state of its guided output; None without a guide.
+        allowed: the allowed tokens; None for all, or for many.
+        ruled_out: the complement of many allowed tokens; None otherwise.
+        bias: tokens, and the numbers added to their logits; None for no bias.
     """
 
     def __init__(
@@ -171,11 +168,12 @@ class Sampler:
         first: Sampler | None = None,
         choice: int = 0,
     ) -> None:
-        """Make the sampler of a request whose output ends with one of `end_ids`.
+        """Create the sampler of a request with an output that ends with one of `end_ids`.
 
-        Its parameters are as `resolved` returns them. `first` is the sampler of another
-        continuation of the prompt, before its first token, and has what the others share; the
-        seed of continuation `choice` is so much higher.
+        Args:
+            params: as `resolved` returns them.
+            first: the sampler of another continuation of the prompt, before its first token, to
+                share data with; the seed of continuation `choice` is `choice` higher.
         """
         self.params = params
         self.is_greedy = params.greedy
@@ -212,7 +210,7 @@ class Sampler:
         return self._uniform
 
     def forbidden(self) -> list[int]:
-        """Return the tokens that may not come next, by `bad_words` and `min_tokens`."""
+        """Return the tokens that are forbidden next, by `bad_words` and `min_tokens`."""
         words = [] if self._bad_words is None else self._bad_words.tokens()
         return words + self._end_ids if self._left else words
 

@@ -1,40 +1,29 @@
 """Sampling: from a step's logits to its next tokens, each row by its own request's parameters.
 
-The steps of a row, each in a file of its own; a step that no row asks for does nothing:
+A row goes through these steps; a step that no row needs is skipped:
 
     masks         guides, allowed_token_ids, bad_words, min_tokens; logit_bias
     penalties     repetition, frequency, presence
     filters       temperature, top-k, top-p, min-p; T = 0 takes the argmax instead
-    drawing       the first token whose cumulative probability exceeds u, u ~ U[0, 1)
+    drawing       the first token with a cumulative probability above u, u ~ U[0, 1)
 
-Nothing here waits for the device: where no token can be drawn, the result is `UNDRAWN`, and the
-engine fails that row's request alone.
+    a guide                   l = -inf for tokens that it does not allow next
+    allowed_token_ids         l = -inf for all other tokens
+    bad_words, min_tokens     l = -inf for the tokens that would end a word, or the output
+    logit_bias                l + b
+    repetition                l < 0: l · r, else l / r     tokens of the prompt and of the output
+    frequency                 l - f · (times generated)    tokens of the output
+    presence                  l - p                        tokens of the output
 
-All randomness is one number u a token, drawn on the CPU from the request's own generator: a
-request's tokens depend neither on the rest of the batch nor on the device, and its random state is
-a few bytes that move with it.
+Nothing here waits for the device: if no token can be drawn, the result is `UNDRAWN`, and the engine
+fails only that row's request. All randomness is one number u a token, drawn on the CPU from the
+request's own generator: a request's tokens depend neither on the rest of the batch nor on the
+device, and its random state is a few bytes that move with it.
 
-Shapes: R rows, V vocabulary, S rows that are sampled.
+Source: transformers `RepetitionPenaltyLogitsProcessor`; OpenAI's reference of chat completions; the
+order and the meaning of the fields are vLLM's (`v1/sample/sampler.py`, `apply_penalties`).
 
-Penalties of tokens that a request has already.
-
-    repetition   l < 0: l · r, else l / r        tokens of the prompt and of the output
-    frequency    l - f · (times generated)       tokens of the output
-    presence     l - p                           tokens of the output
-
-Source: transformers `RepetitionPenaltyLogitsProcessor`; OpenAI's reference of chat completions for
-the other two, as in vLLM `apply_penalties`, whose order this is.
-
-Masks and biases: tokens that a row may not generate, and numbers added to its logits.
-
-    a guide                      l = -inf for tokens with which the output could not follow it
-    allowed_token_ids            l = -inf for all other tokens
-    bad_words, min_tokens        l = -inf for the tokens that would end a word, or the output
-    logit_bias                   l + b
-
-Source: the order, and what the fields mean, is vLLM's (`v1/sample/sampler.py`).
-
-Places in a step's logits: many pairs of a row and a token, read and written by one operator.
+Shapes: R rows, V vocabulary, S sampled rows.
 """
 
 from __future__ import annotations
@@ -85,7 +74,7 @@ def guided(logits: Tensor, samplers: Sequence[Sampler]) -> Tensor:
 
 
 def restrict(logits: Tensor, samplers: Sequence[Sampler]) -> None:
-    """Remove what each row's fields rule out from its logits [R, V], in place."""
+    """Remove the tokens that each row's fields forbid from its logits [R, V], in place."""
     vocabulary = logits.shape[-1]
     masked = [
         (row, each.ruled_out.mask(vocabulary))
@@ -180,10 +169,10 @@ def sample(logits: Tensor, samplers: Sequence[Sampler], drawing: Drawing | None 
 
 
 def scored(logits: Tensor, samplers: Sequence[Sampler], drawing: Drawing | None = None) -> Tensor:
-    """Return the logits whose log-probabilities each row's request asks for, [R, V].
+    """Return the logits for each row's requested log-probabilities, [R, V].
 
-    They are the raw ones, or those that `sample` draws from, with -inf for what cannot be drawn; a
-    greedy row has its masks, biases and penalties then, and no filter. `drawing` is as in `sample`.
+    They are the raw logits, or those that `sample` draws from, with -inf for tokens that cannot be
+    drawn; a greedy row then has its masks, biases and penalties, and no filter.
     """
     rows = [row for row, s in enumerate(samplers) if s.params.logprobs_mode == "processed_logprobs"]
     if not rows:
@@ -219,7 +208,7 @@ def only_finite(logits: Tensor, tokens: Tensor) -> Tensor:
 
 
 def undrawn_error(sampler: Sampler | None, adapter: str | None) -> GenerationError:
-    """Return the error of a request after whose tokens none could be drawn."""
+    """Return the error of a request without a token to draw."""
     grammar = None if sampler is None else sampler.grammar
     if grammar is not None and grammar.error is not None:
         return GenerationError(str(grammar.error))
@@ -236,7 +225,7 @@ def undrawn_error(sampler: Sampler | None, adapter: str | None) -> GenerationErr
 
 
 def _draw(logits_SV: Tensor, samplers: Sequence[Sampler], drawing: Drawing) -> Tensor:
-    """Draw each row's token from its distribution at one uniform number; returns [S] int64."""
+    """Draw each row's token from its distribution at one uniform number; return [S] int64."""
     numbers = [sampler.uniform() for sampler in samplers]
     uniform = uploaded_list(numbers, torch.float64, logits_SV.device)
     params = [sampler.params for sampler in samplers]

@@ -38,7 +38,7 @@ LONGEST_TEXT = 1_024
 
 
 class SamplingFields(TypedDict, total=False):
-    """The fields of `SamplingParams` as keywords: a value, or a list with one for each prompt."""
+    """The fields of `SamplingParams` as keywords: a value, or a list for several prompts."""
 
     temperature: float | list[float]
     top_k: int | list[int | None] | None
@@ -76,48 +76,46 @@ class SamplingFields(TypedDict, total=False):
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """The parameters of one request's tokens: how they are chosen, and when they end.
+    """The parameters of one request's tokens: how they are chosen, and when the output ends.
 
     Attributes:
         temperature: 0 is greedy.
         top_k: keep the k most likely tokens; None keeps all.
         top_p: keep the most likely tokens up to this probability, in (0, 1]; None keeps all.
-        min_p: keep tokens at least this likely relative to the most likely one; None keeps all.
+        min_p: keep tokens at least this likely relative to the most likely token; None keeps all.
         repetition_penalty: above 1 discourages the tokens of the prompt and of the output so far;
             from 0.01 to 100.
-        presence_penalty: subtracted from the logits of tokens that were generated; from -2 to 2.
-        frequency_penalty: subtracted as often as the token was generated; from -2 to 2.
+        presence_penalty: subtracted from the logits of generated tokens; from -2 to 2.
+        frequency_penalty: subtracted for each time that a token was generated; from -2 to 2.
         logit_bias: numbers from -100 to 100 that are added to the logits of tokens, by token id.
         bad_words: texts, or sequences of token ids, that are not generated.
         allowed_token_ids: the only tokens that are generated; None allows all.
         seed: seed of the request's generator; None takes one from the system.
-        max_new_tokens: the most tokens to generate; 0 to compute the prompt alone.
+        max_new_tokens: the most tokens to generate; 0 to compute only the prompt.
         min_tokens: the least tokens to generate before the output may end.
         stop: strings that end the output; they are not part of it.
         stop_token_ids: tokens that end the output, besides the model's own end-of-sequence tokens.
         include_stop_str_in_output: leave the stop string, or the text of the token that ends the
             output, in the text.
-        ignore_eos: go on after an end-of-sequence token.
+        ignore_eos: continue after an end-of-sequence token.
         skip_special_tokens: leave special tokens out of the text.
-        truncate_prompt_tokens: keep so many of a longer prompt's tokens, the last ones; None keeps
-            all.
-        logprobs: return the log-probability of each generated token, and so many of the likeliest
-            ones in its place; 0 for the token's alone, None for none. An engine's limits bound it.
-        logprobs_mode: `raw_logprobs`, as the model has them, or `processed_logprobs`, of the
-            distribution that the token was drawn from; the names are vLLM's.
-        prompt_logprobs: return the same of each token of the prompt but the first.
-        prompt_targets: tokens whose log-probabilities to return, too, for each token of the prompt
-            but the first: in `top`, behind the likeliest ones. Below 0 is none, with 0.0.
-        prompt_draws: so many tokens that are drawn for each of these places, by `temperature` and
-            `seed` alone, with their log-probabilities: in `top`, behind the targets.
-        n: the number of continuations of the prompt, which is computed once. With a seed the i-th
-            one samples with seed + i.
-        best_of: the number of continuations of which the n with the highest log-probability are
+        truncate_prompt_tokens: keep this number of a longer prompt's last tokens; None keeps all.
+        logprobs: return the log-probability of each generated token, and of this number of
+            likeliest tokens in its place; None for none. An engine's limits bound it.
+        logprobs_mode: `raw_logprobs` of the model, or `processed_logprobs` of the distribution that
+            the token was drawn from; the names are vLLM's.
+        prompt_logprobs: return the same for each token of the prompt except the first.
+        prompt_targets: further tokens with log-probabilities to return for each token of the prompt
+            except the first: in `top`, behind the likeliest tokens. Below 0 is none, with 0.0.
+        prompt_draws: the number of tokens to draw for each of these places, by `temperature` and
+            `seed` only, with their log-probabilities: in `top`, behind the targets.
+        n: the number of continuations of the prompt, which is computed once. With a seed
+            continuation i samples with seed + i.
+        best_of: the number of continuations to compute; the n with the highest log-probability are
             returned, the best first; None for n.
-        echo: begin the text with the prompt's; with `logprobs`, prompt_logprobs is as many by
-            default.
-        guided_json: a JSON schema that the output is valid under, a mapping or JSON text. It is
-            compact JSON unless the schema's `x-guidance` has other options.
+        echo: begin the text with the prompt's; with `logprobs`, prompt_logprobs defaults to it.
+        guided_json: a JSON schema that the output is valid under, a mapping or JSON text. The
+            output is compact JSON unless the schema's `x-guidance` has other options.
         guided_json_object: the output is a JSON object.
         guided_regex: a regular expression that matches the output as a whole.
         guided_choice: the output is one of these texts.
@@ -251,7 +249,7 @@ class SamplingParams:
                 raise GenerationError("allowed_token_ids is empty; None allows all tokens")
 
     def check_vocabulary(self, vocabulary: int) -> None:
-        """Refuse tokens that a model with so many has not, with a GenerationError."""
+        """Refuse tokens beyond a model's vocabulary, with a GenerationError."""
         for name, tokens in self._named_tokens():
             most = max(tokens, default=0)
             if most >= vocabulary:
@@ -269,14 +267,13 @@ class SamplingParams:
 
     @classmethod
     def of(cls, options: Mapping[str, Any], index: int = 0, count: int = 1) -> "SamplingParams":
-        """Return the parameters of one prompt of several.
+        """Return the parameters of prompt `index` of `count` prompts.
 
         Args:
-            options: fields by name; a list with a value for each prompt gives each its own, and
-                prompt i of several samples with seed + i, or with n continuations each from seed +
-                i n on.
+            options: fields by name; a list has a value for each prompt. Prompt i of several samples
+                with seed + i, or with n continuations from seed + i n on.
         Raises:
-            GenerationError: there is no such field, or a value is out of its range.
+            GenerationError: a field is unknown, or a value is out of its range.
         """
         check_names(options, [field.name for field in dataclasses.fields(cls)], GenerationError)
         mine = {}
@@ -315,12 +312,12 @@ class SamplingParams:
 
     @property
     def width(self) -> int:
-        """The number of continuations that are computed."""
+        """The number of continuations to compute."""
         return self.n if self.best_of is None else self.best_of
 
     @property
     def of_tokens(self) -> int | None:
-        """The number of likeliest tokens to find for each generated one; None for no logprobs."""
+        """The number of likeliest tokens to find for each generated token; None for no logprobs."""
         return 0 if self.logprobs is None and self.width > self.n else self.logprobs
 
     @property

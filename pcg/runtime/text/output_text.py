@@ -73,7 +73,7 @@ class StreamDecoder:
         return new
 
     def _shortened(self, text: str) -> str:
-        """Make a long window without new text shorter; returns what becomes final by that."""
+        """Shorten a long window without new text; return the text that becomes final."""
         if len(text) <= self._returned:
             del self._ids[self._boundary]  # not the latest: a space has no text yet
             return ""
@@ -95,7 +95,7 @@ class StreamDecoder:
 def _context(decode: Decode, prompt_ids: Sequence[int]) -> tuple[list[int], int, int]:
     """Return the window after a prompt: tokens, characters returned, and boundary.
 
-    It begins between characters, and ends there but for a character begun at its end.
+    It begins between characters, and ends between characters except for one begun at its end.
     """
     for begun in range(_REST_OF_CHARACTER + 1):
         whole = len(prompt_ids) - begun

@@ -37,7 +37,7 @@ _ID_FILES = ("generation_config.json", "config.json")
 class Encoding:
     """Tokens of a text, and the characters [start, end) of each in it.
 
-    They are empty for a token without text, (0, 0) for one that the post-processor added.
+    The range is empty for a token without text, and (0, 0) for a token of the post-processor.
     """
 
     ids: list[int]
@@ -200,10 +200,10 @@ class Tokenizer:
 
 
 def check_characters(text: str) -> None:
-    """Refuse half a surrogate pair, as JSON can hold one: it is no character, and has no UTF-8.
+    """Refuse half a surrogate pair, which JSON can hold: it is no character, and has no UTF-8.
 
     Raises:
-        GenerationError: says which, and where.
+        GenerationError: names it and its place.
     """
     try:
         if not text.isascii():
