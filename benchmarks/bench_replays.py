@@ -38,7 +38,7 @@ from measure import write
 
 from pcg.kernels.triton.step_rooms import DECODE_TOKENS, StepRooms, StepSizes
 from pcg.runtime.admission.limits import Limits
-from pcg.runtime.engine.running import AHEAD
+from pcg.runtime.engine.scheduling.running import AHEAD
 from pcg.runtime.training.recorded.window_sizes import WindowSizes
 from pcg.runtime.training.warm_jobs import WINDOW
 from pcg.runtime.training.work_units import Phase

@@ -55,12 +55,12 @@ from pcg.runtime.admission.latency import Latencies, Latency
 from pcg.runtime.admission.limits import Limits
 from pcg.runtime.admission.policies import AdapterClustering, EarlyAbort, Fcfs
 from pcg.runtime.admission.policy import Policy
-from pcg.runtime.engine.clock import MachineClock
-from pcg.runtime.engine.device import Device, Finished
+from pcg.runtime.engine.device.clock import MachineClock
+from pcg.runtime.engine.device.device import Device, Finished
+from pcg.runtime.engine.device.step_runner import StepRunner
 from pcg.runtime.engine.loop import EngineLoop
 from pcg.runtime.engine.options import EngineOptions
-from pcg.runtime.engine.scheduler import Scheduler
-from pcg.runtime.engine.step_runner import StepRunner
+from pcg.runtime.engine.scheduling.scheduler import Scheduler
 from pcg.runtime.memory.kv_cache import KvCache, kv_types
 from pcg.runtime.memory.pool import PagePool
 from pcg.runtime.metrics.events import EventLog

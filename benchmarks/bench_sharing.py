@@ -45,9 +45,9 @@ from pcg.parallel.costs.step_costs import StepShape
 from pcg.runtime.admission import latency
 from pcg.runtime.admission.latency import Latencies, Latency
 from pcg.runtime.admission.limits import Limits
-from pcg.runtime.engine import co_serving
-from pcg.runtime.engine.co_serving import CoServing
-from pcg.runtime.engine.work import Sharing
+from pcg.runtime.engine.scheduling import co_serving
+from pcg.runtime.engine.scheduling.co_serving import CoServing
+from pcg.runtime.engine.scheduling.work import Sharing
 from pcg.runtime.metrics.events import Kind
 from pcg.runtime.metrics.report import ServingReport, Slo, serving_report
 from pcg.simulate.papers import flexllm

@@ -28,7 +28,7 @@ import pcg
 from pcg.runtime.admission.latency import Latencies
 from pcg.runtime.admission.limits import Limits
 from pcg.runtime.data.example import Example
-from pcg.runtime.engine.calibration import calibrated
+from pcg.runtime.engine.device.calibration import calibrated
 from pcg.runtime.executor import Executor
 from pcg.runtime.memory.kv_cache import bytes_of_page, kv_types
 from pcg.runtime.metrics.events import Event, Kind

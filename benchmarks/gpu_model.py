@@ -295,7 +295,7 @@ class Model:
         """Measure a step of a job whose windows are replayed."""
         import torch
 
-        from pcg.runtime.engine.co_serving import CoServing
+        from pcg.runtime.engine.scheduling.co_serving import CoServing
 
         with job_graphs() as graphs:
             engine = self.engine(CoServing())
@@ -360,7 +360,7 @@ class Model:
 
     def co_serving(self, names: Sequence[str]) -> Row:
         """Measure a decode step beside a job, whose share the rule of sharing chooses."""
-        from pcg.runtime.engine.co_serving import CoServing
+        from pcg.runtime.engine.scheduling.co_serving import CoServing
 
         batch = BATCHES[0]
         self.decoding(batch, names, 1)  # compiles
@@ -599,7 +599,7 @@ def serve_settings(bench: Bench) -> Iterator[Setting]:
     engines: list[Any] = []
 
     def serve(trains: bool) -> Row:
-        from pcg.runtime.engine.co_serving import CoServing
+        from pcg.runtime.engine.scheduling.co_serving import CoServing
 
         if not engines:  # one warm-up for both
             engines.append(_warm_engine(model, CoServing()))

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
     from pcg.runtime.admission.limits import Limits
     from pcg.runtime.engine.engine import Engine
-    from pcg.runtime.engine.work import Sharing
+    from pcg.runtime.engine.scheduling.work import Sharing
     from pcg.runtime.executor import Executor
     from pcg.runtime.metrics.report import ServingReport
     from pcg.simulate.workloads.workload import Workload
@@ -83,7 +83,7 @@ class FinetuningOptions:
     @property
     def rule(self) -> Sharing:
         """The rule by which the engine shares its time."""
-        from pcg.runtime.engine.co_serving import CoServing
+        from pcg.runtime.engine.scheduling.co_serving import CoServing
         from pcg.simulate.papers.sharing_rules import InferenceOnly, SpatialSharing, TemporalSharing
 
         if self.sharing == "temporal":

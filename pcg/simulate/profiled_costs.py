@@ -22,10 +22,10 @@ import torch
 from pcg.errors import CostModelError
 from pcg.parallel.costs.step_costs import SequenceChunk, StepShape
 from pcg.runtime.admission.latency import Latencies, Latency
-from pcg.runtime.engine.clock import Clock
-from pcg.runtime.engine.device import Device, Launched, SideStream
-from pcg.runtime.engine.jobs import Job
+from pcg.runtime.engine.device.clock import Clock
+from pcg.runtime.engine.device.device import Device, Launched, SideStream
 from pcg.runtime.engine.loop import EngineLoop
+from pcg.runtime.engine.scheduling.jobs import Job
 from pcg.runtime.requests.sequence import Sequence
 from pcg.runtime.requests.step import Load
 from pcg.runtime.training.work_units import Forward, Part, Phase, Reading

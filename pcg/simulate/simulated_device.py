@@ -16,8 +16,8 @@ from typing import Any
 from pcg.errors import GenerationError
 from pcg.parallel.costs.step_costs import SequenceChunk, StepCosts, StepShape
 from pcg.runtime.adapters.cache import ServedAdapter
-from pcg.runtime.engine.clock import SimulatedClock
-from pcg.runtime.engine.device import Finished, SideStream
+from pcg.runtime.engine.device.clock import SimulatedClock
+from pcg.runtime.engine.device.device import Finished, SideStream
 from pcg.runtime.requests.request import Request
 from pcg.runtime.requests.sequence import Sequence
 from pcg.runtime.requests.step import Results
@@ -49,7 +49,7 @@ SAMPLED_TOKEN = 1
 
 
 class SimulatedDevice:
-    """Moves a clock; see `pcg.runtime.engine.device.Device`.
+    """Moves a clock; see `pcg.runtime.engine.device.device.Device`.
 
     Args:
         costs: the seconds of steps, parts, updates and copies.

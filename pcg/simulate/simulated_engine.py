@@ -19,12 +19,12 @@ from pcg.parallel.costs.step_costs import StepCosts
 from pcg.runtime.adapters.cache import AdapterCache
 from pcg.runtime.admission.backlog import UNLIMITED
 from pcg.runtime.admission.limits import Limits
-from pcg.runtime.engine.clock import SimulatedClock
-from pcg.runtime.engine.device import Finished, SideStream
-from pcg.runtime.engine.jobs import Job
+from pcg.runtime.engine.device.clock import SimulatedClock
+from pcg.runtime.engine.device.device import Finished, SideStream
 from pcg.runtime.engine.loop import EngineLoop
 from pcg.runtime.engine.options import EngineOptions
-from pcg.runtime.engine.scheduler import Scheduler
+from pcg.runtime.engine.scheduling.jobs import Job
+from pcg.runtime.engine.scheduling.scheduler import Scheduler
 from pcg.runtime.memory.pool import PagePool
 from pcg.runtime.metrics.events import EventLog, Kind
 from pcg.runtime.requests.prefixes import Prefixes

@@ -25,8 +25,8 @@ from pcg.peft.lora import LoraConfig
 from pcg.runtime.admission.latency import Latencies
 from pcg.runtime.admission.limits import Limits
 from pcg.runtime.admission.policy import Policy
-from pcg.runtime.engine.calibration import MANY, fitted_latencies
-from pcg.runtime.engine.work import Sharing
+from pcg.runtime.engine.device.calibration import MANY, fitted_latencies
+from pcg.runtime.engine.scheduling.work import Sharing
 from pcg.runtime.memory.kv_cache import bytes_of_page, kv_types
 from pcg.runtime.metrics.events import EventLog
 from pcg.simulate.simulated_device import SimulatedAdapter

@@ -16,9 +16,9 @@ from pcg.peft.prompt import PromptEncoderConfig, PromptTuningConfig
 from pcg.ranks import stages as pipeline
 from pcg.ranks.group import Ranks, united
 from pcg.ranks.mesh import MeshSizes, RankMesh
-from pcg.runtime.engine.calibration import calibrated
-from pcg.runtime.engine.clock import MachineClock
-from pcg.runtime.engine.served_batch import ServedBatch
+from pcg.runtime.engine.device.calibration import calibrated
+from pcg.runtime.engine.device.clock import MachineClock
+from pcg.runtime.engine.device.served_batch import ServedBatch
 from pcg.runtime.training.options import StepRecord
 from tests.support.meshes import Trained, check_close, train
 from tests.support.ranked import (

@@ -13,7 +13,7 @@ from pcg.peft.prompt import PromptTuningConfig
 from pcg.ranks import stages as pipeline
 from pcg.ranks.mesh import MeshSizes, RankMesh
 from pcg.runtime.admission.limits import Limits
-from pcg.runtime.engine.served_batch import ServedBatch
+from pcg.runtime.engine.device.served_batch import ServedBatch
 from pcg.runtime.executor import Executor
 from pcg.runtime.model import runner
 from tests.support.interpreter import bf16

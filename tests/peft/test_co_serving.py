@@ -21,8 +21,8 @@ from torch import Tensor
 
 from pcg.runtime.admission.limits import Limits
 from pcg.runtime.data.example import Example
-from pcg.runtime.engine.jobs import Job
-from pcg.runtime.engine.work import Sharing, Work
+from pcg.runtime.engine.scheduling.jobs import Job
+from pcg.runtime.engine.scheduling.work import Sharing, Work
 from pcg.runtime.memory.kv_cache import bytes_of_page, kv_types
 from pcg.runtime.memory.pool import pages_for
 from pcg.runtime.metrics.events import Kind

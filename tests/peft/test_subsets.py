@@ -25,8 +25,8 @@ from pcg.peft.lora import LoraConfig
 from pcg.peft.registry import recipe_from
 from pcg.runtime.admission.limits import Limits
 from pcg.runtime.data.example import Example
-from pcg.runtime.engine.jobs import Job
-from pcg.runtime.engine.work import Sharing, Work
+from pcg.runtime.engine.scheduling.jobs import Job
+from pcg.runtime.engine.scheduling.work import Sharing, Work
 from pcg.runtime.executor import Executor
 from pcg.runtime.metrics.status import JobState
 from pcg.runtime.model.weights import StateDictCheckpoint

@@ -15,7 +15,7 @@ import torch
 import pcg.compiler as compiler
 from pcg.runtime.admission.limits import Limits
 from pcg.runtime.data.example import Example
-from pcg.runtime.engine.device import SideStream
+from pcg.runtime.engine.device.device import SideStream
 from pcg.runtime.model.recorder import CudaRecorder
 from pcg.runtime.model.step_graphs import EAGER_STEPS
 from pcg.runtime.sampling.sampler import Sampler

@@ -6,7 +6,7 @@ from collections.abc import Sequence as List
 from typing import Any
 
 from pcg.kernels.sizes import PAGE_TOKENS
-from pcg.runtime.engine.device import Launched
+from pcg.runtime.engine.device.device import Launched
 from pcg.runtime.requests.sequence import Sequence
 from pcg.simulate.simulated_engine import SimulatedEngine
 

@@ -51,13 +51,13 @@ from pcg.peft.adapter import Adapter
 from pcg.ranks.line import BEAT_S
 from pcg.runtime.data.limits import DataLimits
 from pcg.runtime.engine.engine_status import adapters_of, most_tokens, numbers_of, running_of
-from pcg.runtime.engine.guest_work import GuestWork
-from pcg.runtime.engine.jobs import Job
 from pcg.runtime.engine.loop import EngineLoop
 from pcg.runtime.engine.preparation import Preparation
 from pcg.runtime.engine.rank_commands import Cancel, ChangeJob, RankCommand, RemoveAdapter, Step
 from pcg.runtime.engine.replicas import Follower, Leader
 from pcg.runtime.engine.running_job import RunningJob, RunningJobs
+from pcg.runtime.engine.scheduling.guest_work import GuestWork
+from pcg.runtime.engine.scheduling.jobs import Job
 from pcg.runtime.engine.streams import Call, Calls, StreamMaker, Streams
 from pcg.runtime.engine.trainers import AsyncTrainer, Trainers
 from pcg.runtime.metrics.events import Kind

@@ -19,15 +19,15 @@ from pcg.runtime.admission.backlog import UNLIMITED, QueueLimits
 from pcg.runtime.admission.limits import Limits
 from pcg.runtime.data.limits import DataLimits
 from pcg.runtime.engine.async_engine import AsyncEngine
-from pcg.runtime.engine.calibration import calibrated
-from pcg.runtime.engine.clock import MachineClock
-from pcg.runtime.engine.device_memory import DeviceParts, fitted
-from pcg.runtime.engine.jobs import Job
+from pcg.runtime.engine.device.calibration import calibrated
+from pcg.runtime.engine.device.clock import MachineClock
+from pcg.runtime.engine.device.device_memory import DeviceParts, fitted
+from pcg.runtime.engine.device.step_runner import StepRunner
 from pcg.runtime.engine.loop import EngineLoop
 from pcg.runtime.engine.options import KV_CACHE_BYTES, EngineArguments
 from pcg.runtime.engine.replicas import Follower, Leader
-from pcg.runtime.engine.scheduler import Scheduler
-from pcg.runtime.engine.step_runner import StepRunner
+from pcg.runtime.engine.scheduling.jobs import Job
+from pcg.runtime.engine.scheduling.scheduler import Scheduler
 from pcg.runtime.memory.kv_cache import KvCache, page_bytes_of, stage_kv_types
 from pcg.runtime.memory.pool import pages_for
 from pcg.runtime.metrics.events import EventLog, Kind

@@ -18,17 +18,17 @@ from pcg.errors import GenerationError, PcgError
 from pcg.peft.adapter import Adapter
 from pcg.runtime.adapters.cache import ServedAdapter
 from pcg.runtime.admission.latency import Latencies
-from pcg.runtime.engine.clock import Clock
-from pcg.runtime.engine.co_serving import CoServing
-from pcg.runtime.engine.device import Device
-from pcg.runtime.engine.job_parts import JobParts, Window
-from pcg.runtime.engine.jobs import Job, Jobs
-from pcg.runtime.engine.open_requests import OpenRequests
+from pcg.runtime.engine.device.clock import Clock
+from pcg.runtime.engine.device.device import Device
 from pcg.runtime.engine.options import EngineOptions
-from pcg.runtime.engine.running import AHEAD, Running
-from pcg.runtime.engine.scheduler import Scheduler
+from pcg.runtime.engine.scheduling.co_serving import CoServing
+from pcg.runtime.engine.scheduling.job_parts import JobParts, Window
+from pcg.runtime.engine.scheduling.jobs import Job, Jobs
+from pcg.runtime.engine.scheduling.open_requests import OpenRequests
+from pcg.runtime.engine.scheduling.running import AHEAD, Running
+from pcg.runtime.engine.scheduling.scheduler import Scheduler
+from pcg.runtime.engine.scheduling.work import Refusal, Sharing, Work
 from pcg.runtime.engine.suspects import Owner, Suspects, owner_of
-from pcg.runtime.engine.work import Refusal, Sharing, Work
 from pcg.runtime.memory.pool import PagePool
 from pcg.runtime.metrics.events import KEPT_EVENTS, Event, EventLog, Kind
 from pcg.runtime.metrics.totals import Totals

@@ -11,7 +11,7 @@ from pcg.runtime.admission.latency import Latencies
 from pcg.runtime.admission.limits import Limits
 from pcg.runtime.admission.policy import Policy
 from pcg.runtime.data.limits import DataLimits
-from pcg.runtime.engine.work import Sharing
+from pcg.runtime.engine.scheduling.work import Sharing
 from pcg.runtime.metrics.events import EventLog
 from pcg.runtime.training.recorded.warm_job import WarmJob
 

@@ -33,8 +33,8 @@ from pcg.ranks.agreement import agreed
 from pcg.runtime.adapters.versions import VersionName
 from pcg.runtime.data.dataset import Dataset
 from pcg.runtime.data.example import Example
-from pcg.runtime.engine.jobs import Job
 from pcg.runtime.engine.loop import EngineLoop
+from pcg.runtime.engine.scheduling.jobs import Job
 from pcg.runtime.metrics.events import Kind
 from pcg.runtime.model.state import ModelState
 from pcg.runtime.requests.compared import adapter_facts

@@ -38,7 +38,6 @@ from pcg.peft.adapter import Adapter
 from pcg.ranks.group import broadcast_from_first
 from pcg.ranks.line import LOOK_S, Line
 from pcg.runtime.adapters.versions import VersionName
-from pcg.runtime.engine.jobs import Job
 from pcg.runtime.engine.loop import EngineLoop
 from pcg.runtime.engine.rank_commands import (
     End,
@@ -54,6 +53,7 @@ from pcg.runtime.engine.rank_commands import (
     names_of,
     put_adapter,
 )
+from pcg.runtime.engine.scheduling.jobs import Job
 from pcg.runtime.model.state import ModelState
 from pcg.runtime.requests.plain import PlainRequest
 from pcg.runtime.requests.request import Request

@@ -23,9 +23,9 @@ from pcg.errors import (
     as_pcg_error,
 )
 from pcg.runtime.data.tokenizing import Cancelling
-from pcg.runtime.engine.jobs import Job
 from pcg.runtime.engine.preparation import PreparingThread
 from pcg.runtime.engine.rank_commands import AddJob, ChangeJob, DropJob
+from pcg.runtime.engine.scheduling.jobs import Job
 from pcg.runtime.metrics.status import JobState, JobStatus
 from pcg.runtime.training.options import FinetuneResult, JobArguments
 

@@ -14,7 +14,7 @@ from weakref import WeakKeyDictionary
 from pcg.errors import GenerationError
 from pcg.peft.adapter import Adapter
 from pcg.runtime.adapters.cache import ServedAdapter
-from pcg.runtime.engine.jobs import Job
+from pcg.runtime.engine.scheduling.jobs import Job
 from pcg.runtime.metrics.status import JobState
 from pcg.runtime.requests.request import Request
 from pcg.runtime.requests.sequence import Sequence

@@ -18,8 +18,8 @@ from typing import Any, Generic, Self, TypeVar
 from pcg.errors import EngineError, FinetuneError, as_pcg_error
 from pcg.kernels.devices import device_thread
 from pcg.keywords import takes
-from pcg.runtime.engine.jobs import Job
 from pcg.runtime.engine.preparation import PreparingThread
+from pcg.runtime.engine.scheduling.jobs import Job
 from pcg.runtime.metrics.status import JobState
 from pcg.runtime.training.trainer.commands import (
     Aside,

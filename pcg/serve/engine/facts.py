@@ -14,7 +14,7 @@ from pcg.errors import UnsupportedError
 from pcg.explain.base_memory import base_bytes, packed_bytes
 from pcg.ir.program.program import Program
 from pcg.ir.types import TORCH_NAMES
-from pcg.runtime.engine.device_memory import step_bytes
+from pcg.runtime.engine.device.device_memory import step_bytes
 from pcg.runtime.engine.engine import Engine
 from pcg.runtime.executor import Executor
 from pcg.runtime.model.recorder import WarmUp

@@ -16,8 +16,8 @@ from types import MappingProxyType
 
 from pcg.errors import BenchmarkError
 from pcg.runtime.admission.limits import Limits
-from pcg.runtime.engine.co_serving import CoServing
-from pcg.runtime.engine.work import Sharing
+from pcg.runtime.engine.scheduling.co_serving import CoServing
+from pcg.runtime.engine.scheduling.work import Sharing
 from pcg.runtime.metrics.report import ServingReport, Slo, serving_report
 from pcg.simulate.papers.sharing_rules import InferenceOnly, SpatialSharing, TemporalSharing
 from pcg.simulate.simulated_program import SimulatedProgram, simulated_program

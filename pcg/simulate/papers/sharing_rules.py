@@ -11,8 +11,8 @@ parts of a GPU; here a share of each step's time stands for a part of the device
 from __future__ import annotations
 
 from pcg.errors import FinetuneError
-from pcg.runtime.engine.co_serving import CoServing
-from pcg.runtime.engine.work import Sharing, Work
+from pcg.runtime.engine.scheduling.co_serving import CoServing
+from pcg.runtime.engine.scheduling.work import Sharing, Work
 from pcg.runtime.requests.step import Load
 from pcg.runtime.training.work_units import Forward, Phase
 

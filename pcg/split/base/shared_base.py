@@ -15,7 +15,7 @@ from torch import Tensor
 from pcg.errors import SplitError
 from pcg.kernels.torch.products import is_remote
 from pcg.runtime.engine.async_engine import AsyncEngine
-from pcg.runtime.engine.guest_work import RowWork
+from pcg.runtime.engine.scheduling.guest_work import RowWork
 from pcg.runtime.executor import Executor
 from pcg.split.base.base_executor import BaseExecutor
 from pcg.split.messages import GRAPH, Message, Piece

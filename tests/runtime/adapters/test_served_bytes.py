@@ -15,7 +15,7 @@ import pcg
 from pcg.peft.adapter import Adapter
 from pcg.runtime.data.example import Example
 from pcg.runtime.engine.engine import Engine
-from pcg.runtime.engine.jobs import Job
+from pcg.runtime.engine.scheduling.jobs import Job
 from pcg.runtime.memory.kv_cache import bytes_of_page, kv_types
 from tests.support import oracle
 from tests.support.families import BY_NAME

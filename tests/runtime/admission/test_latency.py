@@ -8,7 +8,7 @@ from random import Random
 import pytest
 
 from pcg.runtime.admission.latency import Latency, Reserve
-from pcg.runtime.engine.calibration import fitted_latencies
+from pcg.runtime.engine.device.calibration import fitted_latencies
 from pcg.runtime.requests.step import Load
 
 TRUTH = (0.0154, 6.4e-4, 4e-7, 8e-4, 1.5e-3, 0.02)

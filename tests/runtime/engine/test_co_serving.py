@@ -18,8 +18,8 @@ from hypothesis import strategies as st
 from pcg.parallel.costs.step_costs import StepShape
 from pcg.runtime.admission.latency import Latencies, Latency
 from pcg.runtime.admission.limits import Limits
-from pcg.runtime.engine.co_serving import CoServing
-from pcg.runtime.engine.work import Sharing
+from pcg.runtime.engine.scheduling.co_serving import CoServing
+from pcg.runtime.engine.scheduling.work import Sharing
 from pcg.runtime.metrics.events import Kind
 from pcg.runtime.metrics.report import ServingReport
 from pcg.runtime.requests.request import Request

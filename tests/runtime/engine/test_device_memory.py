@@ -17,8 +17,8 @@ from pcg.errors import DeviceMemoryError, EngineError
 from pcg.kernels.devices import is_out_of_memory
 from pcg.ranks.group import SINGLE_RANK
 from pcg.runtime.admission.limits import Limits
-from pcg.runtime.engine import device_memory
-from pcg.runtime.engine.device_memory import DeviceParts, fitted, step_bytes
+from pcg.runtime.engine.device import device_memory
+from pcg.runtime.engine.device.device_memory import DeviceParts, fitted, step_bytes
 from pcg.runtime.engine.options import EngineArguments
 from pcg.runtime.executor import Executor
 from pcg.runtime.memory.kv_cache import KvCache

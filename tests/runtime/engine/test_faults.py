@@ -18,9 +18,9 @@ from pcg.peft.adapter import Adapter
 from pcg.runtime.admission.limits import Limits
 from pcg.runtime.data.example import Example
 from pcg.runtime.engine.async_engine import AsyncEngine
-from pcg.runtime.engine.clock import MachineClock
+from pcg.runtime.engine.device.clock import MachineClock
 from pcg.runtime.engine.engine import Engine
-from pcg.runtime.engine.jobs import Job
+from pcg.runtime.engine.scheduling.jobs import Job
 from pcg.runtime.executor import Executor
 from pcg.runtime.memory.kv_cache import bytes_of_page, kv_types
 from pcg.runtime.metrics.events import EventLog

@@ -9,15 +9,15 @@ from typing import Any
 import pytest
 
 from pcg.runtime.admission.limits import Limits
-from pcg.runtime.engine import guest_work
-from pcg.runtime.engine.guest_work import (
+from pcg.runtime.engine.scheduling import guest_work
+from pcg.runtime.engine.scheduling.guest_work import (
     LEAST_ROWS,
     LEAST_SHARE,
     GuestWork,
     RowTimes,
     RowWork,
 )
-from pcg.runtime.engine.work import Work
+from pcg.runtime.engine.scheduling.work import Work
 
 ROW_S = 1e-3
 

@@ -18,10 +18,10 @@ import torch
 
 from pcg.runtime.admission.latency import Latencies, Latency
 from pcg.runtime.admission.limits import Limits
-from pcg.runtime.engine.co_serving import CoServing
 from pcg.runtime.engine.engine import Engine
-from pcg.runtime.engine.jobs import Job
-from pcg.runtime.engine.work import Sharing, Work
+from pcg.runtime.engine.scheduling.co_serving import CoServing
+from pcg.runtime.engine.scheduling.jobs import Job
+from pcg.runtime.engine.scheduling.work import Sharing, Work
 from pcg.runtime.executor import Executor
 from pcg.runtime.metrics.events import Kind
 from pcg.runtime.metrics.status import JobState

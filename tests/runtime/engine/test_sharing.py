@@ -13,10 +13,10 @@ import torch
 from pcg.errors import FinetuneError
 from pcg.runtime.admission.latency import Latencies, Latency
 from pcg.runtime.admission.limits import Limits
-from pcg.runtime.engine.co_serving import CoServing
 from pcg.runtime.engine.engine import Engine
 from pcg.runtime.engine.running_job import RunningJob
-from pcg.runtime.engine.work import Sharing, Work
+from pcg.runtime.engine.scheduling.co_serving import CoServing
+from pcg.runtime.engine.scheduling.work import Sharing, Work
 from pcg.runtime.executor import Executor
 from pcg.runtime.memory.kv_cache import bytes_of_page, kv_types
 from pcg.runtime.metrics.events import Kind

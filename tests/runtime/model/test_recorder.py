@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from pcg.runtime.adapters.slots import AdapterCopies
-from pcg.runtime.engine.device import SideStream
+from pcg.runtime.engine.device.device import SideStream
 from pcg.runtime.model.recorder import CudaRecorder
 from tests.support.interpreter.stand_in import tensors_on_cuda
 from tests.support.interpreter.streams import ORDER

@@ -19,8 +19,8 @@ from pcg.peft.adapter import Adapter
 from pcg.runtime.adapters.cache import AdapterCache, ServedAdapter
 from pcg.runtime.adapters.versions import AdapterVersion
 from pcg.runtime.admission.limits import Limits
-from pcg.runtime.engine.device import SideStream
-from pcg.runtime.engine.served_batch import ServedBatch, rows_of
+from pcg.runtime.engine.device.device import SideStream
+from pcg.runtime.engine.device.served_batch import ServedBatch, rows_of
 from pcg.runtime.memory.kv_cache import KvCache
 from pcg.runtime.model.batch import ANY_TOKEN, LatestTokens, whole_sequences
 from pcg.runtime.model.merged_execution import run_merged, run_single

@@ -25,8 +25,8 @@ from pcg.errors import (
     PcgError,
     as_pcg_error,
 )
-from pcg.runtime.engine.scheduler import Scheduler
-from pcg.runtime.engine.work import Refusal, Sharing, Work
+from pcg.runtime.engine.scheduling.scheduler import Scheduler
+from pcg.runtime.engine.scheduling.work import Refusal, Sharing, Work
 from pcg.runtime.memory.pool import PageTable, pages_for
 from pcg.runtime.metrics.events import Kind
 from pcg.runtime.metrics.status import JobState

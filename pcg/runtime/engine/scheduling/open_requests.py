@@ -7,8 +7,8 @@ from collections.abc import Sequence as List
 from dataclasses import dataclass, field
 
 from pcg.errors import GenerationError, PcgError, as_pcg_error
-from pcg.runtime.engine.running import Running
-from pcg.runtime.engine.scheduler import Scheduler
+from pcg.runtime.engine.scheduling.running import Running
+from pcg.runtime.engine.scheduling.scheduler import Scheduler
 from pcg.runtime.memory.pool import PageTable
 from pcg.runtime.metrics.events import Event, EventLog, Kind
 from pcg.runtime.metrics.totals import Totals

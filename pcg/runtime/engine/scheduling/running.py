@@ -26,9 +26,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from pcg.runtime.engine.device import Launched
-from pcg.runtime.engine.jobs import Job
-from pcg.runtime.engine.work import Work
+from pcg.runtime.engine.device.device import Launched
+from pcg.runtime.engine.scheduling.jobs import Job
+from pcg.runtime.engine.scheduling.work import Work
 from pcg.runtime.requests.sequence import Sequence, State
 from pcg.runtime.requests.step import Plan
 

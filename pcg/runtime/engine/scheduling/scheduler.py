@@ -31,7 +31,7 @@ from pcg.runtime.admission.limits import Limits, why_never, why_unreachable
 from pcg.runtime.admission.page_room import PageRoom
 from pcg.runtime.admission.policy import Policy
 from pcg.runtime.admission.step_bound import StepBound
-from pcg.runtime.engine.device import Device
+from pcg.runtime.engine.device.device import Device
 from pcg.runtime.memory.pool import Needs, PagePool, PageTable, pages_for
 from pcg.runtime.metrics.events import Kind
 from pcg.runtime.requests.prefixes import Prefixes

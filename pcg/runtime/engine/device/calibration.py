@@ -23,8 +23,8 @@ import torch
 from pcg.kernels.batch import Span
 from pcg.ranks.group import broadcast_from_first
 from pcg.runtime.admission.latency import Knee, Latencies, Latency
-from pcg.runtime.engine.clock import Clock
-from pcg.runtime.engine.served_batch import cut, hidden_requests
+from pcg.runtime.engine.device.clock import Clock
+from pcg.runtime.engine.device.served_batch import cut, hidden_requests
 from pcg.runtime.memory.kv_cache import KvCache, stage_kv_types
 from pcg.runtime.memory.pool import pages_for
 from pcg.runtime.model.batch import ANY_TOKEN, Batch

@@ -30,7 +30,7 @@ from collections import deque
 from typing import NamedTuple
 
 from pcg.runtime.admission.latency import Latencies
-from pcg.runtime.engine.work import Refusal, Sharing, Work
+from pcg.runtime.engine.scheduling.work import Refusal, Sharing, Work
 from pcg.runtime.requests.step import Load
 from pcg.runtime.training.work_units import Forward, Part, Phase
 

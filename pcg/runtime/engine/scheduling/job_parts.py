@@ -11,11 +11,11 @@ from collections.abc import Sequence as List
 from contextlib import contextmanager, nullcontext
 from typing import TypeAlias
 
-from pcg.runtime.engine.clock import Clock
-from pcg.runtime.engine.device import Device
-from pcg.runtime.engine.guest_work import GuestWork
-from pcg.runtime.engine.jobs import Job, Jobs, PartGroup
-from pcg.runtime.engine.work import Sharing, Work
+from pcg.runtime.engine.device.clock import Clock
+from pcg.runtime.engine.device.device import Device
+from pcg.runtime.engine.scheduling.guest_work import GuestWork
+from pcg.runtime.engine.scheduling.jobs import Job, Jobs, PartGroup
+from pcg.runtime.engine.scheduling.work import Sharing, Work
 from pcg.runtime.training.work_units import Forward, Part, WindowedPass
 
 Window: TypeAlias = tuple[Job, Forward, int]

@@ -20,7 +20,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
 
-from pcg.runtime.engine.work import Work
+from pcg.runtime.engine.scheduling.work import Work
 
 
 @dataclass(eq=False)

@@ -1,0 +1,1 @@
+"""Run the steps of an engine on a device: a program with adapters and a KV cache."""

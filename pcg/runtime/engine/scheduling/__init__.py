@@ -1,0 +1,1 @@
+"""Plan steps: requests by the scheduler, jobs by the rule of sharing."""
