@@ -18,8 +18,7 @@ from typing import Any
 from pcg.explain.planned_model import ContextStep, PlannedModel
 from pcg.explain.step_memory import bytes_at, step_memory
 from pcg.ir.layouts import REPLICATED, layout_of
-from pcg.parallel.costs.exchange import Exchange
-from pcg.parallel.costs.layer_costs import DeviceCosts, ring_bytes
+from pcg.parallel.costs.layer_costs import DeviceCosts, Exchange, ring_bytes
 from pcg.parallel.costs.step_costs import host_seconds
 from pcg.parallel.costs.work import size_bytes
 from pcg.parallel.parallel_plan import ParallelPlan

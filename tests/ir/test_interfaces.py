@@ -21,7 +21,7 @@ from pcg.ir.module_paths import WHOLE_MODEL
 from pcg.ir.operators import OPERATORS
 from pcg.ir.operators.base import TEXT, optional
 from pcg.ir.printer import print_graphs
-from pcg.ir.program.files import SERVING_IR, files_of, program_from
+from pcg.ir.program.folder import SERVING_IR, files_of, program_from
 from pcg.ir.program.interfaces import check_model
 from pcg.ir.program.manifest import Manifest
 from pcg.ir.program.program import ModelGraph, Program, TrainingGraph
