@@ -39,9 +39,9 @@ _WARP_ELEMENTS = 512
 
 @dataclass(frozen=True)
 class TilePosition:
-    """A position among a value's features: expressions of row and column, "0" where there is one.
+    """A position among a value's features: expressions of row and column, "0" for the only one.
 
-    The mask is the condition of elements that are there; empty where all are.
+    The mask is the condition of existing elements; empty if all exist.
     """
 
     group: str
@@ -61,7 +61,7 @@ class TileShape:
 
     @classmethod
     def of(cls, group: KernelGroup, elements: int = _TILE) -> TileShape:
-        """The shape for a group, with tiles of so many elements where its rows are shorter."""
+        """The shape for a group; `elements` is the size of a tile with shorter rows."""
         features = group.type.features
         if group.sums_rows:
             rows, columns = prod(features[:-1]), features[-1]
@@ -173,22 +173,19 @@ def arguments_of(group: KernelGroup) -> list[str]:
 
 
 def deferred_numbers(group: KernelGroup) -> list[str]:
-    """The numbers of a group's deferred LoRA, for which kernels are not compiled anew."""
+    """The numbers of a group's deferred LoRA, which kernels are not specialised for."""
     names = map(python_name, group.deferred)
     return [f"{name}_{number}" for name in names for number in DEFERRED_NUMBERS]
 
 
 def constants_of(group: KernelGroup) -> list[str]:
-    """The constants that a group's kernel is given: the cache's page, and parts of deferred LoRA.
-
-    Of 0 parts there is none.
-    """
+    """The constants of a group's kernel: the cache's page, and parts of deferred LoRA."""
     page = ["PAGE"] * any(group.appended(name) for name in group.outputs)
     return [*page, *(f"{python_name(name)}_PARTS" for name in group.deferred)]
 
 
 def unspecialised(arguments: Sequence[str]) -> str:
-    """The decorator of a kernel that is not compiled anew for values of some arguments."""
+    """The decorator of a kernel that is not specialised for values of some arguments."""
     names = [f'"{name}",' for name in arguments]
     names[-1] = names[-1].removesuffix(",")
     return "\n".join(wrapped(names, "@triton.jit(do_not_specialize=[", "])", 0))
@@ -222,7 +219,6 @@ class TileWriter:
         self.deferred = set(self.group.deferred)
 
     def written(self) -> str:
-        """The function's Triton source, from its decorator on."""
         stored = [line for name in self.group.outputs for line in self._stored(name)]
         return "\n".join(self._head() + self.lines + stored)
 
@@ -291,7 +287,7 @@ class TileWriter:
         return [*stored, "    else:", statement(plain, 8)]
 
     def _stored_in_cache(self, to: str, place: TilePosition, value: str, mask: str) -> list[str]:
-        """Lines that store a value at its token's cache row, whose heads are the value's rows."""
+        """Store a value at its token's cache row; the value's rows are heads."""
         head = "0" if place.group == "0" else f"{place.group}.to(tl.int64) * {to}_head"
         return [
             "    if PAGE:",
@@ -366,7 +362,7 @@ class TileWriter:
         return variable
 
     def _mask(self, type_: TensorType, place: TilePosition) -> str:
-        """The condition of elements that are there at a position; empty where all are."""
+        """The condition of existing elements at a position; empty if all exist."""
         has_rows, is_flat = place.group != "0", self.shape.rows_a_token == 1
         by_row = type_.is_token_wise or (has_rows and not is_flat)
         by_column = self.shape.is_padded and (place.column != "0" or (has_rows and is_flat))
@@ -383,13 +379,12 @@ class TileWriter:
         return f"{place.group} * {type_.features[-1]} + {place.column}"
 
     def assign(self, name: str, expression: str) -> str:
-        """A new variable whose name begins with `name`."""
         variable = self._taken(python_name(name))
         self.lines.append(statement(f"{variable} = {expression}"))
         return variable
 
     def _taken(self, stem: str) -> str:
-        """A name that begins with a stem and is in use from now on."""
+        """Reserve and return a name that starts with a stem."""
         variable, count = stem, 1
         while variable in self.taken:
             variable, count = f"{stem}_{count}", count + 1

@@ -105,7 +105,7 @@ def sharding(*layouts: Layout) -> Sharding:
 
 
 def local_type(type_: TensorType, layout: Layout, degree: int) -> TensorType:
-    """The type of what one rank holds; an open rank is a multiple of the degree."""
+    """The type of a rank's part; a symbolic rank is a multiple of the degree."""
     if not layout.dim:
         return type_
     sizes = list(type_.shape)

@@ -152,7 +152,7 @@ class Evaluation:
         self._fill = 0.0
 
     def bias(self) -> tuple[Tensor, Tensor]:
-        """The value added to scores [heads, n, n] that are all 0, and that are all 1."""
+        """The values added to scores [heads, n, n] of all 0, and of all 1."""
         count = len(self.positions)
         biases = []
         for fill in (0.0, 1.0) if self._subgraph.product is not None else (0.0,):

@@ -67,7 +67,7 @@ class ColumnNorm(Operator):
 
 
 class ColumnNormPart(ColumnNorm):
-    """The length of each output's weights, of which each rank has a part of the columns."""
+    """The length of each output's weights; each rank has a part of the columns."""
 
     name = "column_norm_part"
     template = "K.{name}({inputs}, batch)"

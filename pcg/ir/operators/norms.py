@@ -41,7 +41,7 @@ class Norm(Operator):
 
 
 class NormBackward(Operator):
-    """dx of a norm, from dy, x, and the weight where it has one."""
+    """dx of a norm, from dy, x, and the weight, if any."""
 
     inputs = (2, 3)
     sums_rows = True

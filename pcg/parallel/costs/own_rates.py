@@ -44,7 +44,7 @@ class OwnRates:
 
 
 def own_rates(device: torch.device, dtype: torch.dtype) -> OwnRates | None:
-    """Measure a CPU's rates for a model's dtype; None for a GPU, whose data sheet is exact."""
+    """Measure a CPU's rates for a model's dtype; None for a GPU, which has a data sheet."""
     if device.type != "cpu":
         return None
     measured = {torch.float32, dtype}

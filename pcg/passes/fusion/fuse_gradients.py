@@ -46,7 +46,7 @@ class FuseGradients(GraphPass):
 
 
 def in_order(nodes: Sequence[Node]) -> tuple[Node, ...]:
-    """The nodes, each behind what it reads; else as given."""
+    """The nodes, each behind its inputs, otherwise in the same order."""
     makers = {value.name: node for node in nodes for value in node.outputs}
     placed: dict[str, Node] = {}
 

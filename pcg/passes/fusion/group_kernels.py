@@ -137,7 +137,7 @@ class _Grouping:
 
 
 def is_fusible(graph: Graph, node: Node) -> bool:
-    """Return whether a group's kernel can run a node, as far as it alone goes."""
+    """Return whether a group's kernel can run a node, by the node itself."""
     type_ = node.output.type
     if len(node.outputs) != 1 or not type_.is_token_wise or not type_.is_float:
         return False

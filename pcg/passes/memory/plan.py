@@ -136,7 +136,7 @@ def _chosen(frontiers: LayerFrontiers, mix: Sequence[int]) -> list[Choice]:
 def restorable(
     model: ModelGraph, plans: Sequence[TrainingGraph], layers: Sequence[int]
 ) -> list[bool]:
-    """True for each layer whose input the layer before can recompute.
+    """For each layer, True if the layer before can recompute its input.
 
     Both must save their one carried input, and nothing else that is not shared. `layers` has the
     index of each layer's plan.
@@ -146,7 +146,7 @@ def restorable(
 
 
 def shared_inputs(restorable: Sequence[bool], count: int) -> tuple[int, ...] | None:
-    """So many layers whose input is recomputed, of those that can be; None if there are fewer."""
+    """The first layers to recompute the inputs of, `count` of them; None if fewer can."""
     for longest in range(1, max(isqrt(len(restorable)), 1) + 1):
         recomputed = _in_segments(restorable, longest)
         if len(recomputed) >= count:
@@ -155,7 +155,7 @@ def shared_inputs(restorable: Sequence[bool], count: int) -> tuple[int, ...] | N
 
 
 def most_shared(restorable: Sequence[bool]) -> tuple[int, ...]:
-    """The layers whose input is recomputed where as many are as can be."""
+    """The layers with recomputed inputs, if as many as possible are."""
     return tuple(_in_segments(restorable, max(isqrt(len(restorable)), 1)))
 
 

@@ -92,7 +92,7 @@ class GraphCut:
 
 @dataclass(frozen=True)
 class StepCut:
-    """The cuts of all graphs of a step of so many tokens."""
+    """The cuts of all graphs of a step with a number of tokens."""
 
     tokens: int
     graphs: tuple[GraphCut, ...]

@@ -46,7 +46,7 @@ from pcg.passes.placement.split_problem import Side, SplitProblem, bits, mask_of
 
 @dataclass(frozen=True)
 class Transfer:
-    """Values that are sent, and nodes that are repeated, as masks, and the time of both."""
+    """Sent values and repeated nodes, as masks, with the time of both."""
 
     sent: int
     repeated: int
