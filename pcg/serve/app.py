@@ -11,7 +11,6 @@ from fastapi.routing import APIRoute
 from pcg.errors import ServeError
 from pcg.keys import Keys
 from pcg.serve import health, page, status
-from pcg.serve.adapters import control, sglang
 from pcg.serve.adapters import routes as adapters
 from pcg.serve.adapters.catalog import Catalog
 from pcg.serve.engine.client import EngineClient
@@ -53,7 +52,6 @@ ROUTERS: tuple[APIRouter, ...] = (
     anthropic.router,
     chat.router,
     completions.router,
-    control.router,
     embeddings.router,
     files.router,
     graders.router,
@@ -64,7 +62,6 @@ ROUTERS: tuple[APIRouter, ...] = (
     page.router,
     responses.router,
     status.router,
-    sglang.router,
     tinker_copies.router,
     tinker_futures.router,
     tinker_models.router,

@@ -35,8 +35,7 @@ from pcg.errors import ConfigError, PcgError, ServeError
 from pcg.files import read_text, shown_path
 from pcg.keys import Keys, open_keys
 from pcg.serve.adapters.catalog import Catalog
-from pcg.serve.adapters.modules import check_modules
-from pcg.serve.adapters.roots import Roots
+from pcg.serve.adapters.roots import Roots, check_modules
 from pcg.serve.app import create_app, open_service
 from pcg.serve.engine.client import EngineClient
 from pcg.serve.engine.options import ServeOptions

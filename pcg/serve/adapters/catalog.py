@@ -1,28 +1,28 @@
-"""The catalog: the names of models on the wire, and what answers to them.
+"""The catalog: the names of models on the wire, the adapters of each, and changes of them.
 
-A caller's own adapters come before the operator's of the same name, which everyone has. A name that
-is not there is looked up under `--lora-roots`. What another tenant owns is not there for a caller.
+A caller's own adapters have precedence over the operator's of the same name, which everyone has. An
+unknown name is looked up under `--lora-roots`. A caller does not see other tenants' adapters.
 """
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from pcg.errors import AdapterError
+from pcg.errors import AdapterConflictError, AdapterError, AdapterNotFoundError
 from pcg.keys import Scope
 from pcg.runtime.adapters.cache import ServedAdapter
 from pcg.runtime.adapters.versions import AdapterVersion
 from pcg.serve.adapters.kept_models import KeptModels
 from pcg.serve.adapters.loader import Loader, Origin, learn_digests
-from pcg.serve.adapters.modules import parse_modules
-from pcg.serve.adapters.roots import Resolver, Roots
+from pcg.serve.adapters.roots import Resolver, Roots, parse_modules
 from pcg.serve.engine.client import EngineClient
 from pcg.serve.engine.engine_names import Owned, engine_name, owned
 from pcg.serve.engine.options import ServeOptions
 from pcg.serve.http.caller import Caller
-from pcg.serve.http.errors import not_found
+from pcg.serve.http.errors import ApiError, not_found
 from pcg.serve.store.store import Store
 
 
@@ -32,12 +32,12 @@ class ServedModel:
 
     Attributes:
         name: its name in requests and replies.
-        adapter: the adapter that answers, as it is now; None for the base, and for one that is
-            listed and kept, and not loaded.
+        adapter: the adapter that answers now; None for the base, and for a kept model that is not
+            loaded.
         version: its version; None without an adapter.
-        root: where it came from, as far as the caller may know.
-        parent: what its card calls its base; None for the base.
-        created_s: when it was loaded, Unix seconds.
+        root: its source, as far as the caller may know.
+        parent: the base on its card; None for the base itself.
+        created_s: the time of loading, Unix seconds.
     """
 
     name: str
@@ -54,8 +54,27 @@ class ServedModel:
 
     @property
     def headers(self) -> dict[str, str]:
-        """The headers of replies that say which version answers; none for the base."""
+        """The headers of replies that name the version; none for the base."""
         return {} if self.version is None else version_headers(self.version)
+
+
+@dataclass(frozen=True)
+class Load:
+    """A request to load an adapter.
+
+    Attributes:
+        name: the adapter's name on the wire.
+        path: its folder, absolute or under a root.
+        owner: the tenant that will own it; "" for the operator, whose adapters are everyone's.
+        is_replacing: True if it may replace an adapter of that name.
+        expected_version: the number of the version to replace; 0 for none.
+    """
+
+    name: str
+    path: str
+    owner: str
+    is_replacing: bool = False
+    expected_version: int | None = None
 
 
 class Catalog:
@@ -63,11 +82,11 @@ class Catalog:
 
     Attributes:
         names: the names of the base; replies have the first.
-        loader: what loads and unloads adapters.
+        loader: loads and unloads adapters.
         roots: the folders that adapters may come from.
         kept: the models of the server's store; None without one.
     Raises:
-        ServeError: a static module or a root cannot be.
+        ServeError: a static module or a root is invalid.
         PcgError: a static module cannot be loaded.
     """
 
@@ -83,12 +102,12 @@ class Catalog:
         self._resolver = Resolver(self.loader, self.roots)
         self.kept = None if store is None else KeptModels(store, self.loader)
         for module in modules:
-            self.check_free(module.name)
+            self._check_free(module.name)
             origin = Origin(str(module.path), self._created_s, module.base_model_name)
             self.loader.load_now(engine_name("", module.name), module.path, origin)
 
-    def check_free(self, name: str) -> None:
-        """Raise an AdapterError for a name that is the base's, or that names no adapter."""
+    def _check_free(self, name: str) -> None:
+        """Raise an AdapterError for a name of the base, or an invalid name."""
         if name in self.names:
             raise AdapterError(
                 f"The lora adapter name '{name}' conflicts with a served base model."
@@ -101,24 +120,29 @@ class Catalog:
         return ServedModel(self.names[0], None, None, name, None, self._created_s)
 
     def owned(self, adapter: str) -> Owned:
-        """Return whose an adapter or a job is, of the engine's name for it."""
+        """Return the owner of an adapter or a job, by the engine's name."""
         return owned(adapter)
 
     def here(self, tenant: str, name: str) -> ServedAdapter | None:
-        """Return the adapter of a tenant's that has the name, or the operator's; None without."""
-        there = self.loader.adapters
+        """Return the adapter of a tenant that has the name, or the operator's; None without."""
+        loaded = self.loader.adapters
         try:
-            of_engine = [engine_name(owner, name) for owner in (tenant, "")]
-        except AdapterError:  # nothing has such a name
+            names = [engine_name(owner, name) for owner in (tenant, "")]
+        except AdapterError:  # no adapter has such a name
             return None
-        return next((there[one] for one in of_engine if one in there), None)
+        return next((loaded[each] for each in names if each in loaded), None)
+
+    def owner_of(self, caller: Caller, name: str) -> str:
+        """Return the owner of the adapter that answers a caller; its own tenant without one."""
+        adapter = self.here(caller.tenant, name)
+        return caller.tenant if adapter is None else owned(adapter.name).tenant
 
     async def find(self, caller: Caller, name: str) -> ServedModel:
-        """Return the model that a caller names; an adapter under a root is loaded if need be.
+        """Return the model that a caller names; an adapter under a root is loaded if needed.
 
         Raises:
-            ApiError: 404, there is none of that name for this caller; 400 or 503, it is under a
-                root and cannot be loaded.
+            ApiError: 404, the caller has none of that name; 400 or 503, it is under a root and
+                cannot be loaded.
         """
         if name in self.names:
             return self.base
@@ -131,29 +155,29 @@ class Catalog:
             raise not_found(name)
         self.loader.used(adapter.name)
         model = self._model(caller, adapter)
-        await self._hash([model])
+        await self._learn([model])
         return model
 
     async def listed(self, caller: Caller) -> list[ServedModel]:
         """Return the models that a caller may use, with digests where loaded, the base first."""
         loaded = self.visible(caller)
-        await self._hash(loaded)
-        found = {model.name: model for model in loaded[1:]}
-        for name, one in ({} if self.kept is None else self.kept.of(caller.tenant)).items():
-            unloaded = ServedModel(name, None, None, name, self.names[0], one.created_s)
-            found.setdefault(name, unloaded)
-        return [self.base, *(found[name] for name in sorted(found))]
+        await self._learn(loaded)
+        models = {model.name: model for model in loaded[1:]}
+        for name, kept in ({} if self.kept is None else self.kept.of(caller.tenant)).items():
+            unloaded = ServedModel(name, None, None, name, self.names[0], kept.created_s)
+            models.setdefault(name, unloaded)
+        return [self.base, *(models[name] for name in sorted(models))]
 
     def visible(self, caller: Caller) -> list[ServedModel]:
-        """Return the models that a caller may use and that are loaded, the base first."""
+        """Return the loaded models that a caller may use, the base first."""
         mine: dict[str, ServedAdapter] = {}
-        for one, adapter in self.loader.adapters.items():
-            owner = owned(one)
+        for name, adapter in self.loader.adapters.items():
+            owner = owned(name)
             if owner.tenant == caller.tenant or (not owner.tenant and owner.name not in mine):
                 mine[owner.name] = adapter
         return [self.base, *(self._model(caller, mine[name]) for name in sorted(mine))]
 
-    async def _hash(self, models: Sequence[ServedModel]) -> None:
+    async def _learn(self, models: Sequence[ServedModel]) -> None:
         """Have the digests of models computed, each once."""
         versions = [model.version for model in models if model.version is not None]
         if any(version.known_digest is None for version in versions):
@@ -161,15 +185,104 @@ class Catalog:
 
     def _model(self, caller: Caller, adapter: ServedAdapter) -> ServedModel:
         owner, origin = owned(adapter.name), self.loader.origin(adapter.name)
-        is_told = owner.tenant == caller.tenant or Scope.ADMIN in caller.scopes
+        may_know = owner.tenant == caller.tenant or Scope.ADMIN in caller.scopes
         return ServedModel(
             owner.name,
             adapter,
             self._client.version_of(adapter),
-            origin.path if origin is not None and is_told else owner.name,
-            self.names[0] if origin is None or origin.parent is None else origin.parent,
-            self._created_s if origin is None else origin.created_s,
+            root=origin.path if origin is not None and may_know else owner.name,
+            parent=self.names[0] if origin is None or origin.parent is None else origin.parent,
+            created_s=self._created_s if origin is None else origin.created_s,
         )
+
+    async def load(self, asked: Load) -> AdapterVersion:
+        """Load an adapter, and return its version.
+
+        Raises:
+            ApiError: in vLLM's words, where it has them.
+        """
+        try:
+            self._check_free(asked.name)
+            name = engine_name(asked.owner, asked.name)
+        except AdapterError as error:
+            raise invalid(str(error)) from None
+        may_replace = asked.is_replacing or asked.expected_version is not None
+        if name in self.loader.adapters and not may_replace:
+            raise _already(asked.name)
+        directory = await asyncio.to_thread(self.roots.at, asked.path)
+        if directory is None:
+            raise ApiError(
+                404,
+                f"No adapter found for '{asked.path[:1024]}': it is no folder of a saved adapter "
+                "under --lora-roots.",
+                type="NotFoundError",
+                code=404,
+            )
+        try:
+            adapter = await self.loader.load(
+                name,
+                directory,
+                Origin(asked.path, int(time.time())),
+                tenant=asked.owner,
+                is_replacing=asked.is_replacing,
+                expected_version=asked.expected_version,
+            )
+        except AdapterConflictError as error:
+            if not may_replace and name in self.loader.adapters:  # another caller was faster
+                raise _already(asked.name) from None
+            raise _conflict(error, name) from None
+        version = self._client.version_of(adapter)
+        await learn_digests(self._client, [version])
+        return version
+
+    async def unload(self, name: str, owner: str) -> None:
+        """Unload an owner's adapter.
+
+        Raises:
+            ApiError: in vLLM's words, where it has them.
+        """
+        said = f"The lora adapter '{name[:256]}' cannot be found."
+        missing = ApiError(404, said, type="NotFoundError", code=404)
+        try:
+            of_engine = engine_name(owner, name)
+        except AdapterError:
+            raise missing from None
+        if of_engine not in self.loader.adapters:
+            raise missing
+        try:
+            await self.loader.unload(of_engine)
+        except AdapterNotFoundError:
+            raise missing from None
+        except AdapterConflictError as error:
+            raise _conflict(error, of_engine) from None
+
+    async def delete(self, caller: Caller, name: str) -> None:
+        """Unload an adapter for its owner; an administrator may unload the operator's, too.
+
+        A model of a job is no longer kept. Checkpoints of an unfinished job stay with it, which may
+        continue from them.
+
+        Raises:
+            ApiError: 404, this caller has none; 403, it is another's; 409, a job trains it.
+        """
+        adapter = self.here(caller.tenant, name)
+        if name in self.names:
+            raise ApiError(403, f"The model `{name}` is the base, and stays.", param="model")
+        was_kept = self.kept is not None and await self.kept.forget(caller.tenant, name)
+        if adapter is None:
+            if was_kept:
+                return
+            raise not_found(name)
+        owner = owned(adapter.name).tenant
+        if owner != caller.tenant and Scope.ADMIN not in caller.scopes:
+            raise ApiError(
+                403,
+                f"The model `{name}` is the operator's; a key with the scope 'admin' may delete "
+                "it.",
+                param="model",
+                code="insufficient_permissions",
+            )
+        await self.unload(name, owner)
 
 
 def version_headers(version: AdapterVersion) -> dict[str, str]:
@@ -177,3 +290,21 @@ def version_headers(version: AdapterVersion) -> dict[str, str]:
     digest = version.known_digest
     number = {"x-adapter-version": str(version.number)}
     return number if digest is None else {**number, "x-adapter-digest": digest}
+
+
+def invalid(message: str) -> ApiError:
+    """Return vLLM's error of an invalid field."""
+    return ApiError(400, message, type="InvalidUserInput", code=400)
+
+
+def _already(name: str) -> ApiError:
+    return invalid(
+        f"The lora adapter '{name}' has already been loaded. If you want to load the adapter in "
+        "place, set 'load_inplace' to True."
+    )
+
+
+def _conflict(error: AdapterConflictError, of_engine: str) -> ApiError:
+    """Return the error of a conflict, with the adapter's name on the wire."""
+    message = str(error).replace(of_engine, owned(of_engine).name)
+    return ApiError(409, message, code="conflict")

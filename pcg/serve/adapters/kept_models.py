@@ -1,14 +1,13 @@
 """Models that are kept in the server's store: those that jobs made, and their checkpoints.
 
-They are loaded when a request first names them, as adapters under `--lora-roots`, and are their
-tenants' own.
+They are loaded when a request first names them, as adapters under `--lora-roots`, and belong to
+their tenants.
 """
 
 from __future__ import annotations
 
 import asyncio
 import sqlite3
-import time
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,9 +17,10 @@ from pcg.runtime.adapters.cache import ServedAdapter
 from pcg.serve.adapters.loader import Loader, Origin
 from pcg.serve.engine.engine_names import engine_name
 from pcg.serve.store.store import Store
+from pcg.serve.store.tables import Table, now
 
 MODEL = "model"
-"""The folder, in that of a job, of the adapter that it ended with."""
+"""The folder of a job's final adapter, in the job's folder."""
 
 
 @dataclass(frozen=True)
@@ -40,23 +40,12 @@ class KeptModel:
     base: str | None
 
 
-def insert(connection: sqlite3.Connection, model: KeptModel) -> None:
-    """Keep a model, or another one of the name in its place."""
-    connection.execute(
-        "INSERT OR REPLACE INTO models (name, tenant, folder, created_s, base) "
-        "VALUES (?, ?, ?, ?, ?)",
-        (model.name, model.tenant, model.folder, model.created_s, model.base),
-    )
-
-
-def delete(connection: sqlite3.Connection, tenant: str, name: str) -> None:
-    """Keep a model no more."""
-    connection.execute("DELETE FROM models WHERE tenant = ? AND name = ?", (tenant, name))
+MODELS = Table("models", KeptModel)
 
 
 def folders(connection: sqlite3.Connection) -> set[str]:
     """Return the folders of all tenants' models."""
-    return {folder for (folder,) in connection.execute("SELECT folder FROM models")}
+    return {folder for (folder,) in MODELS.read(connection, "folder")}
 
 
 class KeptModels:
@@ -72,21 +61,17 @@ class KeptModels:
         self._loading: dict[tuple[str, str], asyncio.Task[ServedAdapter]] = {}
         self.on_forget: list[Callable[[str, Path], Awaitable[None]]] = []
 
-        def read(connection: sqlite3.Connection) -> list[KeptModel]:
-            rows = connection.execute("SELECT name, tenant, folder, created_s, base FROM models")
-            return [KeptModel(*row) for row in rows]
+        def shares(connection: sqlite3.Connection) -> list[tuple[str, str, str]]:
+            columns = "SELECT project, model, tenant FROM checkpoint_permissions"
+            return [tuple(row) for row in connection.execute(columns)]
 
-        def shared(connection: sqlite3.Connection) -> list[tuple[str, str, str]]:
-            found = "SELECT project, model, tenant FROM checkpoint_permissions"
-            return [(one, model, owner) for one, model, owner in connection.execute(found)]
-
-        found = store.database.read(read).result()
-        self._models = {(one.tenant, one.name): one for one in found}
-        rows = store.database.read(shared).result()
-        self._owners = {(project, name): owner for project, name, owner in rows}
+        rows = store.database.read(MODELS.select).result()
+        self._models = {(row.tenant, row.name): row for row in rows}
+        shared = store.database.read(shares).result()
+        self._owners = {(project, name): owner for project, name, owner in shared}
 
     def has(self, tenant: str, name: str) -> bool:
-        """Return True if a tenant keeps a model of that name as its own."""
+        """Return True if a tenant owns a model of that name."""
         return (tenant, name) in self._models
 
     def share(self, tenant: str, name: str, project: str) -> None:
@@ -99,7 +84,7 @@ class KeptModels:
 
     def of(self, tenant: str) -> Mapping[str, KeptModel]:
         """Return the models by name that a tenant may use."""
-        keys = [(owner, name) for (one, name), owner in self._owners.items() if one == tenant]
+        keys = [(owner, name) for (user, name), owner in self._owners.items() if user == tenant]
         keys += [(owner, name) for owner, name in self._models if owner == tenant]
         return {name: self._models[owner, name] for owner, name in keys}
 
@@ -109,22 +94,22 @@ class KeptModels:
         self._loader.adopt(engine_name(model.tenant, model.name), _origin(model))
 
     async def resolve(self, tenant: str, name: str) -> ServedAdapter | None:
-        """Return a model that a tenant may use, which is loaded; None if there is none.
+        """Load a model that a tenant may use, and return it; None for an unknown name.
 
         Raises:
-            ApiError: as `Loader.load`.
+            ApiError: see `Loader.load`.
         """
         owner = tenant if self.has(tenant, name) else self._owners.get((tenant, name))
         if owner is None:
             return None
-        asking, tenant, model = tenant, owner, self._models[owner, name]
-        there = self._loader.adapters.get(engine_name(owner, name))
-        if there is not None:
-            return there
-        task = self._loading.get((tenant, name))
+        loaded = self._loader.adapters.get(engine_name(owner, name))
+        if loaded is not None:
+            return loaded
+        task = self._loading.get((owner, name))
         if task is None:
-            task = self._loading[tenant, name] = asyncio.create_task(self._load(model, asking))
-            task.add_done_callback(lambda _: self._loading.pop((tenant, name)))
+            load = self._load(self._models[owner, name], tenant)
+            task = self._loading[owner, name] = asyncio.create_task(load)
+            task.add_done_callback(lambda _: self._loading.pop((owner, name)))
         return await asyncio.shield(task)
 
     async def _load(self, model: KeptModel, tenant: str) -> ServedAdapter:
@@ -133,27 +118,33 @@ class KeptModels:
             path = self._store.folder / model.folder
             return await self._loader.load(of_engine, path, _origin(model), tenant=tenant)
         except AdapterConflictError:  # its job has published it meanwhile
-            there = self._loader.adapters.get(of_engine)
-            if there is None:
+            published = self._loader.adapters.get(of_engine)
+            if published is None:
                 raise
-            return there
+            return published
 
-    async def forget(self, tenant: str, name: str) -> Path | None:
-        """Keep a model no more; returns the folder that it had, or None if there is none."""
+    async def drop(self, tenant: str, name: str) -> Path | None:
+        """Keep a model no more; return its folder, or None for an unknown name."""
         model = self._models.get((tenant, name))
         if model is None:
             return None
         write = self._store.database.write(
-            lambda one: delete(one, tenant, name), may_use_reserve=True
+            lambda db: MODELS.delete(db, tenant=tenant, name=name), may_use_reserve=True
         )
         await asyncio.wrap_future(write)
         self._models.pop((tenant, name), None)
         self._owners = {
-            (project, one): owner
-            for (project, one), owner in self._owners.items()
-            if (owner, one) != (tenant, name)
+            key: owner for key, owner in self._owners.items() if (owner, key[1]) != (tenant, name)
         }
         return self._store.folder / model.folder
+
+    async def forget(self, tenant: str, name: str) -> bool:
+        """Drop a model for its owner, and tell `on_forget`; return False for an unknown name."""
+        folder = await self.drop(tenant, name)
+        if folder is not None:
+            for tell in self.on_forget:
+                await tell(tenant, folder)
+        return folder is not None
 
 
 def _origin(model: KeptModel) -> Origin:
@@ -161,5 +152,5 @@ def _origin(model: KeptModel) -> Origin:
 
 
 def new_model(name: str, tenant: str, folder: str, base: str | None) -> KeptModel:
-    """Return a model that is made now."""
-    return KeptModel(name, tenant, folder, int(time.time()), base)
+    """Return the row of a new model."""
+    return KeptModel(name, tenant, folder, now(), base)

@@ -1,9 +1,9 @@
-"""The loader: adapters into the engine and out of it, and the bound of how many are there.
+"""The loader: adapters into the engine and out of it, and the bound of their number.
 
-All adapters are in the host's memory, so their number is bounded. Those that were found under a
-root are unloaded for others, the least recently used first, unless they are pinned: who names one
-has it loaded again. What somebody loaded by name stays until somebody unloads it. Where all places
-are taken by adapters that come just now, the next ones wait in turn.
+All adapters are in the host's memory, so their number is bounded. Those found under a root are
+unloaded for others, the least recently used first, unless they are pinned: a request that names one
+has it loaded again. An adapter that was loaded by name stays until it is unloaded. Where all places
+are taken by adapters that are being loaded, the next ones wait in turn.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from pcg.serve.http.errors import ApiError
 
 @dataclass(frozen=True)
 class Origin:
-    """Tells where an adapter came from.
+    """The source of an adapter.
 
     Attributes:
-        path: its folder as whoever loaded it wrote it.
-        created_s: when it was loaded, Unix seconds.
-        parent: what its card calls its base; None for the base's own name.
+        path: its folder as the caller wrote it.
+        created_s: time of loading, Unix seconds.
+        parent: the base on its card; None for the base's own name.
         is_found: True if it may be unloaded for others: it was found under a root by its name.
     """
 
@@ -60,15 +60,15 @@ class Loader:
 
     @property
     def adapters(self) -> Mapping[str, ServedAdapter]:
-        """The adapters that are there, by the engine's names."""
+        """The loaded adapters, by the engine's names."""
         return self._client.adapters
 
     def origin(self, name: str) -> Origin | None:
-        """Return where an adapter came from; None for one that a job made, or the library."""
+        """Return the source of an adapter; None for an adapter of a job or of the library."""
         return self._origins.get(name)
 
     def adopt(self, name: str, origin: Origin) -> None:
-        """Note where an adapter may be loaded from again, which a job may have published."""
+        """Note the source of an adapter that a job may have published."""
         if name in self.adapters:
             self._origins[name] = origin
             self.used(name)
@@ -94,10 +94,10 @@ class Loader:
         is_replacing: bool = False,
         expected_version: int | None = None,
     ) -> ServedAdapter:
-        """Load an adapter while steps go on; where as many are there as may be, it waits in turn.
+        """Load an adapter while steps run; it waits in turn if the most adapters are loaded.
 
         Args:
-            tenant: who asks for it.
+            tenant: the tenant that asks for it.
         Raises:
             AdapterConflictError: as `Executor.add_adapter`.
             ApiError: 400, it cannot be read, or is for another base; 503, there are too many, and
@@ -120,7 +120,7 @@ class Loader:
     async def take(
         self, name: str, origin: Origin, come: Callable[[], Awaitable[object]], *, tenant: str = ""
     ) -> None:
-        """Take an adapter that the engine makes itself, and that its origin has, too.
+        """Make room for an adapter that the engine makes itself, and note its source.
 
         Args:
             come: has the engine serve it.
@@ -152,8 +152,8 @@ class Loader:
         waits, those that may go are unloaded one by one, and each that is loaded meanwhile is one
         of them.
         """
-        there = self.adapters.keys() | self._coming
-        if name in there or (len(there) < self._most and not any(self._waiting.values())):
+        present = self.adapters.keys() | self._coming
+        if name in present or (len(present) < self._most and not any(self._waiting.values())):
             self._coming.add(name)
             return
         place: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -190,16 +190,16 @@ class Loader:
     async def _hand_out_places(self) -> None:
         while (turn := self._next_turn()) is not None:
             place, name = turn
-            there = self.adapters.keys() | self._coming
-            if name in there or len(there) < self._most:
+            present = self.adapters.keys() | self._coming
+            if name in present or len(present) < self._most:
                 self._coming.add(name)
                 self._take_turn(place, None)
                 continue
-            last = next((one for one in self._used if self._may_go(one)), None)
+            last = next((each for each in self._used if self._may_go(each)), None)
             if last is None and self._coming:
                 return  # goes on when these have come
             if last is None:
-                self._take_turn(place, self._too_many(len(there)))
+                self._take_turn(place, self._too_many(len(present)))
                 continue
             del self._used[last]
             try:
@@ -242,14 +242,14 @@ class Loader:
 
 async def learn_digests(client: EngineClient, versions: Sequence[AdapterVersion]) -> None:
     """Have the engine compute the digests of versions."""
-    digests = await asyncio.wrap_future(client.call(Hash([one.key for one in versions])))
+    digests = await asyncio.wrap_future(client.call(Hash([version.key for version in versions])))
     for version, digest in zip(versions, digests, strict=True):
         if digest is not None:
             version.learn(digest)
 
 
 def as_asked(message: str, directory: Path, asked: str) -> str:
-    """Return a message with an adapter's folder as the client wrote it, also where it was cut."""
+    """Return a message with an adapter's folder as the client wrote it, even if it is cut."""
     files = (directory, directory / CONFIG, directory / WEIGHTS, directory / SUMS)
     for path in (str(directory), *map(shown_path, files)):
         message = message.replace(path, asked)
@@ -257,5 +257,5 @@ def as_asked(message: str, directory: Path, asked: str) -> str:
 
 
 def refusal(message: str) -> ApiError:
-    """Return the error of an adapter that is there and cannot be loaded."""
+    """Return the error of an adapter that cannot be loaded."""
     return ApiError(400, message, code="invalid_adapter")

@@ -1,15 +1,11 @@
-"""Folders of adapters, and the adapters that are loaded from them by name.
-
-Roots: the folders from which adapters may be loaded, and no others.
+"""Folders of adapters: `--lora-roots`, static `--lora-modules`, and loading from them by name.
 
 A name becomes one folder right under a root. A path of a client lies under a root, or is a static
-module's, after all links are followed; so do the files that are read. What is elsewhere does not
-exist: clients learn nothing of the machine's files.
+module's, after all links are followed; so do the files that are read. Other paths do not exist, so
+that clients learn nothing of the machine's files.
 
-The resolver: adapters under `--lora-roots`, loaded when a request first names them.
-
-A name is one folder right under a root (`roots.py`). Requests that name it while it is loaded wait
-for the one load; one that failed is tried again after a while, so that asking again costs nothing.
+Requests that name an adapter while it is loaded wait for the one load. A load that failed is tried
+again after a while, so that repeated requests cost nothing.
 """
 
 from __future__ import annotations
@@ -17,17 +13,19 @@ from __future__ import annotations
 import asyncio
 import os
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
+
+import msgspec
 
 from pcg.errors import AdapterConflictError, ServeError
-from pcg.files import SUMS
+from pcg.files import SUMS, expanded, is_file, shown_path
 from pcg.peft.adapter_files import CONFIG, WEIGHTS
 from pcg.runtime.adapters.cache import ServedAdapter
 from pcg.serve.adapters.loader import Loader, Origin, refusal
 from pcg.serve.http.errors import ApiError
-
-# -------------------------------------------------------------------------------------------- roots
 
 
 class Roots:
@@ -35,7 +33,7 @@ class Roots:
 
     Args:
         folders: adapters lie in folders under them.
-        modules: adapters that may be loaded beside these, such as static modules.
+        modules: folders of further adapters, such as static modules.
     Raises:
         ServeError: a root is no folder.
     """
@@ -56,20 +54,20 @@ class Roots:
         is_one_part = name == os.path.basename(name) and not name.startswith(".")
         if not is_one_part or "\\" in name or not name:
             return None
-        return next(self._found(name, self._folders), None)
+        return next(self._within(name, self._folders), None)
 
     def at(self, path: str) -> Path | None:
         """Return the adapter at a path, absolute or under a root; None if it may not be read."""
         if not path:
             return None
-        found = next(self._found(path, self._folders), None)
-        if found is None and os.path.isabs(path):
-            modules = (module for module in self._modules if str(module) == _real(path))
-            found = next((one for module in modules for one in self._found("", [module])), None)
-        return found
+        directory = next(self._within(path, self._folders), None)
+        if directory is None and os.path.isabs(path):
+            modules = [module for module in self._modules if str(module) == _real(path)]
+            directory = next((each for m in modules for each in self._within("", [m])), None)
+        return directory
 
-    def _found(self, path: str, within: Iterable[Path]) -> Iterator[Path]:
-        for root in within:
+    def _within(self, path: str, roots: Iterable[Path]) -> Iterator[Path]:
+        for root in roots:
             try:
                 # A root followed by an absolute path is that path.
                 directory = Path(os.path.realpath(root / path))
@@ -92,9 +90,6 @@ def _has_files_within(directory: Path, root: Path) -> bool:
     return files[0].is_file() and all(file.is_relative_to(root) for file in files)
 
 
-# ----------------------------------------------------------------------------------------- resolver
-
-
 _AGAIN_S = 5.0
 """Time after which an adapter that could not be loaded is tried again, seconds."""
 _FAILED = 1024
@@ -111,10 +106,10 @@ class Resolver:
         self._failed: dict[str, tuple[float, str]] = {}
 
     async def resolve(self, name: str, tenant: str) -> ServedAdapter | None:
-        """Return the adapter of that name, for a tenant that asks; None if no root has one.
+        """Load the adapter of a name for a tenant, and return it; None if no root has it.
 
         Raises:
-            ApiError: 400, it is there and cannot be loaded; 503, there is no room for it.
+            ApiError: 400, it cannot be loaded; 503, there is no room for it.
         """
         if not self._roots:
             return None
@@ -124,7 +119,7 @@ class Resolver:
         task = self._loading.get(name)
         if task is None:
             task = self._loading[name] = asyncio.create_task(self._load(name, tenant))
-            task.add_done_callback(lambda done: self._end(name, done))
+            task.add_done_callback(lambda task: self._end(name, task))
         return await asyncio.shield(task)
 
     async def _load(self, name: str, tenant: str) -> ServedAdapter | None:
@@ -137,11 +132,68 @@ class Resolver:
         except AdapterConflictError:  # somebody loaded it by hand meanwhile
             return self._loader.adapters.get(name)
 
-    def _end(self, name: str, done: asyncio.Task[ServedAdapter | None]) -> None:
+    def _end(self, name: str, task: asyncio.Task[ServedAdapter | None]) -> None:
         del self._loading[name]
-        error = None if done.cancelled() else done.exception()
+        error = None if task.cancelled() else task.exception()
         self._failed.pop(name, None)
         if isinstance(error, ApiError) and error.status_code == 400:
             if len(self._failed) == _FAILED:
                 del self._failed[next(iter(self._failed))]
             self._failed[name] = time.monotonic() + _AGAIN_S, str(error.detail)
+
+
+@dataclass(frozen=True)
+class LoraModule:
+    """A static adapter; `base_model_name` is the parent on its card, if it has one."""
+
+    name: str
+    path: Path
+    base_model_name: str | None = None
+
+
+def parse_modules(texts: Sequence[str]) -> list[LoraModule]:
+    """Parse `NAME=PATH`, or a JSON object of name, path and base_model_name, as vLLM does.
+
+    Raises:
+        ServeError: a text is neither, or a name comes twice.
+    """
+    modules = [_parse(text) for text in texts]
+    names = [module.name for module in modules]
+    for name in names:
+        if names.count(name) > 1:
+            raise ServeError(f"--lora-modules has {name!r} twice; give each its own name")
+    return modules
+
+
+def check_modules(texts: Sequence[str]) -> None:
+    """Raise a ServeError for an invalid module, or a folder without an adapter."""
+    for module in parse_modules(texts):
+        if not is_file(module.path / CONFIG):
+            raise ServeError(
+                f"--lora-modules {module.name}={shown_path(module.path)}: no {CONFIG} is there; "
+                "give the folder of a saved adapter"
+            )
+
+
+class _Fields(msgspec.Struct, forbid_unknown_fields=True):
+    name: Annotated[str, msgspec.Meta(min_length=1)]
+    path: Annotated[str, msgspec.Meta(min_length=1)]
+    base_model_name: str | None = None
+
+
+def _parse(text: str) -> LoraModule:
+    name, equals, path = text.partition("=")
+    if not text.lstrip().startswith("{"):
+        if name and equals and path:
+            return LoraModule(name, expanded(path))
+    else:
+        try:
+            fields = msgspec.json.decode(text, type=_Fields)
+            return LoraModule(fields.name, expanded(fields.path), fields.base_model_name or None)
+        except msgspec.ValidationError:
+            pass
+        except msgspec.DecodeError as error:
+            raise ServeError(f"--lora-modules {text} is no JSON: {error}") from error
+    raise ServeError(
+        f'--lora-modules {text}; use NAME=PATH, or {{"name": …, "path": …, "base_model_name": …}}'
+    )

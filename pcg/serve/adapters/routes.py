@@ -1,38 +1,43 @@
-"""vLLM's endpoints that load and unload adapters, with their words and statuses.
+"""Endpoints of vLLM and SGLang that load and unload adapters, and that trainers use.
 
-`expected_version` compares and swaps, `owner` and `shared` say whose the adapter is; these are our
+`expected_version` compares and swaps, `owner` and `shared` name the adapter's owner; these are our
 own. The version that was loaded is in the headers `x-adapter-version` and `x-adapter-digest`.
+
+Trainers of others use a server as their sampler: TRL's AsyncGRPO pauses the server, writes an
+adapter, loads it under a new name and resumes the server (docs/grpo.md). Requests meanwhile wait.
 """
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+import asyncio
+from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Depends
-from pydantic import Field
-from starlette.responses import PlainTextResponse
+from pydantic import BaseModel, Field
+from starlette.responses import PlainTextResponse, Response
 
 from pcg.keys import Scope
-from pcg.serve.adapters.catalog import version_headers
-from pcg.serve.adapters.changes import Load, invalid, load, owner_of, unload
+from pcg.runtime.engine.commands import GoOn, Pause
+from pcg.serve.adapters.catalog import Catalog, Load, invalid, version_headers
 from pcg.serve.http.caller import Caller, requires
-from pcg.serve.http.service import LongBodyRoute, Service, ServiceDependency
+from pcg.serve.http.errors import ApiError, ErrorBody
+from pcg.serve.http.service import LongBodyRoute, ServiceDependency, part
 from pcg.serve.http.wire import WireModel
 
-router = APIRouter(prefix="/v1", tags=["adapters"], route_class=LongBodyRoute)
+router = APIRouter(route_class=LongBodyRoute)
 
 Admin = Annotated[Caller, Depends(requires(Scope.ADMIN))]
+CatalogPart = Annotated[Catalog, part(Catalog)]
 LongText = Annotated[str, Field(max_length=4096)]
-_PLAIN: dict[int | str, dict[str, Any]] = {
-    200: {"content": {"text/plain": {"schema": {"type": "string"}}}}
-}
+PAUSE_S = 600.0
+"""The longest pause: a client that never returns stops nobody for longer."""
 
 
 class _Owned(WireModel):
     """The owner of an adapter; `shared` makes it everyone's.
 
-    By default it is whose adapter of that name the key's requests are answered by, if there is one,
-    else the key's tenant.
+    By default it is the owner of the adapter of that name that answers the key's requests, without
+    one the key's tenant.
     """
 
     lora_name: LongText = ""
@@ -40,14 +45,14 @@ class _Owned(WireModel):
     owner: Annotated[str, Field(pattern=r"^[A-Za-z0-9._-]{1,64}$")] | None = None
     shared: bool | None = None
 
-    def owner_for(self, service: Service, caller: Caller) -> str:
+    def owner_for(self, catalog: Catalog, caller: Caller) -> str:
         """Return the tenant that owns the adapter; "" for the operator."""
         if self.shared and self.owner is not None:
             raise invalid("'shared' adapters have no 'owner'; leave one of them out.")
         if self.shared or self.owner is not None:
             return self.owner or ""
-        is_own_only = self.shared is not None
-        return caller.tenant if is_own_only else owner_of(service, caller, self.lora_name)
+        is_private = self.shared is not None
+        return caller.tenant if is_private else catalog.owner_of(caller, self.lora_name)
 
 
 class LoadBody(_Owned):
@@ -65,9 +70,85 @@ class UnloadBody(_Owned):
     lora_int_id: int | None = None
 
 
-@router.post("/load_lora_adapter", responses=_PLAIN)
+class SglangLoad(WireModel):
+    """An adapter to load. `pinned` has no effect: adapters loaded by name stay."""
+
+    lora_name: LongText
+    lora_path: LongText
+    pinned: bool = False
+
+
+class SglangUnload(WireModel):
+    """An adapter to unload."""
+
+    lora_name: LongText
+
+
+class LoadedAdapters(BaseModel):
+    """The end of a load or an unload, and the loaded adapters, by name with their paths."""
+
+    success: bool
+    error_message: str
+    loaded_adapters: dict[str, str]
+
+
+class ModelConfig(BaseModel):
+    """The base: its name, its dtype as torch names it, and the most tokens."""
+
+    model: str
+    dtype: str
+    max_model_len: int | None
+
+
+class LoraConfig(BaseModel):
+    """The most adapters at once, and their highest rank."""
+
+    max_lora_rank: int
+    max_loras: int
+
+
+class ParallelConfig(BaseModel):
+    """One engine, which every loaded adapter reaches."""
+
+    data_parallel_size: int = 1
+    tensor_parallel_size: int = 1
+
+
+class EngineConfig(BaseModel):
+    """The configuration, as far as trainers read it.
+
+    `lora_config` is None where no adapters can be loaded, as `--lora-roots` names no folder.
+    """
+
+    base: Annotated[ModelConfig, Field(serialization_alias="model_config")]
+    lora_config: LoraConfig | None
+    parallel_config: ParallelConfig
+    weight_transfer_config: None = None
+
+
+class ServerInfo(BaseModel):
+    """The configuration, under vLLM's name."""
+
+    vllm_config: EngineConfig
+
+
+class State(BaseModel):
+    """The state of the engine."""
+
+    status: Literal["paused", "resumed"]
+
+
+_PLAIN: dict[int | str, dict[str, Any]] = {
+    200: {"content": {"text/plain": {"schema": {"type": "string"}}}}
+}
+_REFUSED: dict[int | str, dict[str, Any]] = {
+    400: {"model": LoadedAdapters | ErrorBody, "description": "It cannot be."}
+}
+
+
+@router.post("/v1/load_lora_adapter", responses=_PLAIN, tags=["adapters"])
 async def load_lora_adapter(
-    body: LoadBody, service: ServiceDependency, caller: Admin
+    body: LoadBody, caller: Admin, catalog: CatalogPart
 ) -> PlainTextResponse:
     """Load an adapter from a folder under the roots, or replace one in place."""
     if not body.lora_name or not body.lora_path:
@@ -77,22 +158,100 @@ async def load_lora_adapter(
     asked = Load(
         body.lora_name,
         body.lora_path,
-        body.owner_for(service, caller),
-        body.load_inplace,
-        body.expected_version,
+        body.owner_for(catalog, caller),
+        is_replacing=body.load_inplace,
+        expected_version=body.expected_version,
     )
-    version = await load(service, asked)
+    version = await catalog.load(asked)
     text = f"Success: LoRA adapter '{body.lora_name}' added successfully."
     return PlainTextResponse(text, headers=version_headers(version))
 
 
-@router.post("/unload_lora_adapter", responses=_PLAIN)
+@router.post("/v1/unload_lora_adapter", responses=_PLAIN, tags=["adapters"])
 async def unload_lora_adapter(
-    body: UnloadBody, service: ServiceDependency, caller: Admin
+    body: UnloadBody, caller: Admin, catalog: CatalogPart
 ) -> PlainTextResponse:
     """Unload an adapter; requests that it answers end on it."""
     if not body.lora_name:
         raise invalid("'lora_name' needs to be provided to unload a LoRA adapter.")
-    await unload(service, body.lora_name, body.owner_for(service, caller))
+    await catalog.unload(body.lora_name, body.owner_for(catalog, caller))
     text = f"Success: LoRA adapter '{body.lora_name}' removed successfully."
     return PlainTextResponse(text)
+
+
+@router.post(
+    "/load_lora_adapter",
+    response_model=LoadedAdapters,
+    responses=_REFUSED,
+    tags=["adapters"],
+    name="load_lora_adapter",
+)
+async def load_as_sglang(body: SglangLoad, caller: Admin, catalog: CatalogPart) -> Response:
+    """Load an adapter from a folder under the roots."""
+    try:
+        owner = catalog.owner_of(caller, body.lora_name)
+        await catalog.load(Load(body.lora_name, body.lora_path, owner))
+    except ApiError as error:
+        return _loaded(catalog, caller, error)
+    return _loaded(catalog, caller)
+
+
+@router.post(
+    "/unload_lora_adapter",
+    response_model=LoadedAdapters,
+    responses=_REFUSED,
+    tags=["adapters"],
+    name="unload_lora_adapter",
+)
+async def unload_as_sglang(body: SglangUnload, caller: Admin, catalog: CatalogPart) -> Response:
+    """Unload an adapter; requests that it answers end on it."""
+    try:
+        await catalog.unload(body.lora_name, catalog.owner_of(caller, body.lora_name))
+    except ApiError as error:
+        return _loaded(catalog, caller, error)
+    return _loaded(catalog, caller)
+
+
+def _loaded(catalog: Catalog, caller: Caller, error: ApiError | None = None) -> Response:
+    reply = LoadedAdapters(
+        success=error is None,
+        error_message="" if error is None else str(error.detail),
+        loaded_adapters={model.name: model.root for model in catalog.visible(caller)[1:]},
+    )
+    status = 200 if error is None else 400
+    return Response(reply.model_dump_json(), status, media_type="application/json")
+
+
+@router.get("/server_info", dependencies=[Depends(requires(Scope.INFER))], tags=["server"])
+async def server_info(
+    service: ServiceDependency, catalog: CatalogPart, config_format: Literal["json"] = "json"
+) -> ServerInfo:
+    """Return the configuration as vLLM's trainers read it."""
+    facts, options = service.client.facts, service.options
+    loads = LoraConfig(max_lora_rank=options.max_lora_rank, max_loras=options.max_cpu_loras)
+    base = ModelConfig(
+        model=catalog.base.name, dtype=facts.dtype, max_model_len=service.max_model_len
+    )
+    config = EngineConfig(
+        base=base,
+        lora_config=loads if options.lora_roots else None,
+        parallel_config=ParallelConfig(),
+    )
+    return ServerInfo(vllm_config=config)
+
+
+@router.post("/pause", dependencies=[Depends(requires(Scope.ADMIN))], tags=["server"])
+async def pause(service: ServiceDependency, mode: Literal["keep"]) -> State:
+    """Run no step until /resume, of requests or of jobs; they are kept, and new ones wait.
+
+    It ends by itself after ten minutes, and where the server drains.
+    """
+    await asyncio.wrap_future(service.client.call(Pause(PAUSE_S)))
+    return State(status="paused")
+
+
+@router.post("/resume", dependencies=[Depends(requires(Scope.ADMIN))], tags=["server"])
+async def resume(service: ServiceDependency) -> State:
+    """Run steps again."""
+    await asyncio.wrap_future(service.client.call(GoOn()))
+    return State(status="resumed")

@@ -119,11 +119,11 @@ def _add_checkpoint(
     if not records.add_checkpoint(connection, job.id, step, name, shown):
         return
     model = new_model(name, job.tenant, folder.relative(folder.saved()[step]), job.base)
-    kept_models.insert(connection, model)
+    kept_models.MODELS.insert(connection, model, "OR REPLACE")
     changes.new.append(model)
     for old in records.checkpoints(connection, job.id)[KEPT_CHECKPOINTS:]:
         records.CHECKPOINTS.delete(connection, id=old.id)
-        kept_models.delete(connection, job.tenant, old.model)
+        kept_models.MODELS.delete(connection, tenant=job.tenant, name=old.model)
         changes.gone.append(old.model)
     hold_folder(connection, job.id, job.tenant, folder.held_bytes())
 
@@ -182,7 +182,7 @@ async def keep_results(
             if changed is None:
                 raise _Over
             FILES.insert(connection, result)
-            kept_models.insert(connection, model)
+            kept_models.MODELS.insert(connection, model, "OR REPLACE")
             records.say(connection, job.id, f"New fine-tuned model created: {job.name}")
             records.say(connection, job.id, "The job has successfully completed")
             return model

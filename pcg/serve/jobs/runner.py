@@ -425,7 +425,7 @@ class JobRunner:
             if model.name not in changes.gone:
                 self._kept.put(model)
         for name in changes.gone:
-            folder = await self._kept.forget(job.tenant, name)
+            folder = await self._kept.drop(job.tenant, name)
             await self._unload(job.tenant, name)
             if folder is not None:
                 await asyncio.to_thread(rmtree, folder, True)

@@ -16,7 +16,6 @@ from pcg.errors import GenerationError
 from pcg.keys import Scope
 from pcg.runtime.text.tokenizer import Tokenizer
 from pcg.serve.adapters.catalog import Catalog, ServedModel
-from pcg.serve.adapters.changes import delete
 from pcg.serve.http.caller import Caller, requires
 from pcg.serve.http.errors import ApiError
 from pcg.serve.http.service import (
@@ -197,11 +196,11 @@ async def get_model(
 @router.delete("/v1/models/{model:path}", tags=["models"])
 async def delete_model(
     model: str,
-    service: ServiceDependency,
+    catalog: CatalogPart,
     caller: Annotated[Caller, Depends(requires(Scope.TRAIN))],
 ) -> DeletedModel:
     """Unload an adapter of the key's tenant; requests that it answers end on it."""
-    await delete(service, caller, model)
+    await catalog.delete(caller, model)
     return DeletedModel(id=model)
 
 

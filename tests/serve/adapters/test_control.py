@@ -12,7 +12,7 @@ import pytest
 from pcg.keys import Keys
 from pcg.runtime.engine.commands import Taken
 from pcg.runtime.executor import Executor
-from pcg.serve.adapters import control
+from pcg.serve.adapters import routes
 from pcg.serve.http.service import Service
 from tests.support import serving
 
@@ -100,7 +100,7 @@ def test_a_pause_keeps_what_is_asked_until_the_end(service: Service) -> None:
 def test_a_pause_that_nobody_ends_ends_by_itself(
     service: Service, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(control, "PAUSE_S", 0.01)
+    monkeypatch.setattr(routes, "PAUSE_S", 0.01)
     headers = serving.headers_of("all")
     assert serving.ask(service, "POST", "/pause?mode=keep", headers).status_code == 200
     body = {"model": serving.MODEL, "prompt": "ab", "max_tokens": 3}

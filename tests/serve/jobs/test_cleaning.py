@@ -50,7 +50,7 @@ def made(store: Store, id: str, status: str | None, *, named: bool = True) -> Jo
         hold_folder(connection, id, "t", 10**6)
         for name in ("model", "checkpoints/step-00000002") if named else ():
             model = KeptModel(f"{id}:{name}", "t", f"jobs/{id}/{name}", now(), None)
-            kept_models.insert(connection, model)
+            kept_models.MODELS.insert(connection, model)
         if status is None:
             connection.execute("DELETE FROM jobs WHERE id = ?", (id,))
 
