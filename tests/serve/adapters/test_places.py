@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from pcg.errors import AdapterNotFoundError, EngineError
+from pcg.runtime.engine.commands import AddAdapter
 from pcg.serve.adapters.loader import Loader, Origin
 from pcg.serve.http.errors import ApiError
 
@@ -25,18 +26,16 @@ class Client:
         self.loads: dict[str, Future[Any]] = {}
         self.order: list[str] = []
 
-    def add_adapter(self, name: str, directory: Path, **options: Any) -> Future[Any]:
-        self.order.append(name)
-        self.loads[name] = Future()
-        return self.loads[name]
-
-    def remove_adapter(self, name: str) -> Future[None]:
-        done: Future[None] = Future()
-        if self.adapters.pop(name, None) is None:
-            done.set_exception(AdapterNotFoundError(name))
+    def call(self, command: Any) -> Future[Any]:
+        future: Future[Any] = Future()
+        if isinstance(command, AddAdapter):
+            self.order.append(command.name)
+            self.loads[command.name] = future
+        elif self.adapters.pop(command.name, None) is None:
+            future.set_exception(AdapterNotFoundError(command.name))
         else:
-            done.set_result(None)
-        return done
+            future.set_result(None)
+        return future
 
     def end(self, name: str, error: Exception | None = None) -> None:
         if error is None:

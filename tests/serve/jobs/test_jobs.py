@@ -295,7 +295,7 @@ def test_rows_of_tokens(client: openai.OpenAI) -> None:
     [
         (
             {"method": {"type": "reinforcement", "reinforcement": {"grader": {"type": "python"}}}},
-            "method.reinforcement.grader.source is missing",
+            "method.reinforcement.grader: Object missing required field",
         ),
         ({"method": {"type": "magic"}}, "'magic' is not one of"),
         ({"hyperparameters": {"n_epochs": 1}}, "not both"),
