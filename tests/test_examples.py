@@ -1,5 +1,9 @@
 """Adapters that ship answer signatures that they never saw, in pcg and in peft; examples run."""
 
+import asyncio
+import inspect
+import math
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -55,6 +59,21 @@ def test_peft_answers_the_same(name: str, rows: dict[str, list[dict[str, str]]])
         length = inputs["input_ids"].shape[1]
         completion = executor.generate(row["prompt"], name, max_new_tokens=48)
         assert list(completion.token_ids) == tokens[length:].tolist()
+
+
+@pytest.mark.parametrize("name", ["sft", "dpo", "grpo"])
+def test_loops_train(name: str) -> None:
+    train = runpy.run_path(str(EXAMPLES / f"loops/{name}.py"))["train"]
+    executor = pcg.compile(EXAMPLES / "checkpoint", dtype="float32")
+    trained = train(executor, 3)
+    numbers = asyncio.run(trained) if inspect.iscoroutine(trained) else trained
+    assert len(numbers) == 3
+    if name == "grpo":
+        assert all(map(math.isfinite, numbers))
+    else:
+        assert numbers[-1] < numbers[0]
+    (adapter,) = executor.adapters
+    assert executor.generate([[5, 8]], adapter, max_new_tokens=2)[0].token_ids
 
 
 @pytest.mark.slow
