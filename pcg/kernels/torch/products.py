@@ -235,7 +235,8 @@ class LinearProduct(Product):
         return [outputs]
 
     def run(self) -> None:
-        x = self._take_x()
+        x, self._x = self._x, None
+        assert x is not None
         if self.is_whole:
             first: Any = self.weights[0]
             self._outputs = linear(x, first, first.group_bias)
@@ -260,7 +261,7 @@ class LinearProduct(Product):
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """x Wᵀ (+ b); the weight is plain, packed by oneDNN, or in another process."""
-    if is_remote(weight):
+    if weight.is_meta:  # as `is_remote` tells, without another call
         y = remote_of(weight).linear(x, ())
         return y if bias is None else y.add_(bias)
     if weight.is_mkldnn or (_is_onednn_faster(x) and x.dtype is torch.float32):
@@ -337,7 +338,10 @@ def product(
     outs], that may be written over.
     """
     key = (batch.layer, name, len(weights), bool(biases))
-    return LinearProduct(key, x, weights, biases, whole).requested()
+    request = LinearProduct(key, x, weights, biases, whole)
+    yield request
+    outputs, request._outputs = request._outputs, None
+    return outputs
 
 
 def experts(x: Tensor, indices: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
