@@ -50,7 +50,7 @@ from pcg.compiler import compile_program
 from pcg.runtime.model.weights import Checkpoint
 from pcg.source import resolve
 from pcg.split.base.base_executor import BaseExecutor
-from pcg.split.base.held_layers import executor_of
+from pcg.split.base.serve_base import executor_of
 
 MIB = 2**20
 SIZES = ((1, 16), (1, 32))

@@ -135,7 +135,7 @@ def serve_alone(
 
     def load() -> BaseExecutor:
         if options.layers is not None:
-            from pcg.split.base.held_layers import layers_executor
+            from pcg.split.base.serve_base import layers_executor
 
             dtype = compiling.get("dtype")
             base = BaseExecutor(layers_executor(model, options.layers, dtype, place.device))

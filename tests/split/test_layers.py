@@ -17,8 +17,8 @@ from pcg.runtime.data.example import Example
 from pcg.runtime.model.weights import StateDictCheckpoint
 from pcg.split.base.base_executor import BaseExecutor
 from pcg.split.base.base_loop import BaseLoop
-from pcg.split.base.held_layers import executor_of, held_layers
 from pcg.split.base.options import BaseOptions
+from pcg.split.base.serve_base import executor_of, held_layers
 from pcg.split.client.connect import connect
 from pcg.split.client.noise import Privacy
 from tests.support import oracle
