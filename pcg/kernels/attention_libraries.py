@@ -31,7 +31,7 @@ class AttentionLibrary:
 
     Attributes:
         use: "prompts" or "training".
-        sizes: head sizes that it knows, of keys and values alike.
+        sizes: its head sizes, which hold for both keys and values.
         source: how to install it.
         module: the module that Python imports; the library's name by default.
         capability: the GPUs that it is for; None for all from `LEAST_CAPABILITY` on.
@@ -119,7 +119,7 @@ def choose_libraries(asked: str, backend: str, device: torch.device) -> str:
     """Return the libraries of a program, as `libraries_of` takes them.
 
     Args:
-        asked: "auto" for the installed ones, or names with commas.
+        asked: "auto" for the installed libraries, or names separated by commas.
         backend: the program's backend; PyTorch has its own attention.
     Raises:
         UnsupportedError: a library is unknown, not installed, or not for the backend or device.

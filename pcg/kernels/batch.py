@@ -2,7 +2,8 @@
 
 A program's adapter parameter is a `SegmentedWeight`, a `JoinedLora` or `LoraRows`; None where no
 adapter of the batch has a weight at the site; or a tuple of these where adapters of several widths
-run. In training it is the one adapter's `pcg.peft.weights.AdapterWeight`, or a tensor made of some.
+run. In training it is the adapter's `pcg.peft.weights.AdapterWeight`, or a tensor computed from
+several.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ Result = TypeVar("Result")
 
 
 def once(known: dict[Any, Any], key: object, make: Callable[[], Result]) -> Result:
-    """Return a value of a batch or a site, which is made at the first call."""
+    """Return a value of a batch or a site; the first call computes it."""
     if key not in known:
         known[key] = make()
     value: Result = known[key]
@@ -49,7 +50,7 @@ class Segments:
     Attributes:
         start: first token with an adapter; `stop` is the end.
         sizes: tokens of each adapter, in the order of the stacks; 0 where it does not run.
-        size: tokens of each segment of the batched product; 0 without one.
+        size: tokens of each segment of the batched product; 0 without such a product.
         gathered: rows of the batched product, tokens counted from start; None if all tokens are in
             it, in order, or there is none.
         loose: index in the stacks, first token and end, from start, of each other segment.
@@ -113,7 +114,7 @@ class SegmentedWeight:
 
 @dataclass(frozen=True)
 class LoraRun:
-    """B of neighbouring outputs of one size.
+    """B of neighbouring outputs of the same size.
 
     Attributes:
         b: [adapters, outputs, out, rank], scaled; stored as [adapters, outputs, rank, out] for the
@@ -131,12 +132,12 @@ class LoraRun:
 
 @dataclass(frozen=True)
 class JoinedLora:
-    """The LoRA of a batch's adapters at linear operators of one input.
+    """The LoRA of a batch's adapters at linear operators with the same input.
 
     Attributes:
         column: first column of the joined product that can have LoRA.
         columns: columns from there to the end of the last output that can have LoRA.
-        a: [adapters, ranks, in], the ranks of all outputs one behind the other.
+        a: [adapters, ranks, in], the ranks of all outputs in a row.
         runs: B of the outputs that have LoRA, in the fewest runs, zeros between them included.
         parts: the same without such zeros.
         known: tables that kernels derive from these weights, for all steps.
@@ -171,7 +172,7 @@ NO_SLOT = AdapterSlot(-1, 0, 0)
 
 @dataclass(frozen=True)
 class TokenSpans:
-    """First token, tokens and slot of neighbours with one adapter; `known` holds tables.
+    """First token, tokens and slot of neighbours with the same adapter; `known` holds tables.
 
     Attributes:
         defers: True if LoRA may be left to the kernel that reads a product's sum.
@@ -184,10 +185,10 @@ class TokenSpans:
 
 @dataclass(frozen=True)
 class LoraRows:
-    """The LoRA or bottlenecks of a batch's adapters at linear operators of one input, in rows.
+    """LoRA or bottlenecks of a batch's adapters at linear operators with the same input, in rows.
 
     An adapter has the same number of entries in `rows` for each of its matrices (`AdapterSlot`),
-    one matrix after the other. A site's matrices are A of each output, scaled Bᵀ of each, and the
+    matrix after matrix. A site's matrices are A of each output, scaled Bᵀ of each, and the
     bias.
 
     Attributes:
@@ -226,7 +227,7 @@ class BlockTable(Protocol):
 
     @property
     def stop_row(self) -> int:
-        """The end of the rows of a run, with the free pages that are reserved behind it."""
+        """The end of the rows of a run, with the free pages reserved behind it."""
 
     def rows(self, start: int, stop: int) -> range | list[int]:
         """The cache's rows of tokens; a range if the pages are contiguous."""
@@ -239,8 +240,8 @@ class Span(NamedTuple):
         start: index of its first token in the batch.
         length: tokens in the batch.
         context: tokens before them, in the KV cache.
-        table: pages of the sequence in the KV cache; None without one.
-        virtual: number of leading tokens that are the adapter's prompt, without ids.
+        table: pages of the sequence in the KV cache; None without a cache.
+        virtual: number of leading tokens of the adapter's prompt, which have no ids.
         origin: in training, tokens of the pass before the sequence's first, of any rank.
         number: in training, the sequence's index in the pass.
     """
@@ -263,7 +264,7 @@ class Span(NamedTuple):
 class DroppedPart:
     """Tokens that dropout draws random numbers for together.
 
-    `count` tokens from `start` are in the batch; `skipped` of the part's `whole` come before them.
+    `count` tokens from `start` are in the batch; `skipped` of the part's `whole` precede them.
     """
 
     start: int
@@ -289,7 +290,7 @@ class DroppedTokens(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class DecodeGroup:
-    """Sequences of one new token each that attention computes in one call.
+    """Sequences with a single new token each, for which attention is a single call.
 
     Attributes:
         tokens: their indices in the batch, [count].
@@ -313,11 +314,11 @@ class StepTokens:
     """The tokens of a step that may be recorded, by sequence.
 
     Attributes:
-        ids: the tokens of all sequences, one sequence after the other.
+        ids: the tokens of all sequences, sequence by sequence.
         lengths: tokens of each sequence in the step.
         contexts: tokens of each sequence before these, in the cache.
         slots: slot of each sequence's adapter.
-        read: indices of the sequences whose last token's logits are read.
+        read: indices of the sequences for which the last token's logits are read.
     """
 
     ids: Sequence[int]
@@ -329,7 +330,7 @@ class StepTokens:
 
 
 class KvGradients:
-    """One layer's gradients of the keys and values of all tokens of a training pass.
+    """Gradients of a layer's keys and values, of all tokens of a training pass.
 
     Keys are those after rotary embedding, [tokens, kv_heads, head_dim], in fp32 at least. Gradients
     add up from the last window to the first; those of a window's own tokens are final after it
@@ -353,16 +354,16 @@ class ProgramBatch(Protocol):
     Attributes:
         input_ids: [T], int64.
         spans: cover all tokens, in order.
-        longer_spans: those of more than one token.
-        uniform_length: the length of all spans if they are whole sequences of one length, else 0.
+        longer_spans: those of two or more tokens.
+        uniform_length: the length of all spans if they are whole sequences of equal length, else 0.
         layer: index of the layer that runs; the runner sets it.
         ranks: the group that runs it, each rank on its part; the runner sets it.
-        parts: how ranks share the tokens of sequences, of which this batch has one rank's; None if
-            it has all.
+        parts: how ranks share the tokens of sequences, and this batch has those of this
+            rank; None if it has all.
         keeps: True if attention returns the log-sum-exp for backward.
-        gradients: gradients of keys and values of the layer whose backward runs; None for whole
+        gradients: gradients of keys and values of the layer in its backward; None for whole
             sequences without a cache.
-        rows: the cache's row of each token, [T]; negative for tokens that are not written; None
+        rows: the cache's row of each token, [T]; negative for tokens not written; None
             without a cache.
         rows_of_all: the cache's row of each token of all ranks that share them; None if they share
             none, or keep no cache.
@@ -405,7 +406,7 @@ class ProgramBatch(Protocol):
         """The cache's rows of a sequence up to the end of its span."""
 
     def decode_groups(self, window: int) -> Sequence[DecodeGroup]:
-        """The spans of one token, in groups; `window` limits the rows attended to, 0 does not."""
+        """The spans of a single token, in groups; `window` limits the rows attended to, or 0."""
 
     def dropped_parts(self, key: int) -> Sequence[DroppedPart]:
         """Parts that cover all tokens in order, equal for each call; none without dropout."""

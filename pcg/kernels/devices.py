@@ -7,8 +7,8 @@ its device, and a call of a user's thread runs within `on_device`. Operators of 
 device of their tensors by themselves.
 
 Torch has 32 streams of a GPU and deals them in turn, so that the 33rd is the first again. If each
-object had its own stream, two objects would in time share one, and a copy on the stream that a
-graph is captured on becomes a part of the graph. So there is one stream for each use, for the whole
+object had its own stream, two objects would in time share a stream, and a copy on the stream that a
+graph is captured on becomes a part of the graph. So each use has a stream, for the whole
 process (`stream_for`).
 """
 
@@ -30,13 +30,13 @@ _STREAMS: dict[tuple[Use, int | None], torch.cuda.Stream] = {}
 
 
 def use_device(device: torch.device | None) -> None:
-    """Make a device this thread's current one; None changes nothing."""
+    """Set this thread's current device; None changes nothing."""
     if device is not None and device.type == "cuda":
         torch.cuda.set_device(device)
 
 
 def on_device(device: torch.device) -> AbstractContextManager[object]:
-    """Make a device this thread's current one within a `with`."""
+    """Set this thread's current device within a `with`."""
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
@@ -59,7 +59,7 @@ def own_memory(device: torch.device) -> int:
 
 
 def is_out_of_memory(error: BaseException | None) -> bool:
-    """Return whether an error comes from too little device memory.
+    """Return whether too little device memory caused an error.
 
     The end of a failed graph capture raises another error, with the cause as its context; and the
     driver, which keeps the launches of graphs, raises no OutOfMemoryError.
@@ -72,7 +72,7 @@ def is_out_of_memory(error: BaseException | None) -> bool:
 
 
 def device_thread(device: torch.device | None, act: Callable[[], object], name: str) -> Thread:
-    """Make a daemon thread whose current device is `device`; None leaves the default."""
+    """Make a daemon thread with `device` as its current device; None leaves the default."""
 
     def run() -> None:
         use_device(device)
@@ -82,7 +82,7 @@ def device_thread(device: torch.device | None, act: Callable[[], object], name: 
 
 
 def device_pool(device: torch.device | None, threads: int, name: str) -> ThreadPoolExecutor:
-    """Make a pool of threads whose current device is `device`."""
+    """Make a pool of threads with `device` as their current device."""
     return ThreadPoolExecutor(threads, name, initializer=partial(use_device, device))
 
 
@@ -90,8 +90,8 @@ def stream_for(use: Use, device: torch.device) -> torch.cuda.Stream:
     """Return the stream of a GPU that has a use, the same in any thread.
 
     Args:
-        use: "recorder" captures graphs, and "branch" runs beside it within one; "copies" copies
-            adapters from the host; "side" runs parts of jobs beside a step.
+        use: "recorder" captures graphs, and "branch" runs parallel to it within a graph; "copies"
+            copies adapters from the host; "side" runs parts of jobs parallel to a step.
     """
     key = use, indexed(device).index
     if key not in _STREAMS:
@@ -130,7 +130,7 @@ _KEPT: ContextVar[list[object] | None] = ContextVar("kept tables", default=None)
 
 
 def table_cache(make: Make) -> Make:
-    """Cache the last tables that a function made, by its arguments."""
+    """Cache a function's last tables by its arguments."""
     cached = lru_cache(maxsize=_MOST)(make)
 
     @wraps(cached)
@@ -146,7 +146,7 @@ def table_cache(make: Make) -> Make:
 
 @contextmanager
 def kept_tables() -> Iterator[list[object]]:
-    """Collect the tables that are used, for a recorder that has to keep their memory."""
+    """Collect the used tables, for a recorder that has to keep their memory."""
     kept: list[object] = []
     token = _KEPT.set(kept)
     try:

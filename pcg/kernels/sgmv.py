@@ -48,7 +48,7 @@ _TIMEOUT_S = 120.0
 def load(source: Path) -> ctypes.CDLL:
     """Load the library of a C++ file, which is compiled if the cache does not have it.
 
-    Without OpenMP in this process it is compiled for one thread.
+    Without OpenMP in this process it is compiled for a single thread.
 
     Raises:
         UnsupportedError: there is no compiler, it fails, or others can write to the cache.
@@ -62,7 +62,7 @@ def load(source: Path) -> ctypes.CDLL:
 
 
 def _compiler() -> Path:
-    """The compiler of the variable CXX, or the system's; an empty CXX stands for none."""
+    """The compiler of the variable CXX, or the system's; an empty CXX means no compiler."""
     named = os.environ.get("CXX")
     names = _COMPILERS if named is None else (named,)
     path = next((path for name in names if name and (path := shutil.which(name))), None)
@@ -195,7 +195,7 @@ def is_native(device: torch.device, dtype: torch.dtype) -> bool:
 
 
 def check_native(device: torch.device, dtype: torch.dtype, name: str) -> None:
-    """Raise an UnsupportedError if the option `name` needs the native kernel and has none."""
+    """Raise an UnsupportedError if the option `name` needs the native kernel, which is missing."""
     if device.type != "cpu":
         raise UnsupportedError(f"{name} is for CPUs, and the device is {device}; leave it out")
     if not is_native(device, dtype):

@@ -5,8 +5,8 @@ tokens alike and nothing is padded.
 
 Where each rank of a group has a part of the tokens of every sequence, its pieces attend to the keys
 and values of all ranks' tokens up to their last one, which are gathered; those of the whole pass
-exist for one layer at a time. `Span.context`, the position of a piece in its sequence, decides what
-masks hide, so that windows and ALiBi are as on one rank.
+exist for a single layer at a time. `Span.context`, the position of a piece in its sequence,
+determines the masked keys, so that windows and ALiBi are as on one rank.
 
 Shapes: T tokens, H heads, K KV heads, D head size, m keys that a span sees.
 """
@@ -216,9 +216,9 @@ def _seen(batch: ProgramBatch, span: Span, cache: tuple[Tensor, Tensor]) -> tupl
 def _decode(
     batch: ProgramBatch, q: Tensor, keys: Tensor, values: Tensor, out: Tensor, scoring: Scoring
 ) -> None:
-    """Attend with one token of each sequence; heads that share a KV head are one product.
+    """Attend with a single token of each sequence; heads that share a KV head are a single product.
 
-    Sequences whose rows lie at equal distances are one call, in which the shorter ones read on into
+    Sequences with rows at equal distances are one call, in which the shorter ones read on into
     rows that the mask hides. Others are gathered.
     """
     kv_heads, _, size = keys.shape

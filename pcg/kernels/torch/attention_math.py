@@ -5,8 +5,8 @@
 Scores of a long span never exist as a whole on a GPU: its tokens are taken in blocks, each of which
 sees no keys after its own. CUDA's kernels are FlashAttention-2's, of 16 bits, which take all
 sequences of a batch without scores, as `torch.nn.attention.varlen` has them: queries and keys of
-sequences lie one after the other, `Ends` says where each ends, and the last query of a sequence
-sees its last key. A sink is added to what they return, and backward is theirs, as it reads out' and
+sequences lie in a row, `Ends` says where each ends, and the last query of a sequence
+sees its last key. A sink is added to their result, and backward is theirs, as it reads out' and
 lse' alone:
 
     lse' = ln(exp lse + exp sink);  out' = exp(lse - lse') out
@@ -75,7 +75,7 @@ class Scoring:
 
 
 def blocks_of(span: Span, q: Tensor) -> list[Span]:
-    """Cut a span into blocks whose scores exist together; their starts are in the span."""
+    """Cut a span into blocks, whose scores exist together; starts are within the span."""
     rows = span.length
     if not is_host(q):
         row_bytes = _COPIES * lse_dtype(q).itemsize * q.shape[1] * (span.context + span.length)

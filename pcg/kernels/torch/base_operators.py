@@ -1,4 +1,4 @@
-"""Operators of the base beside products and attention: norms, rotary embedding, vocabulary."""
+"""Operators of the base other than products and attention: norms, rotary embedding, vocabulary."""
 
 from __future__ import annotations
 

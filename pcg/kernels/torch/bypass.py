@@ -71,7 +71,7 @@ _FUNCTIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
 def scale(y: Tensor, vector: Any, base: Tensor | None = None) -> Tensor:
     """Return vector ⊙ (y - base) + base, each token by its adapter's vector; y without a vector.
 
-    The vector is [n], the program's or one adapter's, or a stack [adapters, 1, n] with segments. y
+    The vector is [n], the program's or an adapter's, or a stack [adapters, 1, n] with segments. y
     [T, n] is not written over, as it may be read elsewhere.
     """
     for of_width in by_width(vector):

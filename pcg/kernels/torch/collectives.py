@@ -1,6 +1,6 @@
 """Collectives of a rank's graph, over the ranks that its batch names.
 
-Each runs at once, as `all_reduce(x, batch)`, or goes on while other work is done:
+Each runs immediately, as `all_reduce(x, batch)`, or in parallel to other work:
 
     s = all_reduce.begin(x, batch)
     …
@@ -24,7 +24,7 @@ from pcg.ranks.step_parts import gathered_rows, placed_rows, rows_of_rank
 
 @dataclass(frozen=True)
 class Exchange:
-    """A message to a group, the kind of its collective, and a function of what arrives."""
+    """A message to a group, the kind of its collective, and a function of the answers."""
 
     ranks: Ranks
     kind: str
@@ -36,7 +36,7 @@ class Collective:
     """A collective that runs, or is begun."""
 
     def __init__(self, exchange: Callable[..., Any]) -> None:
-        """Wrap a function that returns an exchange, or the result without one."""
+        """Wrap a function that returns an exchange, or the result without an exchange."""
         self._exchange = exchange
         self.__doc__ = exchange.__doc__
 
@@ -75,9 +75,9 @@ def reduce_scatter(x: Tensor, batch: ProgramBatch) -> Exchange:
 def all_gather(
     x: Any, dim: int, batch: ProgramBatch, tokens: bool = False, logits: bool = False
 ) -> Exchange | None:
-    """The ranks' parts of a tensor, or of one adapter's weight, joined along a dim.
+    """The ranks' parts of a tensor, or of an adapter's weight, joined along a dim.
 
-    If logits are wanted on the first rank alone, the others keep their part.
+    If only the first rank wants logits, the others keep their part.
     """
     if x is None:
         return None
@@ -123,7 +123,7 @@ def _joined(tensors: Iterable[Tensor]) -> Tensor:
 def all_gathers(
     xs: Sequence[Any], dims: Sequence[int], batch: ProgramBatch
 ) -> Exchange | list[None]:
-    """The ranks' parts of tensors, or of one adapter's weights, in one message; each is joined."""
+    """The ranks' parts of tensors, or of an adapter's weights, in one message; each is joined."""
     present = {i: _taken_apart(x) for i, x in enumerate(xs) if x is not None}
     wholes: list[Any] = [None] * len(xs)
     if not present:
@@ -161,7 +161,7 @@ def placed_part(
 def own_part(
     x: Any, dim: int, batch: ProgramBatch, tokens: bool = False, kept: bool = False
 ) -> Any:
-    """The rank's part of a dim of a tensor, or of one adapter's weight, as a view.
+    """The rank's part of a dim of a tensor, or of an adapter's weight, as a view.
 
     With `kept` it is a copy, as a view would keep the whole; a part of the tokens always is.
     """

@@ -2,8 +2,8 @@
 
     dx = Σ_j dz_j W_j + ds_j A_j
 
-A sum over several weights is one request. Beside a job that requests some of these weights alone,
-it runs in parts, a weight each, so that no product by the base's weights runs twice.
+A sum over several weights is one request. Together with a job that requests only some of these
+weights, it runs in parts, a weight each, so that no product by the base's weights runs twice.
 """
 
 from __future__ import annotations

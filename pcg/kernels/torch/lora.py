@@ -20,7 +20,7 @@ from pcg.peft.weights import AdapterWeight
 
 
 def as_weight(weight: Any) -> Any:
-    """Return an adapter's weight; a tensor that the program made of some, as a weight."""
+    """Return an adapter's weight; a tensor that the program computed from several, as a weight."""
     return AdapterWeight(weight) if isinstance(weight, Tensor) else weight
 
 

@@ -1,12 +1,12 @@
 """Products by the base's weights, which an emitted function requests from its caller.
 
-Such a function is a generator: it yields a `Product`, and goes on when that was run. So functions
+Such a function is a generator: it yields a `Product`, and continues when that was run. So functions
 that run in the same step, such as one that serves a batch and the window of a finetuning job, run
 their common products once, over the tokens of all of them: the base executor of Symbiosis, in one
 process. Experts are not among them: a function runs its own.
 
 A weight may be in another process. An emitted function is then given a tensor of the weight's shape
-and dtype on the device `meta`, which has no memory. It carries the `RemoteWeight` that asks for
+and dtype on the device `meta`, which has no memory. It carries the `RemoteWeight` that requests
 products by it, so that reading the tensor otherwise is an error, never a wrong number. Pieces of a
 layer's graph run there, too.
 """
@@ -47,7 +47,7 @@ class RemoteWeight:
         raise SplitError(self.refusal)
 
     def joined(self, others: Sequence[Self]) -> Self:
-        """Return this weight and others as one, [outs, in]."""
+        """Return this weight joined with others, [outs, in]."""
         names = tuple(name for weight in (self, *others) for name in weight.names)
         return dataclasses.replace(self, names=names)  # type: ignore[type-var]
 
@@ -69,25 +69,25 @@ class RemoteWeight:
 
 
 def remote_tensor(shape: Sequence[int], dtype: torch.dtype, weight: RemoteWeight) -> Tensor:
-    """Return a tensor without memory that stands for a remote weight."""
+    """Return a tensor without memory that represents a remote weight."""
     tensor = torch.empty(tuple(shape), dtype=dtype, device="meta")
     tensor.remote = weight  # type: ignore[attr-defined]
     return tensor
 
 
 def is_remote(tensor: Tensor | None) -> bool:
-    """Return whether a tensor stands for a weight of another process."""
+    """Return whether a tensor represents a weight of another process."""
     return tensor is not None and tensor.is_meta
 
 
 def remote_of(tensor: Any) -> RemoteWeight:
-    """Return the weight that a tensor stands for."""
+    """Return the weight that a tensor represents."""
     weight: RemoteWeight = tensor.remote
     return weight
 
 
 def remote_group(tensors: Sequence[Tensor]) -> Tensor:
-    """Return a tensor that stands for several remote weights of the same inputs."""
+    """Return a tensor that represents several remote weights of the same inputs."""
     first, *others = map(remote_of, tensors)
     shape = (sum(len(tensor) for tensor in tensors), *tensors[0].shape[1:])
     return remote_tensor(shape, tensors[0].dtype, first.joined(others))
@@ -103,8 +103,8 @@ class Product(ABC):
     """A product that the caller of the requesting function runs.
 
     Attributes:
-        key: layer, name of the first weight, and kind: products of one key can be joined.
-        is_own: True if it is by an adapter's weights alone, which not all functions have.
+        key: layer, name of the first weight, and kind: products with equal keys can be joined.
+        is_own: True if all its weights are an adapter's, so that not all functions have it.
     """
 
     key: tuple[object, ...]
@@ -124,7 +124,7 @@ class Product(ABC):
         return (self.key,)
 
     def parts(self) -> Sequence[Self]:
-        """Return products by a weight each whose sum it is, to run instead of it."""
+        """Return products by a weight each that add up to this product, to run instead of it."""
         return ()
 
     def add_part(self, part: Self) -> None:
@@ -199,8 +199,8 @@ class LinearProduct(Product):
     Attributes:
         weights: [out, in] each; if the runtime joined them, the first holds all, and others are
             None.
-        biases: one for each weight; empty for none.
-        is_whole: True if the outputs are wanted side by side in one tensor.
+        biases: as many as weights, or empty.
+        is_whole: True if the outputs are returned side by side in a single tensor.
     """
 
     weights: Sequence[Tensor | None]
@@ -334,8 +334,8 @@ def product(
 ) -> ProductRequest[Any]:
     """Request x [T, in] by each of some weights [out, in]; return their outputs, [T, out] each.
 
-    `name` is that of the first weight in its layer; with `whole` the outputs are one tensor, [T,
-    outs], that may be written over.
+    `name` is that of the first weight in its layer; with `whole` the outputs are a single tensor,
+    [T, outs], that may be written over.
     """
     key = (batch.layer, name, len(weights), bool(biases))
     request = LinearProduct(key, x, weights, biases, whole)
@@ -388,12 +388,12 @@ def _chosen(indices: Tensor, count: int) -> Iterator[tuple[int, Tensor, Tensor]]
 
 @dataclass(slots=True, eq=False)
 class PieceCall(Product):
-    """A piece on the tokens of one function, or of several that call the same piece.
+    """A piece on the tokens of a function, or of several that call the same piece.
 
     Attributes:
-        weight: stands for a weight of the base that holds the piece's.
+        weight: represents a weight of the base that holds the piece's.
         text: the piece, a graph as text.
-        inputs: the tensors that are sent, [T, …] each.
+        inputs: the tensors to send, [T, …] each.
     """
 
     weight: Tensor = field(kw_only=True)
@@ -425,7 +425,7 @@ def requested_piece(
 
     Args:
         text: the piece, a graph as text.
-        weight: stands for a weight of that base.
+        weight: represents a weight of that base.
         inputs: the piece's inputs, [T, …] each.
     """
     call = PieceCall(

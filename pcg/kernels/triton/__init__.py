@@ -1,4 +1,4 @@
-"""Kernels in Triton, written once, specialised by what they are called with."""
+"""Kernels in Triton, written once, specialised by their arguments."""
 
 from __future__ import annotations
 

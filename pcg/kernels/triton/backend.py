@@ -1,7 +1,7 @@
 """The backend that programs are compiled for: Triton where its kernels run all of a model.
 
-`auto` stands for triton on NVIDIA GPUs from capability 8.0 on, where triton can be imported and
-kernels know the model's heads and dtype; else for torch, and the reason says what is missing.
+`auto` means triton on NVIDIA GPUs from capability 8.0 on, where triton can be imported and
+kernels know the model's heads and dtype; else for torch, and the reason names the missing part.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class BackendChoice:
 
 
 def machine_device(asked: str | torch.device | None = None) -> torch.device:
-    """Return the device asked for; else the GPU if there is one, else the CPU."""
+    """Return the requested device; else the GPU if the machine has one, else the CPU."""
     return torch.device(asked or ("cuda" if torch.cuda.is_available() else "cpu"))
 
 
@@ -56,7 +56,7 @@ def choose_backend(
         device: the device that it will run on.
         model: the model without bypass networks; if None, only the device counts.
     Raises:
-        UnsupportedError: triton is asked for, and is not installed.
+        UnsupportedError: triton is requested, and is not installed.
     """
     if asked == "triton" and importlib.util.find_spec("triton") is None:
         raise UnsupportedError(
@@ -85,7 +85,7 @@ def backend_for(device: str, model: ModelGraph) -> BackendChoice:
 
 
 def device_obstacle(device: torch.device) -> str | None:
-    """Return why no program for Triton runs on a device; None if one does."""
+    """Return why programs for Triton do not run on a device; None if they do."""
     if device.type != "cuda":
         return _NO_GPU.format(device.type)
     if torch.version.hip is not None:

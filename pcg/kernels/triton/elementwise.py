@@ -4,8 +4,9 @@
     u(t, c) = Philox-4x32-10(key; c, position of t, sequence of t, layer and operator) / 2^32
 
 The key is the pass's and lies on the device, so that a recorded layer drops other elements in each
-replay. What is dropped of a token depends neither on how its sequence is cut into windows nor on
-whether these are recorded, and backward draws it again.
+replay. The dropped elements of a token depend neither on how its sequence is cut into windows nor
+on whether these are recorded, and backward draws them again.
+
 Philox: Salmon et al., Parallel Random Numbers: As Easy as 1, 2, 3 (SC 2011).
 
     signs_i = Σ_j (y_{8i + j} > 0) · 2^j

@@ -6,7 +6,7 @@ between heads that may lie apart, and the number of rows. Groups side by side ge
 tokens instead, and the first program of each part but the first.
 
 LoRA that is left to a kernel (`pcg.kernels.triton.adapters.deferred_lora`) is several pointers and
-numbers in place of one; without it the kernel is compiled without LoRA.
+numbers in place of a sum; without it the kernel is compiled without LoRA.
 
 Keys and values go to the layer's cache, to the rows of the batch's tokens, if the batch has a
 cache: the kernel gets these rows behind its pointers, and the cache's distances behind the inputs'.
@@ -35,7 +35,7 @@ at once, 32 registers, so that a tile of 4096 columns has 64 KiB."""
 
 @dataclass(frozen=True)
 class FusedPart:
-    """Rows that a kernel cuts into programs in one way.
+    """Rows that a kernel cuts into programs in the same way.
 
     Attributes:
         rows_a_token: rows that the kernel makes of a token.
@@ -55,7 +55,7 @@ class FusedPart:
 class _Output:
     """A tensor, or with `to` the `keys` or `values` of the cache.
 
-    `stand_in` is the index of the value that replaces it without a cache; None without one.
+    `stand_in` is the index of the value that replaces it without a cache, or None.
     """
 
     to: str
@@ -91,10 +91,10 @@ class Fused:
 
         Args:
             token_wise: for each input, True if its first dim is the tokens.
-            parts: parts that stand side by side; most kernels have one.
+            parts: parts side by side; most kernels have a single part.
             warps: warps of a program.
             apart: indices of inputs [T, heads, d] whose heads may lie apart.
-            deferred: indices of inputs that are `DeferredLora`.
+            deferred: indices of `DeferredLora` inputs.
         """
         self.kernel = kernel
         self._apart = tuple(apart)
@@ -196,7 +196,7 @@ def fused(
     apart: Sequence[int] = (),
     deferred: Sequence[int] = (),
 ) -> Callable[[Any], Fused]:
-    """Decorate a jitted kernel of one part; the arguments are those of `Fused` and `FusedPart`."""
+    """Decorate a jitted kernel of a single part, by the arguments of `Fused` and `FusedPart`."""
     part = FusedPart(rows_a_token, columns, block, outputs)
     return lambda kernel: Fused(kernel, token_wise, (part,), warps, apart, deferred)
 

@@ -5,7 +5,7 @@
     dz = dloss · (softmax(l) - onehot(target)) · dl/dz          dx = dz W
 
 The products are torch's. Between the two a kernel goes over each row of z, a block of columns at a
-time: for the maximum and the sum, and again to write dz over z. So only z of one chunk exists of
+time: for the maximum and the sum, and again to write dz over z. So only z of a chunk exists of
 [T, V]: the idea of Liger Kernel (Hsu et al. 2024, section 3.2). W is frozen.
 
 Shapes: T tokens, h hidden, V vocabulary. z is rounded to x's dtype; l, the sums and dz are computed
@@ -134,7 +134,7 @@ def linear_cross_entropy(
         x: [T, h].
         weight: the head's, [V, h], in x's dtype.
         targets: [T], int64; negative for none. A target beyond the vocabulary gives NaN.
-        dloss: [T], fp32 (fp64 of fp64); None for the loss alone.
+        dloss: [T], fp32 (fp64 of fp64); None for only the loss.
         bias: [V].
         scale: factor of the logits.
         softcap: bound of the logits; 0 for none.

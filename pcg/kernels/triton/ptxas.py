@@ -1,6 +1,6 @@
 """The assembler of Triton's kernels, and a check that it gets Hopper's products right.
 
-Hopper's products (WGMMA) run beside other instructions and read one side from registers. Some
+Hopper's products (WGMMA) run parallel to other instructions and read a side from registers. Some
 versions of ptxas give those registers to other values before they are read, and the product is
 wrong (triton-lang/triton pull request 11781). The versions differ by kernel, so no version decides:
 `failure` runs a product of known bits before any program runs.
@@ -9,7 +9,7 @@ Triton reads the version of its assembler once in a process, for the keys of its
 assembler must not change there once a kernel is compiled. It is chosen before:
 
     PCG_PTXAS            names it, for every GPU; `TRITON_PTXAS_PATH` does, too
-    neither              Triton's. On Hopper, where a newer one is installed, each is tried in a
+    neither              Triton's. On Hopper, where a newer version is installed, each is tried in a
                          separate process, `python -m pcg.kernels.triton.ptxas cuda:0`, and the
                          first is taken whose products are right
 """
@@ -125,8 +125,8 @@ def weighted_values(
 def products(device: torch.device) -> tuple[Tensor, Tensor]:
     """Return the kernel's result on a device, and the exact result, on the CPU.
 
-    A key has one element that is not 0, so that products are small integers, and weights powers of
-    two; values are small integers, too, and every sum is exact.
+    A key has a single element other than 0, so that products are small integers, and weights powers
+    of two; values are small integers, too, and every sum is exact.
     """
     count = _STEPS * _KEYS
     seed = torch.Generator().manual_seed(0)

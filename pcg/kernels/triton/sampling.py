@@ -1,4 +1,4 @@
-"""Next tokens from logits: the largest, or one drawn within limits, without sorts.
+"""Next tokens from logits: the largest, or a token drawn within limits, without sorts.
 
     greedy   the first v with l_v = max l
     keep     x_v = (l_v - max l) / temperature of tokens within the row's limits; -inf of others
@@ -7,15 +7,15 @@
     top-p    removes, from the smallest x on and of equal ones from the first on, tokens whose
              probabilities add up to at most (1 - p) of all that top-k keeps; never the last one
 
-Each is one launch, and one more where rows have top-k or top-p, in place of sorts and of up to
-eight launches over fp32 and fp64 copies of [R, V]. Masks and penalties come before; they remove a
+Each is a launch, and a second where rows have top-k or top-p, in place of sorts and of up to
+eight launches over fp32 and fp64 copies of [R, V]. Masks and penalties precede; they remove a
 token by -inf. Top-k and top-p are a threshold, which is found between two values of the row: a pass
 counts, or adds up, what is above the middle of the two, and finds the values next to it, which take
 the place of one of the two. It ends when both are the same, after some 10 to 20 passes over a row
 that lies in L2.
 
 Shapes: R rows, V vocabulary. Sums are in fp64, in a fixed order.
-Grid: a program a row; several for one would take a second launch.
+Grid: a program a row; several programs a row would take a second launch.
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
 """The tokens of recorded steps, in memory that stays and is filled for each step.
 
-Data that changes from step to step lies in two tensors. One holds block tables, of which only new
-entries are copied; the other all the rest, of which one copy fills the part of the step's room:
+Data that changes from step to step lies in two tensors. One holds block tables, and only their new
+entries are copied; the other all the rest, and one copy fills the part of the step's room:
 
     input_ids, positions, rows    [tokens], int64; rows are the tokens' in the cache
     read                          [sequences], int64; the tokens behind which logits are read
     attention                     the lists of `attention/work.py`
-    tiles, row_tiles              tokens, and rows that are read, by adapter (`token_tiles`)
+    tiles, row_tiles              tokens, and the read rows, by adapter (`token_tiles`)
 
 A room says how long they are (`step_rooms.py`), and all rooms begin at the same address, as one
 graph runs at a time. The rest of a room is empty: tokens of no sequence have the id 0, no part, no
@@ -161,7 +161,7 @@ class StepLists:
             host.row_tiles.memory.copy_(tiles.memory)
 
     def _write_tables(self, tables: Sequence[BlockTable]) -> None:
-        """Copy the pages that are missing in the rows of the block tables."""
+        """Copy the missing pages of the rows of the block tables."""
         columns = self._tables.shape[1]
         places: list[int] = []
         pages: list[int] = []
@@ -182,7 +182,7 @@ class StepLists:
 def spans_of(
     starts: Sequence[int], lengths: Sequence[int], slots: Sequence[AdapterSlot]
 ) -> list[TileSpan]:
-    """Return first token, tokens and slot of neighbours with one adapter."""
+    """Return first token, tokens and slot of neighbours with the same adapter."""
     spans = []
     for slot, group in groupby(
         zip(starts, lengths, slots, strict=True), key=lambda entry: entry[2]

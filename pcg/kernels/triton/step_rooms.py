@@ -1,21 +1,21 @@
 """Rooms: the sizes of recorded steps, rounded up so that few graphs serve every step.
 
 A CUDA graph keeps the addresses of its tensors and the numbers of its programs for good. So a graph
-is recorded for a room, and serves each step that the room holds: what a step does not fill is
-tokens that no kernel writes, and programs that end at once.
+is recorded for a room, and serves each step that the room holds: the rest of it is
+tokens that no kernel writes, and programs that end immediately.
 
-    decode    one token of each sequence; logits of all
-    mixed     chunks of prompts beside such tokens, or alone; logits after some sequences
+    decode    a token of each sequence; logits of all
+    mixed     chunks of prompts, with or without such tokens; logits after some sequences
 
 Rooms of mixed steps are fewer and rounded up further: their products take longer than empty
-programs. Which rooms an engine's steps can need is known before the first one (`StepRooms.all`).
+programs. Which rooms an engine's steps can need is known before the first step (`StepRooms.all`).
 
 A graph keeps memory and takes time to record, so where an engine's steps can need more than
 `MOST_ROOMS`, some are left out of the warm-up: their steps run in the next larger room. With the
 time t of a layer's step in a room r, and the cheapest room h that holds it, the room is left out
-that loses least, one after the other:
+that loses least, room by room:
 
-    loss    (t(h) - t(r)) / t(r)        steps are taken to be as frequent in one room as in another
+    loss    (t(h) - t(r)) / t(r)        steps are assumed to be equally frequent in all rooms
     t       max(WEIGHTS_US, TOKEN_US · tokens) + MOVED_US · tokens + SPLIT_US · (splits + tiles)
             + ADAPTER_US · (adapter tiles + wide)
 """
@@ -76,7 +76,7 @@ class StepRoom(NamedTuple):
 
     Attributes:
         sequences: as many as tokens in a decode step.
-        splits: splits of the keys of sequences that have one token: as many as sequences where each
+        splits: splits of the keys of sequences with a single token: as many as sequences where each
             has one, and more where some have several.
         tiles: tiles of the rows of sequences that have more; 0 in a decode step.
         adapter_tiles: tiles of tokens by adapter; 0 for steps without adapters.
@@ -94,7 +94,7 @@ class StepRoom(NamedTuple):
 
     @property
     def decodes(self) -> bool:
-        """True if each sequence has one token."""
+        """True if each sequence has a single token."""
         return not self.tiles
 
     def attention(self, pages: int) -> WorkCapacity:
@@ -122,7 +122,7 @@ class StepRoom(NamedTuple):
 
     @property
     def rows_by_adapter(self) -> TileCapacity:
-        """The sizes of the lists of the rows whose logits a mixed step gives."""
+        """The sizes of the lists of the rows of logits of a mixed step."""
         if self.decodes or not self.adapter_tiles:
             return TileCapacity()
         count, wide = self.sequences, self.sequences * self.widest
@@ -220,7 +220,7 @@ class StepRooms:
         """Rooms that hold every step, the largest first.
 
         Each step is held by a room that is little larger: of tokens there are all sizes, of
-        sequences, splits and tiles those that are worth a graph.
+        sequences, splits and tiles those worth a graph.
         """
         return *self._mixed_rooms(), *self._decode_rooms()
 

@@ -1,20 +1,20 @@
-"""LoRA that emitted kernels add to what they read of a product, for the few tokens of decoding.
+"""LoRA that emitted kernels add to a product's outputs, for the few tokens of decoding.
 
     begun_lora           s = x Aᵀ
-    with_deferred_lora   the product's outputs, and what is left to be added to each
+    with_deferred_lora   the product's outputs, and the summand left for each
     deferred_rows        d[token, column] = Σ_k s[token, k] · Bᵀ[k, column],   s = Σ_part s_part
 
-Where a step is recorded s is made on another stream, and so is a branch of the graph beside the
-base's product: small as it is, it begins and ends under that. What one fork gave back to the memory
+Where a step is recorded another stream computes s, in a branch of the graph that is parallel to the
+base's product and hidden under it. What one fork gave back to the memory
 of that stream was read before the next fork, which waits for it. Eager steps have no second stream,
 as events would take the host as long as launches.
 
 Tokens that decode take this way (`token_tiles.DECODE_BLOCK`). Each has its own adapter or none: a
-program reads the columns of B that it needs for each of its tokens, 8 ranks at once, or 4 of more
+program reads the columns of B that it needs for each of its tokens, 8 ranks at a time, or 4 of more
 than 4096 columns, and multiplies in fp32 without tensor cores. So a tile may have several tokens,
-and a part of the columns twice. For the many tokens of prompts, for adapters that are no rows, and
-where a token's adapter is wider than `MOST_WIDTH`, LoRA is added to the product at once, and
-nothing is left.
+and a part of the columns twice. For the many tokens of prompts, for adapters in other forms than
+rows, and where a token's adapter is wider than `MOST_WIDTH`, LoRA is added to the product
+immediately, and nothing is left.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class DeferredLora:
 
     @property
     def pointers(self) -> Sequence[Tensor] | None:
-        """The tensors that a kernel gets in place of one; None without a summand."""
+        """The tensors that a kernel gets in place of an output; None without a summand."""
         if self.by_token is None or self.s is None or self.up is None:
             return None
         return self.by_token, self.s, self.up.memory, self.up.rows, self.up.ranks
@@ -94,7 +94,7 @@ class BegunLora:
 
     Attributes:
         left: the summands; None if LoRA has to be added to the product.
-        beside: the stream that makes s while another makes the product; None for the same stream.
+        beside: the stream that computes s while another computes the product; None for the same.
     """
 
     x: Tensor
@@ -155,7 +155,7 @@ def deferred_rows(
         by_token: the adapter of each token (`token_tiles`).
         matrix: number of the slice's B among the matrices of each adapter.
         first_rank: the slice's first place in `ranks`, and `first_sum` in a part of s.
-        part_stride: elements of a part of s, of which there are `parts`, at most PARTS.
+        part_stride: elements of a part of s, which has `parts` of them, at most PARTS.
         token: [R, 1], int64; `in_rows` masks those that exist.
         inside: the condition of elements, [R, 1] or [R, C].
     """

@@ -9,8 +9,8 @@ of two. The product's error is at most 2^-16 |w| |s| for bf16, where rounding s 
 An fp32 w takes no tensor core, and has no error but that of fp32 sums.
 
 High and low are the second factor, which Hopper's tensor cores read from shared memory. They can
-read the first factor from registers, too, and old ptxas can miscompile that if it comes straight
-from a conversion (triton-lang/triton#9433).
+read the first factor from registers, too, and old ptxas can miscompile that if it is loaded
+straight from a conversion (triton-lang/triton#9433).
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def entries_of(items, rows, matrix):
 def sums_of(items, s, part_or_slice, sums):
     """The program's item: its first sum of a part's slice, and the first of its block of ranks.
 
-    It is a multiple of 16, as widths of what has sums are.
+    It is a multiple of 16, as all widths of sums are.
     """
     item = items + 8 * tl.program_id(0)
     at = tl.multiple_of(part_or_slice * sums + tl.load(item + 5), 16)
@@ -127,12 +127,12 @@ def expand_token(
     total, memory, entries, rank, n, inside, s, part_stride, scale,
     PARTS: tl.constexpr, PART_BLOCK: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Return total [N] + scale · Σ_k s[k] · B[k, n] of one token and one matrix, in fp32.
+    """Return total [N] + scale · Σ_k s[k] · B[k, n] of a token and a matrix, in fp32.
 
     `entries` are the matrix's in the table of rows, `s` the token's sums of it, of the first part.
     A program needs no other token's adapter, and no tensor cores: B is read once either way.
     PART_BLOCK is the power of two that holds PARTS. Rows of STAGES steps of 16 ranks are in flight
-    together: more than one takes a detour through shared memory, which pays for wide adapters.
+    together: two or more take a detour through shared memory, which pays for wide adapters.
     """
     part = tl.arange(0, PART_BLOCK)
     at = (part * part_stride)[:, None]

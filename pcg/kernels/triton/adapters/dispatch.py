@@ -1,7 +1,7 @@
 """Adapters of emitted programs: by segmented kernels if they know the weights, else by PyTorch.
 
 Names, shapes and meanings are those of `pcg.kernels.torch`. In serving weights are rows
-(`LoraRows`) or stacks (`SegmentedWeight`), in training one adapter's.
+(`LoraRows`) or stacks (`SegmentedWeight`), in training a single adapter's.
 """
 
 from __future__ import annotations
@@ -73,12 +73,12 @@ def _is_trained(weight: Any) -> bool:
 
 
 def tiles_of(lora: LoraRows, x: Tensor) -> TokenTiles:
-    """Return tokens by adapter, made once for all sites."""
+    """Return tokens by adapter, computed once for all sites."""
     return once(lora.tokens.known, "tiles", lambda: tiles_on(lora.tokens.spans, x.device))
 
 
 def matrices_of(lora: LoraRows) -> tuple[RankRows, RankRows]:
-    """Return A and B of the site, made once for a location of the tables."""
+    """Return A and B of the site, computed once for a location of the tables."""
 
     def make() -> tuple[RankRows, RankRows]:
         count = len(lora.out_sizes)

@@ -1,4 +1,4 @@
-"""The kernels of LoRA of many adapters in one launch, each token by its own; see `segmented_lora`.
+"""The kernels of LoRA of many adapters in a launch, each token by its own; see `segmented_lora`.
 
 In training slices may have separate tensors, at most three of a kind: `x_1`, `memory_2` and so on
 are those of the second and the third (`of_slice`).
@@ -6,7 +6,7 @@ are those of the second and the third (`of_slice`).
 Grids: shrink (blocks of ranks of tiles, parts, slices), expand (tiles or, in decode, tokens; blocks
 of columns; slices), outer (blocks of ranks of segments, blocks of columns, slices).
 
-With TURNED there is one matrix, of that rank, which lies with its columns behind one another: B
+With TURNED there is a single matrix, of that rank, stored column by column: B
 [out, r] of a job, as it is trained.
 
 Decode's expand takes a token a program, for any number of tokens of an adapter: B is read again for
@@ -69,7 +69,7 @@ def shrink_kernel(
     x_1=None, x_2=None, stride_1=None, stride_2=None, memory_1=None, memory_2=None,
     INPUTS: tl.constexpr = 1, MEMORIES: tl.constexpr = 1,
 ):  # fmt: skip
-    """Compute one part of s for a tile, a slice and up to BLOCK_R of its ranks."""
+    """Compute a part of s for a tile, a slice and up to BLOCK_R of its ranks."""
     part = tl.program_id(1)
     j = tl.program_id(2)
     x = of_slice(j, x, x_1, x_2, INPUTS)
@@ -126,7 +126,7 @@ def expand_matrix(
     total, memory, entries, row, rank, n, inside, s, at, part_stride, taken, scale, width,
     PARTS: tl.constexpr, TURNED: tl.constexpr,
 ):  # fmt: skip
-    """Return total + scale · Bᵀ sᵀ of one matrix, [N, M].
+    """Return total + scale · Bᵀ sᵀ of a matrix, [N, M].
 
     `row` is the first element of the first 16 rows, `at` the place in s of each place's rank 0.
     """
@@ -154,7 +154,7 @@ def expand_kernel(
     """Compute z for a tile and BLOCK_N columns of a slice, or of SUMMED slices of the same columns.
 
     The product is turned, columns by tokens: see `wide_product` for why s is the second factor.
-    Rows of slices with separate outputs lie one behind the other.
+    Rows of slices with separate outputs lie in a row, slice by slice.
     """
     j = tl.program_id(2) * SUMMED
     matrix, rank, first_place, count = item_of(tiles, slots, ranks, j)

@@ -1,8 +1,8 @@
-"""The rows of adapters' matrices in one memory: paged, of any rank.
+"""The rows of adapters' matrices in a single memory: paged, of any rank.
 
 A matrix of rank r is r rows, each of them contiguous: row k of A [r, in], column k of B [out, r]. A
 slice is one of several sites that read the same input or write to neighbouring columns of one
-output, as q, k and v. A vector is a matrix of one row. Row k of slice j begins at element
+output, as q, k and v. A vector is a matrix with a single row. Row k of slice j begins at element
 
     rows[first row + (first + j) · width + k]
 
@@ -37,7 +37,7 @@ class RankRows:
         starts: the first column of each slice in the tokens' tensor that it reads or writes.
         sizes: columns of each slice, elements of a row.
         columns: starts and sizes, [slices, 2], int32, for the kernels.
-        turned: the rank of a single matrix whose columns lie one behind the other, as [n, r]; 0 of
+        turned: the rank of a single matrix stored column by column, as [n, r]; 0 of
             rows.
         others: the memories of the slices behind the first, if each has its own.
     """
@@ -76,7 +76,7 @@ def rank_rows(
     """Describe matrices in a memory; see `RankRows` for the arguments.
 
     It copies to the device, so call it once a site, outside of a step; `rows` and `ranks` may be
-    written over in place as adapters come and go.
+    overwritten in place as adapters change.
 
     Raises:
         CodegenError: columns that the kernels cannot take, or shapes that do not match.

@@ -1,13 +1,13 @@
-"""The inner activation of bottleneck adapters, of many in one launch.
+"""The inner activation of bottleneck adapters, of many in a single launch.
 
     segmented_activate: z[j, p, k] = σ(s[j, p, k] + scale b[j, k]), or with dz
                         ds[j, p, k] = dz[j, p, k] · σ'(s[j, p, k] + scale b[j, k])
     segment_sum:        db[j, k] = scale Σ_p ds[j, p, k]
 
-s and dz are partial sums, [parts, slices, sums] in fp32, as `shrink` makes them; z and ds have one
-part. A slot has as many k as its width, the ranks of its matrices; behind them z and ds are 0 up to
-the next multiple of 16, as s is. b is the one row of the place's slot in `rank_rows`, or 0 without.
-All is in fp32.
+s and dz are partial sums, [parts, slices, sums] in fp32, as `shrink` returns them; z and ds have a
+single part. A slot has as many k as its width, the ranks of its matrices; behind them z and ds are
+0 up to the next multiple of 16, as s is. b is the only row of the place's slot in `rank_rows`, or 0
+without. All is in fp32.
 
 Grids: (blocks of k of tiles, slices); segment_sum (blocks of k of segments, slices).
 """
@@ -121,12 +121,12 @@ def segmented_activate(
 
     Args:
         s: the partial sums of `shrink`, [parts, slices, sums], fp32; dz likewise.
-        biases: one row of `width` elements for each slot that has a bias; their sizes are not read.
-        widths: ranks of the matrices that made s, [slices, slots], int32.
-        tiles: those that s was made with.
+        biases: a row of `width` elements for each slot that has a bias; their sizes are not read.
+        widths: ranks of the matrices that gave s, [slices, slots], int32.
+        tiles: the tiles of s.
         function: σ's name.
         scales: factors on the biases, [slices, slots], fp32.
-        dz: the gradient by the activation; the result has one part.
+        dz: the gradient by the activation; the result has a single part.
     Raises:
         CodegenError: no such function.
     """
@@ -181,7 +181,7 @@ def segment_sum(
     """Write scale · Σ ds over each segment's places; other slots are left as they are.
 
     `gradients` holds the biases' gradients, in fp32; widths, tiles and scales are those of the
-    `segmented_activate` that made ds.
+    `segmented_activate` that returned ds.
 
     Raises:
         CodegenError: ds is of several parts, or gradients are not fp32.

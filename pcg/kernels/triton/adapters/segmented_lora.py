@@ -1,4 +1,4 @@
-"""LoRA of many adapters in one launch, each token by its own (SGMV, MBGMM, MBGMV), and gradients.
+"""LoRA of many adapters in a launch, each token by its own (SGMV, MBGMM, MBGMV), and gradients.
 
     shrink:        s[j, p, k] = scale Σ_i x[order[p], start_j + i] · A[j, k, i]
     expand_add:    z[order[p], start_j + n] = y[order[p], …] + scale Σ_k s[j, p, k] · B[j, k, n]
@@ -10,15 +10,15 @@ ds is shrink over B's rows with scale, dx is expand_add over A's without; and dA
 ds and x, dB that of s and dy with scale, as dB lies by its rows, like B.
 
     x, y, z: [tokens, columns], fp32, bf16 or fp16, of their own dtypes
-    s:       [parts, slices, sums], fp32: partial sums, whose sum over parts is s; a place has as
-             many as its adapter is wide, one behind the other
+    s:       [parts, slices, sums], fp32: partial sums, which add up to s over parts; a place has as
+             many as its adapter is wide
 
 Sums are in fp32 and in a fixed order, and y is rounded once. Products run on tensor cores where one
 factor has 16 bits: x is converted to the dtype of rows of 16 bits, and where the other factor, s or
 a row, is fp32, it keeps 16 bits at least (`wide_product`); decode's expand takes none. A rank costs
 what it needs, in steps of 16, whatever the others' are: programs, sums and entries of tables are an
 adapter's own. s is zero from a rank to the next multiple of 16, and undefined beyond; widths are
-multiples of 16, so that s is loaded 16 bytes at once.
+multiples of 16, so that s is loaded 16 bytes at a time.
 
 A token's bits depend on its own x and adapter, on the sizes of the tensors, on the tiles' block and
 the number of parts, and on nothing else in the batch: each row of a product adds up by itself. In
@@ -268,7 +268,7 @@ def segment_outer(
 
 
 def check_slices(every: Sequence[Tensor], rows: RankRows) -> None:
-    """Raise a CodegenError unless there is one x for all slices or one for each, of one dtype."""
+    """Raise a CodegenError unless all slices share an x or have one each, of the same dtype."""
     if len(every) == 1:
         check_tokens(every[0], rows)
         return

@@ -1,13 +1,14 @@
-"""Vectors of many adapters in one launch, each token with its own: (IA)³, DoRA, biases.
+"""Vectors of many adapters in a single launch, each token with its own: (IA)³, DoRA, biases.
 
     segmented_scale:    y[order[p], c] = (y[order[p], c] - base[c]) · v[j, n] + base[c]
     segmented_bias_add: y[order[p], c] += v[j, n] - base[c]
     segment_inner:      dv[j, n] = scale Σ_p dy[order[p], c] · (y[order[p], c] - base[c])
 
-c = start_j + n is column n of slice j, p a place of `token_tiles`, and v the one row that the
-place's slot has in `rank_rows`; a slot of rank 0 leaves its tokens as they are. base is what the
-adapter does not change, or 0. The gradient by y of segmented_scale is segmented_scale of dy without
-a base; that by v is segment_inner of dy and the y that was scaled; that of a bias, of dy alone.
+c = start_j + n is column n of slice j, p a place of `token_tiles`, and v the row that the
+place's slot has in `rank_rows`; a slot of rank 0 leaves its tokens unchanged. base is the value
+that the adapter does not change, or 0. The gradient by y of segmented_scale is segmented_scale of
+dy without a base; that by v is segment_inner of dy and the y that was scaled; that of a bias, only
+of dy.
 
 All is computed in fp32, rounded once, and summed in a fixed order.
 Grids: (tiles or segments, blocks of columns, slices).

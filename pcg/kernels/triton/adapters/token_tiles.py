@@ -2,15 +2,15 @@
 
 Tokens are sorted by their adapters' slots, stably, so a slot's tokens are a segment of consecutive
 places; those without an adapter have no place. A segment is cut into tiles of at most `block`
-places (SGMV: Punica §4), and the ranks of its adapter into blocks. A program takes one block of a
-tile, so that a rank costs programs only to its adapter:
+places (SGMV: Punica §4), and the ranks of its adapter into blocks. A program takes a single block
+of a tile, so that a rank costs programs only to its adapter:
 
     order     [places]    the token at each place
     segments  [n, 8]      of each segment and block of 16 ranks: ITEM's numbers
     tiles     [n, 8]      the same of each tile, of blocks of 64 ranks where tiles are of 64
     by_token  [tokens, 4] where tokens decode: slot of each or -1, width, first row, first sum
 
-The first blocks come before all others, so that kernels without blocks read a list's beginning. An
+The first blocks precede all others, so that kernels without blocks read a list's beginning. An
 item is 8 numbers:
 
     slot, first place, places, width, first row, first sum, first rank, 0
@@ -55,7 +55,7 @@ TileSpan: TypeAlias = tuple[int, int, AdapterSlot]
 
 
 def rank_block(block: int) -> int:
-    """Return the ranks of a program whose tiles have `block` places."""
+    """Return the ranks of a program on tiles of `block` places."""
     return RANK_STEP if block == DECODE_BLOCK else 4 * RANK_STEP
 
 
@@ -99,7 +99,7 @@ class TileCapacity:
 
 @dataclass(frozen=True)
 class TokenTiles:
-    """The lists of a step, one behind the other in `memory`; a tile has at most `block` places.
+    """The lists of a step, list by list in `memory`; a tile has at most `block` places.
 
     `width` is the greatest of the adapters that have tokens, if it is known, else RANK_STEP.
     """
@@ -162,9 +162,9 @@ def token_tiles(
     """Sort the tokens of a step by slot, on the host.
 
     Args:
-        spans: neighbouring tokens with one adapter, or with NO_SLOT.
+        spans: neighbouring tokens with the same adapter, or with NO_SLOT.
         block: places of a tile, at most: DECODE_BLOCK or PREFILL_BLOCK.
-        capacity: sizes to fill up to; by default the sizes that are needed.
+        capacity: sizes to fill up to; by default the needed sizes.
     Raises:
         CodegenError: spans share tokens, the capacity is too small, or no kernel takes such tiles.
     """

@@ -1,9 +1,9 @@
-"""Adapters in training, by the segmented kernels: one job's, or several jobs' at once.
+"""Adapters in training, by the segmented kernels: of a single job, or of several jobs together.
 
     s = x Aᵀ                   z = y + scale · s Bᵀ
     ds = scale · dz B          dB = scale · dzᵀ s          dA = dsᵀ x          dx = dz W + ds A
-    Σ dz ⊙ (y - b)             of what scales y: (IA)³, DoRA
-    scale · Σ dz               of what is added: biases
+    Σ dz ⊙ (y - b)             of factors of y: (IA)³, DoRA
+    scale · Σ dz               of summands: biases
 
 A bottleneck adapter's products are the same, around σ(s + scale · d).
 
@@ -126,7 +126,7 @@ def outer(ds: Tensor, x: Tensor) -> Tensor:
 
 
 def outer_group(ds: Sequence[Tensor], x: Tensor) -> Sequence[Tensor]:
-    """Return dA = dsᵀ x by each ds of one rank, [r, in] in the dtype of ds."""
+    """Return dA = dsᵀ x by each ds of the same rank, [r, in] in the dtype of ds."""
     if not (is_tokens(x) and all(map(is_summand, ds))):
         return [torch_ops.outer(of_site, x) for of_site in ds]
     ranks = [ds[0].shape[1]]
@@ -165,7 +165,7 @@ def lora_group_backward(
     b: Sequence[Any],
     s: Sequence[Tensor],
 ) -> ProductRequest[Any]:
-    """Request those of linear operators of one input: every ds, every dB, and the sum of dx.
+    """Request those of linear operators with the same input: every ds, every dB, and the sum of dx.
 
     The last ones may have no LoRA; there are fewer A, B and s then.
     """
@@ -192,7 +192,7 @@ def lora_group_backward(
 
 @dataclass(eq=False)
 class LoraGradients(InputGradientTerm):
-    """The gradients of one job's LoRA at linear operators."""
+    """The gradients of a job's LoRA at linear operators."""
 
     _a: Sequence[Any]
     _b: Sequence[Any]
@@ -253,7 +253,7 @@ def asked_outer(batch: ProgramBatch, name: str, ds: Tensor, x: Tensor) -> Produc
 def asked_outer_group(
     batch: ProgramBatch, name: str, ds: Sequence[Tensor], x: Tensor
 ) -> ProductRequest[Any]:
-    """Request dA of each ds of one rank; `name` is the first gradient's."""
+    """Request dA of each ds of the same rank; `name` is the first gradient's."""
     if not (is_tokens(x) and all(map(is_summand, ds))):
         return fulfilled([torch_ops.outer(of_site, x) for of_site in ds])
     return OuterProduct((batch.layer, name, len(ds)), x, ds).requested()
@@ -261,7 +261,7 @@ def asked_outer_group(
 
 @dataclass(slots=True, eq=False)
 class OuterProduct(Product):
-    """dsᵀ x of one job, by each of some ds."""
+    """dsᵀ x of a job, by each of several ds."""
 
     _ds: Sequence[Tensor]
     is_own: ClassVar[bool] = True
@@ -270,7 +270,7 @@ class OuterProduct(Product):
         self._outputs = outer_group(self._ds, self._take_x())
 
     def run_with(self, others: Sequence[OuterProduct]) -> None:
-        """Run it and others as one launch if they are small; else one after the other."""
+        """Run it and others in a single launch if they are small; else in turn."""
         every = (self, *others)
         if not are_few([len(product._ds[0]) for product in every]):
             for product in every:
@@ -307,7 +307,7 @@ def bottleneck_backward(
 
 @dataclass(slots=True, eq=False)
 class BottleneckGradients(Product):
-    """The gradients of one job's bottleneck adapter; products of one key have the same σ."""
+    """The gradients of a job's bottleneck adapter; products with equal keys have the same σ."""
 
     _up: Any
     _s: Tensor
@@ -358,7 +358,7 @@ def _outers(
 ) -> Sequence[Sequence[Tensor]]:
     """Return scale · Σ s ⊗ x of each site and segment, [r, columns] each.
 
-    s is [1, sites, sums]; there is an x of each site, or one of all.
+    s is [1, sites, sums]; each site has an x, or all share one.
     """
     inputs = [*x] if len(x) == s.shape[1] else [*x] * s.shape[1]
     outputs = [_fp32((sum(ranks), tensor.shape[1]), tensor) for tensor in inputs]
@@ -406,7 +406,7 @@ def asked_sum_tokens(
 
 @dataclass(slots=True, eq=False)
 class VectorGradient(Product):
-    """The gradient of one job's vector; those of one key all have y and a bias, or none."""
+    """The gradient of a job's vector; those with equal keys all have y and a bias, or none does."""
 
     _y: Tensor | None
     _base: Tensor | None
@@ -417,7 +417,7 @@ class VectorGradient(Product):
         (self._outputs,) = self._made((self,))
 
     def run_with(self, others: Sequence[VectorGradient]) -> None:
-        """Run it and others as one launch if they are small; else one after the other."""
+        """Run it and others in a single launch if they are small; else in turn."""
         every = (self, *others)
         tensors = 1 if self._y is None else 2
         of_one_base = all(product._base is self._base for product in others)

@@ -45,7 +45,7 @@ def is_column_wise(x: Tensor) -> bool:
 
 
 def rows_of(matrices: Sequence[Tensor], memory: Tensor | None = None) -> RankRows:
-    """Return matrices [r, n], each of a slot, as rows of one memory, which may hold them."""
+    """Return matrices [r, n], each of a slot, as rows of a memory, which may hold them already."""
     return slices_of([matrices], [memory])
 
 
@@ -75,7 +75,7 @@ def up_rows_of(groups: Sequence[Sequence[Tensor]], tokens: int) -> RankRows:
     """Return B [out, r] of each slot as rows of Bᵀ, of several slices, without a copy if possible.
 
     Those of several slots are transposed and joined, and so is one of the few `tokens` that a
-    kernel takes one by one.
+    kernel takes one at a time.
     """
     firsts = [matrices[0] for matrices in groups]
     lie = all(matrix.is_contiguous() and not matrix.data_ptr() % 16 for matrix in firsts)
@@ -85,7 +85,7 @@ def up_rows_of(groups: Sequence[Sequence[Tensor]], tokens: int) -> RankRows:
 
 
 def turned_rows(every: Sequence[Tensor]) -> RankRows:
-    """Return one matrix [n, r] of each slice, contiguous, as rows of its columns."""
+    """Return a matrix [n, r] of each slice, contiguous, as rows of its columns."""
     rank, device = every[0].shape[1], every[0].device
     sizes = tuple(len(matrix) for matrix in every)
     layout = _layout((rank,), sizes, (1,) * len(every), device, _stream(device))
@@ -95,7 +95,7 @@ def turned_rows(every: Sequence[Tensor]) -> RankRows:
 def segments_of(
     counts: Sequence[int], ranks: Sequence[int], device: torch.device, slices: int = 1
 ) -> TokenTiles:
-    """Return `counts` tokens of each slot, one slot after the other, by adapter."""
+    """Return `counts` tokens of each slot, slot by slot, by adapter."""
     starts = accumulate(counts[:-1], initial=0)
     return segments_at(tuple(zip(starts, counts, strict=True)), ranks, device, slices)
 
@@ -124,7 +124,7 @@ def _segments(
 
 
 def _slots(ranks: Sequence[int], slices: int = 1) -> Sequence[AdapterSlot]:
-    """Return a slot for each rank, whose entries in tables of rows follow one another."""
+    """Return a slot for each rank, with consecutive entries in tables of rows."""
     widths = [padded_rank(rank) for rank in ranks]
     firsts = accumulate((slices * width for width in widths[:-1]), initial=0)
     columns = enumerate(zip(firsts, widths, strict=True))
@@ -157,7 +157,7 @@ def _layout(
 
 
 def vectors_of(each: Sequence[Tensor]) -> RankRows:
-    """Return vectors, each of a slot of the same width, as one row of one memory."""
+    """Return vectors, each of a slot of the same width, as the row of a memory."""
     sizes = tuple(len(vector) for vector in each)
     memory = torch.cat([*each]) if len(each) > 1 else each[0].contiguous()
     return replace(_places_of(sizes, memory.device, _stream(memory.device)), memory=memory)

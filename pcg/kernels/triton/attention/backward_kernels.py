@@ -11,7 +11,7 @@ gradient.
     key_gradients      dk and dv of a block of keys, over the rows that see them: tokens in order,
                        and of each the heads of the group. Grid: key blocks, KV heads.
 
-One program alone writes what it writes, in one order: the same bits every time. With a cache, a
+Only one program writes each element, in a fixed order: the same bits every time. With a cache, a
 window adds its gradients to the sums of the pass over all keys that it saw; those of its own tokens
 are final then, and are written in q's dtype, too (FlexLLM v2 §6.1). Windows run from the last.
 

@@ -1,6 +1,6 @@
 """The places of keys and values, and the kernel that writes a step's into the cache.
 
-The kernel is for attention whose keys no emitted kernel makes; emitted kernels append keys
+The kernel is for attention with keys that no emitted kernel computes; emitted kernels append keys
 themselves.
 
 Token j of a sequence lies in page p = table[j // PAGE], row o = j % PAGE of it: element d of head h
@@ -27,9 +27,9 @@ _APPENDED_TOKENS = 16
 
 @dataclass(frozen=True)
 class CacheRows:
-    """One layer's keys or values.
+    """The keys or values of a layer.
 
-    `size` is that of a head; strides are in elements from the first one of `base`. Without pages
+    `size` is that of a head; strides are in elements from the first of `base`. Without pages
     the token stride is the batch's, and the page stride is 0.
     """
 
@@ -64,7 +64,7 @@ class CacheRows:
 
 
 class KvRows(NamedTuple):
-    """One layer's keys and values."""
+    """The keys and values of a layer."""
 
     keys: CacheRows
     values: CacheRows

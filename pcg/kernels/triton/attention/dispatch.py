@@ -123,7 +123,7 @@ def _seen(batch: ProgramBatch, k: Tensor | None, v: Tensor | None) -> KvRows:
 def _work(
     batch: ProgramBatch, group: int, backward: bool, has_prompts: bool = True
 ) -> AttentionWork:
-    """Return the lists of the batch, or of its decoding tokens, made once for all layers alike."""
+    """Return the lists of the batch, or of its decoding tokens, computed once for all layers."""
     recorded: AttentionWork | None = batch.known.get("recorded")
     if recorded is not None:
         return recorded

@@ -1,13 +1,13 @@
-"""Attention over a token-flat batch whose keys and values lie in pages: the kernels.
+"""Attention over a token-flat batch with keys and values in pages: the kernels.
 
     s = scale · q kᵀ, capped and with ALiBi (`scores`);  m = max s;  l = Σ exp(s - m)
     out = Σ exp(s - m) v / l;  lse = m + ln l
 
-A sink is a key of a given score whose value is 0: with it m and l start. Blocks of keys come in
+A sink is a key of a given score with value 0: with it m and l start. Blocks of keys follow in
 order, and m, l and the sum of values are rescaled as m grows (online softmax).
 
-Hopper's tensor cores work beside the other units, if they are given work early enough. With AHEAD
-the products of a block's keys are asked for before the block ahead of it has its weights:
+Hopper's tensor cores work parallel to the other units, if they get work early enough. With AHEAD
+the products of a block's keys are requested before the block ahead of it has its weights:
 
     max s of block n             while p v of block n - 1 is computed
     exp(s - m) of block n        while q kᵀ of block n + 1 is computed, too
@@ -19,8 +19,8 @@ the products of a block's keys are asked for before the block ahead of it has it
                      go to a workspace in fp32. Grid: splits, KV heads, blocks of the group.
     reduce_splits    the splits of a token in their order. Grid: decoding tokens, heads.
 
-The heads of a group are rows beside the tokens (`work`), so that keys and values are read once for
-all of them.
+The heads of a group are further rows of the tokens (`work`), so that keys and values are read once
+for all of them.
 
 Shapes: T tokens, H heads, K KV heads, G = H / K, D head size, Dv that of values.
 Source: FlashAttention-2 (arXiv 2307.08691), Flash-Decoding; pages from vLLM (arXiv 2309.06180).
@@ -200,9 +200,9 @@ def attend_splits(
     COLUMNS: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, ALIBI: tl.constexpr,
     SINKS: tl.constexpr, LSE: tl.constexpr, PAGE: tl.constexpr, SPLIT: tl.constexpr,
 ):  # fmt: skip
-    """Compute m, l and the sum of values of a decoding token's heads over one split of its keys.
+    """Compute m, l and the sum of values of a decoding token's heads over a split of its keys.
 
-    If the token has one split, compute out and lse, by the steps of `reduce_splits`.
+    If the token has a single split, compute out and lse, by the steps of `reduce_splits`.
     """
     item = tl.program_id(0)
     split = splits + item * COLUMNS
@@ -270,7 +270,7 @@ def reduce_splits(
     COLUMNS: tl.constexpr, WINDOW: tl.constexpr, SINKS: tl.constexpr, LSE: tl.constexpr,
     SPLIT: tl.constexpr,
 ):  # fmt: skip
-    """Compute out and lse of one head of a decoding token that has several splits."""
+    """Compute out and lse of a head of a decoding token that has several splits."""
     decode = decodes + tl.program_id(0) * COLUMNS
     count = tl.load(decode + 2)
     number = tl.load(decode)

@@ -61,7 +61,7 @@ def attend_prompts(
 def _planned(
     batch: ProgramBatch, q: Tensor, kv: KvRows, scoring: Scoring
 ) -> tuple[Any, slice | Tensor]:
-    """Return a planned wrapper, once a step for all layers alike, and the rows of the prompts."""
+    """Return a planned wrapper, once a step for all layers, and the rows of the prompts."""
     heads, kv_heads, size = q.shape[1], kv.keys.heads, kv.keys.size
     key = ("flashinfer", heads, kv_heads, size, q.dtype, scoring.window, scoring.scale)
     if key not in batch.known:
@@ -96,7 +96,7 @@ def _planned(
 
 @functools.cache
 def _planners(device: torch.device) -> Any:
-    """Return wrappers in turn: a plan's lists are read while the next plan is made."""
+    """Return wrappers in turn: a plan's lists are read during the next plan."""
     wrapper = importlib.import_module("flashinfer").BatchPrefillWithPagedKVCacheWrapper
     workspace = torch.zeros(_WORKSPACE_BYTES, dtype=torch.uint8, device=device)
     return cycle([wrapper(workspace, "HND") for _ in range(_PLANNERS)])

@@ -1,7 +1,7 @@
 """Launch attention's kernels (`forward_kernels`, `backward_kernels`) for a batch.
 
 Rows and keys are cut into programs by head size, dtype and architecture: each takes the most rows
-or keys whose sums stay in registers, with any options.
+or keys with sums that stay in registers, with any options.
 """
 
 from __future__ import annotations
@@ -58,15 +58,15 @@ class Blocks(NamedTuple):
 def tile_blocks(size: int, dtype: torch.dtype, paged: bool, architecture: int) -> Blocks:
     """Return the blocks of `attend_tiles` on an architecture, such as 80.
 
-    Of heads up to 128 two programs of 64 rows share a processor, so that one's products run while
-    the other one waits for its softmax, or for all of its products. On Hopper a program asks for
+    Of heads up to 128 two programs of 64 rows share a processor, so that products of one run while
+    the other one waits for its softmax, or for all of its products. On Hopper a program requests
     products ahead, too: 16 KiB more, and no more registers than the same two programs have. Heads
     up to 64 have three to four programs without, and two with it.
 
     Args:
         size: elements of a head, the larger of keys' and values', a power of two.
         dtype: q's dtype; fp32 is multiplied without tensor cores.
-        paged: True if keys and values lie in pages: reading the block table is one stage more.
+        paged: True if keys and values lie in pages: reading the block table takes a further stage.
     """
     if dtype == torch.float32:
         return Blocks(32, 32, 4 if size <= 64 else 8 if size <= 128 else 16, 1)
@@ -81,7 +81,7 @@ def tile_blocks(size: int, dtype: torch.dtype, paged: bool, architecture: int) -
 
 
 def split_blocks(size: int, dtype: torch.dtype, group: int) -> Blocks:
-    """Return the blocks of `attend_splits`; arguments as of `tile_blocks`.
+    """Return the blocks of `attend_splits`; arguments are those of `tile_blocks`.
 
     64 keys and values of a head of 128 are 32 KiB, read as four pages each, and one such step is in
     flight while another is processed; with four programs on a processor that hides the memory's
@@ -93,7 +93,7 @@ def split_blocks(size: int, dtype: torch.dtype, group: int) -> Blocks:
 
 
 def query_blocks(size: int, dtype: torch.dtype, paged: bool, architecture: int) -> Blocks:
-    """Return the blocks of `query_gradients`; arguments as of `tile_blocks`.
+    """Return the blocks of `query_gradients`; arguments are those of `tile_blocks`.
 
     Hopper's products read both sides from shared memory, Ampere's from registers.
     """
@@ -108,7 +108,7 @@ def query_blocks(size: int, dtype: torch.dtype, paged: bool, architecture: int) 
 
 
 def key_blocks(size: int, dtype: torch.dtype, architecture: int) -> Blocks:
-    """Return the blocks of `key_gradients`, which have two sums; arguments as of `query_blocks`.
+    """Return the blocks of `key_gradients`, with two sums; arguments are those of `query_blocks`.
 
     Heads of 256 get 32 keys: too few for Hopper's products of 64 rows, which use `HMMA` then.
     """
@@ -140,7 +140,7 @@ def paged_attention(
 
     Args:
         q: [T, H, D], any strides but the last.
-        kv: the layer's cache, the batch's keys and values included, or these alone.
+        kv: the layer's cache, the batch's keys and values included, or only these.
         work: the batch's lists.
         scoring: the options of scores.
         keeps: True if backward needs the log-sum-exp.
@@ -212,7 +212,7 @@ def paged_attention_backward(
     scoring: Scoring,
     sums: KvGradients | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return dq, dk and dv of attention; see `paged_attention`, whose lse holds the sinks' weight.
+    """Return dq, dk and dv of attention; see `paged_attention`; its lse holds the sinks' weight.
 
     Args:
         dout: gradient by out, [T, H, Dv], any strides but the last.
@@ -222,7 +222,7 @@ def paged_attention_backward(
         sums: the layer's gradients of all keys and values of the pass, in fp32, to which the
             batch's are added; for keys and values in a cache.
     Returns:
-        [T, H, D], [T, K, D] and [T, K, Dv] in q's dtype: with sums, the gradients that are final.
+        [T, H, D], [T, K, D] and [T, K, Dv] in q's dtype: with sums, the final gradients.
     Raises:
         UnsupportedError: the work is not for backward, or there are sums without a cache.
     """

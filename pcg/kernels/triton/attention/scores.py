@@ -74,7 +74,7 @@ def located(
     """Return a pointer, and the distances from it of a sequence's tokens first + n, [BLOCK].
 
     `base` points to the head of the first token of all. `first` is a multiple of PAGE, so that
-    terms of n alone are known before a loop over blocks; without a mask they are kept in registers.
+    terms of only n are known before a loop over blocks; without a mask they are kept in registers.
     """
     if PAGED:
         entry = table + (first + n) // PAGE

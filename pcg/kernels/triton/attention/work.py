@@ -1,14 +1,14 @@
-"""The work of attention's kernels in one step: lists made on the host, in one copy.
+"""The work of attention's kernels in a step: lists computed on the host, in a single copy.
 
 A sequence's part of the batch is `length` tokens behind `context` tokens in the cache. Its rows are
 its tokens times the G heads that share a KV head: row r is token r // G, head r % G of the group.
 So a tile of rows is full for any group, and a short chunk of many heads is as good as a long one.
 
     tile        TILE_ROWS rows of a part: a program of the forward, and of dq
-    split       about SPLIT_KEYS keys of a part of one token, or all: a program of decoding
+    split       about SPLIT_KEYS keys of a part with a single token, or all: a program of decoding
     key block   KEY_BLOCK keys that a part saw: a program of dk and dv
 
-The cuts of a part depend on that part alone, so a token's result does not depend on the rest of the
+The cuts of a part depend only on that part, so a token's result does not depend on the rest of the
 batch. Lists may be padded with empty items, whose programs end immediately: a CUDA graph that is
 recorded with a `WorkCapacity` runs every batch that fits into it (`step_lists.py`).
 """
@@ -65,7 +65,7 @@ class WorkCapacity:
 
     @property
     def is_whole(self) -> bool:
-        """True if each decoding token is one split, so that none is left to be reduced."""
+        """True if each decoding token is a single split, so that nothing is left to reduce."""
         return self.splits == self.decodes
 
     @property
@@ -78,12 +78,12 @@ class WorkCapacity:
 
 @dataclass(frozen=True)
 class AttentionWork:
-    """Lists for the kernels, int32; all are views of one tensor, `flat`.
+    """Lists for the kernels, int32; all are views of a tensor, `flat`.
 
     Attributes:
         parts: start, length, context and origin of each, [parts, 4].
         pages: the block table of each part, [parts, pages up to a multiple of 16].
-        tiles: part, first row, rows, [tiles, 4]; those that see most come first.
+        tiles: part, first row, rows, [tiles, 4]; those that see most are first.
         splits: part, number of the split, splits of the part, [splits, 4].
         decodes: part, its first split in the list, number of splits, [decodes, 4].
         key_blocks: part, first key, keys, [key blocks, 4].
@@ -117,7 +117,7 @@ class AttentionWork:
             group: heads that share a KV head, G.
             device: the lists' device.
             backward: True if backward reads them: then all parts have tiles and key blocks.
-            capacity: lengths of the lists; by default the lengths that are needed.
+            capacity: lengths of the lists; by default the needed lengths.
         Raises:
             UnsupportedError: the batch does not fit into the capacity.
         """
@@ -142,7 +142,7 @@ class AttentionWork:
 
 
 def split_lists(numbers: Rows, keys: Rows) -> tuple[Rows, Rows]:
-    """Return splits [splits, 3] and decodes [n, 3] of parts of one token."""
+    """Return splits [splits, 3] and decodes [n, 3] of parts with a single token."""
     counts = split_counts(keys)
     firsts = counts.cumsum() - counts
     which = np.arange(counts.sum()) - firsts.repeat(counts)
