@@ -1,4 +1,4 @@
-"""PEFT methods, one a file, and adapters: in memory, on disk, by name."""
+"""PEFT methods, a file each, and adapters: in memory, on disk, by name."""
 
 from collections.abc import Mapping
 

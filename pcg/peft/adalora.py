@@ -1,4 +1,4 @@
-"""AdaLoRA: LoRA with singular values, of which training keeps the important ones.
+"""AdaLoRA: LoRA with singular values; training keeps the important values.
 
     y = W x + scale · B (E ⊙ (A x)),   A: [rank, in],  E: [rank, 1],  B: [out, rank]
     scale = alpha / (rank at the start + 1e-5)
@@ -13,14 +13,14 @@ training leaves as many triplets of the whole adapter as `target_r` of each modu
 
 A file holds the triplets that `rank_pattern` in its configuration keeps.
 
-Training, beside the program. With P = A or Bᵀ [r, m] of each of n matrices, G = P Pᵀ and ||·|| the
-Frobenius norm, a loss beside the data's draws A and B towards orthogonal rows and columns:
+Training, outside the program. With P = A or Bᵀ [r, m] of each of n matrices, G = P Pᵀ and ||·|| the
+Frobenius norm, a loss in addition to the data's draws A and B towards orthogonal rows and columns:
 
     R = weight / n · Σ ||G - I||                                               (§3.1, eq. 4)
     ∂R/∂P = weight / n · 2 (G - I) P / ||G - I||                               0 where G = I
 
 Over ranks of the group, which hold shards P_i of m's entries, G is the sum of P_i P_iᵀ over all, in
-one exchange of r² numbers a matrix; each then has its part of the gradient by its own P_i. Rows
+an exchange of r² numbers a matrix; each then has its part of the gradient by its own P_i. Rows
 that they have parts of are gathered before.
 
 After step t of the optimizer, with each parameter w and its gradient g as it was clipped,
@@ -33,10 +33,10 @@ and where t is due, E of the triplets outside the budget, those with the lowest 
     budget(t) = target + (start - target) (1 - (t - before) / (last - before))³         (§3.3)
 
 From the last step on the same triplets stay zero. E of the others may grow again until then. Each
-rank of the group has Ī and U of its shards. A mean is a sum over the shards of all, in one exchange
-of the scores alone, so all have the same scores and zero the same triplets.
+rank of the group has Ī and U of its shards. A mean is a sum over the shards of all, in an exchange
+of only the scores, so all have the same scores and zero the same triplets.
 
-torch is imported where it computes, so that recipes are read without it.
+torch is imported in the functions that compute, so that recipes are read without it.
 
 Source: "Adaptive Budget Allocation for Parameter-Efficient Fine-Tuning" (Zhang et al. 2023);
 `AdaLoraConfig`, `SVDLinear`, `RankAllocator`, `AdaLoraModel.forward` and `update_and_allocate` of
@@ -84,7 +84,7 @@ class Schedule:
         target_rank: triplets of each module on average at the end.
         before: steps until the first triplet goes.
         last: the step after which none goes.
-        interval: steps from one allocation to the next.
+        interval: steps between allocations.
         beta1: decay of Ī.
         beta2: decay of U.
         orthogonality: weight of R.
@@ -101,7 +101,7 @@ class Schedule:
 
 
 class RankAllocator:
-    """The allocation of ranks in one job."""
+    """The allocation of ranks in a job."""
 
     def __init__(
         self, schedule: Schedule, shards: Shards, rank_dims: Mapping[str, int], values: str
@@ -268,7 +268,7 @@ _RANK_DIMS = {"adalora_A": 0, "adalora_B": 1, "adalora_E": 0}
 
 @dataclass(frozen=True)
 class AdaLoraBypass(MadeLoraBypass):
-    """AdaLoRA at one module: LoRA, whose A has singular values, which serving has in A.
+    """AdaLoRA at a module: LoRA with singular values in A; serving has them in A.
 
         A' = singular_down(A, E)
 
@@ -294,7 +294,7 @@ class AdaLoraBypass(MadeLoraBypass):
 
 @dataclass(frozen=True, eq=False)
 class AdaLoraWeights(LowRankWeights):
-    """AdaLoRA's weights of one module: y += scale · B (E ⊙ (A x)), E: [rank, 1]."""
+    """AdaLoRA's weights of a module: y += scale · B (E ⊙ (A x)), E: [rank, 1]."""
 
     suffixes: ClassVar[tuple[str, ...]] = ("lora_A", "lora_B", "lora_E")
     kinds: ClassVar[Mapping[str, ParameterKind]] = {
@@ -350,15 +350,15 @@ class AdaLoraConfig(LayeredRecipe):
     """An AdaLoRA configuration, with peft's fields and defaults.
 
     Attributes:
-        bias: biases of the base that are trained: "none", "all", or "lora_only", those of the
+        bias: trained biases of the base: "none", "all", or "lora_only", those of the
             adapted modules.
         lora_dropout: probability that an element of a module's input is dropped in training.
         init_r: the rank of every module at the start.
         target_r: the rank of a module on average at the end.
         lora_alpha: numerator of the scale.
         tinit: steps until the first triplet goes.
-        tfinal: steps after the last one has gone.
-        deltaT: steps from one allocation to the next.
+        tfinal: steps after the last triplet has gone.
+        deltaT: steps between allocations.
         beta1: decay of the moving average of importance.
         beta2: decay of that of its deviation.
         orth_reg_weight: weight of the loss that draws A and B towards orthogonal ones.
@@ -487,7 +487,7 @@ class AdaLoraConfig(LayeredRecipe):
 
 
 class AdaLoraTraining(RankAllocator):
-    """The allocation of an AdaLoRA adapter's ranks in one job."""
+    """The allocation of an AdaLoRA adapter's ranks in a job."""
 
     def __init__(self, recipe: AdaLoraConfig, shards: Shards) -> None:
         assert recipe.total_step is not None

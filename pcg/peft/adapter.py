@@ -109,7 +109,7 @@ def new_adapter(
         dtype: dtype of the weights, which are drawn in float32 and cast.
         output_layer: the path of the head, which "all-linear" leaves out.
         model_type: the base's; needed if the recipe names no targets.
-        base_weights: [out, in] of the linear modules, by path; DoRA begins with their lengths.
+        base_weights: [out, in] of the linear modules, by path; DoRA starts with their lengths.
     Raises:
         AdapterError: the recipe does not fit the model.
         UnsupportedError: an initialisation that needs the base's weights or data.

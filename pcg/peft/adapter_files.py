@@ -2,8 +2,8 @@
 
     base_model.model.<module>.<part of the method>       `ModuleWeights.suffixes`
     base_model.model.<module>.base_layer.bias    [out]   a trained bias of an adapted module
-    base_model.model.<module>.bias               [out]   one of another module (bias="all")
-    base_model.model.<module>.base_layer.weight  [out, in]   the base's own, beside LoRA on a head
+    base_model.model.<module>.bias               [out]   of another module (bias="all")
+    base_model.model.<module>.base_layer.weight  [out, in]   the base's own, with LoRA on a head
     base_model.model.<module>.weight             the base's own, by save_embedding_layers=True
     base_model.<name>                                    `ModuleWeights.shared_names`
     <name>                                               `ModuleWeights.whole_keys`
@@ -76,7 +76,7 @@ def read_adapter(path: str | os.PathLike[str], name: str, is_base: IsBase | None
     """Read an adapter, which peft or pcg saved, from a directory; tensors are mapped.
 
     Args:
-        is_base: tells whether a tensor is the base's weight of a module, of which peft saves a copy
+        is_base: returns whether a tensor is the base's weight of a module, which peft may save, too
             with LoRA on a head; None refuses all of them.
     Raises:
         AdapterError: a file is missing, damaged or differs from SHA256SUMS there, or config and
@@ -132,7 +132,7 @@ def recipes_of(peft: object) -> dict[str, Recipe]:
 
 
 def is_recipe(peft: Mapping[Any, Any]) -> bool:
-    """Return whether a mapping is one recipe's fields, and not recipes by name."""
+    """Return whether a mapping is the fields of a recipe, and not recipes by name."""
     return "peft_type" in peft
 
 
@@ -287,8 +287,9 @@ def write_adapter(adapter: Adapter, path: str | os.PathLike[str]) -> None:
     """Save an adapter in a directory so that peft reads it, too.
 
     The files are written to a temporary directory, then renamed: in any event, a file at `path` is
-    the old one or the new one, and SHA256SUMS there holds for it. An equal config is kept, so that
-    saving an adapter again replaces one file, in one step. Other files in the directory are kept.
+    the old adapter or the new one, and SHA256SUMS there holds for it. An equal config is kept, so
+    that saving an adapter again replaces a single file, in one step. Other files in the directory
+    are kept.
 
     Raises:
         AdapterError: it cannot be written, or its weights are not those of its recipe.
@@ -401,7 +402,7 @@ def _is_text(value: object) -> bool:
 
 
 def _config_to_write(adapter: Adapter) -> dict[str, Any]:
-    """Return the fields with names of modules, or their paths if the recipe has none."""
+    """Return the fields with names of modules, or their paths if the recipe names no modules."""
     recipe = adapter.recipe
     targets = recipe.target_modules
     if targets is None or recipe.is_all_linear:

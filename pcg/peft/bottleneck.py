@@ -1,10 +1,10 @@
-"""Bottleneck adapters: small networks behind, or beside, a layer's parts.
+"""Bottleneck adapters: small networks behind, or parallel to, a layer's parts.
 
     h = σ(D x + d),   y' = y + scaling · (U h + u),   D: [size, in],  U: [out, size]
 
-`houlsby` has one behind the output of attention and one behind that of the MLP, before the residual
-is added (Houlsby et al. 2019); `pfeiffer` only the latter (Pfeiffer et al. 2020); in both x is y.
-`parallel` has one beside the MLP, whose input it reads (He et al. 2022).
+`houlsby` has a network behind the output of attention and one behind that of the MLP, before the
+residual is added (Houlsby et al. 2019); `pfeiffer` only the latter (Pfeiffer et al. 2020); in both
+x is y. `parallel` has a network parallel to the MLP, with the MLP's input (He et al. 2022).
 
 peft does not have them; the configuration and the keys are pcg's.
 
@@ -60,7 +60,7 @@ NON_LINEARITIES = ("gelu", "gelu_new", "relu", "silu", "tanh")
 
 @dataclass(frozen=True)
 class BottleneckBypass(Bypass):
-    """The adapter of one module, which goes from its outputs to its outputs.
+    """The adapter of a module, from the module's outputs to its outputs.
 
         h = activate(shrink(x, D), d);  z = bias_add(expand_add(y, h, U), u)
 
@@ -124,7 +124,7 @@ _KINDS = {"down": DOWN, "down_bias": ParameterKind(), "up": UP, "up_bias": SUMMA
 
 @dataclass(frozen=True, eq=False)
 class BottleneckWeights(ModuleWeights):
-    """The adapter's weights of one module: y += scaling · (up σ(down x + down_bias) + up_bias).
+    """The adapter's weights of a module: y += scaling · (up σ(down x + down_bias) + up_bias).
 
     Attributes:
         does: σ, the scaling, and the choice of x, the MLP's input or the module's output.
@@ -198,7 +198,7 @@ class BottleneckConfig(TargetedRecipe):
         variant: a name of `VARIANTS`: houlsby, parallel or pfeiffer.
         bottleneck_size: features between the two matrices.
         non_linearity: σ, a name of `NON_LINEARITIES`; gelu_new is GELU's tanh form.
-        scaling: the factor on what an adapter adds.
+        scaling: the factor on an adapter's summand.
     """
 
     method: ClassVar[str] = "bottleneck adapters"

@@ -52,7 +52,7 @@ FAMILY_FEEDFORWARD: Mapping[str, Names] = {
 
 @dataclass(frozen=True)
 class Ia3Bypass(Bypass):
-    """(IA)³ at one module: scale(y, l), or scale(x, l) before a feedforward module."""
+    """(IA)³ at a module: scale(y, l), or scale(x, l) before a feedforward module."""
 
     behind_bias: ClassVar[bool] = True
 
@@ -85,7 +85,7 @@ class Ia3Bypass(Bypass):
 
 @dataclass(frozen=True, eq=False)
 class Ia3Weights(ModuleWeights):
-    """(IA)³'s vector of one module: [in] at a feedforward module, else [out]."""
+    """(IA)³'s vector of a module: [in] at a feedforward module, else [out]."""
 
     suffixes: ClassVar[tuple[str, ...]] = ("ia3_l",)
     kinds: ClassVar[Mapping[str, ParameterKind]] = {"ia3_l": FACTOR, "ia3_l_in": FACTOR}
@@ -145,8 +145,8 @@ class IA3Config(TargetedRecipe):
     """An (IA)³ configuration, with peft's fields and defaults.
 
     Attributes:
-        exclude_modules: names or one regex, as the targets, of modules that are left out.
-        feedforward_modules: names or one regex for the whole path; targets that they match are
+        exclude_modules: names or a regex, as the targets, of modules to leave out.
+        feedforward_modules: names or a regex for the whole path; targets that they match are
             scaled at their input. A name matches any path that ends in it, as in peft, even without
             a dot. None is usual for the family.
         init_ia3_weights: True, vectors of ones, which change nothing; False, normal ones.

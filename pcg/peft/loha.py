@@ -1,15 +1,15 @@
-"""LoHa: the Hadamard product of two low-rank products beside a linear module (FedPara).
+"""LoHa: the Hadamard product of two low-rank products, parallel to a linear module (FedPara).
 
     y = W x + scale · ((w1_a w1_b) ⊙ (w2_a w2_b)) x,   w_a: [out, r],  w_b: [r, in]
     scale = alpha / r
 
-A Hadamard product of products of rank r is one product of rank r², whose factors are the pairwise
+A Hadamard product of products of rank r is a product of rank r², with the pairwise
 products of rows and of columns (Khatri-Rao),
 
     (w1_a w1_b) ⊙ (w2_a w2_b) = B A,   A[j r + k, :] = w1_b[j, :] ⊙ w2_b[k, :]
                                        B[:, j r + k] = w1_a[:, j] ⊙ w2_a[:, k]
 
-so that no matrix [out, in] is made, and serving has LoRA of rank r².
+so that no matrix [out, in] exists, and serving has LoRA of rank r².
 
     base_model.model.<module>.hada_w1_a      [out, r]
     base_model.model.<module>.hada_w1_b      [r, in]
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class LohaBypass(MadeLoraBypass):
-    """LoHa at one module: LoRA, whose A and B training computes from the four factors.
+    """LoHa at a module: LoRA with A and B that training computes from the four factors.
 
         A = khatri_rao(w1_b, w2_b) of rows;  B = khatri_rao(w1_a, w2_a) of columns
 
@@ -69,7 +69,7 @@ class LohaBypass(MadeLoraBypass):
 
 @dataclass(frozen=True, eq=False)
 class LohaWeights(ModuleWeights):
-    """LoHa's weights of one module: y += scale · ((w1_a w1_b) ⊙ (w2_a w2_b)) x."""
+    """LoHa's weights of a module: y += scale · ((w1_a w1_b) ⊙ (w2_a w2_b)) x."""
 
     suffixes: ClassVar[tuple[str, ...]] = ("hada_w1_a", "hada_w1_b", "hada_w2_a", "hada_w2_b")
     kinds: ClassVar[Mapping[str, ParameterKind]] = {
@@ -134,7 +134,7 @@ class LoHaConfig(PatternedRecipe):
         alpha: numerator of the scale of modules that no key of `alpha_pattern` matches.
         rank_dropout: probability that an output of ΔW is dropped in training, which pcg does not.
         module_dropout: probability that a module is left out of a step, which pcg does not.
-        init_weights: True, one of the factors is zero, which changes nothing; False, none is.
+        init_weights: True, a factor is zero, which changes nothing; False, none is.
     """
 
     method: ClassVar[str] = "LoHa"

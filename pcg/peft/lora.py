@@ -1,4 +1,4 @@
-"""LoRA, rsLoRA and DoRA: a product of two matrices of a low rank beside a linear module.
+"""LoRA, rsLoRA and DoRA: a product of two matrices of a low rank, parallel to a linear module.
 
     y = W x + scale · B (A x),   A: [rank, in],  B: [out, rank]
     scale = alpha / rank,  or alpha / √rank with rsLoRA
@@ -50,7 +50,7 @@ _MAGNITUDE = "lora_magnitude_vector"
 
 @dataclass(frozen=True)
 class LoraBypass(Bypass):
-    """LoRA at one module.
+    """LoRA at a module.
 
         s = shrink(x, A)         [T, rank]
         z = expand_add(y, s, B)  [T, out]
@@ -115,7 +115,7 @@ class LoraBypass(Bypass):
 
 @dataclass(frozen=True)
 class MadeLoraBypass(Bypass):
-    """A network that is LoRA, whose A and B training computes from other parameters."""
+    """A network that is LoRA, with A and B that training computes from other parameters."""
 
     rank: int
 
@@ -128,7 +128,7 @@ class MadeLoraBypass(Bypass):
 
 @dataclass(frozen=True, eq=False)
 class LoraWeights(LowRankWeights):
-    """LoRA's weights of one module: y += scale · (B (A x) + bias).
+    """LoRA's weights of a module: y += scale · (B (A x) + bias).
 
     Attributes:
         bias: B's bias (`lora_bias`), [out]; most adapters have none.
@@ -243,7 +243,7 @@ class LoraConfig(PatternedRecipe):
     """A LoRA, rsLoRA or DoRA configuration, with peft's fields and defaults.
 
     Attributes:
-        bias: biases of the base that are trained: "none", "all", or "lora_only", those of the
+        bias: trained biases of the base: "none", "all", or "lora_only", those of the
             adapted modules.
         r: the rank of modules that no key of `rank_pattern` matches.
         lora_alpha: numerator of the scale of modules that no key of `alpha_pattern` matches.

@@ -1,4 +1,4 @@
-"""The bypass network of a PEFT method at one module, and its interfaces.
+"""The bypass network of a PEFT method at a module, and its interfaces.
 
     Y = f_B(X) + f_A(X)                                                            (FlexLLM §4.1)
 
@@ -49,7 +49,7 @@ class Place(Protocol):
         """Return the largest out and in of the model's modules with a bypass of this kind."""
 
     def module_input(self, names: Sequence[str]) -> str | None:
-        """Return the input of a module of one of these names beside the node's, or None."""
+        """Return the input of a neighbouring module with any of these names, or None."""
 
     def add(self, op: str, suffix: str, *inputs: str, **attributes: Any) -> str:
         """Add an operator, named after the node."""
@@ -72,7 +72,7 @@ class Place(Protocol):
 
 @dataclass(frozen=True)
 class Bypass(ABC):
-    """The network of a method at one module, of one adapter or of all at that module."""
+    """The network of a method at a module, of an adapter or of all at that module."""
 
     behind_bias: ClassVar[bool] = False
     """True if its operators stand behind the bias that an adapter may have of its own."""
@@ -84,7 +84,7 @@ class Bypass(ABC):
 
     @property
     def kind(self) -> object:
-        """The key of bypasses that are one network in a graph, if they are at one site."""
+        """The key of bypasses that share a network in a graph, if they are at the same site."""
         return type(self)
 
     @abstractmethod
@@ -139,10 +139,10 @@ class Shards(Protocol):
         """Return the dim that is split over ranks; None if all have the same."""
 
     def summed(self, values: Sequence[Tensor]) -> list[Tensor]:
-        """Return the sums of the ranks' tensors, in one exchange; the same bits on all ranks."""
+        """Return the sums of the ranks' tensors, in an exchange; the same bits on all ranks."""
 
     def gathered(self, values: Mapping[str, Tensor]) -> dict[str, list[Tensor]]:
-        """Return the split shards of every rank, by name, in one exchange."""
+        """Return the split shards of every rank, by name, in a single exchange."""
 
     def joined(self, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return whole tensors by path, joined from each rank's values for its shards by name."""

@@ -7,7 +7,7 @@ trained is a network that makes all of them.
 
     prompt_embeddings      [tokens, 2 · layers · features]
 
-with the keys, then the values, of one layer behind the other's.
+with the keys, then the values, layer by layer.
 
 Source: `PrefixEncoder` and `PeftModel.get_prompt` of peft 0.21.2.
 """
@@ -65,7 +65,7 @@ class PrefixBypass(VirtualTokens):
 
 @dataclass(frozen=True, eq=False)
 class PrefixWeights(ModuleWeights):
-    """The prefix of one layer: keys and values [tokens, features], heads one behind the other."""
+    """The prefix of a layer: keys and values [tokens, features], heads in a row."""
 
     whole_keys: ClassVar[tuple[str, ...]] = (KEY,)
     kinds: ClassVar[Mapping[str, ParameterKind]] = dict.fromkeys(_KINDS, SUMMAND)

@@ -1,4 +1,4 @@
-"""Prompt tuning and P-tuning: virtual tokens before a sequence, whose embeddings are trained.
+"""Prompt tuning and P-tuning: virtual tokens with trained embeddings before a sequence.
 
     x = [p_0 … p_{n-1}, E[t_0], E[t_1], …],   p: [n, hidden]
 
@@ -202,7 +202,7 @@ class PromptEncoderConfig(PromptRecipe):
         encoder_reparameterization_type: the network that makes the prompt: MLP or LSTM.
         encoder_hidden_size: features within it; None is as many as an embedding has.
         encoder_num_layers: layers of an LSTM.
-        encoder_dropout: dropout between the layers of an LSTM; an MLP has none.
+        encoder_dropout: dropout between the layers of an LSTM; not for an MLP.
     """
 
     method: ClassVar[str] = "P-tuning"

@@ -1,4 +1,4 @@
-"""Encoders of virtual tokens: networks that are trained in place of their output, a prompt.
+"""Encoders of virtual tokens: networks trained in place of their output, a prompt.
 
     MLP      p = W₂ relu(W₁ relu(W₀ e + b₀) + b₁) + b₂
     LSTM     p = W₁ relu(W₀ lstm(e) + b₀) + b₁,  lstm of both directions
@@ -6,15 +6,16 @@
 
 with e: [tokens, width], and p: [tokens, width], or [tokens, 2 · layers · width] for a prefix.
 
-A saved adapter holds the encoder's output, so a saved one cannot be trained further. In training an
-encoder is a PyTorch module around the compiled program, which reads the output and returns its
-gradient: a step's forward follows the encoder's, and the encoder's backward follows the step's.
+A saved adapter holds the encoder's output, so a saved adapter cannot be trained further. In
+training an encoder is a PyTorch module around the compiled program, which reads the output and
+returns its gradient: a step's forward follows the encoder's, and the encoder's backward follows the
+step's.
 
     dL/dθ = (dp/dθ)ᵀ dL/dp,  dL/dp of the program
 
-torch is imported where networks are made, so that recipes are read without it.
+torch is imported in the functions that compute, so that recipes are read without it.
 
-Source: `PromptEncoder` and `PrefixEncoder` of peft 0.21.2, whose names the parameters have.
+Source: `PromptEncoder` and `PrefixEncoder` of peft 0.21.2; the parameters have their names.
 """
 
 from __future__ import annotations
@@ -83,7 +84,7 @@ class PromptEncoder:
         return {name: tuple(parameter.shape) for name, parameter in network.named_parameters()}
 
     def fresh(self, shapes: Sequence[tuple[int, int]], seed: int) -> dict[str, Tensor]:
-        """Return fresh parameters, as peft initialises them, in float32; `shapes` as of `widths`.
+        """Return fresh parameters, as peft initialises them, in float32; `shapes` as for `widths`.
 
         Raises:
             UnsupportedError: the encoder has dropout.
@@ -132,7 +133,7 @@ def _network(encoder: PromptEncoder, width: int, hidden: int, out: int) -> nn.Mo
 
 
 def _bound_network(encoder: PromptEncoder, tensors: Mapping[str, Tensor]) -> nn.ModuleDict:
-    """Return a network whose parameters share the tensors' memory."""
+    """Return a network with parameters in the tensors' memory."""
     import torch
 
     head = "transform" if encoder.kind == PREFIX else "mlp_head"

@@ -1,13 +1,13 @@
 """The base of every recipe: a PEFT method's configuration, and its interface.
 
-A method is one file of this folder and one line of the registry. The file holds
+A method is a file of this folder and a line of the registry. The file holds
     a recipe        its fields, which have peft's names; their checks; its adapter_config.json
-    a bypass        the recipe at one module: the operators of training and of serving
-    weights         the tensors of one module, in files and in memory
+    a bypass        the recipe at a module: the operators of training and of serving
+    weights         the tensors of a module, in files and in memory
 and the part of training that is outside the program, if there is any.
 
-A field of adapter_config.json is one of four: the recipe's; a note that changes nothing and is
-written back as it was read; a field that only matters with another one that is refused; or a
+A field of adapter_config.json is of four kinds: the recipe's; a note that changes nothing and is
+written back as it was read; a field that only matters with another field that is refused; or a
 feature that pcg lacks, which is refused by name unless it is off, as is an unknown field.
 """
 
@@ -139,7 +139,7 @@ class Recipe(ABC):
 
     @property
     def bias(self) -> str:
-        """The biases of the base that are trained: "none", "all", or a word of the method."""
+        """The trained biases of the base: "none", "all", or a word of the method."""
         return "none"
 
     @property
@@ -238,7 +238,7 @@ class Recipe(ABC):
 
     @property
     def schedule(self) -> Mapping[str, object]:
-        """The numbers of a job that are not a module's, by peft's names."""
+        """The numbers of a job, other than those of modules, by peft's names."""
         return {}
 
     def training_beside(self, shards: Shards, total_steps: int) -> TrainingBeside | None:

@@ -34,7 +34,7 @@ def parameter_kind(source: str) -> ParameterKind:
 
 
 def is_shorthand(value: object) -> bool:
-    """Return whether a word stands for a recipe; any other string is a path."""
+    """Return whether a word means a recipe; any other string is a path."""
     return isinstance(value, str) and value.lower() in SHORTHANDS
 
 
@@ -44,8 +44,8 @@ def recipe_from(config: object, *, saved: bool = False) -> Recipe:
     Args:
         config: a word of `SHORTHANDS`, a recipe, a configuration of peft's, or a mapping as in
             adapter_config.json.
-        saved: True if it belongs to saved weights, whose initialisation matters only if it changed
-            the base.
+        saved: True if it belongs to saved weights, for which the initialisation matters only if it
+            changed the base.
     Raises:
         UnsupportedError: another PEFT method, or a feature that pcg lacks, by name.
         AdapterError: not a configuration, or a value out of its range.

@@ -1,4 +1,4 @@
-"""Recipes that name modules, each of which gets a bypass network.
+"""Recipes that name modules; each of these gets a bypass network.
 
 Modules are matched by their full path, such as `model.layers.3.self_attn.q_proj`, as peft matches
 them (peft 0.21.2: `check_target_module_exists`, `get_pattern_key`), so that a recipe means the same
@@ -56,7 +56,7 @@ class TargetedRecipe(Recipe):
     """A configuration of a method that adapts modules by their names.
 
     Attributes:
-        target_modules: names, each matching modules whose path is it or ends in `.name`; or one
+        target_modules: names, each matching modules with the path `name` or `….name`; or a
             regex for the whole path; or "all-linear", all but the output layer; or None, the usual
             modules of the family.
     """
@@ -221,8 +221,8 @@ class LayeredRecipe(TargetedRecipe):
     """A configuration that can leave out modules, and layers.
 
     Attributes:
-        exclude_modules: names or one regex, as the targets, of modules that are left out.
-        layers_to_transform: the only layers that are adapted; None is all. Not with a regex.
+        exclude_modules: names or a regex, as the targets, of modules to leave out.
+        layers_to_transform: the only adapted layers; None is all. Not with a regex.
         layers_pattern: names of the module list that a layer's index follows; None is any.
     """
 

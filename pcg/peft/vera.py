@@ -1,4 +1,4 @@
-"""VeRA: bypass networks made of two random matrices that all modules share.
+"""VeRA: bypass networks of two random matrices that all modules share.
 
     y = W x + λ_b ⊙ B (λ_d ⊙ (A x)),   A: [rank, in],  B: [out, rank]
 
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class VeraBypass(MadeLoraBypass):
-    """VeRA at one module: LoRA, whose A and B training computes from shared matrices.
+    """VeRA at a module: LoRA with A and B that training computes from shared matrices.
 
     A = vera_down(vera_A);  B = vera_up(vera_B, λ_b, λ_d)
     """
@@ -57,7 +57,7 @@ class VeraBypass(MadeLoraBypass):
 
 @dataclass(frozen=True, eq=False)
 class VeraWeights(ModuleWeights):
-    """VeRA's vectors of one module: λ_b [out] and λ_d [rank]."""
+    """VeRA's vectors of a module: λ_b [out] and λ_d [rank]."""
 
     suffixes: ClassVar[tuple[str, ...]] = ("vera_lambda_b", "vera_lambda_d")
     shared_names: ClassVar[tuple[str, ...]] = ("vera_A", "vera_B")
@@ -114,9 +114,9 @@ class VeraConfig(TargetedRecipe):
     """A VeRA configuration, with peft's fields and defaults.
 
     Attributes:
-        layers_to_transform: the only layers that are adapted; None is all. Not with a regex.
+        layers_to_transform: the only adapted layers; None is all. Not with a regex.
         layers_pattern: names of the module list that a layer's index follows; None is any.
-        bias: biases of the base that are trained: "none", "all", or "vera_only", those of the
+        bias: trained biases of the base: "none", "all", or "vera_only", those of the
             adapted modules.
         vera_dropout: probability that an element of a module's input is dropped in training.
         r: the rank of the shared matrices.

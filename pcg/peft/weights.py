@@ -1,6 +1,6 @@
-"""The weights of one module of an adapter: in a file, fresh, for training and for serving.
+"""The weights of a module of an adapter: in a file, fresh, for training and for serving.
 
-torch is imported where tensors are made, so that recipes are read without it.
+torch is imported in the functions that compute, so that recipes are read without it.
 """
 
 from __future__ import annotations
@@ -70,12 +70,12 @@ class Around:
 
 @dataclass(frozen=True)
 class AdapterWeight:
-    """One adapter's weight for all tokens, as a training program reads it.
+    """An adapter's weight for all tokens, as a training program reads it.
 
     Attributes:
         weight: A [r, in], B [out, r], or a vector.
         scale: the factor on the product with it.
-        segments: always None; serving has `SegmentedWeight`s, whose tokens are of many adapters.
+        segments: always None; serving has `SegmentedWeight`s, for tokens of many adapters.
     """
 
     weight: Tensor
@@ -106,13 +106,13 @@ class Draw:
         return self.zeros(*shape).uniform_(-bound, bound, generator=self._generator)
 
     def linear(self, *shape: int) -> Tensor:
-        """Draw a matrix as nn.Linear begins: uniform in ±1/√columns."""
+        """Draw a matrix as nn.Linear starts: uniform in ±1/√columns."""
         return self.uniform(shape[-1] ** -0.5, *shape)
 
 
 @dataclass(frozen=True, eq=False)
 class ModuleWeights(ABC):
-    """The weights of one module; every field that is a tensor is trained."""
+    """The weights of a module; every field that is a tensor is trained."""
 
     suffixes: ClassVar[tuple[str, ...]] = ()
     """The ends of keys in a file, behind the module's path."""
@@ -150,7 +150,7 @@ class ModuleWeights(ABC):
 
     @classmethod
     def read(cls, path: str, parts: Mapping[str, Tensor], recipe: Any) -> Self:
-        """Return the weights of the module at `path`, of a file's tensors by suffix, at least one.
+        """Return the weights of the module at `path`, of a file's tensors by suffix.
 
         Raises:
             AdapterError: a part is missing, has an impossible shape, or is not the recipe's.
@@ -181,7 +181,7 @@ class ModuleWeights(ABC):
 
     @classmethod
     def read_whole(cls, parts: Mapping[str, Tensor], recipe: Any) -> Mapping[str, Self]:
-        """Return the weights, by path, of a file's tensors under `whole_keys`, at least one.
+        """Return the weights, by path, of a file's tensors under `whole_keys`, which are not empty.
 
         Raises:
             AdapterError: a tensor has an impossible shape, or is not the recipe's.
@@ -269,7 +269,7 @@ def _weight(trained: AdapterWeight, around: Around) -> Tensor:
 
 
 def partners(path: str, parts: Mapping[str, Tensor], suffixes: Sequence[str]) -> list[Tensor]:
-    """Return the tensors of a module. AdapterError: one is missing, or a number."""
+    """Return the tensors of a module. AdapterError: a tensor is missing, or a number."""
     for suffix in suffixes:
         if suffix not in parts:
             raise AdapterError(f"no {path}.{suffix}, the partner of another tensor there")

@@ -1,1 +1,1 @@
-"""The processes of a tensor-parallel group: starting them, and what they exchange."""
+"""The processes of a tensor-parallel group: starting them, and their messages."""

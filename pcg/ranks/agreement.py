@@ -1,9 +1,10 @@
 """Agreement of all ranks of a group: the same calls, the same arguments, the same program.
 
-Ranks that are asked for different things wait for messages that nobody sends, or add up numbers
-that do not belong together. So each call begins with one message of every rank: the call's name, a
-SHA-256 of its arguments, and an error if the rank could not begin. These have one size for all
-calls, so that two different calls meet, too. Where they differ, all ranks raise what differs.
+Ranks with different calls wait for messages that nobody sends, or add up numbers
+that do not belong together. So each call starts with a message of every rank: the call's name, a
+SHA-256 of its arguments, and an error if the rank could not start. These have the same size for all
+calls, so that two different calls meet, too. Where they differ, all ranks raise an error that names
+the difference.
 
 Each rank compiles by itself, from its device's sheet and its files, by its libraries. Where those
 differ, so may the plans; `check_same_program` refuses that.
@@ -103,7 +104,7 @@ FIX = "Give all ranks the same arguments, or make the calls of one rank on all o
 
 @dataclass(frozen=True)
 class _Word:
-    """The message of a rank that begins a call.
+    """The message of a rank that starts a call.
 
     `size` is that of the record of its facts, which is sent only if digests differ.
     """

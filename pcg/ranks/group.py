@@ -31,7 +31,7 @@ PendingCollective: TypeAlias = Callable[[], Any]
 
 
 class Ranks:
-    """A group of ranks, as a member sees it; this class is the group of one rank.
+    """A group of ranks, as a member sees it; this class is the group of a single rank.
 
     In larger groups each method raises a RankLostError if another rank is gone.
 
@@ -60,7 +60,7 @@ class Ranks:
         return [x]
 
     def reduce_scatter(self, parts: list[Tensor]) -> Tensor:
-        """Return the sum of the ranks' tensors for this rank; `parts` has one for each rank."""
+        """Return the sum of the ranks' tensors for this rank; `parts` has a part for each rank."""
         return parts[0]
 
     def gather(self, x: Tensor) -> list[Tensor]:
@@ -85,14 +85,14 @@ class Ranks:
     def exchange(self, x: Tensor, out: Tensor, other: int) -> Tensor:
         """Send a flat tensor to a rank that sends one in the same exchange, and receive that.
 
-        Messages and collectives of a rank run one after the other on a GPU, and a message lasts
+        Messages and collectives of a rank run in turn on a GPU, and a message lasts
         until it is received: two ranks that send to each other and then receive would wait for each
-        other for ever. So both directions are one exchange, on both ranks.
+        other for ever. So both directions are a single exchange, on both ranks.
         """
         raise ParallelError("a group of one rank has no other to exchange with")
 
     def tell(self, word: bytes) -> list[bytes]:
-        """Return the ranks' words, of one length, in their order; they do not count as sent."""
+        """Return the ranks' words, of equal length, in their order; they do not count as sent."""
         return [word]
 
     def begin(self, collective: str, x: Any) -> PendingCollective:
@@ -103,7 +103,7 @@ class Ranks:
         return partial(getattr(self, collective), x)
 
     def begin_gather_into(self, whole: Tensor, part: Tensor) -> PendingCollective:
-        """Begin an all-gather of flat parts of one size, one behind the other, into `whole`."""
+        """Begin an all-gather of flat parts of equal size, part by part, into `whole`."""
         return partial(whole.copy_, part)
 
 
@@ -113,7 +113,7 @@ SINGLE_RANK = Ranks()
 class ProcessRanks(Ranks):
     """A group of processes, over a process group of torch: NCCL's for a GPU, else gloo's.
 
-    Ranks that notice a loss report in the store, if there is one.
+    Ranks that notice a loss report in the store, if it exists.
 
     Args:
         numbers: the numbers of its ranks among all of the job, for errors.
@@ -166,7 +166,7 @@ class ProcessRanks(Ranks):
         return cast("Tensor", self._begin_messages(x, other, out)())
 
     def _begin_messages(self, sent: Tensor | None, other: int, out: Tensor) -> PendingCollective:
-        """Begin to send to a rank and to receive from it, as one batch; return `out`."""
+        """Begin to send to a rank and to receive from it, as a single batch; return `out`."""
         messages = []
         if sent is not None:
             self.moved_bytes["send"] += sent.nbytes
@@ -334,5 +334,5 @@ def united(tensors: Mapping[str, Tensor], ranks: Ranks) -> dict[str, Tensor]:
 
 
 def padded(size_bytes: int) -> int:
-    """Return the bytes of a tensor in a message, so that the next one is aligned."""
+    """Return the bytes of a tensor in a message, so that the next tensor is aligned."""
     return -(-size_bytes // _ALIGNMENT) * _ALIGNMENT

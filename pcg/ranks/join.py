@@ -24,7 +24,7 @@ MOST_TIMEOUT_S = 10**7
 
 
 def join_group(degree: int, device: torch.device, timeout_s: float | None = None) -> Ranks:
-    """Join a job of `degree` ranks that are one tensor-parallel group; see `join_mesh`."""
+    """Join a job of `degree` ranks in a single tensor-parallel group; see `join_mesh`."""
     return join_mesh(MeshSizes(tp=degree), device, timeout_s).tp
 
 
@@ -67,7 +67,8 @@ def join_mesh(sizes: MeshSizes, device: torch.device, timeout_s: float | None = 
 def sizes_of(tp: int, dp: int | None, cp: int = 1, pp: int = 1) -> MeshSizes:
     """Return the sizes of a job: as many replicas as the processes make, unless `dp` is given.
 
-    With a `tp`, a `cp` and a `pp` of 1 and no `dp` a process is alone, even under torchrun.
+    With a `tp`, a `cp` and a `pp` of 1 and no `dp` a process is a job by itself, even under
+    torchrun.
     """
     each = MeshSizes(pp=pp, cp=cp, tp=tp).world
     present = present_ranks()
@@ -115,7 +116,7 @@ def _check_timeout(world: int, timeout_s: float | None) -> None:
 
 
 def check_started(sizes: MeshSizes) -> None:
-    """Raise a ParallelError in a process that is not a rank of so many."""
+    """Raise a ParallelError in a process that is not a rank of that many."""
     size = present_ranks()
     if size != sizes.world:
         raise ParallelError(_not_so_many(sizes, size))
@@ -143,7 +144,7 @@ def _check_alike(store: Any, rank: int, size: int, wanted: str) -> None:
 
 
 def check_own_gpu(store: Any, rank: int, size: int, uuid: str) -> None:
-    """Raise an error if two ranks have one GPU, as `device="cuda:0"` on all of them would.
+    """Raise an error if two ranks share a GPU, as `device="cuda:0"` on all of them would.
 
     Args:
         store: a store that all ranks share.
@@ -212,9 +213,9 @@ class RankOptions:
     """The numbers of ranks that divide a model and its work (docs/parallel.md).
 
     Attributes:
-        dp: data-parallel degree: `dp` times `tp` processes, of which each group of `tp` takes some
+        dp: data-parallel degree: `dp` times `tp` processes, and each group of `tp` takes some
             sequences of every finetuning step. By default the number of processes over those of
-            `tp`, `cp` and `pp`, if one of these is above 1.
+            `tp`, `cp` and `pp`, if any of these is above 1.
         pp: pipeline stages: groups of ranks that have some of the layers each.
         cp: context-parallel degree: ranks that share the tokens of each sequence that is finetuned;
             each has all weights, or a shard of `tp`.

@@ -1,7 +1,7 @@
 """Start the ranks of a group on this machine, by torch's elastic launcher, and raise their errors.
 
-Each rank is a process with torchrun's environment, so that what runs there is what runs under
-torchrun. When one ends badly, the launcher ends the others within a second. Each rank writes its
+Each rank is a process with torchrun's environment, so that it runs as it does under
+torchrun. When a rank ends badly, the launcher ends the others within a second. Each rank writes its
 error to a file; the launcher raises it again with its type, its text, and the traceback that it had
 on its rank as its cause.
 """
@@ -87,14 +87,14 @@ class RankError:
 
     @property
     def is_interrupted(self) -> bool:
-        """True if Ctrl-C ended a job, whose checkpoint it names."""
+        """True if Ctrl-C ended a job; the error names the checkpoint."""
         return self.name == FinetuneInterrupted.__name__
 
     def made(self, degree: int) -> BaseException:
         """Return the error, of its type, and caused by its traceback.
 
-        An error whose type is unknown in this process, or needs more than a text, becomes a
-        ParallelError that names the type.
+        An error of a type that is unknown in this process, or needs more than a text, becomes
+        a ParallelError that names the type.
         """
         error = self._made(f" (on rank {self.rank} of {degree})")
         error.__cause__ = RankTraceback(self.traceback)
@@ -144,7 +144,7 @@ def launch(
 
     Args:
         arguments: the function's, by name; they are pickled.
-        stops: signals that are passed to the ranks, and end them in order.
+        stops: signals passed to the ranks, which end them in order.
     Raises:
         Exception: the error of the first rank that failed, with its traceback there as the cause;
             the others were ended.

@@ -1,11 +1,11 @@
-"""The mesh of a job's ranks: their number along each axis, and the groups of one rank.
+"""The mesh of a job's ranks: their number along each axis, and the groups of a rank.
 
     number of a rank = ((p · dp + d) · cp + c) · tp + t    at place (p, d, c, t) of the axes
     stage of a rank  = pp - 1 - p
 
-so that ranks of one tensor-parallel group, which send the most, are next to each other, and the
+so that ranks of a tensor-parallel group, which send the most, are next to each other, and the
 first rank, which decides for all, has the last stage, with losses and logits. The ranks that differ
-along one axis are a group. All groups of a job make the same calls.
+along an axis are a group. All groups of a job make the same calls.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class MeshSizes:
 
     Attributes:
         pp: pipeline stages.
-        dp: replicas, each of which takes some sequences of a finetuning step.
+        dp: replicas, which share the sequences of a finetuning step.
         cp: parts of every sequence.
         tp: shards of every matrix.
     """
@@ -57,12 +57,12 @@ AXES = tuple(MeshSizes().sizes)
 
 @dataclass(frozen=True)
 class RankMesh:
-    """The groups of one rank.
+    """The groups of a rank.
 
     Attributes:
         sizes: the number of ranks along each axis.
         world: all ranks of the job, which agree on its calls.
-        pp, dp, cp, tp: the ranks that differ from this one along that axis only.
+        pp, dp, cp, tp: the ranks that differ from this rank only along that axis.
         model: those that differ along pp and tp: together they have all weights once.
         replica: those that differ along pp, cp and tp: they serve the same requests.
         data: those that differ along dp and cp: they have the same shards of adapters, and other
@@ -108,7 +108,7 @@ class RankMesh:
             raise UnsupportedError(f"{what} over {self.sizes}; use pp=1")
 
     def sharing(self, shard_base: bool) -> RankMesh:
-        """Return the mesh with replicas that have parts of the base, if asked for; all call this.
+        """Return the mesh with replicas that have parts of the base, if requested; all call this.
 
         Raises:
             ParallelError: on every rank: there are no replicas, ranks share the tokens of sequences
@@ -134,7 +134,7 @@ class RankMesh:
 
     @property
     def parts(self) -> Ranks:
-        """The ranks that have the other parts of this one's layers."""
+        """The ranks that have the other parts of this rank's layers."""
         return self.data if self.shards_base else SINGLE_RANK
 
     @property

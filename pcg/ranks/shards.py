@@ -1,4 +1,4 @@
-"""Shards: the parts of tensors and of layers that one rank holds.
+"""Shards: the parts of tensors and of layers that a rank holds.
 
 A rank's parameter describes its part of a tensor by `rows` of the whole's first dim, and by the
 layout `part` of these rows: of n ranks, rank r has entries r m/n … (r + 1) m/n of a partitioned dim
@@ -6,13 +6,12 @@ of size m. Where c ranks share a part, those are entries p c m/n … (p + 1) c m
 quotient r / c. A tensor that is held as summands is whole on the first rank and zeros on others.
 
 Replicas may hold parts of layers: a layer is gathered before it runs, and dropped after. The frozen
-tensors of a layer lie one behind the other in one flat memory of s bytes, of which each of n
-replicas holds a part:
+tensors of a layer lie in a row in a flat memory of s bytes, and each of n replicas holds a part:
 
     c = ceil(s / (16 n)) · 16                    replica r has bytes r c to (r + 1) c
     held by a replica = Σ_layers c + 2 max c n   the parts, and two rooms for gathered layers
 
-One message gathers a layer into a room, as it is read there, and goes on while the layer before it
+A message gathers a layer into a room, in the form in which it is read, while the layer before it
 runs. Constants, and weights that layers share, are whole on every replica.
 """
 
@@ -171,12 +170,12 @@ def read_shard(
 def _boxes(
     shape: Sequence[int], first: int, end: int
 ) -> Iterator[tuple[Ranges, int, tuple[int, int]]]:
-    """Cut a run of entries into boxes: ranges of the dims that are read together.
+    """Cut a run of entries into boxes: ranges of the dims, each read together.
 
     Rows of matrices are cut, but not items of more dims, such as experts.
 
     Yields:
-        The ranges, the first entry that is taken, and the first and the end of the entries that are
+        The ranges, the first entry taken, and the first and the end of the entries
         taken of those read.
     """
     if len(shape) < 2:

@@ -1,21 +1,21 @@
-"""Pipeline stages: the layers cut into runs, one for each group of ranks, and their messages.
+"""Pipeline stages: the layers cut into runs, a run for each group of ranks, and their messages.
 
     prologue · layers 0 … a-1 | layers a … b-1 | layers b … n-1 · epilogue
 
-Of all cuts the one whose slowest stage has the fewest operations is taken, as the others wait for
-it, and of those the one whose largest stage has the fewest bytes of weights. Operations are those
+The cut taken has the fewest operations in its slowest stage, as the others wait for it, and among
+equal cuts the fewest bytes of weights in its largest stage. Operations are those
 of matrix products and attention for each token of a sequence of `TOKENS`; the first stage holds the
-embeddings, and the last one the head, which are two copies where they are tied.
+embeddings, and the last stage the head, which are two copies where they are tied.
 
     longest(k, j) = min over i of max(longest(k - 1, i), cost(layers i … j-1))
 
-A stage sends on what its last layer passes to the next one, and the prologue's outputs that later
-stages read, such as the rotations of positions, in one message; gradients come back. Each rank
-sends to the one at its place of the next stage, so that a shard goes where it is read. What is sent
-stays until it has arrived, while this rank goes on. Where a stage sends to the one that it receives
-from next, as micro-batches do, both are one exchange.
+A stage sends its last layer's outputs, and the prologue's outputs that later stages read, such as
+the rotations of positions, in a single message; gradients return. Each rank sends to the rank at
+its place of the next stage, so that a shard goes where it is read. A message stays in memory until
+it has arrived, while this rank continues. Where a stage sends to the stage that it receives from
+next, as micro-batches do, both are a single exchange.
 
-    message = the tensors one behind the other, each from a multiple of 16 bytes on
+    message = the tensors in a row, each from a multiple of 16 bytes on
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ class Stage:
 
 @dataclass(frozen=True)
 class Stages:
-    """All stages of a model, by the first layer of each and the end of the last one."""
+    """All stages of a model, by the first layer of each and the end of the last stage."""
 
     bounds: tuple[int, ...]
 
@@ -152,11 +152,11 @@ _DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
 
 class StageLink:
-    """The messages of one rank of a stage to and from the stages beside it.
+    """The messages of a rank of a stage to and from the neighbouring stages.
 
     Attributes:
-        exchanges: True if the next stage to send to is the one to receive from then, which sets it
-            likewise; a message to send waits for that.
+        exchanges: True if the next stage to send to is the stage to receive from then, which sets
+            it likewise; a message to send waits for that.
     """
 
     def __init__(
@@ -318,7 +318,7 @@ def deferred_places(model: ModelGraph) -> list[int]:
 
 
 def _sent(model: ModelGraph) -> list[int]:
-    """Return the places of a layer's outputs that are sent."""
+    """Return the places of a layer's sent outputs."""
     deferred = deferred_places(model)
     return [place for place in range(_carried(model)) if place not in deferred]
 

@@ -6,7 +6,8 @@ Data parallelism: each replica takes some sequences of a finetuning step, and gr
 
 The base is frozen, so a step sums the adapter's gradients once, whatever its batches are: in a
 message of 4 bytes a number, 168 MB for LoRA of rank 16 on all linears of Llama-3.1-8B. All replicas
-know all sequences, so that a step is the same at any degree, and a job goes on at another one.
+know all sequences, so that a step is the same at any degree, and a job can continue at another
+degree.
 
 Context parallelism: the n ranks of a group have parts of the tokens of every sequence.
 
@@ -16,8 +17,8 @@ Context parallelism: the n ranks of a group have parts of the tokens of every se
 A token attends to those before it, so that later chunks are more work: dealt in this zigzag, each
 rank has as much of it as any other (Llama 3, arXiv:2407.21783, §3.3.2). Of a sequence of fewer
 tokens than chunks other ranks have the chunks than of the one before it. All but attention treats
-tokens one by one. Attention has the queries of a rank's own tokens, and gathers the keys and values
-of all ranks' (P rows of each, the most that a rank has; shorter parts are padded):
+each token by itself. Attention has the queries of a rank's own tokens, and gathers the keys and
+values of all ranks' (P rows of each, the most that a rank has; shorter parts are padded):
 
     forward     K, V = all-gather(k, v)
     backward    K, V = all-gather(k, v) again;  dk, dv = reduce-scatter(dK, dV)
@@ -30,9 +31,9 @@ Sequence parallelism: shards of a step's T tokens in their order.
 
     P = ceil(T / n) rows on every rank; rank i has tokens i P to (i + 1) P of T
 
-So one graph serves all ranks. Where n does not divide T, the last rows are padding: a few of one
-rank, and all P of some where T is less than n. They are zeros in shards of whole tensors, and are
-dropped where shards are gathered, so that their gradient is zero.
+So the same graph serves all ranks. Where n does not divide T, the last rows are padding: a few of
+one rank, and all P of some where T is less than n. They are zeros in shards of whole tensors, and
+are dropped where shards are gathered, so that their gradient is zero.
 """
 
 from __future__ import annotations
@@ -76,7 +77,7 @@ def dealt(lengths: Sequence[int], degree: int) -> list[list[Piece]]:
 
 
 def most_rows(lengths: Sequence[int], degree: int) -> int:
-    """Return P: the most tokens that a rank has of some sequences, and at least one."""
+    """Return P: the most tokens that a rank has of some sequences, at least 1."""
     return max(1, *(_count(part) for part in dealt(lengths, degree)))
 
 
@@ -123,9 +124,9 @@ class TokenParts:
         self._count = counts[ranks.rank]
 
     def gathered(self, *tensors: Tensor) -> list[Tensor]:
-        """Return tensors of all tokens, [T, …], from those of this rank's, in one message.
+        """Return tensors of all tokens, [T, …], from those of this rank's, in a single message.
 
-        They have the dtype of the first one.
+        They have the dtype of the first tensor.
         """
         widths = [tensor.shape[1:].numel() for tensor in tensors]
         sent = tensors[0].new_zeros(self.rows, sum(widths))
@@ -158,7 +159,7 @@ class TokenSums:
             column.index_add_(0, places, tensor.flatten(1).to(column.dtype))
 
     def scattered(self) -> list[Tensor]:
-        """Return the sums over all ranks for this rank's tokens, in one message."""
+        """Return the sums over all ranks for this rank's tokens, in a single message."""
         ranks, rows = self._parts.ranks, self._parts.rows
         sums = ranks.reduce_scatter(list(self._rows.split(rows)))
         columns = sums.split(self._widths, 1)
@@ -172,7 +173,7 @@ def shares(batches: Sequence[Sequence[int]], replicas: int) -> list[list[list[in
     """Divide the sequences of a step's batches over replicas, for about as many tokens each.
 
     A batch's sequences go, the longest first, to the replica that has the fewest of its tokens; of
-    several, to the one that has the fewest of the step. A part is no longer than a replica's part
+    several, to the rank that has the fewest of the step. A part is no longer than a replica's part
     of the batch's tokens and its longest sequence together, and may be empty.
 
     Args:
@@ -196,7 +197,7 @@ def shares(batches: Sequence[Sequence[int]], replicas: int) -> list[list[list[in
 
 
 def sum_gradients(ranks: Ranks, parameters: Mapping[str, Tensor]) -> list[str]:
-    """Add up the replicas' gradients in place, in one message; zeros stand for missing gradients.
+    """Add up the replicas' gradients in place, in a message; zeros replace missing gradients.
 
     Args:
         ranks: the replicas; a replica without sequences has no gradient.
@@ -251,7 +252,7 @@ def placed_rows(part: Tensor, rank: int, tokens: int) -> Tensor:
 
 
 def chosen_rows(part: Tensor, rows: Tensor, rank: int) -> Tensor:
-    """Return tokens `rows` of the whole that are in a rank's shard [P, …], zeros for others."""
+    """Return tokens `rows` of the whole in a rank's shard [P, …], and zeros for others."""
     places = rows - rank * part.shape[0]
     is_own = (places >= 0) & (places < part.shape[0])
     chosen = part[places.clamp(0, part.shape[0] - 1)]

@@ -1,12 +1,12 @@
 """CURVE: ZeroMQ's encryption, by which each end also proves who it is with a pair of keys.
 
-It is CurveZMQ (RFC 26 of ZeroMQ), made of Curve25519 and Salsa20-Poly1305, and stands for mutual
+It is CurveZMQ (RFC 26 of ZeroMQ), of Curve25519 and Salsa20-Poly1305, and replaces mutual
 TLS, which ZeroMQ's TCP does not speak. There are no authorities and no dates: a base has a
-certificate, of which clients know the public key, and may have a folder of its clients'.
+certificate, with a public key that clients know, and may have a folder of its clients'.
 
     python -c "import zmq.auth; zmq.auth.create_certificates('.', 'base')"
 
-makes one, as `base.key` with the public key, and `base.key_secret` with both.
+makes a certificate, as `base.key` with the public key, and `base.key_secret` with both.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class BaseCurve:
 
     @classmethod
     def read(cls, certificate: Path, clients: Path | None) -> BaseCurve:
-        """Read a certificate, and the folder of those of clients. SplitError: one is damaged."""
+        """Read a certificate, and the folder of those of clients. SplitError: a file is damaged."""
         public, secret = _pair(certificate)
         if clients is None:
             return cls(public, secret, None)

@@ -12,11 +12,11 @@ Nothing is pickled, and a header is checked before it is believed.
     fetch    a tensor of the base that clients need, such as an embedding → the tensor
     lengths  a piece's weights → the sum of the squares of each output's weights, fp32
     rows     a weight, and its rows from `begin` to `end`, the first being 1 → these
-    stats    → counts of what the base has run
+    stats    → counts of the base's work
     bye      the client ends
 
-A reply has the request's `seq`, and "op": "reply", or "error" with the error's text. Before it
-there may come any number of the same `seq` with "op": "busy", while it waits or is computed.
+A reply has the request's `seq`, and "op": "reply", or "error" with the error's text. Any number of
+messages of the same `seq` with "op": "busy" may precede it, while a request waits or runs.
 
 A base executor runs pieces of its graph for its clients, which they name:
 
@@ -25,10 +25,10 @@ A base executor runs pieces of its graph for its clients, which they name:
     graph:DIGEST@LAYER         a graph that the client has defined, by the weights of a layer
 
 A piece maps tensors of T tokens to tensors of T tokens, row by row, so that requests of any clients
-are one: their rows one after the other. It keeps nothing from one call to the next, as the gradient
-of a linear operator needs its weight alone (Symbiosis §3.6), and a graph makes again what it needs.
+are joined, row after row. It keeps nothing between calls, as the gradient of a linear operator
+needs only its weight (Symbiosis §3.6), and a graph computes again the values that it needs.
 A client writes a graph as text (`pcg.passes.placement.piece`), so that graphs of several
-clients have one digest where they compute the same.
+clients have the same digest where they compute the same.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ MOST_DIMS = 4
 
 @dataclass
 class Message:
-    """One message.
+    """A message.
 
     Attributes:
         op: the operation, or `reply` or `error`.

@@ -1,16 +1,16 @@
-"""Memory that processes of one machine share: of a base and one client, and of a base and all.
+"""Memory that processes of a machine share: of a base and a client, and of a base and all.
 
 For the tensors of a client's messages the base makes memory (a `memfd`, which has no name), forbids
-everyone to shrink it, as a base that reads memory which is gone would die, and tells the client its
+everyone to shrink it, as a base that reads memory which is gone would die, and sends the client its
 process and the descriptor. The client maps it through /proc, which the system lets processes of the
 same user do. It is gone once both are, however they end.
 
     [ request's tensors | reply's tensors ]    half of the memory each
 
-As a client has one call under way, there is one place for either.
+As a client has a single call under way, each half holds a single message.
 
-Tensors that all clients fetch, such as an embedding, are published: the base puts them in one
-memory that nobody can write from then on, and a reply tells where a tensor lies there instead of
+Tensors that all clients fetch, such as an embedding, are published: the base puts them in a
+memory that nobody can write from then on, and a reply names the place of a tensor instead of
 its bytes. A client maps it privately: a page that it does not write is the base's, and a page that
 it writes becomes its copy.
 """
@@ -36,7 +36,7 @@ LEAST_BYTES = 2**20
 
 
 def open_memory(process: int, descriptor: int, name: str, flags: int) -> int:
-    """Open memory that a process has made under a name, which cannot become shorter.
+    """Open memory that a process has under a name, and that cannot become shorter.
 
     The process at a base's address names the descriptor: no other file is opened, lest a file of
     the user be read or written.
@@ -61,7 +61,7 @@ class SharedMemory:
     """Memory of two processes.
 
     Attributes:
-        half: bytes for the tensors of one direction.
+        half: bytes for the tensors of a direction.
     """
 
     def __init__(self, descriptor: int, size_bytes: int) -> None:
@@ -98,7 +98,7 @@ class SharedMemory:
             raise
 
     def put(self, tensors: Sequence[Tensor], is_reply: bool) -> list[int] | None:
-        """Write tensors; return where each begins, or None if they do not fit."""
+        """Write tensors; return their places, or None if they do not fit."""
         places, at = [], self.half * is_reply
         end = at + self.half
         for tensor in tensors:
@@ -141,7 +141,7 @@ class PublishedTensors:
     """
 
     def __init__(self, tensors: Mapping[str, Tensor]) -> None:
-        """Copy tensors to such memory. OSError: this system has none."""
+        """Copy tensors to such memory. OSError: this system lacks it."""
         places, size = {}, 0
         for name, tensor in tensors.items():
             places[name] = size

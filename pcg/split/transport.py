@@ -31,7 +31,7 @@ class Moved:
 
 
 class Transport(ABC):
-    """A client's end: one message at a time, and its reply.
+    """A client's end: a message at a time, and its reply.
 
     Attributes:
         where: the base's address, for messages.
@@ -61,7 +61,7 @@ class Transport(ABC):
 
 
 class Endpoint(ABC):
-    """The base's end, which one thread calls.
+    """The base's end, which a single thread calls.
 
     A client is a number of bytes that the transport chose; no client can choose another's.
 
@@ -75,7 +75,7 @@ class Endpoint(ABC):
     def receive(self, timeout_s: float) -> Sequence[tuple[bytes, Message | Exception]]:
         """Wait for messages, at most so long; return all that have arrived.
 
-        An exception stands for a message that could not be read.
+        An exception replaces a message that could not be read.
         """
 
     @abstractmethod
@@ -88,7 +88,7 @@ class Endpoint(ABC):
 
     @abstractmethod
     def gone(self, clients: Sequence[bytes]) -> list[bytes]:
-        """Return the clients that are known to be gone since."""
+        """Return the clients known to be gone since."""
 
     def publish(self, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         """Put tensors in memory that clients may read; return those that moved.
@@ -98,7 +98,7 @@ class Endpoint(ABC):
         return {}
 
     def share(self, client: bytes, size_bytes: int) -> Message | None:
-        """Share memory with a client for its tensors; None if the transport has none."""
+        """Share memory with a client for its tensors; None if the transport shares no memory."""
         return None
 
     def forget(self, client: bytes) -> None:  # noqa: B027

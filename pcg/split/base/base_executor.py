@@ -4,7 +4,7 @@ It keeps nothing of a client between two calls. Tensors that are read other than
 as embeddings and norms, and biases, which the client adds so that a linear piece is linear, are
 fetched once.
 
-A client may call the graphs that it has defined itself. Graphs of one text are shared, and kept
+A client may call the graphs that it has defined itself. Graphs of equal text are shared, and kept
 while a client that has defined them is connected.
 """
 
@@ -76,7 +76,7 @@ class _Defined:
     layers: dict[int, SimpleNamespace] = field(default_factory=dict)
 
     def key(self, layer: int) -> int:
-        """Return the key of a layer's weights in `layers`; one key for all without a layer."""
+        """Return the key of a layer's weights in `layers`; the same key for all without a layer."""
         is_layered = any(LAYER in parameter.source for parameter in self.piece.graph.parameters)
         return layer if is_layered else 0
 
@@ -313,7 +313,7 @@ class BaseExecutor:
 
     @torch.no_grad()
     def run(self, piece: Piece, inputs: Sequence[Tensor]) -> Sequence[Tensor]:
-        """Run a piece on the tokens of one request, or of several, one after the other."""
+        """Run a piece on the tokens of a request, or of several in a row."""
         if piece.kind == GRAPH:
             return self.graphs.run(piece, [tensor.to(self.device) for tensor in inputs])
         return (self._product(piece, inputs[0].to(self.device)),)

@@ -1,8 +1,8 @@
 """The loop of a base executor: takes messages, batches requests, runs them, and replies.
 
-Work by the weights runs on a second thread, one thing at a time. The loop's own thread goes on
-reading meanwhile: it greets clients, notes when requests come, and tells those that wait that the
-base is busy, and not gone. Clients cannot fill the log, and wait after each failure.
+Work by the weights runs on a second thread, task by task. Meanwhile the loop's own thread continues
+to read: it greets clients, notes when requests arrive, and replies to those that wait that the base
+is busy, and not gone. Clients cannot fill the log, and wait after each failure.
 """
 
 from __future__ import annotations
@@ -115,7 +115,7 @@ _MOST_HELD = 64
 
 @dataclass
 class _Client:
-    """A client that was accepted, and the key that it came with."""
+    """An accepted client, and its key."""
 
     name: str
     key: Key
@@ -143,7 +143,7 @@ class Counts:
 
 
 class BaseLoop:
-    """Serves the clients of an endpoint; one thread runs it.
+    """Serves the clients of an endpoint; a single thread runs it.
 
     Attributes:
         base: the weights, and the functions that run by them.
@@ -219,7 +219,7 @@ class BaseLoop:
         self.is_draining = True
 
     def step(self, wait_s: float) -> float:
-        """Read messages, and run one batch; return how long to wait for more."""
+        """Read messages, and run a batch; return how long to wait for more."""
         self._receive(min(wait_s, 0.2))
         asked, self._asked = self._asked, []
         for client, message in asked:
@@ -239,7 +239,7 @@ class BaseLoop:
         return 0.0
 
     def _receive(self, wait_s: float) -> None:
-        """Read messages, forget clients that are gone, and send `busy` to those that wait."""
+        """Read messages, forget lost clients, and send `busy` to those that wait."""
         for client, message in self.endpoint.receive(wait_s):
             self._take(client, message)
         held, self._held = self._held, {}
@@ -258,7 +258,7 @@ class BaseLoop:
                 self._send(client, Message("busy", seq, facts))
 
     def _aside(self, act: Callable[[], Result]) -> Result:
-        """Have the second thread do something, and go on reading until it ends."""
+        """Have the second thread do something, and read messages until it ends."""
         future = self._worker.submit(act)
         future.add_done_callback(lambda _: self.endpoint.wake())
         try:
@@ -442,7 +442,7 @@ class BaseLoop:
             )
 
     def _checked_memory(self, tokens: int, bytes_per_token: int) -> int:
-        """Return the most tokens of a batch of a graph. SplitError: one request has more."""
+        """Return the most tokens of a batch of a graph. SplitError: a request has more."""
         most = self._options.max_piece_mib * 2**20
         if tokens * bytes_per_token > most:
             raise SplitError(
@@ -455,7 +455,7 @@ class BaseLoop:
     # ------------------------------------------------------------------------------- running
 
     def _run(self, batch: Sequence[Waiting]) -> None:
-        """Run requests of one piece as a batch, and answer each."""
+        """Run requests of a piece as a batch, and answer each."""
         self._queues.take(batch)
 
         def run() -> Sequence[Sequence[Tensor]]:

@@ -1,4 +1,4 @@
-"""The options of a base executor; `pcg serve-base` is made of them."""
+"""The options of a base executor, and so of `pcg serve-base`."""
 
 from __future__ import annotations
 
@@ -20,26 +20,26 @@ class BaseOptions:
     Attributes:
         host: the address to listen at. Only this machine reaches 127.0.0.1; at others,
             connections have to be encrypted.
-        port: the port to listen at; 0 takes a free one.
+        port: the port to listen at; 0 takes a free port.
         curve_key: the base's CURVE certificate, NAME.key_secret, which encrypts its connections.
         curve_clients: a folder of the certificates, *.key, of clients that may connect; by default
             all may, and their key decides.
         plaintext: let connections of other machines go unencrypted.
         api_key: a key that clients may use for everything. Repeatable. Without any, and without
-            `api_keys`, one is made and printed.
-        api_keys: a JSON file of keys with scopes, as of `pcg serve` (docs/serving.md).
+            `api_keys`, a key is drawn and printed.
+        api_keys: a JSON file of keys with scopes, as for `pcg serve` (docs/serving.md).
         layers: the layers that this base holds, as 0-15; by default all. Others are at other bases,
-            all of which clients name (docs/split.md).
+            and clients name all bases (docs/split.md).
         policy: how requests of several clients are batched: none, lockstep or opportunistic.
         wait_ms: the longest that a request waits for others, with the opportunistic policy, ms; it
             waits less where they are not expected, or where that saves less than it takes.
-        max_batch_tokens: the most tokens that run as one; a larger request runs alone.
+        max_batch_tokens: the most tokens of a batch; a larger request is a batch by itself.
         max_request_mib: the most bytes of a request, MiB.
-        key_mib: the most bytes of all requests of one key that wait at once, MiB.
+        key_mib: the most bytes of all waiting requests of a key, MiB.
         key_tokens: the most tokens of these.
-        downloads: let clients download the weights, of which they compute the effects of noise.
+        downloads: let clients download the weights, to compute the effects of noise.
         max_piece_mib: the most bytes of all values of a request for a graph, MiB.
-        max_clients: the most clients at once.
+        max_clients: the most clients at a time.
         drain_s: time that clients have to end after SIGTERM, s.
     Raises:
         SplitError: a value is out of range.

@@ -3,10 +3,10 @@
     text         short; every type is of plain sizes, so that reading it takes no algebra; as
                  `pcg.passes.placement.piece_text` writes it, so that no name is the client's
     graph        the IR's rules (`pcg.ir.analysis.verifier`), few nodes, inputs and outputs
-    operators    those of `PIECE_OPERATORS`, by which a token's result depends on it alone, with
-                 attributes that are small numbers or known words
+    operators    those of `PIECE_OPERATORS`, by which a token's result depends only on it, with
+                 small numbers or known words as attributes
     values       have a row for each token, and at most a few times the numbers of the base's
-                 widest matrix in it; but for vectors that are computed from weights
+                 widest matrix in it; except for vectors computed from weights
     weights      frozen tensors and constants of the base, of their shapes; a matrix is in few
                  products, so that a piece costs a few times its layer
     outputs      results of the piece's nodes
@@ -111,7 +111,7 @@ def read_piece(text: str, widest: int) -> PieceGraph:
 
 
 def check_weight(parameter: Parameter, layer: int, tensors: Mapping[str, Tensor]) -> Tensor:
-    """Return the tensor of a piece's parameter. SplitError: the base has none, or another."""
+    """Return the tensor of a piece's parameter. SplitError: the base lacks it, or has another."""
     name = parameter.source.replace(LAYER, str(layer))
     tensor = tensors.get(name)
     if tensor is None or is_remote(tensor):

@@ -1,17 +1,17 @@
 """Requests that wait at a base, and the policies that choose which of them run together.
 
-A client runs one program again and again, so it asks for what it asked for after the same piece the
-time before, and about as long after the reply. That says who comes to a piece next, and when.
+A client runs the same program again and again, so after a piece it requests the same piece as the
+time before, and about as long after the reply. That predicts who requests a piece next, and when.
 
-none           each request runs alone, the oldest first
-lockstep       a round begins once every active client has a request here, and runs them all
-opportunistic  a request waits for others of its piece (Symbiosis §3.7) that are expected, by what
-               they did before, as long as the batches that are saved take longer than they delay
-               it, and half as long where a user waits for tokens. It waits only while an active
-               client may come to its piece soon, and longer than its bound only while the base has
+none           each request is a batch by itself, the oldest first
+lockstep       a round starts once every active client has a request, and runs them all
+opportunistic  a request waits for others of its piece (Symbiosis §3.7) that are expected by their
+               history, as long as the batches saved take longer than the others delay it, and half
+               as long where a user waits for tokens. It waits only while an active
+               client may request its piece soon, and longer than its bound only while the base has
                something to run that nobody may join: for 2 n batches of n active clients at most.
-               Inference is before training that has waited for n batches or less; else the request
-               that came first is.
+               Inference precedes training that has waited for n batches or less; else the oldest
+               request is first.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ _RISE = 0.02
 
 @dataclass
 class _Pace:
-    """The mean time from a reply until a client asks for the next piece, and its deviation."""
+    """The mean time from a reply to a client's request of the next piece, and its deviation."""
 
     mean_s: float | None = None
     deviation_s: float = 0.0
@@ -135,7 +135,7 @@ class _Times:
 
 
 class Queues:
-    """One queue for each piece that requests wait for, the oldest request first in each.
+    """A queue for each piece that requests wait for, the oldest request first in each.
 
     Attributes:
         turn: the number of batches that were taken.
@@ -196,7 +196,7 @@ class Queues:
     def coming(
         self, clients: Collection[bytes], now_s: float
     ) -> tuple[Mapping[Piece, Mapping[bytes, Coming | None]], Collection[bytes]]:
-        """Return the clients that may come to pieces soon, and when.
+        """Return the clients that may request pieces soon, and when.
 
         These are the clients that reach a piece in NEAR steps, by their own history or by that of
         another client at the same piece, which may run the same program.
@@ -273,7 +273,7 @@ class Queues:
 
 
 def _kind(piece: Piece) -> Hashable:
-    """Return a key of pieces that are one graph in several layers."""
+    """Return a key of pieces with the same graph in several layers."""
     return piece.kind, piece.weights
 
 
@@ -282,7 +282,7 @@ class Choice:
     """The decision of a policy.
 
     Attributes:
-        batch: requests of one piece that run now, together; empty for none.
+        batch: requests of a piece that run now, together; may be empty.
         wait_s: how long to wait for further requests before asking again, if nothing runs.
     """
 
@@ -291,10 +291,10 @@ class Choice:
 
 
 class Policy(ABC):
-    """Decides what runs next.
+    """Chooses the next batch.
 
     Attributes:
-        max_tokens: the most tokens of a batch; a larger request runs alone.
+        max_tokens: the most tokens of a batch; a larger request is a batch by itself.
     """
 
     def __init__(self, max_tokens: int) -> None:
@@ -302,7 +302,7 @@ class Policy(ABC):
 
     @abstractmethod
     def choose(self, queues: Queues, active: Collection[bytes], now_s: float) -> Choice:
-        """Choose from waiting requests, at least one; `active` are the clients that may ask."""
+        """Choose from waiting requests, which are not empty; `active` clients may send more."""
 
     def _fitting(self, requests: Sequence[Waiting]) -> Sequence[Waiting]:
         tokens = 0

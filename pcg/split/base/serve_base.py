@@ -1,4 +1,4 @@
-"""A base executor as a process, on one rank or over the ranks of a group, of all layers or some.
+"""A base executor as a process, on a rank or over the ranks of a group, of all layers or some.
 
 A base of some of a model's layers leaves the matrices of the others to other processes. Clients
 connect with all of them, and a request goes to the base of its layer. The head's matrix is with the
@@ -155,7 +155,7 @@ def serve_over_ranks(
     """Serve a base over `degree` ranks; each calls this, as torchrun or `launch` starts them.
 
     Raises:
-        ParallelError: this process is not one of so many, or another rank is gone.
+        ParallelError: this process is not a rank of that many, or another rank is gone.
         PcgError: the model cannot be loaded, or the address not be listened at.
     """
     place = own_device(machine_device(device))
@@ -211,7 +211,7 @@ def layers_executor(model: str, layers: str, dtype: str | None, device: str | No
 
 
 def executor_of(program: Program, source: Weights, layers: str, device: str | None) -> Executor:
-    """Load some layers of a compiled model; errors as of `layers_executor`."""
+    """Load some layers of a compiled model; errors are those of `layers_executor`."""
     held = held_layers(layers, len(program.base.layers))
     return make_executor(
         program, HeldLayers(program, source, held), None, None, device, SINGLE_MESH

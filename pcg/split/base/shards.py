@@ -6,7 +6,7 @@ names the matrices, then the rows x, and all of them do the same:
     x Wᵀ = [x W₀ᵀ | x W₁ᵀ | …]         an all-gather
     dy W = Σ dy[:, rows of r] W_r       an all-reduce
 
-for W's rows in parts W₀, W₁, … of the ranks, whose sizes differ by one at most.
+for W's rows in parts W₀, W₁, … of the ranks, with sizes that differ by 1 at most.
 """
 
 from __future__ import annotations
@@ -218,7 +218,7 @@ class Shards:
         return torch.empty(0)
 
     def _gathered(self, names: Sequence[str], parts: Sequence[Tensor]) -> Tensor:
-        """Return outputs [T, outs] of matrices, of which ranks have parts [T, rows]."""
+        """Return outputs [T, outs] of matrices; ranks have parts [T, rows]."""
         size = self.ranks.size
         widths = [-(-self.shapes[name][0] // size) for name in names]
         padded = [

@@ -25,7 +25,7 @@ _LOOKS_S = 0.5
 
 
 class SharedBase(BaseExecutor):
-    """Runs pieces between an engine's steps; one thread calls it, and waits."""
+    """Runs pieces between an engine's steps; a single thread calls it, and waits."""
 
     def __init__(self, executor: Executor, engine: AsyncEngine) -> None:
         super().__init__(executor)

@@ -1,1 +1,1 @@
-"""The client: an executor whose products run at a base executor."""
+"""The client: an executor with products that run at a base executor."""

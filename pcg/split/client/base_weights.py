@@ -24,13 +24,13 @@ from pcg.tensor_file import TensorInfo
 
 @dataclass(frozen=True, eq=False)
 class CalledWeight(RemoteWeight):
-    """A weight [out, in], or several side by side, whose products a base executor runs.
+    """A weight [out, in], or several side by side; a base executor runs the products.
 
     Attributes:
         names: in the base's checkpoint.
         serves: True if a user waits for tokens.
         squares: the sums of squares of weights' rows, by name, once requested.
-        noise: hides the rows that are sent; None to send them unchanged.
+        noise: hides the sent rows; None to send them unchanged.
     """
 
     names: tuple[str, ...]

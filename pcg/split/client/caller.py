@@ -1,8 +1,8 @@
 """A client's calls of a base, or of several that hold some layers each.
 
-Calls are numbered, and go on where a base was started again: a base keeps nothing of a call, so a
-call that was lost is made again, with the same result, and a finetuning step goes on where the
-connection broke. The facts that a base tells of itself are checked before a client believes them.
+Calls are numbered, and continue where a base was started again: a base keeps nothing of a call, so
+a lost call is repeated, with the same result, and a finetuning step continues where the connection
+broke. The facts of a base are checked before a client believes them.
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ class Caller:
 
         Raises:
             SplitError: the base refuses it, with its reason; or it is larger than the base takes.
-            BaseLostError: the base is gone, or each time that this call is made.
+            BaseLostError: the base is gone, or goes each time that it gets this call.
         """
         largest, most = (
             max((tensor.nbytes for tensor in tensors), default=0),
@@ -168,7 +168,7 @@ class Caller:
         return reply.tensors
 
     def product(self, piece: Piece, x: Tensor, serves: bool) -> Tensor:
-        """Return a product, or its gradient, on rows [T, in]; errors as of `tensors`."""
+        """Return a product, or its gradient, on rows [T, in]; errors are those of `tensors`."""
         shapes = [self.facts.pieces[name] for name in piece.weights]
         width = shapes[0][1] if piece.kind == GRADIENT else sum(rows for rows, _ in shapes)
         wanted = [((len(x), width), x.dtype)]
@@ -178,7 +178,7 @@ class Caller:
     def run_graph(
         self, piece: str, text: str, wanted: Kinds, tensors: Sequence[Tensor], serves: bool
     ) -> Sequence[Tensor]:
-        """Run a graph, which is defined first if the base does not know it; errors as of `tensors`.
+        """Run a graph, defined first if the base does not know it; errors are those of `tensors`.
 
         A base that was started again knows no graphs.
         """
@@ -250,7 +250,7 @@ class LayeredCaller(Caller):
     """
 
     def __init__(self, callers: Sequence[Caller]) -> None:
-        """Check that the bases are of one model. SplitError: they are not."""
+        """Check that the bases are of the same model. SplitError: they are not."""
         first = callers[0].facts
         for caller in callers:
             if caller.facts.digest != first.digest:

@@ -1,7 +1,7 @@
-"""Connecting to a base executor: an executor whose products run there.
+"""Connecting to a base executor: an executor with products that run there.
 
 Which pieces of its layers the base runs is searched for by the time that the link takes. A client
-can load a saved program where it would compile one, in less memory.
+can load a saved program instead of compiling it, in less memory.
 """
 
 from __future__ import annotations
@@ -188,7 +188,7 @@ def has_pieces(program: Program) -> bool:
 
 
 def check_given(peft: object, model: object, memory_budget: object, default: object) -> None:
-    """Raise a SplitError, which names the argument, for one that a program fixes."""
+    """Raise a SplitError for an argument that a program fixes, by its name."""
     if model is not None:
         raise SplitError("model=… and program=… are both given; a program has its model")
     if peft is not None and (not isinstance(peft, Mapping) or is_recipe(peft)):
@@ -209,19 +209,19 @@ class ConnectArguments:
     Attributes:
         where: the base executor's address, as host:port, or a transport to it; several of either,
             texts also with commas, where bases hold some layers each.
-        model: a directory, a hub id or a config that the base must be of, whose tokenizer is used;
-            by default what the base has.
+        model: a directory, a hub id or a config that the base must be of; its tokenizer is used;
+            by default the base's.
         peft: None, a word such as "lora", a recipe, a configuration of peft's, or {name: one of
             these, or the directory of an adapter}; named adapters are added to the executor.
         api_key: a key of the base; by default that of the environment, PCG_API_KEY.
         transport: tcp, shared-memory (on the base's machine), or auto, the second where the base
             is at a loopback address.
-        dtype: what the base must run in: float32, bfloat16, float16 or float64.
-        device: the device of adapters, attention and KV cache; the GPU where there is one, else
-            the CPU.
-        memory_budget: what finetuning may save for backward, as in `CompileOptions`.
+        dtype: the dtype that the base must have: float32, bfloat16, float16 or float64.
+        device: the device of adapters, attention and KV cache; the GPU of a machine that has one,
+            else the CPU.
+        memory_budget: the memory that finetuning may save for backward, as in `CompileOptions`.
         program: the folder of a program that `SplitExecutor.save_program` has written, to run
-            instead of compiling one: it starts sooner, and takes 100 MiB less.
+            instead of compiling it: it starts sooner, and takes 100 MiB less.
         privacy: hide all that is sent by noise: who computes its effects, as a word or an address,
             or `Privacy`; None sends it as it is.
         cut: which parts of a layer the base runs: searched takes the pieces that take the least
@@ -232,11 +232,11 @@ class ConnectArguments:
             sheets say. By default the link is measured, and so are CPUs.
         curve_server: the base's CURVE key, or a file with it, to encrypt the connection.
         curve_key: this client's CURVE certificate, NAME.key_secret, for a base that admits certain
-            clients; by default a pair of keys is made.
+            clients; by default a new pair of keys.
         plaintext: let keys and tensors go unencrypted to another machine.
         connect_s: how long to wait for the base at first, s.
         lost_s: how long to look for a base that is gone, or says nothing, before a call of it
-            fails, s; one that says that it is busy is waited for.
+            fails, s; a busy base is waited for.
     """
 
     where: Place
@@ -259,14 +259,14 @@ class ConnectArguments:
 
 
 class SplitExecutor(Executor):
-    """An executor whose base is at a base executor.
+    """An executor with a base at a base executor.
 
     It serves and finetunes as any executor does: adapters, attention, KV cache, gradients and
     optimizer are in this process. As a context manager it closes its connection.
 
     Attributes:
         caller: the connection, with counts of its traffic.
-        noise: hides the rows that are sent; None without `privacy`.
+        noise: hides the sent rows; None without `privacy`.
         cut: the base's part; as text, with the round trips of a layer.
     """
 
@@ -304,7 +304,7 @@ def connect(arguments: ConnectArguments) -> SplitExecutor:
     Raises:
         SplitError: the base is of another model, dtype or version, or refuses the key.
         BaseLostError: no base answers there.
-        PcgError: what cannot be read, traced or attached is named.
+        PcgError: names the part that cannot be read, traced or attached.
     """
     privacy = privacy_of(arguments.privacy)
     if arguments.cut not in ("searched", "linear"):

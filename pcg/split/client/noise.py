@@ -1,14 +1,14 @@
-"""Noise on the rows that a client sends, whose effect on the result it subtracts (Symbiosis §3.8).
+"""Noise on the rows that a client sends; it subtracts the effect on the result (Symbiosis §3.8).
 
 A piece is linear, so with noise N [K, in] and its effect E = N Wᵀ, K vectors of each piece and so
-of each layer, a row x is sent as x + s q N, and what comes back less s q E is x Wᵀ; so with dy and
+of each layer, a row x is sent as x + s q N, and the result less s q E is x Wᵀ; so with dy and
 W. The rows q are those of the identity at first, and then, for further `uses` of the pool, of
-random orthogonal matrices Q [K, K]: as Q N is distributed as N, the K rows of one Q have
+random orthogonal matrices Q [K, K]: as Q N is distributed as N, the K rows of a Q have
 independent Gaussian noise, and no two rows of different ones have the same. All K · uses rows lie
 in a space of K dimensions, though; an observer of more than K of them can find it.
 
 The size s is a power of two from `scale` times the largest row of a request on, as a size by row
-would tell the rows' own, and zero gradients would go unhidden. It is made with the system's random
+would show the rows' own, and zero gradients would go unhidden. It is drawn with the system's random
 numbers: torch's generator has a seed of 32 bits, which can be tried.
 
 Floating-point noise has gaps, and x + s n for a real x tells by its last digits which gap x is in
@@ -16,10 +16,10 @@ Floating-point noise has gaps, and x + s n for a real x tells by its last digits
 
     y = s g (round(x / (s g)) + k),    n = g k,    k an integer,  P(k) ∝ exp(-(g k)² / 2)
 
-and every y can come from every x. `_gaussian` draws k with these probabilities, to a factor of
+and every y can result from every x. `_gaussian` draws k with these probabilities, to a factor of
 1 ± 2⁻⁴⁸, but for events of probability 2⁻⁵⁸; the normal distribution rounded to g = 2⁻⁴⁹ has them,
-too, to 2⁻⁹⁰. So y is a Gaussian mechanism's output, rounded, and has its bounds: what is sent of
-rows x₁ … xₙ is μ-GDP beside what is sent of x'₁ … x'ₙ, for μ² = Σ |xᵢ - x'ᵢ|² / sᵢ² (Dong, Roth,
+too, to 2⁻⁹⁰. So y is a Gaussian mechanism's output, rounded, and has its bounds: the messages of
+rows x₁ … xₙ are μ-GDP with respect to those of x'₁ … x'ₙ, for μ² = Σ |xᵢ - x'ᵢ|² / sᵢ² (Dong, Roth,
 Su, "Gaussian differential privacy", 2022, §2.3 and §3.1).
 
 The effects n Wᵀ and n W are computed where the client chooses (`Privacy.effects`).
@@ -54,20 +54,20 @@ _WORST_ERROR = 2.0**-10
 
 @dataclass(frozen=True)
 class Privacy:
-    """Noise on all that a client sends to a base (Symbiosis §3.8; what it hides: docs/split.md).
+    """Noise on all that a client sends to a base (Symbiosis §3.8; its guarantees: docs/split.md).
 
     Attributes:
         effects: who multiplies the noise by the weights: a second base executor, as host:port or a
-            transport to it, or several that hold some layers each, none of which meets the first;
+            transport to it, or several that hold some layers each, and do not know the first;
             "download", this client, by weights that it reads and drops; or "base", the base
             itself, which then knows the noise.
         scale: the noise's size in multiples of the largest row's that it is added to, both as
             root mean squares.
-        pool: noise vectors that are drawn at once for a piece.
-        uses: rows that a vector serves to hide before the pool is drawn anew. With 1 every row has
+        pool: noise vectors drawn together for a piece.
+        uses: rows that a vector serves to hide before the pool is drawn again. With 1 every row has
             noise of its own; with more, rows have different mixtures of the pool's vectors.
-        precision: what rows with noise travel and are multiplied in. A product's relative error is
-            about `scale` times 1e-6 in float32, and 2e-15 in float64.
+        precision: the dtype of messages and products of rows with noise. A product's relative error
+            is about `scale` times 1e-6 in float32, and 2e-15 in float64.
         effects_api_key: a key of the second base; by default that of the first.
         effects_curve_server: its CURVE key, or a file with it, to encrypt the connection.
     Raises:
@@ -126,7 +126,7 @@ _SLICE_BYTES = 2**24
 
 
 class Effects(ABC):
-    """Computes a piece on rows that are noise alone."""
+    """Computes a piece on rows of only noise."""
 
     @abstractmethod
     def of(self, piece: Piece, noise: Tensor) -> Tensor:
@@ -187,7 +187,7 @@ class EffectsHere(Effects):
 
 @dataclass
 class _Pool:
-    """The noise of one piece.
+    """The noise of a piece.
 
     Attributes:
         noise: [K, in].
@@ -302,7 +302,7 @@ _DRAWN_AT_ONCE = 2**15
 def _cell_thresholds() -> Tensor:
     """Return P(cell ≤ a) for a = 0, 1, … in units of 2⁻⁶³, with P(a) ∝ exp(-(a / cells)² / 2).
 
-    The last cell begins 9 deviations from 0, where the probability is below 2⁻⁶³.
+    The last cell starts 9 deviations from 0, where the probability is below 2⁻⁶³.
     """
     weights = [math.exp(-0.5 * (a / _CELLS) ** 2) for a in range(9 * _CELLS + 1)]
     counts = [round(weight / math.fsum(weights) * 2.0**63) for weight in weights]
