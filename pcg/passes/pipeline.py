@@ -61,9 +61,7 @@ from pcg.passes.stages import (
     Attached,
     Base,
     Emitted,
-    Functions,
     Gradients,
-    Sharded,
     Traced,
     Trained,
 )
@@ -191,17 +189,17 @@ def pipeline(settings: Settings) -> Pipeline:
     options, triton = settings.options, settings.backend == "triton"
     tp, sequence_parallel = options.tp, options.sequence_parallel
     is_lossy = options.lossy_activations == "fp8"
-    serving, functions = Trained.map_serving_graphs, Functions.map_graphs
+    layers, functions = "training.kinds.gradients", "serving.graph training.graph"
     return Pipeline(
         trace=_stage("trace", Trace(dtype_name(options.dtype), settings.whole)),
         fold=_stage("fold", FoldTrace()),
-        raise_operators=_stage("raise", On(Base.map_model, RaiseOperators())),
+        raise_operators=_stage("raise", On("model", RaiseOperators())),
         attach=_stage("attach", Attach(settings.bypasses, settings.trains)),
         parallelize=_stage(
             "parallelize",
             *when(
                 tp > 1,
-                On(Attached.map_blocks, SplitFusedProjections()),
+                On("base.blocks serving.blocks training.blocks", SplitFusedProjections()),
                 PlanBase(tp, options.styles),
                 RepeatHeadsOfModels(tp, not options.styles),
                 Shard(
@@ -213,47 +211,47 @@ def pipeline(settings: Settings) -> Pipeline:
                     is_lossy,
                     settings.serving_costs,
                 ),
-                On(Sharded.map_graphs, Localize(tp)),
+                On("base serving training", Localize(tp)),
             ),
         ),
         differentiate=_stage("differentiate", AddLoss(), DifferentiateModel()),
-        prune=_stage("prune", On(Gradients.map_all, Prune())),
+        prune=_stage("prune", On(f"{layers} training.prologue training.loss", Prune())),
         place=_stage("place", *(() if settings.place is None else (settings.place,))),
         compress=_stage(
             "compress",
-            *when(settings.windows, On(Gradients.map_layers, WindowAttention())),
-            *when(is_lossy, On(Gradients.map_layers, Quantize())),
-            On(Gradients.map_layers, Compress()),
+            *when(settings.windows, On(layers, WindowAttention())),
+            *when(is_lossy, On(layers, Quantize())),
+            On(layers, Compress()),
         ),
         rematerialize=_stage(
             "rematerialize",
             Rematerialize(settings.budget, settings.rank_costs),
-            *(On(Trained.map_layers, layer_pass) for layer_pass in LAYER_ORDER),
+            *(On("training.plan.plans", layer_pass) for layer_pass in LAYER_ORDER),
         ),
         fuse=_stage(
             "fuse",
             _stage(
                 "fuse_serving",
-                On(serving, FuseLinears()),
-                On(serving, FuseLora()),
-                On(serving, CoalesceCollectives()),
-                On(Trained.map_serving_prologue, Overlap()),
-                *when(tp > 1, On(Trained.map_serving_epilogue, MarkLogits())),
+                On("serving", FuseLinears()),
+                On("serving", FuseLora()),
+                On("serving", CoalesceCollectives()),
+                On("serving.prologue", Overlap()),
+                *when(tp > 1, On("serving.epilogue", MarkLogits())),
                 *when(
                     triton,
-                    On(Trained.map_serving, DeferResidualAdd()),
-                    On(Trained.map_serving, DeferLora()),
+                    On("serving", DeferResidualAdd()),
+                    On("serving", DeferLora()),
                 ),
             ),
             _stage(
                 "fuse_training",
-                On(Trained.map_forwards, FuseLinears()),
+                On("training.plan.plans.forward", FuseLinears()),
                 *when(
                     triton,
-                    On(Trained.map_forwards, JoinLora()),
-                    On(Trained.map_backwards, FuseGradients()),
-                    On(Trained.map_backwards, JoinLora()),
-                    On(Trained.map_losses, FuseLoss()),
+                    On("training.plan.plans.forward", JoinLora()),
+                    On("training.plan.plans.backward", FuseGradients()),
+                    On("training.plan.plans.backward", JoinLora()),
+                    On("training.epilogue training.loss", FuseLoss()),
                 ),
             ),
         ),

@@ -21,7 +21,7 @@ from pcg.ir.layouts import Layout, partitioned
 from pcg.ir.operators import operator
 from pcg.ir.program.program import ModelGraph
 from pcg.parallel.base_plan import partitioned_attentions
-from pcg.passes.graphs.pass_base import GraphPass, Pass
+from pcg.passes.graphs.pass_base import GraphPass, Pass, with_parts
 from pcg.passes.stages import Prepared
 
 _HEADS, _FEATURES = -2, -1
@@ -182,7 +182,9 @@ class RepeatHeadsOfModels(Pass[Prepared, Prepared]):
             {**of_block, **held}
             for of_block, (_, held) in zip(before.layouts, repeats, strict=True)
         )
-        return dataclasses.replace(before.map_models(repeated), layouts=layouts)
+        return dataclasses.replace(
+            with_parts(before, "base serving training", repeated), layouts=layouts
+        )
 
     def _repeats(
         self, prepared: Prepared, place: int

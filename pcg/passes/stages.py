@@ -3,14 +3,14 @@
     Traced → Base → Attached → Sharded → Gradients → Trained → Functions → Emitted
 
 A stage has all of its fields. Without training, the fields of training are None in every stage. The
-methods `map_…` return the stage with some parts changed.
+pass `On` changes parts of a stage by the names of their fields.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, replace
-from typing import Generic, Self, TypeVar
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Generic, TypeVar
 
 from pcg.codegen.program_functions import Function, serving_functions, training_functions
 from pcg.ir.graph import Graph
@@ -22,7 +22,7 @@ from pcg.ir.program.interfaces import (
     check_signature,
     check_training,
 )
-from pcg.ir.program.program import ModelGraph, Serving, Training, TrainingGraph
+from pcg.ir.program.program import ModelGraph, Serving, Training
 from pcg.parallel.parallel_plan import ParallelPlan
 from pcg.parallel.search import Search
 from pcg.passes.graphs.differentiate import Differentiated, LayerKind
@@ -59,9 +59,6 @@ class Base:
     def check(self) -> None:
         check_model(self.model)
 
-    def map_model(self, change: Callable[[ModelGraph], ModelGraph]) -> Base:
-        return Base(change(self.model))
-
 
 @dataclass(frozen=True)
 class Attached:
@@ -92,17 +89,6 @@ class Attached:
         """The index of the base's block that each block of a model comes from."""
         base_of = dict(zip(model.layers, self.base.layers, strict=True))
         return tuple(base_of[block] for block in range(len(model.blocks)))
-
-    def map_models(self, change: Callable[[ModelGraph], ModelGraph]) -> Self:
-        training = None if self.training is None else change(self.training)
-        base, serving = change(self.base), change(self.serving)
-        return replace(self, base=base, serving=serving, training=training)
-
-    def map_graphs(self, change: Callable[[Graph], Graph]) -> Self:
-        return self.map_models(lambda model: model.map(change))
-
-    def map_blocks(self, change: Callable[[Graph], Graph]) -> Self:
-        return self.map_models(lambda x: replace(x, blocks=tuple(map(change, x.blocks))))
 
 
 @dataclass(frozen=True)
@@ -232,9 +218,6 @@ class TrainedModel:
         check_training(self.with_source(""))
         check_loss(self.model.epilogue, self.loss)
 
-    def map_layers(self, change: Callable[[TrainingGraph], TrainingGraph]) -> TrainedModel:
-        return replace(self, plan=self.plan.map(change))
-
     def with_source(self, source: str) -> Training:
         return Training(
             self.model,
@@ -274,58 +257,9 @@ class ServedAndTrained(Generic[TrainingPart]):
 class Gradients(ServedAndTrained[ModelGradients]):
     """Models with the backward of the one to train."""
 
-    def map_layers(self, change: Callable[[Differentiated], Differentiated]) -> Gradients:
-        if self.training is None:
-            return self
-        kinds = tuple(
-            replace(kind, gradients=change(kind.gradients)) for kind in self.training.kinds
-        )
-        return Gradients(self.serving, replace(self.training, kinds=kinds))
-
-    def map_all(self, change: Callable[[Differentiated], Differentiated]) -> Gradients:
-        stage = self.map_layers(change)
-        if stage.training is None:
-            return stage
-        prologue, loss = stage.training.prologue, change(stage.training.loss)
-        prologue = None if prologue is None else change(prologue)
-        return Gradients(self.serving, replace(stage.training, prologue=prologue, loss=loss))
-
 
 class Trained(ServedAndTrained[TrainedModel]):
     """The graphs of a program."""
-
-    def map_serving(self, change: Callable[[ModelGraph], ModelGraph]) -> Trained:
-        return replace(self, serving=change(self.serving))
-
-    def map_serving_graphs(self, change: Callable[[Graph], Graph]) -> Trained:
-        return self.map_serving(lambda model: model.map(change))
-
-    def map_serving_prologue(self, change: Callable[[Graph], Graph]) -> Trained:
-        return self.map_serving(lambda model: replace(model, prologue=change(model.prologue)))
-
-    def map_serving_epilogue(self, change: Callable[[Graph], Graph]) -> Trained:
-        return self.map_serving(lambda model: replace(model, epilogue=change(model.epilogue)))
-
-    def map_layers(self, change: Callable[[TrainingGraph], TrainingGraph]) -> Trained:
-        training = None if self.training is None else self.training.map_layers(change)
-        return Trained(self.serving, training)
-
-    def map_forwards(self, change: Callable[[Graph], Graph]) -> Trained:
-        return self.map_layers(lambda layer: replace(layer, forward=change(layer.forward)))
-
-    def map_backwards(self, change: Callable[[Graph], Graph]) -> Trained:
-        def changed(layer: TrainingGraph) -> TrainingGraph:
-            backward = layer.backward
-            return layer if backward is None else replace(layer, backward=change(backward))
-
-        return self.map_layers(changed)
-
-    def map_losses(self, change: Callable[[Graph], Graph]) -> Trained:
-        """Change the epilogue that trains, and the loss alone."""
-        if self.training is None:
-            return self
-        epilogue, loss = change(self.training.epilogue), change(self.training.loss)
-        return Trained(self.serving, replace(self.training, epilogue=epilogue, loss=loss))
 
 
 @dataclass(frozen=True)
@@ -349,12 +283,6 @@ class Functions:
         pairs = zip((*serving, *training), (*self.serving, *self.training), strict=True)
         for expected, function in pairs:
             check_signature(expected.graph, function.graph)
-
-    def map_graphs(self, change: Callable[[Graph], Graph]) -> Functions:
-        def changed(functions: Iterable[Function]) -> tuple[Function, ...]:
-            return tuple(replace(function, graph=change(function.graph)) for function in functions)
-
-        return replace(self, serving=changed(self.serving), training=changed(self.training))
 
 
 @dataclass(frozen=True)

@@ -82,7 +82,7 @@ def test_logits_are_equal_to_the_bit(name: str, monkeypatch: pytest.MonkeyPatch)
 
     def deferring(settings: Settings) -> Pipeline:
         found = pipeline(settings)
-        deferred = On(Trained.map_serving, DeferResidualAdd())
+        deferred = On("serving", DeferResidualAdd())
         fuse = Stage[Trained, Trained]("fuse", (*found.fuse.passes, deferred))
         return dataclasses.replace(found, fuse=fuse)
 

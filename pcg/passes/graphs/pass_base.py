@@ -16,8 +16,8 @@ from __future__ import annotations
 import itertools
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Container, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from itertools import count
 from pathlib import Path
 from typing import Any, ClassVar, Generic, Protocol, TypeAlias, TypeVar, cast
@@ -33,7 +33,6 @@ from pcg.ir.program.program import ModelGraph, TrainingGraph
 
 Before = TypeVar("Before")
 After = TypeVar("After")
-Part = TypeVar("Part")
 Whole = TypeVar("Whole")
 
 
@@ -61,18 +60,45 @@ class LayerPass(Pass[TrainingGraph, TrainingGraph]):
 
 
 @dataclass(frozen=True)
-class On(Pass[Whole, Whole], Generic[Whole, Part]):
-    """A pass over parts of a stage; the lens is the stage's method that changes them."""
+class On(Pass[Any, Any]):
+    """A pass over parts of a stage, such as `serving.prologue training.plan.plans`.
 
-    lens: Callable[[Whole, Callable[[Part], Part]], Whole]
-    inner: Pass[Part, Part]
+    A path names fields; it goes through tuples and stops at None. A pass over a graph runs over
+    each graph of a model.
+    """
+
+    paths: str
+    inner: Pass[Any, Any]
 
     @property
     def name(self) -> str:  # type: ignore[override]
         return self.inner.name
 
-    def run(self, before: Whole) -> Whole:
-        return self.lens(before, self.inner.run)
+    def run(self, before: Any) -> Any:
+        return with_parts(before, self.paths, self._run)
+
+    def _run(self, part: Any) -> Any:
+        if isinstance(part, ModelGraph) and isinstance(self.inner, GraphPass):
+            return part.map(self.inner.run)
+        return self.inner.run(part)
+
+
+def with_parts(whole: Whole, paths: str, change: Callable[[Any], Any]) -> Whole:
+    """Change the parts of a value at some paths; see `On`."""
+
+    def changed(value: Any, fields: Sequence[str]) -> Any:
+        if value is None:
+            return None
+        if isinstance(value, tuple):
+            return tuple(changed(each, fields) for each in value)
+        if not fields:
+            return change(value)
+        name, *rest = fields
+        return replace(value, **{name: changed(getattr(value, name), rest)})
+
+    for path in paths.split():
+        whole = changed(whole, path.split("."))
+    return whole
 
 
 # -------------------------------------------------------------------------------------------- stage
