@@ -80,12 +80,10 @@ class TileShape:
 
     @property
     def column_blocks(self) -> int:
-        """Number of programs for a row."""
         return -(-self.columns // self.column_block)
 
     @property
     def is_padded(self) -> bool:
-        """True if some columns of a tile are behind a row's end."""
         return bool(self.columns % self.column_block)
 
 
@@ -258,7 +256,6 @@ class TileWriter:
         return [*lines, f"    group = row % {shape.rows_a_token}"]
 
     def _nodes(self) -> list[str]:
-        """The group's nodes as text IR without types, under their modules."""
         lines: list[str] = []
         scope = None
         for node in self.group.nodes:
@@ -314,7 +311,6 @@ class TileWriter:
         return TilePosition(which, within)
 
     def value(self, name: str, place: TilePosition) -> str:
-        """A variable with a value at a position."""
         place = replace(place, column=self.flat.get(place.column, place.column))
         key = (name, place)
         if key not in self.variables:
@@ -346,7 +342,6 @@ class TileWriter:
         return self.assign(name, f"tl.load({' + '.join(terms)}{guard}){cast}")
 
     def _added_by_lora(self, name: str, place: TilePosition) -> str:
-        """A variable with a deferred LoRA's summand at a position."""
         type_, stem = self.types[name], python_name(name)
         variable = self._taken(stem)
         pointers = [f"{stem}_{pointer}" for pointer in DEFERRED_POINTERS]
@@ -371,7 +366,6 @@ class TileWriter:
         return " & ".join(condition for condition in conditions if condition)
 
     def _offset(self, place: TilePosition, type_: TensorType) -> str:
-        """A value's element among its features."""
         if self.shape.rows_a_token == 1 and replace(place, mask="") == self.main(type_):
             return "column"
         if place.group == "0":

@@ -120,7 +120,6 @@ class Graph:
         return types
 
     def types_of(self, node: Node) -> tuple[tuple[TensorType, ...], tuple[TensorType, ...]]:
-        """The types of a node's inputs, and of its outputs."""
         inputs = tuple(self.types[name] for name in node.inputs)
         return inputs, tuple(value.type for value in node.outputs)
 

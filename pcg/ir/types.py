@@ -25,9 +25,6 @@ import sympy
 
 from pcg.errors import TypeCheckError
 
-# -------------------------------------------------------------------------------------------- types
-
-
 TOKENS = sympy.Symbol("T", integer=True, positive=True)
 CONTEXT = sympy.Symbol("S", integer=True, positive=True)
 """Tokens that a token attends to at most: the length of its sequence."""
@@ -138,7 +135,6 @@ class TensorType:
 
     @cached_property
     def shape(self) -> tuple[Size, ...]:
-        """Global sizes of the dims."""
         return tuple(dim.size for dim in self.dims)
 
     @cached_property

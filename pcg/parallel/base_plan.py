@@ -109,7 +109,6 @@ def _given(graph: Graph, styles: Mapping[str, str]) -> dict[str, Layout]:
 
 
 def _sizes(graph: Graph, plan: Mapping[str, Layout]) -> Iterator[tuple[str, int]]:
-    """Names and sizes that ranks divide into equal parts."""
     attentions = partitioned_attentions(graph, plan)
     for node in graph.nodes:
         if node.name in attentions:

@@ -93,7 +93,6 @@ class ReshardPaths:
         return (isinstance(size, int) or size == RANK) and layout.fits(type_, self.degree)
 
     def parts(self, type_: TensorType) -> tuple[Layout, ...]:
-        """The partitioned layouts that fit a tensor."""
         if type_ not in self._parts:
             every = map(partitioned, range(-len(type_.dims), 0))
             self._parts[type_] = tuple(part for part in every if self.fits(type_, part))
@@ -427,7 +426,6 @@ class Planner:
         built: _NodePlanBuilder,
         fixed: Constraints,
     ) -> bool:
-        """Bring values into layouts; False without a path."""
         for name, layout in dict.fromkeys(zip(names, layouts, strict=True)):
             if name not in versions or layout in versions[name]:
                 continue
@@ -463,7 +461,6 @@ class Planner:
         return [wanted]
 
     def _ended(self, state: _State, fixed: Constraints) -> _State | None:
-        """The state with the outputs in their layouts; None without a path."""
         versions, built = dict(state.versions), _NodePlanBuilder()
         layouts = self._outputs(fixed)
         if not self._bring(versions, self.graph.outputs, layouts, built, fixed):

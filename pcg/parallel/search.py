@@ -102,7 +102,6 @@ class KeptValues:
         return min(costs)
 
     def seconds(self, name: str) -> dict[Sharding, float]:
-        """Seconds of a node's forward, by its rules."""
         node, graph = self._nodes[name], self._planner.graph
         nothing = (False,) * len(node.inputs)
         ways = self._planner.ways(name)

@@ -46,8 +46,6 @@ from pcg.passes.stages import (
 )
 from pcg.trace import ToTrace, trace_once
 
-# ------------------------------------------------------------------------------------- model passes
-
 
 @dataclass(frozen=True)
 class Trace(Pass[ToTrace, Traced]):

@@ -68,8 +68,6 @@ from pcg.passes.stages import (
 from pcg.peft.recipe import Recipe
 from pcg.trace import ToTrace
 
-# ----------------------------------------------------------------------------------------- pipeline
-
 
 @dataclass(frozen=True)
 class Settings:
@@ -106,7 +104,6 @@ class Settings:
 
     @property
     def budget(self) -> MemoryBudget:
-        """The memory budget with its step."""
         budget = dataclasses.replace(self.options.budget, parts=self.parts)
         if self.step is None:
             return budget
@@ -115,7 +112,6 @@ class Settings:
 
     @property
     def device_costs(self) -> DeviceCosts | None:
-        """The costs of a batch on the device, if known."""
         if self.costs is None:
             return None
         batch, seq = self.options.batch, self.options.seq

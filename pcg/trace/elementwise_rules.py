@@ -197,7 +197,6 @@ def binary(op: str, reverse: bool = False) -> Rule:
 
 
 def _as_number(flat: FlatGraph, x: Any) -> Any:
-    """A constant without dims as a Python number."""
     data = flat.data(x) if isinstance(x, FlatValue) and x.tags == "" else None
     return x if data is None else data.item()
 

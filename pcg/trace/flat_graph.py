@@ -125,7 +125,6 @@ class FlatGraph:
         return name in self.builder.activations and self.builder.types[name].is_float
 
     def reshape(self, name: str, features: tuple[int, ...]) -> str:
-        """The flat value with other feature dims."""
         type_ = self.builder.types[name]
         if type_.features == features:
             return name

@@ -547,7 +547,6 @@ class Evaluation:
         self._chains[node] = tuple(dict.fromkeys(numbers))
 
     def _turn(self, node: Node) -> None:
-        """Note the corner of a nonlinear operator."""
         chain = self._chains[node]
         if len(chain) > _MOST_COMBINED:
             raise self._refused(node, f"its mask combines {len(chain)} numbers in a condition")

@@ -306,7 +306,6 @@ def linear(flat: FlatGraph, node: Node) -> FlatValue:
 
 
 def _product(flat: FlatGraph, node: Node, x: FlatValue, *weights: str) -> FlatValue:
-    """x Wᵀ (+ b) with the weight [out, in]."""
     if x.tags[-1:] != "d" or x.tags.count("d") != 1:
         raise refusal(node, f"its input has feature dims {list(x.features)}, not one")
     return FlatValue(flat.add("linear", x.name, *weights), x.tags, traced_shape(node))

@@ -113,7 +113,6 @@ def _probabilities(node: Any) -> Node | None:
 
 
 def _score_product(softmax: Node) -> Node:
-    """The one product of activations behind the scores."""
     queue, seen, products = [softmax.args[0]], set(), []
     while queue:
         node = queue.pop()
@@ -234,7 +233,6 @@ def _agree(whole: _Seen, seen: _Seen, tokens: int) -> bool:
 
 
 def _seen(node: Node, evaluation: Evaluation) -> _Seen:
-    """The window, the slopes and the scale at some positions."""
     zeros, ones = evaluation.bias()
     at = evaluation.positions
     row, column = at[:, None], at[None, :]

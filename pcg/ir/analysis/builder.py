@@ -70,7 +70,6 @@ class Builder:
         scope: str = "",
         **attributes: Attribute,
     ) -> str:
-        """Apply an operator; return the name of its first output."""
         return self.add_many(op, inputs, name=name, scope=scope, **attributes)[0]
 
     def add_many(

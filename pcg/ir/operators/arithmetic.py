@@ -35,8 +35,6 @@ from pcg.ir.operators.base import (
 )
 from pcg.ir.types import TORCH_NAMES, broadcast, result_dtype, tensor
 
-# --------------------------------------------------------------------------------------- arithmetic
-
 
 class Elementwise(Operator):
     """An operator whose element depends on the same element of each input."""

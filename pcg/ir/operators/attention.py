@@ -29,8 +29,6 @@ from pcg.ir.operators.base import (
 )
 from pcg.ir.types import CONTEXT, DTYPE_BYTES, TensorType, promote, tensor
 
-# ---------------------------------------------------------------------------------------- attention
-
 
 class Append(Operator):
     """Keys or values (`to`) where attention reads them: in the layer's cache, if it has one.
@@ -220,7 +218,6 @@ def _check_of_heads(
 
 
 def _check_outputs(types: Types, outputs: Types) -> None:
-    """Check that dout, out and lse have attention's types."""
     dout, out, lse = types[:3]
     if (dout.shape, out.shape) != (outputs[0].shape,) * 2 or lse.shape != outputs[1].shape:
         raise TypeCheckError(

@@ -296,5 +296,4 @@ class ExpertsBackward(OfExperts):
 
 
 def _expert_elements(inputs: Types) -> sympy.Expr:
-    """Numbers of the weights of one expert."""
     return sum(type_.elements for type_ in inputs[-2:]) / inputs[-1].shape[0]

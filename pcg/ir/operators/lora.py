@@ -62,8 +62,6 @@ from pcg.ir.operators.linear import (
 )
 from pcg.ir.types import TensorType
 
-# --------------------------------------------------------------------------------------------- lora
-
 
 class Shrink(Product):
     """s = x Aᵀ, down to the rank: `x: [T, in]`, `A: [r, in]` give `[T, r]` in A's dtype."""

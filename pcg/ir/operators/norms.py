@@ -107,7 +107,6 @@ class RmsNorm(Norm):
 
 
 def _rstd(tile: Tile, x: int, eps: object) -> str:
-    """1 / sqrt(mean(x²) + eps) of each row."""
     squares = tile.row_sum("squares", lambda row: f"{row.read(x)} * {row.read(x)}")
     return tile.let("rstd", f"tl.rsqrt({squares} / {tile.size(x)} + {eps!r})")
 

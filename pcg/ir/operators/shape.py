@@ -30,8 +30,6 @@ from pcg.ir.operators.base import (
 )
 from pcg.ir.types import TensorType, promote, tensor
 
-# -------------------------------------------------------------------------------------------- shape
-
 
 def other_dims(attributes: Attributes, dims: Iterator[Aligned]) -> Iterator[Aligned]:
     """The dims without the attribute `dim`'s."""
@@ -301,7 +299,6 @@ class Reduction(Operator):
             yield (dim,), (dim + int(dim < attributes["dim"] and not attributes["keepdim"]),)
 
     def _repeated(self, context: Gradient) -> str:
-        """dy repeated over the reduced dim."""
         whole = context.input_type(0).reshape_sizes
         sizes = list(whole)
         sizes[context.attributes["dim"]] = 1

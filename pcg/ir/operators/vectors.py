@@ -31,9 +31,6 @@ from pcg.ir.operators.base import (
 )
 from pcg.ir.types import TOKENS, TORCH_NAMES, TensorType, promote
 
-# ------------------------------------------------------------------------------------------ vectors
-
-
 INNER_TOKENS = 64
 """The tokens whose products exist at once where they are summed."""
 

@@ -20,9 +20,6 @@ if TYPE_CHECKING:
     import torch
 
 
-# ------------------------------------------------------------------------------------------ program
-
-
 @dataclass(frozen=True)
 class ModelGraph:
     """A model as prologue · blocks · epilogue.
@@ -124,7 +121,6 @@ class ModelGraph:
 
     @property
     def output_module(self) -> str:
-        """Path of the module that makes the logits."""
         sites = (site_of(self.epilogue, node) for node in reversed(self.epilogue.nodes))
         return next(site for site in sites if site is not None)
 

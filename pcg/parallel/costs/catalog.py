@@ -31,8 +31,6 @@ from pcg.parallel.costs.operator_profiler import device_name
 from pcg.ranks.group import Ranks
 from pcg.version import __version__
 
-# ------------------------------------------------------------------------------------------ catalog
-
 
 def find_cost_model(name_or_path: str | os.PathLike[str], link: str | None = None) -> CostModel:
     """The cost model of a data sheet, or of a profile.

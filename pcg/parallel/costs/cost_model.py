@@ -23,9 +23,6 @@ from pcg.ir.operators.collectives import Collective
 from pcg.parallel.costs.accelerators import ASSUMED, Achieved, DeviceSheet, Link, link_between
 from pcg.parallel.costs.work import Work, is_free, size_bytes, works_of
 
-# --------------------------------------------------------------------------------------- cost model
-
-
 _ROUNDS = {"all_gather": 1, "all_reduce": 2, "reduce_scatter": 1}
 
 

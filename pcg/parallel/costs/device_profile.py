@@ -73,7 +73,6 @@ class DeviceProfile:
 
     @cached_property
     def sheet(self) -> DeviceSheet:
-        """The best measured rates."""
         products: dict[str, float] = {}
         vectors: dict[str, float] = {}
         for point in self.points:
@@ -246,5 +245,4 @@ def _exactly(work: Work) -> tuple[str, str]:
 
 
 def _place(work: Work) -> tuple[float, ...]:
-    """The position of a shape among others of its kernel."""
     return math.log(work.rows), math.log(work.moved_bytes), math.log(1 + work.flops)

@@ -35,9 +35,6 @@ from pcg.parallel.costs.work import OPEN_RANK, size_bytes, with_rank
 # -------------------------------------------------------------------------------------- layer costs
 
 
-# -------------------------------------------------------------------------------------- layer costs
-
-
 CONTEXT_TOKENS = 1024
 """Tokens that a token attends to in steps that serve, and where no device is known."""
 
@@ -75,7 +72,6 @@ class LayerCosts(ABC):
         return sum(size_bytes(type_, self.tokens) for type_ in types)
 
     def bytes_sent(self, kind: str, *types: TensorType) -> int:
-        """Bytes that each rank sends for a message."""
         return ring_bytes(kind, self.message_bytes(types), self.degree)
 
 

@@ -382,5 +382,4 @@ def _update(count: int) -> Work:
 
 
 def _is_open(type_: TensorType) -> bool:
-    """Return whether an adapter's rank is symbolic."""
     return any(not isinstance(size, int) and size.free_symbols - {TOKENS} for size in type_.shape)

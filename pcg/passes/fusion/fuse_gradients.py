@@ -90,7 +90,6 @@ def _asked(graph: Graph, node: Node) -> Node:
 
 
 def _fused(graph: Graph, base: Node) -> Graph:
-    """Fuse one base product's LoRA with it."""
     gradient, weight = base.inputs
     parameter = graph.parameters_by_name.get(weight)
     of_gradient = graph.consumers[gradient]
@@ -175,7 +174,6 @@ def _with_operator(
 
 
 def _with_bottleneck(graph: Graph, inner: Node) -> Graph:
-    """Fuse the gradients of one bottleneck adapter."""
     s, bias = inner.inputs
     readers = graph.consumers
     for outer in readers.get(inner.name, ()):
@@ -208,6 +206,5 @@ def _with_bottleneck(graph: Graph, inner: Node) -> Graph:
 
 
 def _reader(readers: Mapping[str, Sequence[Node]], value: str, op: str, last: str) -> Node | None:
-    """The node of an operator that reads `value` and then `last`."""
     nodes = (n for n in readers.get(value, ()) if n.op == op and n.inputs == (value, last))
     return next(nodes, None)

@@ -39,9 +39,6 @@ if TYPE_CHECKING:
     import networkx
 
 
-# ------------------------------------------------------------------------------------ group kernels
-
-
 MOST_COLUMNS = 32768
 """The longest row that one program holds: 32 elements a thread of 32 warps are in registers."""
 MOST_VALUES = 24

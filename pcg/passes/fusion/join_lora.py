@@ -63,7 +63,6 @@ def _groups(graph: Graph, key: Key) -> Iterator[list[str]]:
 
 
 def _are_free(graph: Graph, nodes: Sequence[Node]) -> bool:
-    """Return whether the nodes are independent of each other."""
     return not any(
         depends(graph, node.inputs, [other for other in nodes if other is not node])
         for node in nodes

@@ -44,7 +44,6 @@ class Differentiated:
 
     @property
     def needed(self) -> tuple[str, ...]:
-        """The values of the graph that backward reads."""
         return tuple(v.name for v in self.backward.inputs if v.name in self.graph.types)
 
     def check(self) -> None:

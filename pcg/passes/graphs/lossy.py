@@ -103,7 +103,6 @@ class _Approximations:
         return dataclasses.replace(node, inputs=tuple(inputs))
 
     def of(self, name: str) -> str:
-        """The approximation of a value, or the value itself."""
         if name not in self._found:
             self._found[name] = self._made(name)
         return self._found[name]

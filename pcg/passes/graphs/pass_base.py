@@ -28,9 +28,6 @@ from pcg.ir.graph import Graph
 from pcg.ir.printer import print_graphs
 from pcg.ir.program.program import ModelGraph, TrainingGraph
 
-# ---------------------------------------------------------------------------------------- pass base
-
-
 Before = TypeVar("Before")
 After = TypeVar("After")
 Whole = TypeVar("Whole")

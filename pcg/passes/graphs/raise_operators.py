@@ -61,7 +61,6 @@ class Rewriter:
         return name in self.graph.parameters_by_name
 
     def add(self, op: str, *inputs: str, scope: str = "", **attributes: Attribute) -> NewName:
-        """Add a node over values of either graph."""
         return self.add_many(op, *inputs, scope=scope, **attributes)[0]
 
     def add_many(
@@ -159,7 +158,6 @@ def rms_norm(rewriter: Rewriter, node: Node) -> NewName | None:
 
 
 def _factors(rewriter: Rewriter, node: Node) -> tuple[tuple[str, str], ...]:
-    """The factors of a product, cast or not, in both orders."""
     return orders(rewriter.producer(node.inputs[0] if node.op == "cast" else node.name, "mul"))
 
 

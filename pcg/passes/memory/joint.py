@@ -292,7 +292,6 @@ class JointSearch:
 
 
 def _branches(search: Search, plan: ParallelPlan, part: _Part) -> Iterator[_Part]:
-    """A part with each way of the next site."""
     site = search.sites[part.sites]
     for layouts, gathered in search.ways(site, search.chosen(plan, site)):
         held = {**part.layouts, **layouts}

@@ -260,7 +260,6 @@ class Frontiers:
 
     @cached_property
     def firsts(self) -> tuple[Choice, ...]:
-        """The first choice of each kind: no product is recomputed."""
         return tuple(problem.first for problem in self._problems)
 
     @cached_property

@@ -59,7 +59,6 @@ class Costs:
     seconds: float = 0.0
 
     def plus(self, other: Costs, times: int = 1) -> Costs:
-        """Add `times` other costs."""
         return Costs(
             self.round_trips + times * other.round_trips,
             self.sent_bytes + times * other.sent_bytes,

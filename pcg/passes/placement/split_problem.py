@@ -35,8 +35,6 @@ from pcg.parallel.costs.cost_model import PICOSECOND, CostModel
 from pcg.parallel.costs.work import is_free, with_rank
 from pcg.parallel.costs.work import size_bytes as bytes_of
 
-# ------------------------------------------------------------------------------------ split problem
-
 
 class Side(enum.Enum):
     """The sides on which a node may run."""
@@ -94,7 +92,6 @@ class SplitProblem:
 
     @cached_property
     def readers(self) -> tuple[int, ...]:
-        """The nodes that read each value, as a mask."""
         masks = [0] * len(self.values)
         for number, node in enumerate(self.nodes):
             for value in node.reads:
@@ -103,7 +100,6 @@ class SplitProblem:
 
     @cached_property
     def before(self) -> tuple[int, ...]:
-        """The nodes that make each node's inputs, as a mask."""
         makers = self.makers
         return tuple(
             mask_of(makers[value] for value in node.reads if value in makers) for node in self.nodes
@@ -192,7 +188,6 @@ class SplitCosts:
 
     @property
     def latency_ps(self) -> int:
-        """Time of an empty round trip."""
         return round(self.link.latency_s / PICOSECOND)
 
     def size_bytes(self, type_: TensorType) -> int:
