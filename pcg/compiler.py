@@ -33,10 +33,9 @@ from pcg.peft.registry import recipe_fields, recipe_of_fields
 from pcg.ranks.agreement import agreed, check_same, check_same_program
 from pcg.ranks.join import RankOptions, check_started, join_mesh, own_device, started_ranks
 from pcg.ranks.mesh import MeshSizes, RankMesh
-from pcg.runtime.model.base_weights import TensorSource
-from pcg.runtime.model.weight_digests import check_same_weights
+from pcg.runtime.model.base_weights import TensorSource, check_same_weights
 from pcg.runtime.model.weights import Checkpoint, RandomWeights, StateDictCheckpoint
-from pcg.runtime.requests.compared import tokenizer_facts
+from pcg.runtime.requests.plain import tokenizer_facts
 from pcg.runtime.text.tokenizer import Tokenizer
 from pcg.source import ModelSource, resolve
 from pcg.trace import TracedModel

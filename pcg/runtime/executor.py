@@ -26,9 +26,8 @@ from pcg.runtime.engine.async_engine import AsyncEngine
 from pcg.runtime.engine.engine import Engine
 from pcg.runtime.engine.options import EngineArguments
 from pcg.runtime.model.batch import whole_sequences
-from pcg.runtime.model.specialised import ServingProgram
-from pcg.runtime.model.state import ModelState, NamedAdapter
-from pcg.runtime.requests.compared import adapter_facts, sequence_facts
+from pcg.runtime.model.state import ModelState, NamedAdapter, ServingProgram
+from pcg.runtime.requests.plain import adapter_facts, sequence_facts
 from pcg.runtime.requests.request import (
     Chunk,
     Completion,

@@ -17,8 +17,7 @@ from pcg.kernels.triton.elementwise import pack_signs, relu_backward_packed
 from pcg.kernels.triton.linear_cross_entropy import linear_cross_entropy
 from pcg.kernels.triton.sampling import draw, greedy, keep
 from pcg.runtime.sampling.drawing import Drawing, filtered
-from pcg.runtime.sampling.sampler import Sampler
-from pcg.runtime.sampling.sampling import sample
+from pcg.runtime.sampling.sampling import Sampler, sample
 from pcg.runtime.sampling.sampling_params import SamplingParams
 from tests.support import on_device, oracle
 from tests.support.append_cases import check_cache

@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 from pcg.kernels.batch import TokenLimits
 from pcg.kernels.triton import sampling as template
 from pcg.kernels.triton.sampling import draw, greedy
-from pcg.runtime.sampling.sampler import Sampler, make_generator
-from pcg.runtime.sampling.sampling import sample
+from pcg.runtime.sampling.sampling import Sampler, make_generator, sample
 from pcg.runtime.sampling.sampling_params import SamplingParams
 from tests.support.interpreter import bf16
 from tests.support.interpreter.gpu_code import Code, Kernel, compiled

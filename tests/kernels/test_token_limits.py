@@ -14,8 +14,7 @@ from torch import Tensor
 from pcg.kernels.triton import sampling
 from pcg.kernels.triton.sampling import draw, greedy, keep, limited
 from pcg.runtime.sampling.drawing import Drawing, filtered, limits_of
-from pcg.runtime.sampling.sampler import Sampler
-from pcg.runtime.sampling.sampling import sample, scored
+from pcg.runtime.sampling.sampling import Sampler, sample, scored
 from pcg.runtime.sampling.sampling_params import SamplingParams
 from tests.support.interpreter.gpu_code import Kernel, compiled
 from tests.support.interpreter.sanitizer import sanitized

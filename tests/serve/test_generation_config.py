@@ -12,7 +12,7 @@ import pytest
 import transformers
 
 from pcg.errors import ConfigError
-from pcg.runtime.model.recorder import WarmUp
+from pcg.runtime.model.step_graphs import WarmUp
 from pcg.serve.http.service import Service
 from pcg.serve.openai.sampling import read_generation_config
 from pcg.serve.server import announcement

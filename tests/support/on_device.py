@@ -16,10 +16,8 @@ import pcg.compiler as compiler
 from pcg.runtime.admission.limits import Limits
 from pcg.runtime.data.example import Example
 from pcg.runtime.engine.device.device import SideStream
-from pcg.runtime.model.recorder import CudaRecorder
-from pcg.runtime.model.step_graphs import EAGER_STEPS
-from pcg.runtime.sampling.sampler import Sampler
-from pcg.runtime.sampling.sampling import UNDRAWN, sample
+from pcg.runtime.model.step_graphs import EAGER_STEPS, CudaRecorder
+from pcg.runtime.sampling.sampling import UNDRAWN, Sampler, sample
 from pcg.runtime.sampling.sampling_params import SamplingParams
 from pcg.runtime.training import bound_training
 from pcg.runtime.training.recorded.loss_graphs import UpdateGraphs

@@ -26,7 +26,7 @@ from pcg.runtime.data.example import Example
 from pcg.runtime.memory.kv_cache import KvCache
 from pcg.runtime.memory.pool import pages_for
 from pcg.runtime.model.batch import Batch
-from pcg.runtime.model.recorder import Recorder
+from pcg.runtime.model.step_graphs import Recorder
 from pcg.runtime.training import bound_training
 from pcg.runtime.training import optimizer as optimizers
 from pcg.runtime.training.optimizer import make_optimizer, set_rate

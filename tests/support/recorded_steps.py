@@ -19,8 +19,7 @@ from pcg.runtime.executor import Executor
 from pcg.runtime.memory.kv_cache import KvCache, kv_types
 from pcg.runtime.memory.pool import PageTable
 from pcg.runtime.model.batch import Batch
-from pcg.runtime.model.recorder import Recorder
-from pcg.runtime.model.step_graphs import step_graphs
+from pcg.runtime.model.step_graphs import Recorder, step_graphs
 from tests.support import oracle
 from tests.support.families import BY_NAME
 

@@ -24,8 +24,8 @@ from pcg.kernels.batch import AdapterSlot, LoraRows, TokenSpans
 from pcg.kernels.sizes import RANK_STEP
 from pcg.peft.adapter import Adapter
 from pcg.runtime.adapters.packed_rows import NO_PAGES, RowPacker, RowTable, trimmed, width_of
+from pcg.runtime.adapters.padded_tables import AdapterCopies
 from pcg.runtime.adapters.sites import JoinedSite
-from pcg.runtime.adapters.slots import AdapterCopies
 from pcg.runtime.memory.free_runs import FreeRuns
 from pcg.runtime.memory.pool import PageTable, runs_of
 

@@ -29,8 +29,17 @@ from pcg.runtime.data.formats import (
     parse,
     parse_pair,
 )
-from pcg.runtime.data.limits import UNLIMITED, DataLimits, check_tokens
-from pcg.runtime.data.sources import Gathered, Row, Source, gather, holds_documents, read_rows
+from pcg.runtime.data.sources import (
+    UNLIMITED,
+    DataLimits,
+    Gathered,
+    Row,
+    Source,
+    check_tokens,
+    gather,
+    holds_documents,
+    read_rows,
+)
 from pcg.runtime.text.chat import Message, Span
 from pcg.runtime.text.chat_spans import assistant_spans, check_context
 from pcg.runtime.text.tokenizer import Encoding, Tokenizer

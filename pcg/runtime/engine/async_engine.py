@@ -49,7 +49,7 @@ from pcg.kernels.devices import device_thread
 from pcg.keywords import takes
 from pcg.peft.adapter import Adapter
 from pcg.ranks.line import BEAT_S
-from pcg.runtime.data.limits import DataLimits
+from pcg.runtime.data.sources import DataLimits
 from pcg.runtime.engine.engine_status import adapters_of, most_tokens, numbers_of, running_of
 from pcg.runtime.engine.loop import EngineLoop
 from pcg.runtime.engine.preparation import Preparation

@@ -17,7 +17,7 @@ from pcg.runtime.adapters.cache import AdapterCache, ServedAdapter
 from pcg.runtime.adapters.versions import AdapterVersion
 from pcg.runtime.admission.backlog import UNLIMITED, QueueLimits
 from pcg.runtime.admission.limits import Limits
-from pcg.runtime.data.limits import DataLimits
+from pcg.runtime.data.sources import DataLimits
 from pcg.runtime.engine.async_engine import AsyncEngine
 from pcg.runtime.engine.device.calibration import calibrated
 from pcg.runtime.engine.device.clock import MachineClock
@@ -31,9 +31,8 @@ from pcg.runtime.engine.scheduling.scheduler import Scheduler
 from pcg.runtime.memory.kv_cache import KvCache, page_bytes_of, stage_kv_types
 from pcg.runtime.memory.pool import pages_for
 from pcg.runtime.metrics.events import EventLog, Kind
-from pcg.runtime.model.specialised import ServingProgram
-from pcg.runtime.model.state import ModelState
-from pcg.runtime.requests.compared import option_facts, request_facts
+from pcg.runtime.model.state import ModelState, ServingProgram
+from pcg.runtime.requests.plain import option_facts, request_facts
 from pcg.runtime.requests.prefixes import Prefixes
 from pcg.runtime.requests.request import Chunk, Request
 from pcg.runtime.training.finetuning import finetune_run

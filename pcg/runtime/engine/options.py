@@ -10,7 +10,7 @@ from pcg.runtime.admission.backlog import QueueLimits
 from pcg.runtime.admission.latency import Latencies
 from pcg.runtime.admission.limits import Limits
 from pcg.runtime.admission.policy import Policy
-from pcg.runtime.data.limits import DataLimits
+from pcg.runtime.data.sources import DataLimits
 from pcg.runtime.engine.scheduling.work import Sharing
 from pcg.runtime.metrics.events import EventLog
 from pcg.runtime.training.recorded.warm_job import WarmJob

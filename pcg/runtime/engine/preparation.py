@@ -25,8 +25,7 @@ import torch
 from pcg.errors import DataError, EngineError, FinetuneError, as_pcg_error
 from pcg.kernels.devices import device_pool, device_thread
 from pcg.runtime.data.dataset import Dataset
-from pcg.runtime.data.limits import DataLimits, RowMeter, bytes_of
-from pcg.runtime.data.sources import gather
+from pcg.runtime.data.sources import DataLimits, RowMeter, bytes_of, gather
 from pcg.runtime.data.tokenizing import Cancelling, load_apart
 from pcg.runtime.engine.loop import EngineLoop
 from pcg.runtime.engine.rank_commands import RankCommand

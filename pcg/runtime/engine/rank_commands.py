@@ -37,8 +37,7 @@ from pcg.runtime.engine.loop import EngineLoop
 from pcg.runtime.engine.scheduling.jobs import Job
 from pcg.runtime.metrics.events import Kind
 from pcg.runtime.model.state import ModelState
-from pcg.runtime.requests.compared import adapter_facts
-from pcg.runtime.requests.plain import PlainRequest
+from pcg.runtime.requests.plain import PlainRequest, adapter_facts
 from pcg.runtime.training.options import JobArguments
 
 

@@ -17,8 +17,7 @@ from typing import Any, Protocol, TypeAlias, TypeVar
 import torch
 
 from pcg.peft.adapter import Adapter
-from pcg.runtime.model.specialised import ServingProgram
-from pcg.runtime.model.state import ModelState
+from pcg.runtime.model.state import ModelState, ServingProgram
 
 Result = TypeVar("Result")
 Spread: TypeAlias = Callable[[str, object, int, Adapter], Callable[[], Adapter]]

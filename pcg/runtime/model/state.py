@@ -1,15 +1,25 @@
-"""The model state that an executor, its engines and its finetuning jobs share."""
+"""The model state that an executor, its engines and its finetuning jobs share.
+
+Programs are compiled for adapters at new sites, and for steps larger than planned: a memory budget
+in bytes holds for every step, and the bytes that a plan saves grow with the step's tokens, so a
+step that would save more than the budget is planned for its own size, or refused:
+
+    saved(plan, tokens) <= budget    that plan runs
+    otherwise                        the budget is planned for that number of tokens
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from dataclasses import dataclass
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Protocol, TypeAlias, TypeVar
 from weakref import WeakSet
 
+import sympy
 import torch
 from torch import Tensor
 
@@ -23,8 +33,10 @@ from pcg.errors import (
     UnsupportedError,
     as_pcg_error,
 )
-from pcg.ir.program.program import Program, Serving, Training
-from pcg.ir.types import TORCH_NAMES
+from pcg.ir.analysis.storages import SEQUENCES
+from pcg.ir.program.program import ModelGraph, Program, Serving, Training
+from pcg.ir.program.saved_memory import saved_memory, window_memory
+from pcg.ir.types import CONTEXT, TORCH_NAMES
 from pcg.kernels.devices import downloaded, own_memory
 from pcg.peft.adapter import (
     Adapter,
@@ -36,24 +48,129 @@ from pcg.peft.adapter import (
     with_shared,
 )
 from pcg.peft.adapter_files import read_adapter
+from pcg.peft.recipe import Recipe
 from pcg.peft.registry import is_shorthand, recipe_from
-from pcg.ranks.agreement import check_same, serving_text
+from pcg.ranks.agreement import check_same, serving_text, training_text
 from pcg.ranks.group import Ranks
 from pcg.ranks.mesh import SINGLE_MESH, RankMesh
 from pcg.ranks.stages import StageLink, cut_stages
 from pcg.runtime.adapters.padded_tables import PaddedTables
 from pcg.runtime.adapters.ragged_tables import RaggedTables
 from pcg.runtime.adapters.served_bytes import served_dtype
-from pcg.runtime.adapters.sites import model_sources, served_sources
+from pcg.runtime.adapters.sites import model_sources, served_sources, trained_sources
 from pcg.runtime.adapters.stacked_weights import ServedWeights
 from pcg.runtime.adapters.versions import AdapterVersion, Versions
 from pcg.runtime.memory.host_memory import bound_shape_caches
 from pcg.runtime.model.base_weights import TensorSource, WeightStore
 from pcg.runtime.model.runner import ModelRunner
-from pcg.runtime.model.specialised import ServingProgram, Specialiser, TrainingPrograms
 from pcg.runtime.sampling.grammars import Grammars
 from pcg.runtime.text.tokenizer import Tokenizer
 from pcg.units import shown
+
+
+class Specialiser(Protocol):
+    """Compiles a program for other sites or steps; provided by the compiler.
+
+    `step` is the number of sequences, and the tokens of each, that the memory budget is planned
+    for; those of the program's options by default.
+    """
+
+    def serving(self, program: Program, recipes: Sequence[Recipe]) -> Serving: ...
+
+    def training(
+        self,
+        program: Program,
+        recipe: Recipe,
+        windows: bool = False,
+        step: tuple[int, int] | None = None,
+    ) -> Training: ...
+
+
+@dataclass(frozen=True)
+class ServingProgram:
+    """A program that serves adapters at some sites, ready to run.
+
+    `sources` are the adapter parameters that it reads.
+    """
+
+    serving: Serving
+    sources: frozenset[str]
+    runner: ModelRunner
+    tables: PaddedTables
+
+
+@dataclass(frozen=True)
+class _SizedTraining:
+    training: Training
+    tokens: int
+    windows: bool
+
+    @cached_property
+    def _saved_bytes(self) -> sympy.Expr:
+        account = window_memory if self.windows else saved_memory
+        return account(self.training.model, self.training).total
+
+    def holds(self, sequences: int, seq: int, limit_bytes: int) -> bool:
+        """Return True if a step of this program saves at most `limit_bytes`."""
+        at = {SEQUENCES: sequences, CONTEXT: seq}
+        return sequences * seq <= self.tokens or self._saved_bytes.subs(at) <= limit_bytes
+
+
+class TrainingPrograms:
+    """Training programs by adapter sites and step, each compiled when it is first needed."""
+
+    def __init__(self, program: Program, specialiser: Specialiser, ranks: Ranks) -> None:
+        self._program = program
+        self._specialiser = specialiser
+        self._ranks = ranks
+        self._planned_tokens = program.options.batch * program.options.seq
+        self._by_key: dict[frozenset[str], list[_SizedTraining]] = {}
+        if program.training is not None:
+            model = program.training.model
+            planned = _SizedTraining(program.training, self._planned_tokens, windows=False)
+            self._by_key[model_sources(model) | _dropouts_of(model)] = [planned]
+
+    def get(self, adapter: Adapter, windows: bool, step: tuple[int, int] | None = None) -> Training:
+        """Return the program for an adapter's sites, for windows or for whole sequences.
+
+        Args:
+            step: the sequences of a step and the tokens of each, for which a memory budget in bytes
+                has to hold; the step that the program was compiled for by default.
+        Raises:
+            MemoryBudgetError: such a step needs more than the budget.
+        """
+        key = trained_sources(adapter) | _dropouts(adapter.recipe.dropout)
+        if windows:
+            key |= {"windows"}
+        planned = self._by_key.setdefault(key, [])
+        if not planned:
+            planned.append(self._specialised(adapter, windows, None))
+        limit = self._program.options.budget.size_bytes
+        if step is None or limit is None:
+            return planned[0].training
+        for sized in planned:
+            if sized.holds(*step, limit):
+                return sized.training
+        planned.append(self._specialised(adapter, windows, step))
+        return planned[-1].training
+
+    def _specialised(
+        self, adapter: Adapter, windows: bool, step: tuple[int, int] | None
+    ) -> _SizedTraining:
+        training = self._specialiser.training(self._program, adapter.recipe, windows, step)
+        check_same(self._ranks, "the program", {"the training program": training_text(training)})
+        tokens = self._planned_tokens if step is None else step[0] * step[1]
+        return _SizedTraining(training, tokens, windows)
+
+
+def _dropouts(p: float) -> frozenset[str]:
+    return frozenset({f"dropout {p:g}"} if p else ())
+
+
+def _dropouts_of(model: ModelGraph) -> frozenset[str]:
+    nodes = [node for graph in model.graphs for node in graph.nodes if node.op == "dropout"]
+    return frozenset().union(*(_dropouts(float(node.attribute("p"))) for node in nodes))  # type: ignore[arg-type]
+
 
 Result = TypeVar("Result")
 

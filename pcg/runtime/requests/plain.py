@@ -1,16 +1,82 @@
-"""Requests as numbers, texts and lists, which messages between processes hold."""
+"""Requests as plain values for other processes, and as texts that ranks compare."""
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping, Sequence
 from typing import Any, Self
 
 import msgspec
 
+from pcg.peft.adapter import Adapter
+from pcg.ranks.agreement import described, fields_of, tensor_digest, tokens_digest
 from pcg.runtime.adapters.cache import ServedAdapter
 from pcg.runtime.adapters.versions import VersionName
 from pcg.runtime.requests.request import Request
 from pcg.runtime.sampling.sampling_params import SamplingParams
+from pcg.runtime.text.tokenizer import Tokenizer
+
+_TOLD_OTHERWISE = ("prompt_ids", "params", "adapter", "text")
+
+
+def request_facts(requests: Sequence[Request]) -> Mapping[str, str]:
+    """The texts of requests: prompts, adapters, each field and parameter."""
+    fields = [
+        fields_of(request, _TOLD_OTHERWISE) | fields_of(request.params) for request in requests
+    ]
+    names = fields[0] if fields else ()
+    return {
+        **sequence_facts([r.prompt_ids for r in requests], [r.adapter for r in requests]),
+        **{name: described(_one([each[name] for each in fields])) for name in names},
+    }
+
+
+def sequence_facts(
+    sequences: Sequence[Sequence[int]], adapters: Sequence[ServedAdapter | None]
+) -> Mapping[str, str]:
+    """The texts of sequences of token ids, and of the adapter of each."""
+    return {
+        "the number of prompts": str(len(sequences)),
+        "the lengths of prompts": described([len(ids) for ids in sequences]),
+        "the prompts": tokens_digest(sequences),
+        "the adapters": described(_one([None if a is None else a.name for a in adapters])),
+    }
+
+
+def adapter_facts(adapter: Adapter) -> Mapping[str, str]:
+    """The texts of an adapter."""
+    named = {
+        **{f"weights of {path}": each.tensors for path, each in adapter.weights.items()},
+        **{f"the bias of {path}": (bias,) for path, bias in adapter.biases.items()},
+        **{f"weights of {name}": (each,) for name, each in adapter.shared.items()},
+        **{f"weights of {name}": (each,) for name, each in adapter.encoder.items()},
+    }
+    digests = {key: " ".join(map(tensor_digest, tensors)) for key, tensors in named.items()}
+    return {"the recipe": described(adapter.recipe), **digests}
+
+
+def tokenizer_facts(tokenizer: Tokenizer | None) -> Mapping[str, str]:
+    """Return the texts of a tokenizer; empty without a tokenizer."""
+    if tokenizer is None:
+        return {}
+    template = tokenizer.chat_template
+    return {
+        "the tokenizer": tokenizer.backend.to_str(),
+        "special tokens": described(tokenizer.special_tokens),
+        "end tokens": described(tokenizer.eos_ids),
+        "the chat template": described(None if template is None else template.sources),
+    }
+
+
+def option_facts(options: Any, leave: Sequence[str] = ()) -> Mapping[str, str]:
+    """The texts of the fields of a dataclass, without some."""
+    return {name: described(value) for name, value in fields_of(options, leave).items()}
+
+
+def _one(values: Sequence[object]) -> object:
+    """The value that all of them are, or all of them."""
+    return values[0] if values and all(each == values[0] for each in values) else list(values)
+
 
 _OWN = [
     field.name

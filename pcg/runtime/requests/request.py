@@ -16,7 +16,7 @@ from pcg.errors import GenerationError, PcgError
 from pcg.runtime.adapters.cache import ServedAdapter
 from pcg.runtime.adapters.versions import AdapterVersion
 from pcg.runtime.sampling.logprobs import TokenLogprobs
-from pcg.runtime.sampling.sampler import resolved
+from pcg.runtime.sampling.sampling import resolved
 from pcg.runtime.sampling.sampling_params import MOST_CELLS, SamplingFields, SamplingParams
 from pcg.runtime.text.tokenizer import Tokenizer
 from pcg.units import shown

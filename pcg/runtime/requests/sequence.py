@@ -15,8 +15,7 @@ from pcg.runtime.model.batch import ANY_TOKEN
 from pcg.runtime.requests.request import Chunk, Completion, Request
 from pcg.runtime.sampling.grammars import Grammar
 from pcg.runtime.sampling.logprobs import TokenLogprobs, not_a_number
-from pcg.runtime.sampling.sampler import Sampler
-from pcg.runtime.sampling.sampling import UNDRAWN, undrawn_error
+from pcg.runtime.sampling.sampling import UNDRAWN, Sampler, undrawn_error
 from pcg.runtime.text.output_text import OutputText
 
 

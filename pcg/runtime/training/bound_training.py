@@ -26,8 +26,8 @@ from pcg.runtime.memory.host_memory import FreedMemory
 from pcg.runtime.memory.kv_cache import KvCache
 from pcg.runtime.model.batch import Batch
 from pcg.runtime.model.bound_weights import BaseWeights
-from pcg.runtime.model.recorder import recorder_for
 from pcg.runtime.model.runner import LayerInputs, is_sequence_parallel, load_functions
+from pcg.runtime.model.step_graphs import recorder_for
 from pcg.runtime.training.recorded.loss_graphs import UpdateGraphs
 from pcg.runtime.training.recorded.warm_job import drops_in, why_not_recorded
 from pcg.runtime.training.recorded.window_graphs import WindowGraphs

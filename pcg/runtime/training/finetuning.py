@@ -25,8 +25,8 @@ from pcg.ranks.group import broadcast_from_first, run_on_first
 from pcg.runtime.data.dataset import Dataset
 from pcg.runtime.data.example import Example
 from pcg.runtime.data.order import Batches
+from pcg.runtime.model.base_weights import base_digest
 from pcg.runtime.model.state import ModelState
-from pcg.runtime.model.weight_digests import base_digest
 from pcg.runtime.training.checkpoints import (
     Checkpoint,
     CheckpointStore,

@@ -19,7 +19,7 @@ from pcg.peft.recipe import Recipe
 from pcg.peft.registry import is_shorthand, recipe_from, recipe_of_fields
 from pcg.runtime.adapters.versions import AdapterVersion
 from pcg.runtime.model.state import ModelState
-from pcg.runtime.requests.compared import adapter_facts
+from pcg.runtime.requests.plain import adapter_facts
 from pcg.runtime.training.runner import TrainingRunner, training_runner
 from pcg.runtime.training.warm_jobs import KeptRunners
 

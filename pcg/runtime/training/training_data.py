@@ -13,11 +13,19 @@ from pcg.errors import DataError, FinetuneError
 from pcg.ranks.agreement import agreed, described, tokens_digest
 from pcg.runtime.data.dataset import Dataset, ExampleReader, ReadOptions
 from pcg.runtime.data.example import Example, ModelSizes, check_example
-from pcg.runtime.data.limits import UNLIMITED, DataLimits, check_tokens
 from pcg.runtime.data.order import Batches
-from pcg.runtime.data.sources import Gathered, Splits, choose_splits, gather, holds_documents
+from pcg.runtime.data.sources import (
+    UNLIMITED,
+    DataLimits,
+    Gathered,
+    Splits,
+    check_tokens,
+    choose_splits,
+    gather,
+    holds_documents,
+)
 from pcg.runtime.model.state import ModelState
-from pcg.runtime.requests.compared import option_facts
+from pcg.runtime.requests.plain import option_facts
 from pcg.runtime.text.tokenizer import Tokenizer
 from pcg.runtime.training.options import Data, FinetuneArguments, FinetuneOptions
 from pcg.units import counted

@@ -17,8 +17,8 @@ from pcg.ir.types import TORCH_NAMES
 from pcg.runtime.engine.device.device_memory import step_bytes
 from pcg.runtime.engine.engine import Engine
 from pcg.runtime.executor import Executor
-from pcg.runtime.model.recorder import WarmUp
-from pcg.runtime.model.weight_digests import base_digest
+from pcg.runtime.model.base_weights import base_digest
+from pcg.runtime.model.step_graphs import WarmUp
 from pcg.serve.engine.options import ServeOptions
 
 # ------------------------------------------------------------------------------------------- memory

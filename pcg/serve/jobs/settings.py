@@ -15,8 +15,7 @@ from pydantic import Field
 from pcg.errors import AdapterError, DataError, FinetuneError, UnsupportedError
 from pcg.peft.registry import recipe_from
 from pcg.runtime.data.formats import detect, parse, parse_pair
-from pcg.runtime.data.limits import DataLimits
-from pcg.runtime.data.sources import read_rows
+from pcg.runtime.data.sources import DataLimits, read_rows
 from pcg.runtime.text.chat import check_messages
 from pcg.runtime.training.options import FinetuneOptions, make_schedule
 from pcg.serve.engine.news import DPO, REINFORCEMENT, SUPERVISED

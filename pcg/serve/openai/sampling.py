@@ -2,7 +2,7 @@
 
 OpenAI's fields first, then vLLM's. A field that is null counts as left out. A request has one
 constraint; llguidance takes the white space of JSON as options of the schema.
-`pcg.runtime.sampling.guide` says what a schema, a regex or a grammar may contain.
+`pcg.runtime.sampling.grammars` says what a schema, a regex or a grammar may contain.
 
 A model's generation_config.json has defaults of sampling, as vLLM's servers read it:
 
@@ -30,7 +30,7 @@ from pydantic import Field, ValidationError
 from pcg.errors import ConfigError
 from pcg.files import expanded, is_file, read_json, shown_path
 from pcg.runtime.requests.request import RequestFields
-from pcg.runtime.sampling.guide import LONGEST_GUIDE, OPTIONS, each_schema
+from pcg.runtime.sampling.grammars import LONGEST_GUIDE, OPTIONS, each_schema
 from pcg.serve.http.errors import ApiError
 from pcg.serve.http.wire import WireModel
 from pcg.serve.openai.wire import AbsentFields, RequestName

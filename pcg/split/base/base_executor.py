@@ -34,6 +34,7 @@ from pcg.parallel.costs.catalog import own_sheet
 from pcg.parallel.costs.own_rates import own_rates
 from pcg.passes.fusion.fuse_products import FuseLinears
 from pcg.runtime.executor import Executor
+from pcg.runtime.model.base_weights import weight_digests
 from pcg.runtime.model.bound_weights import (
     as_group,
     joined,
@@ -42,7 +43,6 @@ from pcg.runtime.model.bound_weights import (
     product_weights,
 )
 from pcg.runtime.model.runner import load_functions
-from pcg.runtime.model.weight_digests import weight_digests
 from pcg.split.base.piece_rules import LAYER, PieceGraph, check_weight, read_piece
 from pcg.split.messages import (
     GRADIENT,

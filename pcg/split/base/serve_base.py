@@ -31,8 +31,8 @@ from pcg.ranks.join import join_group, own_device
 from pcg.ranks.mesh import SINGLE_MESH
 from pcg.ranks.shards import Ranges
 from pcg.runtime.executor import Executor
+from pcg.runtime.model.base_weights import row_digests
 from pcg.runtime.model.bound_weights import multiplied
-from pcg.runtime.model.weight_digests import row_digests
 from pcg.runtime.model.weights import Checkpoint, Weights
 from pcg.source import resolve
 from pcg.split.base.base_executor import BaseExecutor

@@ -35,8 +35,8 @@ from pcg.kernels.torch.products import (
 from pcg.ranks.group import Ranks
 from pcg.ranks.join import TIMEOUT_S
 from pcg.ranks.shards import Ranges
+from pcg.runtime.model.base_weights import hashing_threads, row_digests
 from pcg.runtime.model.bound_weights import multiplied
-from pcg.runtime.model.weight_digests import hashing_threads, row_digests
 from pcg.runtime.model.weights import Weights
 from pcg.split.messages import DTYPES
 

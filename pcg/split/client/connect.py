@@ -30,8 +30,7 @@ from pcg.passes.place import CallPieces, LayerCut
 from pcg.passes.placement.split_problem import SplitCosts
 from pcg.peft.adapter_files import is_recipe
 from pcg.runtime.executor import Executor
-from pcg.runtime.model.base_weights import WeightStore
-from pcg.runtime.model.weight_digests import weight_digests
+from pcg.runtime.model.base_weights import WeightStore, weight_digests
 from pcg.runtime.model.weights import Checkpoint
 from pcg.source import ModelSource, resolve
 from pcg.split.client.base_weights import CalledBase

@@ -11,7 +11,7 @@ from typing import Any, ClassVar, Literal
 
 from pcg.errors import FinetuneError
 from pcg.runtime.executor import Executor
-from pcg.runtime.model.weight_digests import base_digest
+from pcg.runtime.model.base_weights import base_digest
 from pcg.runtime.training.options import check_fields
 from pcg.train.grpo.options import GrpoOptions
 from pcg.train.grpo.rollouts import Prompt

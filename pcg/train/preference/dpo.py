@@ -19,7 +19,7 @@ from typing import Any, ClassVar
 from pcg.errors import EngineError, FinetuneError, FinetuneInterrupted, as_pcg_error
 from pcg.kernels.devices import device_thread
 from pcg.options import CompileOptions
-from pcg.runtime.data.limits import DataLimits
+from pcg.runtime.data.sources import DataLimits
 from pcg.runtime.data.tokenizing import Cancelling, load_apart
 from pcg.runtime.executor import Executor
 from pcg.runtime.training.options import StepRecord

@@ -41,9 +41,8 @@ from pcg.errors import (
 from pcg.peft.registry import is_shorthand
 from pcg.runtime.data.dataset import Dataset
 from pcg.runtime.data.example import IGNORED, Example
-from pcg.runtime.data.limits import UNLIMITED, DataLimits
 from pcg.runtime.data.order import Batches
-from pcg.runtime.data.sources import choose_splits
+from pcg.runtime.data.sources import UNLIMITED, DataLimits, choose_splits
 from pcg.runtime.executor import Executor
 from pcg.runtime.requests.request import Completion
 from pcg.runtime.training.finetuning import data_trajectory

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 import pcg.compiler as compiler
+from pcg.runtime.adapters.padded_tables import AdapterSlots
 from pcg.runtime.adapters.row_memory import RowMemory
-from pcg.runtime.adapters.slots import AdapterSlots
 from pcg.runtime.admission.limits import Limits
 from pcg.runtime.requests.request import Request
 from pcg.runtime.sampling.sampling_params import SamplingParams

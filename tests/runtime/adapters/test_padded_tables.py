@@ -14,7 +14,7 @@ from pcg.kernels.torch.ops import expand_add, shrink
 from pcg.passes.pipeline import Settings, pipeline
 from pcg.passes.stages import Base
 from pcg.runtime.adapters import stacked_weights as adapter_stack
-from pcg.runtime.adapters.slots import AdapterSlots
+from pcg.runtime.adapters.padded_tables import AdapterSlots
 from pcg.runtime.executor import Executor
 from pcg.runtime.requests.request import Completion, Request
 from pcg.runtime.sampling.sampling_params import SamplingParams

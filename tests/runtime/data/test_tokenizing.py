@@ -17,8 +17,7 @@ import pytest
 from pcg.errors import DataError, FinetuneError, PcgError
 from pcg.runtime.data.dataset import Dataset, ReadOptions
 from pcg.runtime.data.example import ModelSizes
-from pcg.runtime.data.limits import UNLIMITED, DataLimits
-from pcg.runtime.data.sources import gather
+from pcg.runtime.data.sources import UNLIMITED, DataLimits, gather
 from pcg.runtime.data.tokenizing import Cancelling, load_apart
 from pcg.runtime.data.tokenizing_worker import Task
 from pcg.runtime.text.tokenizer import Tokenizer

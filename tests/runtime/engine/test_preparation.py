@@ -16,7 +16,7 @@ import pytest
 import pcg.compiler as compiler
 from pcg.errors import DataError, FinetuneError, PcgError
 from pcg.runtime.admission.limits import Limits
-from pcg.runtime.data.limits import DataLimits
+from pcg.runtime.data.sources import DataLimits
 from pcg.runtime.engine.async_engine import AsyncEngine
 from pcg.runtime.executor import Executor
 from pcg.runtime.memory.kv_cache import bytes_of_page, kv_types

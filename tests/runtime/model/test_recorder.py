@@ -12,9 +12,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from pcg.runtime.adapters.slots import AdapterCopies
+from pcg.runtime.adapters.padded_tables import AdapterCopies
 from pcg.runtime.engine.device.device import SideStream
-from pcg.runtime.model.recorder import CudaRecorder
+from pcg.runtime.model.step_graphs import CudaRecorder
 from tests.support.interpreter.stand_in import tensors_on_cuda
 from tests.support.interpreter.streams import ORDER
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 import pcg.compiler
-from pcg.runtime.model.weight_digests import base_digest, row_digests
+from pcg.runtime.model.base_weights import base_digest, row_digests
 from tests.support.small_job import make_model
 
 

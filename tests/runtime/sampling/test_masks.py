@@ -17,10 +17,9 @@ from transformers import (
 )
 
 from pcg.errors import GenerationError
-from pcg.runtime.sampling import sampler as sampler_module
+from pcg.runtime.sampling import sampling as sampler_module
 from pcg.runtime.sampling.drawing import Drawing
-from pcg.runtime.sampling.sampler import Sampler, resolved
-from pcg.runtime.sampling.sampling import UNDRAWN, sample, undrawn_error
+from pcg.runtime.sampling.sampling import UNDRAWN, Sampler, resolved, sample, undrawn_error
 from pcg.runtime.sampling.sampling_params import SamplingParams
 from pcg.runtime.text.tokenizer import Tokenizer
 from tests.support import toy_tokenizers

@@ -15,8 +15,7 @@ from transformers import (
 
 from pcg.errors import GenerationError
 from pcg.runtime.sampling.drawing import Drawing, filtered
-from pcg.runtime.sampling.sampler import Sampler
-from pcg.runtime.sampling.sampling import UNDRAWN, sample
+from pcg.runtime.sampling.sampling import UNDRAWN, Sampler, sample
 from pcg.runtime.sampling.sampling_params import SamplingParams
 
 VOCAB = 97

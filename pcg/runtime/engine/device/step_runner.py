@@ -24,11 +24,9 @@ from pcg.runtime.engine.device.served_batch import ServedBatch, rows_of
 from pcg.runtime.memory.kv_cache import KvCache
 from pcg.runtime.model.batch import ANY_TOKEN, LatestTokens, whole_sequences
 from pcg.runtime.model.merged_execution import run_merged, run_single
-from pcg.runtime.model.recorder import WarmUp
 from pcg.runtime.model.runner import ModelRunner
-from pcg.runtime.model.specialised import ServingProgram
-from pcg.runtime.model.state import ModelState
-from pcg.runtime.model.step_graphs import step_graphs
+from pcg.runtime.model.state import ModelState, ServingProgram
+from pcg.runtime.model.step_graphs import WarmUp, step_graphs
 from pcg.runtime.requests.request import Request
 from pcg.runtime.requests.sequence import Sequence, State
 from pcg.runtime.requests.step import (
@@ -40,8 +38,7 @@ from pcg.runtime.requests.step import (
 )
 from pcg.runtime.sampling.grammars import Grammar, Grammars
 from pcg.runtime.sampling.logprobs import Logprobs, PromptCells, logprobs_of
-from pcg.runtime.sampling.sampler import Sampler, resolved
-from pcg.runtime.sampling.sampling import only_finite, sample, scored
+from pcg.runtime.sampling.sampling import Sampler, only_finite, resolved, sample, scored
 from pcg.runtime.sampling.sampling_params import SamplingParams
 from pcg.runtime.text.output_text import OutputText
 from pcg.runtime.training.recorded.warm_job import WarmJob

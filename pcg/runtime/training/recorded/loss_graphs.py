@@ -38,7 +38,7 @@ from pcg.runtime.data.example import IGNORED
 from pcg.runtime.memory.kv_cache import KvCache
 from pcg.runtime.model.batch import Batch
 from pcg.runtime.model.merged_execution import run_single
-from pcg.runtime.model.recorder import Recorder, check_memory
+from pcg.runtime.model.step_graphs import Recorder, check_memory
 from pcg.runtime.training.recorded.recorded_program import (
     OwnGradients,
     RecordedProgram,

@@ -33,10 +33,9 @@ from pcg.peft.adapter import Adapter
 from pcg.runtime.adapters.versions import AdapterVersion
 from pcg.runtime.data.example import IGNORED, ModelSizes
 from pcg.runtime.memory.host_memory import TRAINER_SLACK
+from pcg.runtime.model.base_weights import base_digest
 from pcg.runtime.model.batch import mixed_seed
-from pcg.runtime.model.specialised import ServingProgram
-from pcg.runtime.model.state import ModelState
-from pcg.runtime.model.weight_digests import base_digest
+from pcg.runtime.model.state import ModelState, ServingProgram
 from pcg.runtime.training.bound_training import BoundTraining
 from pcg.runtime.training.checkpoints import Checkpoint, TrainerState
 from pcg.runtime.training.losses import Loss, Options
