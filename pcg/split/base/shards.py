@@ -26,12 +26,7 @@ from torch import Tensor
 from pcg.ir.program.program import Program
 from pcg.ir.types import TORCH_NAMES
 from pcg.kernels.devices import device_thread
-from pcg.kernels.torch.products import (
-    RemoteWeight,
-    linear,
-    linear_backward,
-    remote_tensor,
-)
+from pcg.kernels.torch.products import RemoteWeight, linear, linear_backward, remote_tensor
 from pcg.ranks.group import Ranks
 from pcg.ranks.join import TIMEOUT_S
 from pcg.ranks.shards import Ranges

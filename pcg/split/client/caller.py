@@ -20,15 +20,7 @@ from torch import Tensor
 
 from pcg.errors import BaseBusyError, BaseLostError, SplitError
 from pcg.parallel.costs.accelerators import SHEETS, known_name
-from pcg.split.messages import (
-    GRADIENT,
-    LINEAR,
-    UNKNOWN_GRAPH,
-    VERSION,
-    BaseFacts,
-    Message,
-    Piece,
-)
+from pcg.split.messages import GRADIENT, LINEAR, UNKNOWN_GRAPH, VERSION, BaseFacts, Message, Piece
 from pcg.split.transport import Disconnected, Moved, Transport
 
 
