@@ -18,7 +18,7 @@ from pcg.errors import UnsupportedError
 from pcg.ir.program.folder import load_program, save_program
 from pcg.kernels import attention_libraries
 from pcg.kernels.attention_libraries import LIBRARIES, choose_libraries
-from pcg.kernels.triton.attention import library_attention
+from pcg.kernels.triton.attention import dispatch
 from pcg.runtime.data.example import Example
 from pcg.runtime.memory.kv_cache import bytes_of_page, kv_types
 from tests.support import attention_libraries as stand_in
@@ -34,9 +34,9 @@ LORA = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "target_modules": ["q_proj
 
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, int]]:
-    library_attention._planners.cache_clear()
+    dispatch._planners.cache_clear()
     yield stand_in.install(monkeypatch)
-    library_attention._planners.cache_clear()
+    dispatch._planners.cache_clear()
 
 
 def config(**changed: Any) -> dict[str, Any]:

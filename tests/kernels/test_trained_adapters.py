@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from pcg.kernels.torch import ops as torch_ops
-from pcg.kernels.triton.adapters import trained_adapters, trained_rows
+from pcg.kernels.triton.adapters import trained_adapters
 from pcg.peft.weights import AdapterWeight
 from pcg.runtime.model.merged_execution import run_merged
 from tests.support.interpreter import bf16
@@ -203,7 +203,7 @@ def test_outer_products_of_several_jobs(
     asking = [trained_adapters.asked_outer(batch, "dA", job.s, job.x) for job in jobs]
     with outer_launches() as (launches, patch):
         if not are_small:
-            patch.setattr(trained_rows, "_MOST_JOINED", 0)
+            patch.setattr(trained_adapters, "_MOST_JOINED", 0)
         with sanitized():
             results = run_merged(asking)
     assert len(launches) == (1 if are_small else len(jobs))

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from pcg.kernels.torch import ops as torch_ops
-from pcg.kernels.triton.adapters import trained_adapters, trained_rows
+from pcg.kernels.triton.adapters import trained_adapters
 from pcg.peft.weights import AdapterWeight
 from pcg.runtime.model.merged_execution import run_merged
 from tests.support.interpreter import bf16
@@ -67,7 +67,7 @@ def test_of_one_and_of_several_jobs(
             trained_adapters, "segment_inner", lambda *given: (launches.append(given), run(*given))
         )
         if not are_small:
-            patch.setattr(trained_rows, "_MOST_JOINED", 0)
+            patch.setattr(trained_adapters, "_MOST_JOINED", 0)
         with sanitized():
             results = run_merged(asking)
     assert len(launches) == (1 if are_small else len(counts))

@@ -10,11 +10,11 @@ from types import FunctionType, ModuleType
 import torch
 from torch import Tensor
 
-from pcg.kernels.triton.adapters import trained_rows
+from pcg.kernels.triton.adapters import trained_adapters
 
 REMEMBERED = [
     one.__wrapped__
-    for one in vars(trained_rows).values()
+    for one in vars(trained_adapters).values()
     if hasattr(getattr(one, "__wrapped__", None), "cache_info")
 ]
 """Caches of kernels' small tables of tokens."""
