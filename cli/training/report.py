@@ -1,9 +1,10 @@
-"""The report of a finetuning job: its steps, its losses, and how its adapter is used."""
+"""Reports of training on standard error: losses, margins or rewards, and how an adapter is used."""
 
 from __future__ import annotations
 
 import dataclasses
 import shlex
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -13,6 +14,7 @@ from ..options.console import err, print_json
 
 if TYPE_CHECKING:
     from pcg.runtime.training.options import FinetuneResult
+    from pcg.train.grpo.loop import GrpoResult, Sample
     from pcg.train.preference.run import PreferenceResult
 
 
@@ -93,3 +95,52 @@ def _print(result: FinetuneResult, program: str, output: Path, replaces: bool) -
 
 def _ends(steps: int) -> str:
     return "of the first and the last step" if steps == 1 else f"means of {steps} steps each"
+
+
+_SHOWN = 60
+
+
+def print_update(step: int, numbers: Mapping[str, float], samples: Sequence[Sample]) -> None:
+    """Print an update on standard error, and a completion with the highest advantage."""
+    shown = {
+        "reward": numbers.get("reward"),
+        "±": numbers.get("reward_std"),
+        "length": numbers.get("completions/mean_length"),
+        "kl": numbers.get("kl"),
+        "loss": numbers.get("loss"),
+    }
+    parts = [f"{name} {value:.4g}" for name, value in shown.items() if value is not None]
+    line = f"step {step}: {', '.join(parts)}"
+    if samples:
+        best = max(samples, key=lambda sample: sample.advantage)
+        text = repr(best.completion)
+        line += f"  {text if len(text) <= _SHOWN else text[: _SHOWN - 1] + '…'}"
+    err().print(line, soft_wrap=True, markup=False, highlight=False)
+
+
+def print_rewards(result: GrpoResult, output: Path, *, as_json: bool, replaces: bool) -> None:
+    """Print how rewards went on standard error, or all numbers as one object.
+
+    Args:
+        output: the directory that the adapter is saved in.
+        replaces: True if one was there before.
+    """
+    if as_json:
+        print_json(
+            {
+                "adapter": result.adapter,
+                "steps": result.steps,
+                "seconds": result.seconds,
+                "history": list(result.history),
+                "output": str(output),
+            }
+        )
+        return
+    rewards = [numbers["reward"] for numbers in result.history if "reward" in numbers]
+    lines = [
+        f"{result.adapter}: {counted(result.steps, 'step')} in {duration_text(result.seconds)}",
+        f"saved in {output}{', in place of the adapter there' if replaces else ''}",
+    ]
+    if rewards:
+        lines.insert(1, f"reward {rewards[0]:.4g} → {rewards[-1]:.4g}, first and last step")
+    err().print("\n".join(lines), soft_wrap=True)

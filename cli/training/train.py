@@ -10,8 +10,7 @@ import typer
 from ..options.arguments import Json
 from ..options.executors import check_alone
 from .lines import step_lines
-from .report import print_preferences, print_result
-from .rewards import print_rewards, print_update
+from .report import print_preferences, print_result, print_rewards, print_update
 
 Config = Annotated[
     Path,

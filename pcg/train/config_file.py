@@ -41,10 +41,6 @@ from pcg.units import shown
 def converted(value: Any, hint: Any, folder: Path) -> Any:
     """Return a value as a field of a type has it.
 
-    Args:
-        given: what YAML has read.
-        hint: the field's type.
-        folder: where relative paths begin.
     Raises:
         ValueError: it is no such value; the text says what would be one.
     """
@@ -139,7 +135,6 @@ class ConfigFile:
     """A configuration as it was read, with its settings.
 
     Attributes:
-        path: the file.
         values: the value of each key that was given, of its field's type.
     """
 
@@ -149,8 +144,6 @@ class ConfigFile:
     def make(self, kind: type[T], **others: object) -> T:
         """Return a dataclass of the keys that are its fields.
 
-        Args:
-            others: fields for which the configuration has no value.
         Raises:
             FinetuneError: a field without a default is missing.
             PcgError: as of the dataclass; a value is out of its range.

@@ -40,9 +40,6 @@ class BoundTraining:
     """A training program with the base's weights and one adapter bound.
 
     Attributes:
-        shards: this rank's shards of the adapter.
-        parameters: the trained tensors by name.
-        loss_chunk: the most tokens whose loss is computed together.
         head_rows: rows of the head, if the loss is best computed for some of them at a time: each
             chunk of tokens reads all, and on CPUs there are few tokens. 0 otherwise.
     """
@@ -271,13 +268,7 @@ class BoundTraining:
     def loss_of(
         self, batch: Batch, part: Sequence[Tensor], targets: Tensor, slopes: Tensor
     ) -> ProductRequest[tuple[Tensor, Sequence[Tensor]]]:
-        """Return the losses of some tokens, and the gradients of their states.
-
-        Args:
-            part: the tokens' rows of what the epilogue reads.
-            targets: the target of each; negative for none.
-            slopes: the weight of each token's loss.
-        """
+        """Return the losses of some tokens, and the gradients of their states."""
         batch.layer = len(self._layers)  # behind the layers
         arguments = (self.weights.epilogue, self._outer, batch, *part, targets, slopes)
         (loss,), dx, trained = yield from self._watched(

@@ -88,8 +88,6 @@ class TrainerState:
     """The state of a job after a step, except tensors; see `FinetuneResult`.
 
     Attributes:
-        position: position in the data, as `Batches.state_dict` returns it.
-        stale: number of evaluations since the best.
         stopped: True if the job ended early, without improvement.
     """
 
@@ -117,9 +115,7 @@ class Checkpoint:
 
     Attributes:
         trajectory: all that its weights depend on; equal in the run that resumes it.
-        adapter: the adapter after the step.
         best: the adapter of the best evaluation, if it is to be restored at the end.
-        optimizer: the optimizer's tensors.
         beside: the tensors of what trains beside the program; empty for methods but AdaLoRA.
     """
 
@@ -143,12 +139,7 @@ class Resumable(Protocol):
 
 @dataclass(frozen=True)
 class TrainerRun:
-    """The notes that a run keeps with its trainer's state, which `Trainer.load_state` loads.
-
-    Attributes:
-        history: the numbers of each step.
-        evaluations: (step, numbers) of each evaluation.
-    """
+    """The notes that a run keeps with its trainer's state, which `Trainer.load_state` loads."""
 
     state: TrainerState
     trajectory: Mapping[str, Any]
@@ -194,11 +185,7 @@ class TrainerRun:
 
 
 class CheckpointStore:
-    """The checkpoints of one job in a directory, of which the last `keep_last` stay.
-
-    Attributes:
-        unlock: lets other jobs save there, if `lock` was called.
-    """
+    """The checkpoints of one job in a directory, of which the last `keep_last` stay."""
 
     def __init__(self, directory: str | os.PathLike[str], keep_last: int = 2) -> None:
         self.directory = expanded(directory)
@@ -276,8 +263,6 @@ class CheckpointStore:
         Args:
             resume: "auto", True or False; see `FinetuneOptions`.
             read: reads a checkpoint; raises a FinetuneError for a damaged one.
-            trajectory: everything that the weights of this run depend on.
-            total_steps: number of steps of this run.
         Raises:
             FinetuneError: there is none, and one is demanded; all are damaged, or the newest that
                 is not is of another run.
@@ -329,8 +314,6 @@ class CheckpointStore:
     def save(self, step: int, write: Callable[[Path], object]) -> Path:
         """Write a checkpoint, make it the latest, and remove those beyond `keep_last`.
 
-        Args:
-            write: makes the checkpoint's directory at a path.
         Raises:
             FinetuneError: it cannot be written, as when the disk is full; `latest` still names the
                 one before.
@@ -402,9 +385,6 @@ def last_good(
 ) -> tuple[Path, Contents]:
     """Return the first checkpoint that can be read, and what was read; warn of those before it.
 
-    Args:
-        candidates: at least one, the newest first.
-        read: raises a FinetuneError for one that is damaged.
     Raises:
         FinetuneError: none can be read; why the newest cannot.
     """

@@ -105,7 +105,6 @@ def finetune_run(
     """Read the data of a job, find the checkpoint to go on from, and make the adapter.
 
     Args:
-        on_step: is called behind each step.
         interrupts: the interrupts of this rank; an interrupt of any rank ends the job.
     """
     objective = Supervised(publisher, arguments, interrupts)
@@ -142,8 +141,6 @@ class Supervised(Objective[FinetuneResult]):
 
     Attributes:
         options: the options, with the batch that the program was compiled for.
-        total: the number of steps.
-        trajectory: everything that the resulting weights depend on.
     """
 
     kind = "finetune"
@@ -187,10 +184,9 @@ class Supervised(Objective[FinetuneResult]):
             return checkpoint, adapter
 
         checkpoint, adapter = agreed(self.ranks, f"the start of {name!r}", begin, start_facts)
-        adapter = self._publisher.start(adapter)
+        self._runner = runner = self._publisher.start(adapter)
+        self._adapter = runner.adapter
         try:
-            self._runner = runner = self._publisher.runner(adapter)
-            self._adapter = runner.adapter
             sizes, virtual = model.mesh.sizes, self._adapter.prompt_tokens
             largest = self._batches.largest(virtual, sizes.dp, sizes.cp)
             runner.plan_for(*largest, for_all=model.mesh.shards_base)

@@ -277,7 +277,6 @@ class LossInput:
 
     Attributes:
         name: `logprobs`, or the name of an array that each datum has.
-        rank: its dimensions: 0, 1 or 2.
     """
 
     name: str
@@ -286,12 +285,7 @@ class LossInput:
 
 @dataclass(frozen=True)
 class LossNode:
-    """A node: a function or a method, and its arguments as plain data.
-
-    Attributes:
-        op: placeholder, call_function, call_method or output.
-        target: the name of what is called.
-    """
+    """A node: a function or a method, and its arguments as plain data."""
 
     op: str
     name: str
@@ -459,11 +453,7 @@ def _check_value(value: Any, name: str, known: set[str]) -> None:
 
 
 def decoded(argument: Any, values: Mapping[str, Any]) -> Any:
-    """Return an argument of a graph that was checked.
-
-    Args:
-        values: the results of nodes by their names.
-    """
+    """Return an argument of a graph that was checked."""
     if isinstance(argument, list):
         return [decoded(part, values) for part in argument]
     if not isinstance(argument, dict):
@@ -516,8 +506,6 @@ class GraphLoss:
     def __init__(self, graph: LossGraph, data: Sequence[Mapping[str, Tensor]]) -> None:
         """Take a graph and what it reads of data.
 
-        Args:
-            data: the arrays of each datum by their names.
         Raises:
             FinetuneError: the graph may not run, is too much for so many data, or reads what a
                 datum does not have, or has in another rank.

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from typing import Any, TypeAlias
 
@@ -32,7 +31,6 @@ def start_adapter(
     Args:
         peft: the recipe of a new adapter, as `Executor.add_adapter` takes it; None for the one that
             the program was compiled for under that name, else "lora".
-        saved: the adapter of a checkpoint to resume from.
     Raises:
         FinetuneError: `peft`, the present adapter and the saved one differ in their recipe.
         UnsupportedError: the recipe has a feature that pcg does not support.
@@ -131,43 +129,7 @@ def check_same(name: str, what: str, first: Sites, other: str, second: Sites) ->
 _OnPublish: TypeAlias = Callable[[AdapterVersion], None]
 
 
-class Publisher(ABC):
-    """Is told of each change of a job's adapter, and decides what the model serves.
-
-    `windows` is True if the job's sequences go through the KV cache, window by window.
-    """
-
-    state: ModelState
-    windows: bool
-
-    def start(self, adapter: Adapter) -> Adapter:
-        """Return the adapter to train, before the first step."""
-        return adapter
-
-    def runner(self, adapter: Adapter) -> TrainingRunner:
-        """Return what trains the adapter; it may have the adapter's weights in other tensors."""
-        return training_runner(self.state, adapter, self.windows)
-
-    def undo(self) -> None:  # noqa: B027  nothing to undo where what is served did not change
-        """Serve what was served before: the job cannot start."""
-
-    @abstractmethod
-    def changed(self, adapter: Adapter, settle: Callable[[], None] | None = None) -> None:
-        """Note a step, which changed the adapter's tensors in place; `settle` gathers them."""
-
-    @abstractmethod
-    def settle(self) -> None:
-        """Gather the adapter's tensors over ranks."""
-
-    def ended(self) -> None:  # noqa: B027  nothing to do where a runner is nobody else's
-        """Note that the job is over, however it ended."""
-
-    @abstractmethod
-    def finish(self, adapter: Adapter) -> None:
-        """Serve the adapter that the job ends with."""
-
-
-class InPlacePublisher(Publisher):
+class InPlacePublisher:
     """Serves the very tensors that are trained; nothing may be served during a step."""
 
     windows = False
@@ -178,33 +140,44 @@ class InPlacePublisher(Publisher):
         self._before = state.adapters.get(name)
         self._adapter: Adapter | None = None
 
-    def start(self, adapter: Adapter) -> Adapter:
+    def start(self, adapter: Adapter) -> TrainingRunner:
+        """Serve the adapter to train, and return its runner; `undo` serves what was before."""
         self._adapter = self.state.put_adapter(adapter)
-        return self._adapter
+        try:
+            return training_runner(self.state, self._adapter, self.windows)
+        except BaseException:
+            self.undo()
+            raise
 
     def undo(self) -> None:
+        """Serve what was served before: the job cannot start."""
         if self._before is None:
             self.state.remove_adapter(self._name)
         else:
             self.state.put_adapter(self._before)
 
     def changed(self, adapter: Adapter, settle: Callable[[], None] | None = None) -> None:
+        """Note a step, which changed the adapter's tensors in place; `settle` gathers them."""
         self.state.refresh_adapter(self._name, settle)
 
     def settle(self) -> None:
+        """Gather the adapter's tensors over ranks."""
         self.state.settle_adapter(self._name)
 
     def finish(self, adapter: Adapter) -> None:
+        """Serve the adapter that the job ends with."""
         if adapter is not self._adapter:
             self.state.put_adapter(adapter)
 
+    def ended(self) -> None:
+        """Note that the job is over, however it ended."""
 
-class VersionPublisher(Publisher):
+
+class VersionPublisher:
     """Serves a copy of the adapter, replaced every few steps, while the job trains on.
 
     Args:
         every: steps from one version to the next; 0 publishes only the result.
-        on_publish: called with each version, once it is served.
         kept: runners of other jobs, whose recorded windows it may use.
     """
 
@@ -225,12 +198,16 @@ class VersionPublisher(Publisher):
         self._steps = 0
         self._unsettled: Callable[[], None] | None = None
 
-    def runner(self, adapter: Adapter) -> TrainingRunner:
+    def start(self, adapter: Adapter) -> TrainingRunner:
+        """Return a runner, which may be another job's with the adapter's values."""
         runner = None
         if self._kept is not None:
             runner = self._kept.take(self.state.training(adapter, self.windows), adapter)
-        self._runner = super().runner(adapter) if runner is None else runner
+        self._runner = runner or training_runner(self.state, adapter, self.windows)
         return self._runner
+
+    def undo(self) -> None:
+        """Leave what is served, which did not change."""
 
     def changed(self, adapter: Adapter, settle: Callable[[], None] | None = None) -> None:
         if settle is not None:
@@ -260,3 +237,7 @@ class VersionPublisher(Publisher):
         version = self.state.versions.of(served)
         assert version is not None
         self._on_publish(version)
+
+
+Publisher = InPlacePublisher | VersionPublisher
+"""Decides what the model serves while a job trains; with `windows`, through the KV cache."""

@@ -59,11 +59,8 @@ class Objective(ABC, Generic[Result]):
     """The part of a run that knows its data, its loss and what it trains.
 
     Attributes:
-        name: the name of the adapter.
         doing: the words for the run in messages, such as "finetuning 'a'".
-        kind: the kind of the run's record.
         ranks: the processes that run it alike; the first one writes files.
-        device: the device, for the memory that the record tells.
         evaluates: True if there is evaluation data.
         saves_interrupted: True if the state behind every step can be saved.
         waits_for_page: False to write the record's page on another thread at the end.
@@ -161,7 +158,6 @@ class Run(Generic[Result]):
     """A run, from its beginning to its end; it trains once.
 
     Attributes:
-        state: the state behind the last step.
         checkpoint: the last checkpoint; None without one.
         resumed_from: the step of the checkpoint that the run went on from; None without one.
     """
@@ -181,11 +177,8 @@ class Run(Generic[Result]):
         """Find the checkpoint to go on from, and make what is trained.
 
         Args:
-            total: the number of steps.
-            rate: the learning rate of each step, from 0.
             trajectory: everything that the resulting weights depend on, as JSON values, which has
                 to be equal where a run is resumed.
-            config: returns the configuration for the record.
             on_step: is called behind each step, once it is evaluated and saved.
             begun: the state that the run begins with where there is no checkpoint; by default that
                 before the first step.

@@ -70,9 +70,7 @@ class TrainingPass(WindowedPass):
     """One mini-batch, or a part of one, from its first token to its gradients.
 
     Attributes:
-        tokens: number of tokens of all sequences, virtual ones included.
         targets: number of target tokens, of those that this rank has.
-        forwarded: number of tokens that went forward.
         loss_sum: the sum of these target tokens' losses, fp64, on the device, once all are there.
         trains: True if gradients are computed.
         is_done: True once the gradients are complete.
@@ -95,7 +93,6 @@ class TrainingPass(WindowedPass):
                 without gradients.
             dropout_seed: the seed of dropout; None drops nothing.
             cache: the KV cache; None to run all sequences as one window without.
-            tables: the sequences' pages in the cache.
             numbers: the place of each sequence in its mini-batch; these are all of it by default.
         Raises:
             MemoryBudgetError: training on the sequences needs more than the memory budget.
@@ -601,12 +598,7 @@ def evaluation_pass(runner: BoundTraining, examples: Sequence[Example]) -> Work[
 def run_pass(
     runner: BoundTraining, lengths: Sequence[int], begin: Callable[[Pages], Pass]
 ) -> Work[Pass]:
-    """Yield the units of a pass, and return it, done.
-
-    Args:
-        lengths: the tokens of each sequence, without virtual ones.
-        begin: makes the pass, once it has its pages.
-    """
+    """Yield the units of a pass, and return it, done."""
     pages = Pages([runner.adapter.prompt_tokens + length for length in lengths])
     yield pages
     passed = begin(pages)

@@ -63,11 +63,9 @@ class TrainingStep:
     """The steps of one adapter.
 
     Attributes:
-        runner: the program with the adapter bound.
         parameters: the trained tensors by name; they have a `grad` between a backward and
             `drop_gradients` alone.
         beside: the part of the method outside the program, such as AdaLoRA's ranks; None without.
-        optimizer: the optimizer of the parameters.
     """
 
     def __init__(
@@ -82,7 +80,6 @@ class TrainingStep:
         """Make the optimizer.
 
         Args:
-            rate: the learning rate of the schedule's peak.
             max_grad_norm: the norm that `clip` scales the gradients down to; None leaves them.
             mesh: the ranks; ranks with the same shards take other sequences of a step, or other
                 tokens of these.
@@ -123,9 +120,7 @@ class TrainingStep:
         The losses are on the device, fp64.
 
         Args:
-            targets: the target tokens of all batches.
             seed: the seed of the job, by which dropout is drawn.
-            step: the number of steps before.
         """
         runner, replicas = self.runner, self._mesh.dp
         lengths = [[len(example.ids) for example in batch] for batch in group]
@@ -223,13 +218,7 @@ a fifth of the time."""
 
 @dataclass(frozen=True)
 class BatchPart:
-    """A replica's part of a batch.
-
-    Attributes:
-        examples: its sequences; empty if others have all.
-        seed: the seed of dropout.
-        numbers: the place of each of them in the batch.
-    """
+    """A replica's part of a batch."""
 
     examples: Sequence[Example]
     seed: int

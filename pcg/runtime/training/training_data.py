@@ -129,7 +129,6 @@ def training_data(
 
     Args:
         source: files, rows as `sources` has them, or examples, which are tokens already.
-        model: whose tokenizer makes tokens of text; examples need none.
         load: makes examples of files and rows; this process by default.
         pairs: rows have two outputs each (`pcg.runtime.data.formats`), and become two examples.
     Raises:

@@ -132,8 +132,6 @@ def record_jobs(
     """Record the windows of jobs that are known; returns the graphs.
 
     Args:
-        tokens: the most tokens of a step of the engine.
-        kept: where their runners go.
         jobs: those beside the ones that the program was compiled for.
     Raises:
         AdapterError, UnsupportedError: a job's recipe is not for the model.

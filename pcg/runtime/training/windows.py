@@ -60,7 +60,6 @@ class Window:
         targets: the target of each token, [T], on the host.
         end: number of tokens of the pass up to its last one.
         carried: the inputs of the next layer; after the last one, of the loss.
-        shared: the prologue's outputs that all layers may read.
         saved: the tensors that each layer has saved for backward, by the layer.
         gradients: gradients of the outputs of the layer whose backward comes next.
         slot: the graphs that it runs by; None if it runs eagerly.
@@ -90,7 +89,6 @@ class PassSequences:
     """Sequences one behind the other, of which windows are taken from the first token on.
 
     Attributes:
-        tokens: number of tokens of all sequences, virtual ones included.
         parts: how ranks share them; None where this rank takes all.
     """
 
@@ -155,7 +153,6 @@ class LossChunk:
 
     Attributes:
         rows: indices of the tokens, [tokens], in the order of the ranks that hold them.
-        targets: the target of each; negative for a padded row.
         own_rows: this rank's rows of the chunk, in the part of the tokens that it holds.
         count: number of rows of that part, padded ones included; all tokens if ranks hold all.
     """
@@ -223,8 +220,6 @@ class WindowLoss:
 
     Attributes:
         targets: the target of each token, [T], on the host; negative for none.
-        carried: the last layer's outputs.
-        shared: the prologue's outputs that the loss may read.
         weight: the weight of each token's loss; None to train nothing.
         gradients: the gradient of each carried value; none where nothing is trained.
         slopes: the weight of each token's loss, [T], on the device; None for `weight` of all.

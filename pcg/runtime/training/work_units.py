@@ -182,8 +182,6 @@ class Pages:
     """A request for pages of the KV cache, which the engine fulfils when there are some.
 
     Attributes:
-        tokens: number of tokens of each sequence.
-        tables: the sequences' pages, once they are given.
         cache: the cache of these pages; None if the job itself holds keys and values.
     """
 

@@ -146,10 +146,7 @@ def grpo_run(
     """Make a run of GRPO over an engine on a thread.
 
     Args:
-        trainer: the trainer of the adapter, which the caller closes.
         run_options: checkpoints and the record; None without them.
-        trajectory: everything that the resulting weights depend on, for checkpoints.
-        config: the configuration, for the record.
     """
     objective = GrpoObjective(running, trainer, task, options)
     schedule = make_schedule(
@@ -178,7 +175,6 @@ class GrpoObjective(TrainerObjective[GrpoResult]):
     """Reinforcement by GRPO: generations are sampled and scored, and update the adapter.
 
     Attributes:
-        total: the number of updates.
         new_samples: samples of a generation, behind the first update by it.
     """
 

@@ -72,7 +72,6 @@ def advantages_of(
     Args:
         rewards: [completions, functions], fp64; those of a group one after the other.
         weights: [functions].
-        group: completions of a group.
     """
     unscored = rewards.isnan().all(dim=1)
     total = (rewards * weights).nansum(dim=1)
@@ -116,7 +115,6 @@ class TokenTerms:
 
     Attributes:
         ratios: r of each token; at the level of sequences, that of its completion.
-        losses: t of each token.
         divergences: k of each token; None without a reference.
     """
 
@@ -129,7 +127,6 @@ class UpdateLoss:
     """The loss of the completions of an update.
 
     Attributes:
-        rollouts: the completions.
         trained: those that can change the adapter: what has no advantage and no KL divergence has
             a gradient of 0, and does not go through the model.
     """
@@ -140,7 +137,6 @@ class UpdateLoss:
         """Begin an update.
 
         Args:
-            rollouts: the completions of the update, at least one.
             generation_tokens: tokens of all completions of the generation, masked ones left out.
         """
         self.rollouts = rollouts
@@ -305,11 +301,7 @@ def length_numbers(rollouts: Sequence[Rollout]) -> Numbers:
 
 
 def update_numbers(loss: UpdateLoss, before: Sequence[Tensor], options: GrpoOptions) -> Numbers:
-    """Return clip ratios and the KL divergence of an update, and how far ratios were from 1.
-
-    Args:
-        before: the log-probabilities of data before the update.
-    """
+    """Return clip ratios and the KL divergence of an update, and how far ratios were from 1."""
     logprobs = loss.of_completions(before)
     terms = loss.terms(logprobs)
     tokens = tokens_of(loss.rollouts)

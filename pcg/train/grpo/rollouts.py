@@ -71,7 +71,6 @@ class Rewards:
     """Reward functions with their weights.
 
     Attributes:
-        names: the name of each function; equal ones are numbered.
         weights: the weight of each, [functions], fp64.
     """
 
@@ -177,8 +176,6 @@ class Prompt:
 
     Attributes:
         content: as the data has it: a text, a list of messages, or tokens.
-        ids: its tokens.
-        columns: the row's other values, by name.
     """
 
     content: Any
@@ -298,9 +295,6 @@ class Generation:
     """Completions that are sampled together, as far as they have come.
 
     Attributes:
-        number: its place among the generations.
-        prompts: the prompts of its groups.
-        streams: the request of each group.
         updates: the updates that the adapter had when they were submitted.
     """
 
@@ -335,8 +329,6 @@ def generate(
 
     Args:
         adapter: the version that samples; None for the base.
-        number: its place among the generations, by which seeds differ.
-        updates: the updates that the version has had.
     """
     fields = options.sampling()
     streams: list[Stream] = []

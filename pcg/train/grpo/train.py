@@ -212,8 +212,6 @@ _GRADER = "grader:"
 def reward_function(name: str, folder: Path) -> RewardFunction:
     """Return the function of `module:function` or `file.py:function`, or that of a grader.
 
-    Args:
-        folder: where a file's relative path begins.
     Raises:
         FinetuneError: there is none, or its module fails.
         GraderError: the grader cannot be.

@@ -102,7 +102,6 @@ class PreferenceJob:
     Args:
         end: is called on the job's thread with its result, or its error and whether it goes on when
             it is ordered again.
-        arguments: those of `DpoArguments`.
     """
 
     def __init__(

@@ -96,7 +96,6 @@ class DpoOptions(FinetuneOptions):
         """Return the options of the loss `preference` whose sum is the mean over some pairs.
 
         Args:
-            pairs: the number of pairs.
             chosen_targets: the targets of the preferred outputs, over which sft is a mean.
         """
         weights = self.loss_weights or [1.0] * len(self.loss_type)

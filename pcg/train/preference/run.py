@@ -58,13 +58,7 @@ from pcg.train.preference.options import DpoArguments
 
 @dataclass(frozen=True, slots=True)
 class Pair(Example):
-    """Two outputs to one prompt; its tokens and labels are those of both, one after the other.
-
-    Attributes:
-        number: the pair's place among the data, from 0.
-        chosen: the preferred output behind its prompt.
-        rejected: the other one.
-    """
+    """Two outputs to one prompt; its tokens and labels are those of both, one after the other."""
 
     number: int
     chosen: Example
@@ -150,7 +144,6 @@ def metrics_of(
 
     Args:
         policy: the summed log-probability of each output, chosen and rejected in turns.
-        reference: the same by the reference.
     """
     rewards = [beta * (l - q) for l, q in zip(policy, reference, strict=True)]  # noqa: E741
     margins = [chosen - other for chosen, other in zip(rewards[::2], rewards[1::2], strict=True)]
@@ -198,7 +191,6 @@ class ServedReferences(References):
 
     Args:
         adapter: the adapter's name; None for the base.
-        check: raises an error if the run has ended meanwhile.
     Raises:
         AdapterNotFoundError: there is none of that name.
     """
@@ -264,10 +256,7 @@ class Preferences(TrainerObjective[PreferenceResult]):
     """Preference optimization: pairs, their reference, and the trainer's loss `preference`.
 
     Attributes:
-        total: the number of steps.
-        trajectory: everything that the resulting weights depend on.
         stops: set to end the run behind the step under way.
-        cancels: set to end it now.
     """
 
     kind = "dpo"
@@ -441,7 +430,6 @@ class PreferenceRun:
 
         Args:
             load: makes examples of files and rows; this process by default.
-            limits: the most that is read.
         Raises:
             PcgError: as of `dpo`.
         """

@@ -53,7 +53,6 @@ class ComputedLoss(NamedTuple):
 
     Attributes:
         total: the sum of the losses, fp64.
-        losses: the loss of each.
         gradients: the gradients of the hidden states; none where nothing is trained.
     """
 
@@ -76,11 +75,7 @@ class _Loss:
 
 
 class LossGraphs:
-    """The recorded losses of one job.
-
-    Attributes:
-        recorded, replayed: numbers of graphs, and of losses that they computed.
-    """
+    """The recorded losses of one job."""
 
     def __init__(
         self,
@@ -135,7 +130,6 @@ class LossGraphs:
             rows: the tokens, [n].
             targets: the target of each, [n].
             slopes: the weight of all tokens' losses, or of each, [n]; None to train nothing.
-            batch: the window, where the loss has dropout.
         """
         count, trains = len(rows), slopes is not None
         place = bisect_left(SIZES, count)
@@ -212,11 +206,7 @@ class LossGraphs:
 
 
 class UpdateGraphs:
-    """The recorded ends of a job's steps.
-
-    Attributes:
-        replayed: number of steps that ended by them.
-    """
+    """The recorded ends of a job's steps."""
 
     def __init__(
         self,

@@ -35,13 +35,7 @@ class WarmJob:
 
 
 def why_not_recorded(model: ModelGraph, restored: Sequence[int], virtual_tokens: int) -> str | None:
-    """Return why a job's windows run eagerly, whatever the device; None if they need not.
-
-    Args:
-        model: the model with the job's bypass networks.
-        restored: layers whose inputs backward recomputes.
-        virtual_tokens: those of its adapter.
-    """
+    """Return why a job's windows run eagerly, whatever the device; None if they need not."""
     if virtual_tokens:
         return "its adapter has virtual tokens"
     if restored:

@@ -87,7 +87,6 @@ class WindowSlot:
     Attributes:
         is_complete: True once all its layers are recorded.
         has_forward: True once all are recorded forward.
-        shared: the prologue's outputs that all layers may read.
     """
 
     def __init__(self, graphs: WindowGraphs, batch: RecordedTokens) -> None:
@@ -184,8 +183,6 @@ class WindowSlot:
     def back(self, layer: int, gradients: Sequence[Tensor]) -> list[Tensor]:
         """Take the window back through a layer, after all behind it.
 
-        Args:
-            gradients: those of the layer's outputs.
         Returns:
             Those of its inputs; none if nothing below is trained.
         """
@@ -201,14 +198,7 @@ class WindowSlot:
 
 
 class WindowGraphs:
-    """The recorded windows of one job.
-
-    Attributes:
-        sizes: the size of windows.
-        recorded: number of layers, forward or back.
-        gradients: where the gradients of the adapter's tensors lie.
-        loss: the recorded losses.
-    """
+    """The recorded windows of one job."""
 
     def __init__(self, program: RecordedProgram, cache: KvCache, recorder: Recorder) -> None:
         self.program = program

@@ -143,11 +143,7 @@ else:  # the types that messages hold
 
 @dataclass(frozen=True)
 class Aside:
-    """A stage that does not touch the model, and runs on another thread than the engine's.
-
-    Attributes:
-        compiles: it may compile a program, which one thread does.
-    """
+    """A stage that does not touch the model, and runs on another thread than the engine's."""
 
     act: Callable[[], Any]
     compiles: bool = False

@@ -165,8 +165,6 @@ class CheckedDatum:
 def checked(data: object, loss: Loss, sizes: ModelSizes, virtual: int) -> list[CheckedDatum]:
     """Return data as lists, with the defaults of a loss.
 
-    Args:
-        virtual: the tokens that the adapter puts before each sequence.
     Raises:
         DataError: a datum that the model or the loss cannot take; it is named by its place.
     """

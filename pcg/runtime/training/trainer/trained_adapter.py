@@ -201,11 +201,7 @@ _RATE = 1e-3
 
 
 class TrainedAdapter:
-    """An adapter that commands train, one after the other.
-
-    Attributes:
-        steps: the number of updates.
-    """
+    """An adapter that commands train, one after the other."""
 
     def __init__(
         self,
@@ -219,8 +215,6 @@ class TrainedAdapter:
 
         Args:
             windows: sequences go through the KV cache, window by window, as in an engine.
-            note_step: called after each update.
-            note_version: called with each version, once it is served.
         """
         self._state = state
         self._arguments = arguments

@@ -47,12 +47,7 @@ class Trainer:
     def __init__(
         self, name: str, run: Callable[[TrainerCommand[Any]], Any], end: Callable[[], None]
     ) -> None:
-        """Make the handle of a trainer that is there.
-
-        Args:
-            run: runs a command, and returns its result.
-            end: frees all that the trainer holds.
-        """
+        """Make the handle of a trainer that is there."""
         self.name = name
         self._run = run
         self._end = end
@@ -184,13 +179,7 @@ def run_here(command: TrainerCommand[Result], trained: TrainedAdapter) -> Result
 
 
 class TrainerObjective(Objective[Result]):
-    """An objective whose steps are commands of a trainer, with its checkpoints and numbers.
-
-    Attributes:
-        trainer: the trainer, which `start` makes.
-        history: the numbers of each step.
-        evaluations: (step, numbers) of each evaluation.
-    """
+    """An objective whose steps are commands of a trainer, with its checkpoints and numbers."""
 
     trainer: Trainer
 

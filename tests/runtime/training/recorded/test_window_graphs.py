@@ -102,9 +102,9 @@ def test_recorded_jobs_train_what_eager_ones_do(monkeypatch: pytest.MonkeyPatch)
     run, step = LossGraphs.run, UpdateGraphs.step
     monkeypatch.setattr(LossGraphs, "run", lambda *of: losses.append(run(*of)) or losses[-1])
     monkeypatch.setattr(UpdateGraphs, "step", lambda *of: updates.append(step(*of)))
-    runner = VersionPublisher.runner
-    keep = lambda *of: runners.append(runner(*of)) or runners[-1]  # noqa: E731
-    monkeypatch.setattr(VersionPublisher, "runner", keep)
+    start = VersionPublisher.start
+    keep = lambda *of: runners.append(start(*of)) or runners[-1]  # noqa: E731
+    monkeypatch.setattr(VersionPublisher, "start", keep)
     with recording() as tapes:
         found = trained(data, recipe, **options)
     (tape,) = tapes
