@@ -340,7 +340,7 @@ def test_what_kernels_cannot_take_is_refused() -> None:
 
 # ----------------------------------------------------------------------------------- machine code
 
-_MODULE = "pcg.kernels.triton.adapters.lora_kernels"
+_MODULE = "pcg.kernels.triton.adapters.segmented_lora"
 _TYPES = {
     "stride": "i32",
     "order": "*i32",
