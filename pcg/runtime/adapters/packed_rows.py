@@ -246,7 +246,10 @@ class RowPacker:
                 shapes.append((0, 0))
                 continue
             inner = self._stacker.inner_size(weights.inner_size, matrix.parameter)
-            shapes.append((1, _aligned(inner)) if matrix.size is None else (inner, matrix.size))
+            if matrix.size is None:  # one row, padded to the elements that kernels load at once
+                shapes.append((1, -(-inner // ROW_ALIGNMENT) * ROW_ALIGNMENT))
+            else:
+                shapes.append((inner, matrix.size))
         return shapes
 
     def _laid_out(self, adapter: Adapter) -> RowLayout:
@@ -330,7 +333,3 @@ def _runs(shapes: Sequence[Sequence[int]], page_size: int) -> Iterator[tuple[int
                 continue
             yield i, row, count, page * page_size + offset
             row, offset = row + count, offset + count * size
-
-
-def _aligned(size: int) -> int:
-    return -(-size // ROW_ALIGNMENT) * ROW_ALIGNMENT

@@ -361,7 +361,11 @@ class RowMemory:
         layout = self._packer.layout(adapter)
 
         def drop() -> bool:
-            return self._drop_idle(kept)
+            """Evict the least recently used adapter that is not in `kept`."""
+            key = next((key for key in self._slots if key not in kept), None)
+            if key is not None:
+                self._drop(key)
+            return key is not None
 
         slot = self._table.take(layout.rank, drop, grows=grows)
         if slot is None:
@@ -399,11 +403,3 @@ class RowMemory:
         if slot is not None:
             self._allocator.drop(key)
             self._table.give_back(slot)
-
-    def _drop_idle(self, kept: set[int]) -> bool:
-        """Evict the least recently used adapter that is not in `kept`; False if there is none."""
-        key = next((key for key in self._slots if key not in kept), None)
-        if key is None:
-            return False
-        self._drop(key)
-        return True

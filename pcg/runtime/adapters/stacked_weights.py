@@ -148,9 +148,18 @@ class WeightStacker:
         stack = _padded(parts, parameter_kind(parameter.source).fill, multiples, least)
         if stack is None:
             return None
-        piece = _shard_of_stack(stack, parameter, self.ranks)
+        shard = stack
+        if parameter.rows:
+            start, stop = parameter.rows
+            dim = _stack_dim(parameter, -len(parameter.type.dims))
+            shard = shard.narrow(dim, start, stop - start)
+        if parameter.part.dim:
+            dim = _sharded_dim(parameter)
+            shard = shard.narrow(dim, *part_of(parameter, shard.shape[dim], self.ranks))
+        if has_zeros(parameter, self.ranks):
+            return torch.zeros_like(shard)
         # A copy, so that the stack of whole weights is freed.
-        return piece.contiguous() if piece is not stack else stack
+        return shard.contiguous() if shard is not stack else stack
 
     def part(self, adapter: Adapter, parameter: Parameter, layer: int) -> Tensor | None:
         """Return an adapter's matrix or vector; over ranks this rank's shard, cut after padding."""
@@ -224,17 +233,6 @@ def _padded(
     return stack
 
 
-def _shard_of_stack(stack: Tensor, parameter: Parameter, ranks: Ranks) -> Tensor:
-    """Return a rank's shard of a stack of adapters' matrices, or of vectors as [1, n]."""
-    if parameter.rows:
-        start, stop = parameter.rows
-        stack = stack.narrow(_stack_dim(parameter, -len(parameter.type.dims)), start, stop - start)
-    if parameter.part.dim:
-        dim = _sharded_dim(parameter)
-        stack = stack.narrow(dim, *part_of(parameter, stack.shape[dim], ranks))
-    return torch.zeros_like(stack) if has_zeros(parameter, ranks) else stack
-
-
 def _sharded_dim(parameter: Parameter) -> int:
     return _stack_dim(parameter, parameter.part.dim) if parameter.part.dim else 0
 
@@ -275,7 +273,7 @@ class _StackedParameter:
         self._stack, self._present = stacker.stack(adapters, parameter, layer)
         kind = parameter_kind(parameter.source)
         if self._stack is not None and kind.is_up:
-            self._stack = _turned(self._stack)
+            self._stack = self._stack.transpose(1, 2).contiguous().transpose(1, 2)
         self._is_a = kind.is_down
 
     @property
@@ -449,7 +447,3 @@ def _runs(ranks: Sequence[int], modules: Sequence[LoraModule]) -> list[_OutputRu
             runs.append(_OutputRun(column, row, 1, module.size, rank))
         row += rank
     return runs
-
-
-def _turned(stack: Tensor) -> Tensor:
-    return stack.transpose(1, 2).contiguous().transpose(1, 2)

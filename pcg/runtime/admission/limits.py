@@ -21,33 +21,32 @@ class Limits:
     """The limits of a step, and the service level objectives (SLOs) of requests.
 
     Attributes:
-        running: the most sequences at once.
+        running: the most sequences that run together.
         tokens: the most tokens of a step, inference and finetuning together.
-        least_chunk: the least tokens of a prompt's chunk; smaller ones cost more than they give.
+        least_chunk: the least tokens of a prompt's chunk; smaller chunks cost more than they give.
         prompt_stretch: the longest step with prompts, relative to a step that only decodes, where
             no `tpot_slo_s` is promised; `math.inf` for no bound. Learned latencies choose the
             chunks of prompts, also while nothing decodes, as a new request waits for the step.
-        ttft_slo_s: SLO of the time to the first token, seconds; None for none.
-        tpot_slo_s: SLO of the time per further token, seconds: no gap between two tokens of a
-            request is to be longer; None for none.
+        ttft_slo_s: SLO of the time to the first token, seconds; None for no SLO.
+        tpot_slo_s: SLO of the time per further token, seconds: the longest gap between two tokens
+            of a request; None for no SLO.
         tpot_percentile: the percentage of steps that are predicted to end within `tpot_slo_s` where
             prompts or finetuning fill them.
-        finetuning_floor: the least share of the time that finetuning gets beside requests without
-            a `tpot_slo_s`; it has all the time that requests leave.
+        finetuning_floor: the least share of the time for finetuning while requests without a
+            `tpot_slo_s` run; finetuning has all the time that requests leave.
         serving_share: the least share of the time of steps for requests with a `tpot_slo_s`, from 0
-            to below 1, so that the tokens per second of their streams do not fall to what the
-            promise allows.
-        least_tpot_slo_s: the least TPOT SLO that a request may have, seconds, as every step that
-            runs it is kept within that; None for the time of a step with `least_chunk` tokens of a
-            prompt.
-        idle_step_s: the longest step of finetuning while nothing is served, and of a tenant that
-            runs far more than the others while these run nothing, seconds: a new request waits that
-            long, or for a window of `least_chunk` tokens if that is predicted to take longer.
+            to below 1, so that their streams stay faster than the promise requires.
+        least_tpot_slo_s: the least TPOT SLO that a request may have, seconds; None for the time of
+            a step with `least_chunk` tokens of a prompt.
+        idle_step_s: the longest step of finetuning while nothing is served, and of a heavy tenant
+            while no other runs, seconds: a new request waits that long, or for a window of
+                `least_chunk`
+            tokens if that is predicted to take longer.
         logprobs: the most likeliest tokens that a request may have in each place, as in OpenAI's
             API and vLLM.
-        lora_rank: the greatest rank of an adapter that is loaded or trained from then on; None for
-            any. A copy of rank r has r · (inputs + outputs) numbers for each module.
-        prefetched: the number of further waiting requests with adapters that are copied ahead.
+        lora_rank: the greatest rank of an adapter that is loaded or trained; None for any. A copy
+            of rank r has r · (inputs + outputs) numbers for each module.
+        prefetched: the number of further waiting requests with adapters to copy ahead.
     Raises:
         GenerationError: a value is out of range.
     """

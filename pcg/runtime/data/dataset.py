@@ -1,14 +1,14 @@
 """Finetuning data: rows of text become tokens and labels.
 
-    files or rows (`sources`) → rows (`rows`) → samples (`formats`) → Example(ids, labels)
+    files or rows (`sources`) → samples (`formats`) → Example(ids, labels)
 
 `labels[i]` belongs to position i's own token, as in transformers: it is `ids[i]` if the token is
 learned and -100 if not. The shift by one happens in the loss: position i's logits are compared with
 `labels[i + 1]`, and `labels[0]` is never used.
 
 A token is learned if it stands for any learned character. Text is tokenized as a whole and
-characters are followed through the tokenizer's offsets, so a label never depends on how a part of
-the text would have been tokenized alone.
+characters are followed through the tokenizer's offsets, so a label never depends on the tokens of a
+part of the text.
 """
 
 from collections.abc import Iterator, Mapping, Sequence

@@ -99,10 +99,10 @@ def load_apart(
         DataError: as of `load_examples`, or the process ends without a result.
         FinetuneError: it was cancelled.
     """
-    files = data if isinstance(data, tuple) else None
+    files = tuple(path.absolute() for path in data) if isinstance(data, tuple) else None
     with tempfile.TemporaryFile() as task:
         try:
-            pickle.dump(Task(tokenizer, options, sizes, _absolute(files)), task)
+            pickle.dump(Task(tokenizer, options, sizes, files), task)
             if isinstance(data, list):
                 _write_rows(data, task, cancelling)
             task.seek(0)
@@ -112,10 +112,6 @@ def load_apart(
                 f"make room in {tempfile.gettempdir()}, or set TMPDIR"
             ) from error
         return _run(task, sizes, cancelling)
-
-
-def _absolute(files: tuple[Path, ...] | None) -> tuple[Path, ...] | None:
-    return None if files is None else tuple(path.absolute() for path in files)
 
 
 def _write_rows(rows: list[Any], task: BinaryIO, cancelling: Cancelling) -> None:

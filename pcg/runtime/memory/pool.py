@@ -1,13 +1,13 @@
 """Unified paging: one pool of fixed pages for the KV cache and for adapters.
 
 A page holds `PAGE_TOKENS` tokens' keys and values in all layers; an adapter takes as many pages as
-its bytes need. A table lists the pages of an owner in order. Where possible an owner gets adjacent
-pages: the pages that it is expected to grow into are its spare pages, which others take only when
-no other page is free. Attention reads a run of pages at one stride, and gathers only where it
-cannot. Adapters' pages come from the other end of the pool.
+its bytes need. A table lists the pages of an owner in order. Owners get adjacent pages if possible:
+the pages that an owner is expected to grow into are its spare pages, which others take only when no
+other page is free. Attention reads a run of pages at one stride, and gathers other pages. Pages of
+adapters are taken from the end of the pool.
 
-The first pages of a table may be shared: other tables read them, too, and none writes them. A
-shared page without readers is kept for later ones, and counts as free, until another owner needs
+The first pages of a table may be shared: other tables read them, too, and no table writes them. A
+shared page without readers is kept for later readers, and counts as free, until another owner needs
 it (the least recently read is reclaimed first), or until half of all pages are kept so: free pages
 scattered among them would leave no runs.
 

@@ -1,9 +1,8 @@
-"""Loads: adapters added to a running engine and removed from it, beside its steps.
+"""Loads: adapters are added to a running engine and removed from it in the background.
 
-An adapter is read on one thread, compiled for and packed on another, and put in place by the
-engine's. What is asked of one name is done in the order of asking: each load or removal begins when
-those of its name before it have ended, as a later adapter may be read sooner. Other names do not
-wait.
+An adapter is read on one thread, compiled for and packed on another, and installed by the engine's
+thread. Calls for one name run in order: each load or removal begins when the earlier calls for its
+name have ended. Other names do not wait.
 """
 
 from __future__ import annotations
@@ -27,10 +26,10 @@ class Threads(Protocol):
     """The threads that load adapters; both raise an EngineError once they are closed."""
 
     def load(self, act: Callable[[], None]) -> None:
-        """Run what reads an adapter."""
+        """Run a function that reads an adapter."""
 
     def compile(self, act: Callable[[], None]) -> None:
-        """Run what compiles, after what was asked for before."""
+        """Run a function that compiles, after earlier calls."""
 
 
 class Loads:
@@ -46,13 +45,13 @@ class Loads:
         remove: Callable[[str], None],
         spread: Spread | None = None,
     ) -> None:
-        """Have none under way.
+        """Create an empty queue.
 
         Args:
             call: runs a function between two steps.
-            check_open: raises an error where nothing is loaded any more.
-            check_unreserved: raises one where a job is prepared that trains the name.
-            remove: forgets an adapter, between two steps.
+            check_open: raises an error once the engine accepts no loads.
+            check_unreserved: raises an error if a prepared job trains the name.
+            remove: removes an adapter, between two steps.
             spread: over ranks reads an adapter's files, and returns the function that serves it on
                 all ranks, between two steps; its program is compiled there.
         """
@@ -147,7 +146,7 @@ def begun() -> Future[Any]:
 
 
 def passing(end: Future[Any], act: Callable[[], None]) -> Callable[[], None]:
-    """Return the function, whose error becomes the future's."""
+    """Return a function that passes its error to a future."""
 
     def run() -> None:
         try:
@@ -159,7 +158,7 @@ def passing(end: Future[Any], act: Callable[[], None]) -> Callable[[], None]:
 
 
 def pass_result(end: Future[Result], ended: Future[Result]) -> None:
-    """End a future as another one has ended."""
+    """End a future with the result or the error of another."""
     error = ended.exception()
     if error is None:
         end.set_result(ended.result())

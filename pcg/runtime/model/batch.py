@@ -3,13 +3,12 @@
 Decode groups: sequences with one new token each, in groups for one call of attention. Sequences
 with rows at equal distances in the cache are one call; so are sequences with scattered rows, which
 are gathered. A group's longest sequence may be at most twice as long as its mean: reading masked
-rows costs less than another call. Masked rows are read, too, and a NaN there would be in the
+rows costs less than another call. Masked rows are read, too, and a NaN in them would reach the
 result, so they never belong to another sequence: shorter sequences read on into free pages that are
 kept for them, which hold zeros, or read their own first row again.
 
-Latest tokens: the tokens that a step chose stay in the device's memory, for the next step to read
-before the host. Such a token stands in a step's list of ids as -1 - its place among the tokens of
-the step before:
+Latest tokens: the tokens of the step before stay in the device's memory, for the next step to read
+before the host. Such a token has the id -1 - its place among the tokens of the step before:
 
     id = ids[i]                       where ids[i] ≥ 0
        = max(latest[-1 - ids[i]], 0)  else

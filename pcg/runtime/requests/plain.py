@@ -114,5 +114,5 @@ class PlainRequest(msgspec.Struct, array_like=True, frozen=True):
         return cls(request.prompt_ids, params, adapter, own)
 
     def request(self, adapter: ServedAdapter | None) -> Request:
-        """Return the request again; errors as of `Request`."""
+        """Return the request; errors as of `Request`."""
         return Request(self.prompt_ids, SamplingParams.of(self.params), adapter, **self.own)  # type: ignore[arg-type]

@@ -25,7 +25,6 @@ from weakref import WeakKeyDictionary
 
 from pcg.kernels.sizes import PAGE_TOKENS
 from pcg.runtime.memory.pool import PagePool
-from pcg.runtime.requests.request import Request
 from pcg.runtime.requests.sequence import Sequence, Version
 
 
@@ -73,7 +72,9 @@ class Prefixes:
         """Index the blocks that a sequence fills with its next tokens, so that others find them."""
         end, blocks, table = sequence.cached + tokens, sequence.blocks, sequence.table
         if blocks.known < sequence.request.length:
-            self._count_found(sequence)
+            # The prompt's tokens that were found in the cache since the last call.
+            start = max(blocks.known, sequence.request.virtual_tokens)
+            blocks.found += max(min(sequence.cached, sequence.request.length) - start, 0)
             blocks.known = max(blocks.known, end)
         end = min(end, sequence.length - sequence.ahead)
         if table is not None and (table.shared + 1) * PAGE_TOKENS <= end:
@@ -135,21 +136,14 @@ class Prefixes:
             first, last = len(digests), (sequence.length - sequence.ahead) // PAGE_TOKENS
             ids = array("q", sequence.ids(first * PAGE_TOKENS, last * PAGE_TOKENS))
             for start in range(0, len(ids), PAGE_TOKENS):
-                before = digests[-1] if digests else self._salt(sequence.request)
+                if digests:
+                    before = digests[-1]
+                else:
+                    tenant = "" if self._between_tenants else sequence.request.tenant
+                    before = json.dumps([tenant, sequence.request.cache_salt]).encode()
                 block = ids[start : start + PAGE_TOKENS].tobytes()
                 digests.append(sha256(before + block).digest())
         return digests[place]
-
-    def _salt(self, request: Request) -> bytes:
-        tenant = "" if self._between_tenants else request.tenant
-        return json.dumps([tenant, request.cache_salt]).encode()
-
-    @staticmethod
-    def _count_found(sequence: Sequence) -> None:
-        """Count the prompt's tokens that were found in the cache since the last call."""
-        request, blocks = sequence.request, sequence.blocks
-        start = max(blocks.known, request.virtual_tokens)
-        blocks.found += max(min(sequence.cached, request.length) - start, 0)
 
     def _drop(self, version: Version) -> None:
         version.is_current = False

@@ -239,16 +239,14 @@ class PromptLogprobs:
 
     def read(self, results: Results) -> None:
         """Add them to a step's results, once they are on the host."""
-        likeliest = [n for reader, n_tokens in self.counts for n in [_of_prompt(reader)] * n_tokens]
+        likeliest: list[int] = []
+        for sequence, count in self.counts:
+            likeliest += [sequence.request.params.of_prompt or 0] * count
         of_tokens = self.logprobs.read_cells(likeliest, self.cells or [0] * len(likeliest))
         start = 0
         for sequence, count in self.counts:
             results.prompts[sequence] = of_tokens[start : start + count]
             start += count
-
-
-def _of_prompt(sequence: Sequence) -> int:
-    return sequence.request.params.of_prompt or 0
 
 
 @dataclass(frozen=True)

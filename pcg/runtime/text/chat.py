@@ -1,12 +1,11 @@
-"""Chat templates: messages to text by the model's jinja2 template.
+"""Chat templates: messages to text by the model's jinja2 template; and checks of messages.
 
-A template is a program from a stranger, so it runs in jinja2's immutable sandbox, with the options,
-filters and globals of transformers, whose templates it is written for. jinja2's sandbox alone lets
-templates store private attributes in a namespace, and says nothing of the text's parts.
+A template is an untrusted program, so it runs in jinja2's immutable sandbox, with the options,
+filters and globals of transformers, for which templates are written. The sandbox by itself lets
+templates store private attributes in a namespace, and does not mark the text's parts.
 
-Chat messages in OpenAI's format: checks, and the form that chat templates expect.
-
-Every error names the place, so that the checks serve both a line of a data file and a request.
+Messages have OpenAI's format. Every error names the place, so that the checks serve both a line of
+a data file and a request.
 """
 
 from __future__ import annotations
@@ -78,10 +77,10 @@ class ChatTemplate:
 
     @cached_property
     def training(self) -> ChatTemplate:
-        """The template without what drops the reasoning of earlier turns, to learn all of them.
+        """The template without conditions that drop the reasoning of earlier turns.
 
         Known are conditions of Qwen3, Qwen3.5, GLM-4.5, Nemotron 3, LFM2.5 and Gemma 4, and
-        templates that keep the answer alone, as those of DeepSeek-R1's distilled models and QwQ.
+        templates that keep only the answer, as those of DeepSeek-R1's distilled models and QwQ.
         """
         sources = dict(self.sources)
         for name, source in sources.items():
@@ -198,7 +197,7 @@ def _refuse_private(name: object) -> None:
 
 
 class _Generation(ext.Extension):
-    """`{% generation %}`: its body, between marks if the context asks for them."""
+    """`{% generation %}`: its body, between marks if the context has them."""
 
     tags = {"generation"}  # noqa: RUF012 - declared so by jinja
 
@@ -224,11 +223,11 @@ def check_messages(
     Args:
         name: the value's name in errors, as "'messages'".
         where: the value's place in errors, as "train.jsonl line 7".
-        keep_parts: leave contents that are lists of text parts as they are; otherwise the parts
-            are joined by line breaks, as vLLM does.
+        keep_parts: leave contents that are lists of text parts unchanged; otherwise the parts are
+            joined by line breaks, as vLLM does.
     Returns:
-        New messages, without keys whose value is null, and without empty tool calls. The content of
-        an assistant's message that has tool calls alone is "".
+        New messages, without null keys and empty tool calls. The content of an assistant's message
+        with only tool calls is "".
     Raises:
         DataError: it is not a list of messages, or a message has no text.
     """

@@ -1,17 +1,18 @@
-"""The assistant's messages in a chat's text, which finetuning learns, found in one of three ways.
+"""The spans of the assistant's messages in a chat's text, which finetuning learns.
 
     marks     a template with {% generation %} … {% endgeneration %} marks them itself;
     prefixes  the text of messages[:i] with the generation prompt ends where message i begins, and
               the text of messages[:i + 1] where it ends, if both begin the whole text;
-    contrast  a template that rewrites earlier turns, say without their reasoning, or that ends
-              every text with the assistant's header, as Llama 3's first ones, has no such prefixes:
-              the text with another content in message i differs in that content alone.
+    contrast  a template that rewrites earlier turns, for example without their reasoning, or that
+              ends every text with the assistant's header, as early versions of Llama 3's, has no
+              such prefixes: the text with another content in message i differs only in that
+                  content.
 
 A span includes the token that ends the turn, so that the model learns to stop, but not the line
 break that many templates add, which the model never writes. GLM-4 ends a turn with the token of the
-next role: it belongs to the turn, and is appended to the last one.
+next role: it belongs to the turn, and is appended to the last turn.
 
-A template that drops what is to be learned, or what it is learned from, is refused.
+A template that drops the text to learn, or its context, is refused.
 """
 
 import json
@@ -47,12 +48,12 @@ def assistant_spans(
         learn: indexes of the assistant messages to find.
         marked: the result of `ChatTemplate.marked_spans`.
         ends: texts of special tokens that may end a turn.
-        stops: texts of tokens that end the model's output, of which a turn is to end with one; the
-            first ends a last turn that nothing ends.
+        stops: texts of tokens that end the model's output; a turn has to end with such a token. The
+            first of them ends a last turn without an end.
     Returns:
         The text, and the spans to learn, in order.
     Raises:
-        DataError: a message cannot be found in the text, or a part of it is not there.
+        DataError: a message, or a part of it, cannot be found in the text.
         GenerationError: the template refuses the messages.
     """
     assistants = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
@@ -74,7 +75,7 @@ def assistant_spans(
 
 
 def check_context(text: str, messages: Sequence[Message], render: Render) -> None:
-    """Refuse a chat whose text lacks a message of the system or of a user.
+    """Refuse a chat with a text that lacks a message of the system or of a user.
 
     Raises:
         DataError: names the message.
@@ -96,7 +97,7 @@ def check_context(text: str, messages: Sequence[Message], render: Render) -> Non
 
 
 def _check_said(said: str, messages: Sequence[Message], index: int) -> None:
-    """Refuse a message of which a part does not come back in the text to learn."""
+    """Refuse a message with a part that is missing in the text to learn."""
     joined = _joined(said)
     for part, name, fix in _parts(messages[index]):
         if _joined(part) not in joined:
@@ -109,7 +110,7 @@ def _check_said(said: str, messages: Sequence[Message], index: int) -> None:
 
 
 def _parts(message: Message) -> Iterator[tuple[str, str, str]]:
-    """Yield the texts of a message that are to be learned, each with its name and a fix."""
+    """Yield the texts of a message to learn, each with its name and a fix."""
     *thoughts, answer = _MARK.split(message.get("content") or "")
     yield from ((thought, "the reasoning", "leave it out") for thought in thoughts)
     yield answer, "the content", "leave the message out"
@@ -196,9 +197,9 @@ def _prefix(
 
 
 def _is_always_prompted(messages: Sequence[Message], render: Render) -> bool:
-    """Return True if the generation prompt ends the text although it was not asked for.
+    """Return True if the generation prompt ends the text even without a request for it.
 
-    It is then no beginning of a longer chat's text, and asking for it changes nothing.
+    Then it is no beginning of a longer chat's text, and requesting it changes nothing.
     """
     text = render(messages, False)
     if render(messages, True) != text:
