@@ -178,7 +178,6 @@ class Catalog:
         return [self.base, *(self._model(caller, mine[name]) for name in sorted(mine))]
 
     async def _learn(self, models: Sequence[ServedModel]) -> None:
-        """Have the digests of models computed, each once."""
         versions = [model.version for model in models if model.version is not None]
         if any(version.known_digest is None for version in versions):
             await learn_digests(self._client, versions)
@@ -305,6 +304,5 @@ def _already(name: str) -> ApiError:
 
 
 def _conflict(error: AdapterConflictError, of_engine: str) -> ApiError:
-    """Return the error of a conflict, with the adapter's name on the wire."""
     message = str(error).replace(of_engine, owned(of_engine).name)
     return ApiError(409, message, code="conflict")

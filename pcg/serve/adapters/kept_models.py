@@ -75,11 +75,9 @@ class KeptModels:
         return (tenant, name) in self._models
 
     def share(self, tenant: str, name: str, project: str) -> None:
-        """Let another tenant use a model."""
         self._owners[project, name] = tenant
 
     def unshare(self, name: str, project: str) -> None:
-        """Let another tenant use a model no more."""
         self._owners.pop((project, name), None)
 
     def of(self, tenant: str) -> Mapping[str, KeptModel]:
@@ -89,7 +87,6 @@ class KeptModels:
         return {name: self._models[owner, name] for owner, name in keys}
 
     def put(self, model: KeptModel) -> None:
-        """Note a model that was inserted."""
         self._models[model.tenant, model.name] = model
         self._loader.adopt(engine_name(model.tenant, model.name), _origin(model))
 

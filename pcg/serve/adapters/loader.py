@@ -60,7 +60,6 @@ class Loader:
 
     @property
     def adapters(self) -> Mapping[str, ServedAdapter]:
-        """The loaded adapters, by the engine's names."""
         return self._client.adapters
 
     def origin(self, name: str) -> Origin | None:
@@ -74,7 +73,6 @@ class Loader:
             self.used(name)
 
     def used(self, name: str) -> None:
-        """Note that a request names an adapter."""
         if name in self._origins:
             self._used[name] = None
             self._used.move_to_end(name)
@@ -169,7 +167,6 @@ class Loader:
             raise
 
     def _arrived(self, name: str) -> None:
-        """Note that an adapter has come, or does not come."""
         self._coming.discard(name)
         self._hand_out()
 

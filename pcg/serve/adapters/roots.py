@@ -46,7 +46,6 @@ class Roots:
                 raise ServeError(f"--lora-roots {folder} is no folder; make it, or leave it out")
 
     def __bool__(self) -> bool:
-        """True if there is a folder under which names are looked up."""
         return bool(self._folders)
 
     def named(self, name: str) -> Path | None:

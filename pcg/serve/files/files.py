@@ -22,8 +22,7 @@ from pcg.serve.store.store import Store
 from pcg.serve.store.tables import Table, held_bytes, new_key, now
 
 Result = TypeVar("Result")
-Record = TypeVar("Record")
-Item = TypeVar("Item")
+Item = TypeVar("Item", bound=BaseModel)
 
 RESULTS = "fine-tune-results"
 """The purpose of files that jobs make."""
@@ -127,12 +126,11 @@ class Page:
         """The end of a statement: one more row than the page has tells whether others follow."""
         return f"ORDER BY id {'ASC' if self.is_rising else 'DESC'} LIMIT {self.limit + 1}"
 
-    def shown(self, records: Sequence[Record], show: Callable[[Record], Item]) -> ListPage[Item]:
+    def shown(self, records: Sequence[Any], kind: type[Item]) -> ListPage[Item]:
         """Return the page of records, of which there is one more where others follow."""
-        entries = records[: self.limit]
-        ids = [str(entry.id) for entry in entries]  # type: ignore[attr-defined]
-        first, last = (ids[0], ids[-1]) if ids else (None, None)
-        data, has_more = [show(entry) for entry in entries], len(records) > self.limit
+        data = [kind.model_validate(record) for record in records[: self.limit]]
+        first, last = (records[0].id, records[len(data) - 1].id) if data else (None, None)
+        has_more = len(records) > self.limit
         return ListPage(data=data, first_id=first, last_id=last, has_more=has_more)
 
 
@@ -209,7 +207,6 @@ class InFlight:
         self._most = most
 
     def add(self, size_bytes: int) -> None:
-        """Count bytes that came. ApiError: they are too many."""
         self.size_bytes += size_bytes
         self._coming[self._tenant] += size_bytes
         if self.size_bytes > self._most:
@@ -253,7 +250,6 @@ class Quota:
                 del coming[tenant]
 
     def check(self, connection: sqlite3.Connection, tenant: str, size_bytes: int) -> None:
-        """Raise an ApiError if a tenant may not keep another file of this size."""
         if used(connection, tenant, now())[0] >= self._options.tenant_files:
             raise _over_quota(f"files, at most {self._options.tenant_files}")
         self.check_bytes(connection, tenant, size_bytes)
@@ -289,7 +285,6 @@ class Files:
         return await asyncio.wrap_future(write)
 
     async def read(self, act: Callable[[sqlite3.Connection], Result]) -> Result:
-        """Run a function on the stored rows."""
         return await asyncio.wrap_future(self.store.database.read(act))
 
     async def kept_bytes(self, tenant: str) -> int:
@@ -326,7 +321,6 @@ class Files:
             raise
 
     async def find(self, tenant: str, id: str) -> FileRecord:
-        """Return a tenant's file. ApiError: there is none."""
         record = await self.read(lambda db: find_file(db, tenant, id))
         if record is None:
             raise missing("File", id)
@@ -342,7 +336,6 @@ class Files:
         )
 
     async def delete(self, tenant: str, id: str) -> None:
-        """Delete a tenant's file. ApiError: there is none."""
         deleted = await self.write(
             lambda db: FILES.delete(db, _LIVES, (now(),), tenant=tenant, id=id),
             may_use_reserve=True,
@@ -366,7 +359,6 @@ class Files:
             self._completing.discard(upload)
 
     async def remove(self, digests: Sequence[str]) -> None:
-        """Remove contents that no row names any more."""
         if digests:
             remove = self.store.contents.remove_unnamed
             await self.write(

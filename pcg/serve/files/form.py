@@ -99,7 +99,6 @@ class _Reader:
         self.is_over = True
 
     def take(self) -> bytes:
-        """Return the bytes to write, and forget them."""
         taken, self.unwritten, self.unwritten_bytes = b"".join(self.unwritten), [], 0
         return taken
 

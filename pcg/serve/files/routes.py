@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import IO, Annotated, Any, Literal, get_args
 
 from fastapi import APIRouter, Depends, Query, Request
-from pydantic import BaseModel, Field
+from pydantic import BaseModel, ConfigDict, Field
 from starlette.responses import StreamingResponse
 
 from pcg.errors import StoreDamagedError
@@ -58,11 +58,13 @@ _READ_BYTES = 2**18
 class File(BaseModel):
     """A file; its status is `processed` from the start, as its user checks it."""
 
+    model_config = ConfigDict(from_attributes=True)
+
     id: str
     object: Literal["file"] = "file"
-    bytes: int
-    created_at: int
-    expires_at: int | None
+    bytes: int = Field(validation_alias="size_bytes")
+    created_at: int = Field(validation_alias="created_s")
+    expires_at: int | None = Field(validation_alias="expires_s")
     filename: str
     purpose: str
     status: Literal["processed"] = "processed"
@@ -104,11 +106,13 @@ class CompleteBody(WireModel):
 class Upload(BaseModel):
     """An upload, with its file once it is completed."""
 
+    model_config = ConfigDict(from_attributes=True)
+
     id: str
     object: Literal["upload"] = "upload"
-    bytes: int
-    created_at: int
-    expires_at: int
+    bytes: int = Field(validation_alias="size_bytes")
+    created_at: int = Field(validation_alias="created_s")
+    expires_at: int = Field(validation_alias="expires_s")
     filename: str
     purpose: str
     mime_type: str
@@ -126,7 +130,6 @@ class Part(BaseModel):
 
 
 def _form(required: Sequence[str], properties: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the description of a form for /openapi.json."""
     schema = {"type": "object", "required": list(required), "properties": properties}
     content = {"multipart/form-data": {"schema": schema}}
     return {"requestBody": {"required": True, "content": content}}
@@ -159,7 +162,7 @@ async def create_file(
             if not form.content.size_bytes:
                 raise ApiError(400, "The file is empty.", param="file", code="empty_file")
             record = new_file(caller.tenant, filename, purpose, form.content, life_s)
-            return _file(await files.keep(record, form.content))
+            return File.model_validate(await files.keep(record, form.content))
         finally:
             form.content.drop()
 
@@ -175,13 +178,13 @@ async def list_files(
 ) -> ListPage[File]:
     """List the tenant's files, the newest first by default."""
     page = Page(after, limit, order == "asc")
-    return page.shown(await files.listed(caller.tenant, page, purpose), _file)
+    return page.shown(await files.listed(caller.tenant, page, purpose), File)
 
 
 @router.get("/files/{file_id}")
 async def get_file(file_id: str, caller: Trainer, files: FilesPart) -> File:
     """Return a file's description."""
-    return _file(await files.find(caller.tenant, file_id))
+    return File.model_validate(await files.find(caller.tenant, file_id))
 
 
 @router.delete("/files/{file_id}")
@@ -218,19 +221,7 @@ async def _parts(service: Service, caller: Caller, file: IO[bytes]) -> AsyncIter
             yield part
 
 
-def _file(record: FileRecord) -> File:
-    return File(
-        id=record.id,
-        bytes=record.size_bytes,
-        created_at=record.created_s,
-        expires_at=record.expires_s,
-        filename=record.filename,
-        purpose=record.purpose,
-    )
-
-
 def _checked_name(name: str) -> str:
-    """Return a file's name. ApiError: it is invalid."""
     if not 1 <= len(name) <= 255 or not name.isprintable():
         raise ApiError(400, "A file's name has 1 to 255 printable characters.", param="filename")
     return name
@@ -436,22 +427,10 @@ async def _upload(files: Files, caller: Caller, id: str) -> Upload:
         if record is None:
             raise missing("Upload", id)
         file = find_file(connection, caller.tenant, record.file) if record.file else None
-        return _upload_of(record, _file(file) if file else None)
+        return _upload_of(record, file)
 
     return await files.read(act)
 
 
-def _upload_of(record: UploadRecord, file: File | None = None) -> Upload:
-    return Upload.model_validate(
-        {
-            "id": record.id,
-            "bytes": record.size_bytes,
-            "created_at": record.created_s,
-            "expires_at": record.expires_s,
-            "filename": record.filename,
-            "purpose": record.purpose,
-            "mime_type": record.mime_type,
-            "status": _status(record),
-            "file": file,
-        }
-    )
+def _upload_of(record: UploadRecord, file: FileRecord | None = None) -> Upload:
+    return Upload.model_validate({**vars(record), "status": _status(record), "file": file})

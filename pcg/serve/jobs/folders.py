@@ -86,7 +86,6 @@ class JobFolder:
 
     @property
     def start(self) -> Path:
-        """The adapter that the job goes on from, if it does from one."""
         return self.path / "start"
 
     @property
@@ -133,7 +132,6 @@ class JobFolder:
         sync_names(self.root)
 
     def remove(self) -> None:
-        """Remove it with all that is in it."""
         shutil.rmtree(self.path, ignore_errors=True)
 
     def tidy(self) -> None:
@@ -166,11 +164,9 @@ class JobFolder:
             shutil.rmtree(path, ignore_errors=True)
 
     def relative(self, path: Path) -> str:
-        """Return a path in it as rows have it."""
         return str(path.relative_to(self.root))
 
     def saved(self) -> dict[int, Path]:
-        """Return the checkpoints that are there, by step."""
         if not self.checkpoints.is_dir():
             return {}
         saved = {}
@@ -228,7 +224,6 @@ class JobFolder:
                 )
 
     def without_paths(self, text: str) -> str:
-        """Return a message without the names of the server's folders."""
         for path in (self.path, self.root):
             text = text.replace(f"{path}/", "").replace(str(path), "the job's folder")
         return text

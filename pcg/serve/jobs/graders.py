@@ -90,7 +90,6 @@ class PythonGraders:
         return await asyncio.shield(running)
 
     def close(self) -> None:
-        """End the threads, once the runs have ended."""
         self._threads.shutdown(cancel_futures=True)
 
 
@@ -153,7 +152,6 @@ class ServedHost:
             return Answer(completion.text, length + len(completion.token_ids))
 
     async def _completion(self, question: Question) -> tuple[int, Completion]:
-        """Return the number of the question's tokens, and the judge's answer."""
         service, caller = self._service, self._caller
         model = await service.part(Catalog).find(caller, question.model)
         messages = [Message.model_validate(message) for message in question.messages]
@@ -342,7 +340,6 @@ def _reply(grade: Grade) -> GradeReply:
 
 
 def _errors(failures: Sequence[Failure]) -> GradeErrors:
-    """Return the object of OpenAI's errors; `details` has the texts of all."""
     errors: dict[str, Any] = {failure.kind: True for failure in failures}
     for kind, text in (
         ("model_grader_server_error", "model_grader_server_error_details"),

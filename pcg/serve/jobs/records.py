@@ -69,7 +69,6 @@ class JobRecord:
 
     @property
     def resolved(self) -> dict[str, Any]:
-        """The resolved configuration."""
         config: dict[str, Any] = json.loads(self.config)
         return config
 

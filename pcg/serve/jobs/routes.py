@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Depends, Query, Request, Response
 from fastapi.responses import HTMLResponse
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, Json
 
 from pcg.errors import AdapterError, StoreDamagedError
 from pcg.keys import Scope
@@ -39,8 +39,6 @@ from pcg.serve.jobs.records import (
     PERMISSIONS,
     QUEUED,
     SUCCEEDED,
-    CheckpointRecord,
-    EventRecord,
     JobRecord,
     PermissionRecord,
 )
@@ -115,11 +113,11 @@ class Job(BaseModel):
 
     id: str
     object: Literal["fine_tuning.job"] = "fine_tuning.job"
-    created_at: int
-    finished_at: int | None
+    created_at: int = Field(validation_alias="created_s")
+    finished_at: int | None = Field(validation_alias="finished_s")
     model: str
     fine_tuned_model: str | None
-    organization_id: str
+    organization_id: str = Field(validation_alias="tenant")
     status: str
     training_file: str
     validation_file: str | None
@@ -128,8 +126,8 @@ class Job(BaseModel):
     seed: int
     hyperparameters: Resolved
     method: ResolvedMethod
-    metadata: dict[str, str] | None
-    error: JobError | None
+    metadata: Json[dict[str, str]] | None
+    error: Json[JobError] | None
     integrations: list[Any] = []
     estimated_finish: int | None = None
     pcg: dict[str, Any]
@@ -146,25 +144,32 @@ class DeletedJob(BaseModel):
 class Event(BaseModel):
     """An event of a job."""
 
+    model_config = ConfigDict(from_attributes=True)
+
     id: str
     object: Literal["fine_tuning.job.event"] = "fine_tuning.job.event"
-    created_at: int
+    created_at: int = Field(validation_alias="created_s")
     level: str
-    type: Literal["message", "metrics"]
+    type: Annotated[
+        Literal["message", "metrics"],
+        BeforeValidator(lambda type: MESSAGE if type == CHECKPOINT else type),
+    ]
     message: str
-    data: dict[str, Any] | None
+    data: Json[dict[str, Any]] | None
 
 
 class Checkpoint(BaseModel):
     """A checkpoint of a job, which answers to the name of its model."""
 
+    model_config = ConfigDict(from_attributes=True)
+
     id: str
     object: Literal["fine_tuning.job.checkpoint"] = "fine_tuning.job.checkpoint"
-    created_at: int
-    fine_tuned_model_checkpoint: str
-    fine_tuning_job_id: str
-    step_number: int
-    metrics: dict[str, float]
+    created_at: int = Field(validation_alias="created_s")
+    fine_tuned_model_checkpoint: str = Field(validation_alias="model")
+    fine_tuning_job_id: str = Field(validation_alias="job")
+    step_number: int = Field(validation_alias="step")
+    metrics: Json[dict[str, float]]
 
 
 class PermissionBody(WireModel):
@@ -179,10 +184,12 @@ class PermissionBody(WireModel):
 class CheckpointPermission(BaseModel):
     """A permission."""
 
+    model_config = ConfigDict(from_attributes=True)
+
     id: str
     object: Literal["checkpoint.permission"] = "checkpoint.permission"
-    created_at: int
-    project_id: str
+    created_at: int = Field(validation_alias="created_s")
+    project_id: str = Field(validation_alias="project")
 
 
 class DeletedPermission(BaseModel):
@@ -286,11 +293,11 @@ async def list_jobs(
     rows = await files.read(
         lambda db: records.listed(db, caller.tenant, page, pairs, without_metadata=without)
     )
-    return page.shown(rows, _job)
+    shown = [_job(row) for row in rows]
+    return page.shown(shown, Job)
 
 
 async def _of_caller(job_id: str, caller: Trainer, files: FilesPart) -> JobRecord:
-    """Return a job of the caller's tenant. ApiError: there is none."""
     record = await files.read(lambda db: records.find(db, job_id, caller.tenant))
     if record is None:
         raise missing("FineTuningJob", job_id)
@@ -339,7 +346,7 @@ async def list_events(
     page = Page(after, limit)
     condition, values = page.condition()
     rows = await files.read(lambda db: EVENTS.select(db, condition, values, page.order, job=job.id))
-    return page.shown(rows, _event)
+    return page.shown(rows, Event)
 
 
 @router.get("/jobs/{job_id}/checkpoints")
@@ -349,7 +356,7 @@ async def list_checkpoints(
     """List the checkpoints of a job, the newest first; each answers to its model's name."""
     page = Page(after, limit)
     rows = await files.read(lambda db: records.checkpoints(db, job.id, page))
-    return page.shown(rows, _checkpoint)
+    return page.shown(rows, Checkpoint)
 
 
 @router.get(
@@ -416,7 +423,6 @@ async def _start(service: Service, files: Files, caller: Caller, model: str) -> 
 
 
 async def _file(files: Files, caller: Caller, id: str, param: str) -> FileRecord:
-    """Return a file to train with. ApiError: there is none, or it is of another purpose."""
     try:
         record = await files.find(caller.tenant, id)
     except ApiError as error:
@@ -448,56 +454,21 @@ def _name(service: Service, caller: Caller, suffix: str | None) -> str:
 
 def _job(record: JobRecord) -> Job:
     config = record.resolved
-    resolved = Resolved.model_validate(config["hyperparameters"])
-    type = config.get("method", SUPERVISED)
-    options = {"hyperparameters": resolved, "grader": config.get("grader")}
-    return Job(
-        id=record.id,
-        created_at=record.created_s,
-        finished_at=record.finished_s,
-        model=record.model,
-        fine_tuned_model=record.name if record.status == SUCCEEDED else None,
-        organization_id=record.tenant,
-        status=record.status,
-        training_file=record.training_file,
-        validation_file=record.validation_file,
-        result_files=[] if record.result_file is None else [record.result_file],
-        trained_tokens=record.trained_tokens,
-        seed=record.seed,
-        hyperparameters=resolved,
-        method=ResolvedMethod.model_validate({"type": type, type: options}),
-        metadata=None if record.metadata is None else json.loads(record.metadata),
-        error=None if record.error is None else JobError.model_validate_json(record.error),
-        pcg={name: config[name] for name in ("peft", "options", "examples", "total_steps")},
-    )
-
-
-def _event(record: EventRecord) -> Event:
-    return Event(
-        id=record.id,
-        created_at=record.created_s,
-        level=record.level,
-        type="message" if record.type in (MESSAGE, CHECKPOINT) else "metrics",
-        message=record.message,
-        data=None if record.data is None else json.loads(record.data),
-    )
-
-
-def _checkpoint(record: CheckpointRecord) -> Checkpoint:
-    return Checkpoint(
-        id=record.id,
-        created_at=record.created_s,
-        fine_tuned_model_checkpoint=record.model,
-        fine_tuning_job_id=record.job,
-        step_number=record.step,
-        metrics=json.loads(record.metrics),
-    )
+    type, hyperparameters = config.get("method", SUPERVISED), config["hyperparameters"]
+    options = {"hyperparameters": hyperparameters, "grader": config.get("grader")}
+    resolved = {
+        "fine_tuned_model": record.name if record.status == SUCCEEDED else None,
+        "result_files": [] if record.result_file is None else [record.result_file],
+        "hyperparameters": hyperparameters,
+        "method": {"type": type, type: options},
+        "pcg": {name: config[name] for name in ("peft", "options", "examples", "total_steps")},
+    }
+    return Job.model_validate({**vars(record), **resolved})
 
 
 async def _kept(
     model: str, caller: Admin, files: FilesPart, catalog: Annotated[Catalog, part(Catalog)]
 ) -> KeptModels:
-    """Return the models that are kept. ApiError: the caller's tenant has none of the name."""
     kept = catalog.kept
     if kept is None or not kept.has(caller.tenant, model):
         raise not_found(model)
@@ -520,7 +491,7 @@ async def create_permissions(
     rows = await files.write(lambda db: records.permit(db, permissions))
     for row in rows:
         kept.share(row.tenant, row.model, row.project)
-    return Page(None, len(rows)).shown(rows, _permission)
+    return Page(None, len(rows)).shown(rows, CheckpointPermission)
 
 
 @router.get(_PERMISSIONS, dependencies=[Depends(_kept)])
@@ -542,7 +513,7 @@ async def list_permissions(
     rows = await files.read(
         lambda db: PERMISSIONS.select(db, condition, values, page.order, **equal)
     )
-    return page.shown(rows, _permission)
+    return page.shown(rows, CheckpointPermission)
 
 
 @router.delete(_PERMISSIONS + "/{permission_id}")
@@ -557,9 +528,3 @@ async def delete_permission(
         raise missing("CheckpointPermission", permission_id)
     kept.unshare(model, rows[0].project)
     return DeletedPermission(id=permission_id)
-
-
-def _permission(record: PermissionRecord) -> CheckpointPermission:
-    return CheckpointPermission(
-        id=record.id, created_at=record.created_s, project_id=record.project
-    )

@@ -152,7 +152,6 @@ class JobRunner:
         self._gradings: dict[str, asyncio.Task[None]] = {}
 
     def begin(self) -> None:
-        """Go on with the jobs that are kept."""
         self._do(self._recover(folders_of(self.files.store)))
 
     def _do(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
@@ -168,7 +167,6 @@ class JobRunner:
             LOG.error("a job's progress cannot be kept", exc_info=error)
 
     def folder(self, job: JobRecord) -> JobFolder:
-        """Return the folder of a job."""
         return folder_of(self.files.store, job.id)
 
     async def _recover(self, folders: Sequence[Path]) -> None:
@@ -273,7 +271,6 @@ class JobRunner:
         return row
 
     async def resume(self, job: JobRecord) -> JobRecord:
-        """Queue a paused job. ApiError: it is not paused."""
         changed = await self._change(job, (PAUSED,), QUEUED, "The job was resumed")
         self._queued[job.id] = changed
         self._fill()
@@ -294,7 +291,6 @@ class JobRunner:
             await self._measure(tenant, of_job)
 
     async def _measure(self, tenant: str, folder: JobFolder) -> None:
-        """Note what a job's folder holds, which counts in its tenant's quota."""
         size = await asyncio.to_thread(folder.held_bytes)
         await self.files.write(
             lambda db: hold_folder(db, folder.id, tenant, size), may_use_reserve=True
@@ -337,7 +333,6 @@ class JobRunner:
             self._do(self._run(job))
 
     async def _run(self, job: JobRecord) -> None:
-        """Begin a job on the engine."""
         try:
             await self._order(job)
         except EngineError:  # it goes on when the server is started again
@@ -397,7 +392,6 @@ class JobRunner:
             self._do(self._settle(job, news))
 
     def _turn(self, job: JobRecord) -> asyncio.Lock:
-        """Return the lock that lets what came of a job be kept in its order."""
         return self._locks.setdefault(job.id, asyncio.Lock())
 
     async def _stepped(self, job: JobRecord, news: JobStep) -> None:
@@ -414,7 +408,6 @@ class JobRunner:
             await self._end_on_engine(job, interrupts=False)
 
     async def _grade(self, job: JobRecord, samples: JobSamples) -> None:
-        """Grade what a job's model wrote."""
         rewards, refusal = await graded(self._grading, job, samples)
         name = engine_name(job.tenant, job.name)
         await asyncio.wrap_future(self._client.call(PutGrades(name, rewards, refusal)))
@@ -431,7 +424,6 @@ class JobRunner:
                 await asyncio.to_thread(rmtree, folder, True)
 
     async def _unload(self, tenant: str, name: str) -> None:
-        """Have the engine forget a model, if it has it."""
         with suppress(AdapterError, EngineError):
             await self._loader.unload(engine_name(tenant, name))
 

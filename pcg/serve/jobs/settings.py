@@ -121,7 +121,6 @@ class PcgSettings(WireModel):
     weight_decay: Annotated[float, Field(ge=0, le=10)] | None = None
 
     def refuse(self, names: tuple[str, ...], because: str) -> None:
-        """Raise an ApiError for a setting of another method."""
         for name in names:
             if getattr(self, name) is not None:
                 said = f"pcg.{name} is {because}; leave it out."

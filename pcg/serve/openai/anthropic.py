@@ -230,7 +230,6 @@ class MessagesBody(CountBody):
 
 
 def _messages(message: GivenMessage, place: str) -> list[dict[str, Any]]:
-    """Return a message as messages of a chat, where results of tools are separate."""
     if isinstance(message.content, str):
         return [{"role": message.role, "content": message.content}]
     results: list[dict[str, Any]] = []
@@ -384,8 +383,6 @@ async def count_tokens(body: CountBody, call: CallDependency) -> Response:
 
 
 async def _chat(call: Call, body: CountBody) -> Chat:
-    """Return the chat of a body, which is made on a thread."""
-
     def convert() -> Chat:
         try:
             chat = body.chat_body()

@@ -318,7 +318,6 @@ class ChatMessage:
         self._calls = 0
 
     def delta(self, text: str, *, is_last: bool) -> dict[str, Any]:
-        """Add a part of the text; return the delta of it."""
         content: list[str] = []
         calls: list[dict[str, Any]] = []
         for piece in self._reader.push(text, is_last=is_last):
@@ -339,7 +338,6 @@ class ChatMessage:
         return delta
 
     def whole(self, text: str) -> dict[str, Any]:
-        """Return the message of a whole output."""
         delta = self.delta(text, is_last=True)
         calls = delta.get("tool_calls", [])
         content = delta.get("content", None if calls else "")

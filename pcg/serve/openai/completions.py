@@ -150,7 +150,6 @@ class _Offsets:
 
     @cached_property
     def start(self) -> int:
-        """The place where the output begins."""
         request = self._request
         if not request.params.echo or self._tokenizer is None:
             return 0
@@ -168,7 +167,6 @@ class _Offsets:
         return tokens, list(self._places(request.prompt_ids, (), 0))
 
     def of_output(self, tokens: Sequence[int]) -> Iterator[int]:
-        """Return the places of a whole output's tokens."""
         return self._places(tokens, self._request.prompt_ids, self.start)
 
     def _places(self, tokens: Sequence[int], before: Sequence[int], place: int) -> Iterator[int]:

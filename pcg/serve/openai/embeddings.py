@@ -77,7 +77,6 @@ class PooledBody(WireModel):
     use_activation: On = None
 
     def fields(self, normalize: bool = True) -> RequestFields:
-        """Return the fields of the engine's requests."""
         names = ("cache_salt", "priority", "truncate_prompt_tokens")
         fields = {
             "pooling": self.pooling or "last",
@@ -102,7 +101,6 @@ class EmbeddingsBody(PooledBody):
         return FieldNames("input")
 
     def check_dimensions(self, facts: ModelFacts) -> None:
-        """Raise an ApiError for a number of dimensions that the model's embeddings cannot have."""
         asked, width, allowed = self.dimensions, facts.width, facts.matryoshka_dimensions
         if asked is None or asked == width:
             return
@@ -225,11 +223,8 @@ class EmbeddingsReply(BaseModel):
     usage: EmbeddingUsage
 
 
-class ScoreUsage(BaseModel):
+class ScoreUsage(EmbeddingUsage):
     """The tokens of all texts, each once."""
-
-    prompt_tokens: int
-    total_tokens: int
 
 
 class Score(BaseModel):

@@ -40,7 +40,6 @@ class TokenTexts:
             self._skip = len(tokenizer.decode(self._before, skip_special_tokens=False))
 
     def text(self, token: int) -> str:
-        """Return the text of a token."""
         text = self._texts.get(token)
         if text is None:
             text = self._decoded(token)
@@ -158,7 +157,6 @@ class LogprobWriter:
         }
 
     def tokens(self, values: Iterable[TokenLogprobs]) -> list[dict[str, Any]]:
-        """Return the logprobs of a chat's tokens."""
         return [
             {
                 **self._entry(value.token_id, value.logprob),

@@ -55,7 +55,6 @@ class ContentPart(WireModel):
         return self.text if self.type in ("text", "input_text", "output_text") else None
 
     def unsupported(self, place: str, param: str) -> ApiError:
-        """Return the error of a part without a text."""
         return ApiError(
             400,
             f"{place} is of type {self.type[:64]!r}; this model reads text parts alone, each with "

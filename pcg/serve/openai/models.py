@@ -99,7 +99,6 @@ class TokenizeText(WireModel):
     return_token_strs: bool | None = None
 
     def tokens(self, service: Service, tokenizer: Tokenizer) -> list[int]:
-        """Return the tokens. ApiError: the text is too long."""
         check_length(self.prompt, service.max_model_len)
         return tokenizer.encode(self.prompt, self.add_special_tokens)
 
@@ -118,7 +117,6 @@ class TokenizeChat(WireModel):
     tools: Tools | None = None
 
     def tokens(self, service: Service, _: Tokenizer) -> list[int]:
-        """Return the tokens. ApiError: fields exclude each other, or the chat is invalid."""
         check_continued(self.continue_final_message, self.add_generation_prompt)
         continues = self.continue_final_message
         template = Template(
@@ -205,7 +203,6 @@ async def delete_model(
 
 
 def _card(service: Service, caller: Caller, model: ServedModel) -> Model:
-    """Return a model as clients see it."""
     is_base, version = model.parent is None, model.version
     created = model.created_s
     may_train = Scope.TRAIN in caller.scopes

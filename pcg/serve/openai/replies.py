@@ -100,7 +100,6 @@ class Wanted:
     def by(
         cls, token_ids: bool | None, prompt_logprobs: int | None, options: StreamOptions | None
     ) -> Wanted:
-        """Return the parts that fields of a body ask for."""
         usage = options is not None and bool(options.include_usage)
         is_running = options is not None and bool(options.continuous_usage_stats)
         return cls(bool(token_ids), prompt_logprobs is not None, usage, usage and is_running)
@@ -216,45 +215,36 @@ class ItemReply(Reply):
         self._close_item(status)
 
     def begin_item(self, item: dict[str, Any]) -> None:
-        """End the last item, and begin another one."""
         self._close_item("completed")
         self._is_open = True
         self.items.append(item)
         self.begun(item)
 
     def _close_item(self, status: str) -> None:
-        """End the last item, if it has not ended."""
         if self._is_open:
             self._is_open = False
             self.ended(self.items[-1], status)
 
     def tell(self, kind: str, **fields: Any) -> None:
-        """Add an event."""
         self._events.append({"type": kind, **fields})
 
     @abstractmethod
-    def text_item(self) -> dict[str, Any]:
-        """Return an item of text."""
+    def text_item(self) -> dict[str, Any]: ...
 
     @abstractmethod
-    def call_item(self, name: str) -> dict[str, Any]:
-        """Return an item of a call."""
+    def call_item(self, name: str) -> dict[str, Any]: ...
 
     @abstractmethod
-    def begun(self, item: dict[str, Any]) -> None:
-        """Add the events of an item that begins."""
+    def begun(self, item: dict[str, Any]) -> None: ...
 
     @abstractmethod
-    def add_text(self, item: dict[str, Any], text: str) -> None:
-        """Add text to an item, and the events of it."""
+    def add_text(self, item: dict[str, Any], text: str) -> None: ...
 
     @abstractmethod
-    def add_arguments(self, item: dict[str, Any], text: str) -> None:
-        """Add a part of the arguments to an item, and the events of it."""
+    def add_arguments(self, item: dict[str, Any], text: str) -> None: ...
 
     @abstractmethod
-    def ended(self, item: dict[str, Any], status: str) -> None:
-        """Add the events of an item that ends."""
+    def ended(self, item: dict[str, Any], status: str) -> None: ...
 
 
 class Chunks:
@@ -271,7 +261,6 @@ class Chunks:
             asked.stream.cancel()
 
     async def begin(self) -> None:
-        """Wait for the first chunks, and keep them."""
         self._first = await self.next()
 
     async def next(self) -> tuple[int, list[Chunk]] | None:
@@ -410,7 +399,6 @@ class _Unread:
 
 
 async def _until_left(receive: Receive, leave: Callable[[], None]) -> None:
-    """Wait until the client leaves; then call `leave`."""
     while (await receive())["type"] != "http.disconnect":
         pass
     leave()
@@ -421,8 +409,7 @@ class CallBody(Protocol):
 
     model: str | None
 
-    def names(self) -> FieldNames:
-        """Return the names of fields that the engine has under others."""
+    def names(self) -> FieldNames: ...
 
 
 @dataclass(frozen=True)
@@ -452,7 +439,6 @@ class Call:
 
     @property
     def defaults(self) -> SamplingDefaults:
-        """The server's defaults of sampling."""
         return self.service.part(GenerationConfig).defaults
 
     def logprobs(self, as_ids: bool | None) -> LogprobWriter:
@@ -467,7 +453,6 @@ class Call:
         *,
         repeats_ids: bool = False,
     ) -> list[Submitted]:
-        """Submit prompts; see `Service.submit`."""
         with self.names.naming():
             return await self.service.submit(
                 self.caller, self.model, prompts, fields, reply_id, repeats_ids=repeats_ids
@@ -542,7 +527,6 @@ class Call:
         return Response(content, headers=await self._headers(), media_type="application/json")
 
     async def on_thread(self, write: Callable[[], bytes]) -> bytes:
-        """Run a function that writes a long part of a reply."""
         return await self.service.beside(self.caller, write)
 
     async def _headers(self) -> dict[str, str]:

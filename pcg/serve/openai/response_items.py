@@ -118,7 +118,6 @@ def required(value: str | None, place: str) -> str:
 
 
 def _text(content: str | list[ContentPart] | None, place: str) -> str | list[ContentPart]:
-    """Return a content as chats have it."""
     if not isinstance(content, list):
         return required(content, place)
     parts = []
@@ -182,11 +181,9 @@ class ResponseStore:
         self._lock = threading.Lock()
 
     def may_keep(self, size_bytes: int) -> bool:
-        """Return True if a response of this size can be kept."""
         return size_bytes <= self._most_bytes
 
     def put(self, tenant: str, response_id: str, kept: KeptResponse) -> None:
-        """Keep a response, and drop older ones beyond the bounds."""
         with self._lock:
             responses = self._of_tenant[tenant]
             responses[response_id] = kept
@@ -196,7 +193,6 @@ class ResponseStore:
                 self._bytes[tenant] -= dropped.size_bytes
 
     def find(self, tenant: str, response_id: str) -> KeptResponse | None:
-        """Return a tenant's response, or None for an unknown id."""
         with self._lock:
             responses = self._of_tenant.get(tenant, OrderedDict())
             if response_id in responses:

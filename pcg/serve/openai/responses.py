@@ -90,7 +90,6 @@ class TextOptions(WireModel):
     verbosity: Literal["low", "medium", "high"] | None = None
 
     def response_format(self) -> ResponseFormat | None:
-        """Return the format as chats have it."""
         if not isinstance(self.format, SchemaFormat):
             return self.format
         schema = JsonSchema(name=self.format.name, schema=self.format.schema_)
@@ -112,7 +111,6 @@ class FunctionChoice(WireModel):
     name: FunctionName
 
     def named(self) -> NamedTool:
-        """Return the choice as chats have it."""
         return NamedTool(type="function", function=FunctionRef(name=self.name))
 
 
@@ -192,7 +190,6 @@ class ResponseBody(SamplingBody):
 
     @property
     def wants_logprobs(self) -> bool:
-        """True if the output has logprobs."""
         return LOGPROBS in (self.include or ())
 
     def names(self) -> FieldNames:
@@ -222,7 +219,6 @@ class ResponseBody(SamplingBody):
         return of_engine(fields, {"max_new_tokens": self.max_output_tokens, "logprobs": logprobs})
 
     def asked_tools(self) -> AskedTools:
-        """Return the tools, as chats have them."""
         tools = [
             Tool(type="function", function=Function(**tool.model_dump(exclude={"type"})))
             for tool in self.tools or []
@@ -566,7 +562,6 @@ class Responses(ItemReply):
     def _push(
         self, text: str, values: Iterable[TokenLogprobs], completion: Completion | None
     ) -> list[dict[str, Any]]:
-        """Add text and the logprobs of its tokens; return the events of it."""
         if self._logprobs is not None:
             self._pending += self._logprobs.tokens(values)
         return self.read(text, None if completion is None else _status_of(completion))
@@ -628,7 +623,6 @@ class Responses(ItemReply):
         self.tell("response.output_item.done", output_index=len(self.items) - 1, item=item)
 
     def _tell(self, kind: str, **fields: Any) -> None:
-        """Add an event of the last item."""
         index = len(self.items) - 1
         self.tell(kind, item_id=self.items[-1]["id"], output_index=index, **fields)
 
@@ -638,5 +632,4 @@ def _part() -> dict[str, Any]:
 
 
 def _status_of(completion: Completion) -> str:
-    """Return the status of a response and its last item."""
     return "incomplete" if completion.finish_reason == "length" else "completed"

@@ -56,7 +56,6 @@ def bare(schema: Any, param: str) -> Any:
 
 
 def _closed(schema: dict[str, Any]) -> dict[str, Any]:
-    """Return a schema without additional properties, if it names some."""
     names = (schema.get("patternProperties"), schema.get("properties"))
     is_open = any(isinstance(properties, Mapping) for properties in names)
     return {"additionalProperties": False, **schema} if is_open else schema
@@ -135,7 +134,6 @@ class GuidedFields(WireModel):
         return self._with_options(nested, guides[0] if guides else None)
 
     def _with_options(self, nested: StructuredOutputs, guide: Guide | None) -> Guide | None:
-        """Return a guide with the request's options of JSON in its schema."""
         flexible, pattern = False if nested.disable_any_whitespace else None, "whitespace_pattern"
         options = [
             Guide("structured_outputs.disable_any_whitespace", "whitespace_flexible", flexible),
@@ -166,7 +164,6 @@ class GuidedFields(WireModel):
         return Guide(guide.name, "guided_json", schema)
 
     def guide_names(self) -> dict[str, str]:
-        """Return the client's name of the guide, by the engine's."""
         guide = self.guide
         if guide is None:
             return {}
@@ -178,32 +175,6 @@ def _together(names: list[str]) -> ApiError:
     said = f"{' and '.join(names)} cannot be given together; give one"
     return ApiError(400, said, param=names[1])
 
-
-_SAME = (
-    "bad_words",
-    "allowed_token_ids",
-    "cache_salt",
-    "frequency_penalty",
-    "ignore_eos",
-    "include_stop_str_in_output",
-    "logit_bias",
-    "min_p",
-    "min_tokens",
-    "n",
-    "presence_penalty",
-    "priority",
-    "prompt_logprobs",
-    "repetition_penalty",
-    "seed",
-    "skip_special_tokens",
-    "stop",
-    "stop_token_ids",
-    "temperature",
-    "top_k",
-    "top_p",
-    "truncate_prompt_tokens",
-)
-"""Fields that the engine has under the same names."""
 
 _SLOS = {"ttft_slo_ms": "x-slo-ttft-ms", "tpot_slo_ms": "x-slo-tpot-ms"}
 """Fields of SLOs, and the equivalent headers, as llm-d's router sends them."""
@@ -243,7 +214,6 @@ class GenerationConfig:
     defaults: SamplingDefaults = field(default_factory=SamplingDefaults)
 
     def __str__(self) -> str:
-        """Return the defaults as a server prints them."""
         if self.source is None:
             return "temperature=1"
         values = self.defaults.model_dump(exclude_none=True)
@@ -324,7 +294,6 @@ class SamplingBody(GuidedFields, AbsentFields):
     tpot_slo_ms: Milliseconds | None = None
 
     def value_of(self, name: str, defaults: SamplingDefaults) -> Any:
-        """Return a field's value, or the server's default where the request leaves it out."""
         value = getattr(self, name)
         return getattr(defaults, name, None) if value is None else value
 
@@ -338,7 +307,7 @@ class SamplingBody(GuidedFields, AbsentFields):
             ApiError: fields that exclude each other, or a header that is no number.
         """
         fields: dict[str, Any] = {"temperature": 1.0}
-        for name in _SAME:
+        for name in _SHARED:
             value = self.value_of(name, defaults)
             if value is not None:
                 fields[name] = value
@@ -358,10 +327,18 @@ class SamplingBody(GuidedFields, AbsentFields):
         return fields
 
 
+_SHARED = tuple(
+    name
+    for name in SamplingBody.model_fields.keys() & RequestFields.__annotations__.keys()
+    if not name.startswith("guided_") and name != "request_id"
+)
+"""Fields that the engine has under the same names."""
+
+
 def of_engine(fields: Mapping[str, Any], names: Mapping[str, Any]) -> RequestFields:
     """Return the engine's fields with further ones, without those that are None."""
-    given_names = {name: value for name, value in names.items() if value is not None}
-    return {**fields, **given_names}  # type: ignore[typeddict-item]
+    further = {name: value for name, value in names.items() if value is not None}
+    return {**fields, **further}  # type: ignore[typeddict-item]
 
 
 def _header(request: Request, name: str) -> float | None:

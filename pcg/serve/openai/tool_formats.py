@@ -100,13 +100,11 @@ class HeldText:
         return text[:safe], None
 
     def finish(self) -> str:
-        """Return the text that is held back."""
         held, self._held = self._held, ""
         return held
 
 
 def _without_space(text: str) -> int:
-    """Return the length of a text without white space at its end."""
     return max(len(text.rstrip()), len(text) - MOST_SPACE)
 
 
@@ -136,11 +134,9 @@ class JsonCall:
 
     @property
     def has_all_arguments(self) -> bool:
-        """True behind the end of the arguments."""
         return self._has_arguments and self._expected == "," and not self.is_broken
 
     def push(self, text: str) -> int:
-        """Read text; return the number of characters read, fewer than all at the call's end."""
         for index, character in enumerate(text):
             if self.is_done or self.is_broken:
                 return index
@@ -148,7 +144,6 @@ class JsonCall:
         return len(text)
 
     def take(self) -> list[Piece]:
-        """Return the new pieces of the call."""
         pieces: list[Piece] = []
         if not self.begun and self._name is not None and (self._has_arguments or self.is_done):
             self.begun = True
@@ -234,7 +229,6 @@ class JsonCall:
 
 
 def _string(text: str) -> str | None:
-    """Return the string that a JSON text denotes, or None if it denotes no string."""
     try:
         value = json.loads(text, strict=False)
     except ValueError:
@@ -261,7 +255,6 @@ class _Unit(ABC):
         """Read text and add its pieces; return the text behind the unit."""
 
     def _read(self, call: JsonCall, text: str, pieces: list[Piece]) -> str:
-        """Read a part of a call; return the text behind it."""
         count = call.push(text)
         if not self.begun:
             self.raw += text[:count]
@@ -329,7 +322,6 @@ class Notation:
 
     @classmethod
     def of(cls, tokenizer: Tokenizer) -> Notation:
-        """Return the notation for a tokenizer."""
         added = tokenizer.backend.get_added_tokens_decoder()
         special = frozenset(token.content for token in added.values() if token.special)
         return cls({token.content: index for index, token in added.items()}, special)
@@ -340,7 +332,6 @@ class Notation:
         return sorted(index for text, index in self.tokens.items() if text not in excluded)
 
     def marker(self, text: str) -> str:
-        """Return a marker, as its token if it is one."""
         return f"<[{self.tokens[text]}]>" if text in self.tokens else json.dumps(text)
 
 

@@ -137,7 +137,6 @@ class ChatSupport:
 
     @cached_property
     def knows_developer(self) -> bool:
-        """True if the template has the role."""
         if self.tokenizer is None or self.tokenizer.chat_template is None:
             return False
         sources = self.tokenizer.chat_template.sources.values()
@@ -150,7 +149,6 @@ class ChatSupport:
 
     @cached_property
     def format(self) -> ToolFormat | None:
-        """The format of the model's calls; None if it is unknown."""
         return format_of(self.tokenizer, self._parser)
 
     @cached_property
@@ -165,7 +163,6 @@ class ChatSupport:
 
     @cached_property
     def notation(self) -> Notation:
-        """The notation of grammars for the tokenizer."""
         assert self.tokenizer is not None  # the template has made a prompt
         return Notation.of(self.tokenizer)
 
@@ -192,7 +189,6 @@ class ToolUse:
     fields: RequestFields = field(default_factory=RequestFields)
 
     def new_call_id(self) -> str:
-        """Return an id of a call, which only an output with a parser has."""
         assert self.format is not None
         return self.format.new_call_id()
 
@@ -376,7 +372,6 @@ def _with_calls(messages: PlainMessages, format: ToolFormat) -> PlainMessages:
 def _with_content(
     message: dict[str, Any], contents: Sequence[str | list[dict[str, str]]], between: str = "\n\n"
 ) -> dict[str, Any]:
-    """Return a message of several contents, each a text or text parts."""
     texts = [
         content if isinstance(content, str) else "\n".join(part["text"] for part in content)
         for content in contents
@@ -425,7 +420,6 @@ class CallGuide:
         return "\n".join(rules)
 
     def _calls(self, format: ToolFormat, notation: Notation) -> list[str]:
-        """Return the rules of an output that is calls, or else the content."""
         unit, between = "group", format.between_units
         if format.opening:
             unit = f"{notation.marker(format.opening)} group"
@@ -436,7 +430,6 @@ class CallGuide:
         return [f"start: content | {unit}", f"content: {_json_rule(self.content)}"]
 
     def _text_and_calls(self, format: ToolFormat, notation: Notation) -> list[str]:
-        """Return the rules of an output that is free until a call begins."""
         # Tokens as <think>, which no text can spell.
         free = notation.free_tokens(format.markers)
         more = f"(<[{','.join(map(str, free))}]> TEXT)*" if free else ""

@@ -54,7 +54,6 @@ class StreamOptions(WireModel):
 
 
 def _prompts(value: Any) -> list[str | list[int]]:
-    """Return the prompts that a body has, each a text or token ids."""
     if isinstance(value, str):
         return [value]
     if not isinstance(value, list) or not value:
