@@ -1,1 +1,1 @@
-"""Adapters as models: names on the wire, and what answers to them."""
+"""Adapters as models: their names on the wire, and the adapters of these names."""

@@ -65,7 +65,7 @@ class Load:
     Attributes:
         name: the adapter's name on the wire.
         path: its folder, absolute or under a root.
-        owner: the tenant that will own it; "" for the operator, whose adapters are everyone's.
+        owner: the tenant that will own it; "" for the operator, who shares with everyone.
         is_replacing: True if it may replace an adapter of that name.
         expected_version: the number of the version to replace; 0 for none.
     """
@@ -83,7 +83,7 @@ class Catalog:
     Attributes:
         names: the names of the base; replies have the first.
         loader: loads and unloads adapters.
-        roots: the folders that adapters may come from.
+        roots: the allowed folders of adapters.
         kept: the models of the server's store; None without one.
     Raises:
         ServeError: a static module or a root is invalid.

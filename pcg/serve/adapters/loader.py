@@ -133,7 +133,7 @@ class Loader:
         self.adopt(name, origin)
 
     async def unload(self, name: str) -> None:
-        """Unload an adapter; requests that have it go on with it.
+        """Unload an adapter; running requests keep it.
 
         AdapterError: there is none, or a job trains it.
         """
@@ -144,11 +144,10 @@ class Loader:
         self._hand_out()
 
     async def _make_room(self, name: str, tenant: str) -> None:
-        """Wait for a place for one more adapter, unless it has one.
+        """Wait for a place for an adapter, unless it has a place.
 
-        Places go to tenants in turn, and to the adapters of each as they came. While somebody
-        waits, those that may go are unloaded one by one, and each that is loaded meanwhile is one
-        of them.
+        Places go to tenants in turn, and to a tenant's adapters in the order of its requests. While
+        somebody waits, adapters that may go are unloaded, also those loaded meanwhile.
         """
         present = self.adapters.keys() | self._coming
         if name in present or (len(present) < self._most and not any(self._waiting.values())):
@@ -207,14 +206,14 @@ class Loader:
                 self._origins[last] = replace(self._origins[last], is_found=False)
 
     def _next_turn(self) -> tuple[asyncio.Future[None], str] | None:
-        """Return the first of the tenant whose turn it is; None if nobody waits."""
+        """Return the first place of the next tenant; None if nobody waits."""
         for tenant in [tenant for tenant, waiting in self._waiting.items() if not waiting]:
             del self._waiting[tenant]
         every = (turn for waiting in self._waiting.values() for turn in waiting.items())
         return next((turn for turn in every if not turn[0].cancelled()), None)
 
     def _take_turn(self, place: asyncio.Future[None], error: Exception | None) -> None:
-        """Hand a place out, or refuse it; the other tenants come first from now on."""
+        """Hand a place out, or refuse it; the other tenants have precedence from now on."""
         tenant = next(tenant for tenant, waiting in self._waiting.items() if place in waiting)
         waiting = self._waiting.pop(tenant)
         del waiting[place]

@@ -49,7 +49,7 @@ class Roots:
         return bool(self._folders)
 
     def named(self, name: str) -> Path | None:
-        """Return the adapter right under a root of that name, the first one; None without."""
+        """Return the folder of that name in the first root that has it; None without."""
         is_one_part = name == os.path.basename(name) and not name.startswith(".")
         if not is_one_part or "\\" in name or not name:
             return None
@@ -154,7 +154,7 @@ def parse_modules(texts: Sequence[str]) -> list[LoraModule]:
     """Parse `NAME=PATH`, or a JSON object of name, path and base_model_name, as vLLM does.
 
     Raises:
-        ServeError: a text is neither, or a name comes twice.
+        ServeError: a text is neither, or a name is repeated.
     """
     modules = [_parse(text) for text in texts]
     names = [module.name for module in modules]

@@ -92,7 +92,7 @@ PARTS = Table("upload_parts", PartRecord)
 
 
 class ListPage(BaseModel, Generic[Item]):
-    """A page of a list; `after` with the last id asks for the next one."""
+    """A page of a list; `after` with the last id requests the next page."""
 
     object: Literal["list"] = "list"
     data: list[Item]
@@ -123,11 +123,11 @@ class Page:
 
     @property
     def order(self) -> str:
-        """The end of a statement: one more row than the page has tells whether others follow."""
+        """The end of a statement; a row beyond the page means that others follow."""
         return f"ORDER BY id {'ASC' if self.is_rising else 'DESC'} LIMIT {self.limit + 1}"
 
     def shown(self, records: Sequence[Any], kind: type[Item]) -> ListPage[Item]:
-        """Return the page of records, of which there is one more where others follow."""
+        """Return the page; a record beyond it means that others follow."""
         data = [kind.model_validate(record) for record in records[: self.limit]]
         first, last = (records[0].id, records[len(data) - 1].id) if data else (None, None)
         has_more = len(records) > self.limit
@@ -160,7 +160,7 @@ def expire(connection: sqlite3.Connection, now_s: int) -> list[str]:
 
 
 def add_upload(connection: sqlite3.Connection, record: UploadRecord) -> None:
-    """Add an upload; drop the tenant's oldest that are over."""
+    """Add an upload; drop the oldest of the tenant's finished ones."""
     UPLOADS.insert(connection, record)
     connection.execute(
         "DELETE FROM uploads WHERE tenant = ?1 AND status != 'pending' AND id NOT IN (SELECT id "
@@ -231,7 +231,7 @@ class Quota:
 
     @contextmanager
     def flight(self, tenant: str, kept_bytes: int, part: int | None = None) -> Iterator[InFlight]:
-        """Count a file, or a part of an upload, while it comes.
+        """Count a file, or a part of an upload, while it is received.
 
         Args:
             kept_bytes: bytes that the tenant keeps, for a part without the room of its uploads.
@@ -327,7 +327,7 @@ class Files:
         return record
 
     async def listed(self, tenant: str, page: Page, purpose: str | None) -> list[FileRecord]:
-        """Return a page of a tenant's files, and one more where others follow."""
+        """Return a page of a tenant's files, and a further file if others follow."""
         behind, values = page.condition()
         equal = {"tenant": tenant, **({} if purpose is None else {"purpose": purpose})}
         condition = f"({_LIVES}) AND {behind}"

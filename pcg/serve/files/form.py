@@ -1,4 +1,4 @@
-"""Forms with a file, read as they come: the file goes to the disk, never into memory whole."""
+"""Forms with a file, read as streams: the file goes to the disk, never into memory whole."""
 
 from __future__ import annotations
 

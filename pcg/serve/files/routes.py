@@ -1,4 +1,4 @@
-"""/v1/files and /v1/uploads: files of clients, whole or in parts of any order and at once."""
+"""/v1/files and /v1/uploads: files of clients, whole, or in parts of any order, in parallel."""
 
 from __future__ import annotations
 
@@ -189,7 +189,7 @@ async def get_file(file_id: str, caller: Trainer, files: FilesPart) -> File:
 
 @router.delete("/files/{file_id}")
 async def delete_file(file_id: str, caller: Trainer, files: FilesPart) -> Deleted:
-    """Delete a file; jobs that were made with it have their own copy."""
+    """Delete a file; its jobs have their own copy."""
     await files.delete(caller.tenant, file_id)
     return Deleted(id=file_id)
 
@@ -394,7 +394,7 @@ async def _completed(
 
 
 def _join(content: Incoming, contents: Contents, digests: Sequence[str]) -> None:
-    """Write contents one behind the other, on a thread. StoreDamagedError: one is damaged."""
+    """Concatenate contents, on a thread. StoreDamagedError: a content is damaged."""
     for digest in digests:
         for piece in contents.pieces(digest):
             content.write(piece)

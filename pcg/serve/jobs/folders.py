@@ -1,8 +1,8 @@
-"""Folders of jobs in the server's store, and the removal of what no job needs.
+"""Folders of jobs in the server's store, and the removal of unneeded files.
 
 jobs/<id>/training.jsonl        a link to the content of the file, which may be deleted
 jobs/<id>/validation.jsonl
-jobs/<id>/start/                the adapter that it continues, if there is one
+jobs/<id>/start/                the adapter that it continues, if any
 jobs/<id>/checkpoints/          the last ones stay, each served under a name
 jobs/<id>/record/               its record, as long as its row exists
 jobs/<id>/model/                the adapter that it ended with
@@ -57,7 +57,6 @@ _DAY_S = 86_400
 _STEP = re.compile(r"step-(\d{8,})(\.\d+)?")
 
 
-@dataclass(frozen=True)
 class JobFolder:
     """The folder of a job.
 
@@ -65,36 +64,16 @@ class JobFolder:
         root: the folder of the store.
     """
 
-    root: Path
-    id: str
-
-    @property
-    def path(self) -> Path:
-        return self.root / _JOBS / self.id
-
-    @property
-    def training(self) -> Path:
-        return self.path / "training.jsonl"
-
-    @property
-    def validation(self) -> Path:
-        return self.path / "validation.jsonl"
-
-    @property
-    def checkpoints(self) -> Path:
-        return self.path / "checkpoints"
-
-    @property
-    def start(self) -> Path:
-        return self.path / "start"
-
-    @property
-    def record(self) -> Path:
-        return self.path / "record"
-
-    @property
-    def model(self) -> Path:
-        return self.path / MODEL
+    def __init__(self, root: Path, id: str) -> None:
+        self.root = root
+        self.id = id
+        self.path = root / _JOBS / id
+        self.training = self.path / "training.jsonl"
+        self.validation = self.path / "validation.jsonl"
+        self.start = self.path / "start"
+        self.checkpoints = self.path / "checkpoints"
+        self.record = self.path / "record"
+        self.model = self.path / MODEL
 
     def make(
         self, contents: Contents, training: str, validation: str | None, start: Path | None
@@ -105,7 +84,7 @@ class JobFolder:
             start: the folder of the adapter; None for the base.
         Raises:
             ApiError: the adapter was deleted meanwhile.
-            StoreDamagedError: a file is not what was kept, or is gone.
+            StoreDamagedError: a file was changed, or is missing.
             StoreFullError: there is no room.
         """
         try:
@@ -144,21 +123,21 @@ class JobFolder:
             shutil.rmtree(path / TRAINER, ignore_errors=True)
 
     def unnamed(self, named: Collection[str]) -> list[Path]:
-        """Return the adapters and checkpoints that are not named, and what else is with them."""
+        """Return the adapters and checkpoints that are not named, and other files with them."""
         saved = self.checkpoints.iterdir() if self.checkpoints.is_dir() else ()
         return [p for p in (*saved, self.model) if p.exists() and self.relative(p) not in named]
 
     def held_bytes(self) -> int:
-        """Count the bytes of all that is in it but the data, and the record's page.
+        """Count the bytes of its files except the data and the record's page.
 
-        The page is made of the rest of the record, behind the job's end, when this was counted.
+        The page is written from the record after the job's end, when this was counted.
         """
         others = (self.training, self.validation, self.record / REPORT)
         files = [path for path in self.path.glob("**/*") if path.is_file() and path not in others]
         return sum(path.lstat().st_size for path in files)
 
     def strip(self) -> None:
-        """Remove all but models and checkpoints; no row is of the job any more."""
+        """Remove all but models and checkpoints, as the job has no row any more."""
         self.tidy()
         for path in (self.record, self.start):
             shutil.rmtree(path, ignore_errors=True)
@@ -194,7 +173,7 @@ class JobFolder:
         return {}
 
     def last_good(self) -> tuple[int, str]:
-        """Return the step of the last checkpoint that is whole, and the damage of a later one.
+        """Return the step of the last undamaged checkpoint, and the damage of a later checkpoint.
 
         The step is 0 without a checkpoint, the damage empty where there is none.
         """
@@ -208,9 +187,9 @@ class JobFolder:
         return 0, damage
 
     def check_data(self, digests: Collection[str]) -> None:
-        """Compare the data with the digests of the files that it was made of.
+        """Compare the data with the digests of its files.
 
-        StoreDamagedError: it is not what was kept.
+        StoreDamagedError: it was changed.
         """
         for path in (self.training, self.validation):
             try:
@@ -241,7 +220,7 @@ def folder_of(store: Store, id: str) -> JobFolder:
 
 
 def folders_of(store: Store) -> list[Path]:
-    """Return the folders of jobs that are there."""
+    """Return the existing folders of jobs."""
     root = store.folder / _JOBS
     return list(root.iterdir()) if root.is_dir() else []
 
@@ -278,7 +257,7 @@ def remove_old(connection: sqlite3.Connection, now_s: int, days: float) -> None:
 
 
 async def clean_folders(files: Files, folders: Sequence[Path], days: float) -> None:
-    """Remove rows that ended more than some days ago, and what no row needs of folders.
+    """Remove rows that ended more than some days ago, and the parts of folders that no row needs.
 
     Args:
         folders: those of jobs.
@@ -354,10 +333,10 @@ class _Rows:
 
 
 def _sweep(store: Store, folders: Iterable[Path], rows: _Rows) -> dict[str, int]:
-    """Remove what no row needs of folders, which a crash left, or move it to quarantine.
+    """Remove parts of folders that no row needs, left by a crash, or move them to quarantine.
 
     Returns:
-        The bytes that are left in the folders of jobs that are over.
+        The remaining bytes of the folders of finished jobs.
     """
     left, unnamed = list[JobFolder](), list[Path]()
     for path in folders:

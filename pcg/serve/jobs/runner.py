@@ -170,7 +170,7 @@ class JobRunner:
         return folder_of(self.files.store, job.id)
 
     async def _recover(self, folders: Sequence[Path]) -> None:
-        """Add what the jobs did before the server ended, and queue those that are not over.
+        """Add the steps before the server ended, and queue the unfinished jobs.
 
         Args:
             folders: those of jobs before there was a request, which may make others meanwhile.
@@ -186,7 +186,7 @@ class JobRunner:
         self._fill()
 
     async def _catch_up(self, job: JobRecord) -> None:
-        """Add what a job did before the server ended, and remove checkpoints that no row names."""
+        """Add a job's steps before the server ended, and remove checkpoints without a row."""
         folder = self.folder(job)
         changes = await self._write(job, partial(catch_up, job=job, folder=folder))
         await self._apply(job, changes)
@@ -195,7 +195,7 @@ class JobRunner:
         await asyncio.to_thread(self.files.store.discard, paths)
 
     async def _write(self, job: JobRecord, act: Callable[[sqlite3.Connection], Result]) -> Result:
-        """Write what a job needs to go on, once there is room to."""
+        """Run a write of a job, and repeat it until there is room."""
         while True:
             try:
                 return await self.files.write(act)
@@ -204,7 +204,7 @@ class JobRunner:
                 await asyncio.sleep(_AGAIN_S)
 
     async def create(self, job: JobRecord, most: int, data: Sequence[tuple[str, int]]) -> JobRecord:
-        """Keep a job whose folder is there, and queue it.
+        """Keep a job with an existing folder, and queue it.
 
         Args:
             most: the most jobs of a tenant that are not over.
@@ -253,7 +253,7 @@ class JobRunner:
         return changed
 
     async def pause(self, job: JobRecord) -> JobRecord:
-        """Pause a job, once its step is done. ApiError: it does not go on now, or has ended."""
+        """Pause a job after its step. ApiError: it does not run now, or has ended."""
         if job.id not in self._running:
             changed = await self._change(job, ACTIVE, PAUSED, "The job was paused")
             self._queued.pop(job.id, None)
@@ -282,7 +282,7 @@ class JobRunner:
         await tidy_job(self.files, job, self.folder(job))
 
     async def model_gone(self, tenant: str, folder: Path) -> None:
-        """Remove the folder of a model that is kept no more, unless its job may go on from it."""
+        """Remove the folder of a dropped model, unless its job may continue from it."""
         id = folder.relative_to(self.files.store.folder).parts[1]
         job = await self.files.read(lambda db: records.find(db, id))
         of_job = folder_of(self.files.store, id)
@@ -317,7 +317,7 @@ class JobRunner:
     def _fill(self) -> None:
         """Begin queued jobs while there are places.
 
-        The tenant with the fewest running jobs comes first, then the longest ago served.
+        The tenant with the fewest running jobs is first, then the one served longest ago.
         """
         takes_more = self._client.health().state is EngineState.RUNNING
         while takes_more and len(self._running) < self._most:
@@ -378,12 +378,12 @@ class JobRunner:
             await self._end_on_engine(job, interrupts=interrupts)
 
     def _tell(self, loop: asyncio.AbstractEventLoop, job: JobRecord, news: JobNews) -> None:
-        """Take news on the event loop; what comes behind its end is in the job's checkpoint."""
+        """Take news on the event loop; later news is in the job's checkpoint."""
         with suppress(RuntimeError):  # it is closed
             loop.call_soon_threadsafe(self._take, job, news)
 
     def _take(self, job: JobRecord, news: JobNews) -> None:
-        """Keep what came of a job, in its order, also where a full disk has it wait."""
+        """Keep the news of a job in their order, even if a full disk delays them."""
         if isinstance(news, JobStep):
             self._do(self._stepped(job, news))
         elif isinstance(news, JobSamples):
@@ -413,7 +413,7 @@ class JobRunner:
         await asyncio.wrap_future(self._client.call(PutGrades(name, rewards, refusal)))
 
     async def _apply(self, job: JobRecord, changes: Changes) -> None:
-        """Serve the models that came by a write, and end serving those that went."""
+        """Serve the models that a write added, and stop serving those that it removed."""
         for model in changes.new:
             if model.name not in changes.gone:
                 self._kept.put(model)
@@ -428,7 +428,7 @@ class JobRunner:
             await self._loader.unload(engine_name(tenant, name))
 
     def _leave(self, job: JobRecord) -> None:
-        """Note that the engine does not run a job any more, and grade nothing of it further."""
+        """Note that the engine does not run a job any more, and stop grading it."""
         self._running.pop(job.id, None)
         self._end_pause(job)
         self._locks.pop(job.id, None)
@@ -441,7 +441,7 @@ class JobRunner:
             pause.set_result(None)
 
     async def _settle(self, job: JobRecord, end: JobEnd) -> None:
-        """Keep how a job ended, once there is room to, and have others begin."""
+        """Keep the end of a job, once there is room, and begin others."""
         async with self._turn(job):
             await self._keep_end(job, end)
         self._leave(job)

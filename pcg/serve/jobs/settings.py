@@ -452,7 +452,7 @@ def checked_peft(config: dict[str, Any] | None, start: str | None) -> dict[str, 
 
 
 def _check_plain(value: Any, where: str, depth: int = 0) -> None:
-    """Refuse numbers that take too much, and names that are patterns, which may take for ever."""
+    """Refuse numbers that take too much, and names that are patterns, which may never end."""
     if isinstance(value, str) and not _NAME.fullmatch(value):
         said = f"{where}: use names of up to 128 letters, digits, dots, - and _, and no patterns"
         raise ApiError(400, said, param=where)

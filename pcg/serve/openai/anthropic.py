@@ -51,7 +51,7 @@ from pcg.serve.openai.wire import FieldNames, Nothing, Only
 
 
 class Block(WireModel):
-    """A block of a content; what no type here has, as `cache_control`, has no effect."""
+    """A block of a content; fields of no type, as `cache_control`, have no effect."""
 
     model_config = ConfigDict(extra="allow")
 
@@ -134,7 +134,7 @@ class OutputConfig(WireModel):
 
 
 class CountBody(WireModel):
-    """Messages whose tokens are counted; `cache_control` and `speed` have no effect."""
+    """Messages to count the tokens of; `cache_control` and `speed` have no effect."""
 
     model: str | None = None
     messages: Annotated[

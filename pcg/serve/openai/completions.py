@@ -94,7 +94,7 @@ class CompletionBody(SamplingBody):
 
 
 class Choice(BaseModel):
-    """A continuation. The ids of tokens are there where the request asks for them."""
+    """A continuation. It has ids of tokens on request."""
 
     index: int
     text: str

@@ -79,7 +79,7 @@ Content = Annotated[
 
 
 class CalledFunction(WireModel):
-    """The function of a tool call; OpenAI's client sends what it parsed back, without effect."""
+    """The function of a tool call; OpenAI's client sends its parsed form back, without effect."""
 
     name: str
     arguments: str | dict[str, Any]
@@ -99,8 +99,8 @@ class ToolCall(WireModel):
 class Message(WireModel):
     """A message of any role.
 
-    Fields of an assistant's reply may come back: a refusal is its text, what OpenAI's client parsed
-    of it has no effect, and annotations, audio and function_call have to be empty.
+    Clients send fields of an assistant's reply back: a refusal is its text, `parsed` has no effect,
+    and annotations, audio and function_call have to be empty.
     """
 
     role: Literal["system", "developer", "user", "assistant", "tool"]

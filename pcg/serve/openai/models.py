@@ -141,7 +141,7 @@ TokenizeBody = Annotated[
 
 
 class TokenizeReply(BaseModel):
-    """Token ids, and their names in the vocabulary if the request asks for them."""
+    """Token ids, and their names in the vocabulary on request."""
 
     count: int
     max_model_len: int | None

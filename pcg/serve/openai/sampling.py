@@ -2,7 +2,7 @@
 
 OpenAI's fields first, then vLLM's. A field that is null counts as left out. A request has one
 constraint; llguidance takes the white space of JSON as options of the schema.
-`pcg.runtime.sampling.grammars` says what a schema, a regex or a grammar may contain.
+`pcg.runtime.sampling.grammars` lists the supported keywords of schemas, regexes and grammars.
 
 A model's generation_config.json has defaults of sampling, as vLLM's servers read it:
 
@@ -221,7 +221,7 @@ class GenerationConfig:
 
 
 def read_generation_config(asked: str, model: Path | None) -> GenerationConfig:
-    """Return the defaults that `--generation-config` asks for.
+    """Return the defaults of `--generation-config`.
 
     Args:
         model: the directory of the model; None for a model without one.

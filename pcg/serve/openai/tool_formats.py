@@ -65,7 +65,7 @@ class ToolParser(Protocol):
     """Finds the tool calls in one output."""
 
     def push(self, text: str) -> list[Piece]:
-        """Add a part of the text; return the pieces that are certain now."""
+        """Add a part of the text; return the certain pieces."""
         ...
 
     def finish(self) -> list[Piece]:
@@ -74,7 +74,7 @@ class ToolParser(Protocol):
 
 
 class HeldText:
-    """Splits a stream of text at a marker, holding back what may be the marker's beginning.
+    """Splits a stream of text at a marker, holding back a possible beginning of it.
 
     Attributes:
         space: the white space before the last marker, up to `MOST_SPACE` characters.

@@ -216,7 +216,7 @@ class MessageReader:
         self._parser = None if use.format is None else use.format.parser(use.names)
 
     def push(self, text: str, *, is_last: bool) -> list[Piece]:
-        """Add a part of the text; return the pieces that are certain now."""
+        """Add a part of the text; return the certain pieces."""
         if self._parser is None:
             return [TextPiece(text)] if text else []
         pieces = self._parser.push(text)
@@ -228,7 +228,7 @@ class MessageReader:
 
 @dataclass(frozen=True)
 class AskedTools:
-    """The tools that a request asks for.
+    """The tools of a request.
 
     Attributes:
         content: the JSON schema of the content of an output without calls; None for any text.

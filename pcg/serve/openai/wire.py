@@ -8,8 +8,8 @@ logprobs            top_logprobs in chats
 ttft_slo_s=0.05     ttft_slo_ms=50
 a prompt            prompt, messages, input
 
-Fields of other servers that this one lacks are declared by `Only`: null, and a value that asks for
-the default, are accepted, as clients write whole bodies out. Every other value would change the
+Fields of other servers that this one lacks are declared by `Only`: null and values
+of the default are accepted, as clients write whole bodies out. Every other value would change the
 answer, and is refused by name.
 
 Source: openai 3.54's types of parameters, and the protocol.py files of vllm/entrypoints/openai.
