@@ -39,10 +39,10 @@ from pcg.units import shown
 
 
 def converted(value: Any, hint: Any, folder: Path) -> Any:
-    """Return a value as a field of a type has it.
+    """Convert a value to the type of a field.
 
     Raises:
-        ValueError: it is no such value; the text says what would be one.
+        ValueError: it does not fit; the text says what would.
     """
     kinds = _members(hint)
     if Any in kinds or object in kinds or (value is None and type(None) in kinds):
@@ -56,13 +56,13 @@ def converted(value: Any, hint: Any, folder: Path) -> Any:
 
 
 def _members(hint: Any) -> list[Any]:
-    """The types of a union, or the one type; narrow ones before wide ones."""
+    """Return the types of a union, texts last."""
     is_union = get_origin(hint) in (Union, types.UnionType)
     return sorted(get_args(hint) if is_union else [hint], key=lambda kind: kind is str)
 
 
 def _one(value: Any, kind: Any, folder: Path) -> Any:
-    """Return a value as one type has it; None if it is no such value."""
+    """Convert a value to a type; None if it does not fit."""
     origin, inner = get_origin(kind) or kind, get_args(kind)
     if origin is Literal:
         return value if any(value == word and type(value) is type(word) for word in inner) else None
@@ -110,7 +110,7 @@ def _sequence(value: Any, origin: type, inner: Sequence[Any], folder: Path) -> A
 
 
 def _words(kind: Any) -> str:
-    """The words for a value of a type."""
+    """Describe the values of a type."""
     origin, inner = get_origin(kind) or kind, get_args(kind)
     if origin is Literal:
         return " or ".join(map(str, inner))
@@ -223,7 +223,7 @@ def _set(values: dict[str, Any], setting: str, hints: Mapping[str, Any]) -> None
 
 
 def _merged(old: Any, new: Any) -> Any:
-    """Return an object with what another one has in place of its own."""
+    """Merge two objects; the second wins."""
     if not isinstance(old, Mapping) or not isinstance(new, Mapping):
         return new
     return {**old, **{name: _merged(old.get(name), value) for name, value in new.items()}}
@@ -383,7 +383,7 @@ def has_adapter(folder: Path) -> bool:
 
 
 def own_recipe(executor: Executor, name: str) -> Any:
-    """Return the program's one recipe for an adapter that has none of its own; None without it."""
+    """Return the program's only recipe for an adapter without its own; None if it has several."""
     recipes = executor.program.recipes
     if name not in recipes and len(recipes) == 1:
         return recipe_of_fields(next(iter(recipes.values())))

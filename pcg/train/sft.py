@@ -1,4 +1,4 @@
-"""Supervised finetuning by a configuration file, and what becomes of its adapter.
+"""Supervised finetuning by a configuration file, which saves the adapter.
 
     config = read_config(Path("sft.yaml"), SFT_KEYS)
     result = train_sft(config)
@@ -80,7 +80,7 @@ def finetune_and_save(
         options: fields of `FinetuneOptions`. Checkpoints in the output's own folder are removed
             once the adapter is saved.
     Raises:
-        FinetuneError: the adapter collapsed, or as of `Executor.finetune`.
+        FinetuneError: the adapter collapsed, or as in `Executor.finetune`.
     """
     result = executor.finetune(data, adapter=adapter, peft=peft, **options)
     if result.is_collapsed:
@@ -92,7 +92,7 @@ def finetune_and_save(
 
 
 def _collapse(result: FinetuneResult, output: Path) -> str:
-    """The words on a job whose adapter is not worth its place."""
+    """Describe a collapsed job."""
     assert result.first_data is not None
     before, after = result.first_data
     return (

@@ -62,8 +62,8 @@ class BoundTraining:
             link: this rank's pipeline stage's link to the others; None where it has all layers.
             training_for: returns the program for a step of so many sequences of so many tokens;
                 None to train all steps by `training`.
-            freed: gives what steps free back to the system; None if nothing has to.
-            windows: True if it trains beside what an engine serves, window by window.
+            freed: returns the memory that steps free to the system; None to keep it.
+            windows: True if it trains window by window within an engine.
         """
         self.training = training
         self._freed = freed
@@ -105,10 +105,10 @@ class BoundTraining:
     def plan_for(self, sequences: int, tokens: int, for_all: bool = False) -> None:
         """Train by a plan that holds the memory budget for so many sequences and tokens of all.
 
-        It is called between two passes. The model and what is bound to it stay.
+        Call it between two passes. The model and its bound weights stay.
 
         Args:
-            for_all: train all further steps by it, so that all replicas read layers in one order.
+            for_all: train all further steps by it, so that replicas read layers in the same order.
         Raises:
             MemoryBudgetError: they need more than the budget.
         """
@@ -122,19 +122,19 @@ class BoundTraining:
             self._training_for = None
 
     def begin_pass(self, trains: bool) -> None:
-        """Begin a pass, whose layers' weights are read in the order of the plan."""
+        """Begin a pass; its layers' weights are read in the order of the plan."""
         if self.weights.gathered is not None:
             self.weights.gathered.follow(layers_of_pass(self.training, trains))
         self.encode_prompts()
 
     def pass_by(self, trains: bool) -> None:
-        """Do what other replicas need of this one for a pass that has no sequence here."""
+        """Take part in the gathers of a pass that has no sequence on this replica."""
         if self.weights.gathered is not None:
             self.weights.gathered.pass_by(layers_of_pass(self.training, trains))
 
     @property
     def layers_back(self) -> int:
-        """The layers that a window goes back through; of stages at once, the most of one."""
+        """The layers that a window goes back through; over stages, the most of a stage."""
         return max(map(len, layers_back(self.stages, self.training.first_back)), default=0)
 
     @property
@@ -143,7 +143,7 @@ class BoundTraining:
         return next(tensor.device for weights in held for tensor in vars(weights).values())  # type: ignore[no-any-return]
 
     def targets_of(self, example: Example) -> list[int]:
-        """Return what each token must predict, virtual tokens first; negative for nothing."""
+        """Return the target of each token, virtual tokens first; negative for none."""
         skipped = 0 if self.adapter.recipe.learns_first_token else 1
         unlearned = [IGNORED] * (self.adapter.prompt_tokens + skipped)
         return [*unlearned, *example.labels[skipped:], IGNORED][1:]
@@ -151,7 +151,7 @@ class BoundTraining:
     # ------------------------------------------------------------------------------- encoders
 
     def encode_prompts(self) -> None:
-        """Run the recipe's encoder, if it has one, which makes the virtual tokens of a pass."""
+        """Run the recipe's encoder, if any, which computes the virtual tokens of a pass."""
         if self._encoder is not None:
             self._encoder.make()
             self.shards.scatter()
@@ -165,7 +165,7 @@ class BoundTraining:
         self._encoder.backward()
 
     def _gather_encoded_gradients(self) -> None:
-        """Gather the gradients of the weights that an encoder made from their shards."""
+        """Gather the gradients of an encoder's outputs from their shards."""
         self.shards.sum_gradients()
         gradients = {n: t.grad for n, t in self.shards.tensors.items() if t.grad is not None}
         for path, gradient in self.shards.joined(gradients).items():
@@ -178,9 +178,9 @@ class BoundTraining:
     # ------------------------------------------------------------------------------- functions
 
     def prologue(self, batch: Batch) -> tuple[Sequence[Any], Sequence[Tensor | None]]:
-        """Run the prologue; returns the first layer's input, and what all layers read.
+        """Run the prologue; return the first layer's inputs, and the values that all layers read.
 
-        A later pipeline stage receives both from the one before.
+        A later pipeline stage receives both from the stage before it.
         """
         shared: Sequence[Any]
         if self.link is not None and not self.stage.is_first:
@@ -196,7 +196,7 @@ class BoundTraining:
     def layer(
         self, layer: int, batch: Batch, carried: Sequence[Tensor], shared: Sequence[Tensor | None]
     ) -> ProductRequest[tuple[Sequence[Tensor], Sequence[Tensor]]]:
-        """Run a layer forward; returns its outputs, and what it saves for backward."""
+        """Run a layer forward; return its outputs, and the tensors saved for backward."""
         training = self.training
         batch.layer = layer
         forward = self._functions[training.plans[training.layers[layer]].forward.name]
@@ -221,7 +221,7 @@ class BoundTraining:
         return 0
 
     def loss_tokens(self, tokens: int, left: int) -> int:
-        """Return how many of `left` tokens have their loss computed at once, of up to `tokens`."""
+        """Return the size of the next loss chunk: up to `tokens` of the `left` ones."""
         return tokens if self._graphs is None else self._graphs.loss.fitting(tokens, left)
 
     def loss(self, window: WindowLoss, chunk: LossChunk) -> ProductRequest[Tensor]:
@@ -322,7 +322,7 @@ class BoundTraining:
     def update_graphs(
         self, optimizer: torch.optim.Optimizer, clip: Callable[[], Tensor]
     ) -> UpdateGraphs | None:
-        """Return the recorded ends of steps, by how one clips; None where nothing is recorded."""
+        """Return the recorded clipping and update; None where nothing is recorded."""
         if self._graphs is None or not self._graphs.records:
             return None
         return UpdateGraphs(optimizer, clip, self._graphs.gradients, self._graphs.recorder)
@@ -342,13 +342,13 @@ class BoundTraining:
 
     @property
     def is_recorded(self) -> bool:
-        """True if it has recorded windows, and trains by one program alone."""
+        """True if it has recorded windows, and always trains by the same program."""
         return self._graphs is not None and self._training_for is None
 
     def loss_inputs(
         self, carried: Sequence[Tensor], shared: Sequence[Tensor | None]
     ) -> list[Tensor]:
-        """Return what the epilogue reads of a window's tokens."""
+        """Return the epilogue's inputs for a window."""
         return [*carried, *self._inputs.of(self.training.model.epilogue, shared)]
 
     def prologue_backward(self, batch: Batch, gradients: list[Tensor]) -> None:

@@ -116,7 +116,7 @@ class Checkpoint:
     Attributes:
         trajectory: all that its weights depend on; equal in the run that resumes it.
         best: the adapter of the best evaluation, if it is to be restored at the end.
-        beside: the tensors of what trains beside the program; empty for methods but AdaLoRA.
+        beside: tensors trained outside the program, as AdaLoRA's scores; else empty.
     """
 
     state: TrainerState
@@ -128,7 +128,7 @@ class Checkpoint:
 
 
 class Resumable(Protocol):
-    """The contents of a checkpoint that a run goes on from."""
+    """The contents of a checkpoint that a run continues from."""
 
     @property
     def state(self) -> TrainerState: ...
@@ -148,7 +148,7 @@ class TrainerRun:
 
     @classmethod
     def read(cls, path: Path) -> TrainerRun:
-        """Read the notes of a state; empty where it is no run's. FinetuneError: it is damaged."""
+        """Read the notes of a state; empty for another kind. FinetuneError: it is damaged."""
         check_checkpoint(path)
         with damage_of(str(path), FinetuneError, "; use an older one, or start anew"):
             notes = read_json(path / STATE, FinetuneError)["state"]["position"]
@@ -202,7 +202,7 @@ class CheckpointStore:
         """Keep other jobs, of any process, from saving here until `unlock` is called.
 
         Raises:
-            FinetuneError: one does.
+            FinetuneError: another job has it locked.
         """
         try:
             self.directory.mkdir(parents=True, exist_ok=True)
@@ -234,9 +234,9 @@ class CheckpointStore:
         return None
 
     def candidates(self) -> list[Path]:
-        """Return the checkpoints to go on from: the one that `latest` names, then older ones.
+        """Return the checkpoints to continue from: the one that `latest` names, then older ones.
 
-        Where `latest` is missing or names none that is there, all of them, the newest first.
+        Without a valid `latest`, return all checkpoints, the newest first.
         """
         saved = self._all()[::-1]
         try:
@@ -354,7 +354,7 @@ class CheckpointStore:
         return sorted(path for path in self.directory.iterdir() if _NAME.fullmatch(path.name))
 
     def _sweep(self) -> None:
-        """Remove what a killed run left unfinished."""
+        """Remove the unfinished files of a killed run."""
         for path in self.directory.glob(f"*{_UNFINISHED}*"):
             if path.is_dir():
                 shutil.rmtree(path, ignore_errors=True)
@@ -362,7 +362,7 @@ class CheckpointStore:
                 path.unlink(missing_ok=True)
 
     def _free_path(self, step: int) -> Path:
-        """Return a free name for the step's checkpoint, beside another run's of that step."""
+        """Return a free name for the step's checkpoint; another run may have saved that step."""
         path, count = self.directory / f"step-{step:08d}", 0
         while path.exists():
             count += 1
@@ -405,7 +405,7 @@ def check_checkpoint(path: Path) -> None:
     """Compare the files of a checkpoint with their checksums.
 
     Raises:
-        FinetuneError: one is missing or damaged, or what is there is no checkpoint.
+        FinetuneError: a file is missing or damaged, or the folder has no checkpoint.
     """
     fix = "; bring it back from a copy, go on from another checkpoint, or start anew"
     if is_directory(path / TRAINER):
@@ -485,7 +485,7 @@ def _read_state(path: Path) -> tuple[TrainerState, dict[str, Any]]:
 
 
 def _differences(saved: Mapping[str, Any], current: Mapping[str, Any]) -> list[str]:
-    """Describe how this run's trajectory differs from a saved one."""
+    """Describe the differences of this run's trajectory from a saved trajectory."""
     words = []
     for name in dict.fromkeys([*saved, *current]):
         before, now = saved.get(name), current.get(name)

@@ -1,6 +1,6 @@
 """Losses that come as graphs: functions of tensors as plain data, checked and run on data.
 
-A graph is what `torch.fx` traces of a function, node for node, as Tinker's clients send it: names,
+A graph is the trace of a function by `torch.fx`, node for node, as Tinker's clients send it: names,
 numbers and texts alone, of which nothing is code.
 
     nodes        placeholders in the order of the inputs, calls of functions and methods, an output
@@ -52,7 +52,7 @@ class Operator:
     """A function that a graph may call.
 
     Attributes:
-        function: what runs.
+        function: the implementation.
         is_elementwise: a result has the shape that all arguments broadcast to, or less.
         of_numbers: it takes numbers, and no tensors.
         makes: it makes a tensor of no other one.
@@ -64,7 +64,7 @@ class Operator:
     makes: bool = False
 
     def planned(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> int:
-        """Return a bound of the numbers of its result; raises what torch does of bad arguments."""
+        """Return a bound of the size of the result. Bad arguments raise torch's errors."""
         if self.of_numbers or self is ATTRIBUTE:
             return 0
         if self.is_elementwise:
@@ -412,7 +412,7 @@ def _check_call(node: LossNode) -> None:
 
 
 def _plain(arguments: Any, name: str, depth: int = 0) -> Iterator[Any]:
-    """Yield what stands in arguments: numbers, texts, and objects of one key."""
+    """Yield the leaves of arguments: numbers, texts, and objects with a single key."""
     if depth > _MOST_DEPTH:
         raise _Refused(f"the arguments of {shown(name)} are nested more than {_MOST_DEPTH} times")
     if isinstance(arguments, dict):
@@ -453,7 +453,7 @@ def _check_value(value: Any, name: str, known: set[str]) -> None:
 
 
 def decoded(argument: Any, values: Mapping[str, Any]) -> Any:
-    """Return an argument of a graph that was checked."""
+    """Decode an argument of a checked graph."""
     if isinstance(argument, list):
         return [decoded(part, values) for part in argument]
     if not isinstance(argument, dict):
@@ -471,7 +471,7 @@ def decoded(argument: Any, values: Mapping[str, Any]) -> Any:
 
 
 def keywords(arguments: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arguments that have names; there is one device, which needs none."""
+    """Decode keyword arguments without the device."""
     return {name: decoded(value, values) for name, value in arguments.items() if name != "device"}
 
 
@@ -500,11 +500,11 @@ class GraphLoss:
     """A loss of the log-probabilities of some data, as trainers take a function.
 
     Attributes:
-        metrics: what the loss tells of the data that it was computed for last, by names.
+        metrics: the metrics of the latest call, by name.
     """
 
     def __init__(self, graph: LossGraph, data: Sequence[Mapping[str, Tensor]]) -> None:
-        """Take a graph and what it reads of data.
+        """Bind a graph to the arrays of each datum.
 
         Raises:
             FinetuneError: the graph may not run, is too much for so many data, or reads what a

@@ -203,7 +203,7 @@ class Loss:
 
     Attributes:
         function: returns the loss, a sum, of log-probabilities [T], columns and options.
-        reads: what each datum has to have beside its tokens.
+        reads: the columns that each datum needs.
         options: its options, and their defaults.
         together: the number of consecutive data of one term.
         is_linear: True if it is linear in the log-probabilities: -Σ w l.
@@ -221,7 +221,7 @@ class Loss:
     skips_zero_advantages: bool = False
 
     def with_options(self, overrides: Mapping[str, float] | None) -> Options:
-        """Return its options, some of them as given. FinetuneError: names a bad one."""
+        """Return its options with changes. FinetuneError: names a bad option."""
         if overrides is not None and not isinstance(overrides, Mapping):
             raise FinetuneError(f"loss_options={shown(overrides)}; use a dict of numbers by name")
         options = {

@@ -163,7 +163,7 @@ def has_device_rate(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def _is_plain(tensors: Iterable[Tensor]) -> bool:
-    """Return whether one loop over all numbers updates these.
+    """Return whether torch's fused kernels update these tensors.
 
     On CPUs it takes a third of the time of an operator for each step of the formula, and on a GPU
     it is a few launches. It goes through memory in order, whatever the strides are: parameters,

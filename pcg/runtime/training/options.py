@@ -89,7 +89,7 @@ class LossChange:
 
     @classmethod
     def of(cls, losses: Sequence[float]) -> LossChange:
-        """Return the change over the losses of at least one step."""
+        """Return the change of the losses."""
         steps = max(1, math.ceil(len(losses) / 10), min(5, len(losses) // 2))
         return cls(sum(losses[:steps]) / steps, sum(losses[-steps:]) / steps, steps)
 
@@ -474,7 +474,7 @@ class FinetuneOptions(RunOptions, DataOptions, OptimizerOptions, LengthOptions):
         return self.eval_data is not None
 
     def trajectory(self, total_steps: int) -> dict[str, Any]:
-        """The options that decide which weights come out, as plain JSON values.
+        """Return the options that the resulting weights depend on, as JSON values.
 
         `total_steps` is left out where the schedule does not depend on it, so that such a job can
         be resumed with more steps.
@@ -496,7 +496,7 @@ class FinetuneOptions(RunOptions, DataOptions, OptimizerOptions, LengthOptions):
             raise FinetuneError(f"betas={betas!r}; each is in [0, 1)")
 
     def _check_pairs(self) -> None:
-        """Refuse what does not go together, or would have no effect."""
+        """Refuse options that exclude each other, or would have no effect."""
         if self.epochs is not None and self.max_steps is not None:
             raise FinetuneError(
                 f"epochs={self.epochs} and max_steps={self.max_steps} both say when to end; "

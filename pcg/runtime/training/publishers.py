@@ -141,7 +141,7 @@ class InPlacePublisher:
         self._adapter: Adapter | None = None
 
     def start(self, adapter: Adapter) -> TrainingRunner:
-        """Serve the adapter to train, and return its runner; `undo` serves what was before."""
+        """Serve the adapter to train, and return its runner."""
         self._adapter = self.state.put_adapter(adapter)
         try:
             return training_runner(self.state, self._adapter, self.windows)
@@ -150,7 +150,7 @@ class InPlacePublisher:
             raise
 
     def undo(self) -> None:
-        """Serve what was served before: the job cannot start."""
+        """Serve the previous adapter again: the job cannot start."""
         if self._before is None:
             self.state.remove_adapter(self._name)
         else:
@@ -207,7 +207,7 @@ class VersionPublisher:
         return self._runner
 
     def undo(self) -> None:
-        """Leave what is served, which did not change."""
+        """Keep serving the adapter: nothing changed."""
 
     def changed(self, adapter: Adapter, settle: Callable[[], None] | None = None) -> None:
         if settle is not None:

@@ -146,7 +146,7 @@ class Objective(ABC, Generic[Result]):
         return {"loss": state.losses[step - 1], **(losses[-1] if losses else {})}
 
     def samples(self) -> Sequence[Mapping[str, object]]:
-        """Return rows of the record's table of samples that are new with this step."""
+        """Return this step's new rows of the record's table of samples."""
         return ()
 
     def shown(self, record: StepRecord) -> str:
@@ -174,7 +174,7 @@ class Run(Generic[Result]):
         on_step: Callable[[StepRecord], object] | None = None,
         begun: TrainerState | None = None,
     ) -> None:
-        """Find the checkpoint to go on from, and make what is trained.
+        """Find the checkpoint to continue from, and make the adapter and its optimizer.
 
         Args:
             trajectory: everything that the resulting weights depend on, as JSON values, which has
@@ -304,7 +304,7 @@ class Run(Generic[Result]):
         return evaluation
 
     def _is_due(self, every: int | None) -> bool:
-        """Return True for the last step, each `every`-th one, and the end of each epoch if None."""
+        """Return True at the last and each `every`-th step; if None, at the end of each epoch."""
         if every is None or self.is_done:
             return self.is_done or self.state.position.get("index") == 0
         return self.state.step % every == 0
@@ -331,7 +331,7 @@ class Run(Generic[Result]):
         return numbers
 
     def _save(self) -> None:
-        """Write a checkpoint, unless this state has one."""
+        """Write a checkpoint, unless this state was saved."""
         if self._store is None or self._saved == self._mark:
             return
         with deferred_interrupts():

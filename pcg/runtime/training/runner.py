@@ -67,7 +67,7 @@ from pcg.runtime.training.work_units import (
 
 
 class TrainingPass(WindowedPass):
-    """One mini-batch, or a part of one, from its first token to its gradients.
+    """A mini-batch, or a part of it, from its first token to its gradients.
 
     Attributes:
         targets: number of target tokens, of those that this rank has.
@@ -144,7 +144,7 @@ class TrainingPass(WindowedPass):
         return float(self.loss_sum)
 
     def targets_of(self, example: HasTokens) -> list[int]:
-        """Return what each token of a sequence must predict, virtual ones first."""
+        """Return the target of each token of a sequence, virtual tokens first."""
         assert isinstance(example, Example)
         return self._runner.targets_of(example)
 
@@ -187,7 +187,7 @@ class TrainingPass(WindowedPass):
                 run_single(self.part_requests())
 
     def part_requests(self) -> ProductRequest[None]:
-        """Do as `run_part` does with a layer, requesting the base's products from the caller."""
+        """Run the next layer, requesting the base's products from the caller."""
         return self._layer_forward() if self._begun else self.backward_requests()
 
     # --------------------------------------------------------------------------------- forward
@@ -197,7 +197,7 @@ class TrainingPass(WindowedPass):
         run_single(self.forward_requests(tokens))
 
     def forward_requests(self, tokens: int) -> ProductRequest[None]:
-        """Do as `forward` does, requesting the base's products from the caller.
+        """Take tokens forward, requesting the base's products from the caller.
 
         Over pipeline stages the tokens are several windows, of which each stage has another.
         """
@@ -308,7 +308,7 @@ class TrainingPass(WindowedPass):
     # --------------------------------------------------------------------------------- loss
 
     def _run_loss(self, tokens: int) -> None:
-        """Compute the loss of so many tokens, in the last window first; the last stage does."""
+        """Compute the loss of some tokens, the last window first, on the last stage."""
         self._loss_left = 0
         if self._own.is_last:
             if self._loss is None:
@@ -329,14 +329,14 @@ class TrainingPass(WindowedPass):
             self._loss_left = 0 if self._loss is None else self._loss.left
 
     def window_losses(self) -> list[WindowLoss]:
-        """Return the windows as their losses are computed, the last one first."""
+        """Return the windows for the loss, the last window first."""
         return [
             WindowLoss(window.batch, window.targets, window.carried, window.shared, self._weight)
             for window in reversed(self._windows)
         ]
 
     def end_loss(self, computed: PassLoss) -> None:
-        """Take what the loss of all windows gave; backward comes next, if anything is trained."""
+        """Take the losses and gradients of all windows, and begin the backward."""
         self.loss_sum = computed.total
         losses = [loss for loss in computed.windows if loss.first is None]
         for window, loss in zip(reversed(self._windows), losses, strict=True):
@@ -345,7 +345,7 @@ class TrainingPass(WindowedPass):
         self._begin_backward()
 
     def _begin_backward(self) -> None:
-        """Go on behind the loss: it is over here, or on the last stage."""
+        """Begin the backward: the loss is complete, here or on the last stage."""
         if not self.trains:
             self._windows.clear()
             self.is_done = True
@@ -436,7 +436,7 @@ def check_stages(state: ModelState, training: Training, adapter: Adapter) -> Non
     """Refuse an adapter that the state's pipeline stages cannot train.
 
     Raises:
-        UnsupportedError: says what they cannot train.
+        UnsupportedError: names the part that they cannot train.
     """
     if state.stages.count == 1:
         return
@@ -495,7 +495,7 @@ class TrainingRunner(BoundTraining):
         return loss, int(targets)
 
     def count_targets(self, examples: Sequence[Example]) -> int:
-        """Count target tokens; the first of a sequence is one after a prompt, as in peft."""
+        """Count target tokens; a sequence's first token is a target after a prompt, as in peft."""
         firsts = sum(example.labels[0] != IGNORED for example in examples)
         of_prompt = firsts if self.adapter.recipe.learns_first_token else 0
         return sum(example.targets for example in examples) + of_prompt
@@ -521,17 +521,17 @@ class TrainingRunner(BoundTraining):
         return torch.nn.utils.get_total_norm(gradients)
 
     def publish(self) -> None:
-        """Encode the virtual tokens anew, after the encoder's parameters have changed."""
+        """Encode the virtual tokens again, after an update of the encoder."""
         if self._encoder is not None:
             self._encoder.publish()
             self.shards.scatter()
 
     def scatter(self) -> None:
-        """Take the adapter's tensors as they are now, which all ranks have alike."""
+        """Copy the whole adapter's tensors into this rank's shards."""
         self.shards.scatter()
 
     def settle(self) -> None:
-        """Gather what all ranks have trained into the adapter."""
+        """Gather the shards of all ranks into the adapter."""
         if self._encoder is None:
             self.shards.gather()
 
@@ -539,7 +539,7 @@ class TrainingRunner(BoundTraining):
 def training_runner(
     state: ModelState, adapter: Adapter, windows: bool = False, slack: float = SLACK
 ) -> TrainingRunner:
-    """Return a runner that trains an adapter, which need not be one of the state's.
+    """Return a runner that trains an adapter; the state need not serve it.
 
     With `windows`, sequences go through the KV cache window by window, not as wholes. On the CPU,
     what its steps free goes back to the system, so that memory is as planned: by a budget of 1 once

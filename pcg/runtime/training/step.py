@@ -60,12 +60,12 @@ from pcg.runtime.training.work_units import Work
 
 
 class TrainingStep:
-    """The steps of one adapter.
+    """The steps of an adapter.
 
     Attributes:
         parameters: the trained tensors by name; they have a `grad` between a backward and
             `drop_gradients` alone.
-        beside: the part of the method outside the program, such as AdaLoRA's ranks; None without.
+        beside: the part of the method outside the program, such as AdaLoRA's ranks, or None.
     """
 
     def __init__(
@@ -204,7 +204,7 @@ class TrainingStep:
     def load(
         self, steps: int, optimizer: Mapping[str, Tensor], beside: Mapping[str, Tensor]
     ) -> None:
-        """Go on behind so many steps, with the tensors of a checkpoint."""
+        """Load the tensors of a checkpoint behind some steps."""
         if steps:
             load_optimizer(self.optimizer, self._kind, self.parameters, optimizer, self._shards)
         if self.beside is not None:
@@ -231,7 +231,7 @@ def parts_of_batch(batches: int, stages: int) -> int:
 
 
 def micro_batches(parts: Sequence[BatchPart], stages: int) -> list[tuple[int, BatchPart]]:
-    """Cut the parts of a step's batches for so many stages; each comes with its batch's index."""
+    """Cut the parts of a step's batches into micro-batches, with their batch's index."""
     cut = []
     each = parts_of_batch(len(parts), stages)
     for index, part in enumerate(parts):

@@ -77,7 +77,7 @@ logging.getLogger("bitsandbytes").addHandler(logging.NullHandler())
 
 
 def _class(name: str) -> type[torch.optim.Optimizer]:
-    """Return an optimizer's class. Imports take seconds, and the command line needs names alone."""
+    """Import an optimizer's class, which takes seconds; the command line needs only names."""
     found_class: type[torch.optim.Optimizer]
     if name in _TORCH:
         from torch import optim
@@ -150,9 +150,9 @@ class Optimizer:
     """An optimizer, with its options.
 
     Attributes:
-        name: one of `OPTIMIZERS`.
+        name: a name in `OPTIMIZERS`.
         options: all of its options but the learning rate.
-        is_offloaded: its states lie in host memory, and on the device for their update alone.
+        is_offloaded: its states lie in host memory, and on the device only in their update.
     """
 
     name: str

@@ -48,7 +48,7 @@ def with_planned_batch(options: Given, model: ModelState) -> Given:
 
 
 def splits_of(arguments: FinetuneArguments, is_first: bool) -> Splits:
-    """Choose the data to learn and that to evaluate on; the first rank says what was chosen.
+    """Choose the training and the evaluation data; the first rank logs the choice.
 
     Raises:
         DataError: there is no such split.
@@ -71,7 +71,7 @@ def job_data(options: FinetuneArguments, model: ModelState) -> tuple[Dataset, Da
 
     Raises:
         DataError, FinetuneError: as of `training_data`.
-        ParallelError: on every rank: they differ, or one could not read its data.
+        ParallelError: on every rank: the data differ, or a rank could not read its own.
     """
 
     def read() -> tuple[Dataset, Dataset | None]:
@@ -199,7 +199,7 @@ def _cut(data: Dataset, max_length: int | None) -> Dataset:
 
 
 def total_steps(batches: Batches, options: FinetuneOptions) -> int:
-    """Count the steps of the job; the last one of an epoch may have fewer batches."""
+    """Count the steps of the job; the last step of an epoch may have fewer batches."""
     if options.max_steps is not None:
         return options.max_steps
     size, epochs = options.gradient_accumulation_steps, options.epochs or 1

@@ -36,7 +36,7 @@ from pcg.runtime.training.runner import TrainingRunner, training_runner
 
 
 class KeptRunners:
-    """Runners that no job has; any thread may ask for one."""
+    """Runners without a job, for any thread."""
 
     def __init__(self) -> None:
         self._jobs = 0
@@ -45,9 +45,9 @@ class KeptRunners:
         self._lock = Lock()
 
     def begin_job(self) -> Callable[[], None]:
-        """Have a job that is prepared or runs; returns what ends it.
+        """Count a job that is prepared or runs; return a function that ends it.
 
-        With the last one the memory of all runners goes that do not last.
+        The end of the last job frees the runners that do not last.
         """
         with self._lock:
             self._jobs += 1
@@ -73,7 +73,7 @@ class KeptRunners:
     def take(self, training: Training, adapter: Adapter) -> TrainingRunner | None:
         """Return a runner that trains an adapter by its program; None if none can.
 
-        The runner's adapter has other tensors than the one that is given, with its values.
+        The runner's adapter has other tensors, with the values of `adapter`.
         """
         with self._lock:
             runner = next((r for r in self._kept if _is_alike(r, training, adapter)), None)
@@ -129,13 +129,13 @@ def record_jobs(
     kept: KeptRunners,
     jobs: Sequence[WarmJob] = (),
 ) -> int:
-    """Record the windows of jobs that are known; returns the graphs.
+    """Record the windows of known jobs; return the number of graphs.
 
     Args:
-        jobs: those beside the ones that the program was compiled for.
+        jobs: jobs that the program was not compiled for.
     Raises:
         AdapterError, UnsupportedError: a job's recipe is not for the model.
-        FinetuneError: one of `jobs` does not fit into the cache, or its windows run eagerly.
+        FinetuneError: a job does not fit into the cache, or its windows run eagerly.
     """
     count = 0
     for job in jobs:
@@ -189,7 +189,7 @@ def windows_bytes(state: ModelState, jobs: Sequence[WarmJob]) -> int:
 
 
 def _known(state: ModelState, jobs: Sequence[WarmJob]) -> Mapping[str, tuple[Recipe, int, int]]:
-    """Return the recipes, sequences and tokens of each of the jobs that are known, by recipe."""
+    """Return the recipe, sequences and tokens of each known job."""
     options = state.program.options
     known: dict[str, tuple[Recipe, int, int]] = {}
     if options.names_step:

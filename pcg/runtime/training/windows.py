@@ -1,7 +1,7 @@
 """Windows of a training pass: tokens of its sequences, their loss, and the order of their backward.
 
-Sequences. All tokens of a pass stand one behind the other; a window is any number of the next ones.
-Ranks that share the tokens take one window each, of their own pieces.
+Sequences. The tokens of all sequences are concatenated; a window is any number of the next tokens.
+Ranks that share the tokens take a window each, of their own pieces.
 
 Loss chunks. Target tokens have their loss computed together in chunks, so that not all logits exist
 at once. Which tokens have a target is known on the host, so no chunk waits for the device. Where
@@ -9,7 +9,7 @@ ranks hold parts of the tokens, each puts as many of its own rows into a chunk a
 no row moves between ranks: after a rank's last target its rows are padded.
 
 Backward. A stage with all layers takes all windows through a layer, from the last window, before
-it takes them through the layer below: the sums of dK and dV of one layer exist at a time. Each of
+it takes them through the layer below, so only one layer's sums of dK and dV exist. Each of
 several pipeline stages takes a window through all of its layers, and then the window before it,
 while the stage below takes the first one on. In a turn each stage runs a layer, or waits:
 
@@ -17,7 +17,7 @@ while the stage below takes the first one on. In a turn each stage runs a layer,
                                        last     w2  w2  w1  w1  w0  w0
                                        first            w2  w2  w1  w1  w0  w0
 
-All windows behind one have gone through a layer before it does, so the sums of dK and dV of its own
+Later windows go through a layer before earlier ones, so the sums of dK and dV of a window's own
 tokens are final there in both orders.
 """
 
@@ -58,7 +58,7 @@ class Window:
 
     Attributes:
         targets: the target of each token, [T], on the host.
-        end: number of tokens of the pass up to its last one.
+        end: number of tokens of the pass up to the window's end.
         carried: the inputs of the next layer; after the last one, of the loss.
         saved: the tensors that each layer has saved for backward, by the layer.
         gradients: gradients of the outputs of the layer whose backward comes next.
@@ -77,7 +77,7 @@ class Window:
 
 @dataclass(frozen=True)
 class PassSequence:
-    """One example: its tokens, virtual ones first, their targets, and its number for dropout."""
+    """A sequence: its tokens, virtual ones first, their targets, and its number for dropout."""
 
     ids: Sequence[int]
     targets: Sequence[int]
@@ -86,7 +86,7 @@ class PassSequence:
 
 
 class PassSequences:
-    """Sequences one behind the other, of which windows are taken from the first token on.
+    """Concatenated sequences, from which windows are taken.
 
     Attributes:
         parts: how ranks share them; None where this rank takes all.
@@ -95,7 +95,7 @@ class PassSequences:
     def __init__(
         self, sequences: Sequence[PassSequence], virtual: int, cp: Ranks, device: torch.device
     ) -> None:
-        """Take sequences, each with so many virtual tokens first, and share them among ranks."""
+        """Concatenate sequences, each with `virtual` tokens first, and share them among ranks."""
         self._virtual = virtual
         self._sequences = sequences
         lengths = [len(sequence.ids) for sequence in sequences]
@@ -120,11 +120,11 @@ class PassSequences:
         return sum(target >= 0 for target in targets)
 
     def context(self, begin: int) -> int:
-        """Return the number of tokens before one of the pass in its sequence."""
+        """Return the number of tokens before a token of the pass in its sequence."""
         return begin - max(origin for origin in self._origins if origin <= begin)
 
     def window(self, begin: int, end: int) -> tuple[list[Span], list[int], list[int]]:
-        """Return spans, ids and targets of the tokens from one to before another."""
+        """Return spans, ids and targets of the tokens [begin, end)."""
         spans, ids, targets = list[Span](), list[int](), list[int]()
         parts = self.parts
         is_spare = parts is not None and parts.is_spare
@@ -138,7 +138,7 @@ class PassSequences:
         return spans, ids, targets
 
     def pieces(self, begin: int, end: int) -> Iterator[Piece]:
-        """Yield the sequences that the tokens from one to before another are of, and which."""
+        """Yield the pieces of sequences that the tokens [begin, end) are."""
         for index, (origin, sequence) in enumerate(
             zip(self._origins, self._sequences, strict=True)
         ):
@@ -199,7 +199,7 @@ class LossChunks:
         return sum(map(len, self._own))
 
     def take(self, size: int) -> LossChunk:
-        """Take the next chunk, of `size` tokens at most but at least one of each rank."""
+        """Take the next chunk: up to `size` tokens, at least 1 of each rank."""
         each = max(1, size // len(self._own))
         taken = [rows_left[:each] for rows_left in self._own]
         self._own = [rows_left[each:] for rows_left in self._own]
@@ -216,7 +216,7 @@ class LossChunks:
 
 @dataclass
 class WindowLoss:
-    """A window whose loss is computed, of one target of each token.
+    """A window for the loss, with a target of each token.
 
     Attributes:
         targets: the target of each token, [T], on the host; negative for none.
@@ -338,14 +338,14 @@ class Turn(NamedTuple):
 
 
 def layers_back(stages: Stages, first: int) -> list[range]:
-    """Return the layers from a first one on by their stages, those of the last stage first."""
+    """Return the layers from `first` on by their stages, the last stage first."""
     of_stages = (stages[index].layers for index in reversed(range(stages.count)))
     layers = (range(max(x.start, first), x.stop) for x in of_stages)
     return [layer for layer in layers if layer]
 
 
 class BackwardOrder:
-    """The turns of a backward, alike on all stages; `number` is that of the next turn."""
+    """The turns of a backward, equal on all stages; `number` counts the past turns."""
 
     def __init__(self, stages: Stages, stage: Stage, first: int, windows: int) -> None:
         """Begin before the first turn; `first` is the first layer that has a backward."""
@@ -363,7 +363,7 @@ class BackwardOrder:
                     yield [Turn(layer, window)]
 
     def _of_stages(self, windows: int) -> Iterator[list[Turn | None]]:
-        """Yield each stage's turns at once, the last one's first."""
+        """Yield the simultaneous turns of all stages, the last stage first."""
         for run in range(windows + len(self._layers) - 1):
             for passed in range(max(map(len, self._layers), default=0)):
                 yield [
@@ -389,7 +389,7 @@ class BackwardOrder:
 
     @property
     def arriving(self) -> int | None:
-        """The window whose gradients the stage above sends at the end of this turn."""
+        """The window that arrives from the stage above at the end of this turn."""
         above = self._turn(self._depth - 1)
         return above.window if above is not None and self._leaves(self._depth - 1) else None
 
@@ -400,7 +400,7 @@ class BackwardOrder:
 
     @property
     def left(self) -> int:
-        """The layers that a stage has up to the next one; of several stages, the most."""
+        """The layers left up to a stage's own next one; over stages, the most."""
         turns = zip(self._turns[self.number], self._starts, strict=False)
         return max(turn.layer - start + 1 for turn, start in turns if turn is not None)
 
@@ -411,12 +411,12 @@ class BackwardOrder:
         return below is not None and below.layer == self._layers[-1].start
 
     def _turn(self, depth: int) -> Turn | None:
-        """Return what a stage runs next, by its place from the last one on."""
+        """Return the next turn of a stage by its distance from the last stage."""
         is_there = 0 <= depth < len(self._layers) and not self.is_over
         return self._turns[self.number][depth] if is_there else None
 
     def _leaves(self, depth: int) -> bool:
-        """Return whether a stage's next turn is a window's last one before the stage below."""
+        """Return whether a window leaves a stage with its next turn."""
         turn = self._turn(depth)
         is_above = depth < len(self._layers) - 1
         return is_above and turn is not None and turn.layer == self._layers[depth].start

@@ -1,6 +1,6 @@
-"""Work units: the parts of a finetuning job that the engine runs one at a time.
+"""Work units: the parts of a finetuning job that the engine runs in turn.
 
-A job is a generator of units: it goes on when the engine has run the unit that it yielded. Work
+A job is a generator of units: it continues when the engine has run the unit that it yielded. Work
 between two units, such as an optimizer's update, runs within the generator. Interrupts (Ctrl-C)
 are deferred while a change must happen as a whole, or on all ranks.
 """
@@ -28,7 +28,7 @@ Result = TypeVar("Result")
 
 
 class Phase(IntEnum):
-    """The phases of a pass, the last one first."""
+    """The phases of a pass, the last phase first."""
 
     BACKWARD = 0
     LOSS = 1
@@ -36,7 +36,7 @@ class Phase(IntEnum):
 
 
 class Stage(NamedTuple):
-    """The place of a part within its pass. Parts of one stage may run together.
+    """The place of a part within its pass. Parts at the same stage may run together.
 
     Attributes:
         left: the layers that are left in the phase, the part's own included; 0 in the loss.
@@ -63,7 +63,7 @@ class WindowedPass(ABC):
     @property
     @abstractmethod
     def context(self) -> int:
-        """Number of tokens of its sequence before the next one to go forward."""
+        """Number of tokens before the next token in its sequence."""
 
     @property
     @abstractmethod
@@ -88,7 +88,7 @@ class WindowedPass(ABC):
         """Return the load of a layer of a window of the next tokens."""
 
     def fitting(self, tokens: int) -> int:
-        """Return the tokens of the next window, of which there may be so many."""
+        """Return the size of the next window, which has at most `tokens`."""
         return tokens
 
     @abstractmethod
@@ -101,7 +101,7 @@ class WindowedPass(ABC):
 
     @abstractmethod
     def run_part(self, tokens: int) -> None:
-        """Run the next part: one layer of one window, or the loss of so many tokens."""
+        """Run the next part: a layer of a window, or the loss of `tokens` tokens."""
 
     @property
     def has_unrecorded(self) -> bool:
@@ -137,7 +137,7 @@ class Forward:
 
     @property
     def is_over(self) -> bool:
-        """True once no window begins next: all went forward, or one goes forward in parts."""
+        """True once no window begins next: all went forward, or a window goes forward in parts."""
         return self.whole.stage is not None
 
     def run(self, tokens: int) -> None:
@@ -170,7 +170,7 @@ class Part:
         return self.whole.load if self.tokens is None else Load(self.tokens)
 
     def of(self, tokens: int) -> Part:
-        """Return as much of it as so many tokens: of a loss any, and of a layer all."""
+        """Return a part of up to `tokens` tokens of a loss; a layer is never cut."""
         return Part(self.whole, tokens) if self.stage.phase is Phase.LOSS else self
 
     def run(self) -> None:
@@ -196,9 +196,9 @@ class Release:
 
 
 class Reading:
-    """Numbers of the device, by which a job goes on once the engine lets it read them.
+    """Numbers on the device that a job reads once the engine lets it.
 
-    They are sent to the host behind what computes them, so that reading them waits for no more.
+    The copy to the host is queued behind their computation, so reading waits for nothing else.
 
     Attributes:
         step: number of the engine's step that computed them; None before the engine saw them.
@@ -245,7 +245,7 @@ def run_to_end(work: Work[Result]) -> Result:
 
 
 def run_unit(unit: Unit) -> None:
-    """Run one unit with nothing beside it."""
+    """Run a unit by itself."""
     if isinstance(unit, Forward):
         unit.run(unit.remaining)
     elif isinstance(unit, Part):

@@ -50,7 +50,7 @@ class ResumableOptions(GrpoOptions):
 def grpo_trajectory(
     executor: Executor, prompts: Sequence[Prompt], options: ResumableOptions
 ) -> dict[str, Any]:
-    """Return what the resulting weights depend on, as JSON values, reward functions left out."""
+    """Return what the weights depend on but for reward functions, as JSON values."""
     fields = {field.name for field in dataclasses.fields(GrpoOptions)}
     values = {name: value for name, value in dataclasses.asdict(options).items() if name in fields}
     values["stop"] = list(options.stop)

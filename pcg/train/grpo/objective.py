@@ -1,4 +1,4 @@
-"""The numbers of GRPO: advantages of completions, the loss of an update, and what is reported.
+"""The numbers of GRPO: advantages of completions, the loss of an update, and the reported metrics.
 
 Advantages: how much better a completion's reward is than those of its group. With the rewards R
 [completions, functions] and their weights w, r = Σ_f w_f R_f of each completion, the mean μ over
@@ -51,7 +51,7 @@ _EPSILON = 1e-4
 
 @dataclass(frozen=True)
 class Advantages:
-    """Advantages of completions, and what was seen on the way.
+    """Advantages of completions, with the rewards that they follow from.
 
     Attributes:
         values: the advantage of each completion, [completions], fp64.
@@ -149,7 +149,7 @@ class UpdateLoss:
         ]
 
     def data(self) -> list[Datum]:
-        """Return what goes through the model: prompts with their completions.
+        """Return the data of the update: prompts with their completions.
 
         Where nothing is to be learnt it is one completion without weight, so that the update, in
         which Adam's momentum goes on, is taken as any other.

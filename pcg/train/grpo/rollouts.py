@@ -292,7 +292,7 @@ class Rollout:
 
 @dataclass(frozen=True)
 class Generation:
-    """Completions that are sampled together, as far as they have come.
+    """Completions that are sampled together.
 
     Attributes:
         updates: the updates that the adapter had when they were submitted.
@@ -308,7 +308,7 @@ class Generation:
             stream.cancel()
 
     def wait(self, masks_truncated: bool) -> list[Rollout]:
-        """Wait for all completions, those of a group one after the other."""
+        """Wait for all completions; those of a group are adjacent."""
         rollouts = []
         for prompt, stream in zip(self.prompts, self.streams, strict=True):
             rollouts += [
@@ -402,6 +402,6 @@ def tokens_of(rollouts: Sequence[Rollout]) -> int:
 
 
 def columns_of(rollouts: Sequence[Rollout]) -> Mapping[str, list[object]]:
-    """Return the columns of the data beside the prompts, a value for each rollout."""
+    """Return the further columns of the data, with a value for each rollout."""
     names = rollouts[0].prompt.columns
     return {name: [rollout.prompt.columns[name] for rollout in rollouts] for name in names}

@@ -129,7 +129,7 @@ def _train(
 
 @contextmanager
 def _engine(executor: Executor) -> Iterator[AsyncEngine]:
-    """Return the engine that runs on a thread, or one until the end."""
+    """Yield the engine that runs on a thread, or start an engine for the block."""
     running = cast("AsyncEngine | None", executor.state.engine_thread)
     if running is not None:
         yield running

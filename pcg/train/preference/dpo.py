@@ -163,7 +163,7 @@ class PreferenceJob:
 
 
 def step_numbers(record: StepRecord) -> dict[str, float]:
-    """Return what a step tells beside what every job's has."""
+    """Return the numbers of a step that other kinds of jobs do not have."""
     evaluation = record.evaluation or {}
     of_evaluation = {f"valid_{name}": x for name, x in evaluation.items() if name != "loss"}
     return {**record.metrics, **of_evaluation}

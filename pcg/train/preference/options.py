@@ -93,7 +93,7 @@ class DpoOptions(FinetuneOptions):
             )
 
     def loss_options(self, pairs: int, chosen_targets: int) -> dict[str, float]:
-        """Return the options of the loss `preference` whose sum is the mean over some pairs.
+        """Return the options of the loss `preference` that make its sum a mean over pairs.
 
         Args:
             chosen_targets: the targets of the preferred outputs, over which sft is a mean.
@@ -110,7 +110,7 @@ class DpoOptions(FinetuneOptions):
         }
 
     def trajectory(self, total_steps: int) -> dict[str, Any]:
-        """The options that decide which weights come out, as plain JSON values."""
+        """Return the options that the resulting weights depend on, as JSON values."""
         values = {
             "beta": self.beta,
             "loss_type": list(self.loss_type),

@@ -58,7 +58,7 @@ from pcg.train.preference.options import DpoArguments
 
 @dataclass(frozen=True, slots=True)
 class Pair(Example):
-    """Two outputs to one prompt; its tokens and labels are those of both, one after the other."""
+    """Two outputs to a prompt; its tokens and labels are the concatenation of both."""
 
     number: int
     chosen: Example
@@ -70,7 +70,7 @@ class Pair(Example):
 
 
 def pairs_of(data: Dataset) -> list[Pair]:
-    """Return the pairs of data whose examples are preferred and not in turns."""
+    """Return the pairs of data with chosen and rejected examples in turns."""
     pairs = []
     for number, (chosen, rejected) in enumerate(
         zip(data.examples[::2], data.examples[1::2], strict=True)
@@ -183,7 +183,7 @@ class References(ABC):
 
     @abstractmethod
     def _compute(self, pairs: Sequence[Pair]) -> list[list[float]]:
-        """Return what `of` does, of pairs that were not asked for before."""
+        """Compute the log-probabilities of new pairs."""
 
 
 class ServedReferences(References):
@@ -431,7 +431,7 @@ class PreferenceRun:
         Args:
             load: makes examples of files and rows; this process by default.
         Raises:
-            PcgError: as of `dpo`.
+            PcgError: as in `dpo`.
         """
         self._objective = objective = Preferences(executor, arguments, load, limits)
         schedule = arguments.make_schedule(objective.total)

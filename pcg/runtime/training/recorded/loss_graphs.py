@@ -63,7 +63,7 @@ class ComputedLoss(NamedTuple):
 
 @dataclass
 class _Loss:
-    """The loss of so many tokens: what it reads, the recorded function, and what that writes."""
+    """The loss of a size: its inputs, the recorded function, and its outputs."""
 
     batch: RecordedTokens
     inputs: Sequence[Tensor]
@@ -75,7 +75,7 @@ class _Loss:
 
 
 class LossGraphs:
-    """The recorded losses of one job."""
+    """The recorded losses of a job."""
 
     def __init__(
         self,
@@ -94,7 +94,7 @@ class LossGraphs:
         self._came: Counter[tuple[int, bool]] = Counter()
 
     def fitting(self, tokens: int, left: int) -> int:
-        """Return how many of `left` tokens have their loss computed at once, of up to `tokens`."""
+        """Return the size of the next loss chunk: up to `tokens` of the `left` ones."""
         if left <= tokens or tokens < SIZES[0]:
             return min(tokens, left, SIZES[-1])
         return SIZES[bisect_right(SIZES, tokens) - 1]

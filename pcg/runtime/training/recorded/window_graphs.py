@@ -198,7 +198,7 @@ class WindowSlot:
 
 
 class WindowGraphs:
-    """The recorded windows of one job."""
+    """The recorded windows of a job."""
 
     def __init__(self, program: RecordedProgram, cache: KvCache, recorder: Recorder) -> None:
         self.program = program

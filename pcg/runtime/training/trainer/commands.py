@@ -51,7 +51,7 @@ def write_state(path: str | Path, checkpoint: Checkpoint, *, overwrite: bool) ->
     """Write a state; returns its directory.
 
     Raises:
-        FinetuneError: it cannot be written, or something is there; that stays as it is.
+        FinetuneError: it cannot be written, or the path exists and is left unchanged.
     """
     place = expanded(path)
     beside = place.parent / f".{place.name}-{secrets.token_hex(4)}"
@@ -92,7 +92,7 @@ def read_state(
 
     Args:
         name: the adapter's name, whatever it was when it was saved.
-        facts: what has to be as it was: of the base, and the optimizer's name.
+        facts: values of the base, and the optimizer's name, that have to be equal.
         optimizer: the optimizer is wanted, and has to be the same.
     Raises:
         FinetuneError: there is none, it is damaged, or it is of another base or optimizer.
@@ -156,7 +156,7 @@ class TrainerCommand(msgspec.Struct, Generic[Result], frozen=True, tag=True, eq=
     """A verb of a trainer."""
 
     def stages(self, trained: TrainedAdapter) -> Stages[Result]:
-        """Yield stages, each of which gives its result back; return that of the command."""
+        """Yield stages, which receive their results; return the command's result."""
         raise NotImplementedError
 
 
@@ -249,7 +249,7 @@ def _metrics(loss: CustomLoss) -> Mapping[str, float]:
 def _weighted(
     trained: TrainedAdapter, batches: Sequence[ScoredBatch], slopes: Sequence[Tensor]
 ) -> list[ScoredBatch]:
-    """Return the batches whose cross entropy has the gradients of the caller's function."""
+    """Return batches weighted so that their cross entropy has the function's gradients."""
     read = [datum for batch in batches for datum in batch.data]
     data = [gradient.weighted(-slope) for gradient, slope in zip(read, slopes, strict=True)]
     return trained.batches(data, CROSS_ENTROPY, {})

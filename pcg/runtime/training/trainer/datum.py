@@ -53,7 +53,7 @@ class TrainerOptions(OptimizerChoice):
         self.make_optimizer()
 
     def make_optimizer(self) -> Optimizer:
-        """Return the optimizer with its options; without weight decay unless that is one."""
+        """Return the optimizer with its options; weight decay is 0 by default."""
         kind = Optimizer.of(self.optimizer)
         defaults = {"weight_decay": 0.0} if "weight_decay" in kind.fields else {}
         return Optimizer.of(
@@ -304,7 +304,7 @@ _FIELDS = dataclasses.fields(Datum)
 
 
 def columns_of(data: Sequence[CheckedDatum], device: torch.device) -> Columns:
-    """Return the columns of some data, one after the other, on a device."""
+    """Concatenate the columns of some data on a device."""
     weights, advantages, sampled = (
         torch.tensor([x for datum in data for x in datum.columns[i]], dtype=torch.float64)
         for i in range(3)
@@ -324,7 +324,7 @@ def columns_of(data: Sequence[CheckedDatum], device: torch.device) -> Columns:
 
 @dataclass(frozen=True)
 class ScoredBatch:
-    """Data that goes through the model together, with what the loss reads of each token."""
+    """Data that goes through the model together, with the loss and its columns."""
 
     data: Sequence[CheckedDatum]
     loss: Loss

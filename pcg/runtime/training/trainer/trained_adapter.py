@@ -201,7 +201,7 @@ _RATE = 1e-3
 
 
 class TrainedAdapter:
-    """An adapter that commands train, one after the other."""
+    """An adapter that commands train in turn."""
 
     def __init__(
         self,
@@ -225,7 +225,7 @@ class TrainedAdapter:
         self._start(None)
 
     def _start(self, saved: Adapter | None) -> None:
-        """Begin with the present adapter, a new one, or one that was saved."""
+        """Begin with the present, a new or a saved adapter."""
         state, arguments = self._state, self._arguments
         name, total = arguments.name, arguments.total_steps
         if saved is None:
@@ -265,7 +265,7 @@ class TrainedAdapter:
     def batches(
         self, data: Sequence[CheckedDatum], loss: Loss, options: Options
     ) -> list[ScoredBatch]:
-        """Cut data into what goes through the model together, in its order."""
+        """Cut data into batches, in its order."""
         bounds = self._arguments.batch_size, self._arguments.max_tokens
         lots = cut(data, loss.together, *bounds)
         device = self._runner.device
@@ -284,7 +284,7 @@ class TrainedAdapter:
         """Add the gradients of some batches to those that wait for an update.
 
         Raises:
-            FinetuneError: a loss or a gradient is not finite; what waits is as before.
+            FinetuneError: a loss or a gradient is not finite; accumulated gradients are unchanged.
             UnsupportedError: a weight of the recipe gets no gradient.
         """
         try:
@@ -481,7 +481,7 @@ class TrainedAdapter:
     # ----------------------------------------------------------------------------------- states
 
     def facts(self) -> dict[str, Any]:
-        """Return what has to be alike where a state is loaded, as plain JSON values."""
+        """Return the values that have to be equal where a state is loaded, as JSON values."""
         return {
             "optimizer": self._kind.name,
             "base_dtype": self._state.program.dtype,
@@ -489,7 +489,7 @@ class TrainedAdapter:
         }
 
     def checkpoint(self, facts: dict[str, Any]) -> Work[Checkpoint]:
-        """Return copies of the adapter, the optimizer's state and what else an update depends on.
+        """Return copies of the adapter, the optimizer's state and the history.
 
         Gradients that wait are no part of it, and stay.
         """
@@ -504,10 +504,10 @@ class TrainedAdapter:
         return Checkpoint(history, facts, adapter, None, copies[0], copies[1])
 
     def load(self, checkpoint: Checkpoint, *, optimizer: bool) -> None:
-        """Go on from a checkpoint; gradients that wait are dropped.
+        """Load a checkpoint and drop accumulated gradients.
 
         Args:
-            optimizer: go on with its optimizer's state and updates; else with its weights alone.
+            optimizer: load the optimizer's state and updates, too; else only the weights.
         Raises:
             FinetuneError: it has another recipe, or another optimizer's state; nothing changed.
         """

@@ -35,10 +35,10 @@ Result = TypeVar("Result")
 
 
 class Trainer:
-    """Trains an adapter; `executor.trainer(...)` returns one.
+    """Trains an adapter; see `Executor.trainer`.
 
-    Each method returns once it is done. What a command that fails would have changed is as before
-    it, and the trainer goes on. A context manager, which closes it.
+    Each method returns once it is done. A command that fails changes nothing,
+    and the trainer can be used further. A context manager, which closes it.
 
     Attributes:
         name: the adapter's name, which nobody else may use before the end.
@@ -47,7 +47,7 @@ class Trainer:
     def __init__(
         self, name: str, run: Callable[[TrainerCommand[Any]], Any], end: Callable[[], None]
     ) -> None:
-        """Make the handle of a trainer that is there."""
+        """Make a handle of an existing trainer."""
         self.name = name
         self._run = run
         self._end = end
@@ -92,7 +92,7 @@ class Trainer:
 
     @takes(LoadState, FinetuneError)
     def load_state(self, command: LoadState) -> Saved:
-        """Go on from a saved state, to the same bits; gradients that wait are dropped.
+        """Load a saved state, and drop accumulated gradients; training continues to the same bits.
 
         Raises:
             FinetuneError: there is none, it is damaged, or it is of another base or recipe.
@@ -124,7 +124,7 @@ class Trainer:
 
 
 def trainer_here(state: ModelState, arguments: TrainerArguments) -> Trainer:
-    """Make a trainer whose commands run on the thread that calls them, and nothing beside them.
+    """Make a trainer that runs commands by themselves on the calling thread.
 
     Raises:
         AdapterConflictError: something trains an adapter of that name.
@@ -162,7 +162,7 @@ def _gradients(device: torch.device) -> Iterator[None]:
 
 
 def run_here(command: TrainerCommand[Result], trained: TrainedAdapter) -> Result:
-    """Run all stages of a command in turn, with nothing beside them."""
+    """Run all stages of a command in turn."""
     stages = command.stages(trained)
     try:
         stage = next(stages)
@@ -179,7 +179,7 @@ def run_here(command: TrainerCommand[Result], trained: TrainedAdapter) -> Result
 
 
 class TrainerObjective(Objective[Result]):
-    """An objective whose steps are commands of a trainer, with its checkpoints and numbers."""
+    """An objective that trains by the commands of a trainer."""
 
     trainer: Trainer
 
@@ -192,7 +192,7 @@ class TrainerObjective(Objective[Result]):
         return TrainerRun.read(path)
 
     def load(self, checkpoint: tuple[Path, TrainerRun] | None) -> None:
-        """Go on from a checkpoint, if there is one."""
+        """Load a checkpoint, if any."""
         if checkpoint is not None:
             path, saved = checkpoint
             self.trainer.load_state(path)
