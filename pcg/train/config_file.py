@@ -15,6 +15,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import os
+import shutil
 import types
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -358,6 +359,12 @@ class OutputOptions:
         check_writable(output, f"adapter {self.adapter!r}", AdapterError)
         if self.start_from is not None and self.peft is not None:
             raise FinetuneError("start_from is a saved adapter with a recipe; leave peft out")
+
+    def save(self, executor: Executor, checkpoint_dir: object) -> None:
+        """Save the adapter, and remove the checkpoints that are in the output."""
+        executor.save_adapter(self.adapter, self.output)
+        if not executor.ranks.rank and checkpoint_dir == self.output / CHECKPOINTS:
+            shutil.rmtree(self.output / CHECKPOINTS, ignore_errors=True)
 
     def configuration(self, executor: Executor) -> Any:
         """Return the recipe or the saved adapter to start from, as `add_adapter` takes it.

@@ -8,7 +8,6 @@ has the keys of `Executor.finetune`, and ends in the adapter that this call make
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -85,9 +84,7 @@ def finetune_and_save(
     result = executor.finetune(data, adapter=adapter, peft=peft, **options)
     if result.is_collapsed:
         raise FinetuneError(_collapse(result, output))
-    executor.save_adapter(adapter, output)
-    if not executor.ranks.rank and options["checkpoint_dir"] == output / CHECKPOINTS:
-        shutil.rmtree(output / CHECKPOINTS, ignore_errors=True)
+    OutputOptions(adapter=adapter, output=output).save(executor, options["checkpoint_dir"])
     return result
 
 

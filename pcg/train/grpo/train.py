@@ -6,7 +6,6 @@ import dataclasses
 import hashlib
 import importlib
 import importlib.util
-import shutil
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -171,8 +170,7 @@ def train_grpo_file(config: ConfigFile, on_step: OnStep | None = None) -> GrpoRe
         FinetuneInterrupted: Ctrl-C; the same call goes on from the latest checkpoint.
     """
     files, task = config.make(OutputOptions), config.make(TaskOptions)
-    checkpoints = files.output / CHECKPOINTS
-    options = config.make(ResumableOptions, checkpoint_dir=checkpoints)
+    options = config.make(ResumableOptions, checkpoint_dir=files.output / CHECKPOINTS)
     files.check(resumes=options.resume is True)
     rows = [row for path in task.data for row in _rows(path)]
     rewards = [reward_function(name, config.path.parent) for name in task.rewards]
@@ -191,9 +189,7 @@ def train_grpo_file(config: ConfigFile, on_step: OnStep | None = None) -> GrpoRe
         on_step=on_step,
         record=(files.output / RECORD, {**config.values, **dataclasses.asdict(options)}),
     )
-    executor.save_adapter(files.adapter, files.output)
-    if options.checkpoint_dir == checkpoints:
-        shutil.rmtree(checkpoints, ignore_errors=True)
+    files.save(executor, options.checkpoint_dir)
     return result
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import functools
 import pickle
-import shutil
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -77,8 +76,7 @@ def train_dpo(config: ConfigFile) -> PreferenceResult:
         FinetuneInterrupted: Ctrl-C; the same call goes on from the checkpoint.
     """
     files = config.make(OutputOptions)
-    checkpoints = files.output / CHECKPOINTS
-    folders = {"checkpoint_dir": checkpoints, "record": files.output / RECORD}
+    folders = {"checkpoint_dir": files.output / CHECKPOINTS, "record": files.output / RECORD}
     options = config.make(DpoFileOptions, **folders)
     files.check(resumes=options.resume is True)
     executor = open_model(config)
@@ -90,9 +88,7 @@ def train_dpo(config: ConfigFile) -> PreferenceResult:
         executor.add_adapter(values["reference"], options.reference_adapter)
     peft = files.configuration(executor)
     result = dpo(executor, DpoArguments(adapter=files.adapter, peft=peft, **values))
-    executor.save_adapter(files.adapter, files.output)
-    if values["checkpoint_dir"] == checkpoints:
-        shutil.rmtree(checkpoints, ignore_errors=True)
+    files.save(executor, values["checkpoint_dir"])
     return result
 
 
