@@ -49,7 +49,7 @@ from pcg.runtime.executor import Executor
 from pcg.runtime.metrics.status import JobState
 from pcg.runtime.text.tokenizer import Tokenizer
 from pcg.runtime.training.training_data import load_here
-from pcg.simulate.papers.sharing_rules import InferenceOnly
+from pcg.simulate.flexllm import InferenceOnly
 
 REQUESTS, ROWS, LINE_BYTES = 8, 30_000, 2_400_000
 STEPS = 300

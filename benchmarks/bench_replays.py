@@ -42,13 +42,16 @@ from pcg.runtime.engine.scheduling.running import AHEAD
 from pcg.runtime.training.recorded.window_sizes import WindowSizes
 from pcg.runtime.training.warm_jobs import WINDOW
 from pcg.runtime.training.work_units import Phase
+from pcg.simulate.distributions import (
+    SHAREGPT_FIRST_OUTPUTS,
+    SHAREGPT_FIRST_PROMPTS,
+    Poisson,
+    Uniform,
+)
 from pcg.simulate.simulated_engine import SimulatedEngine
 from pcg.simulate.simulated_program import SimulatedProgram, simulated_program
 from pcg.simulate.simulation import RoundRobin, Simulation
-from pcg.simulate.workloads.arrivals import Poisson
-from pcg.simulate.workloads.lengths import SHAREGPT_FIRST_OUTPUTS, SHAREGPT_FIRST_PROMPTS
-from pcg.simulate.workloads.popularity import Uniform
-from pcg.simulate.workloads.synthetic import assign_adapters, synthetic
+from pcg.simulate.synthetic import assign_adapters, synthetic
 
 MODEL = "meta-llama/Llama-3.1-8B"
 GROUP = 4

@@ -38,12 +38,10 @@ from pcg.runtime.admission.limits import Limits
 from pcg.runtime.engine.engine import Engine
 from pcg.runtime.executor import Executor
 from pcg.runtime.metrics.report import ServingReport
+from pcg.simulate.distributions import Between, Constant, Fixed, PowerLaw
 from pcg.simulate.replay import replay
-from pcg.simulate.workloads.arrivals import Constant
-from pcg.simulate.workloads.lengths import Between, Fixed
-from pcg.simulate.workloads.popularity import PowerLaw
-from pcg.simulate.workloads.synthetic import assign_adapters, synthetic
-from pcg.simulate.workloads.workload import Workload
+from pcg.simulate.synthetic import assign_adapters, synthetic
+from pcg.simulate.workload import Workload
 
 TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj"]
 RANKS = (8, 16, 32, 64)

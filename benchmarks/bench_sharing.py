@@ -50,16 +50,15 @@ from pcg.runtime.engine.scheduling.co_serving import CoServing
 from pcg.runtime.engine.scheduling.work import Sharing
 from pcg.runtime.metrics.events import Kind
 from pcg.runtime.metrics.report import ServingReport, Slo, serving_report
-from pcg.simulate.papers import flexllm
-from pcg.simulate.papers.s_lora import S_LORA_TTFT_SLO_S
-from pcg.simulate.papers.sharing_rules import InferenceOnly, SpatialSharing, TemporalSharing
+from pcg.simulate import flexllm
+from pcg.simulate.distributions import Between, Fixed, Poisson
+from pcg.simulate.flexllm import InferenceOnly, SpatialSharing, TemporalSharing
 from pcg.simulate.replay import replay
+from pcg.simulate.s_lora import S_LORA_TTFT_SLO_S
 from pcg.simulate.simulated_engine import SimulatedEngine
 from pcg.simulate.simulated_program import SimulatedProgram
 from pcg.simulate.simulation import RoundRobin, Simulation
-from pcg.simulate.workloads.arrivals import Poisson
-from pcg.simulate.workloads.lengths import Between, Fixed
-from pcg.simulate.workloads.synthetic import synthetic
+from pcg.simulate.synthetic import synthetic
 
 RATES = {32: (1.0, 2.9, 4.5), 128: (0.3, 0.8, 1.4)}
 """Requests a second, by the number of output tokens."""

@@ -5,7 +5,7 @@
 A random 8-layer Llama of hidden size 512 in fp32 on one thread serves Poisson arrivals and trains
 an adapter beside them. First the engine runs other requests, of another seed, and its steps, units
 and updates are noted; the simulated engine's costs are fitted to these
-(`pcg.simulate.profiled_costs`), and it knows nothing of the run that it predicts. Both have the
+(`profiled_costs`), and it knows nothing of the run that it predicts. Both have the
 same limits and pages, and begin to plan by the same latencies.
 
 Time is the process's own, so that other work on the machine is not measured.
@@ -23,6 +23,7 @@ from collections.abc import Iterable
 import torch
 from bench_generation import random_llama
 from measure import write
+from profiled_costs import ProfiledCosts, StepProfile
 
 import pcg
 from pcg.runtime.admission.latency import Latencies
@@ -35,13 +36,11 @@ from pcg.runtime.metrics.events import Event, Kind
 from pcg.runtime.metrics.report import serving_report
 from pcg.runtime.requests.request import Request
 from pcg.runtime.sampling.sampling_params import SamplingParams
-from pcg.simulate.profiled_costs import ProfiledCosts, StepProfile
+from pcg.simulate.distributions import Between, Poisson
 from pcg.simulate.simulated_engine import SimulatedEngine
 from pcg.simulate.simulation import RoundRobin, Simulation
-from pcg.simulate.workloads.arrivals import Poisson
-from pcg.simulate.workloads.lengths import Between
-from pcg.simulate.workloads.synthetic import synthetic
-from pcg.simulate.workloads.workload import Workload
+from pcg.simulate.synthetic import synthetic
+from pcg.simulate.workload import Workload
 
 LIMITS = Limits(ttft_slo_s=5.0, tpot_slo_s=0.3)
 PAGES = 2048

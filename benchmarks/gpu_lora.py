@@ -27,7 +27,7 @@ LAYERS = 32
 
 def slots_of(popularity: str, batch: int) -> list[int]:
     """Each request's adapter, in Punica's four popularities (figure 8)."""
-    from pcg.simulate.workloads import popularity as known
+    from pcg.simulate import distributions as known
 
     counts = getattr(known, popularity.capitalize())().counts(batch)
     return [adapter for adapter, many in enumerate(counts) for _ in range(many)]

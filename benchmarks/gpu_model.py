@@ -131,7 +131,7 @@ class Model:
         Prompts are cut by the limit of tokens or an SLO, and by nothing else.
         """
         from pcg.runtime.admission.limits import Limits
-        from pcg.simulate.papers.sharing_rules import InferenceOnly
+        from pcg.simulate.flexllm import InferenceOnly
 
         _emptied()  # of the pool and the graphs of the engine before
         return self.executor.engine(
@@ -624,11 +624,9 @@ def _warm_engine(model: Model, sharing: Any) -> Any:
 
 
 def _served(model: Model, engine: Any) -> Row:
+    from pcg.simulate.distributions import Between, Poisson, PowerLaw
     from pcg.simulate.replay import replay
-    from pcg.simulate.workloads.arrivals import Poisson
-    from pcg.simulate.workloads.lengths import Between
-    from pcg.simulate.workloads.popularity import PowerLaw
-    from pcg.simulate.workloads.synthetic import assign_adapters, synthetic
+    from pcg.simulate.synthetic import assign_adapters, synthetic
 
     count = int(REQUESTS_A_S * SERVED_S)
     lengths = Between(*PROMPT_TOKENS), Between(*NEW_TOKENS)

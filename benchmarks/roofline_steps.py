@@ -124,7 +124,7 @@ def _names(executor: Any, sizes: Sizes, count: int) -> list[str | None]:
 
 def _engine(executor: Any, sizes: Sizes, tokens: int) -> Any:
     from pcg.runtime.admission.limits import Limits
-    from pcg.simulate.papers.sharing_rules import InferenceOnly
+    from pcg.simulate.flexllm import InferenceOnly
 
     return executor.engine(
         Limits(tokens=tokens),

@@ -20,23 +20,19 @@ from typer.core import TyperGroup
 from pcg.errors import FinetuneInterrupted, PcgError
 from pcg.version import __version__
 
-from .bench.serve import serve_command as bench_serve_command
-from .compile import compile_command
-from .data import check_command
-from .doctor import doctor_command
+from .bench_serve import serve_command as bench_serve_command
+from .compile import compile_command, opt_command
+from .doctor import doctor_command, models_command
 from .explain import explain_command
-from .models import models_command
-from .opt import opt_command
 from .options.console import fail
 from .options.fields import with_options
 from .plan import plan_command
 from .profile import profile_command
 from .run import run_command
-from .serve import serve_base_command, serve_command
+from .runs import compare_command, list_command, report_command
+from .serve import check_command, serve_base_command, serve_command
 from .simulate import simulate_command
-from .training.finetune import finetune_command
-from .training.runs import compare_command, list_command, report_command
-from .training.train import dpo_command, grpo_command, sft_command
+from .train import dpo_command, finetune_command, grpo_command, sft_command
 
 INTERRUPTED = 130  # 128 + SIGINT, as shells have it
 
@@ -66,16 +62,16 @@ MODULES = "--lora-modules"
 
 def _repeated_modules(args: Sequence[str]) -> list[str]:
     """Return arguments with an option for each module: vLLM's takes NAME=PATH several times."""
-    found: list[str] = []
+    words: list[str] = []
     is_list = False
     for arg in args:
         is_module = not arg.startswith("-") and ("=" in arg or arg.lstrip().startswith("{"))
         is_list = is_list and is_module
-        if is_list and found[-1] != MODULES:
-            found.append(MODULES)
-        found.append(arg)
+        if is_list and words[-1] != MODULES:
+            words.append(MODULES)
+        words.append(arg)
         is_list = is_list or arg.partition("=")[0] == MODULES
-    return found
+    return words
 
 
 class Group(LazyGroup):
@@ -99,9 +95,9 @@ class Group(LazyGroup):
             raise typer.Exit(INTERRUPTED) from error
         except Exception as error:
             # typer's own (a usage error, an exit), and a reader of our output that has gone.
-            own = type(error).__module__.partition(".")[0] in ("click", "typer")
+            is_typers = type(error).__module__.partition(".")[0] in ("click", "typer")
             gone = isinstance(error, OSError) and error.errno == errno.EPIPE
-            if own or gone or ctx.params.get("debug"):
+            if is_typers or gone or ctx.params.get("debug"):
                 raise
             fail(f"error: {_message(error)}")
             raise typer.Exit(1) from error
@@ -150,7 +146,6 @@ def options(
 
 
 def _add(group: typer.Typer, command: Callable[..., None], *examples: str) -> None:
-    """Add a command, named as its function, with examples of its use."""
     name = command.__name__.removesuffix("_command").replace("_", "-")
     epilog = "\n\n".join(["Example:", *(f"[cyan]{example}[/]" for example in examples)])
 

@@ -1,11 +1,12 @@
-"""`pcg compile`: a model and a PEFT method to the folder of a program."""
+"""`pcg compile`: a model and a PEFT method to a program; `pcg opt`: passes over text."""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -14,10 +15,9 @@ from pcg.files import check_writable, expanded, is_there
 from pcg.options import CompileOptions
 from pcg.units import counted, duration_text, size_text
 
-from .options.arguments import Json, Model
 from .options.console import busy, err, print_json, table
 from .options.executors import SPLIT, PlaceOptions, open_executor
-from .options.fields import Given
+from .options.fields import Given, Json, Model
 from .options.method import Method
 
 if TYPE_CHECKING:
@@ -25,6 +25,60 @@ if TYPE_CHECKING:
     from pcg.ir.program.program import Program
     from pcg.passes.graphs.pass_base import PassRecord
     from pcg.source import ModelSource
+
+
+# ---------------------------------------------------------------------------------------------- opt
+
+
+def opt_command(
+    file: Annotated[
+        str | None,
+        typer.Argument(help="Graphs as text IR: a file, or - for standard input.", metavar="FILE"),
+    ] = None,
+    passes: Annotated[
+        str | None,
+        typer.Option(
+            help="Passes to run, in order: raise,fuse_linears,localize{degree=4}.", metavar="PASSES"
+        ),
+    ] = None,
+    list_passes: Annotated[
+        bool, typer.Option("--list", help="List the passes and their options.")
+    ] = False,
+) -> None:
+    """Run passes over graphs in text, and print the graphs.
+
+    The verifier looks at the graphs of the file, and at what each pass makes of them.
+    """
+    if list_passes:
+        _list()
+        return
+    if file is None:
+        raise typer.BadParameter("give a file, or - for standard input", param_hint="FILE")
+    from pcg.errors import ParseError
+    from pcg.passes.registry import run_text
+
+    try:
+        text = sys.stdin.read() if file == "-" else Path(file).read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ParseError(f"{file} is no text in UTF-8: {error.reason}") from error
+    except OSError as error:
+        raise ParseError(f"{file} cannot be read: {error.strerror}") from error
+    try:
+        print(run_text(text, passes), end="")
+    except ParseError as error:
+        raise ParseError(f"{file}: {error}") from error
+
+
+def _list() -> None:
+    from pcg.passes.registry import PASSES, options_of
+
+    for kind in PASSES:
+        options = ",".join(f"{name}=…" for name in options_of(kind))
+        usage = f"{kind.name}{{{options}}}" if options else kind.name
+        print(f"{usage:<40} {(kind.__doc__ or '').partition(chr(10))[0]}")
+
+
+# ------------------------------------------------------------------------------------------ compile
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -126,7 +180,6 @@ def compile_command(
 def _compile_client(
     where: str, method: Method, options: Given[CompileOptions], to: OutputOptions, json: bool
 ) -> None:
-    """Write the program of a client of a base executor."""
     if to.output is None or to.print_after or to.dump_dir is not None:
         raise typer.BadParameter("the program of a client is written to a folder alone (-o)")
     executor = open_executor(where, method.configuration(), options.values, PlaceOptions())

@@ -1,14 +1,16 @@
-"""`pcg doctor`: what this machine can do, what is missing, and the command to get it."""
+"""`pcg doctor`: the abilities of this machine; `pcg models`: the configs that ship with pcg."""
 
 from __future__ import annotations
 
 import dataclasses
 import importlib.metadata
+import json as json_module
 import os
 import platform
 import re
 import shutil
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -18,8 +20,56 @@ import typer
 from pcg.units import size_text
 from pcg.version import __version__
 
-from .options.arguments import Json, complete_model
 from .options.console import busy, out, plain, print_json, table
+from .options.executors import FIELDS
+from .options.fields import Json, complete_model
+
+# ------------------------------------------------------------------------------------------- models
+
+
+# What the families call one thing.
+def models_command(json: Json = False) -> None:
+    """List the models whose configs ship with pcg.
+
+    They explain and compile offline.
+    """
+    from pcg.source import ALIASES, SHIPPED, shipped
+
+    models = []
+    for name in shipped():
+        config = json_module.loads((SHIPPED / (name.replace("/", "--", 1) + ".json")).read_text())
+        aliases = sorted(alias for alias, target in ALIASES.items() if target == name)
+        models.append({"model": name, **_shape(config), "also": aliases})
+    if json:
+        print_json({"models": models})
+        return
+    columns = ("model", "type", "layers", "hidden", "heads", "context")
+    rows = table(*columns, right=columns[2:])
+    for model in models:
+        values = {**model, "heads": _heads(model), "context": model["positions"]}
+        rows.add_row(*(plain(values[column]) for column in columns))
+    out().print(rows)
+    out().print("\nAny other model: its directory, or its hub id.", style="dim")
+
+
+def _heads(model: Mapping[str, Any]) -> str:
+    heads, kv_heads = model["heads"], model["kv_heads"]
+    return str(heads) if kv_heads in (None, heads) else f"{heads}/{kv_heads}"
+
+
+def _shape(config: Mapping[str, Any]) -> dict[str, Any]:
+    shape = {
+        name: next((config[key] for key in keys if key in config), None)
+        for name, keys in FIELDS.items()
+    }
+    # gpt_bigcode's and falcon's flag; falcon's newer architecture goes by the number instead.
+    if config.get("multi_query") and not config.get("new_decoder_architecture"):
+        shape["kv_heads"] = 1
+    return shape
+
+
+# ------------------------------------------------------------------------------------------- doctor
+
 
 NVIDIA = Path("/proc/driver/nvidia/version")
 
@@ -34,9 +84,9 @@ class Requirement:
     required: bool = True
 
     def accepts(self, version: str) -> bool:
-        found = _numbers(version)
+        numbers = _numbers(version)
         for bound in filter(None, self.wanted.split(",")):
-            if (found < _numbers(bound.lstrip("<>="))) != bound.startswith("<"):
+            if (numbers < _numbers(bound.lstrip("<>="))) != bound.startswith("<"):
                 return False
         return True
 
@@ -130,7 +180,7 @@ def _torch_machine() -> dict[str, Any]:
         capability = f"{gpu.major}.{gpu.minor}"
         gpus.append({"name": gpu.name, "memory_bytes": gpu.total_memory, "capability": capability})
     backend = choose_backend("auto", machine_device())
-    there = torch.distributed.is_available()
+    is_available = torch.distributed.is_available()
     affinity = getattr(os, "sched_getaffinity", None)  # Linux
     return {
         "cpu": {
@@ -145,14 +195,19 @@ def _torch_machine() -> dict[str, Any]:
         "attention": {
             "auto": choose_libraries("auto", backend.name, machine_device()),
             "libraries": [
-                {"name": one.name, "use": one.use, "ok": is_ready(one), "source": one.source}
-                for one in LIBRARIES
+                {
+                    "name": library.name,
+                    "use": library.use,
+                    "ok": is_ready(library),
+                    "source": library.source,
+                }
+                for library in LIBRARIES
             ],
         },
         "cuda": torch.version.cuda,
         "distributed": {
-            "gloo": there and torch.distributed.is_gloo_available(),
-            "nccl": there and torch.distributed.is_nccl_available(),
+            "gloo": is_available and torch.distributed.is_gloo_available(),
+            "nccl": is_available and torch.distributed.is_nccl_available(),
         },
     }
 
@@ -183,19 +238,18 @@ def _weights(model: str, machine: dict[str, Any]) -> dict[str, Any]:
     with busy(f"tracing {model}"):
         from pcg.explain.explain import explain
 
-        found = explain(model, None, device="cuda" if machine["gpus"] else "cpu")
-    packed = found.packed_bytes
+        report = explain(model, None, device="cuda" if machine["gpus"] else "cpu")
+    packed = report.packed_bytes
     return {
-        "name": found.model,
-        "dtype": found.dtype,
-        "weights_bytes": found.memory_bytes["weights"] - packed,
+        "name": report.model,
+        "dtype": report.dtype,
+        "weights_bytes": report.memory_bytes["weights"] - packed,
         "packed_bytes": packed,
-        "backend": _less(machine["backend"], found.backend),
+        "backend": _less(machine["backend"], report.backend),
     }
 
 
 def _less(of_machine: str, of_model: str) -> str:
-    """The backend that both a machine and a model allow."""
     return of_model if of_model.startswith("torch") else of_machine
 
 
@@ -219,9 +273,9 @@ def _memory() -> dict[str, int | None]:
     try:
         text = Path("/proc/meminfo").read_text()
         total, available = (
-            int(found[1]) * 1024
+            int(match[1]) * 1024
             for key in ("MemTotal", "MemAvailable")
-            if (found := re.search(rf"^{key}:\s+(\d+)", text, re.MULTILINE))
+            if (match := re.search(rf"^{key}:\s+(\d+)", text, re.MULTILINE))
         )
         limit = Path("/sys/fs/cgroup/memory.max").read_text().strip()
         used = int(Path("/sys/fs/cgroup/memory.current").read_text())
@@ -245,7 +299,6 @@ def _memory_of_machine() -> dict[str, int | None]:
 def _problems(
     packages: list[dict[str, Any]], machine: dict[str, Any], problem: str | None
 ) -> list[dict[str, Any]]:
-    """Missing things, each with the command to get it."""
     problems = []
     for package in packages:
         if package["ok"]:
@@ -276,9 +329,8 @@ def _problem(what: str, fix: str, *, required: bool = True) -> dict[str, Any]:
 
 
 def _numbers(version: str) -> tuple[int, ...]:
-    """`2.13.0+cpu` as (2, 13, 0)."""
-    found = re.match(r"\d+(\.\d+)*", version)
-    return tuple(map(int, found[0].split("."))) if found else ()
+    digits = re.match(r"\d+(\.\d+)*", version)
+    return tuple(map(int, digits[0].split("."))) if digits else ()
 
 
 def _print(report: dict[str, Any]) -> None:
@@ -306,9 +358,9 @@ def _print(report: dict[str, Any]) -> None:
             rows.add_row("ptxas", ptxas["version"], plain(f"self-test: {ptxas['self_test']}"))
         attention = report["attention"]
         missing = [
-            f"without {one['name']}: {one['source']}"
-            for one in attention["libraries"]
-            if not one["ok"]
+            f"without {library['name']}: {library['source']}"
+            for library in attention["libraries"]
+            if not library["ok"]
         ]
         rows.add_row("attention", attention["auto"], plain("\n".join(missing)))
         backends = [name for name, is_there in report["distributed"].items() if is_there]
@@ -318,13 +370,13 @@ def _print(report: dict[str, Any]) -> None:
         free, total = size_text(memory["available"]), size_text(memory["total"])
         rows.add_row("memory", f"{free} free", f"of {total}")
     if "model" in report:
-        found = report["model"]
-        name = f"{plain(found['name'])}, {found['dtype']}"
-        rows.add_row("weights", size_text(found["weights_bytes"]), name)
-        if found["packed_bytes"]:
+        weights = report["model"]
+        name = f"{plain(weights['name'])}, {weights['dtype']}"
+        rows.add_row("weights", size_text(weights["weights_bytes"]), name)
+        if weights["packed_bytes"]:
             copies = "in packed copies; --no-packed-weights"
-            rows.add_row("", f"{size_text(found['packed_bytes'])} more", copies)
-        name, _, reason = found["backend"].partition(": ")
+            rows.add_row("", f"{size_text(weights['packed_bytes'])} more", copies)
+        name, _, reason = weights["backend"].partition(": ")
         rows.add_row("", name, plain(reason))
     rows.add_row("disk", f"{size_text(report['disk_bytes']['free'])} free", "in this directory")
     console = out()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,17 +10,13 @@ from typing import TYPE_CHECKING, ClassVar
 import typer
 
 from pcg.options import ExplainOptions, SplitOptions
-from pcg.units import size_text
 
-from .options.arguments import Json, Model
-from .options.console import busy, print_json
-from .options.fields import Given, flags_of
+from .options.console import busy, check_page, print_json, show_report
+from .options.fields import Given, Json, Model, flags_of
 from .options.method import Method, adapter_or_none
-from .options.pages import check_page, write_page
 
 if TYPE_CHECKING:
-    from pcg.explain.report.report import Report
-    from pcg.explain.report.split_report import SplitReport
+    pass
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,7 +81,7 @@ def explain_command(
             from pcg.explain.explain_split import explain_split
 
             cut = explain_split(model, configuration, **options.values, **between.values)
-        _show(cut, cut.to_text(), show.html, json)
+        show_report(cut, cut.to_text(), show.html, json)
         return
     if show.compare is not None:
         words = [word.strip() for word in show.compare.split(",")]
@@ -107,14 +102,14 @@ def explain_command(
 
         report = explaining.explain(model, peft, **options.values)
     text = report.to_text(tensors=show.tensors, formulas=asked.find_region)
-    _show(report, text, show.html, json)
+    show_report(report, text, show.html, json)
 
 
 SPLIT_STEP = ("batch", "seq", "dtype")
 """The options of a step that a cut depends on."""
 
 
-def _check_split(is_split: bool, given: Collection[str], between: Collection[str]) -> None:
+def _check_split(is_split: bool, options: Collection[str], between: Collection[str]) -> None:
     """Refuse options that have no effect on what is shown."""
     if not is_split:
         for name in between:
@@ -122,17 +117,6 @@ def _check_split(is_split: bool, given: Collection[str], between: Collection[str
                 "it has no effect without --split", param_hint=flags_of(name)[0]
             )
         return
-    for name in given:
+    for name in options:
         if name not in SPLIT_STEP:
             raise typer.BadParameter("it has no effect with --split", param_hint=flags_of(name)[0])
-
-
-def _show(report: Report | SplitReport, text: str, html: Path | None, json: bool) -> None:
-    if json:
-        print_json(report.to_json())
-    else:
-        print(text)
-    if html is not None:
-        size = write_page(html, report.to_html())
-        # With --json the one object is alone on standard output.
-        print(f"wrote {html} ({size_text(size)})", file=sys.stderr if json else sys.stdout)

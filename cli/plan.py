@@ -3,20 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
 
-from pcg.plan.options import MachineOptions
-from pcg.plan.workload import parse_workload
-from pcg.units import size_text
+from pcg.plan.workload import MachineOptions, parse_workload
 
-from .options.arguments import Json, Model
-from .options.console import busy, print_json
-from .options.fields import Given
+from .options.console import busy, check_page, show_report
+from .options.fields import Given, Json, Model
 from .options.method import Method
-from .options.pages import check_page, write_page
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,14 +48,7 @@ def plan_command(
     with busy(f"planning {source.name}"):
         from pcg.plan import plan as planning
 
-        found = planning.plan(model, peft, **options.values)
-    if found.method is not None:
-        found = dataclasses.replace(found, method_options=method.words)
-    if json:
-        print_json(found.to_json())
-    else:
-        print(found.to_text())
-    if show.html is not None:
-        size = write_page(show.html, found.to_html())
-        # With --json the one object is alone on standard output.
-        print(f"wrote {show.html} ({size_text(size)})", file=sys.stderr if json else sys.stdout)
+        plan = planning.plan(model, peft, **options.values)
+    if plan.method is not None:
+        plan = dataclasses.replace(plan, method_options=method.words)
+    show_report(plan, plan.to_text(), show.html, json)

@@ -13,8 +13,8 @@ import typer
 from pcg.units import counted
 from pcg.version import __version__
 
-from .options.arguments import Json
 from .options.console import err, out, print_json, table
+from .options.fields import Json
 
 if TYPE_CHECKING:
     import torch
@@ -60,31 +60,30 @@ def profile_command(options: ProfileOptions, json: Json = False) -> None:
     where = _device(options.device)
     base_dtype = _dtype(options.dtype, where)
     if started_ranks() > 1:
-        found = _of_ranks(where, base_dtype, options)
+        kept = _of_ranks(where, base_dtype, options)
         if int(os.environ["RANK"]):
             return
     else:
-        found = _of_machine(where, base_dtype, options)
-    profile = found.profile
-    written = options.output or found.path
+        kept = _of_machine(where, base_dtype, options)
+    profile = kept.profile
+    written = options.output or kept.path
     if options.output is not None:
         profile.save(options.output)
     if json:
-        print_json({**_summary(profile), "path": str(written), "cached": found.is_old})
+        print_json({**_summary(profile), "path": str(written), "cached": kept.is_old})
     else:
         _print(profile)
-        source = " (measured before; --fresh measures again)" if found.is_old else ""
+        source = " (measured before; --fresh measures again)" if kept.is_old else ""
         out().print(f"\n{written}{source}", soft_wrap=True)
 
 
 def _of_machine(where: torch.device, base_dtype: str, options: ProfileOptions) -> KeptProfile:
-    """The profile of this machine, with ranks that are started for it."""
     from pcg.parallel.costs.catalog import KeptProfile, kept_path, kept_profile
 
     path = kept_path(where, base_dtype, options.tp, quick=options.quick)
-    found = None if options.fresh else kept_profile(path)
-    if found is not None:
-        return KeptProfile(found, path, True)
+    profile = None if options.fresh else kept_profile(path)
+    if profile is not None:
+        return KeptProfile(profile, path, True)
     profile = _measure(where, base_dtype, options.tp, options.quick)
     profile.save(path)
     return KeptProfile(profile, path, False)
@@ -168,7 +167,6 @@ def _measure(device: torch.device, dtype: str, tp: int, quick: bool) -> DevicePr
 
 
 def _summary(profile: DeviceProfile) -> dict[str, Any]:
-    """The measurements by operator and dtype, and the links."""
     rows: dict[tuple[str, str], dict[str, Any]] = {}
     for point in profile.points:
         work = point.work
@@ -206,11 +204,11 @@ def _links(links: Mapping[str, Link]) -> dict[str, dict[str, float]]:
 
 
 def _print(profile: DeviceProfile) -> None:
-    found = _summary(profile)
+    summary = _summary(profile)
     console = out()
     heads = ("operator", "dtype", "points", "µs", "GFLOP/s", "GB/s")
     rows = table(*heads, right=heads[2:])
-    for row in found["operators"]:
+    for row in summary["operators"]:
         rows.add_row(
             row["operator"],
             row["dtype"],
@@ -220,17 +218,17 @@ def _print(profile: DeviceProfile) -> None:
             f"{row['bytes_per_s'] / 1e9:,.1f}",
         )
     console.print(rows)
-    if found["links"]:
+    if summary["links"]:
         columns = ("ranks", "α µs", "β GB/s")
         rows = table("collective", *columns, right=columns)
-        for ranks, links in found["tiers"].items():
+        for ranks, links in summary["tiers"].items():
             for kind, link in links.items():
                 latency, speed = link["latency_s"] * 1e6, link["bytes_per_s"] / 1e9
                 rows.add_row(kind, str(ranks), f"{latency:,.1f}", f"{speed:,.2f}")
         console.print()
         console.print(rows)
-    ranks = f", {found['backend']} over {found['tp']} ranks" if found["links"] else ""
-    versions = ", ".join(f"{name} {version}" for name, version in found["versions"].items())
+    ranks = f", {summary['backend']} over {summary['tp']} ranks" if summary["links"] else ""
+    versions = ", ".join(f"{name} {version}" for name, version in summary["versions"].items())
     points = counted(len(profile.points), "point")
     console.print("\nµs of the shortest call, and the best rates", style="dim")
-    console.print(f"{points} of {found['device']}{ranks}; {versions}", soft_wrap=True)
+    console.print(f"{points} of {summary['device']}{ranks}; {versions}", soft_wrap=True)

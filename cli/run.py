@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 import sys
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -15,18 +17,125 @@ from pcg.options import CompileOptions
 from pcg.runtime.sampling.sampling_params import SamplingParams
 from pcg.units import counted
 
-from .completions import (
-    Prompt,
-    print_completions,
-    stream_completions,
-    summary_of,
-    wait_completions,
-)
-from .options.arguments import Json, Runnable
-from .options.console import err, print_json
+from .options.console import err, out, print_json
 from .options.executors import PlaceOptions, degree_of, on_ranks, open_executor
-from .options.fields import Given, Only, flags_of
+from .options.fields import Given, Json, Only, Runnable, flags_of
 from .options.method import Method
+
+if TYPE_CHECKING:
+    from pcg.runtime.requests.request import Chunk, Completion
+    from pcg.runtime.sampling.logprobs import TokenLogprobs
+
+
+# -------------------------------------------------------------------------------------- completions
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """One prompt, and the adapter to continue it with; None is the base."""
+
+    text: str
+    adapter: str | None
+
+
+def wait_completions(chunks: Iterator[Chunk], prompts: Sequence[Prompt]) -> list[Completion]:
+    """Gather the completions."""
+    completions = {
+        chunk.index: chunk.completion for chunk in chunks if chunk.completion is not None
+    }
+    return [completions[index] for index in range(len(prompts))]
+
+
+def print_completions(chunks: Iterator[Chunk], prompts: Sequence[Prompt]) -> list[Completion]:
+    """Print the completions when all are done."""
+    completions = wait_completions(chunks, prompts)
+    for index, completion in enumerate(completions):
+        _head(prompts, index)
+        _text(f"{completion.text}\n")
+    return completions
+
+
+def stream_completions(chunks: Iterator[Chunk], prompts: Sequence[Prompt]) -> list[Completion]:
+    """Print the first completion that is not done as it is made; the others wait for their turn."""
+    waiting: list[list[str]] = [[] for _ in prompts]
+    completions: dict[int, Completion] = {}
+    current = 0
+    for count, chunk in enumerate(chunks):
+        if not count:  # not before it is known that the prompts can be continued
+            _head(prompts, current)
+        waiting[chunk.index].append(chunk.text)
+        if chunk.completion is not None:
+            completions[chunk.index] = chunk.completion
+        while current < len(prompts):
+            _text("".join(waiting[current]))
+            waiting[current].clear()
+            if current not in completions:
+                break
+            _text("\n")
+            current += 1
+            if current < len(prompts):
+                _head(prompts, current)
+    return [completions[index] for index in range(len(prompts))]
+
+
+def _head(prompts: Sequence[Prompt], index: int) -> None:
+    """The prompt, dim, below a line that says whose it is where there are several."""
+    prompt = prompts[index]
+    console = out()
+    if len(prompts) > 1:
+        if index:
+            console.print()
+        console.print(f"── {index + 1} · {prompt.adapter or 'base'} ──", style="bold cyan")
+    typer.secho(prompt.text, dim=True, nl=False)  # rich would expand tabs
+
+
+def _text(text: str) -> None:
+    sys.stdout.write(text)
+    sys.stdout.flush()
+
+
+def _logprobs(name: str, tokens: Sequence[TokenLogprobs | None] | None) -> dict[str, Any]:
+    """The logprobs of tokens as JSON, if they were asked for; null for those that cannot come."""
+    if tokens is None:
+        return {}
+    return {name: [None if token is None else _as_json(token) for token in tokens]}
+
+
+def _as_json(token: TokenLogprobs) -> dict[str, Any]:
+    top = [(text, None if math.isinf(value) else value) for text, value in token.top]
+    return {**asdict(token), "top": top}
+
+
+def summary_of(
+    model: str, prompts: Sequence[Prompt], completions: list[Completion], seconds: float
+) -> dict[str, Any]:
+    """The completions as JSON, in the order of the prompts."""
+    tokens = sum(len(completion.token_ids) for completion in completions)
+    return {
+        "model": model,
+        "completions": [
+            {
+                "prompt": prompt.text,
+                "adapter": prompt.adapter,
+                "text": completion.text,
+                "token_ids": list(completion.token_ids),
+                "finish_reason": completion.finish_reason,
+                "stop_reason": completion.stop_reason,
+                "prompt_tokens": completion.prompt_tokens,
+                "index": completion.index,
+                **_logprobs("logprobs", completion.logprobs),
+                **_logprobs("prompt_logprobs", completion.prompt_logprobs),
+            }
+            for prompt, completion in zip(prompts, completions, strict=True)
+        ],
+        "tokens": tokens,
+        "seconds": round(seconds, 4),
+        "tokens_per_s": round(tokens / seconds, 1),
+    }
+
+
+# ---------------------------------------------------------------------------------------------- run
+
 
 FRESH = "default"
 """The name of the fresh adapter that `--peft` makes."""
@@ -98,17 +207,10 @@ def run_command(
             )
     prompts = asked.prompts(method.is_given)
     degree = degree_of(program, compiling.values, place)
-    arguments = {
-        "program": program,
-        "prompts": prompts,
-        "asked": asked,
-        "fresh": method.one() if method.is_given else None,
-        "sampling": sampling.values,
-        "compiling": {**compiling.values, "tp": degree},
-        "place": place,
-        "json": json,
-    }
-    on_ranks(degree * place.groups, complete, arguments)
+    fresh = method.one() if method.is_given else None
+    compiled = {**compiling.values, "tp": degree}
+    act = partial(complete, program, prompts, asked, fresh, sampling.values, compiled, place, json)
+    on_ranks(degree * place.groups, act)
 
 
 def complete(
@@ -121,18 +223,7 @@ def complete(
     place: PlaceOptions,
     json: bool,
 ) -> None:
-    """Continue the prompts and print the text.
-
-    Args:
-        program: the folder of a program, or a model.
-        prompts: the prompts with their adapters.
-        asked: the adapters to load, and the way to print.
-        fresh: the method of a fresh adapter; None for none.
-        sampling: fields of `SamplingParams`.
-        compiling: fields of `CompileOptions`.
-        place: the device, the weights, and the trust in edits.
-        json: True to print one object.
-    """
+    """Continue the prompts and print the text, as a rank; `fresh` is a fresh adapter's method."""
     executor = open_executor(program, asked.adapter, compiling, place)
     if fresh is not None:
         executor.add_adapter(FRESH, fresh)
@@ -140,22 +231,22 @@ def complete(
     inputs = [_chat(executor.tokenizer, text) for text in texts] if asked.chat else texts
     started = time.perf_counter()
     names = [item.adapter for item in prompts]
-    made = executor.generate(inputs, names, stream=True, **sampling)
+    generated = executor.generate(inputs, names, stream=True, **sampling)
     count = sampling.get("n", 1)
-    chunks = (replace(one, index=one.index * count + one.choice) for one in made)
+    chunks = (replace(chunk, index=chunk.index * count + chunk.choice) for chunk in generated)
     # What is echoed is a part of the text.
     is_shown_twice = bool(sampling.get("echo")) and not json
     shown = [replace(item, text="") if is_shown_twice else item for item in prompts]
     prompts = [item for item in shown for _ in range(count)]
     show = stream_completions if asked.stream else wait_completions if json else print_completions
-    done = show(chunks, prompts)
+    completions = show(chunks, prompts)
     seconds = time.perf_counter() - started
     if json:
-        print_json(summary_of(executor.program.name, prompts, done, seconds))
+        print_json(summary_of(executor.program.name, prompts, completions, seconds))
         return
-    tokens = sum(len(completion.token_ids) for completion in done)
+    tokens = sum(len(completion.token_ids) for completion in completions)
     reasons = {"stop": "ended", "length": "cut at --max-new-tokens or the model's positions"}
-    ends = ", ".join(dict.fromkeys(reasons[completion.finish_reason] for completion in done))
+    ends = ", ".join(dict.fromkeys(reasons[completion.finish_reason] for completion in completions))
     err().print(
         f"{counted(tokens, 'token')}, {tokens / seconds:,.0f} tokens/s; {ends}",
         style="dim",
@@ -175,7 +266,6 @@ def _read(name: str) -> str:
 
 
 def _used(use: Sequence[str], adapters: Sequence[str], count: int) -> list[str | None]:
-    """The adapter of each prompt."""
     if not use:
         if len(adapters) > 1:
             raise typer.BadParameter(
@@ -191,9 +281,9 @@ def _used(use: Sequence[str], adapters: Sequence[str], count: int) -> list[str |
         )
     for name in use:
         if name not in adapters and name != "base":
-            there = ", ".join(["base", *adapters])
+            known = ", ".join(["base", *adapters])
             raise typer.BadParameter(
-                f"no adapter is called {name!r}; there are: {there}", param_hint="--use"
+                f"no adapter is called {name!r}; there are: {known}", param_hint="--use"
             )
     names = [None if name == "base" and name not in adapters else name for name in use]
     return names * count if len(names) == 1 else names

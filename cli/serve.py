@@ -1,4 +1,4 @@
-"""`pcg serve`: OpenAI's API over a model; `pcg serve-base`: its weights alone, for clients."""
+"""`pcg serve`: OpenAI's API over a model; `pcg serve-base`: its weights alone; `pcg data check`."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import os
 import sys
 from collections.abc import Mapping
 from functools import partial
+from pathlib import Path
 from signal import SIGINT, SIGTERM
 from typing import Annotated, Any
 
@@ -16,8 +17,8 @@ from pcg.ir.program.manifest import is_program_folder
 from pcg.options import CompileOptions
 from pcg.serve.engine.options import ServeOptions
 from pcg.split.base.options import BaseOptions
+from pcg.units import counted
 
-from .options.arguments import Runnable
 from .options.console import err
 from .options.executors import (
     SPLIT,
@@ -28,8 +29,10 @@ from .options.executors import (
     on_ranks,
     open_executor,
 )
-from .options.fields import Given, Only
+from .options.fields import Given, Only, Runnable
 from .run import SERVING
+
+# -------------------------------------------------------------------------------------------- serve
 
 
 def serve_command(
@@ -114,14 +117,8 @@ def serve_base_command(
             f"{model} was compiled for {degree} ranks, in parts that clients do not know; give the "
             f"model itself, with --tp {degree}"
         )
-    arguments = {
-        "model": model,
-        "options": options,
-        "place": place,
-        "dtype": compiling.values.get("dtype"),
-        "degree": degree,
-    }
-    on_ranks(degree, serve_as_rank, arguments, stops=(SIGINT, SIGTERM))
+    act = partial(serve_as_rank, model, options, place, compiling.values.get("dtype"), degree)
+    on_ranks(degree, act, stops=(SIGINT, SIGTERM))
 
 
 def serve_alone(
@@ -161,3 +158,38 @@ def serve_as_rank(
 
 def _say(text: str) -> None:
     err().print(text, soft_wrap=True, markup=False, highlight=False)
+
+
+# --------------------------------------------------------------------------------------------- data
+
+
+def check_command(
+    directory: Annotated[Path, typer.Argument(help="The folder of `pcg serve --data-dir`.")],
+    repair: Annotated[
+        bool,
+        typer.Option(
+            "--repair",
+            help="Move what is damaged or unknown to quarantine, and bring back from there what "
+            "the database names.",
+        ),
+    ] = False,
+) -> None:
+    """Compare a server's data folder with its database and checksums, and repair it.
+
+    Each line names a path that is missing, damaged or unknown. Exits 1 if any is left.
+    """
+    from pcg.serve.store.check import check_folder
+
+    lines = 0
+
+    def say(line: str) -> None:
+        nonlocal lines
+        lines += 1
+        print(line)
+
+    wrong = check_folder(directory, say, repairs=repair)
+    if wrong:
+        err().print(f"{counted(wrong, 'problem')}; --repair mends them, see docs/serving.md")
+        raise typer.Exit(1)
+    if not lines:
+        print(f"{directory} is whole")

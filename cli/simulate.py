@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from .bench.workload import at_least
-from .options.arguments import Json
+from .bench_serve import at_least
 from .options.console import busy, out, print_json, table
+from .options.fields import Json
 
 if TYPE_CHECKING:
     from pcg.runtime.metrics.report import ServingReport
-    from pcg.simulate.papers.flexllm import CoServed
+    from pcg.simulate.flexllm import CoServed
 
 
 class Experiment(StrEnum):
@@ -107,7 +107,7 @@ def _chosen(names: Sequence[str], known: Sequence[str], option: str = "--model")
 
 def _flexllm(options: SimulateOptions, json: bool) -> None:
     from pcg.parallel.costs.accelerators import ASSUMED
-    from pcg.simulate.papers import flexllm
+    from pcg.simulate import flexllm
 
     settings = {setting.name: setting for setting in flexllm.MODELS}
     seeds = range(options.seed, options.seed + options.seeds)
@@ -144,11 +144,11 @@ def _flexllm(options: SimulateOptions, json: bool) -> None:
         return
     compared = ("kept", "of co-serving", "paper")
     numbers = ("req/s", "finetuning tok/s", *compared, "SLOs met", "gaps within", "output")
-    made = table("model", "tp", "sharing", *numbers, right=("tp", *numbers))
+    shown = table("model", "tp", "sharing", *numbers, right=("tp", *numbers))
     for row in rows:
         paper, beside = row["paper_finetuning_tokens_per_s"], row["of_co_serving"]
         spread = row["finetuning_tokens_per_s_std"]
-        made.add_row(
+        shown.add_row(
             row["model"],
             str(row["tp"]),
             row["sharing"],
@@ -161,7 +161,7 @@ def _flexllm(options: SimulateOptions, json: bool) -> None:
             f"{row['gap_attainment']:.1%}",
             f"{row['output_tokens_per_s']:,.0f}",
         )
-    out().print(made)
+    out().print(shown)
 
 
 def _flexllm_row(
@@ -175,10 +175,9 @@ def _flexllm_row(
     tokens = [report.finetuning_throughput for report in reports]
     mean = statistics.fmean(tokens)
     attained = [report.slo_attainment or 0.0 for report in reports]
-    gaps = [1.0 if one.gap_attainment is None else one.gap_attainment for one in reports]
+    gaps = [1.0 if report.gap_attainment is None else report.gap_attainment for report in reports]
 
     def of(name: str, at: float | None) -> float | None:
-        """The mean by that of the first such row."""
         for row in before:
             known = (row["model"], row["sharing"]) == (setting.name, name)
             if known and at in (None, row["rate_per_s"]):
@@ -191,7 +190,9 @@ def _flexllm_row(
         "tp": setting.tp,
         "sharing": arrangement,
         "rate_per_s": rate,
-        "came_per_s": statistics.fmean(len(one.requests) / one.duration_s for one in reports),
+        "came_per_s": statistics.fmean(
+            len(report.requests) / report.duration_s for report in reports
+        ),
         "finetuning_tokens_per_s": mean,
         "finetuning_tokens_per_s_std": statistics.stdev(tokens) if len(tokens) > 1 else 0.0,
         "of_first_rate": of(arrangement, None),
@@ -200,7 +201,7 @@ def _flexllm_row(
         "slo_attainment": statistics.fmean(attained),
         "slo_attainment_least": min(attained),
         "gap_attainment": statistics.fmean(gaps),
-        "output_tokens_per_s": statistics.fmean(one.output_throughput for one in reports),
+        "output_tokens_per_s": statistics.fmean(report.output_throughput for report in reports),
         "reports": [report.to_json() for report in reports],
     }
 
@@ -209,7 +210,7 @@ def _flexllm_row(
 
 
 def _s_lora(options: SimulateOptions, json: bool) -> None:
-    from pcg.simulate.papers import s_lora
+    from pcg.simulate import s_lora
 
     rate, seed, duration = next(iter(options.rate), None), options.seed, options.duration or 300.0
     rows: list[dict[str, Any]] = []
@@ -233,26 +234,26 @@ def _s_lora(options: SimulateOptions, json: bool) -> None:
         print_json({"experiment": "s-lora", "duration_s": duration, "seed": seed, "rows": rows})
         return
     heads = ("adapters", "req/s", "paper", "output tok/s", "first token, mean s", "SLO met")
-    made = table("setting", *heads, right=heads)
+    shown = table("setting", *heads, right=heads)
     for row in rows:
-        found = row["report"]
-        made.add_row(
+        numbers = row["report"]
+        shown.add_row(
             row["setting"],
             f"{row['adapters']:,}",
-            f"{found['request_throughput']:.2f}",
+            f"{numbers['request_throughput']:.2f}",
             f"{row['paper_request_throughput']:.2f}",
-            f"{found['output_throughput']:,.0f}",
-            f"{found['mean_ttft_ms'] / 1e3:.2f}",
-            f"{found['ttft_attainment']:.1%}",
+            f"{numbers['output_throughput']:,.0f}",
+            f"{numbers['mean_ttft_ms'] / 1e3:.2f}",
+            f"{numbers['ttft_attainment']:.1%}",
         )
-    out().print(made)
+    out().print(shown)
 
 
 # ------------------------------------------------------------------------------------- Punica
 
 
 def _punica(options: SimulateOptions, json: bool) -> None:
-    from pcg.simulate.papers import punica
+    from pcg.simulate import punica
 
     rate, duration = next(iter(options.rate), PUNICA_RATE_PER_S), options.duration or 3600.0
     with busy("compiling Llama-2-7B"):
@@ -270,26 +271,28 @@ def _punica(options: SimulateOptions, json: bool) -> None:
                 "seed": options.seed,
                 "migration": options.migration,
                 "mean_ttft_ms": first_s * 1e3,
-                "minutes": [{**dataclasses.asdict(one), "used": one.used} for one in minutes],
+                "minutes": [
+                    {**dataclasses.asdict(minute), "used": minute.used} for minute in minutes
+                ],
             }
         )
         return
     heads = ("minute", "req/s", "output tok/s", "GPUs in use", "their batch", "moved", "freed")
-    made = table(*heads, right=heads)
+    shown = table(*heads, right=heads)
     every = max(1, len(minutes) // 20)
-    for one in minutes[::every]:
-        used = [place for place, busy in enumerate(one.busy) if busy > 0.0]
+    for minute in minutes[::every]:
+        used = [place for place, busy in enumerate(minute.busy) if busy > 0.0]
         # A GPU that was in use for a part of the minute counts for that part.
-        requests = sum(one.batch[place] * one.busy[place] for place in used)
-        made.add_row(
-            str(one.minute),
-            f"{one.requests_per_s:.1f}",
-            f"{one.output_tokens_per_s:,.0f}",
-            f"{one.used:.1f}",
-            f"{requests / max(one.used, 1e-9):.1f}",
-            str(one.moved),
-            str(one.freed),
+        requests = sum(minute.batch[place] * minute.busy[place] for place in used)
+        shown.add_row(
+            str(minute.minute),
+            f"{minute.requests_per_s:.1f}",
+            f"{minute.output_tokens_per_s:,.0f}",
+            f"{minute.used:.1f}",
+            f"{requests / max(minute.used, 1e-9):.1f}",
+            str(minute.moved),
+            str(minute.freed),
         )
-    out().print(made)
-    used_s = 60 * sum(one.used for one in minutes)
+    out().print(shown)
+    used_s = 60 * sum(minute.used for minute in minutes)
     out().print(f"\nfirst token after {first_s:.2f} s on average; {used_s:,.0f} s of GPUs in use")

@@ -33,8 +33,7 @@ from pcg.runtime.data.sources import gather
 from pcg.runtime.executor import Executor
 from pcg.runtime.text.tokenizer import Tokenizer
 from pcg.runtime.training.training_data import load_here
-from pcg.simulate.workloads.public_trace import read_public_trace
-from pcg.simulate.workloads.workload import Workload
+from pcg.simulate.workload import Workload, read_public_trace
 from pcg.source import resolve
 from pcg.trace.model_config import parse_config
 from tests.support.hostile import DIGITS, NESTED, PATHS, damaged, mangled, text_of

@@ -1,19 +1,29 @@
 """Printing of the commands: results on standard output, all else on standard error.
 
 Consoles are made when they are needed: rich takes a while to import, and tests change the streams.
+The files that --html names are checked before the work, and written as a whole or not at all.
 """
 
 from __future__ import annotations
 
 import json
+import secrets
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from pcg.errors import PcgError
+from pcg.files import check_writable, is_directory, is_file, is_there
+from pcg.units import size_text
 
 if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
+
+
+# ------------------------------------------------------------------------------------------ console
 
 
 def out() -> Console:
@@ -56,12 +66,57 @@ def table(*columns: str, right: tuple[str, ...] = ()) -> Table:
     """An empty table with these heads; the columns in `right` hold numbers."""
     from rich.table import Table
 
-    made = Table(box=None, header_style="bold", pad_edge=False, padding=(0, 2, 0, 0))
+    rows = Table(box=None, header_style="bold", pad_edge=False, padding=(0, 2, 0, 0))
     for name in columns:
-        made.add_column(name, justify="right" if name in right else "left", no_wrap=True)
-    return made
+        rows.add_column(name, justify="right" if name in right else "left", no_wrap=True)
+    return rows
 
 
 def plain(value: Any) -> str:
     """A value of a table; a dash for none."""
     return "–" if value is None else str(value)
+
+
+# -------------------------------------------------------------------------------------------- pages
+
+
+def check_page(path: Path) -> None:
+    """Refuse a file that a page cannot be written to, before the work."""
+    if is_there(path) and not is_file(path):
+        kind = "a directory" if is_directory(path) else "not a regular file"
+        raise PcgError(f"--html {path}: it is {kind}; name a file, as report.html")
+    if not is_directory(path.parent):
+        raise PcgError(
+            f"--html {path}: there is no directory {path.parent}; make it first, or name a "
+            "file elsewhere"
+        )
+    check_writable(path.parent, f"the page {path.name}", PcgError)
+
+
+def show_report(value: Any, text: str, html: Path | None, json: bool) -> None:
+    """Print a report as text or JSON, and write its page."""
+    if json:
+        print_json(value.to_json())
+    else:
+        print(text)
+    if html is not None:
+        write_page(html, value.to_html(), json)
+
+
+def write_page(path: Path, page: str, json: bool) -> None:
+    """Write a page as a whole or not at all, and say so; with --json on standard error."""
+    target = path.resolve()
+    beside = target.with_name(f".{secrets.token_hex(4)}.html")
+    data = page.encode()
+    try:
+        beside.write_bytes(data)
+        beside.replace(target)
+    except OSError as error:
+        reason = error.strerror or str(error)
+        raise PcgError(
+            f"--html {path}: it cannot be written: {reason}; name a file elsewhere"
+        ) from error
+    finally:
+        beside.unlink(missing_ok=True)
+    # With --json the one object is alone on standard output.
+    print(f"wrote {path} ({size_text(len(data))})", file=sys.stderr if json else sys.stdout)

@@ -72,9 +72,9 @@ class PlaceOptions:
     rank_timeout_s: float | None = None
 
     def __post_init__(self) -> None:
-        for name, given in (("pp", self.pp), ("cp", self.cp)):
-            if given < 1:
-                raise ParallelError(f"{name}={given}; use at least 1")
+        for name, degree in (("pp", self.pp), ("cp", self.cp)):
+            if degree < 1:
+                raise ParallelError(f"{name}={degree}; use at least 1")
 
     @property
     def groups(self) -> int:
@@ -143,7 +143,7 @@ def open_executor(
     with busy(f"compiling and loading {where}"):
         from pcg import compiler
 
-        own: dict[str, Any] = {
+        ranks: dict[str, Any] = {
             "device": place.device,
             "dp": over.dp,
             "pp": place.pp,
@@ -151,7 +151,7 @@ def open_executor(
             "shard_base": over.shard_base,
             "rank_timeout_s": place.rank_timeout_s,
         }
-        return compiler.compile(where, peft, **own, **compiling)
+        return compiler.compile(where, peft, **ranks, **compiling)
 
 
 def _connected(
@@ -164,24 +164,24 @@ def _connected(
         PcgError: the base is not there, or refuses.
     """
     address, behind = _split_address(where)
-    given = {**behind, **compiling}
-    given.pop("tp", None)
-    for name in given:
+    options = {**behind, **compiling}
+    options.pop("tp", None)
+    for name in options:
         if name not in CLIENT:
             raise typer.BadParameter(
                 f"a client of a base executor has no {name}; it has {', '.join(CLIENT)}",
                 param_hint=flags_of(name)[0] if name in compiling else "MODEL",
             )
-    if "plaintext" in given:
-        if given["plaintext"] not in ("0", "1", "false", "true"):
+    if "plaintext" in options:
+        if options["plaintext"] not in ("0", "1", "false", "true"):
             raise typer.BadParameter(
-                f"plaintext={given['plaintext']}; use true or false", param_hint="MODEL"
+                f"plaintext={options['plaintext']}; use true or false", param_hint="MODEL"
             )
-        given["plaintext"] = given["plaintext"] in ("1", "true")
+        options["plaintext"] = options["plaintext"] in ("1", "true")
     with busy(f"connecting to {address}"):
         from pcg.split.client.connect import connect
 
-        executor = connect(address, peft=peft, device=place.device, **given)
+        executor = connect(address, peft=peft, device=place.device, **options)
     _CONNECTIONS.callback(executor.close)
     return executor
 
@@ -193,17 +193,17 @@ def _split_address(where: str) -> tuple[str, dict[str, str]]:
         typer.BadParameter: something else stands there, or a name twice.
     """
     address, _, query = where.removeprefix(SPLIT).partition("?")
-    given: dict[str, str] = {}
+    options: dict[str, str] = {}
     for part in query.split("&") if query else ():
         name, _, value = part.partition("=")
-        if not name or not value or name in given:
+        if not name or not value or name in options:
             raise typer.BadParameter(
                 f"{part!r} is no option of a connection, or given twice; use "
                 f"{SPLIT}HOST:PORT?NAME=VALUE&NAME=VALUE, with %26 for & in a value",
                 param_hint="MODEL",
             )
-        given[name] = unquote(value)
-    return address.removesuffix("/"), given
+        options[name] = unquote(value)
+    return address.removesuffix("/"), options
 
 
 def files_of(where: str, place: PlaceOptions) -> Path | None:
@@ -331,32 +331,29 @@ def _degree_of(where: str, compiling: Mapping[str, Any], place: PlaceOptions, st
             raise typer.BadParameter(
                 f"a program's {name} is chosen by pcg compile", param_hint=flags_of(name)[0]
             )
-    own, asked = options_of(where), compiling.get("tp")
-    if asked not in (None, own.tp):
+    compiled, asked = options_of(where), compiling.get("tp")
+    if asked not in (None, compiled.tp):
         raise typer.BadParameter(
-            f"{where} was compiled for {own.tp}; compile it again: pcg compile MODEL --tp {asked}",
+            f"{where} was compiled for {compiled.tp}; compile it again: "
+            f"pcg compile MODEL --tp {asked}",
             param_hint="--tp",
         )
-    if compiling.get("sequence_parallel") and not own.sequence_parallel:
+    if compiling.get("sequence_parallel") and not compiled.sequence_parallel:
         raise typer.BadParameter(
-            f"{where} was compiled without; compile it again: pcg compile MODEL --tp {own.tp} "
+            f"{where} was compiled without; compile it again: pcg compile MODEL --tp {compiled.tp} "
             "--sequence-parallel",
             param_hint="--sequence-parallel",
         )
-    return own.tp
+    return compiled.tp
 
 
-def on_ranks(
-    degree: int,
-    act: Callable[..., None],
-    arguments: Mapping[str, Any],
-    stops: Collection[Signals] = (),
-) -> None:
+def on_ranks(degree: int, act: Callable[[], None], stops: Collection[Signals] = ()) -> None:
     """Do a command's work here, or on ranks that are started for it.
 
     Under torchrun this process is a rank already.
 
     Args:
+        act: a partial of a function of a module, which is pickled.
         stops: signals that ranks are told, and end by in order.
     """
     if degree > 1:
@@ -364,8 +361,8 @@ def on_ranks(
         from pcg.ranks.launch import launch, mute_others
 
         if started_ranks() == 1:
-            launch(degree, act, arguments, stops)
+            launch(degree, act, {}, stops)
             return
         mute_others()
     with _CONNECTIONS:
-        act(**arguments)
+        act()

@@ -11,17 +11,219 @@ from __future__ import annotations
 import dataclasses
 import functools
 import inspect
+import json
+import os
 import re
+import types
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, Generic, Self, TypeVar, get_args, get_origin, get_type_hints
+from pathlib import Path
+from typing import (
+    Annotated,
+    Any,
+    Generic,
+    Literal,
+    Self,
+    TypeVar,
+    Union,
+    get_args,
+    get_origin,
+    get_type_hints,
+)
 
 import typer
 
+from pcg.files import expanded
 from pcg.keywords import field_docs
 
-from .types import convert, kind_of
+# ---------------------------------------------------------------------------------------- arguments
+
+
+def complete_model(incomplete: str) -> list[str]:
+    """The models that ship with pcg, for shells."""
+    from pcg.source import shipped
+
+    return [name for name in shipped() if name.lower().startswith(incomplete.lower())]
+
+
+Model = Annotated[
+    str,
+    typer.Argument(
+        help="Directory with a config.json, hub id, or a model of [cyan]pcg models[/].",
+        autocompletion=complete_model,
+        show_default=False,
+        metavar="MODEL",
+    ),
+]
+Runnable = Annotated[
+    str,
+    typer.Argument(
+        help="Compiled program, a directory or hub id of a model with weights, or a base executor "
+        "as split://HOST:PORT.",
+        autocompletion=complete_model,
+        show_default=False,
+        metavar="DIR_OR_MODEL",
+    ),
+]
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON object, and nothing else.")]
+
+
+# -------------------------------------------------------------------------------------------- types
+
+
+@dataclass(frozen=True)
+class Kind:
+    """The way in which an option of a type is given.
+
+    Attributes:
+        reads: the type that typer reads: texts, or the bool of a flag.
+        metavar: the value's name in help; None for a flag.
+        is_flag: it has no value.
+    """
+
+    reads: Any
+    metavar: str | None
+    is_flag: bool = False
+
+
+def kind_of(hint: Any) -> Kind:
+    """The way in which an option is given: once, repeatedly, as several values, or as a flag."""
+    kinds = _members(hint)
+    plain = [kind for kind in kinds if get_origin(kind) is not Literal]
+    if plain == [bool]:  # also with words for what it is by default
+        return Kind(bool, None, True)
+    if len(kinds) == 1:
+        inner = get_args(kinds[0])
+        if _is_mapping(kinds[0]):
+            return Kind(list[str], f"NAME={_metavar(_members(inner[1]))}")
+        if _is_fixed(kinds[0]):
+            texts: Any = tuple.__class_getitem__((str,) * len(inner))
+            return Kind(texts, " ".join(_metavar([each]) for each in inner))
+        if _is_sequence(kinds[0]):
+            return Kind(list[str], _metavar([inner[0]]))
+    return Kind(str, _metavar(kinds))
+
+
+def convert(value: Any, hint: Any) -> Any:
+    """A field's value from what typer has read. ValueError: it is none, and what would be one."""
+    kinds = _members(hint)
+    if isinstance(value, bool):
+        return value
+    if isinstance(value, str):
+        return _parsed(value, hint)
+    inner = get_args(kinds[0])
+    if _is_mapping(kinds[0]):
+        return _mapping(value, inner[1])
+    if _is_fixed(kinds[0]):
+        return tuple(_parsed(text, each) for text, each in zip(value, inner, strict=True))
+    texts = [part for text in value for part in (text.split(",") if inner[0] is int else [text])]
+    return tuple(_parsed(text, inner[0]) for text in texts)
+
+
+def _members(hint: Any) -> list[Any]:
+    """The types of a union, or the one type; without None."""
+    is_union = get_origin(hint) in (Union, types.UnionType)
+    return [kind for kind in (get_args(hint) if is_union else (hint,)) if kind is not type(None)]
+
+
+def _choices(kinds: list[Any]) -> list[str]:
+    return [str(word) for kind in kinds if get_origin(kind) is Literal for word in get_args(kind)]
+
+
+def _is_mapping(kind: Any) -> bool:
+    origin = get_origin(kind)
+    return isinstance(origin, type) and issubclass(origin, Mapping)
+
+
+def _is_sequence(kind: Any) -> bool:
+    origin = get_origin(kind)
+    return isinstance(origin, type) and issubclass(origin, Sequence)
+
+
+def _is_fixed(kind: Any) -> bool:
+    return get_origin(kind) is tuple and ... not in get_args(kind)
+
+
+def _is_path(kind: Any) -> bool:
+    return kind is Path or kind is os.PathLike or get_origin(kind) is os.PathLike
+
+
+def _metavar(kinds: list[Any]) -> str:
+    choices = _choices(kinds)
+    if choices:
+        return "|".join(choices)
+    if any(map(_is_path, kinds)):
+        return "PATH"
+    if any(map(_is_sequence, kinds)):
+        return "NAME,…"
+    names = {int: "N", float: "X", str: "TEXT", bool: "true|false"}
+    return "|".join(name for kind, name in names.items() if kind in kinds) or "VALUE"
+
+
+def _parsed(text: str, hint: Any) -> Any:
+    kinds = _members(hint)
+    choices = _choices(kinds)
+    if text in choices:
+        return text
+    if text.lower() == "none" and (hint is Any or type(None) in get_args(hint)):
+        return None
+    if hint is Any:
+        return _json(text)
+    if bool in kinds and text.lower() in ("true", "false"):
+        return text.lower() == "true"
+    for number in (int, float):
+        if number in kinds:
+            try:
+                return number(text)
+            except ValueError:
+                continue
+    if any(map(_is_sequence, kinds)):
+        return _names(text) if str in kinds else tuple(text.split(","))
+    if str in kinds or any(kind is os.PathLike for kind in kinds):
+        return text
+    if Path in kinds:
+        return expanded(text)
+    if choices:
+        raise ValueError(f"{text!r} is none of {', '.join(choices)}")
+    numbers = {int: "a whole number", float: "a number", bool: "true or false"}
+    wanted = " or ".join(numbers[kind] for kind in kinds if kind in numbers)
+    raise ValueError(f"{text!r}; use {wanted}")
+
+
+def _names(text: str) -> str | tuple[str, ...]:
+    """Modules: names, separated by commas; or a word for many, such as all-linear, or a regex."""
+    names = tuple(name.strip() for name in text.split(",") if name.strip())
+    if not names:
+        raise ValueError("it names no module")
+    is_word = text.lower() == "all-linear" or not all(re.fullmatch(r"[\w.]+", n) for n in names)
+    return text if is_word else names
+
+
+def _mapping(texts: Sequence[str], hint: Any) -> dict[str, Any]:
+    values: dict[str, Any] = {}
+    if hint is float:  # whose values have no commas
+        texts = [part.strip() for text in texts for part in text.split(",")]
+    for each in texts:
+        name, equals, text = each.partition("=")
+        if not (name and equals and text):
+            raise ValueError(f"{each!r}; use NAME={_metavar(_members(hint))}")
+        if name in values:
+            raise ValueError(f"{name} is given twice")
+        values[name] = _parsed(text, hint)
+    return values
+
+
+def _json(text: str) -> Any:
+    """JSON, or else a word."""
+    try:
+        return json.loads(text)
+    except (RecursionError, ValueError):
+        return text
+
+
+# ------------------------------------------------------------------------------------------- fields
+
 
 FLAGS: Mapping[str, tuple[str, ...]] = {
     "dtypes": ("--dtype",),
@@ -84,19 +286,18 @@ class Option:
             self.name,
             inspect.Parameter.KEYWORD_ONLY,
             default=inspect.Parameter.empty if is_required else None,
-            annotation=Annotated[kind.given if is_required else kind.given | None, info],
+            annotation=Annotated[kind.reads if is_required else kind.reads | None, info],
         )
 
-    def value(self, given: Any) -> Any:
+    def value(self, value: Any) -> Any:
         """The field's value. BadParameter: what was given is none."""
         try:
-            return convert(given, self.hint)
+            return convert(value, self.hint)
         except ValueError as error:
             raise typer.BadParameter(str(error), param_hint=flags_of(self.name)[0]) from error
 
 
 def _shown(default: Any) -> str:
-    """A default as help shows it."""
     if isinstance(default, tuple):
         return ",".join(map(_shown, default))
     return f"{default:g}" if isinstance(default, float) else str(default)
@@ -144,11 +345,11 @@ def with_options(command: Callable[..., None]) -> Callable[..., None]:
     groups: dict[str, tuple[Collect, list[str]]] = {}
     for parameter in inspect.signature(command).parameters.values():
         hint = hints[parameter.name]
-        found = _group(hint)
-        if found is None:
+        group = _group(hint)
+        if group is None:
             parameters[parameter.name] = parameter.replace(annotation=hint)
             continue
-        collect, options = found
+        collect, options = group
         groups[parameter.name] = collect, [option.name for option in options]
         for option in options:
             parameters.setdefault(option.name, option.parameter)
@@ -156,9 +357,9 @@ def with_options(command: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(command)
     def call(**values: Any) -> None:
         taken = {name: value for name, value in values.items() if name in hints}
-        given = {name: value for name, value in values.items() if value not in (None, [])}
+        present = {name: value for name, value in values.items() if value not in (None, [])}
         for name, (collect, names) in groups.items():
-            taken[name] = collect({key: given[key] for key in names if key in given})
+            taken[name] = collect({key: present[key] for key in names if key in present})
         command(**taken)
 
     keywords = [each.replace(kind=each.KEYWORD_ONLY) for each in parameters.values()]
@@ -179,8 +380,10 @@ def _group(hint: Any) -> tuple[Collect, list[Option]] | None:
         return None
     options = field_options(owner, only)
 
-    def collect(given: Mapping[str, Any]) -> Any:
-        values = {each.name: each.value(given[each.name]) for each in options if each.name in given}
+    def collect(present: Mapping[str, Any]) -> Any:
+        values = {
+            each.name: each.value(present[each.name]) for each in options if each.name in present
+        }
         return Given(owner, values) if is_given else owner(**values)
 
     return collect, options
@@ -204,7 +407,6 @@ def field_options(owner: Any, only: Only | None = None) -> list[Option]:
 
 
 def _title(owner: Any, name: str) -> str | None:
-    """The title of the class that declares a field."""
     for base in inspect.getmro(owner):
         if name in inspect.get_annotations(base):
             return base.__dict__.get("title")
@@ -214,8 +416,8 @@ def _title(owner: Any, name: str) -> str | None:
 def help_text(doc: str, names: Collection[str] = ()) -> str:
     """A field's text as help: a sentence, in which other fields are named by their options."""
 
-    def called(found: re.Match[str]) -> str:
-        return flags_of(found[1])[0] if found[1] in names else found[1]
+    def called(match: re.Match[str]) -> str:
+        return flags_of(match[1])[0] if match[1] in names else match[1]
 
     text = re.sub(r"`([^`]+)`", called, doc).replace("[", r"\[")
     if re.match(r"[a-z][a-z'-]*[\s,;:.]", text):

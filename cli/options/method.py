@@ -12,8 +12,7 @@ import typer
 from pcg.files import expanded, is_directory
 from pcg.keywords import field_docs
 
-from .fields import Option, OptionGroup, flags_of, help_text
-from .types import kind_of
+from .fields import Option, OptionGroup, flags_of, help_text, kind_of
 
 if TYPE_CHECKING:
     from pcg.peft.recipe import Recipe
@@ -75,10 +74,10 @@ class Method(OptionGroup):
         """The one configuration that is named, as `Executor.add_adapter` takes it."""
         from pcg.peft.adapter_files import recipes_of
 
-        found = recipes_of(self.configuration())
-        if not found:
+        recipes = recipes_of(self.configuration())
+        if not recipes:
             raise typer.BadParameter("name a method", param_hint="--peft")
-        return next(iter(found.values()))
+        return next(iter(recipes.values()))
 
     def configuration(self) -> Any:
         """The configuration that is named, as `pcg.compile` takes it; LoRA by default.
@@ -106,7 +105,7 @@ class Method(OptionGroup):
         hints = get_type_hints(type(recipe))
         named = {name: field.name for field in dataclasses.fields(recipe) for name in _names(field)}
         values: dict[str, Any] = {}
-        for name, given in self.fields.items():
+        for name, value in self.fields.items():
             if name not in named:
                 known = ", ".join(flags_of(field.name)[0] for field in dataclasses.fields(recipe))
                 raise typer.BadParameter(
@@ -115,7 +114,7 @@ class Method(OptionGroup):
                 )
             if named[name] in values:
                 raise typer.BadParameter("it is given twice", param_hint=flags_of(name)[0])
-            values[named[name]] = Option(name, hints[named[name]], "").value(given)
+            values[named[name]] = Option(name, hints[named[name]], "").value(value)
         if recipe.rank_field in values and "lora_alpha" in recipe.shorthands[word]:
             values.setdefault("lora_alpha", 2 * values[recipe.rank_field])
         return dataclasses.replace(recipe, **values)
@@ -157,7 +156,7 @@ def _fields() -> Iterator[Option]:
             for name in _names(field):
                 text = docs[field.name] if name == field.name else f"another name of `{field.name}`"
                 hint, default = first.setdefault(name, (hints[field.name], field.default))
-                if kind_of(hint).given != kind_of(hints[field.name]).given:
+                if kind_of(hint).reads != kind_of(hints[field.name]).reads:
                     first[name] = str, default
                 methods.setdefault(name, {}).setdefault(text, []).append(recipe.method)
     for name, by_text in methods.items():

@@ -53,8 +53,8 @@ class _Held:
 
 def parameter_count(model: ModelGraph) -> int:
     """Return the number of the base's parameters, with tied ones once."""
-    frozen = {one.key: one for one in _held(model) if one.parameter.role == "frozen"}
-    return sum(one.elements for one in frozen.values())
+    frozen = {tensor.key: tensor for tensor in _held(model) if tensor.parameter.role == "frozen"}
+    return sum(tensor.elements for tensor in frozen.values())
 
 
 def base_bytes(model: ModelGraph, replicas: int = 1) -> int:
@@ -64,8 +64,8 @@ def base_bytes(model: ModelGraph, replicas: int = 1) -> int:
         replicas: those that have parts of the layers, which each gathers two at a time.
     """
     if replicas == 1:
-        return sum({one.key: one.size_bytes for one in _held(model)}.values())
-    whole = {one.key: one.size_bytes for one in _held(model) if not _is_parted(one)}
+        return sum({tensor.key: tensor.size_bytes for tensor in _held(model)}.values())
+    whole = {tensor.key: tensor.size_bytes for tensor in _held(model) if not _is_parted(tensor)}
     sizes = layer_bytes(model)
     parts = sum(part_bytes(size, replicas) for size in sizes)
     return sum(whole.values()) + parts + rooms_bytes(sizes, replicas)
@@ -77,9 +77,9 @@ def packed_bytes(model: ModelGraph, device: torch.device, replicas: int = 1) -> 
     Of layers that are gathered there are none.
     """
     packed = {
-        one.key: one.size_bytes
-        for one in _held(model)
-        if one.is_packed(device) and not (replicas > 1 and _is_parted(one))
+        tensor.key: tensor.size_bytes
+        for tensor in _held(model)
+        if tensor.is_packed(device) and not (replicas > 1 and _is_parted(tensor))
     }
     return sum(packed.values())
 
@@ -88,13 +88,15 @@ def layer_bytes(model: ModelGraph) -> list[int]:
     """Return the bytes of each layer that replicas may have parts of."""
     sizes: dict[str, int] = {}
     for block in model.blocks:
-        own = {one.key: one for one in _held_by(block, 1) if is_in_shards(one.parameter)}
-        sizes[block.name] = sum(one.size_bytes for one in own.values())
+        tensors = {
+            tensor.key: tensor for tensor in _held_by(block, 1) if is_in_shards(tensor.parameter)
+        }
+        sizes[block.name] = sum(tensor.size_bytes for tensor in tensors.values())
     return [sizes[model.blocks[block].name] for block in model.layers]
 
 
-def _is_parted(one: _Held) -> bool:
-    return one.of_block and is_in_shards(one.parameter)
+def _is_parted(tensor: _Held) -> bool:
+    return tensor.of_block and is_in_shards(tensor.parameter)
 
 
 def _held(model: ModelGraph) -> Iterator[_Held]:
@@ -106,7 +108,6 @@ def _held(model: ModelGraph) -> Iterator[_Held]:
 
 
 def _held_by(graph: Graph, layers: int, of_block: bool = False) -> Iterator[_Held]:
-    """Yield what a graph of so many layers reads."""
     products = {name for product in product_weights(graph) for name in product.weights}
     for parameter in graph.parameters:
         if parameter.role != "adapter":

@@ -84,11 +84,11 @@ def eager_account(planned: PlannedModel, notes: list[str]) -> EagerAccount | Non
         notes.append("eager and checkpointing are measured on one rank alone: --tp 1")
         return None
     try:
-        found = [_measured(planned, recipe) for recipe in setup.recipes.values()]
+        accounts = [_measured(planned, recipe) for recipe in setup.recipes.values()]
     except (TraceError, UnsupportedError) as error:
         notes.append(f"eager: not measured here ({error})")
         return None
-    most = max(found, key=lambda account: account.memory.total)
+    most = max(accounts, key=lambda account: account.memory.total)
     notes += _notes(planned, most)
     return most
 

@@ -42,8 +42,6 @@ def capacities(planned: PlannedModel, devices: Sequence[Accelerator]) -> tuple[G
 
 
 class _OverRanks:
-    """The step over more ranks, planned where it is asked for."""
-
     def __init__(self, planned: PlannedModel, gpus: Sequence[str]) -> None:
         self._planned = planned
         self._gpus = gpus
@@ -61,16 +59,16 @@ class _OverRanks:
         settings = dataclasses.replace(setup.settings, costs=costs)
         try:
             setup.optimizer.check_parted(degree)
-            found = plan_model(dataclasses.replace(setup, settings=settings).having(tp=degree))
+            parted = plan_model(dataclasses.replace(setup, settings=settings).having(tp=degree))
         except (FinetuneError, MemoryBudgetError, ParallelError, UnsupportedError):
             return None
-        return None if found.trained is None and self._planned.trained is not None else found
+        return None if parted.trained is None and self._planned.trained is not None else parted
 
 
 def _capacity(planned: PlannedModel, device: Accelerator, over_ranks: _OverRanks) -> GpuCapacity:
     usable = usable_bytes(device)
     least = planned.setup.having(memory_budget=0)
-    found = GpuCapacity(
+    capacity = GpuCapacity(
         device.name,
         device.memory_bytes,
         usable,
@@ -81,27 +79,27 @@ def _capacity(planned: PlannedModel, device: Accelerator, over_ranks: _OverRanks
         _largest_seq(planned, least, usable),
         (),
     )
-    if found.fits:
-        return found
-    advice = [*_on_these_ranks(planned, found), *_on_more_ranks(planned, usable, over_ranks)]
+    if capacity.fits:
+        return capacity
+    advice = [*_on_these_ranks(planned, capacity), *_on_more_ranks(planned, usable, over_ranks)]
     if not advice:
         advice = ["a GPU with more memory: the weights alone are too large for it"]
-    return dataclasses.replace(found, advice=tuple(advice))
+    return dataclasses.replace(capacity, advice=tuple(advice))
 
 
-def _on_these_ranks(planned: PlannedModel, found: GpuCapacity) -> Iterator[str]:
+def _on_these_ranks(planned: PlannedModel, capacity: GpuCapacity) -> Iterator[str]:
     """Yield options, each of which lets the step fit."""
-    budget = _budget_that_fits(planned, found.usable_bytes)
+    budget = _budget_that_fits(planned, capacity.usable_bytes)
     if budget is not None:
         yield f"--memory-budget {budget:g}"
-    if found.largest_batch:
-        yield f"--batch {found.largest_batch}"
-    if budget is None and found.least_largest_batch > found.largest_batch:
-        yield f"--batch {found.least_largest_batch} --memory-budget 0"
-    if found.largest_seq:
-        yield f"--seq {found.largest_seq}"
-    elif found.least_largest_seq:
-        yield f"--seq {found.least_largest_seq} --memory-budget 0"
+    if capacity.largest_batch:
+        yield f"--batch {capacity.largest_batch}"
+    if budget is None and capacity.least_largest_batch > capacity.largest_batch:
+        yield f"--batch {capacity.least_largest_batch} --memory-budget 0"
+    if capacity.largest_seq:
+        yield f"--seq {capacity.largest_seq}"
+    elif capacity.least_largest_seq:
+        yield f"--seq {capacity.least_largest_seq} --memory-budget 0"
 
 
 def _on_more_ranks(planned: PlannedModel, usable: int, over_ranks: _OverRanks) -> Iterator[str]:
@@ -109,15 +107,15 @@ def _on_more_ranks(planned: PlannedModel, usable: int, over_ranks: _OverRanks) -
     tp = planned.setup.options.tp
     weights = memory_bytes(planned)["weights"]
     smaller = ""
-    for degree in (one for one in _DEGREES if one > tp):
+    for degree in (more for more in _DEGREES if more > tp):
         # A rank has its part of the weights at least.
-        found = over_ranks.at(degree) if weights * tp // degree <= usable else None
-        if found is None:
+        parted = over_ranks.at(degree) if weights * tp // degree <= usable else None
+        if parted is None:
             continue
-        if memory_bytes(found)["total"] <= usable:
+        if memory_bytes(parted)["total"] <= usable:
             yield f"--tp {degree}"
             return
-        options = "" if smaller else _smaller_step(found, usable)
+        options = "" if smaller else _smaller_step(parted, usable)
         smaller = f"--tp {degree} {options}" if options else smaller
     if smaller:
         yield smaller
@@ -155,11 +153,12 @@ def _budget_that_fits(planned: PlannedModel, usable_bytes: int) -> float | None:
 
 
 def _total(planned: PlannedModel, setup: Setup) -> int:
-    """Return the bytes of a step that is planned for a setup."""
     if planned.trained is None:
         return memory_bytes(dataclasses.replace(planned, setup=setup))["total"]
-    found = planned.trained.frontiers.at(setup.options.batch, setup.options.seq)
-    return memory_bytes(planned.replanned(setup, found, found.plan(setup.options.budget)))["total"]
+    frontiers = planned.trained.frontiers.at(setup.options.batch, setup.options.seq)
+    return memory_bytes(planned.replanned(setup, frontiers, frontiers.plan(setup.options.budget)))[
+        "total"
+    ]
 
 
 def _largest(total: Callable[[int], int], limit: int, most: int) -> int:
@@ -182,9 +181,9 @@ def _largest(total: Callable[[int], int], limit: int, most: int) -> int:
     while high - low > 1:
         guess = low + round((high - low) * -low_over / (high_over - low_over))
         middle = min(max(guess, low + 1), high - 1)
-        found = over(middle)
-        if found <= 0:
-            low, low_over = middle, found
+        excess = over(middle)
+        if excess <= 0:
+            low, low_over = middle, excess
         else:
-            high, high_over = middle, found
+            high, high_over = middle, excess
     return low

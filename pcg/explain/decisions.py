@@ -80,7 +80,7 @@ def decided_graph(
     rows = decisions(kind, plan, 1, at)
     decided = {row.tensor.partition(".")[2]: row.decision for row in rows}
     used = {storages[name].name for node in graph.nodes for name in node.inputs}
-    found = [
+    graph_nodes = [
         GraphNode(value.name, "input", "", (), decided[value.name])
         for value in graph.inputs
         if value.name in used
@@ -92,28 +92,27 @@ def decided_graph(
         roots = [storages[name] for name in node.inputs]
         read = [makers.get(root.name, root.name) for root in roots if not root.is_parameter]
         inputs = tuple(dict.fromkeys(read))
-        found.append(GraphNode(node.name, node.op, node.scope, inputs, decided[node.name]))
-    return tuple(found)
+        graph_nodes.append(GraphNode(node.name, node.op, node.scope, inputs, decided[node.name]))
+    return tuple(graph_nodes)
 
 
 def _readers(backward: Graph | None) -> dict[str, tuple[str, ...]]:
     """Return the nodes of backward that read each storage; a view reads nothing."""
     if backward is None:
         return {}
-    own = Storages.of(backward)
-    found: dict[str, dict[str, None]] = {}
+    storages = Storages.of(backward)
+    readers: dict[str, dict[str, None]] = {}
     for node in backward.nodes:
-        if own[node.name].name != node.name:
+        if storages[node.name].name != node.name:
             continue
         for name in node.inputs:
-            root = own[name].name
+            root = storages[name].name
             text = f"{node.op} ({node.scope})" if node.scope else node.op
-            found.setdefault(root, {})[text] = None
-    return {root: tuple(texts) for root, texts in found.items()}
+            readers.setdefault(root, {})[text] = None
+    return {root: tuple(texts) for root, texts in readers.items()}
 
 
 def _is_encoded(storage: Storage) -> bool:
-    """Return whether a storage holds codes of another value."""
     return storage.op == "pack_signs" or isinstance(OPERATORS.get(storage.op), Encoder)
 
 
@@ -141,14 +140,14 @@ def _why_saved(
 def _bounds(backward: Graph, codes: str) -> dict[str, None]:
     """Return how far an error e of a value moves what reads it, from its codes on."""
     (decoder,) = backward.consumers[codes]
-    found: dict[str, None] = {}
+    bounded: dict[str, None] = {}
     for node in backward.consumers[decoder.name]:
         entry = operator(node.op)
         for index, name in enumerate(node.inputs):
             for bounds in (entry.bounded_in, entry.row_bounded_in, entry.finely_bounded_in):
                 if name == decoder.name and index in bounds:
-                    found[f"{node.op} by {bounds[index]}"] = None
-    return found
+                    bounded[f"{node.op} by {bounds[index]}"] = None
+    return bounded
 
 
 def _product_behind(graph: Graph, name: str, saved: Container[str]) -> Node | None:

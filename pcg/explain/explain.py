@@ -47,13 +47,13 @@ class ExplainArguments(ExplainOptions):
 
 
 @takes(ExplainArguments)
-def explain(given: ExplainArguments) -> Report:
+def explain(arguments: ExplainArguments) -> Report:
     """Account for the memory of a finetuning step: what is saved for backward, and why.
 
     Raises:
         PcgError: what cannot be read, traced or attached is named.
     """
-    return compared(given.model, {"": given.peft}, given)[""]
+    return compared(arguments.model, {"": arguments.peft}, arguments)[""]
 
 
 @dataclass(frozen=True)
@@ -70,13 +70,13 @@ class CompareArguments(ExplainOptions):
 
 
 @takes(CompareArguments)
-def compare(given: CompareArguments) -> dict[str, Report]:
+def compare(arguments: CompareArguments) -> dict[str, Report]:
     """Explain several recipes over one model, which is traced once; by their names.
 
     Raises:
         PcgError: what cannot be read, traced or attached is named.
     """
-    return compared(given.model, given.pefts, given)
+    return compared(arguments.model, arguments.pefts, arguments)
 
 
 def compared(model: Any, pefts: Mapping[str, object], options: ExplainOptions) -> dict[str, Report]:
@@ -103,19 +103,19 @@ def compared(model: Any, pefts: Mapping[str, object], options: ExplainOptions) -
     traced = passes.trace.run(to_trace)
     folded = passes.fold.run(traced)
     reports = {}
-    for name, found in recipes.items():
-        served = TOKENS_OF_BATCH if not found else sympy.S.Zero
+    for name, adapters in recipes.items():
+        served = TOKENS_OF_BATCH if not adapters else sympy.S.Zero
         if options.serve_tokens is not None:
             served = sympy.Integer(options.serve_tokens)
         model_setup = (source.config, to_trace, settings, traced, folded)
-        serves = options if options.serve_tokens and found else None
-        if context is not None and not found:
+        serves = options if options.serve_tokens and adapters else None
+        if context is not None and not adapters:
             raise UnsupportedError(
                 f"cp={context.cp} shares the tokens of sequences that are finetuned; give a recipe "
                 "(--peft lora), or leave cp out"
             )
         place = (options.device, serves, context, options.shard_base, staged)
-        setup = Setup(*model_setup, found, optimizer, served, *place)
+        setup = Setup(*model_setup, adapters, optimizer, served, *place)
         reports[name] = _explained(setup, devices, options.find_region)
         if options.peers:
             reports[name] = with_peers(reports[name], setup)

@@ -42,18 +42,18 @@ class SplitArguments(SplitOptions):
 
 
 @takes(SplitArguments)
-def explain_split(given: SplitArguments) -> SplitReport:
+def explain_split(arguments: SplitArguments) -> SplitReport:
     """Return the cheapest cut of a model between a base and a client, beside Symbiosis' fixed one.
 
     Raises:
         PcgError: what cannot be read, traced, attached or costed is named.
     """
-    options = PlanOptions(batch=given.batch, seq=given.seq, dtype=given.dtype)
+    options = PlanOptions(batch=arguments.batch, seq=arguments.seq, dtype=arguments.dtype)
     _ = options.budget  # refuses a batch or a length
-    own = given.between
-    base_costs, client_costs = find_cost_model(given.base), find_cost_model(given.client)
-    recipes = recipes_of(given.peft)
-    source, to_trace = source_of(given.model)
+    link = arguments.between
+    base_costs, client_costs = find_cost_model(arguments.base), find_cost_model(arguments.client)
+    recipes = recipes_of(arguments.peft)
+    source, to_trace = source_of(arguments.model)
     kind = str(source.config["model_type"])
     settings = Settings(
         options,
@@ -69,13 +69,13 @@ def explain_split(given: SplitArguments) -> SplitReport:
     except UnsupportedError as error:
         notes.append(f"training: pcg does not finetune this yet ({error})")
         pruned = Gradients(attached.serving, None)
-    place = Place(base_costs, client_costs, own, given.batch, given.seq, given.privacy)
+    place = Place(base_costs, client_costs, link, arguments.batch, arguments.seq, arguments.privacy)
     placed: Placed = run_pass(place, pruned)
     named = {name: SplitLink(name, *numbers) for name, numbers in SPLIT_LINKS.items()}
     speeds = []
-    for link in {**named, own.name: own}.values():
-        other = placed if link == own else run_pass(dataclasses.replace(place, link=link), pruned)
-        speeds.append(_speed(link, other))
+    for other in {**named, link.name: link}.values():
+        cut = placed if other == link else run_pass(dataclasses.replace(place, link=other), pruned)
+        speeds.append(_speed(other, cut))
     steps = {"decode": placed.decode, "prefill": placed.prefill}
     if placed.training is not None:
         steps["training"] = placed.training
@@ -85,12 +85,12 @@ def explain_split(given: SplitArguments) -> SplitReport:
         peft=recipes_text(recipes),
         layers=len(base.model.layers),
         dtype=TORCH_NAMES[base.model.dtype],
-        batch=given.batch,
-        seq=given.seq,
+        batch=arguments.batch,
+        seq=arguments.seq,
         base=base_costs.name,
         client=client_costs.name,
-        link=own,
-        privacy=given.privacy,
+        link=link,
+        privacy=arguments.privacy,
         steps=steps,
         links=tuple(speeds),
         notes=tuple(notes),

@@ -83,14 +83,14 @@ def in_rank(
         return None
     if above is None or further is None:
         return dict(here)
-    found = {}
+    formulas = {}
     for name, formula in here.items():
         slope = sympy.expand(above[name] - formula)
         is_line = sympy.expand(further[name] - above[name] - slope) == 0
-        found[name] = sympy.expand(formula + (RANK - rank) * slope) if is_line else formula
-    kinds = (formula for name, formula in found.items() if name != "total")
-    found["total"] = sympy.expand(sum(kinds))
-    return found
+        formulas[name] = sympy.expand(formula + (RANK - rank) * slope) if is_line else formula
+    kinds = (formula for name, formula in formulas.items() if name != "total")
+    formulas["total"] = sympy.expand(sum(kinds))
+    return formulas
 
 
 @dataclass(frozen=True)
@@ -136,38 +136,40 @@ def in_degree(
     known: dict[int, AtDegree] = {}
     for other in sorted({degree, *DEGREES}):
         try:
-            found = at(other)
+            at_degree = at(other)
         except (MemoryBudgetError, ParallelError):
             if other == degree:
                 raise
             continue  # it does not divide the model, or the budget is too small
         rows = sympy.ceiling(TOKENS_OF_BATCH / other)
-        formulas = {name: formula.subs(rows, _ROWS) for name, formula in found.formulas.items()}
-        known[other] = dataclasses.replace(found, formulas=formulas)
+        formulas = {name: formula.subs(rows, _ROWS) for name, formula in at_degree.formulas.items()}
+        known[other] = dataclasses.replace(at_degree, formulas=formulas)
     pieces = {name: _pieces(name, known) for name in known[degree].formulas if name != "total"}
-    made = {name: _piecewise(found) for name, found in pieces.items()}
-    made["total"] = _piecewise(_sums(list(pieces.values())))
+    formula_of = {name: _piecewise(at_degree) for name, at_degree in pieces.items()}
+    formula_of["total"] = _piecewise(_sums(list(pieces.values())))
     exact = {
         name: tuple(
             other
-            for other, found in known.items()
-            if _is_zero(formula.subs(DEGREE, other) - found.formulas[name])
+            for other, at_degree in known.items()
+            if _is_zero(formula.subs(DEGREE, other) - at_degree.formulas[name])
         )
-        for name, formula in made.items()
+        for name, formula in formula_of.items()
     }
     of_degree = sympy.ceiling(TOKENS_OF_BATCH / DEGREE)
-    return {name: formula.subs(_ROWS, of_degree) for name, formula in made.items()}, exact
+    return {name: formula.subs(_ROWS, of_degree) for name, formula in formula_of.items()}, exact
 
 
 def _pieces(name: str, known: Mapping[int, AtDegree]) -> list[_Piece]:
     """Return the formula of a kind of memory as the fewest pieces."""
-    values = {degree: found.formulas[name] for degree, found in known.items()}
+    values = {degree: at_degree.formulas[name] for degree, at_degree in known.items()}
     groups = itertools.groupby(known, key=lambda degree: known[degree].piece_key(name))
     pieces: list[_Piece] = []
     for run in (run for _, degrees in groups for run in _lines(values, list(degrees))):
         if pieces:
             degrees = (*pieces[-1].degrees, *run.degrees)
-            wider = next((one for one in (pieces[-1], run) if one.holds(values, degrees)), None)
+            wider = next(
+                (piece for piece in (pieces[-1], run) if piece.holds(values, degrees)), None
+            )
             if wider is not None:
                 pieces[-1] = _Piece(wider.formula, degrees)
                 continue
@@ -244,16 +246,16 @@ def lengths_of_pieces(
         high: the largest length.
         batch: the number of sequences.
     """
-    made = cache(formula_at)
+    cached = cache(formula_at)
 
     def value(formula: sympy.Expr, seq: int) -> sympy.Expr:
         return formula.subs({SEQUENCES: batch, CONTEXT: seq})
 
     def is_exact(formula: sympy.Expr, seq: int) -> bool:
-        return bool(value(formula, seq) == value(made(seq), seq))
+        return bool(value(formula, seq) == value(cached(seq), seq))
 
     def runs(low: int, high: int) -> list[tuple[sympy.Expr, int]]:
-        first, last = made(low), made(high)
+        first, last = cached(low), cached(high)
         cross = isqrt(low * high)
         if is_exact(first, high) and is_exact(first, cross):
             return [(first, high)]
@@ -264,13 +266,13 @@ def lengths_of_pieces(
         right = [(last, high)] if is_exact(last, cross + 1) else runs(cross + 1, high)
         return left + right
 
-    found: list[tuple[sympy.Expr, int]] = []
+    merged: list[tuple[sympy.Expr, int]] = []
     for formula, end in runs(low, high):
-        if found and (found[-1][0] == formula or is_exact(found[-1][0], end)):
-            found[-1] = (found[-1][0], end)
+        if merged and (merged[-1][0] == formula or is_exact(merged[-1][0], end)):
+            merged[-1] = (merged[-1][0], end)
         else:
-            found.append((formula, end))
-    ends = [low - 1, *(end for _, end in found)]
+            merged.append((formula, end))
+    ends = [low - 1, *(end for _, end in merged)]
     return [(before + 1, end) for before, end in pairwise(ends)]
 
 
@@ -279,7 +281,7 @@ def piecewise_in_length(
 ) -> dict[str, sympy.Expr]:
     """Return the formulas of each run of lengths as one formula of each kind of memory."""
     first = next(iter(pieces.values()))
-    found = {}
+    piecewise = {}
     for name in first:
         formulas = [(high, formulas[name]) for (_, high), formulas in pieces.items()]
         ends = [
@@ -288,12 +290,11 @@ def piecewise_in_length(
             if formulas[index + 1][1] != formula
         ]
         last = formulas[-1][1]
-        found[name] = sympy.Piecewise(*ends, (last, True)) if ends else last
-    return found
+        piecewise[name] = sympy.Piecewise(*ends, (last, True)) if ends else last
+    return piecewise
 
 
 def _last(holds: Callable[[int], bool], low: int, high: int) -> int:
-    """Return the last number at which something holds that does at `low` and does not at `high`."""
     while high - low > 1:
         middle = (low + high) // 2
         low, high = (middle, high) if holds(middle) else (low, middle)

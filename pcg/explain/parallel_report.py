@@ -47,8 +47,8 @@ def parallel_rows(
             if parameter.role == "frozen":
                 layout = layout_of(parameter.type)
                 base.append({"block": block.name, "weight": parameter.name, "layout": str(layout)})
-        found = search.find(best)
-        bypass += [_site(choice, block.name) for choice in found.sites]
+        solution = search.find(best)
+        bypass += [_site(choice, block.name) for choice in solution.sites]
         nodes = [name for site in search.sites for name in site.nodes]
         added = search.costs.of(best) - search.costs.without(best, nodes)
         whole = search.costs.of(best)
@@ -132,10 +132,10 @@ def serving_rows(sharded: Sharded, steps: Sequence[DeviceCosts]) -> list[dict[st
     rows = []
     for search, plan in zip(sharded.serving_searches, sharded.serving_plans, strict=True):
         sites = {site.name: search.strategy(plan, site) for site in search.sites}
-        found = []
+        blocks = []
         for costs in steps:
             bill = search.at(costs, plan)
-            found.append(
+            blocks.append(
                 {
                     "tokens": costs.tokens,
                     "layer_us": round(bill.value * 1e6, 3),
@@ -143,7 +143,7 @@ def serving_rows(sharded: Sharded, steps: Sequence[DeviceCosts]) -> list[dict[st
                     "bytes": bill.forward_bytes,
                 }
             )
-        rows.append({"block": search.graph.name, "sites": sites, "steps": found})
+        rows.append({"block": search.graph.name, "sites": sites, "steps": blocks})
     return rows
 
 
@@ -208,14 +208,14 @@ def _why(choice: SiteChoice) -> str:
 
 def strategies(searches: Sequence[Search], plans: Iterable[ParallelPlan]) -> dict[str, str]:
     """Return each site's strategy by its name, and its block's where blocks differ."""
-    found: dict[str, dict[str, str]] = {}
+    by_site: dict[str, dict[str, str]] = {}
     for search, plan in zip(searches, plans, strict=True):
         for site in search.sites:
             name = algorithm(search.strategy(plan, site))
-            found.setdefault(site.name, {})[search.graph.name] = name
+            by_site.setdefault(site.name, {})[search.graph.name] = name
     return {
         site if len(set(blocks.values())) == 1 else f"{block}/{site}": strategy
-        for site, blocks in found.items()
+        for site, blocks in by_site.items()
         for block, strategy in blocks.items()
     }
 

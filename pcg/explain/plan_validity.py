@@ -53,17 +53,17 @@ def with_formulas(report: Report, planned: PlannedModel) -> Report:
     rank = rank_of(setup.recipes)
 
     def at_length(seq: int) -> MemoryPlan:
-        found = training.frontiers.at(setup.options.batch, seq)
-        return found.plan(setup.having(seq=seq).options.budget)
+        frontiers = training.frontiers.at(setup.options.batch, seq)
+        return frontiers.plan(setup.having(seq=seq).options.budget)
 
     def at_rank(other: int) -> MemoryPlan:
         return plan_model(_with_rank(setup, other)).training.plan
 
     def at_degree(degree: int) -> AtDegree:
-        found = planned if degree == setup.options.tp else plan_model(setup.having(tp=degree))
-        _, moments = step_memory(found)
+        parted = planned if degree == setup.options.tp else plan_model(setup.having(tp=degree))
+        _, moments = step_memory(parted)
         peak = max(moments, key=lambda moment: moment.total_bytes)
-        return AtDegree(_formulas(found), storage_key(found), peak.label)
+        return AtDegree(_formulas(parted), storage_key(parted), peak.label)
 
     degrees: dict[str, tuple[int, ...]] = {}
     region = valid_range(at_length, setup.options.seq, MOST_TOKENS)
@@ -98,7 +98,6 @@ def _runs(planned: PlannedModel, low: int, high: int) -> list[tuple[int, int]]:
 
 
 def _at_length(planned: PlannedModel, seq: int) -> PlannedModel:
-    """Return the same plan at another length."""
     return dataclasses.replace(planned, setup=planned.setup.having(seq=seq))
 
 
@@ -120,8 +119,8 @@ def _exact_ranks(
 
     def is_exact(other: int) -> bool:
         at = {**setup.at, RANK: other}
-        found = memory_bytes(plan_model(_with_rank(setup, other)))
-        return all(bytes_at(formula, at) == found[name] for name, formula in formulas.items())
+        sizes = memory_bytes(plan_model(_with_rank(setup, other)))
+        return all(bytes_at(formula, at) == sizes[name] for name, formula in formulas.items())
 
     def end(outer: int) -> int:
         inner = rank
@@ -147,12 +146,12 @@ def _formulas(planned: PlannedModel) -> dict[str, sympy.Expr]:
     def at_rank(other: int) -> dict[str, sympy.Expr] | None:
         if other == rank:
             return step_memory(planned)[0]
-        found = plan_model(_with_rank(setup, other))
-        frontiers = found.training.frontiers
+        ranked = plan_model(_with_rank(setup, other))
+        frontiers = ranked.training.frontiers
         plan = replanned(planned.training.plan, frontiers)
         if plan is None:
             return None
-        return step_memory(found.replanned(found.setup, frontiers, plan))[0]
+        return step_memory(ranked.replanned(ranked.setup, frontiers, plan))[0]
 
     formulas = in_rank(at_rank, rank)
     assert formulas is not None
@@ -196,15 +195,15 @@ def valid_range(plan_at: Callable[[int], MemoryPlan], here: int, most: int) -> t
 
 def parallel_regions(setup: Setup) -> dict[str, list[dict[str, Any]]]:
     """Return the token ranges of the best strategies, as asked and with one thing changed."""
-    found = {"as asked": _token_regions(setup)}
+    regions = {"as asked": _token_regions(setup)}
     rank = rank_of(setup.recipes)
     for other in (8, 64, 256):
         if rank is not None and other != rank:
-            found[f"rank {other}"] = _token_regions(_with_rank(setup, other))
+            regions[f"rank {other}"] = _token_regions(_with_rank(setup, other))
     for degree in (2, 4, 8):
         if degree != setup.options.tp:
             try:
-                found[f"tp {degree}"] = _token_regions(setup.having(tp=degree))
+                regions[f"tp {degree}"] = _token_regions(setup.having(tp=degree))
             except ParallelError:
                 continue  # it does not divide the model
     model = setup.settings.costs
@@ -213,8 +212,8 @@ def parallel_regions(setup: Setup) -> dict[str, list[dict[str, Any]]]:
             if link != model.link_name:
                 costs = SheetModel(model.name, model.sheet, link, model.achieved)
                 settings = dataclasses.replace(setup.settings, costs=costs)
-                found[link] = _token_regions(dataclasses.replace(setup, settings=settings))
-    return found
+                regions[link] = _token_regions(dataclasses.replace(setup, settings=settings))
+    return regions
 
 
 def _token_regions(setup: Setup) -> list[dict[str, Any]]:

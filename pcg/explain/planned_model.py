@@ -67,14 +67,14 @@ def adapter_use(
     shapes = model.module_shapes()
     trained: list[Shape] = []
     for recipe in recipes.values():
-        own = bypasses_of(model, [recipe], model_type, dtype)
+        attached = bypasses_of(model, [recipe], model_type, dtype)
         trained += {
             parameter.source.format(layer=layer): parameter.type.features
             for parameter, layer in model.parameters()
-            if parameter.source in own.of(layer).biases
+            if parameter.source in attached.of(layer).biases
         }.values()
-        found = recipe.bypasses_in(model, model_type)
-        trained += recipe.trained_shapes(found, shapes)
+        networks = recipe.bypasses_in(model, model_type)
+        trained += recipe.trained_shapes(networks, shapes)
     bypasses = bypasses_of(model, recipes.values(), model_type, dtype)
     return AdapterUse(bypasses, tuple(trained))
 
@@ -257,12 +257,12 @@ class PlannedModel:
     @cached_property
     def saved(self) -> SavedMemory | None:
         """The bytes saved for backward; None where pcg cannot train the model."""
-        found = self.trained
-        return None if found is None else saved_memory(found.model, found.plan)
+        trained = self.trained
+        return None if trained is None else saved_memory(trained.model, trained.plan)
 
-    def replanned(self, setup: Setup, found: Frontiers, plan: MemoryPlan) -> PlannedModel:
+    def replanned(self, setup: Setup, frontiers: Frontiers, plan: MemoryPlan) -> PlannedModel:
         """Return the model with another plan, for another step."""
-        trained = dataclasses.replace(self.training, frontiers=found, plan=in_order(plan))
+        trained = dataclasses.replace(self.training, frontiers=frontiers, plan=in_order(plan))
         return dataclasses.replace(self, setup=setup, trained=trained)
 
 
@@ -284,8 +284,8 @@ def plan_model(setup: Setup, windows: bool = False) -> PlannedModel:
         if windows:
             through_cache = pipeline(dataclasses.replace(setup.settings, windows=True))
             compressed = through_cache.compress.run(pruned)
-            found = through_cache.rematerialize.run(compressed).training
-            windowed = None if found is None else found.plan
+            training = through_cache.rematerialize.run(compressed).training
+            windowed = None if training is None else training.plan
         trained = passes.rematerialize.run(passes.compress.run(pruned)).training
     except UnsupportedError as error:
         refusal = str(error)
@@ -355,7 +355,6 @@ def graph_costs(
 
 
 def _trained(backward: Graph | None, names: Sequence[str]) -> int:
-    """Return how many numbers a layer trains on one rank."""
     if backward is None:
         return 0
     return sum(int(backward.types[name].elements) for name in backward.outputs[-len(names) :])

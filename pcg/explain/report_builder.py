@@ -110,7 +110,9 @@ def build_report(planned: PlannedModel) -> Report:
         activations=tuple(stages),
         formulas={name: formula_text(formula) for name, formula in formulas.items()},
         saved=tuple(_tensors(planned)),
-        pareto=tuple(ParetoPoint(*one) for one in trained.frontiers.points()) if trained else (),
+        pareto=tuple(ParetoPoint(*corner) for corner in trained.frontiers.points())
+        if trained
+        else (),
         notes=tuple(notes),
         memory_budget=str(setup.options.budget),
         optimizer=setup.optimizer.name,
@@ -136,9 +138,9 @@ def _gathered(planned: PlannedModel) -> dict[str, int]:
     if planned.trained is not None:
         order = layers_of_pass(planned.trained.plan, trains=True)
     sizes = layer_bytes(planned.base)
-    found = gathers_of_step([order])
-    sent = sum(part_bytes(sizes[layer], replicas) * (replicas - 1) for layer in found)
-    return {"layers": len(found), "sent_bytes": sent}
+    gathers = gathers_of_step([order])
+    sent = sum(part_bytes(sizes[layer], replicas) * (replicas - 1) for layer in gathers)
+    return {"layers": len(gathers), "sent_bytes": sent}
 
 
 def host_bytes(planned: PlannedModel) -> dict[str, int]:
@@ -181,7 +183,7 @@ def _kept_bytes(planned: PlannedModel, backend: str, moments: Sequence[Moment]) 
     if why_not_recorded(model, windowed.restored, virtual) is not None:
         return 0
     saved = bytes_at(window_memory(model, windowed).total, setup.at)
-    of_layers = [one for one in moments if one.label.startswith(("forward", "backward"))]
+    of_layers = [moment for moment in moments if moment.label.startswith(("forward", "backward"))]
     saved += max(moment.workspace_bytes for moment in of_layers)
     return saved + 2 * DTYPE_BYTES[planned.unraised.adapter_dtype] * planned.use.trainable
 
@@ -197,15 +199,14 @@ def _compressed(planned: PlannedModel) -> tuple[LayerKind, ...]:
 def _plan_of(planned: PlannedModel, kinds: tuple[LayerKind, ...]) -> MemoryPlan | None:
     """Return the plan of layers that save no other values; None where it exceeds the budget."""
     setup = planned.setup
-    found = planned.training.frontiers.at(setup.options.batch, setup.options.seq, kinds)
+    frontiers = planned.training.frontiers.at(setup.options.batch, setup.options.seq, kinds)
     try:
-        return in_order(found.plan(setup.options.budget))
+        return in_order(frontiers.plan(setup.options.budget))
     except MemoryBudgetError:
         return None
 
 
 def _own_stages(planned: PlannedModel, plain: MemoryPlan | None) -> Iterable[Stage]:
-    """Yield pcg's stages: pruned, rematerialized, compressed, lossy, and by windows."""
     trained, at = planned.training, planned.setup.at
     plans = {"pruned": in_order(save_all(planned.kinds)), "rematerialized": plain}
     if planned.setup.options.lossy_activations:
@@ -214,8 +215,8 @@ def _own_stages(planned: PlannedModel, plain: MemoryPlan | None) -> Iterable[Sta
         plans |= {"compressed": trained.plan}
     for name, plan in plans.items():
         if plan is not None:
-            found = saved_memory(trained.model, plan)
-            yield _stage(name, found.total, found.layers, at, plan.recompute_flops_ratio)
+            memory = saved_memory(trained.model, plan)
+            yield _stage(name, memory.total, memory.layers, at, plan.recompute_flops_ratio)
     if planned.windowed is not None:
         windows = window_memory(trained.model, planned.windowed)
         ratio = planned.windowed.recompute_flops_ratio
@@ -255,7 +256,6 @@ def _stage(
 
 
 def _graph(trained: TrainedModel, at: Mapping[sympy.Symbol, int]) -> tuple[GraphNode, ...]:
-    """Return the graph of the layer that most layers with a backward are like."""
     plan, frontiers = trained.plan, trained.frontiers
     back = [index for index in plan.layers if plan.plans[index].backward is not None]
     index, _ = Counter(back or plan.layers).most_common(1)[0]
@@ -264,7 +264,6 @@ def _graph(trained: TrainedModel, at: Mapping[sympy.Symbol, int]) -> tuple[Graph
 
 
 def _layer_groups(planned: PlannedModel) -> Iterable[LayerGroup]:
-    """Yield the groups of layers that are trained alike, in the order of their first layers."""
     if planned.saved is None:
         return
     model, plan, at = planned.training.model, planned.training.plan, planned.setup.at
@@ -294,14 +293,14 @@ def _tensors(planned: PlannedModel) -> Iterable[SavedTensor]:
             if row.tensor.partition(".")[2] not in shared:
                 is_input = row.op == "input" and row.decision == "save"
                 yield from _split(row, restored) if is_input else [row]
-    for one in planned.saved.outside:
+    for tensor in planned.saved.outside:
         yield SavedTensor(
-            one.tensor,
+            tensor.tensor,
             "input",
-            **sizes_at(one.type, one.size_bytes, at),
-            needed_by=one.needed_by,
+            **sizes_at(tensor.type, tensor.size_bytes, at),
+            needed_by=tensor.needed_by,
             decision="save",
-            reason=one.reason,
+            reason=tensor.reason,
             layers=1,
         )
 

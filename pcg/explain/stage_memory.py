@@ -33,15 +33,15 @@ def pipeline_step(options: ExplainOptions) -> PipelineStep:
         UnsupportedError: an option is not known of stages.
     """
     for name in ("gpus", "serve_tokens", "find_region", "peers"):
-        if given := getattr(options, name):
+        if value := getattr(options, name):
             raise UnsupportedError(
-                f"{name}={given!r} with pp={options.pp}: it is not known of pipeline stages; leave "
+                f"{name}={value!r} with pp={options.pp}: it is not known of pipeline stages; leave "
                 f"{name} out, or use pp=1"
             )
     for name in ("cp", "shard_base"):
-        if (given := getattr(options, name)) > 1:
+        if (value := getattr(options, name)) > 1:
             raise UnsupportedError(
-                f"{name}={given} with pp={options.pp}: a report is of one of them; use {name}=1, "
+                f"{name}={value} with pp={options.pp}: a report is of one of them; use {name}=1, "
                 "or pp=1"
             )
     if options.budget.size_bytes is not None:
@@ -84,7 +84,6 @@ def with_stages(report: Report, planned: PlannedModel) -> Report:
 
 
 def _row(planned: PlannedModel, stages: Stages, index: int) -> dict[str, Any]:
-    """Return what is known of a stage, as a report has it."""
     setup, stage = planned.setup, stages[index]
     assert setup.pipeline is not None
     tokens, count = setup.options.batch * setup.options.seq, setup.pipeline.micro_batches
@@ -113,26 +112,24 @@ def _goes_back(planned: PlannedModel, layer: int) -> bool:
 
 
 def _memory(planned: PlannedModel, stage: Stage, under_way: int, messages: int) -> dict[str, int]:
-    """Return the bytes of a stage's rank by kind."""
     part, at = _part(planned, stage), planned.setup.at
     formulas, _ = step_memory(dataclasses.replace(part, trained=None))
-    found = {kind: bytes_at(formulas[kind], at) for kind in KINDS}
+    sizes = {kind: bytes_at(formulas[kind], at) for kind in KINDS}
     saved = saved_memory(part.training.model, part.training.plan)
     if not stage.is_last:
         outside = [row for row in saved.outside if row.tensor.startswith("prologue.")]
         saved = SavedMemory(saved.layers, tuple(outside))
     moments = timeline(part, saved, has_loss=stage.is_last)
-    one = bytes_at(saved.total, at)
+    batch_bytes = bytes_at(saved.total, at)
     peak = max(bytes_at(moment.saved + moment.workspace, at) for moment in moments)
-    peak += (under_way - 1) * one + messages
-    found["activations"] = under_way * one
+    peak += (under_way - 1) * batch_bytes + messages
+    sizes["activations"] = under_way * batch_bytes
     # An optimizer in host memory has a parameter's states here in an update.
-    found["workspace"] = max(peak, state_memory(part).update_bytes) - under_way * one
-    return found | {"total": sum(found.values())}
+    sizes["workspace"] = max(peak, state_memory(part).update_bytes) - under_way * batch_bytes
+    return sizes | {"total": sum(sizes.values())}
 
 
 def _part(planned: PlannedModel, stage: Stage) -> PlannedModel:
-    """Return a planned model of the stage's layers alone."""
     trained = planned.training
     layers = slice(stage.layers.start, stage.layers.stop)
     plan = dataclasses.replace(
@@ -162,5 +159,5 @@ def _of_layers(model: ModelGraph, stage: Stage) -> ModelGraph:
 
 def _passing(graph: Graph, inputs: tuple[Value, ...]) -> Graph:
     """Return a graph that is given its outputs, beside its inputs."""
-    made = tuple(Value(name, graph.types[name]) for name in graph.outputs)
-    return graph.replace(inputs=(*inputs, *made), parameters=(), nodes=())
+    outputs = tuple(Value(name, graph.types[name]) for name in graph.outputs)
+    return graph.replace(inputs=(*inputs, *outputs), parameters=(), nodes=())

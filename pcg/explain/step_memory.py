@@ -77,7 +77,8 @@ def step_memory(
         if states.update_bytes:
             sizes.append(_MomentSizes("update", sympy.S.Zero, sympy.Integer(states.update_bytes)))
         moments = [
-            Moment(one.label, bytes_at(one.saved, at), bytes_at(one.workspace, at)) for one in sizes
+            Moment(moment.label, bytes_at(moment.saved, at), bytes_at(moment.workspace, at))
+            for moment in sizes
         ]
         totals = [moment.total_bytes for moment in moments]
         peak = sizes[totals.index(max(totals))]
@@ -122,17 +123,16 @@ def state_memory(planned: PlannedModel) -> StateMemory:
 
 
 def _trained_shapes(planned: PlannedModel) -> Shapes:
-    """Return the shapes of the trained tensors of one rank."""
     is_whole = planned.setup.options.tp == 1 and planned.setup.pipeline is None
     if is_whole or planned.attached is None:
         return planned.use.trained
     names = {name for graph in planned.attached.graphs for name in trained(graph)}
-    found = {
+    shapes = {
         (parameter.source, parameter.rows, layer): parameter.type.features
         for parameter, layer in planned.attached.parameters()
         if parameter.name in names
     }
-    return tuple(found.values())
+    return tuple(shapes.values())
 
 
 @dataclass(frozen=True)
@@ -153,7 +153,7 @@ def timeline(
     """
     model, plan, setup = planned.training.model, planned.training.plan, planned.setup
     workspaces = [
-        [None if one is None else one.formula(TOKENS_OF_BATCH) for one in pair]
+        [None if part is None else part.formula(TOKENS_OF_BATCH) for part in pair]
         for pair in training_transients(
             model, plan.plans, setup.options.batch * setup.options.seq, setup.options.seq, setup.cp
         )
@@ -213,8 +213,8 @@ def _loss_workspace(planned: PlannedModel) -> sympy.Expr:
     # A chunk's rows are copies, which the caller holds until the chunk is done.
     graph = planned.training.epilogue
     held = graph.replace(outputs=(*graph.outputs, *(value.name for value in graph.inputs)))
-    found = transient(held, chunk, options.seq)
-    return found.formula(symbol) + carried_bytes(planned.base)
+    workspace = transient(held, chunk, options.seq)
+    return workspace.formula(symbol) + carried_bytes(planned.base)
 
 
 def _serving_workspace(planned: PlannedModel) -> sympy.Expr:
@@ -224,10 +224,12 @@ def _serving_workspace(planned: PlannedModel) -> sympy.Expr:
         planned.setup.options.batch,
         planned.setup.options.seq,
     )
-    found = [transient(one, batch * seq, seq).formula(TOKENS_OF_BATCH) for one in model.blocks]
+    workspaces = [
+        transient(block, batch * seq, seq).formula(TOKENS_OF_BATCH) for block in model.blocks
+    ]
     # Only the last token of each sequence gets logits.
-    found.append(transient(model.epilogue, batch, seq).formula(SEQUENCES))
-    return max(found, key=lambda formula: bytes_at(formula, planned.setup.at))
+    workspaces.append(transient(model.epilogue, batch, seq).formula(SEQUENCES))
+    return max(workspaces, key=lambda formula: bytes_at(formula, planned.setup.at))
 
 
 def carried_bytes(model: ModelGraph) -> sympy.Expr:

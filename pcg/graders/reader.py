@@ -52,7 +52,7 @@ _KINDS: dict[str, type[Grader]] = {
 }
 
 
-def grader_from(given: Any, where: str = "grader") -> Grader:
+def grader_from(fields: Any, where: str = "grader") -> Grader:
     """Return the grader of some JSON.
 
     Args:
@@ -60,37 +60,37 @@ def grader_from(given: Any, where: str = "grader") -> Grader:
     Raises:
         GraderError: it cannot be; which field, and why.
     """
-    kind = _kind(given, where)
-    return _multi(given, where) if kind is Multi else _converted(given, kind, where)
+    kind = _kind(fields, where)
+    return _multi(fields, where) if kind is Multi else _converted(fields, kind, where)
 
 
-def _kind(given: Any, where: str) -> type[Grader]:
-    if not isinstance(given, dict):
+def _kind(fields: Any, where: str) -> type[Grader]:
+    if not isinstance(fields, dict):
         raise GraderError(f"{where} has to be an object, with its type and name")
-    kind = given.get("type")
+    kind = fields.get("type")
     if not isinstance(kind, str) or kind not in _KINDS:
         shown = repr(kind)[:64]
         raise GraderError(f"{where}.type={shown}; use {', '.join(_KINDS)}")
     return _KINDS[kind]
 
 
-def _converted(given: dict[str, Any], kind: type[Grader], where: str) -> Grader:
+def _converted(fields: dict[str, Any], kind: type[Grader], where: str) -> Grader:
     try:
-        return msgspec.convert(given, kind, dec_hook=lambda part, value: part(value))
+        return msgspec.convert(fields, kind, dec_hook=lambda part, value: part(value))
     except msgspec.ValidationError as error:
         text, _, path = str(error).partition(" - at `$")
         raise GraderError(f"{where}{path.rstrip('`')}: {text[:512]}") from None
 
 
-def _single(given: Any, where: str) -> Grader:
-    kind = _kind(given, where)
+def _single(fields: Any, where: str) -> Grader:
+    kind = _kind(fields, where)
     if kind is Multi:
         raise GraderError(f"{where} is a multi grader in another one; give its graders there")
-    return _converted(given, kind, where)
+    return _converted(fields, kind, where)
 
 
-def _multi(given: dict[str, Any], where: str) -> Grader:
-    inner, place = given.get("graders"), f"{where}.graders"
+def _multi(fields: dict[str, Any], where: str) -> Grader:
+    inner, place = fields.get("graders"), f"{where}.graders"
     if not isinstance(inner, dict):
         raise GraderError(f"{place} has to be an object of graders by name")
     if isinstance(inner.get("type"), str):  # one grader, by its own name
@@ -105,8 +105,8 @@ def _multi(given: dict[str, Any], where: str) -> Grader:
                     f"up to {_MOST_KEY} letters, digits and _"
                 )
         graders = {name: _single(part, f"{place}.{name}") for name, part in inner.items()}
-    text = given.get("calculate_output")
+    text = fields.get("calculate_output")
     if not isinstance(text, str):
         raise GraderError(f"{where}.calculate_output is missing or no text; give a formula")
     formula = Formula.of(text, f"{where}.calculate_output", graders)
-    return _converted({**given, "graders": graders, "calculate_output": formula}, Multi, where)
+    return _converted({**fields, "graders": graders, "calculate_output": formula}, Multi, where)

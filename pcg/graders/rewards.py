@@ -63,7 +63,6 @@ class GraderReward:
         completion_ids: object = None,
         **columns: Sequence[Any],
     ) -> list[float]:
-        """Return a reward for each completion."""
         values: Mapping[str, Sequence[Any]] = {"prompt": prompts, **columns}
         rows = [dict(zip(values, row, strict=True)) for row in zip(*values.values(), strict=True)]
         texts = [text if isinstance(text, str) else str(text[0]["content"]) for text in completions]
@@ -72,8 +71,6 @@ class GraderReward:
 
 
 class _LocalHost:
-    """Grades in this process, and runs source in the sandbox."""
-
     async def beside(
         self,
         act: Callable[Arguments, Result],

@@ -100,12 +100,12 @@ def shut() -> None:
         raise OSError(ctypes.get_errno(), "the filter of system calls cannot be set")
 
 
-def grade(given: dict[str, Any]) -> dict[str, Any]:
+def grade(job: dict[str, Any]) -> dict[str, Any]:
     """Run a source's `grade`; returns its `score`, or the `error` that it ended with."""
     try:
         space: dict[str, Any] = {"__name__": "grader"}
-        exec(compile(given["source"], "grader.py", "exec"), space)
-        score = float(space["grade"](given["sample"], given["item"]))
+        exec(compile(job["source"], "grader.py", "exec"), space)
+        score = float(space["grade"](job["sample"], job["item"]))
         if not math.isfinite(score):
             return {"error": f"grade returned {score}"}
         return {"score": score}
@@ -120,17 +120,17 @@ def grade(given: dict[str, Any]) -> dict[str, Any]:
 
 def main() -> None:
     """Read the input, shut in, run, and write the outcome."""
-    given = json.loads(sys.stdin.buffer.read())
+    job = json.loads(sys.stdin.buffer.read())
     for name in MODULES:
         importlib.import_module(name)
     try:
-        limit(given["cpu_s"], given["memory_bytes"])
+        limit(job["cpu_s"], job["memory_bytes"])
         shut()
     except (OSError, ValueError) as error:
         outcome: dict[str, Any] = {"broken": str(error)}
     else:
         sys.stdout = sys.stderr  # which nobody reads
-        outcome = grade(given)
+        outcome = grade(job)
     os.write(1, json.dumps(outcome).encode())
     os._exit(0)
 

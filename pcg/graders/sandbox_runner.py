@@ -57,7 +57,7 @@ def run_grader(source: str, sample: Sample, wall_s: float = WALL_S) -> float:
         output_json = sample.output_json
     except GradingError:
         output_json = None
-    given = {
+    job = {
         "source": source,
         "sample": {
             "output_text": sample.output_text,
@@ -68,7 +68,7 @@ def run_grader(source: str, sample: Sample, wall_s: float = WALL_S) -> float:
         "cpu_s": CPU_S,
         "memory_bytes": MEMORY_BYTES,
     }
-    written = json.dumps(given).encode()
+    written = json.dumps(job).encode()
     try:
         held = os.memfd_create("grader")
     except (AttributeError, OSError) as error:
@@ -84,7 +84,6 @@ def run_grader(source: str, sample: Sample, wall_s: float = WALL_S) -> float:
 
 
 def _ended(held: int, wall_s: float) -> bytes:
-    """Run the program in a process; returns what it wrote."""
     process = subprocess.Popen(
         [sys.executable, "-I", "-S", "-B", inside.__file__],
         stdin=held,

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from pcg.plan.loads import Load
 from pcg.plan.rank_plan import TrainingChoice
-from pcg.plan.serving_load import Load
+
+# ---------------------------------------------------------------------------------------- candidate
 
 
 @dataclass(frozen=True)
@@ -37,7 +39,7 @@ class Machine:
 
 @dataclass(frozen=True)
 class Promise:
-    """A promise, what was found, and whether it is kept; in the same unit.
+    """A promise, the predicted number, and whether it is kept; in the same unit.
 
     Attributes:
         name: memory (GiB a rank), rate (requests/s), finetuning (tokens/s), ttft or tpot (ms).
@@ -45,7 +47,7 @@ class Promise:
 
     name: str
     promised: float
-    found: float
+    predicted: float
 
     @property
     def is_kept(self) -> bool:
@@ -54,7 +56,7 @@ class Promise:
     @property
     def excess(self) -> float:
         """The found number as a multiple of what is allowed; above 1 the promise is broken."""
-        ratio = self.found / self.promised
+        ratio = self.predicted / self.promised
         return 1 / max(ratio, 1e-12) if self._is_least else ratio
 
     @property
@@ -69,7 +71,7 @@ class Promise:
             self.name, self.name
         )
         word = "at least" if self._is_least else "at most"
-        return f"{name} {self.found:,.4g} {unit}, {word} {self.promised:,.4g} wanted"
+        return f"{name} {self.predicted:,.4g} {unit}, {word} {self.promised:,.4g} wanted"
 
 
 @dataclass(frozen=True)
@@ -153,12 +155,12 @@ class Candidate:
             "sustained_requests_per_s": self.sustained_per_s,
             "promises": [
                 {
-                    "name": one.name,
-                    "promised": one.promised,
-                    "found": one.found,
-                    "kept": one.is_kept,
+                    "name": promise.name,
+                    "promised": promise.promised,
+                    "found": promise.predicted,
+                    "kept": promise.is_kept,
                 }
-                for one in self.promises
+                for promise in self.promises
             ],
             "dollars_per_hour": self.dollars_per_hour,
             "dollars_per_million_finetuned_tokens": self.dollars_per_million(
@@ -166,3 +168,54 @@ class Candidate:
             ),
             "dollars_per_million_output_tokens": self.dollars_per_million(self.output_tokens_per_s),
         }
+
+
+# -------------------------------------------------------------------------------------------- front
+
+
+def pareto_front(candidates: Sequence[Candidate]) -> tuple[Candidate, ...]:
+    """Return the candidates that no other dominates, in order of cost.
+
+    One dominates another if it costs no more, trains on no fewer tokens a second and takes no
+    longer, and is better in one of these. Costs are dollars where both have a price. Without, they
+    are numbers of GPUs, and GPUs of different kinds are not compared. Of equals the first stays.
+    """
+    ordered = sorted(candidates, key=_order)
+    front: list[Candidate] = []
+    for candidate in ordered:
+        if not any(_dominates(other, candidate) for other in front):
+            front = [other for other in front if not _dominates(candidate, other)] + [candidate]
+    return tuple(front)
+
+
+def cheapest(candidates: Sequence[Candidate]) -> Candidate | None:
+    """Return the candidate of the fewest dollars, or else GPUs, and of these the best; or None."""
+    return min(candidates, key=_order, default=None)
+
+
+def _dominates(candidate: Candidate, other: Candidate) -> bool:
+    """Return whether a candidate is as good as another in everything; also of equals."""
+    costs = _costs(candidate, other)
+    return (
+        costs is not None
+        and costs[0] <= costs[1]
+        and candidate.throughput >= other.throughput
+        and candidate.latency_s <= other.latency_s
+    )
+
+
+def _costs(candidate: Candidate, other: Candidate) -> tuple[float, float] | None:
+    """Return what can be compared of two costs; None if nothing can."""
+    if candidate.dollars_per_hour is not None and other.dollars_per_hour is not None:
+        return candidate.dollars_per_hour, other.dollars_per_hour
+    if candidate.machine.gpu == other.machine.gpu:
+        return candidate.machine.gpus, other.machine.gpus
+    return None
+
+
+def _order(candidate: Candidate) -> tuple[object, ...]:
+    """Return a key that sorts by cost; those with a price first, and the better of equal costs."""
+    machine, dollars = candidate.machine, candidate.dollars_per_hour
+    cost = (1, machine.gpus) if dollars is None else (0, dollars)
+    place = (machine.gpu, machine.gpus, machine.tp, machine.dtype, machine.shard_base)
+    return (*cost, -candidate.throughput, candidate.latency_s, *place)

@@ -13,9 +13,16 @@ from pcg.explain.report.report_data import KINDS
 from pcg.parallel.costs.cost_model import CostModel
 from pcg.parallel.costs.step_costs import GraphCosts, host_seconds
 from pcg.plan.candidate import Candidate, Machine, Promise
+from pcg.plan.loads import (
+    CoServed,
+    CoServing,
+    Load,
+    Served,
+    ServingSteps,
+    step_seconds,
+    waiting_seconds,
+)
 from pcg.plan.rank_plan import RankPlan, TrainingChoice
-from pcg.plan.serving_load import Load, Served, ServingSteps
-from pcg.plan.training_load import CoServed, CoServing, step_seconds, waiting_seconds
 from pcg.plan.workload import MachineWorkload, Serving, Training
 
 GIB = 2**30
@@ -69,17 +76,17 @@ class Replica:
             yield self._serving(workload.serving, workload.training, replicas)
 
     def _training_alone(self, training: Training, replicas: int) -> Candidate:
-        own = dataclasses.replace(training, batch=training.batch // replicas)
-        choice, fits = self._choice(own, 0)
+        part = dataclasses.replace(training, batch=training.batch // replicas)
+        choice, fits = self._choice(part, 0)
         step_s = tokens_per_s = None
         memory = self.plan.memory(choice)
         if fits:
             costs = self.plan.costs(self.model, choice)
-            step_s = step_seconds(costs, own, choice, self.wanted.rank)
+            step_s = step_seconds(costs, part, choice, self.wanted.rank)
             step_s += self.model.collective_seconds("all_reduce", memory["gradients"], replicas)
             if self.plan.parts > 1:
                 gathers = self.plan.gathers(self.model, choice)
-                step_s += waiting_seconds(costs, own, choice, self.wanted.rank, gathers)
+                step_s += waiting_seconds(costs, part, choice, self.wanted.rank, gathers)
             tokens_per_s = training.tokens / step_s
         return Candidate(
             self._machine(replicas),
@@ -149,7 +156,7 @@ class Replica:
 
             def keeps(load: Load) -> bool:
                 pages = self.plan.kv_bytes * load.tokens(self._steps.serving)
-                return pages <= room and all(one.is_kept for one in self._latencies(load))
+                return pages <= room and all(promise.is_kept for promise in self._latencies(load))
 
             self._known_rates[choice] = self._steps.most_rate(keeps) if room > 0 else 0.0
         return self._known_rates[choice]
@@ -165,8 +172,8 @@ class Replica:
         def choice(batch: int, tenths: int = 10) -> TrainingChoice:
             return TrainingChoice(batch, training.batch // batch, tenths / 10)
 
-        def over(one: TrainingChoice) -> int:
-            return self.plan.memory(one, served_tokens)["total"] - self.usable_bytes
+        def over(option: TrainingChoice) -> int:
+            return self.plan.memory(option, served_tokens)["total"] - self.usable_bytes
 
         if over(choice(batches[-1])) <= 0:
             return choice(batches[-1]), True
@@ -181,11 +188,11 @@ class Replica:
             # Saved bytes are straight in the budget; the workspace nearly is.
             guess = low + round((high - low) * -low_over / (high_over - low_over))
             middle = min(max(guess, low + 1), high - 1)
-            found = over(choice(1, middle))
-            if found <= 0:
-                low, low_over = middle, found
+            excess = over(choice(1, middle))
+            if excess <= 0:
+                low, low_over = middle, excess
             else:
-                high, high_over = middle, found
+                high, high_over = middle, excess
         return choice(1, low), True
 
     @cached_property
@@ -207,7 +214,6 @@ class Replica:
         return {}
 
     def _has_link(self, replicas: int) -> bool:
-        """Return whether a cost is known of messages between so many replicas."""
         try:
             self.model.collective_seconds("all_gather", 1, replicas)
         except CostModelError:
@@ -228,9 +234,12 @@ class Replica:
         if load is None:
             return ()
         wanted = self.wanted
-        found = (("ttft", wanted.ttft_slo_s, load.ttft_s), ("tpot", wanted.tpot_slo_s, load.tpot_s))
+        latencies = (
+            ("ttft", wanted.ttft_slo_s, load.ttft_s),
+            ("tpot", wanted.tpot_slo_s, load.tpot_s),
+        )
         return tuple(
-            Promise(name, slo_s * 1e3, seconds * 1e3) for name, slo_s, seconds in found if slo_s
+            Promise(name, slo_s * 1e3, seconds * 1e3) for name, slo_s, seconds in latencies if slo_s
         )
 
     def _finetuning(self, tokens_per_s: float | None) -> tuple[Promise, ...]:

@@ -1,16 +1,19 @@
-"""The data of a plan: machines that do the workload, the best of them, and its command."""
+"""The data of a plan: machines that do the workload, the best of them, and their table."""
 
 from __future__ import annotations
 
 import json
 import shlex
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from pcg.parallel.costs.step_costs import host_seconds
 from pcg.plan.candidate import Candidate
 from pcg.plan.workload import MachineWorkload
+from pcg.units import gib
+
+# ---------------------------------------------------------------------------------------- plan data
 
 
 @dataclass(frozen=True)
@@ -103,7 +106,7 @@ class PlanData:
                 "ADAPTER stands for the directory of an adapter with the configuration that was "
                 "given, as save_adapter or peft writes it"
             )
-        if any(one.machine.tp > 1 for one in self.front):
+        if any(candidate.machine.tp > 1 for candidate in self.front):
             notes.append(
                 "over ranks the host launches steps, which are not recorded there: none that "
                 f"serves takes less than {1e3 * host_seconds(1):.2f} ms a layer"
@@ -116,7 +119,7 @@ class PlanData:
     def to_json(self) -> dict[str, Any]:
         """Return the plan as JSON; times in seconds, sizes in bytes."""
         serving, training = self.workload.serving, self.workload.training
-        found: dict[str, Any] = {
+        fields: dict[str, Any] = {
             "model": self.model,
             "method": self.method,
             "workload": {
@@ -127,14 +130,94 @@ class PlanData:
             "planned_for": self.planned_for,
             "candidates": self.candidates,
             "kept": self.kept,
-            "front": [self._row(one) for one in self.front],
+            "front": [self._row(candidate) for candidate in self.front],
             "chosen": None if self.chosen is None else self.front.index(self.chosen),
             "closest": None if self.closest is None else self.closest.to_json(),
             "refused": {str(degree): why for degree, why in self.refused.items()},
             "notes": list(self.notes),
         }
-        plain: dict[str, Any] = json.loads(json.dumps(found))
+        plain: dict[str, Any] = json.loads(json.dumps(fields))
         return plain
 
     def _row(self, candidate: Candidate) -> dict[str, Any]:
         return {**candidate.to_json(), "command": self.command(candidate)}
+
+
+# -------------------------------------------------------------------------------------- front table
+
+
+Cell = Callable[[Candidate], str]
+MACHINE = "machine"
+"""The column of names; all others hold numbers."""
+
+
+def front_columns(plan: PlanData) -> Mapping[str, Cell]:
+    """Return the columns that the plan has anything for, by their heads."""
+    front, workload = plan.front, plan.workload
+    columns: dict[str, Cell] = {
+        MACHINE: lambda candidate: f"{candidate.machine.gpus}×{candidate.machine.gpu}",
+        "tp": lambda candidate: str(candidate.machine.tp),
+    }
+    if len({candidate.machine.dtype for candidate in front}) > 1:
+        columns["dtype"] = lambda candidate: candidate.machine.dtype
+    if any(candidate.machine.shard_base for candidate in front):
+        columns["base"] = lambda candidate: (
+            f"{candidate.machine.replicas} parts" if candidate.machine.shard_base else "whole"
+        )
+    columns["GiB/rank"] = lambda candidate: gib(candidate.memory_bytes["total"])
+    if workload.training is not None:
+        columns["batch"] = _batch
+        if any(candidate.choice is not None and candidate.choice.budget < 1 for candidate in front):
+            columns["budget"] = lambda candidate: (
+                f"{candidate.choice.budget:g}" if candidate.choice else "–"
+            )
+        columns["step s"] = lambda candidate: _number(candidate.step_s)
+        columns["tuned tok/s"] = lambda candidate: _number(candidate.finetuning_tokens_per_s)
+    if workload.serving is not None:
+        columns["TPOT ms"] = lambda candidate: _number(
+            1e3 * candidate.load.tpot_s if candidate.load else None
+        )
+        columns["TTFT ms"] = lambda candidate: _number(
+            1e3 * candidate.load.ttft_s if candidate.load else None
+        )
+        columns["max req/s"] = lambda candidate: _number(candidate.sustained_per_s)
+    if any(candidate.dollars_per_hour is not None for candidate in front):
+        columns["$/h"] = lambda candidate: _dollars(candidate.dollars_per_hour)
+        columns["$/M tokens"] = lambda candidate: _dollars(
+            candidate.dollars_per_million(_made(candidate))
+        )
+    return columns
+
+
+def price_words(plan: PlanData) -> str:
+    """Return what a million tokens are; empty without prices."""
+    if all(candidate.dollars_per_hour is None for candidate in plan.front):
+        return ""
+    tokens = "finetuned" if plan.workload.training is not None else "generated"
+    return f"$/M tokens: the whole machine's price for a million {tokens} tokens"
+
+
+def _made(candidate: Candidate) -> float | None:
+    """Return the tokens a second that the price of a million is of."""
+    return (
+        candidate.output_tokens_per_s
+        if candidate.choice is None
+        else candidate.finetuning_tokens_per_s
+    )
+
+
+def _batch(candidate: Candidate) -> str:
+    choice = candidate.choice
+    if choice is None:
+        return "–"
+    return f"{choice.accumulation}×{choice.batch}" if choice.accumulation > 1 else f"{choice.batch}"
+
+
+def _number(value: float | None) -> str:
+    if value is None:
+        return "–"
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
+
+
+def _dollars(value: float | None) -> str:
+    return "–" if value is None else f"{value:,.2f}"

@@ -69,11 +69,11 @@ class RankPlan:
 
     def in_parts(self, replicas: int) -> RankPlan:
         """Return the plan of a rank of so many replicas that have parts of the layers."""
-        found = copy.copy(self)
+        parted = copy.copy(self)
         setup = dataclasses.replace(self.planned.setup, parts=replicas)
-        found.planned = dataclasses.replace(self.planned, setup=setup)
-        found._memory, found._replanned = {}, {None: found.planned}
-        return found
+        parted.planned = dataclasses.replace(self.planned, setup=setup)
+        parted._memory, parted._replanned = {}, {None: parted.planned}
+        return parted
 
     def gathers(self, model: CostModel, choice: TrainingChoice) -> list[float]:
         """Return the seconds of each gather of a layer in a batch's step, in their order."""
@@ -99,13 +99,13 @@ class RankPlan:
         """
         if choice not in self._memory:
             self._memory[choice] = memory_bytes(self._at(choice))
-        found = dict(self._memory[choice])
+        sizes = dict(self._memory[choice])
         if self._adapters:
-            found["served_adapters"] = self._adapters * self._adapter_bytes
+            sizes["served_adapters"] = self._adapters * self._adapter_bytes
         if choice is None:
-            found |= dict.fromkeys(("adapters", "gradients", "optimizer"), 0)
-        found["kv_cache"] = self.kv_bytes * served_tokens
-        kinds = {kind: found[kind] for kind in KINDS}
+            sizes |= dict.fromkeys(("adapters", "gradients", "optimizer"), 0)
+        sizes["kv_cache"] = self.kv_bytes * served_tokens
+        kinds = {kind: sizes[kind] for kind in KINDS}
         return {**kinds, "total": sum(kinds.values())}
 
     def costs(self, model: CostModel, choice: TrainingChoice | None) -> GraphCosts:
@@ -117,7 +117,7 @@ class RankPlan:
         budget = None if choice is None else choice.budget
         key = (id(model), budget)
         if key not in self._costs:
-            same = next((one for (_, at), one in self._costs.items() if at == budget), None)
+            same = next((costs for (_, at), costs in self._costs.items() if at == budget), None)
             if same is None:
                 planned = self._at(choice)
                 trained = planned.trained if self._trains else None
@@ -140,17 +140,16 @@ class RankPlan:
         return sum(pages(serving, whole, adapter) for adapter in setup.shaped_adapters())
 
     def _at(self, choice: TrainingChoice | None) -> PlannedModel:
-        """Return the model as it is planned for a choice."""
         if choice not in self._replanned:
             assert choice is not None
             setup = self.planned.setup.having(batch=choice.batch, memory_budget=choice.budget)
             if setup.options.budget == self.planned.setup.options.budget:
                 return self.planned
-            found = self._frontiers_at(choice.batch)
+            frontiers = self._frontiers_at(choice.batch)
             key = (choice.batch, choice.budget)
             if key not in self._plans:
-                self._plans[key] = found.plan(setup.options.budget)
-            self._replanned[choice] = self.planned.replanned(setup, found, self._plans[key])
+                self._plans[key] = frontiers.plan(setup.options.budget)
+            self._replanned[choice] = self.planned.replanned(setup, frontiers, self._plans[key])
         return self._replanned[choice]
 
     def _frontiers_at(self, batch: int) -> Frontiers:
@@ -166,15 +165,17 @@ def served_in_base(planned: PlannedModel) -> ModelGraph:
 
     def copied(graph: Graph) -> Graph:
         parameters = [
-            replace(one, value=replace(one.value, type=replace(one.type, dtype=dtype)))
-            if is_copied(one)
-            else one
-            for one in graph.parameters
+            replace(
+                parameter, value=replace(parameter.value, type=replace(parameter.type, dtype=dtype))
+            )
+            if is_copied(parameter)
+            else parameter
+            for parameter in graph.parameters
         ]
         return graph.replace(parameters=tuple(parameters))
 
-    def is_copied(one: Parameter) -> bool:
-        return one.role == "adapter" and parameter_kind(one.source).is_factor
+    def is_copied(parameter: Parameter) -> bool:
+        return parameter.role == "adapter" and parameter_kind(parameter.source).is_factor
 
     return planned.serving.map(copied) if DTYPE_BYTES[dtype] == 2 else planned.serving
 

@@ -1,18 +1,18 @@
-"""The pages: one of a run, one of several over each other; neither refers to another file."""
+"""The pages: one of a run, and one of several over each other; neither refers to another file."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from itertools import groupby
+from pathlib import Path
 from typing import Any
 
 from markupsafe import Markup
 
 from pcg.pages.environment import page_environment
-from pcg.records.comparison import Comparison
 from pcg.records.curves import Curve, figure
-from pcg.records.run import EVALUATION, Run, flat
-from pcg.records.texts import text_of, time_text
+from pcg.records.run import EVALUATION, Comparison, Run, flat, read_run, text_of, time_text
+from pcg.records.run_files import REPORT, write_whole
 from pcg.units import counted, duration_text, size_text
 
 _FIRST = ("loss", "reward")
@@ -84,8 +84,8 @@ def comparison_page(comparison: Comparison) -> str:
     )
 
 
-def _rendered(template: str, **given: Any) -> str:
-    page = page_environment("pcg.records").get_template(template).render(**given)
+def _rendered(template: str, **values: Any) -> str:
+    page = page_environment("pcg.records").get_template(template).render(**values)
     return page.encode("utf-8", "replace").decode()  # half a character of a name or a sample
 
 
@@ -125,19 +125,19 @@ def _drawn(title: str, curves: Sequence[Curve]) -> tuple[Markup, Sequence[Curve]
 
 
 def _key_numbers(run: Run) -> list[tuple[str, str, str]]:
-    found = []
+    numbers = []
     for name in ("loss", f"{EVALUATION}loss", "reward"):
         points, least = run.series.get(name), run.least(name)
         if not points or least is None:
             continue
         best = max(points, key=lambda point: point[1]) if name == "reward" else least
-        found.append((f"{points[-1][1]:.4g}", name, f"best {best[1]:.4g} at step {best[0]:,}"))
+        numbers.append((f"{points[-1][1]:.4g}", name, f"best {best[1]:.4g} at step {best[0]:,}"))
     speed, memory = run.last("tokens_per_second"), run.last("memory_bytes")
     if speed is not None:
-        found.append((f"{speed:,.0f}", "tokens/s", "since the start, or since it was resumed"))
+        numbers.append((f"{speed:,.0f}", "tokens/s", "since the start, or since it was resumed"))
     if memory is not None:
-        found.append((size_text(memory), "memory", "at the last step"))
-    return found
+        numbers.append((size_text(memory), "memory", "at the last step"))
+    return numbers
 
 
 def _steps(run: Run) -> str:
@@ -148,3 +148,14 @@ def _steps(run: Run) -> str:
 def _columns(samples: Sequence[Mapping[str, Any]]) -> list[str]:
     names = dict.fromkeys(name for row in samples[-_MOST_SAMPLES:] for name in row)
     return [name for name in names if name != "step"][:_MOST_COLUMNS]
+
+
+def write_report(folder: Path) -> Path:
+    """Write the page of the run in a folder; returns the file.
+
+    Raises:
+        RecordError: there is no record, it is damaged, or the page cannot be written.
+    """
+    path = folder / REPORT
+    write_whole(path, run_page(read_run(folder)))
+    return path

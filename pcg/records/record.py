@@ -20,7 +20,6 @@ from typing import Any, Self
 
 from pcg.errors import FinetuneInterrupted, RecordError
 from pcg.files import expanded, shown_path
-from pcg.records.report import MOST_BYTES, write_report
 from pcg.records.rows import RowWriter
 from pcg.records.run_files import (
     CONFIG,
@@ -41,6 +40,8 @@ from pcg.records.sinks import check_sinks, open_sinks
 from pcg.units import shown, size_text
 
 _LOG = logging.getLogger("pcg.records")
+MOST_BYTES = 2**24
+"""Bytes of metrics.jsonl, some 70,000 steps, from which no page is written where others wait."""
 _OWN = ("step", "time")
 _LONGEST_NAME = 128
 
@@ -130,7 +131,6 @@ class RunRecord:
         self.names_of_last = {name for row in of_last for name in row if name not in _OWN}
 
     def _is_another(self, config: Mapping[str, Any]) -> bool:
-        """Return whether the run in the folder is over, or has another configuration."""
         path = self.folder.absolute()
         return read_facts(path).status is Status.COMPLETED or read_config(path) != config
 
@@ -202,6 +202,8 @@ class RunRecord:
             threading.Thread(target=self._write_page, name="pcg page").start()
 
     def _write_page(self) -> None:
+        from pcg.records.page import write_report  # its templates take a while to import
+
         path = self.folder.absolute()
         try:
             size = (path / METRICS).stat().st_size

@@ -94,12 +94,12 @@ def set_aside(folder: Path) -> None:
 def read_facts(folder: Path) -> RunFacts:
     """Read run.json. RecordError: it is damaged, or of another version."""
     path = folder / RUN
-    found = read_json(path, RecordError)
-    if found.pop("format", None) != FORMAT:
+    fields = read_json(path, RecordError)
+    if fields.pop("format", None) != FORMAT:
         raise RecordError(f"{shown_path(path)} is of another format; read it with a newer pcg")
     with damage_of(shown_path(path), RecordError):
-        facts = RunFacts(**{**found, "status": Status(found["status"])})
-        if not all(isinstance(one, str) for one in (facts.name, facts.kind, facts.pcg)):
+        facts = RunFacts(**{**fields, "status": Status(fields["status"])})
+        if not all(isinstance(text, str) for text in (facts.name, facts.kind, facts.pcg)):
             raise ValueError("a name is no text")
         if not isinstance(facts.begun_s + (facts.ended_s or 0.0), float):
             raise ValueError("a time is no number")
@@ -141,9 +141,9 @@ def plain(value: Any) -> Any:
     if isinstance(value, float):
         return float(value) if math.isfinite(value) else str(value)
     if isinstance(value, Mapping):
-        return {str(name): plain(one) for name, one in value.items()}
+        return {str(name): plain(entry) for name, entry in value.items()}
     if isinstance(value, list | tuple):
-        return [plain(one) for one in value]
+        return [plain(entry) for entry in value]
     if isinstance(value, set | frozenset):
         return sorted(map(str, value))
     if dataclasses.is_dataclass(value) and not isinstance(value, type):

@@ -1,16 +1,91 @@
-"""Sinks: what else the numbers of a run go to beside its record, by other people's libraries."""
+"""Sinks: other people's libraries that the numbers of a run are written to, too."""
 
 from __future__ import annotations
 
+import hashlib
 import importlib.util
+import json
+import os
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from pcg.errors import RecordError
-from pcg.records.run_files import RunFacts
-from pcg.records.sink import Sink
+from pcg.records.run_files import TENSORBOARD, RunFacts
 from pcg.units import shown
+
+# --------------------------------------------------------------------------------------------- sink
+
+
+class Sink(ABC):
+    """Takes the numbers of a run."""
+
+    @abstractmethod
+    def log(self, step: int, numbers: Mapping[str, float | int | None]) -> None: ...
+
+    @abstractmethod
+    def end(self, *, is_completed: bool) -> None: ...
+
+
+# --------------------------------------------------------------------------------- tensorboard sink
+
+
+class TensorBoardSink(Sink):
+    """Writes scalars under their names; those behind the steps that are done are purged."""
+
+    def __init__(self, folder: Path, config: Mapping[str, Any], done: int) -> None:
+        import tensorboard  # noqa: F401  torch's writer is made of it
+        from torch.utils.tensorboard import SummaryWriter
+
+        place = str(folder / TENSORBOARD)
+        self._writer: Any = SummaryWriter(place, purge_step=done + 1 if done else 0)
+        if not done:
+            text = json.dumps(config, indent=1)
+            indented = "".join(f"    {line}\n" for line in text.splitlines())  # code in Markdown
+            self._writer.add_text("config", indented, 0)
+
+    def log(self, step: int, numbers: Mapping[str, float | int | None]) -> None:
+        for name, value in numbers.items():
+            if value is not None:
+                self._writer.add_scalar(name, value, step)
+
+    def end(self, *, is_completed: bool) -> None:
+        self._writer.close()
+
+
+# --------------------------------------------------------------------------------------- wandb sink
+
+
+class WandbSink(Sink):
+    """Logs to a run whose id is that of the record, so that a run that goes on stays one.
+
+    Weights & Biases leave out steps that a run has already. Its own variables hold, as WANDB_MODE.
+    """
+
+    def __init__(self, folder: Path, facts: RunFacts, config: Mapping[str, Any]) -> None:
+        import wandb
+
+        digest = hashlib.sha256(f"{folder} {facts.begun_s!r}".encode()).hexdigest()
+        self._run: Any = wandb.init(
+            project=os.environ.get("WANDB_PROJECT", "pcg"),
+            name=facts.name,
+            id=digest[:16],
+            resume="allow",
+            dir=str(folder),
+            config=dict(config),
+        )
+
+    def log(self, step: int, numbers: Mapping[str, float | int | None]) -> None:
+        present = {name: value for name, value in numbers.items() if value is not None}
+        self._run.log(present, step=step)
+
+    def end(self, *, is_completed: bool) -> None:
+        self._run.finish(exit_code=0 if is_completed else 1)
+
+
+# -------------------------------------------------------------------------------------------- sinks
+
 
 SINKS = ("tensorboard", "wandb")
 """Names of sinks, which are those of their libraries and of the extras that install these."""
@@ -41,19 +116,15 @@ def open_sinks(
         RecordError: one is not known, not installed, or cannot be opened.
     """
     check_sinks(names)
-    found: list[Sink] = []
+    sinks: list[Sink] = []
     for kind in dict.fromkeys(names):
         try:
             if kind == "tensorboard":
-                from pcg.records.tensorboard_sink import TensorBoardSink
-
-                found.append(TensorBoardSink(folder, config, done))
+                sinks.append(TensorBoardSink(folder, config, done))
             else:
-                from pcg.records.wandb_sink import WandbSink
-
-                found.append(WandbSink(folder, facts, config))
+                sinks.append(WandbSink(folder, facts, config))
         except Exception as error:  # the library's own, of a network or a login
-            for sink in found:
+            for sink in sinks:
                 sink.end(is_completed=False)
             raise RecordError(f"{kind} cannot be written: {error}") from error
-    return found
+    return sinks

@@ -52,7 +52,6 @@ def serving_svg(report: ServingReport, title: str) -> str:
 
 
 def _rows(report: ServingReport) -> dict[str, tuple[Samples, float | None]]:
-    """Return the samples of each kind of latency that has any, and their SLO."""
     finished = [each for each in report.requests if each.outcome is Outcome.FINISHED]
     rows = {
         "time to first token": (_at_submission(finished, "ttft_s"), _common(finished, "ttft_s")),
@@ -63,7 +62,6 @@ def _rows(report: ServingReport) -> dict[str, tuple[Samples, float | None]]:
 
 
 def _at_submission(finished: Sequence[Timeline], name: str) -> Samples:
-    """Return the latencies of requests that have one, at their submissions."""
     pairs = [(each.submitted_s, getattr(each, name)) for each in finished]
     return np.array([pair for pair in pairs if pair[1] is not None])
 

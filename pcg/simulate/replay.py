@@ -19,8 +19,7 @@ from pcg.runtime.engine.loop import EngineLoop
 from pcg.runtime.metrics.report import ServingReport, serving_report
 from pcg.runtime.requests.request import Request
 from pcg.runtime.sampling.sampling_params import SamplingParams
-from pcg.simulate.workloads.checks import require_positive
-from pcg.simulate.workloads.workload import Workload
+from pcg.simulate.workload import Workload, require_positive
 
 _STUCK_S = 0.001
 """The time between a step that found nothing to run and the next."""

@@ -32,16 +32,13 @@ from pcg.runtime.requests.sequence import Sequence
 from pcg.runtime.requests.step import Results
 from pcg.runtime.training.recorded.window_sizes import WindowSizes
 from pcg.runtime.training.work_units import Forward
-from pcg.simulate.simulated_device import SimulatedDevice
-from pcg.simulate.simulated_training import simulated_steps
+from pcg.simulate.simulated_device import SimulatedDevice, simulated_steps
 
 # ------------------------------------------------------------------------------------- ahead device
 
 
 @dataclass(frozen=True)
 class _AheadStep(Finished):
-    """A step that ends at a time."""
-
     clock: SimulatedClock | None = None
     ends_s: float = 0.0
 
@@ -55,7 +52,6 @@ class AheadSide(SideStream):
     """The second stream of such a device, which runs parts of jobs behind what was started."""
 
     def __init__(self, device: AheadDevice) -> None:
-        """Make a stream without a GPU's."""
         self._device = device
         self._seconds: list[float] = []
 
@@ -99,9 +95,11 @@ class AheadDevice(SimulatedDevice):
     ) -> _AheadStep:
         """Run a step as `SimulatedDevice.start`, behind what was started before."""
         busy_s = self.busy_s
-        done = super().start(chunks, windows)
+        finished = super().start(chunks, windows)
         took_s = self.busy_s - busy_s
-        return _AheadStep(done.results, device_s=took_s, clock=self.ahead_clock, ends_s=self.free_s)
+        return _AheadStep(
+            finished.results, device_s=took_s, clock=self.ahead_clock, ends_s=self.free_s
+        )
 
     def _take(self, seconds: float) -> None:
         self.busy_s += seconds
@@ -145,21 +143,22 @@ class SimulatedEngine(EngineLoop):
     clock: SimulatedClock
 
     @takes(SimulatedArguments)
-    def __init__(self, given: SimulatedArguments) -> None:
-        """Start at 0 s with nothing to do."""
-        pool, clock = PagePool(given.pages), SimulatedClock()
-        adapters = AdapterCache(pool, lambda adapter: -(-adapter.size_bytes // given.page_bytes))
+    def __init__(self, arguments: SimulatedArguments) -> None:
+        pool, clock = PagePool(arguments.pages), SimulatedClock()
+        adapters = AdapterCache(
+            pool, lambda adapter: -(-adapter.size_bytes // arguments.page_bytes)
+        )
         prefixes = None
-        if given.prefix_caching:
-            prefixes = Prefixes(pool, between_tenants=given.prefixes_between_tenants)
-        limits = given.limits or Limits()
-        queue = given.queue or UNLIMITED
-        scheduler = Scheduler(pool, adapters, limits, given.policy, prefixes, queue)
-        made = AheadDevice if given.is_ahead else SimulatedDevice
-        device = made(given.costs, clock, given.most_positions)
-        log = EventLog() if given.log is None else given.log
-        super().__init__(device, scheduler, clock, replace(given, log=log))
-        self._costs = given.costs
+        if arguments.prefix_caching:
+            prefixes = Prefixes(pool, between_tenants=arguments.prefixes_between_tenants)
+        limits = arguments.limits or Limits()
+        queue = arguments.queue or UNLIMITED
+        scheduler = Scheduler(pool, adapters, limits, arguments.policy, prefixes, queue)
+        kind = AheadDevice if arguments.is_ahead else SimulatedDevice
+        device = kind(arguments.costs, clock, arguments.most_positions)
+        log = EventLog() if arguments.log is None else arguments.log
+        super().__init__(device, scheduler, clock, replace(arguments, log=log))
+        self._costs = arguments.costs
 
     def finetune(
         self,

@@ -190,14 +190,12 @@ def _host_bytes_per_s(costs: SheetModel) -> float:
     return host.bytes_per_s * costs.achieved.link
 
 
-def _saved_bytes(found: TrainedModel, options: PlanOptions) -> int:
-    """Return the bytes that finetuning saves for backward."""
-    saved = saved_memory(found.model, found.plan)
+def _saved_bytes(trained: TrainedModel, options: PlanOptions) -> int:
+    saved = saved_memory(trained.model, trained.plan)
     return bytes_at(saved.total, {SEQUENCES: options.batch, CONTEXT: options.seq})
 
 
 def _weights(graph: Graph) -> int:
-    """Return the bytes of a graph's frozen parameters."""
     return sum(int(p.type.size_bytes) for p in graph.parameters if p.role == "frozen")
 
 

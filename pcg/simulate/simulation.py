@@ -8,14 +8,26 @@ engine of a request:
                   the others only train (separate instances, FlexLLM v2 §8.1)
     FullestFirst  the engine with the largest batch below its limit that has pages for the request;
                   where there is none it waits, first come, first served (Punica §5.1)
+
+Requests that move between simulated engines (Punica §5.3, figure 5).
+
+A request that moves is cancelled at one engine and added to another like a new one, which
+recomputes keys and values of its prompt and of its tokens so far. Two kinds move:
+
+    preempted      the newest request of an engine that is out of pages
+    consolidated   periodically, all requests of the engine with the fewest, if the others have room
+                   for all; it is idle then, and can be handed back
+
+The paper gives neither the period nor the load of a lightly loaded GPU; both are ours.
 """
 
 from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
+from collections.abc import Sequence as List
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from pcg.errors import BenchmarkError, OutOfMemoryError
@@ -23,17 +35,103 @@ from pcg.runtime.adapters.cache import ServedAdapter
 from pcg.runtime.memory.pool import pages_for
 from pcg.runtime.metrics.events import Event
 from pcg.runtime.requests.request import Request
-from pcg.runtime.requests.sequence import Sequence as Served
+from pcg.runtime.requests.sequence import Sequence, State
 from pcg.runtime.sampling.sampling_params import SamplingParams
-from pcg.simulate.migration import Migration, continued, free_pages, working_set
 from pcg.simulate.simulated_engine import SimulatedEngine
-from pcg.simulate.workloads.workload import TimedRequest, Workload
+from pcg.simulate.workload import TimedRequest, Workload
+
+# ---------------------------------------------------------------------------------------- migration
+
+
+@dataclass
+class Migration:
+    """The rule by which requests leave an engine.
+
+    Attributes:
+        most: the largest number of an engine's requests.
+        light: the largest number of requests of an engine that may be emptied.
+        period_s: the seconds between two searches for such an engine.
+    """
+
+    most: int = 32
+    light: int = 8
+    period_s: float = 5.0
+    _next_s: float = field(default=0.0, init=False)
+
+    def consolidated(
+        self, engines: List[SimulatedEngine], place: int, now_s: float
+    ) -> list[Sequence]:
+        """Return all requests of an engine that is about to step, if they leave; oldest first."""
+        if now_s < self._next_s:
+            return []
+        sizes = {i: working_set(engine) for i, engine in enumerate(engines) if working_set(engine)}
+        if place not in sizes or min(sizes, key=lambda i: (sizes[i], i)) != place:
+            return []  # another engine has the fewest
+        self._next_s = now_s + self.period_s
+        scheduler = engines[place].scheduler
+        leaving = [*scheduler.running, *scheduler.waiting]
+        others = [engines[i] for i in sizes if i != place]
+        fits = len(leaving) <= self.light and self._fit(leaving, others)
+        return sorted(leaving, key=lambda sequence: sequence.times.submitted_s) if fits else []
+
+    @staticmethod
+    def preempted(engine: SimulatedEngine) -> list[Sequence]:
+        """Return requests that lost their pages in the step that ended; oldest first."""
+        waiting = engine.scheduler.waiting
+        return [
+            sequence
+            for sequence in waiting
+            if sequence.generated and sequence.state is State.WAITING
+        ]
+
+    def _fit(self, leaving: List[Sequence], others: List[SimulatedEngine]) -> bool:
+        """Return whether the other engines in use have room for all, the fullest first."""
+        slots = [self.most - working_set(engine) for engine in others]
+        pages = [free_pages(engine) for engine in others]
+        brought: set[tuple[int, int]] = set()
+        for sequence in leaving:
+            adapter = sequence.request.adapter
+            for i in sorted(range(len(others)), key=lambda i: slots[i]):
+                adapters = others[i].scheduler.adapters
+                key = i, 0 if adapter is None else adapter.version
+                need = pages_for(sequence.length) + 1
+                if not adapters.has(adapter) and key not in brought:
+                    need += adapters.pages_of(adapter)
+                if slots[i] > 0 and need <= pages[i]:
+                    slots[i], pages[i] = slots[i] - 1, pages[i] - need
+                    brought.add(key)
+                    break
+            else:
+                return False
+        return True
+
+
+def working_set(engine: SimulatedEngine) -> int:
+    """Return the number of an engine's requests, running or waiting."""
+    return len(engine.scheduler.running) + len(engine.scheduler.waiting)
+
+
+def free_pages(engine: SimulatedEngine) -> int:
+    """Return the pages for new requests, less those that the present ones will soon need."""
+    scheduler = engine.scheduler
+    taken = sum(pages_for(sequence.length) for sequence in scheduler.waiting) + working_set(engine)
+    return engine.pool.free + scheduler.adapters.idle_pages - taken
+
+
+def continued(sequence: Sequence) -> Request:
+    """Return the rest of a request: its tokens so far become a part of the prompt."""
+    request, count = sequence.request, len(sequence.generated)
+    params = replace(request.params, max_new_tokens=sequence.limit - count)
+    return replace(request, prompt_ids=(*request.prompt_ids, *sequence.generated), params=params)
+
+
+# --------------------------------------------------------------------------------------- simulation
 
 
 class Router(Protocol):
     """Chooses an engine for a request."""
 
-    def choose(self, engines: Sequence[SimulatedEngine], request: Request) -> int | None:
+    def choose(self, engines: List[SimulatedEngine], request: Request) -> int | None:
         """Return the place of the engine that gets it; None to have it wait."""
 
 
@@ -48,7 +146,7 @@ class RoundRobin:
     serving: int | None = None
     _next: int = field(default=0, init=False)
 
-    def choose(self, engines: Sequence[SimulatedEngine], request: Request) -> int | None:
+    def choose(self, engines: List[SimulatedEngine], request: Request) -> int | None:
         place = self._next % (self.serving or len(engines))
         self._next += 1
         return place
@@ -64,7 +162,7 @@ class FullestFirst:
 
     most: int = 32
 
-    def choose(self, engines: Sequence[SimulatedEngine], request: Request) -> int | None:
+    def choose(self, engines: List[SimulatedEngine], request: Request) -> int | None:
         fitting = [
             (working_set(engine), place)
             for place, engine in enumerate(engines)
@@ -104,12 +202,12 @@ class Simulation:
             two requests, one that was cancelled and one that came.
     """
 
-    engines: Sequence[SimulatedEngine]
+    engines: List[SimulatedEngine]
     router: Router
     adapters: Mapping[str, ServedAdapter] = field(default_factory=dict)
     on_step: Callable[[int], None] = lambda place: None
     migration: Migration | None = None
-    on_move: Callable[[int, Served], None] = lambda place, sequence: None
+    on_move: Callable[[int, Sequence], None] = lambda place, sequence: None
     resumed: set[tuple[int, str]] = field(default_factory=set)
 
     def run(self, workload: Workload, jobs_end_s: float = math.inf) -> tuple[Event, ...]:
@@ -129,9 +227,9 @@ class Simulation:
             place = min(busy, key=lambda i: self.engines[i].clock.now_s(), default=None)
             now = math.inf if place is None else self.engines[place].clock.now_s()
             if coming and coming[0].time_s <= now:
-                one = coming.popleft()
-                waiting.append(_Waiting(one.time_s, self._request(one)))
-                self._route(waiting, one.time_s)
+                timed = coming.popleft()
+                waiting.append(_Waiting(timed.time_s, self._request(timed)))
+                self._route(waiting, timed.time_s)
             elif place is not None:
                 engine = self.engines[place]
                 if now >= jobs_end_s:
@@ -150,7 +248,7 @@ class Simulation:
             else:
                 return self._events()
 
-    def _move(self, place: int, leaving: Sequence[Served], waiting: deque[_Waiting]) -> None:
+    def _move(self, place: int, leaving: List[Sequence], waiting: deque[_Waiting]) -> None:
         """Take requests out of an engine: they came before any that waits."""
         for sequence in reversed(leaving):
             has_begun = (place, sequence.id) in self.resumed or bool(sequence.generated)
@@ -162,8 +260,8 @@ class Simulation:
 
     def _route(self, waiting: deque[_Waiting], now_s: float) -> None:
         while waiting:
-            one = waiting[0]
-            place = self.router.choose(self.engines, one.request)
+            first = waiting[0]
+            place = self.router.choose(self.engines, first.request)
             if place is None:
                 return
             waiting.popleft()
@@ -171,20 +269,20 @@ class Simulation:
             if engine.is_idle:
                 engine.clock.wait_until(now_s)
             try:
-                found = engine.submit(one.request, one.came_s)
+                request_id = engine.submit(first.request, first.came_s)
             except OutOfMemoryError:
                 continue  # the log says so
-            if one.has_begun:
-                self.resumed.add((place, found))
+            if first.has_begun:
+                self.resumed.add((place, request_id))
 
-    def _request(self, one: TimedRequest) -> Request:
+    def _request(self, timed: TimedRequest) -> Request:
         adapter = None
-        if one.adapter is not None:
-            adapter = self.adapters.get(one.adapter)
+        if timed.adapter is not None:
+            adapter = self.adapters.get(timed.adapter)
             if adapter is None:
-                raise BenchmarkError(f"adapter {one.adapter!r} of the workload is not there")
-        params = SamplingParams(max_new_tokens=one.output_tokens, ignore_eos=True)
-        return Request((1,) * one.prompt_tokens, params, adapter, one.tenant or "")
+                raise BenchmarkError(f"adapter {timed.adapter!r} of the workload is not there")
+        params = SamplingParams(max_new_tokens=timed.output_tokens, ignore_eos=True)
+        return Request((1,) * timed.prompt_tokens, params, adapter, timed.tenant or "")
 
     def _events(self) -> tuple[Event, ...]:
         events = [

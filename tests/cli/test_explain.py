@@ -7,9 +7,8 @@ from typing import Any
 
 import pytest
 
-from cli.options.fields import flags_of
+from cli.options.fields import flags_of, kind_of
 from cli.options.method import ALIASES, Method
-from cli.options.types import kind_of
 from pcg.explain import explain as explaining
 from pcg.explain import explain_split as splitting
 from pcg.ir.program.folder import load_program

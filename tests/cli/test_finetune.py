@@ -261,7 +261,7 @@ def test_layouts_over_ranks_are_planned_for_the_jobs_own_step(
     def keep(degree: int, act: object, arguments: dict[str, Any]) -> None:
         started.update(arguments["compiling"])
 
-    monkeypatch.setattr("cli.training.finetune.on_ranks", keep)
+    monkeypatch.setattr("cli.train.on_ranks", keep)
     command = ("finetune", model, "--data", data, "--adapter", "sums", "-o", tmp_path / "sums")
     output_of(*command, "--tp", "2", "--gradient-accumulation-steps", "4", *options)
     assert (started.get("batch"), started.get("seq")) == step

@@ -4,7 +4,7 @@ import pytest
 from rich.console import Console
 from rich.table import Table
 
-from cli.bench.serve import latency_table, outcome_table
+from cli.bench_serve import latency_table, outcome_table
 from pcg.runtime.metrics.events import Event, Kind
 from pcg.runtime.metrics.report import ServingReport, Slo, serving_report
 

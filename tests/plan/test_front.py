@@ -5,8 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pcg.plan.candidate import Candidate, Machine
-from pcg.plan.front import cheapest, pareto_front
+from pcg.plan.candidate import Candidate, Machine, cheapest, pareto_front
 from pcg.plan.rank_plan import TrainingChoice
 
 PRICES = {"A": 1.0, "B": 2.5}

@@ -6,17 +6,15 @@ from itertools import repeat
 
 import pytest
 
-from pcg.plan.serving_load import Load, Served, ServingSteps, interpolated
-from pcg.plan.training_load import CoServing
+from pcg.plan.loads import CoServing, Load, Served, ServingSteps, interpolated
 from pcg.plan.workload import Serving, Training
 from pcg.runtime.admission.latency import Latencies, Latency
 from pcg.runtime.admission.limits import Limits
 from pcg.runtime.metrics.report import ServingReport, Slo, serving_report
+from pcg.simulate.distributions import Fixed, Poisson
 from pcg.simulate.simulated_engine import SimulatedEngine
 from pcg.simulate.simulation import RoundRobin, Simulation
-from pcg.simulate.workloads.arrivals import Poisson
-from pcg.simulate.workloads.lengths import Fixed
-from pcg.simulate.workloads.synthetic import synthetic
+from pcg.simulate.synthetic import synthetic
 from tests.support.linear_costs import LinearCosts
 
 COSTS = LinearCosts(layers=4, constant_s=0.002, token_s=5e-5, key_s=1e-8)

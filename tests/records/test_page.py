@@ -12,11 +12,10 @@ import pytest
 
 from pcg.errors import RecordError
 from pcg.pages.charts import Axis, tick_text
-from pcg.records.comparison import compare
 from pcg.records.curves import Curve, figure, smoothed, thinned
 from pcg.records.page import comparison_page, run_page
 from pcg.records.record import RunRecord
-from pcg.records.run import find_runs, read_run
+from pcg.records.run import compare, find_runs, read_run
 from tests.support.browser import open_tab
 
 HOSTILE = "</script><img src=x onerror=alert(1)>&\"'\ud800\x1b[31m"

@@ -9,11 +9,10 @@ import pytest
 from pcg.runtime.admission.limits import Limits
 from pcg.runtime.metrics.events import Event, Kind
 from pcg.runtime.requests.sequence import Sequence
-from pcg.simulate.migration import Migration
 from pcg.simulate.simulated_device import SimulatedAdapter
 from pcg.simulate.simulated_engine import SimulatedEngine
-from pcg.simulate.simulation import FullestFirst, Simulation
-from pcg.simulate.workloads.workload import TimedRequest, Workload
+from pcg.simulate.simulation import FullestFirst, Migration, Simulation
+from pcg.simulate.workload import TimedRequest, Workload
 from tests.support.linear_costs import LinearCosts
 
 

@@ -12,7 +12,7 @@ from pcg.runtime.admission.limits import Limits
 from pcg.runtime.metrics.events import Kind
 from pcg.runtime.metrics.report import Outcome, ServingReport
 from pcg.simulate.replay import replay, train
-from pcg.simulate.workloads.workload import TimedRequest, Workload
+from pcg.simulate.workload import TimedRequest, Workload
 from tests.support.small_engine import DATA, LORA, OPTIONS, make_engine, make_executor
 
 WORKLOAD = Workload(

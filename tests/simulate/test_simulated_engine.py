@@ -21,7 +21,7 @@ from pcg.runtime.training.work_units import Part, Phase
 from pcg.simulate.simulated_device import SimulatedAdapter
 from pcg.simulate.simulated_engine import SimulatedEngine
 from pcg.simulate.simulation import FullestFirst, RoundRobin, Simulation
-from pcg.simulate.workloads.workload import TimedRequest, Workload
+from pcg.simulate.workload import TimedRequest, Workload
 from tests.support.linear_costs import LinearCosts
 
 COSTS = LinearCosts()

@@ -100,7 +100,7 @@ class EagerModel:
     def trainable(self) -> int:
         """The number of trained parameters, in all layers."""
         of_layers = {parameter for layer in self._layers for parameter in layer.parameters()}
-        others = [one for one in self._model.parameters() if one not in of_layers]
+        others = [parameter for parameter in self._model.parameters() if parameter not in of_layers]
         return _trained(others) + sum(_trained(layer.parameters()) for layer in self._layers)
 
     def step(self, batch: int, seq: int) -> EagerMemory:
@@ -130,7 +130,7 @@ class EagerModel:
 
 
 def _trained(parameters: Iterable[nn.Parameter]) -> int:
-    return sum(one.numel() for one in parameters if one.requires_grad)
+    return sum(parameter.numel() for parameter in parameters if parameter.requires_grad)
 
 
 @contextlib.contextmanager
@@ -178,13 +178,13 @@ class _Run:
         place: the mark of what was allocated and saved in it.
         hidden: the hidden states that it was given.
         out: its output.
-        given: its other arguments, held so that no other tensor gets their identity.
+        others: its other arguments, held so that no other tensor gets their identity.
     """
 
     place: int
     hidden: Tensor
     out: Any
-    given: tuple[Any, ...]
+    others: tuple[Any, ...]
 
 
 @dataclass(frozen=True)
@@ -223,13 +223,13 @@ class _StandIns:
     def _standing_in(self, layer: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:
             hidden = args[0] if args else kwargs["hidden_states"]
-            given = tuple(leaf for leaf in tree_leaves((args, kwargs)) if leaf is not hidden)
-            key = (self.kinds[layer], hidden.requires_grad, hidden.shape, *map(_identity, given))
+            others = tuple(leaf for leaf in tree_leaves((args, kwargs)) if leaf is not hidden)
+            key = (self.kinds[layer], hidden.requires_grad, hidden.shape, *map(_identity, others))
             run = self._runs.get(key)
             if run is None:
                 self.numbers.place = len(self._runs)
                 out = forward(*args, **kwargs)
-                run = self._runs[key] = _Run(self.numbers.place, hidden, out, given)
+                run = self._runs[key] = _Run(self.numbers.place, hidden, out, others)
                 self.numbers.place = None
             else:
                 out = tree_map_only(Tensor, _like, run.out)
@@ -240,7 +240,6 @@ class _StandIns:
 
 
 def _identity(leaf: Any) -> Hashable:
-    """Return a key, equal for arguments that are the same."""
     if isinstance(leaf, Tensor):
         return storage_key(leaf), leaf.shape
     return leaf if isinstance(leaf, bool | int | float | str | None) else id(leaf)
@@ -283,11 +282,11 @@ class _SavedTensors:
     def by_place(self, resident: list[Tensor]) -> dict[int | None, dict[int, int]]:
         """Return the bytes of the storages saved at each place, but those of resident tensors."""
         known = {storage_key(tensor) for tensor in resident}
-        found: dict[int | None, dict[int, int]] = {}
+        sizes: dict[int | None, dict[int, int]] = {}
         for saved in self._alive:
             if (key := saved.storage._cdata) not in known:
-                found.setdefault(saved.place, {})[key] = saved.storage.nbytes()
-        return found
+                sizes.setdefault(saved.place, {})[key] = saved.storage.nbytes()
+        return sizes
 
     def _pack(self, tensor: Tensor) -> _Saved:
         saved = _Saved(tensor, self._numbers.place)

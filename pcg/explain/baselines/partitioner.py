@@ -99,13 +99,13 @@ class JointGraph:
         shared: Sequence[Tensor] = (),
     ) -> JointGraph:
         """Trace a function of three sequences of tensors, which may be fake ones."""
-        found: list[fx.GraphModule] = []
+        graphs: list[fx.GraphModule] = []
         compiled = aot_function(
-            function, unchanged, unchanged, capture(found), select_decomp_table()
+            function, unchanged, unchanged, capture(graphs), select_decomp_table()
         )
         with contextlib.suppress(_Captured):
             compiled(list(carried), list(parameters), list(shared))
-        return cls(found[0], len(carried), len(parameters), len(shared))
+        return cls(graphs[0], len(carried), len(parameters), len(shared))
 
     def partition(self, budget: float) -> Partition:
         """Divide a copy of the graph under an activation memory budget, from 0 to 1."""
@@ -137,15 +137,15 @@ class JointGraph:
 
     def _sources(self, graph: fx.Graph) -> dict[fx.Node, frozenset[int]]:
         """Return the places of shared inputs behind each node that has no other source."""
-        found: dict[fx.Node, frozenset[int]] = {}
+        sources: dict[fx.Node, frozenset[int]] = {}
         if self.shared:
             inputs = graph.find_nodes(op="placeholder")[self.carried + self.parameters :]
-            found = {node: frozenset([place]) for place, node in enumerate(inputs)}
+            sources = {node: frozenset([place]) for place, node in enumerate(inputs)}
             for node in graph.nodes:
                 read = node.all_input_nodes
-                if node.op == "call_function" and all(one in found for one in read):
-                    found[node] = frozenset[int]().union(*(found[one] for one in read))
-        return found
+                if node.op == "call_function" and all(source in sources for source in read):
+                    sources[node] = frozenset[int]().union(*(sources[source] for source in read))
+        return sources
 
 
 def unchanged(gm: fx.GraphModule, example_inputs: Any) -> fx.GraphModule:
@@ -153,11 +153,11 @@ def unchanged(gm: fx.GraphModule, example_inputs: Any) -> fx.GraphModule:
     return gm
 
 
-def capture(found: list[fx.GraphModule]) -> Callable[..., Any]:
+def capture(graphs: list[fx.GraphModule]) -> Callable[..., Any]:
     """Return a partitioner that appends the joint graph to a list and ends the tracing."""
 
     def partition(joint: fx.GraphModule, _: Any, **__: Any) -> Any:
-        found.append(copied(joint))
+        graphs.append(copied(joint))
         raise _Captured
 
     return partition

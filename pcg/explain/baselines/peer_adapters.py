@@ -79,7 +79,9 @@ def with_adapter(model: nn.Module, recipe: Recipe, at: Mapping[str, Bypass]) -> 
         for name, parameter in model.named_parameters():
             parameter.requires_grad_(name.endswith("bias"))
         return model
-    bottlenecks = {path: one for path, one in at.items() if isinstance(one, BottleneckBypass)}
+    bottlenecks = {
+        path: bypass for path, bypass in at.items() if isinstance(bypass, BottleneckBypass)
+    }
     if not bottlenecks:
         recipe = recipe.for_job(_STEPS)
         return with_peft(model, recipe.config_fields(recipe.target_modules, "", {}))
@@ -108,7 +110,6 @@ class _Bottleneck(nn.Module):
 
 
 def _add_bottleneck(modules: Mapping[str, nn.Module], path: str, bypass: BottleneckBypass) -> None:
-    """Add an adapter to the module at a path, whose hooks run it."""
     module: Any = modules[path]
     features = module.nf if hasattr(module, "nf") else module.out_features  # nf: Conv1D's
     dtype = torch.promote_types(module.weight.dtype, torch.float32)  # as peft's over half precision

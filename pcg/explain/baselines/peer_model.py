@@ -173,11 +173,11 @@ def without_layers(
     names = list(tensors_of(model))
 
     def loss(
-        given: Sequence[Tensor], parameters: Sequence[Tensor], ids: Sequence[Tensor]
+        hidden_states: Sequence[Tensor], parameters: Sequence[Tensor], ids: Sequence[Tensor]
     ) -> Tensor:
         named = dict(zip(names, parameters, strict=True))
         arguments = {"input_ids": ids[0], "labels": ids[0], "use_cache": False}
-        out = (given[0], *last[1:]) if isinstance(last, tuple) else given[0]
+        out = (hidden_states[0], *last[1:]) if isinstance(last, tuple) else hidden_states[0]
         with _standing_in(model, layers, out):
             return torch.func.functional_call(model, named, (), arguments).loss  # type: ignore[no-any-return]
 
@@ -202,7 +202,6 @@ def _standing_in(model: Any, layers: Sequence[nn.Module], out: Any) -> Iterator[
 
 
 def _identity(leaf: Any) -> Hashable:
-    """Return a key, equal for arguments that are the same."""
     if isinstance(leaf, Tensor):
         return leaf.untyped_storage()._cdata, leaf.shape
     return leaf if isinstance(leaf, bool | int | float | str | None) else type(leaf).__name__
@@ -235,14 +234,14 @@ def _copied_to_meta(module: nn.Module, dtype: torch.dtype) -> Any:
 
 def _empty(model: nn.Module) -> None:
     """Replace every tensor of a model by an empty one on the CPU; tied weights stay tied."""
-    made: dict[int, Tensor] = {}
+    copies: dict[int, Tensor] = {}
 
     def empty(old: Tensor) -> Tensor:
-        if id(old) not in made:
+        if id(old) not in copies:
             new = torch.empty(old.shape, dtype=old.dtype)
             is_parameter = isinstance(old, nn.Parameter)
-            made[id(old)] = nn.Parameter(new, old.requires_grad) if is_parameter else new
-        return made[id(old)]
+            copies[id(old)] = nn.Parameter(new, old.requires_grad) if is_parameter else new
+        return copies[id(old)]
 
     for module in model.modules():
         tensors: Any

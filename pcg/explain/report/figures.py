@@ -82,19 +82,23 @@ def front_points(report: ReportData) -> list[Point]:
     """Return the corners of pcg's front."""
     return [
         Point(
-            f"{one.restored} layers share saved inputs" if one.restored else f"corner {place}",
-            one.bytes,
-            one.recompute_flops_ratio,
+            f"{corner.restored} layers share saved inputs"
+            if corner.restored
+            else f"corner {place}",
+            corner.bytes,
+            corner.recompute_flops_ratio,
         )
-        for place, one in enumerate(report.pareto, 1)
+        for place, corner in enumerate(report.pareto, 1)
     ]
 
 
 def peer_points(report: ReportData) -> list[Point]:
     """Return the points of torch's partitioner, those that recompute least first."""
     points = [
-        Point(f"torch's partitioner, budget {one.budget:g}", one.bytes, one.recompute_flops_ratio)
-        for one in report.peers
+        Point(
+            f"torch's partitioner, budget {peer.budget:g}", peer.bytes, peer.recompute_flops_ratio
+        )
+        for peer in report.peers
     ]
     return sorted(points, key=lambda point: point.ratio)
 
@@ -103,9 +107,13 @@ def named_points(report: ReportData) -> list[Point]:
     """Return the chosen plan, and every way to train that is not pcg's."""
     chosen = report.chosen_stage
     return [
-        Point("chosen plan" if one is chosen else one.stage, one.bytes, one.recompute_flops_ratio)
-        for one in report.activations
-        if one is chosen or one.stage not in _OWN
+        Point(
+            "chosen plan" if stage is chosen else stage.stage,
+            stage.bytes,
+            stage.recompute_flops_ratio,
+        )
+        for stage in report.activations
+        if stage is chosen or stage.stage not in _OWN
     ]
 
 
@@ -150,6 +158,5 @@ def _mark(
 
 
 def _unit(most_bytes: int) -> tuple[int, str]:
-    """Return the largest unit that so many bytes are one of, and its name."""
     units = ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB"))
     return next(((size, name) for size, name in units if most_bytes >= size), (1, "bytes"))

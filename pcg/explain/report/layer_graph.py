@@ -160,7 +160,6 @@ def graph_plot(report: ReportData) -> Markup:
 
 
 def _middle(rank: int) -> float:
-    """Return the middle of the boxes of a rank."""
     return 8 + _HEIGHT / 2 + rank * _STEP
 
 

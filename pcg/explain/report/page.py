@@ -52,8 +52,8 @@ def page(report: ReportData) -> str:
     """Return the whole page, which refers to no other file."""
     environment = page_environment("pcg.explain.report")
     environment.filters |= {"mib": _mib, "kib": _kib, "count": rounded}
-    given = _heading(report) | _memory(report) | _plots(report) | _tensors(report)
-    return environment.get_template("page.html").render(given, report=report)
+    values = _heading(report) | _memory(report) | _plots(report) | _tensors(report)
+    return environment.get_template("page.html").render(values, report=report)
 
 
 def _heading(report: ReportData) -> dict[str, Any]:
@@ -128,13 +128,13 @@ def _memory(report: ReportData) -> dict[str, Any]:
 
 
 def _plots(report: ReportData) -> dict[str, Any]:
-    given: dict[str, Any] = {}
+    values: dict[str, Any] = {}
     if report.graph:
-        given["graph_plot"] = graph_plot(report)
+        values["graph_plot"] = graph_plot(report)
     if report.pareto:
         points = [*front_points(report), *named_points(report), *peer_points(report)]
-        given["points"] = sorted(points, key=lambda point: -point.size_bytes)
-        given["front_plot"] = front_plot(report)
+        values["points"] = sorted(points, key=lambda point: -point.size_bytes)
+        values["front_plot"] = front_plot(report)
     if report.timeline:
         peak = max(report.timeline, key=lambda moment: moment.total_bytes)
         phase, _, layer = peak.label.partition(" ")
@@ -142,13 +142,13 @@ def _plots(report: ReportData) -> dict[str, Any]:
         if phase == "again":
             words = f"the forward that recomputes the input of layer {layer}"
         resident = ("weights", "adapters", "gradients", "optimizer")
-        given |= {
+        values |= {
             "peak": peak,
             "peak_words": words,
             "resident_bytes": sum(report.memory_bytes[kind] for kind in resident),
             "step_plot": step_plot(report.timeline),
         }
-    return given
+    return values
 
 
 def _tensors(report: ReportData) -> dict[str, Any]:
@@ -166,7 +166,6 @@ def _tensors(report: ReportData) -> dict[str, Any]:
 
 
 def _group_words(name: str, rows: Sequence[SavedTensor]) -> str:
-    """Return how many layers a graph's tensors are of, and what one saves of them."""
     saved = _mib(sum(row.bytes for row in rows if row.decision in ("save", "compress")))
     if name in ("prologue", "epilogue"):
         return f"outside the layers, {saved} MiB saved"

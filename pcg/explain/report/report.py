@@ -53,7 +53,6 @@ def parallel_lines(parallel: Mapping[str, Any], candidates: bool) -> list[str]:
 
 
 def _serving_lines(serving: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Return lines of the plan that serves, if requests are served beside."""
     lines = []
     for block in serving:
         several = f" of {block['block']}" if len(serving) > 1 else ""
@@ -69,7 +68,6 @@ def _serving_lines(serving: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 def _total_lines(parallel: Mapping[str, Any]) -> list[str]:
-    """Return lines of what a rank sends of the whole model; none where it is not trained."""
     total = parallel["total"]
     if total is None:
         return []
@@ -137,13 +135,12 @@ def _region_line(row: Mapping[str, Any]) -> str:
     for site, strategy in row["strategies"].items():
         block, _, path = site.rpartition("/")
         groups.setdefault(strategy, []).append(f"{block}{'/' if block else ''}{_module(path)}")
-    told = "; ".join(f"{strategy}: {', '.join(names)}" for strategy, names in groups.items())
+    words = "; ".join(f"{strategy}: {', '.join(names)}" for strategy, names in groups.items())
     where = f"{row['from_tokens']:,} to {row['to_tokens']:,}"
-    return f"  {where:>16} tokens   {told}"
+    return f"  {where:>16} tokens   {words}"
 
 
 def _module(path: str) -> str:
-    """Return the last part of a module's path, or of a weight's."""
     return path.removesuffix(".weight").rpartition(".")[2]
 
 
@@ -268,7 +265,6 @@ def _memory(report: ReportData) -> list[str]:
 
 
 def _pipeline(report: ReportData) -> list[str]:
-    """The stages of a pipeline, and what a rank of each sends for one step."""
     lines = ["pipeline stages       layers   weights   activations    total GiB  sends on and back"]
     for row in report.stages:
         first, last = row["layers"]
@@ -299,7 +295,6 @@ def _stages(report: ReportData) -> list[str]:
 
 
 def _layer_groups(report: ReportData) -> list[str]:
-    """The layers that are trained alike, where adapters differ by layer."""
     rows = [(number_ranges(group.layers), group) for group in report.layer_groups]
     wide = max(15, *(len(name) + 2 for name, _ in rows))
     lines = [f"{'layers':<{wide + 2}}  trained a layer   MiB a layer saved"]
@@ -311,7 +306,6 @@ def _layer_groups(report: ReportData) -> list[str]:
 
 
 def _budgets(report: ReportData) -> list[str]:
-    """The corners of the front, between which layers mix their plans."""
     shares = [point.bytes for point in report.pareto if not point.restored]
     most, least = shares[0], shares[-1]
     lines = ["memory budgets         GiB   recomputed"]
@@ -328,7 +322,6 @@ def _budgets(report: ReportData) -> list[str]:
 
 
 def _peers(report: ReportData) -> list[str]:
-    """The points of torch's partitioner, and pcg's bytes at as many recomputed operations."""
     lines = ["torch's partitioner    GiB   MiB a layer   recomputed   pcg there, GiB"]
     for point in report.peers:
         ours = report.saved_bytes_at(point.recompute_flops_ratio)
@@ -382,10 +375,10 @@ def _pieces(formula: str) -> list[str]:
     """Return a formula as one line, or one that is piecewise, in S or tp, as a line a piece."""
     from sympy import Piecewise, Symbol, sympify  # takes half a second
 
-    found = sympify(formula, locals={name: Symbol(name, integer=True) for name in _SYMBOLS})
-    if not isinstance(found, Piecewise):
+    expression = sympify(formula, locals={name: Symbol(name, integer=True) for name in _SYMBOLS})
+    if not isinstance(expression, Piecewise):
         return [formula]
-    *bounded, (last, _) = found.args
+    *bounded, (last, _) = expression.args
     lines = [f"{piece}  up to {when.lhs} = {int(when.rhs):,}" for piece, when in bounded]
     return [*lines, f"{last}  above"]
 
@@ -407,7 +400,6 @@ def _region(report: ReportData) -> list[str]:
 
 
 def _degrees(report: ReportData) -> list[str]:
-    """The degrees at which formulas are exact, a line for each set of degrees."""
     groups: dict[tuple[int, ...], list[str]] = {}
     for name, degrees in report.formula_degrees.items():
         groups.setdefault(degrees, []).append(name.replace("kv_", "KV "))

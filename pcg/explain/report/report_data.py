@@ -298,8 +298,8 @@ class ReportData:
 
     def to_json(self) -> dict[str, Any]:
         """Return the report as plain data, which `pcg explain --json` prints."""
-        found: dict[str, Any] = json.loads(json.dumps(dataclasses.asdict(self)))
-        return found
+        plain: dict[str, Any] = json.loads(json.dumps(dataclasses.asdict(self)))
+        return plain
 
     def saved_bytes_at(self, recompute_flops_ratio: float) -> int | None:
         """Return the bytes of pcg's front at a share of recomputed operations; None for none.

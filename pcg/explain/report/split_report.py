@@ -83,11 +83,11 @@ class SplitReport:
     @property
     def held(self) -> Crossing:
         """The frozen weights that the client's nodes read, in all layers, with their bytes."""
-        found: dict[str, int] = {}
+        sizes: dict[str, int] = {}
         for graph in self.steps["decode"].graphs:
             for name, size in graph.held:
-                found[name] = found.get(name, 0) + size * graph.count
-        return tuple(found.items())
+                sizes[name] = sizes.get(name, 0) + size * graph.count
+        return tuple(sizes.items())
 
     def to_text(self) -> str:
         """Return the report as monospaced text of at most 100 columns, long names apart."""
@@ -219,8 +219,8 @@ def _steps(report: SplitReport) -> list[str]:
         f"{'step':<36}{'round trips':>13}{'KiB a token up':>16}{'down':>10}{'tokens a second':>18}"
     ]
     for name, step in report.steps.items():
-        own = f"{name}: {STEPS[name]}"
-        for who, costs in ((own, step.costs), ("  each product a call", step.fixed)):
+        cut = f"{name}: {STEPS[name]}"
+        for who, costs in ((cut, step.costs), ("  each product a call", step.fixed)):
             up, down = (
                 size / step.tokens / 1024 for size in (costs.sent_bytes, costs.returned_bytes)
             )

@@ -16,7 +16,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, Json
 from pcg.errors import AdapterError, StoreDamagedError
 from pcg.keys import Scope
 from pcg.records.page import run_page
-from pcg.records.report import MOST_BYTES
+from pcg.records.record import MOST_BYTES
 from pcg.records.run import read_run
 from pcg.records.run_files import METRICS, has_run
 from pcg.serve.adapters.catalog import Catalog

@@ -24,12 +24,11 @@ from pcg.runtime.metrics.events import Kind
 from pcg.runtime.metrics.report import ServingReport
 from pcg.runtime.requests.request import Request
 from pcg.runtime.sampling.sampling_params import SamplingParams
-from pcg.simulate.papers.sharing_rules import SpatialSharing, TemporalSharing
+from pcg.simulate.distributions import Between, Fixed, Poisson
+from pcg.simulate.flexllm import SpatialSharing, TemporalSharing
 from pcg.simulate.replay import replay
 from pcg.simulate.simulated_engine import SimulatedEngine
-from pcg.simulate.workloads.arrivals import Poisson
-from pcg.simulate.workloads.lengths import Between, Fixed
-from pcg.simulate.workloads.synthetic import synthetic
+from pcg.simulate.synthetic import synthetic
 from tests.support.certain import certain
 
 LAYERS = 8

@@ -25,8 +25,8 @@ from pcg.runtime.requests.request import Request
 from pcg.runtime.requests.step import Load
 from pcg.runtime.sampling.sampling_params import SamplingParams
 from pcg.runtime.training.work_units import Forward, Part, Phase
-from pcg.simulate.papers.sharing_rules import InferenceOnly, SpatialSharing, TemporalSharing
-from pcg.simulate.simulated_training import SimulatedPass
+from pcg.simulate.flexllm import InferenceOnly, SpatialSharing, TemporalSharing
+from pcg.simulate.simulated_device import SimulatedPass
 from tests.support.certain import certain
 from tests.support.small_engine import (
     DATA,

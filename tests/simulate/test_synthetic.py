@@ -7,13 +7,22 @@ from itertools import pairwise
 import pytest
 
 from pcg.errors import BenchmarkError
-from pcg.simulate.papers.flexllm import bursty_workload
-from pcg.simulate.papers.punica import hour_workload
-from pcg.simulate.workloads.arrivals import Constant, Gamma, Poisson
-from pcg.simulate.workloads.lengths import Between, Fixed, Lengths, LogNormal
-from pcg.simulate.workloads.popularity import Distinct, PowerLaw, Uniform
-from pcg.simulate.workloads.synthetic import assign_adapters, assign_tenants, s_lora, synthetic
-from pcg.simulate.workloads.workload import Workload
+from pcg.simulate.distributions import (
+    Between,
+    Constant,
+    Distinct,
+    Fixed,
+    Gamma,
+    Lengths,
+    LogNormal,
+    Poisson,
+    PowerLaw,
+    Uniform,
+)
+from pcg.simulate.flexllm import bursty_workload
+from pcg.simulate.punica import hour_workload
+from pcg.simulate.synthetic import assign_adapters, assign_tenants, s_lora, synthetic
+from pcg.simulate.workload import Workload
 
 SHORT = Fixed(3)
 

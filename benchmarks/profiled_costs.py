@@ -47,7 +47,7 @@ class StepProfile:
 
     def parts_of(self, phase: Phase) -> list[tuple[list[float], float]]:
         """Return the amounts and the seconds of the parts of a phase."""
-        return [(_of_load(load), took) for one, load, took in self.parts if one is phase]
+        return [(_of_load(load), took) for of_phase, load, took in self.parts if of_phase is phase]
 
     def watch(self, engine: EngineLoop, job: Job) -> ProfiledDevice:
         """Measure what an engine's device and a job do from now on."""
@@ -212,11 +212,11 @@ def _fitted(observed: List[tuple[list[float], float]]) -> list[float]:
         scales = rows[:, used].abs().amax(0)
         ones = torch.ones(len(observed), 1).double()
         solution = torch.linalg.lstsq(rows[:, used] / scales, ones, driver="gelsd").solution
-        found = (solution.squeeze(-1) / scales).tolist()
-        if min(found) >= 0:
+        coefficients_used = (solution.squeeze(-1) / scales).tolist()
+        if min(coefficients_used) >= 0:
             break
-        used.pop(found.index(min(found)))
+        used.pop(coefficients_used.index(min(coefficients_used)))
     coefficients = [0.0] * rows.shape[1]
-    for place, value in zip(used, found, strict=True):
+    for place, value in zip(used, coefficients_used, strict=True):
         coefficients[place] = value
     return coefficients

@@ -13,11 +13,8 @@ from itertools import islice, takewhile
 from random import Random
 
 from pcg.errors import BenchmarkError
-from pcg.simulate.workloads.arrivals import Arrivals, Gamma
-from pcg.simulate.workloads.checks import require_count, require_positive
-from pcg.simulate.workloads.lengths import Lengths
-from pcg.simulate.workloads.popularity import Popularity, PowerLaw
-from pcg.simulate.workloads.workload import TimedRequest, Workload
+from pcg.simulate.distributions import Arrivals, Gamma, Lengths, Popularity, PowerLaw
+from pcg.simulate.workload import TimedRequest, Workload, require_count, require_positive
 
 
 def synthetic(
@@ -101,7 +98,7 @@ def assign_adapters(
     places = popularity.order(len(workload), Random(f"{seed} adapters"))
     names = _names(max(places) + 1, adapters)
     pairs = zip(workload, places, strict=True)
-    return Workload(tuple(replace(one, adapter=names[place]) for one, place in pairs))
+    return Workload(tuple(replace(request, adapter=names[place]) for request, place in pairs))
 
 
 def assign_tenants(workload: Workload, tenants: Sequence[str]) -> Workload:
@@ -116,7 +113,10 @@ def assign_tenants(workload: Workload, tenants: Sequence[str]) -> Workload:
         raise BenchmarkError("no tenants; give at least one name")
     owners = {name: tenants[i % len(tenants)] for i, name in enumerate(workload.adapters)}
     return Workload(
-        tuple(replace(one, tenant=owners.get(one.adapter or "", tenants[0])) for one in workload)
+        tuple(
+            replace(request, tenant=owners.get(request.adapter or "", tenants[0]))
+            for request in workload
+        )
     )
 
 

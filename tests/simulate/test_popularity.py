@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pcg.errors import BenchmarkError
-from pcg.simulate.workloads.popularity import (
+from pcg.simulate.distributions import (
     Distinct,
     Identical,
     Popularity,

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import sys
+from pathlib import Path
+
 import pytest
 
 from pcg.errors import CostModelError
@@ -10,9 +13,11 @@ from pcg.runtime.admission.latency import Latencies, Latency
 from pcg.runtime.admission.limits import Limits
 from pcg.runtime.requests.request import Request
 from pcg.runtime.sampling.sampling_params import SamplingParams
-from pcg.simulate.profiled_costs import ProfiledCosts, StepProfile
 from pcg.simulate.simulated_engine import SimulatedEngine
 from tests.support.linear_costs import LinearCosts
+
+sys.path.append(str(Path(__file__).parents[1] / "benchmarks"))
+from profiled_costs import ProfiledCosts, StepProfile
 
 
 class CostsOfSequences(LinearCosts):

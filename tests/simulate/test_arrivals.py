@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pcg.errors import BenchmarkError
-from pcg.simulate.workloads.arrivals import Arrivals, Bursty, Constant, Gamma, Poisson, RateCurve
+from pcg.simulate.distributions import Arrivals, Bursty, Constant, Gamma, Poisson, RateCurve
 
 ALL = (
     Constant(4.0),

@@ -9,11 +9,10 @@ from types import MappingProxyType
 from pcg.errors import BenchmarkError
 from pcg.runtime.admission.limits import Limits
 from pcg.runtime.metrics.report import ServingReport, Slo, serving_report
+from pcg.simulate.distributions import Between, PowerLaw
 from pcg.simulate.simulated_program import SimulatedProgram, simulated_program
 from pcg.simulate.simulation import RoundRobin, Simulation
-from pcg.simulate.workloads.lengths import Between
-from pcg.simulate.workloads.popularity import PowerLaw
-from pcg.simulate.workloads.synthetic import s_lora
+from pcg.simulate.synthetic import s_lora
 
 S_LORA_LENGTHS = Between(8, 512)
 S_LORA_TTFT_SLO_S = 6.0

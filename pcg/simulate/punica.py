@@ -10,18 +10,17 @@ from functools import partial
 from pcg.runtime.admission.limits import Limits
 from pcg.runtime.metrics.events import Event, EventLog, Kind
 from pcg.runtime.requests.sequence import Sequence as Served
-from pcg.simulate.migration import Migration, working_set
-from pcg.simulate.simulated_program import SimulatedProgram, simulated_program
-from pcg.simulate.simulation import FullestFirst, Simulation
-from pcg.simulate.workloads.arrivals import RateCurve
-from pcg.simulate.workloads.lengths import (
+from pcg.simulate.distributions import (
     SHAREGPT_FIRST_OUTPUTS,
     SHAREGPT_FIRST_PROMPTS,
     Lengths,
+    RateCurve,
+    Skewed,
 )
-from pcg.simulate.workloads.popularity import Skewed
-from pcg.simulate.workloads.synthetic import assign_adapters, synthetic
-from pcg.simulate.workloads.workload import Workload
+from pcg.simulate.simulated_program import SimulatedProgram, simulated_program
+from pcg.simulate.simulation import FullestFirst, Migration, Simulation, working_set
+from pcg.simulate.synthetic import assign_adapters, synthetic
+from pcg.simulate.workload import Workload
 
 PUNICA_GPUS = 16
 PUNICA_BATCH = 32
@@ -104,7 +103,7 @@ def cluster_hour(
         simulation.migration = Migration(PUNICA_BATCH)
     tally = _Tally(simulation)
     simulation.run(workload)
-    came = Counter(int(one.time_s // 60) for one in workload)
+    came = Counter(int(request.time_s // 60) for request in workload)
     return tally.minutes(came), tally.first_s / len(workload)
 
 

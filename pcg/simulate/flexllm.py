@@ -4,6 +4,15 @@ co-serving     FlexLLM's own                                                  bo
 temporal-n     n steps that serve, then one mini-batch (§8.2)                 figure 11
 spatial-p      p % of the time for finetuning (§8.2)                          figure 11
 separate-p     p % of the pipelines serve, the others train (§8.1)            figure 10
+
+Rules of sharing that co-serving is compared with (FlexLLM v2 §2 and §8.2, figure 11).
+
+    TemporalSharing   nothing for n steps, then one whole mini-batch and no requests
+    SpatialSharing    a fixed share of the time, whatever the SLOs
+    InferenceOnly     nothing
+
+While nothing is served, the first two train. In the paper the two of spatial sharing run at once on
+parts of a GPU; here a share of each step's time stands for a part of the device.
 """
 
 from __future__ import annotations
@@ -14,22 +23,83 @@ from functools import partial
 from itertools import repeat
 from types import MappingProxyType
 
-from pcg.errors import BenchmarkError
+from pcg.errors import BenchmarkError, FinetuneError
 from pcg.runtime.admission.limits import Limits
 from pcg.runtime.engine.scheduling.co_serving import CoServing
-from pcg.runtime.engine.scheduling.work import Sharing
+from pcg.runtime.engine.scheduling.work import Sharing, Work
 from pcg.runtime.metrics.report import ServingReport, Slo, serving_report
-from pcg.simulate.papers.sharing_rules import InferenceOnly, SpatialSharing, TemporalSharing
-from pcg.simulate.simulated_program import SimulatedProgram, simulated_program
-from pcg.simulate.simulation import RoundRobin, Simulation
-from pcg.simulate.workloads.arrivals import Bursty
-from pcg.simulate.workloads.lengths import (
+from pcg.runtime.requests.step import Load
+from pcg.runtime.training.work_units import Forward, Phase
+from pcg.simulate.distributions import (
     SHAREGPT_FIRST_OUTPUTS,
     SHAREGPT_FIRST_PROMPTS,
+    Bursty,
     Lengths,
 )
-from pcg.simulate.workloads.synthetic import synthetic
-from pcg.simulate.workloads.workload import Workload
+from pcg.simulate.simulated_program import SimulatedProgram, simulated_program
+from pcg.simulate.simulation import RoundRobin, Simulation
+from pcg.simulate.synthetic import synthetic
+from pcg.simulate.workload import Workload
+
+# ------------------------------------------------------------------------------------ sharing rules
+
+
+class TemporalSharing(Sharing):
+    """Alternates steps that serve with steps that run a whole mini-batch, forward and backward.
+
+    `frequency` serving steps lie between two that train; FlexLLM v2 figure 11 has 64 to 512.
+    """
+
+    def __init__(self, frequency: int = 128) -> None:
+        if frequency < 1:
+            raise FinetuneError(f"frequency={frequency}; use at least 1 step that serves")
+        self.frequency = frequency
+        self._served = 0
+
+    def serves(self, has_work: bool) -> bool:
+        return not has_work or self._served < self.frequency
+
+    def begin(self, work: Work) -> None:
+        self._served = self._served + 1 if work.is_served else 0
+
+    def forward(self, work: Work, unit: Forward) -> int:
+        return 0 if work.is_served or work.load.windows else unit.remaining
+
+    def fits(
+        self, work: Work, phase: Phase, load: Load, ahead_s: float, *, is_due: bool = False
+    ) -> bool:
+        return not work.is_served
+
+
+class SpatialSharing(CoServing):
+    """Gives finetuning a fixed share of the time of steps that serve, whatever the SLOs."""
+
+    def __init__(self, share: float = 0.5) -> None:
+        super().__init__()
+        if not 0 < share < 1:
+            raise FinetuneError(f"share={share:g}; use a part above 0 and below 1")
+        self.share = share
+
+    def _share(self, work: Work) -> float | None:
+        return self.share if work.is_served else None
+
+
+class InferenceOnly(Sharing):
+    """Runs no finetuning: jobs wait."""
+
+    trains = False
+
+    def forward(self, work: Work, unit: Forward) -> int:
+        return 0
+
+    def fits(
+        self, work: Work, phase: Phase, load: Load, ahead_s: float, *, is_due: bool = False
+    ) -> bool:
+        return False
+
+
+# ------------------------------------------------------------------------------------------ flexllm
+
 
 PIPELINES = 4
 RATES = (4.0, 8.0, 12.0, 16.0, 20.0)
@@ -64,8 +134,8 @@ class CoServed:
 
 
 def _paper(light: float, heavy: float, separate: float) -> Mapping[tuple[str, float], float]:
-    found = {("co-serving", 4.0): light, ("co-serving", 20.0): heavy}
-    return MappingProxyType({**found, ("separate-75", 20.0): separate})
+    rows = {("co-serving", 4.0): light, ("co-serving", 20.0): heavy}
+    return MappingProxyType({**rows, ("separate-75", 20.0): separate})
 
 
 MODELS = (
@@ -141,13 +211,13 @@ def fitted_share(setting: CoServed, *, seed: int = 0, duration_s: float = 240.0)
     for _ in range(8):
         program = co_serving_program(setting, share)
         report = co_serving(program, setting, RATES[0], seed=seed, duration_s=duration_s)
-        found = report.finetuning_throughput
-        if abs(found - wanted) <= near:
+        tokens_per_s = report.finetuning_throughput
+        if abs(tokens_per_s - wanted) <= near:
             return share
-        share = min(share * wanted / max(found, 0.1 * wanted), 1.0)
+        share = min(share * wanted / max(tokens_per_s, 0.1 * wanted), 1.0)
     raise BenchmarkError(
-        f"{setting.name} trains on {found:.0f} tokens/s at a share of {share:.3f}, and no share "
-        f"brings it to {wanted:.0f}; simulate a longer duration"
+        f"{setting.name} trains on {tokens_per_s:.0f} tokens/s at a share of {share:.3f}, and no "
+        f"share brings it to {wanted:.0f}; simulate a longer duration"
     )
 
 

@@ -9,7 +9,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from pcg.errors import BenchmarkError
-from pcg.simulate.workloads.lengths import (
+from pcg.simulate.distributions import (
     SHAREGPT_OUTPUTS,
     SHAREGPT_PROMPTS,
     Between,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -10,11 +9,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from pcg.errors import RecordError
-from pcg.units import duration_text, size_text
+from pcg.units import duration_text
 
-from ..options.arguments import Json
-from ..options.console import err, out, plain, print_json, table
-from ..options.pages import check_page, write_page
+from .options.console import check_page, err, out, plain, print_json, table, write_page
+from .options.fields import Json
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -78,10 +76,9 @@ def compare_command(runs: Runs, page: ComparisonPage, json: Json = False) -> Non
     """Compare runs: the options that differ, their losses, evaluations and speed."""
     if page.html is not None:
         check_page(page.html)
-    from pcg.records.comparison import compare
-    from pcg.records.texts import text_of
+    from pcg.records.run import compare, text_of
 
-    compared = compare([_read(folder) for folder in runs])
+    compared = compare([_read(run) for run in runs])
     if json:
         print_json(compared.json)
     else:
@@ -94,20 +91,17 @@ def compare_command(runs: Runs, page: ComparisonPage, json: Json = False) -> Non
     if page.html is not None:
         from pcg.records.page import comparison_page
 
-        size = write_page(page.html, comparison_page(compared))
-        # With --json the one object is alone on standard output.
-        print(f"wrote {page.html} ({size_text(size)})", file=sys.stderr if json else sys.stdout)
+        write_page(page.html, comparison_page(compared), json)
 
 
 def report_command(run: OneRun) -> None:
     """Write the page of a run into its folder, also of one that goes on or was killed."""
-    from pcg.records.report import write_report
+    from pcg.records.page import write_report
 
     print(write_report(_read(run).folder))
 
 
 def _print(rows: Table) -> None:
-    """Print a table; whole where no terminal limits its width."""
     console = out()
     if not console.is_terminal:
         console.width = _WIDEST

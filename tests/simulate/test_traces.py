@@ -7,12 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pcg.errors import BenchmarkError
-from pcg.simulate.workloads.arrivals import Poisson
-from pcg.simulate.workloads.lengths import Between
-from pcg.simulate.workloads.popularity import Skewed
-from pcg.simulate.workloads.public_trace import read_public_trace
-from pcg.simulate.workloads.synthetic import assign_adapters, synthetic
-from pcg.simulate.workloads.workload import TimedRequest, Workload
+from pcg.simulate.distributions import Between, Poisson, Skewed
+from pcg.simulate.synthetic import assign_adapters, synthetic
+from pcg.simulate.workload import TimedRequest, Workload, read_public_trace
 
 REQUESTS = st.builds(
     TimedRequest,

@@ -5,21 +5,41 @@
 
 A request without `adapter` is for the base model. Blank lines are skipped. Numbers are read back
 exactly as they were.
+
+Public traces are read, too: the CSV of Azure's LLM inference traces and of BurstGPT.
 """
 
 from __future__ import annotations
 
+import csv
 import json
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, fields, replace
+from datetime import datetime, timedelta
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 from pcg.errors import BenchmarkError
 from pcg.files import damage_of, is_file, json_value, shown_path
-from pcg.simulate.workloads.checks import require_count, require_positive
+
+# ------------------------------------------------------------------------------------------- checks
+
+
+def require_positive(name: str, value: float) -> None:
+    """Raise a BenchmarkError unless a value is a finite number above 0."""
+    if not 0 < value < math.inf:
+        raise BenchmarkError(f"{name}={value}; use a finite number above 0")
+
+
+def require_count(name: str, value: int, least: int = 1) -> None:
+    """Raise a BenchmarkError unless a value is a whole number of at least `least`."""
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise BenchmarkError(f"{name}={value!r}; use a whole number of at least {least}")
+
+
+# ----------------------------------------------------------------------------------------- workload
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +105,9 @@ class Workload:
     @property
     def adapters(self) -> tuple[str, ...]:
         """The names of the requests' adapters, in order of their first request."""
-        return tuple(dict.fromkeys(one.adapter for one in self if one.adapter is not None))
+        return tuple(
+            dict.fromkeys(request.adapter for request in self if request.adapter is not None)
+        )
 
     def at_rate(self, rate_per_s: float) -> Workload:
         """Return the same requests with times scaled to a mean rate, requests / duration.
@@ -99,7 +121,9 @@ class Workload:
         if self.duration_s == 0:
             raise BenchmarkError("all requests come at 0 s; they have no rate that can be changed")
         stretch = len(self) / rate_per_s / self.duration_s
-        return Workload(tuple(replace(one, time_s=one.time_s * stretch) for one in self))
+        return Workload(
+            tuple(replace(request, time_s=request.time_s * stretch) for request in self)
+        )
 
     def part(self, start_s: float, end_s: float) -> Workload:
         """Return the requests from `start_s` up to `end_s`, with times from `start_s` on.
@@ -107,18 +131,20 @@ class Workload:
         Raises:
             BenchmarkError: there are none.
         """
-        inside = [one for one in self if start_s <= one.time_s < end_s]
+        inside = [request for request in self if start_s <= request.time_s < end_s]
         if not inside:
             raise BenchmarkError(
                 f"no request from {start_s} s to {end_s} s; the last comes at {self.duration_s} s"
             )
-        return Workload(tuple(replace(one, time_s=one.time_s - start_s) for one in inside))
+        return Workload(
+            tuple(replace(request, time_s=request.time_s - start_s) for request in inside)
+        )
 
     def save(self, path: str | Path) -> None:
         """Write a trace file."""
         with Path(path).open("w", encoding="utf-8") as file:
-            for one in self:
-                known = {key: value for key, value in asdict(one).items() if value is not None}
+            for request in self:
+                known = {key: value for key, value in asdict(request).items() if value is not None}
                 file.write(json.dumps(known, ensure_ascii=False) + "\n")
 
     @classmethod
@@ -132,23 +158,23 @@ class Workload:
         path = Path(path)
         if not is_file(path):
             raise BenchmarkError(f"no trace file {shown_path(path)}")
-        found: list[TimedRequest] = []
+        requests: list[TimedRequest] = []
         with damage_of(str(path), BenchmarkError), path.open("rb") as file:
             for number, line in enumerate(file, start=1):
                 if not line.strip():
                     continue
                 where = f"{path} line {number}"
                 request = _request(_object(line, where), where)
-                before = found[-1].time_s if found else 0.0
+                before = requests[-1].time_s if requests else 0.0
                 if request.time_s < before:
                     raise BenchmarkError(
                         f"{where}: time_s={request.time_s} is before the last, {before}; sort the "
                         "lines"
                     )
-                found.append(request)
-        if not found:
+                requests.append(request)
+        if not requests:
             raise BenchmarkError(f"{path} holds no requests")
-        return cls(tuple(found))
+        return cls(tuple(requests))
 
 
 def _object(line: bytes, where: str) -> dict[str, Any]:
@@ -177,3 +203,78 @@ def _request(value: dict[str, Any], where: str) -> TimedRequest:
         return TimedRequest(**{"adapter": None, **value})
     except BenchmarkError as error:
         raise BenchmarkError(f"{where}: {error}") from error
+
+
+# ------------------------------------------------------------------------------------- public trace
+
+
+@dataclass(frozen=True)
+class _Form:
+    """The columns of a trace, and the reader of its times, in whole microseconds."""
+
+    time: str
+    prompt: str
+    output: str
+    microseconds: Callable[[str], int]
+
+
+def _of_moment(text: str) -> int:
+    moment = datetime.fromisoformat(text).replace(tzinfo=None)
+    return (moment - datetime(2000, 1, 1)) // timedelta(microseconds=1)
+
+
+def _of_seconds(text: str) -> int:
+    return round(float(text) * 1e6)
+
+
+_FORMS = (
+    _Form("TIMESTAMP", "ContextTokens", "GeneratedTokens", _of_moment),
+    _Form("Timestamp", "Request tokens", "Response tokens", _of_seconds),
+)
+
+
+def read_public_trace(path: str | Path) -> Workload:
+    """Read a trace; its times start at 0 with the earliest request.
+
+    Raises:
+        BenchmarkError: the file is missing, its header is of neither trace, a row has no number
+            where one belongs, or no request is left.
+    """
+    path = Path(path)
+    if not is_file(path):
+        raise BenchmarkError(f"no trace file {shown_path(path)}")
+    with damage_of(str(path), BenchmarkError, "; download it again"):
+        rows = sorted(_rows(path), key=lambda row: row[0])
+    if not rows:
+        raise BenchmarkError(f"{path} holds no requests that have a prompt and an output")
+    first = rows[0][0]
+    return Workload(
+        tuple(
+            TimedRequest((time - first) / 1e6, None, prompt, output)
+            for time, prompt, output in rows
+        )
+    )
+
+
+def _rows(path: Path) -> Iterator[tuple[int, int, int]]:
+    """Yield time in microseconds, prompt and output tokens of each request."""
+    with path.open(newline="", encoding="utf-8-sig") as file:
+        reader = csv.DictReader(file)
+        names = reader.fieldnames or ()
+        form = next(
+            (form for form in _FORMS if {form.time, form.prompt, form.output} <= {*names}), None
+        )
+        if form is None:
+            known = "; ".join(f"{form.time}, {form.prompt}, {form.output}" for form in _FORMS)
+            raise BenchmarkError(
+                f"{path} has columns {', '.join(names) or 'none'}; a trace has one of: {known}"
+            )
+        for row in reader:
+            where = f"{path} line {reader.line_num}"
+            try:
+                time = form.microseconds(row[form.time])
+                prompt, output = int(row[form.prompt]), int(row[form.output])
+            except (OverflowError, TypeError, ValueError) as error:  # a short row is a TypeError
+                raise BenchmarkError(f"{where}: {error}") from error
+            if prompt and output:
+                yield time, prompt, output

@@ -1,1 +1,0 @@
-"""`pcg bench`: workloads served by an engine, and how it went."""

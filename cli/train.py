@@ -1,0 +1,415 @@
+"""`pcg finetune`: train an adapter on files of data; `pcg train`: as a configuration file says."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import shlex
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from pcg.errors import AdapterError
+from pcg.files import check_writable, is_directory, is_there
+from pcg.ir.program.manifest import is_program_folder
+from pcg.options import CompileOptions
+from pcg.runtime.training.options import FinetuneOptions
+from pcg.units import counted, duration_text
+
+from .options.console import err, print_json
+from .options.executors import (
+    PlaceOptions,
+    TrainingRanks,
+    check_alone,
+    on_ranks,
+    open_executor,
+    shards_and_replicas,
+)
+from .options.fields import Given, Json, Runnable
+from .options.method import Method
+
+if TYPE_CHECKING:
+    from pcg.runtime.training.options import FinetuneResult
+    from pcg.train.grpo.loop import GrpoResult, Sample
+    from pcg.train.preference.run import PreferenceResult
+
+
+# -------------------------------------------------------------------------------------------- lines
+
+
+@contextmanager
+def step_lines(log_every: object) -> Iterator[None]:
+    """Print the lines of the log of steps within the block, on standard error.
+
+    Args:
+        log_every: steps between lines; None for a line every few seconds where there is no bar.
+    """
+    log, lines = logging.getLogger("pcg.finetuning"), _Lines()
+    if log_every is None:  # an error is the command's to tell
+        lines.addFilter(lambda record: record.levelno == logging.INFO)
+    before = log.level
+    log.addHandler(lines)
+    log.setLevel(logging.INFO)
+    try:
+        yield
+    finally:
+        log.removeHandler(lines)
+        log.setLevel(before)
+
+
+class _Lines(logging.Handler):
+    def emit(self, record: logging.LogRecord) -> None:
+        print(record.getMessage(), file=sys.stderr, flush=True)
+
+
+# ------------------------------------------------------------------------------------------- report
+
+
+def print_result(
+    result: FinetuneResult, program: str, output: Path, *, as_json: bool, replaces: bool
+) -> None:
+    """Print the losses of a job on standard error, or all of its result as one object.
+
+    Args:
+        program: the model or the program's folder, as the user named it.
+        output: the directory that the adapter is saved in.
+        replaces: True if one was there before.
+    """
+    if as_json:
+        summary = {**dataclasses.asdict(result), "output": str(output)}
+        del summary["checkpoint"]
+        print_json(summary)
+    else:
+        _print(result, program, output, replaces)
+
+
+def print_preferences(result: PreferenceResult, output: Path, *, as_json: bool) -> None:
+    """Print the margins of a run on standard error, or all of its result as one object."""
+    if as_json:
+        summary = {**dataclasses.asdict(result), "output": str(output)}
+        del summary["checkpoint"]
+        print_json(summary)
+        return
+    resumed = "" if result.resumed_from is None else f", resumed from step {result.resumed_from}"
+    steps = counted(result.steps, "step")
+    lines = [f"{result.adapter}: {steps} in {duration_text(result.seconds)}{resumed}"]
+    named = [("steps", result.history), ("evaluations", [each for _, each in result.evaluations])]
+    words = {"loss": "loss", "margin": "rewards/margins", "accuracy": "rewards/accuracies"}
+    for name, history in named:
+        if history:
+            first, last = history[0], history[-1]
+            changes = [f"{word} {first[key]:.4f} → {last[key]:.4f}" for word, key in words.items()]
+            lines.append(f"{', '.join(changes)}, of the first and the last of the {name}")
+    lines.append(f"saved in {output}")
+    err().print("\n".join(lines), soft_wrap=True)
+
+
+def _print(result: FinetuneResult, program: str, output: Path, replaces: bool) -> None:
+    from pcg.runtime.training.options import LossChange
+
+    console = err()
+    steps = counted(result.steps, "step")
+    resumed = "" if result.resumed_from is None else f", resumed from step {result.resumed_from}"
+    speed = f"{result.tokens / max(result.seconds, 1e-9):,.0f} tokens/s"
+    lines = [f"{result.adapter}: {steps} in {duration_text(result.seconds)}, {speed}{resumed}"]
+    change = LossChange.of(result.losses)
+    if result.steps == 1:
+        lines.append(f"loss {change.first:.4f}")
+    else:
+        lines.append(f"loss {change.first:.4f} → {change.last:.4f}, {_ends(change.steps)}")
+    if result.first_data is not None:
+        before, after = result.first_data
+        lines.append(f"loss of the first step's data {before:.4f} → {after:.4f}, before and after")
+    if result.eval_losses:
+        ends = dict.fromkeys((result.eval_losses[0], result.eval_losses[-1]))
+        losses = " → ".join(f"{loss:.4f} at step {step}" for step, loss in ends)
+        lines.append(
+            f"evaluation loss {losses}, best {result.best_loss:.4f} at step {result.best_step}"
+        )
+    if result.stopped == "early":
+        lines.append(f"stopped early, at step {result.steps} of {result.total_steps}")
+    if result.restored:
+        lines.append(f"the adapter is that of step {result.best_step}")
+    lines.append(f"saved in {output}{', in place of the adapter there' if replaces else ''}")
+    console.print("\n".join(lines), soft_wrap=True)
+    console.print(
+        f"use it: pcg run {shlex.quote(str(program))} "
+        f'--adapter {shlex.quote(f"{result.adapter}={output}")} --prompt "…"',
+        style="dim",
+        soft_wrap=True,
+    )
+
+
+def _ends(steps: int) -> str:
+    return "of the first and the last step" if steps == 1 else f"means of {steps} steps each"
+
+
+# ------------------------------------------------------------------------------------------ rewards
+
+
+_SHOWN = 60
+
+
+def print_update(step: int, numbers: Mapping[str, float], samples: Sequence[Sample]) -> None:
+    """Print an update on standard error, and a completion with the highest advantage."""
+    shown = {
+        "reward": numbers.get("reward"),
+        "±": numbers.get("reward_std"),
+        "length": numbers.get("completions/mean_length"),
+        "kl": numbers.get("kl"),
+        "loss": numbers.get("loss"),
+    }
+    parts = [f"{name} {value:.4g}" for name, value in shown.items() if value is not None]
+    line = f"step {step}: {', '.join(parts)}"
+    if samples:
+        best = max(samples, key=lambda sample: sample.advantage)
+        text = repr(best.completion)
+        line += f"  {text if len(text) <= _SHOWN else text[: _SHOWN - 1] + '…'}"
+    err().print(line, soft_wrap=True, markup=False, highlight=False)
+
+
+def print_rewards(result: GrpoResult, output: Path, *, as_json: bool, replaces: bool) -> None:
+    """Print how rewards went on standard error, or all numbers as one object.
+
+    Args:
+        output: the directory that the adapter is saved in.
+        replaces: True if one was there before.
+    """
+    if as_json:
+        print_json(
+            {
+                "adapter": result.adapter,
+                "steps": result.steps,
+                "seconds": result.seconds,
+                "history": list(result.history),
+                "output": str(output),
+            }
+        )
+        return
+    rewards = [numbers["reward"] for numbers in result.history if "reward" in numbers]
+    lines = [
+        f"{result.adapter}: {counted(result.steps, 'step')} in {duration_text(result.seconds)}",
+        f"saved in {output}{', in place of the adapter there' if replaces else ''}",
+    ]
+    if rewards:
+        lines.insert(1, f"reward {rewards[0]:.4g} → {rewards[-1]:.4g}, first and last step")
+    err().print("\n".join(lines), soft_wrap=True)
+
+
+# ----------------------------------------------------------------------------------------- finetune
+
+
+@dataclass(frozen=True, kw_only=True)
+class AdapterFiles:
+    """The data of a job, and the adapter that it makes.
+
+    Attributes:
+        data: a file of JSON lines (chat, prompt-completion, alpaca, ShareGPT, text, tokens) or a
+            .txt file; several, one after the other, if the option is repeated.
+        adapter: the adapter's name.
+        output: the directory to save it in; checkpoints are there, too, until it is saved.
+        start_from: a saved adapter to go on with, instead of a new one.
+        overwrite: replace the adapter that is saved in the output.
+    """
+
+    data: tuple[Path, ...]
+    adapter: str
+    output: Path
+    start_from: Path | None = None
+    overwrite: bool = False
+
+
+def finetune_command(
+    program: Runnable,
+    files: AdapterFiles,
+    method: Method,
+    options: Given[FinetuneOptions],
+    compiling: Given[CompileOptions],
+    over: TrainingRanks,
+    place: PlaceOptions,
+    json: Json = False,
+) -> None:
+    """Finetune an adapter on files of data.
+
+    It is saved in peft's format; a saved one is replaced only with --overwrite or --resume.
+    Interrupted with Ctrl-C, the same command goes on where it was, to the very same adapter.
+    """
+    from pcg.train.config_file import CHECKPOINTS, RECORD
+
+    _check_output(files, options.values.get("resume") is True)
+    places = {"checkpoint_dir": files.output / CHECKPOINTS, "record": files.output / RECORD}
+    values = {**places, **options.values}
+    if not values.get("max_grad_norm", 1.0):
+        values["max_grad_norm"] = None
+    job = FinetuneOptions(**values)  # says what is wrong before the model is loaded
+    peft = _configuration(method, files)
+    compiled = dict(compiling.values)
+    tp, dp = shards_and_replicas(program, compiled, place, over.dp)
+    if tp > 1 and not is_program_folder(program):
+        compiled |= own_step(job, compiled, dp, place.cp)
+    if tp == 1:
+        # Which spreads sums over ranks; of the job it is, too.
+        compiled.pop("gradient_accumulation_steps", None)
+    compiled["tp"] = tp
+    ranks = replace(over, dp=dp)
+    act = partial(train, program, compiled, ranks, place, files, peft, values, json)
+    on_ranks(tp * dp * place.groups, act)
+
+
+def train(
+    program: str,
+    compiling: Mapping[str, Any],
+    over: TrainingRanks,
+    place: PlaceOptions,
+    files: AdapterFiles,
+    peft: Any,
+    options: Mapping[str, Any],
+    json: bool,
+) -> None:
+    """Finetune an adapter, save it, and print the losses, as a rank.
+
+    Without a configuration or an adapter to start from, `peft` is the program's own.
+    """
+    from pcg.train.config_file import has_adapter, own_recipe
+    from pcg.train.sft import finetune_and_save
+
+    executor = open_executor(program, None, compiling, place, over)
+    replaces = has_adapter(files.output)
+    peft = own_recipe(executor, files.adapter) if peft is None else peft
+    with step_lines(options.get("log_every")):
+        result = finetune_and_save(executor, files.data, files.adapter, files.output, peft, options)
+    if executor.ranks.rank:
+        return
+    print_result(result, program, files.output, as_json=json, replaces=replaces)
+
+
+def own_step(
+    job: FinetuneOptions, compiling: Mapping[str, Any], dp: int = 1, cp: int = 1
+) -> dict[str, int]:
+    """The batch and the length to plan a job's layouts over ranks for, which are its own.
+
+    Empty where the length of its examples has no bound, or another step is asked for.
+
+    Args:
+        compiling: fields of `CompileOptions` that are given.
+        dp: the number of replicas, over which a batch is divided.
+        cp: the number of ranks that share the tokens of a sequence.
+    """
+    if job.max_length is None or not {"batch", "seq"}.isdisjoint(compiling):
+        return {}
+    bounds = job.batch_bounds
+    size, tokens = bounds["batch_size"], bounds["max_tokens"]
+    most = None if tokens is None else max(tokens // job.max_length, 1)
+    batch = min(filter(None, (size, most)))
+    return {"batch": -(-batch // dp), "seq": -(-job.max_length // cp)}
+
+
+def _check_output(files: AdapterFiles, resumes: bool) -> None:
+    """Refuse an output that cannot be written, or has a finished adapter, before anything is read.
+
+    Args:
+        resumes: True if a checkpoint is demanded, whose job saved the adapter that is there.
+    """
+    from pcg.train.config_file import has_adapter
+
+    output = files.output
+    if is_there(output) and not is_directory(output):
+        raise typer.BadParameter(f"{output} is a file; give a directory", param_hint="--output")
+    if has_adapter(output) and not (files.overwrite or resumes):
+        raise typer.BadParameter(
+            f"{output} has a saved adapter; give another directory, --overwrite to replace it, or "
+            f"--resume to go on from a checkpoint. --start-from {output} trains it further",
+            param_hint="--output",
+        )
+    check_writable(output, f"adapter {files.adapter!r}", AdapterError)
+
+
+def _configuration(method: Method, files: AdapterFiles) -> Any:
+    """The configuration or the adapter to start from; None where no option says."""
+    if files.start_from is not None:
+        if method.is_given:
+            raise typer.BadParameter("a saved adapter has its own", param_hint=method.first_flag)
+        return files.start_from
+    return method.one() if method.is_given else None
+
+
+# -------------------------------------------------------------------------------------------- train
+
+
+Config = Annotated[
+    Path,
+    typer.Argument(
+        help="YAML file; its paths are relative to its folder.",
+        show_default=False,
+        metavar="CONFIG.yaml",
+    ),
+]
+Settings = Annotated[
+    list[str],
+    typer.Option(
+        "--set",
+        help="A value in place of the file's, as learning_rate=1e-4 or peft.r=8; repeatable.",
+        metavar="KEY=VALUE",
+        default_factory=list,
+        show_default=False,
+    ),
+]
+
+
+def sft_command(config: Config, settings: Settings, json: Json = False) -> None:
+    """Finetune an adapter on examples, as a file says.
+
+    Its keys are the arguments of `executor.finetune` and the options of pcg finetune
+    (docs/train.md). Interrupted with Ctrl-C, the same command goes on where it was.
+    """
+    check_alone("pcg train sft")
+    from pcg.train.config_file import OutputOptions, has_adapter, read_config
+    from pcg.train.sft import SFT_KEYS, train_sft
+
+    read = read_config(config, SFT_KEYS, settings)
+    output = read.make(OutputOptions).output
+    replaces = has_adapter(output)
+    with step_lines(read.values.get("log_every")):
+        result = train_sft(read)
+    print_result(result, read.values["model"], output, as_json=json, replaces=replaces)
+
+
+def grpo_command(config: Config, settings: Settings, json: Json = False) -> None:
+    """Train an adapter on rewards by GRPO, as a file says.
+
+    Its keys are the options of docs/grpo.md, with data and rewards. Reward functions are Python of
+    yours, and run in this process. Interrupted with Ctrl-C, or killed, the same command goes on
+    from the last checkpoint.
+    """
+    check_alone("pcg train grpo")
+    from pcg.train.config_file import OutputOptions, has_adapter, read_config
+    from pcg.train.grpo.train import GRPO_KEYS, train_grpo_file
+
+    read = read_config(config, GRPO_KEYS, settings)
+    output = read.make(OutputOptions).output
+    replaces = has_adapter(output)
+    result = train_grpo_file(read, None if json else print_update)
+    print_rewards(result, output, as_json=json, replaces=replaces)
+
+
+def dpo_command(config: Config, settings: Settings, json: Json = False) -> None:
+    """Train an adapter to prefer one of two outputs, as a file says.
+
+    Its keys are those of pcg train sft, and the options of direct preference optimization
+    (docs/preference.md). Interrupted with Ctrl-C, the same command goes on where it was.
+    """
+    check_alone("pcg train dpo")
+    from pcg.train.config_file import OutputOptions, read_config
+    from pcg.train.preference.dpo import DPO_KEYS, train_dpo
+
+    read = read_config(config, DPO_KEYS, settings)
+    output = read.make(OutputOptions).output
+    with step_lines(read.values.get("log_every")):
+        result = train_dpo(read)
+    print_preferences(result, output, as_json=json)

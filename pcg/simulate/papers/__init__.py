@@ -1,1 +1,0 @@
-"""The papers' serving experiments, on simulated machines."""
