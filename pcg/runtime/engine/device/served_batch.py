@@ -146,10 +146,9 @@ class ServedBatch:
     @property
     def has_logprobs(self) -> bool:
         """True if a request wants the logprobs of its tokens."""
-        ready = [self.chunks[place][0] for place in self.ready]
-        return any(
-            s.likeliest is not None for sequence in ready for s in (sequence, *sequence.followers)
-        )
+        # Followers have the parameters of the first continuation.
+        asking = [place for place in self.ready if self.chunks[place][0].likeliest is not None]
+        return bool(asking)
 
     def sampled_rows(self, tables: PaddedTables) -> tuple[Tensor | None, BoundAdapters | None]:
         """Return the rows to sample from, and their adapters; None for all rows."""
@@ -189,11 +188,20 @@ def hidden_requests(
     parts: List[tuple[Batch, BoundAdapters]], runner: ModelRunner
 ) -> ProductRequest[list[Tensor]]:
     """Run the parts of `cut` through the layers; return the epilogue's inputs for all tokens."""
+    if len(parts) == 1 and parts[0][0].parts is None:
+        # The runner's own generator, as each product of a step resumes all that are nested.
+        return runner.hidden_requests(*parts[0])
+    return _joined_requests(parts, runner)
+
+
+def _joined_requests(
+    parts: List[tuple[Batch, BoundAdapters]], runner: ModelRunner
+) -> ProductRequest[list[Tensor]]:
     hidden_of_parts = []
     for part in parts:
         hidden_of_parts.append((yield from runner.hidden_requests(*part)))  # noqa: PERF401
     whole = hidden_of_parts[0]
-    if not runner.is_last or (len(parts) == 1 and parts[0][0].parts is None):
+    if not runner.is_last:
         return whole
     for place, state in enumerate(whole):
         if isinstance(state, Tensor):  # of what is cut no LoRA is left to be added

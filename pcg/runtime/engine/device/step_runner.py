@@ -63,10 +63,10 @@ class TokenChoice:
         """Begin to make the masks of those that have guides, and of their followers."""
         if self.runner.alike.rank:
             return  # the first chooses
-        every = (each for first in sequences for each in (first, *first.followers))
-        guided = [each.grammar for each in every if each.grammar is not None]
+        guided = [first for first in sequences if first.request.params.guide is not None]
         if guided:
-            self.grammars.begin_masks(guided)
+            every = [each.grammar for first in guided for each in (first, *first.followers)]
+            self.grammars.begin_masks([grammar for grammar in every if grammar is not None])
 
     def drawn(
         self, sequences: List[Sequence], logits: Tensor, likeliest: Tensor | None
@@ -77,7 +77,7 @@ class TokenChoice:
             logits: [sequences, V].
             likeliest: the likeliest token of each, if it is known.
         """
-        if any(sequence.followers for sequence in sequences):
+        if [first for first in sequences if first.followers]:
             copies = [i for i, first in enumerate(sequences) for _ in (first, *first.followers)]
             logits, likeliest = logits[uploaded_list(copies, torch.int64, self.device)], None
             sequences = [each for first in sequences for each in (first, *first.followers)]
@@ -151,7 +151,7 @@ class LaunchedStep:
         self._computed: list[Computed] = []
         self._events: tuple[torch.cuda.Event, torch.cuda.Event] | None = None
         # Guides follow the tokens before, which the host may not know yet.
-        self._has_masks = not any(sequence.ahead for sequence in ready)
+        self._has_masks = not [sequence for sequence in ready if sequence.ahead]
         if self._has_masks:
             choice.begin_masks(ready)
         if choice.device.type == "cuda":
