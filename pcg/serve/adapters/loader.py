@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import asyncio
 from collections import OrderedDict
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -101,16 +102,14 @@ class Loader:
             ApiError: 400, it cannot be read, or is for another base; 503, there are too many, and
                 none of them may go.
         """
-        await self._make_room(name, tenant)
+        command = AddAdapter(name, directory, is_replacing, expected_version)
         try:
-            command = AddAdapter(name, directory, is_replacing, expected_version)
-            adapter = await asyncio.wrap_future(self._client.call(command))
+            async with self._place(name, tenant):
+                adapter = await asyncio.wrap_future(self._client.call(command))
         except AdapterConflictError:
             raise
         except (AdapterError, UnsupportedError) as error:
             raise refusal(as_asked(str(error), directory, origin.path)) from None
-        finally:
-            self._arrived(name)
         self._origins[name] = origin
         self.used(name)
         return adapter
@@ -125,11 +124,8 @@ class Loader:
         Raises:
             ApiError: 503, there are too many, and none of them may go.
         """
-        await self._make_room(name, tenant)
-        try:
+        async with self._place(name, tenant):
             await come()
-        finally:
-            self._arrived(name)
         self.adopt(name, origin)
 
     async def unload(self, name: str) -> None:
@@ -142,6 +138,14 @@ class Loader:
         if name not in self.adapters:
             self._origins.pop(name, None)
         self._hand_out()
+
+    @asynccontextmanager
+    async def _place(self, name: str, tenant: str) -> AsyncIterator[None]:
+        await self._make_room(name, tenant)
+        try:
+            yield
+        finally:
+            self._arrived(name)
 
     async def _make_room(self, name: str, tenant: str) -> None:
         """Wait for a place for an adapter, unless it has a place.

@@ -190,37 +190,6 @@ def end_upload(
     return digests
 
 
-class InFlight:
-    """The bytes of one incoming file.
-
-    Args:
-        coming: incoming bytes by tenant.
-        room: bytes that the tenant may still add.
-        most: bytes that the file may have.
-    """
-
-    def __init__(self, coming: Counter[str], tenant: str, room: int, most: int) -> None:
-        self.size_bytes = 0
-        self._coming = coming
-        self._tenant = tenant
-        self._room = room
-        self._most = most
-
-    def add(self, size_bytes: int) -> None:
-        self.size_bytes += size_bytes
-        self._coming[self._tenant] += size_bytes
-        if self.size_bytes > self._most:
-            raise ApiError(
-                413,
-                f"The file has more than {self._most} bytes; send less.",
-                param="file",
-                code="file_too_large",
-                headers={"connection": "close"},
-            )
-        if self._coming[self._tenant] > self._room:
-            raise _over_quota("bytes")
-
-
 class Quota:
     """The quotas of a server's tenants."""
 
@@ -230,22 +199,39 @@ class Quota:
         self._parts: Counter[str] = Counter()
 
     @contextmanager
-    def flight(self, tenant: str, kept_bytes: int, part: int | None = None) -> Iterator[InFlight]:
-        """Count a file, or a part of an upload, while it is received.
+    def flight(
+        self, tenant: str, kept_bytes: int, part: int | None = None
+    ) -> Iterator[Callable[[int], None]]:
+        """Count a file, or a part of an upload, by the yielded function of its received bytes.
 
         Args:
             kept_bytes: bytes that the tenant keeps, for a part without the room of its uploads.
             part: bytes that the part may have; None for a file.
         """
-        options = self._options
-        coming, most = self._files, options.max_file_bytes
+        coming, most = self._files, self._options.max_file_bytes
         if part is not None:
             coming, most = self._parts, part
-        flight = InFlight(coming, tenant, options.tenant_files_bytes - kept_bytes, most)
+        room, received = self._options.tenant_files_bytes - kept_bytes, 0
+
+        def receive(size_bytes: int) -> None:
+            nonlocal received
+            received += size_bytes
+            coming[tenant] += size_bytes
+            if received > most:
+                raise ApiError(
+                    413,
+                    f"The file has more than {most} bytes; send less.",
+                    param="file",
+                    code="file_too_large",
+                    headers={"connection": "close"},
+                )
+            if coming[tenant] > room:
+                raise _over_quota("bytes")
+
         try:
-            yield flight
+            yield receive
         finally:
-            coming[tenant] -= flight.size_bytes
+            coming[tenant] -= received
             if not coming[tenant]:
                 del coming[tenant]
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 
 from fastapi import Request
@@ -10,7 +10,7 @@ from python_multipart.exceptions import FormParserError
 from python_multipart.multipart import MultipartParser, parse_options_header
 from starlette.requests import ClientDisconnect
 
-from pcg.serve.files.files import Files, InFlight
+from pcg.serve.files.files import Files
 from pcg.serve.http.caller import Caller
 from pcg.serve.http.errors import ApiError
 from pcg.serve.http.service import Service
@@ -112,7 +112,7 @@ async def read_form(
     service: Service,
     files: Files,
     caller: Caller,
-    flight: InFlight,
+    receive: Callable[[int], None],
     *,
     file: str,
     names: Collection[str],
@@ -120,7 +120,7 @@ async def read_form(
     """Read a form that has a file as its part `file`.
 
     Args:
-        flight: bounds and counts the bytes of the file.
+        receive: counts and bounds the bytes of the file.
         names: its other fields.
     Raises:
         ApiError: it is no such form, or too large.
@@ -140,9 +140,9 @@ async def read_form(
             if behind > _WRITTEN_BYTES:
                 raise ApiError(400, "The form goes on behind its end.", code="invalid_form")
             if reader.unwritten_bytes >= _WRITTEN_BYTES:
-                flight.add(reader.unwritten_bytes)
+                receive(reader.unwritten_bytes)
                 await service.beside(caller, content.write, reader.take())
-        flight.add(reader.unwritten_bytes)
+        receive(reader.unwritten_bytes)
         await service.beside(caller, content.write, reader.take())
         if not reader.is_over:
             raise ApiError(400, "The form ends before its last boundary.", code="invalid_form")

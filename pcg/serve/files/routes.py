@@ -153,9 +153,9 @@ async def create_file(
 ) -> File:
     """Keep a file."""
     kept = await files.kept_bytes(caller.tenant)
-    with files.quota.flight(caller.tenant, kept) as flight:
+    with files.quota.flight(caller.tenant, kept) as receive:
         names = ("purpose", _ANCHOR, _SECONDS)
-        form = await read_form(request, service, files, caller, flight, file="file", names=names)
+        form = await read_form(request, service, files, caller, receive, file="file", names=names)
         try:
             purpose, life_s = _purpose(form.fields), _life_s(form.fields)
             filename = _checked_name(form.filename or "")
@@ -292,8 +292,8 @@ async def create_part(
     await _pending(files, caller, upload_id)
     kept = await files.kept_bytes(caller.tenant)
     to_come = await files.read(lambda db: bytes_to_come(db, caller.tenant))
-    with files.quota.flight(caller.tenant, kept - to_come, MOST_PART_BYTES) as flight:
-        form = await read_form(request, service, files, caller, flight, file="data", names=())
+    with files.quota.flight(caller.tenant, kept - to_come, MOST_PART_BYTES) as receive:
+        form = await read_form(request, service, files, caller, receive, file="data", names=())
         content = form.content
         try:
             created = PartRecord(
