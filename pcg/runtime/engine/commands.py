@@ -61,7 +61,7 @@ def command_types() -> Any:
 
     def leaves(kind: type[Command[Any]]) -> list[type[Command[Any]]]:
         below = kind.__subclasses__()
-        return [leaf for one in below for leaf in leaves(one)] if below else [kind]
+        return [leaf for subclass in below for leaf in leaves(subclass)] if below else [kind]
 
     return Union[tuple(leaves(Command))]  # noqa: UP007  # of a list
 

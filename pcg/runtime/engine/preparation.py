@@ -85,7 +85,7 @@ class Preparation:
         """Run what compiles, after what was asked for before. EngineError: closed meanwhile."""
         _submit(self._compiling, act)
 
-    def read(self, given: JobArguments, cancelling: Cancelling) -> Future[JobArguments]:
+    def read(self, arguments: JobArguments, cancelling: Cancelling) -> Future[JobArguments]:
         """Read the data of a job; returns the job with its examples.
 
         The future ends as soon as it is cancelled. Its error is a PcgError: of the data, of too
@@ -111,8 +111,8 @@ class Preparation:
         if is_closed:
             cancelling.cancel()
         else:
-            act = functools.partial(self._gather, given, cancelling, read)
-            device_thread(None, act, f"pcg data of {given.adapter}").start()
+            act = functools.partial(self._gather, arguments, cancelling, read)
+            device_thread(None, act, f"pcg data of {arguments.adapter}").start()
         return read
 
     def close(self) -> None:
@@ -126,39 +126,39 @@ class Preparation:
             pool.shutdown(wait=False)
 
     def _gather(
-        self, given: JobArguments, cancelling: Cancelling, read: Future[JobArguments]
+        self, arguments: JobArguments, cancelling: Cancelling, read: Future[JobArguments]
     ) -> None:
         """List the rows of a job, on a thread of its own, which is left alone if it is stuck."""
-        with _failing(read, given):
-            splits = splits_of(with_planned_batch(given, self._state), is_first=True)
+        with _failing(read, arguments):
+            splits = splits_of(with_planned_batch(arguments, self._state), is_first=True)
             take = functools.partial(_take, cancelling, self._limits)
             gathered = [
                 source if source is None or isinstance(source, Dataset) else gather(source, take)
                 for source in (splits.train, splits.evaluation)
             ]
-            act = functools.partial(self._tokenize, given, gathered, cancelling, read)
+            act = functools.partial(self._tokenize, arguments, gathered, cancelling, read)
             _submit(self._tokenizing, act)
 
     def _tokenize(
         self,
-        given: JobArguments,
+        arguments: JobArguments,
         gathered: list[Any],
         cancelling: Cancelling,
         read: Future[JobArguments],
     ) -> None:
-        with _failing(read, given):
+        with _failing(read, arguments):
             cancelling.check()
             load = functools.partial(load_apart, self._tokenizer, cancelling)
             data, evaluation = (
                 None
                 if source is None
-                else training_data(source, given, self._state, load, self._limits)
+                else training_data(source, arguments, self._state, load, self._limits)
                 for source in gathered
             )
             assert data is not None
-            made = dataclasses.replace(given, data=data, eval_data=evaluation)
+            prepared = dataclasses.replace(arguments, data=data, eval_data=evaluation)
             with contextlib.suppress(InvalidStateError):  # cancelled
-                read.set_result(made)
+                read.set_result(prepared)
 
 
 def _submit(pool: ThreadPoolExecutor, act: Callable[[], None]) -> None:
@@ -179,11 +179,11 @@ def _take(cancelling: Cancelling, limits: DataLimits, rows: Iterator[Any]) -> li
 
 
 @contextlib.contextmanager
-def _failing(read: Future[JobArguments], given: JobArguments) -> Iterator[None]:
+def _failing(read: Future[JobArguments], arguments: JobArguments) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        _fail(read, as_pcg_error(error, f"reading the data of {given.adapter!r}", DataError))
+        _fail(read, as_pcg_error(error, f"reading the data of {arguments.adapter!r}", DataError))
 
 
 def _fail(read: Future[JobArguments], error: Exception) -> None:

@@ -182,9 +182,9 @@ class ExampleData(msgspec.Struct, array_like=True, frozen=True):
     def of(cls, data: Dataset) -> Self:
         examples = data.examples
         return cls(
-            _joined([one.ids for one in examples]),
-            _joined([one.labels for one in examples]),
-            array("q", [len(one.ids) for one in examples]).tobytes(),
+            _joined([example.ids for example in examples]),
+            _joined([example.labels for example in examples]),
+            array("q", [len(example.ids) for example in examples]).tobytes(),
             data.format,
             data.truncated,
             data.dropped,

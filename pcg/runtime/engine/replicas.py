@@ -106,8 +106,8 @@ class Seat(ABC):
 
     def is_called(self, is_called: bool) -> bool:
         """Return whether rank 0 has calls that wait; all ranks ask at the same places."""
-        own = torch.tensor([int(is_called)])
-        return bool(broadcast_from_first(self.state.world, own))
+        flag = torch.tensor([int(is_called)])
+        return bool(broadcast_from_first(self.state.world, flag))
 
     def watch(self, lose: Callable[[str], None]) -> None:
         """Have a function called once another rank has ended, on another thread."""

@@ -240,9 +240,9 @@ class RunningJobs:
     ) -> Callable[[Future[Any]], None]:
         """Return a callback whose error fails a job: a future would keep the error to itself."""
 
-        def guarded(done: Future[Any]) -> None:
+        def guarded(future: Future[Any]) -> None:
             try:
-                act(done)
+                act(future)
             except Exception as error:
                 self._release_later(running)
                 running.fail(as_pcg_error(error, f"job {running.name!r}", FinetuneError))
@@ -309,9 +309,9 @@ class RunningJobs:
             job.fail(error)
 
 
-def _pass_error(running: RunningJob, done: Future[Any]) -> bool:
+def _pass_error(running: RunningJob, future: Future[Any]) -> bool:
     """Fail a job that could not begin; returns True if it could not."""
-    error = done.exception()
+    error = future.exception()
     if error is not None:
         running.fail(error)
     return error is not None

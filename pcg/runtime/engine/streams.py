@@ -170,9 +170,9 @@ class Streams:
             if following is not None:
                 self._calls.put(following)
 
-    def _begun(self, tenant: str, stream: Stream, done: Future[None]) -> None:
+    def _begun(self, tenant: str, stream: Stream, begun: Future[None]) -> None:
         """Fail a stream that could not begin."""
-        error = done.exception()
+        error = begun.exception()
         if error is not None:
             stream.fail(error)
             self._arrived(tenant, stream)

@@ -141,32 +141,32 @@ class AsyncTrainer:
     # ------------------------------------------------------------------------------- for any thread
 
     @takes(Forward, FinetuneError)
-    def forward(self, given: Forward) -> TrainerCall[Scored]:
+    def forward(self, command: Forward) -> TrainerCall[Scored]:
         """Compute a loss without gradients, and without dropout."""
-        return self.run(given)
+        return self.run(command)
 
     @takes(ForwardBackward, FinetuneError)
-    def forward_backward(self, given: ForwardBackward) -> TrainerCall[Scored]:
+    def forward_backward(self, command: ForwardBackward) -> TrainerCall[Scored]:
         """Compute a loss, a sum, and add its gradients to those that wait for `optim_step`."""
-        return self.run(given)
+        return self.run(command)
 
     @takes(OptimStep, FinetuneError)
-    def optim_step(self, given: OptimStep) -> TrainerCall[Stepped]:
+    def optim_step(self, command: OptimStep) -> TrainerCall[Stepped]:
         """Update the adapter by the gradients of all calls since the last update."""
-        return self.run(given)
+        return self.run(command)
 
     @takes(SaveState, FinetuneError)
-    def save_state(self, given: SaveState) -> TrainerCall[Saved]:
+    def save_state(self, command: SaveState) -> TrainerCall[Saved]:
         """Save the adapter and the optimizer's state; gradients that wait stay, and are not saved.
 
         Files are written beside the engine's steps.
         """
-        return self.run(given)
+        return self.run(command)
 
     @takes(LoadState, FinetuneError)
-    def load_state(self, given: LoadState) -> TrainerCall[Saved]:
+    def load_state(self, command: LoadState) -> TrainerCall[Saved]:
         """Go on from a saved state, to the same bits; gradients that wait are dropped."""
-        return self.run(given)
+        return self.run(command)
 
     def snapshot(self) -> TrainerCall[Snapshot]:
         """Serve the adapter as it is now, as the next version of its name."""
@@ -203,7 +203,7 @@ class AsyncTrainer:
                 raise FinetuneError(f"trainer {self.name!r} was closed; make another one")
             self._queue.append(call)
         try:
-            self._thread.call(self._go_on).add_done_callback(lambda done: _pass_error(call, done))
+            self._thread.call(self._go_on).add_done_callback(lambda begun: _pass_error(call, begun))
         except BaseException:
             call.fail()
             raise
@@ -317,12 +317,12 @@ class AsyncTrainer:
     def _run_aside(self, call: TrainerCall[Any], stage: Aside) -> None:
         def act() -> None:
             try:
-                done = stage.act()
+                result = stage.act()
             except BaseException as error:  # of a function of the caller's also SystemExit
                 failed = error if isinstance(error, Exception) else FinetuneError(repr(error))
                 self._thread.call(functools.partial(self._aside_done, call, failed, None))
             else:
-                self._thread.call(functools.partial(self._aside_done, call, None, done))
+                self._thread.call(functools.partial(self._aside_done, call, None, result))
 
         if stage.compiles:
             try:
@@ -332,13 +332,13 @@ class AsyncTrainer:
         else:
             device_thread(self._thread.device, act, f"pcg trainer {self.name}").start()
 
-    def _aside_done(self, call: TrainerCall[Any], error: BaseException | None, done: Any) -> None:
+    def _aside_done(self, call: TrainerCall[Any], error: BaseException | None, result: Any) -> None:
         if call is not self._current:
             return  # closed meanwhile
         if error is not None:
             self._advance(lambda stages: stages.throw(error))
         else:
-            self._advance(lambda stages: stages.send(done))
+            self._advance(lambda stages: stages.send(result))
 
     def settle(self) -> bool:
         """Go on if the job that runs is over; returns True if none runs now."""
@@ -389,8 +389,8 @@ def _error_of(created: TrainerCall[None]) -> BaseException | None:
     return None
 
 
-def _pass_error(call: TrainerCall[Any], done: Future[None]) -> None:
-    error = done.exception()
+def _pass_error(call: TrainerCall[Any], begun: Future[None]) -> None:
+    error = begun.exception()
     if error is not None:
         call.fail(error)
 
@@ -415,7 +415,9 @@ class Trainers:
         def end() -> None:
             ends()
             with self._lock:
-                self._open = {name: one for name, one in self._open.items() if one.is_open}
+                self._open = {
+                    name: trainer for name, trainer in self._open.items() if trainer.is_open
+                }
 
         try:
             make = functools.partial(self._prepare, arguments)
@@ -441,7 +443,7 @@ class Trainers:
     @property
     def are_busy(self) -> bool:
         """True while a command waits or runs."""
-        return any(one.is_busy for one in self._open.values())
+        return any(trainer.is_busy for trainer in self._open.values())
 
     def runs(self, trainer: AsyncTrainer) -> None:
         """Have a trainer's `settle` called after each step, until it returns True."""
@@ -450,12 +452,12 @@ class Trainers:
 
     def settle(self) -> None:
         """Go on with the trainers that ran a job which is over."""
-        self._with_jobs = [one for one in list(self._with_jobs) if not one.settle()]
+        self._with_jobs = [trainer for trainer in list(self._with_jobs) if not trainer.settle()]
 
     def cancel_all(self) -> None:
-        for one in list(self._open.values()):
-            one.end_now()
+        for trainer in list(self._open.values()):
+            trainer.end_now()
 
     def fail_all(self, error: EngineError) -> None:
-        for one in list(self._open.values()):
-            one.fail(error)
+        for trainer in list(self._open.values()):
+            trainer.fail(error)

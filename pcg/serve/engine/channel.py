@@ -38,7 +38,7 @@ class Channel:
 
     def send(self, *messages: bytes) -> None:
         """Send messages; nothing happens once the other end is gone, which its reader learns."""
-        whole = b"".join([part for one in messages for part in (_head(one), one)])
+        whole = b"".join([part for message in messages for part in (_head(message), message)])
         with self._changed:
             sent = 0 if self._left else self._send_some(whole)
             if sent < len(whole):
@@ -85,14 +85,14 @@ class Channel:
             waits: wait until something has come, which need not be a whole message.
         """
         try:
-            found = self._socket.recv(_READ, 0 if waits else socket.MSG_DONTWAIT)
+            received = self._socket.recv(_READ, 0 if waits else socket.MSG_DONTWAIT)
         except BlockingIOError:
             return []
         except OSError:
             return None
-        if not found:
+        if not received:
             return None
-        self._received += found
+        self._received += received
         return list(self._whole())
 
     def _whole(self) -> Iterator[bytes]:

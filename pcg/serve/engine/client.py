@@ -26,7 +26,7 @@ from pcg.runtime.requests.request import Request, RequestFields
 from pcg.runtime.requests.stream import Stream
 from pcg.runtime.text.tokenizer import Tokenizer
 from pcg.serve.engine.facts import ModelFacts, facts_of
-from pcg.serve.engine.news import Tell
+from pcg.serve.engine.messages import Tell
 from pcg.serve.engine.options import ServeOptions
 from pcg.serve.engine.orders import Order, OrderedJobs
 from pcg.serve.engine.split_base import ServedBase, SplitAccess, served_base, split_endpoint

@@ -7,6 +7,9 @@
 A message holds numbers, texts, bytes and lists alone, so that nothing that a client sends becomes
 an object of another type. Tensors of adapters never cross: requests name a version. A `Call` holds
 the bytes of a command; no verb is named here.
+
+A job writes its checkpoints before the news of a step goes out, and the adapter that it ends with
+before the news of its end. So whatever the server hears is on the disk.
 """
 
 from __future__ import annotations
@@ -34,8 +37,100 @@ from pcg.runtime.sampling.logprobs import TokenLogprobs
 from pcg.runtime.text.chat import ChatTemplate
 from pcg.runtime.text.tokenizer import Tokenizer
 from pcg.serve.engine.facts import ModelFacts
-from pcg.serve.engine.news import JobNews
 from pcg.units import shown
+
+# --------------------------------------------------------------------------------------------- jobs
+
+
+SUPERVISED, DPO, REINFORCEMENT = "supervised", "dpo", "reinforcement"
+"""The methods of jobs: on examples, on preferences, and on rewards."""
+TRAIN_REWARD, VALID_REWARD = "train_reward_mean", "valid_reward_mean"
+"""Metrics of reinforcement."""
+
+
+class JobOrder(msgspec.Struct, frozen=True):
+    """A job that the engine is to run, or to go on with from its last checkpoint.
+
+    Attributes:
+        adapter: the engine's name of the adapter, and of the job.
+        data: the training data; `eval_data` is None for a job that is not evaluated.
+        peft: the recipe as of adapter_config.json.
+        checkpoints: the folder of its checkpoints.
+        output: the folder that will have the adapter.
+        options: further options of `FinetuneOptions` or `DpoOptions`, or those of reinforcement.
+        method: how it learns.
+        start: the folder of the adapter that it goes on from; None for a new one of the recipe.
+        tenant: the owner of the job.
+    """
+
+    adapter: str
+    data: str
+    eval_data: str | None
+    peft: dict[str, Any]
+    checkpoints: str
+    output: str
+    options: dict[str, Any]
+    method: str = SUPERVISED
+    start: str | None = None
+    tenant: str = ""
+
+
+class JobStep(msgspec.Struct, frozen=True, tag="step"):
+    """A step that is done; the fields are those of `StepRecord`.
+
+    Attributes:
+        checkpoint: the name of the last checkpoint's folder; None without one.
+        more: what the job's method tells beside these, by name.
+    """
+
+    step: int
+    total_steps: int
+    loss: float
+    eval_loss: float | None
+    learning_rate: float
+    gradient_norm: float
+    tokens: int
+    tokens_per_second: float
+    checkpoint: str | None
+    more: dict[str, float] = {}
+
+
+class JobSamples(msgspec.Struct, frozen=True, tag="samples"):
+    """Completions that the job waits to have graded, each with the row that it answers."""
+
+    texts: list[str]
+    items: list[dict[str, Any]]
+
+
+class JobEnd(msgspec.Struct, frozen=True, tag="end"):
+    """The end of a job, for now or for good.
+
+    Attributes:
+        state: how it ended.
+        is_final: False for one that goes on from its checkpoint when it is ordered again: it was
+            interrupted, or the engine ends.
+        tokens: tokens that went through the model, of a job that succeeded.
+        kind: the class of its error, and `text` what it says.
+    """
+
+    state: str
+    is_final: bool
+    tokens: int | None = None
+    kind: str | None = None
+    text: str | None = None
+
+
+JobNews: TypeAlias = JobStep | JobSamples | JobEnd
+Tell: TypeAlias = Callable[[JobNews], None]
+
+
+def start_of(order: JobOrder) -> Any:
+    """Return what the job's adapter begins as: a recipe, or a saved one."""
+    return order.peft if order.start is None else Path(order.start)
+
+
+# ----------------------------------------------------------------------------------------- messages
+
 
 PromptLogprobs: TypeAlias = tuple[TokenLogprobs | None, ...]
 
@@ -303,7 +398,7 @@ def plain(value: Any) -> Any:
     if isinstance(value, Histogram):
         return [value.counts.copy(), value.sum]
     if isinstance(value, dict):
-        return {key: plain(one) for key, one in value.copy().items()}
+        return {key: plain(item) for key, item in value.copy().items()}
     if isinstance(value, AdapterTotals):
         return {**_public(value), "own": plain(value.own)}
     if isinstance(value, Totals):
@@ -321,7 +416,7 @@ def plain_state(numbers: EngineNumbers) -> dict[str, Any]:
 
 
 def _public(value: object) -> dict[str, Any]:
-    return {name: plain(one) for name, one in vars(value).items() if not name.startswith("_")}
+    return {name: plain(item) for name, item in vars(value).items() if not name.startswith("_")}
 
 
 def totals_of(data: Mapping[str, Any]) -> Totals:
@@ -346,11 +441,11 @@ def _restored(new: Any, value: Any) -> Any:
     if isinstance(new, Counter):
         return Counter(value)
     if isinstance(new, AdapterTotals):
-        own = {name: _restored(AdapterSums(), sums) for name, sums in value.pop("own").items()}
-        new.take(own)
+        sums_of = {name: _restored(AdapterSums(), sums) for name, sums in value.pop("own").items()}
+        new.take(sums_of)
     if isinstance(new, AdapterTotals) or is_dataclass(new):
-        for name, one in value.items():
-            setattr(new, name, _restored(getattr(new, name), one))
+        for name, item in value.items():
+            setattr(new, name, _restored(getattr(new, name), item))
         return new
     return value
 
@@ -364,15 +459,15 @@ def data_of(number: int, chunk: Chunk, *, knows_prompt: bool) -> ChunkData:
     Args:
         knows_prompt: True if the logprobs of the prompt came with an earlier chunk.
     """
-    done = chunk.completion
+    completion = chunk.completion
     data = ChunkData(number, chunk)
     if chunk.prompt_logprobs is not None:
         data.has_prompt = True
         if knows_prompt:
             data.chunk = chunk = replace(chunk, prompt_logprobs=None)
-    if done is not None and done.prompt_logprobs is not None:
+    if completion is not None and completion.prompt_logprobs is not None:
         data.completion_has_prompt = True
-        data.chunk = replace(chunk, completion=replace(done, prompt_logprobs=None))
+        data.chunk = replace(chunk, completion=replace(completion, prompt_logprobs=None))
     return data
 
 

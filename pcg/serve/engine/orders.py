@@ -21,7 +21,7 @@ from pcg.runtime.engine.commands import Command
 from pcg.runtime.executor import Executor
 from pcg.runtime.metrics.status import JobState
 from pcg.runtime.training.options import FinetuneResult, StepRecord
-from pcg.serve.engine.news import DPO, REINFORCEMENT, JobEnd, JobOrder, JobStep, Tell, start_of
+from pcg.serve.engine.messages import DPO, REINFORCEMENT, JobEnd, JobOrder, JobStep, Tell, start_of
 from pcg.serve.engine.reinforcement import ReinforcementRun
 from pcg.serve.engine.split_base import ServedBase
 from pcg.train.preference.dpo import PreferenceJob, step_numbers
@@ -111,13 +111,13 @@ class Drain(Order[None], frozen=True):
         return drained if served.base is None else _both(drained, served.base.drain())
 
 
-def _both(one: Future[None], other: Future[None]) -> Future[None]:
+def _both(first: Future[None], other: Future[None]) -> Future[None]:
     both: Future[None] = Future()
 
     def wait_for_other(_: Future[None]) -> None:
         other.add_done_callback(lambda _: both.set_result(None))
 
-    one.add_done_callback(wait_for_other)
+    first.add_done_callback(wait_for_other)
     return both
 
 
@@ -175,12 +175,12 @@ class OrderedJobs:
         )
         self.running[order.adapter] = running
 
-        def end(done: Future[FinetuneResult]) -> None:
+        def end(future: Future[FinetuneResult]) -> None:
             self._forget(order)
-            error = done.exception()
+            error = future.exception()
             if error is None:
                 # No later version can have taken its place: this is still the engine's thread.
-                adapter, tokens = self._executor.adapters[order.adapter], done.result().tokens
+                adapter, tokens = self._executor.adapters[order.adapter], future.result().tokens
                 self._writing.submit(_finish, adapter, Path(order.output), tokens, tell)
                 return
             goes_on = isinstance(error, FinetuneInterrupted | EngineError)

@@ -21,7 +21,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from multiprocessing import get_context
@@ -54,6 +54,7 @@ from pcg.serve.engine.messages import (
     Failed,
     Gone,
     Here,
+    JobEnd,
     PromptLogprobs,
     Ready,
     Refused,
@@ -61,6 +62,7 @@ from pcg.serve.engine.messages import (
     Report,
     Step,
     Submit,
+    Tell,
     ToServer,
     chunk_of,
     decoder,
@@ -69,7 +71,6 @@ from pcg.serve.engine.messages import (
     error_of,
     tokenizer_of,
 )
-from pcg.serve.engine.news import JobEnd, Tell
 from pcg.serve.engine.options import ServeOptions
 from pcg.serve.engine.orders import Drain
 from pcg.serve.engine.reports import WatchedNumbers
@@ -113,13 +114,10 @@ class RemoteAdapters:
 
     An adapter that is replaced or removed stays in the engine as long as anything here refers to
     it, so that requests on their way are answered by the version that they name.
-
-    Attributes:
-        released: versions that nothing here refers to any more, not yet released in the engine.
     """
 
     def __init__(self) -> None:
-        self.released: deque[VersionName] = deque()
+        self._released: deque[VersionName] = deque()
         self._here: dict[str, RemoteAdapter] = {}
         self._known: weakref.WeakValueDictionary[VersionName, RemoteAdapter]
         self._known = weakref.WeakValueDictionary()
@@ -141,117 +139,19 @@ class RemoteAdapters:
             number = next(self._versions)
             adapter = RemoteAdapter(data.version, data.size_bytes, data.prompt_tokens, number)
             self._known[key] = adapter
-            weakref.finalize(adapter, self.released.append, key).atexit = False
+            weakref.finalize(adapter, self._released.append, key).atexit = False
         return adapter
 
     def remove(self, name: str) -> None:
         """Have nothing answer to a name."""
         self._here.pop(name, None)
 
-
-# -------------------------------------------------------------------------------------- connection
-
-
-class Connection:
-    """Sends messages to the engine's process, and hears its messages.
-
-    Attributes:
-        ended: the reason why nothing comes any more; None before the end.
-
-    Args:
-        take: takes messages.
-        lose: is called with the reason once nothing comes any more.
-    """
-
-    def __init__(
-        self,
-        channel: Channel,
-        process: SpawnProcess,
-        take: Callable[[list[ToServer]], None],
-        lose: Callable[[EngineError], None],
-    ) -> None:
-        self.ended: EngineError | None = None
-        self._channel = channel
-        self._process = process
-        self._take = take
-        self._lose = lose
-        self._decode = decoder(ToServer)
-        self._loop: asyncio.AbstractEventLoop | None = None
-        self._thread = 0
-        self._unsent: list[bytes] = []
-
-    def post(self, message: bytes) -> None:
-        """Send a message, from any thread; never waits."""
-        if self._loop is None or threading.get_ident() != self._thread:
-            self._channel.send(message)
-            return
-        if not self._unsent:
-            self._loop.call_soon(self._flush)
-        self._unsent.append(message)
-
-    def _flush(self) -> None:
-        messages, self._unsent = self._unsent, []
-        if messages:
-            self._channel.send(*messages)
-
-    @contextmanager
-    def listening(self) -> Iterator[None]:
-        """Have the running event loop hear what comes, within a `with`."""
-        self._loop, self._thread = asyncio.get_running_loop(), threading.get_ident()
-        self._loop.add_reader(self._channel.fileno(), self.hear)
-        interval_s = sys.getswitchinterval()
-        sys.setswitchinterval(min(_SWITCH_S, interval_s))
-        try:
-            yield
-        finally:
-            sys.setswitchinterval(interval_s)
-            self._loop.remove_reader(self._channel.fileno())
-            self._flush()
-            self._loop = None
-
-    def hear(self, *, waits: bool = False) -> None:
-        """Take the messages that have come."""
-        if self.ended is not None:
-            return
-        received = self._channel.read(waits=waits)
-        if received is None:
-            self._end(EngineError(f"the engine's process ended{self._cause()}"))
-            return
-        try:
-            messages = [self._decode(message) for message in received]
-        except msgspec.MsgspecError as error:
-            self._end(EngineError(f"the engine's process sent what is no message: {error}"))
-            return
-        last = messages[-1] if messages else None
-        self._take(messages)
-        if isinstance(last, Ended):
-            self._end(EngineError(last.text))
-
-    def _end(self, error: EngineError) -> None:
-        """Note that nothing comes any more, and fail everything that waits."""
-        self.ended = error
-        if self._loop is not None:
-            self._loop.remove_reader(self._channel.fileno())
-        self._lose(error)
-
-    def _cause(self) -> str:
-        """Return how the process ended, behind a text that says so."""
-        self._process.join(_ENDING_S)
-        code = self._process.exitcode
-        if code is None or code >= 0:
-            return "" if not code else f" with {code}"
-        return f" by {signal.Signals(-code).name}"
-
-    def close(self, *, at_once: bool) -> None:
-        """Wait for the end of the engine, which was asked to end; kill it late, or at once."""
-        until = time.monotonic() + (0.0 if at_once else _CLOSING_S)
-        while self.ended is None and self._channel.can_read(max(0.0, until - time.monotonic())):
-            self.hear(waits=True)
-        if self.ended is None:
-            self._process.kill()
-        self._channel.close()
-        self._process.join()
-        self._process.close()
+    def take_released(self) -> list[VersionName]:
+        """Return the versions that nothing refers to any more, each once."""
+        names = []
+        while self._released:
+            names.append(self._released.popleft())
+        return names
 
 
 # ------------------------------------------------------------------------------------------ client
@@ -289,7 +189,13 @@ class ProcessClient:
     """An `EngineClient` of a process that `process_client` started."""
 
     def __init__(self, channel: Channel, process: SpawnProcess) -> None:
-        self._connection = Connection(channel, process, self._take, self._lose)
+        self._channel = channel
+        self._process = process
+        self._ended: EngineError | None = None
+        self._decode = decoder(ToServer)
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._thread = 0
+        self._unsent: list[bytes] = []
         self._remote = RemoteAdapters()
         self._ready: Ready | Failed | None = None
         self._streams: dict[int, _Sent] = {}
@@ -307,7 +213,7 @@ class ProcessClient:
             PcgError: why it cannot be made.
         """
         while self._ready is None and self.ended is None:
-            self._connection.hear(waits=True)
+            self._hear(waits=True)
         if self._ready is None:
             raise EngineError(
                 f"{self.ended} before it had loaded the model; the system may have run out of "
@@ -333,7 +239,7 @@ class ProcessClient:
 
     @property
     def ended(self) -> EngineError | None:
-        return self._connection.ended
+        return self._ended
 
     @property
     def adapters(self) -> Mapping[str, ServedAdapter]:
@@ -389,27 +295,75 @@ class ProcessClient:
 
     def wait(self, future: Future[Result]) -> Result:
         while not future.done():
-            self._connection.hear(waits=True)
+            self._hear(waits=True)
         return future.result()
 
-    def listening(self) -> AbstractContextManager[None]:
-        return self._connection.listening()
+    @contextmanager
+    def listening(self) -> Iterator[None]:
+        """Have the running event loop hear what comes, within a `with`."""
+        self._loop, self._thread = asyncio.get_running_loop(), threading.get_ident()
+        self._loop.add_reader(self._channel.fileno(), self._hear)
+        interval_s = sys.getswitchinterval()
+        sys.setswitchinterval(min(_SWITCH_S, interval_s))
+        try:
+            yield
+        finally:
+            sys.setswitchinterval(interval_s)
+            self._loop.remove_reader(self._channel.fileno())
+            self._flush()
+            self._loop = None
 
     def close(self) -> None:
-        """End the engine's process, once no event loop runs."""
-        is_ready = isinstance(self._ready, Ready)
-        if is_ready:
+        """End the engine's process after its step, once no event loop runs; kill a late one."""
+        until = time.monotonic()
+        if isinstance(self._ready, Ready):
             self.call(Close())
-        self._connection.close(at_once=not is_ready)
+            until += _CLOSING_S
+        while self._ended is None and self._channel.can_read(max(0.0, until - time.monotonic())):
+            self._hear(waits=True)
+        if self._ended is None:
+            self._process.kill()
+        self._channel.close()
+        self._process.join()
+        self._process.close()
 
     # ------------------------------------------------------------------------------- messages
 
     def _post(self, message: bytes) -> None:
-        """Send a message, after the versions that nothing here refers to any more."""
-        released = self._remote.released
-        while released:
-            self._connection.post(encode(Release(released.popleft())))
-        self._connection.post(message)
+        """Send a message, from any thread; never waits.
+
+        The versions that nothing here refers to any more are released before it.
+        """
+        released = [encode(Release(name)) for name in self._remote.take_released()]
+        if self._loop is None or threading.get_ident() != self._thread:
+            self._channel.send(*released, message)
+            return
+        if not self._unsent:
+            self._loop.call_soon(self._flush)
+        self._unsent += [*released, message]
+
+    def _flush(self) -> None:
+        messages, self._unsent = self._unsent, []
+        if messages:
+            self._channel.send(*messages)
+
+    def _hear(self, *, waits: bool = False) -> None:
+        """Take the messages that have come."""
+        if self._ended is not None:
+            return
+        received = self._channel.read(waits=waits)
+        if received is None:
+            self._end(EngineError(f"the engine's process ended{self._cause()}"))
+            return
+        try:
+            messages = [self._decode(message) for message in received]
+        except msgspec.MsgspecError as error:
+            self._end(EngineError(f"the engine's process sent what is no message: {error}"))
+            return
+        last = messages[-1] if messages else None
+        self._take(messages)
+        if isinstance(last, Ended):
+            self._end(EngineError(last.text))
 
     def _take(self, messages: list[ToServer]) -> None:
         """Take messages, wake the readers of their chunks, and settle the calls."""
@@ -471,13 +425,25 @@ class ProcessClient:
             del self._streams[data.number]
         sent.stream.put(chunk, self._wakes)
 
-    def _lose(self, error: EngineError) -> None:
+    def _end(self, error: EngineError) -> None:
+        """Note that nothing comes any more, and fail everything that waits."""
+        self._ended = error
+        if self._loop is not None:
+            self._loop.remove_reader(self._channel.fileno())
         streams, self._streams = self._streams, {}
         for sent in streams.values():
             sent.stream.fail(error)
         calls, self._calls = self._calls, {}
         for called in calls.values():
             called.future.set_exception(error)
+
+    def _cause(self) -> str:
+        """Return how the process ended, behind a text that says so."""
+        self._process.join(_ENDING_S)
+        code = self._process.exitcode
+        if code is None or code >= 0:
+            return "" if not code else f" with {code}"
+        return f" by {signal.Signals(-code).name}"
 
 
 # ------------------------------------------------------------------------------------------- start

@@ -53,7 +53,7 @@ from pcg.runtime.requests.request import Completion
 from pcg.runtime.requests.stream import Stream
 from pcg.runtime.training.checkpoints import STATE, TRAINER, check_checkpoint, last_good
 from pcg.runtime.training.work_units import run_to_end
-from pcg.serve.engine.news import (
+from pcg.serve.engine.messages import (
     TRAIN_REWARD,
     VALID_REWARD,
     JobEnd,

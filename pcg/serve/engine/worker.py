@@ -48,6 +48,7 @@ from pcg.serve.engine.messages import (
     Failed,
     Gone,
     Here,
+    JobNews,
     Ready,
     Refused,
     Release,
@@ -62,7 +63,6 @@ from pcg.serve.engine.messages import (
     fault_of,
     tokenizer_data,
 )
-from pcg.serve.engine.news import JobNews
 from pcg.serve.engine.options import ServeOptions
 from pcg.serve.engine.reports import Reports
 from pcg.serve.engine.split_base import SplitAccess

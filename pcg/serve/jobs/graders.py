@@ -27,7 +27,7 @@ from pcg.graders.text_graders import PythonGrader
 from pcg.keys import Scope
 from pcg.runtime.requests.request import Completion
 from pcg.serve.adapters.catalog import Catalog
-from pcg.serve.engine.news import JobSamples
+from pcg.serve.engine.messages import JobSamples
 from pcg.serve.http.caller import Caller, requires
 from pcg.serve.http.errors import LOG, ApiError, as_api_error
 from pcg.serve.http.service import LongBodyRoute, Service, ServiceDependency

@@ -18,7 +18,7 @@ import msgspec
 
 from pcg.serve.adapters import kept_models
 from pcg.serve.adapters.kept_models import KeptModel, new_model
-from pcg.serve.engine.news import TRAIN_REWARD, VALID_REWARD, JobStep
+from pcg.serve.engine.messages import TRAIN_REWARD, VALID_REWARD, JobStep
 from pcg.serve.files.files import FILES, RESULTS, Files, new_file
 from pcg.serve.jobs import records
 from pcg.serve.jobs.folders import JobFolder, step_of

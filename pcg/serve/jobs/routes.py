@@ -22,7 +22,7 @@ from pcg.records.run_files import METRICS, has_run
 from pcg.serve.adapters.catalog import Catalog
 from pcg.serve.adapters.kept_models import KeptModels
 from pcg.serve.engine.engine_names import engine_name
-from pcg.serve.engine.news import SUPERVISED
+from pcg.serve.engine.messages import SUPERVISED
 from pcg.serve.files.files import FileRecord, Files, ListPage, Page, missing
 from pcg.serve.http.caller import Caller, requires
 from pcg.serve.http.errors import UNSUPPORTED, ApiError, not_found

@@ -23,7 +23,7 @@ from pcg.serve.adapters.catalog import Catalog
 from pcg.serve.adapters.kept_models import KeptModels
 from pcg.serve.engine.client import EngineClient
 from pcg.serve.engine.engine_names import engine_name
-from pcg.serve.engine.news import (
+from pcg.serve.engine.messages import (
     REINFORCEMENT,
     SUPERVISED,
     JobEnd,

@@ -18,7 +18,7 @@ from pcg.runtime.data.formats import detect, parse, parse_pair
 from pcg.runtime.data.sources import DataLimits, read_rows
 from pcg.runtime.text.chat import check_messages
 from pcg.runtime.training.options import FinetuneOptions, make_schedule
-from pcg.serve.engine.news import DPO, REINFORCEMENT, SUPERVISED
+from pcg.serve.engine.messages import DPO, REINFORCEMENT, SUPERVISED
 from pcg.serve.engine.warm_jobs import DEFAULT_PEFT
 from pcg.serve.http.errors import UNSUPPORTED, ApiError
 from pcg.serve.http.wire import WireModel

@@ -126,11 +126,11 @@ def test_a_version_is_released_once_nothing_names_it() -> None:
     remote.put(second)
     assert remote.known(first) is running
     gc.collect()
-    assert not remote.released
+    assert not remote.take_released()
     del running
-    assert list(remote.released) == [VersionName("a", 1)]
+    assert remote.take_released() == [VersionName("a", 1)]
     remote.remove("a")
-    assert list(remote.released) == [VersionName("a", 1), VersionName("a", 2)]
+    assert remote.take_released() == [VersionName("a", 2)]
 
 
 def test_a_tokenizer_that_crossed_is_the_same() -> None:

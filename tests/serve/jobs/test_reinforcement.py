@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 from pcg.errors import GraderError
 from pcg.records.run import read_run
 from pcg.serve.engine import reinforcement
-from pcg.serve.engine.news import JobSamples
+from pcg.serve.engine.messages import JobSamples
 from pcg.serve.files.files import Files
 from pcg.serve.jobs import records
 from pcg.serve.jobs.runner import JobRunner

@@ -11,7 +11,7 @@ from pcg.errors import FinetuneError, QueueFullError
 from pcg.records.run import read_run
 from pcg.runtime.engine.async_engine import AsyncEngine
 from pcg.serve.engine import reinforcement
-from pcg.serve.engine.news import JobStep
+from pcg.serve.engine.messages import JobStep
 from pcg.serve.engine.reinforcement import Rollouts, add_step, opened
 from pcg.train.grpo.loop import Sample
 
