@@ -4,16 +4,21 @@
 
 Sending never waits: what the socket does not take at once is sent by a thread, so neither an event
 loop nor a step stands still because the other process is busy.
+
+This module imports next to nothing, so that the process at the other end may begin with it.
 """
 
 from __future__ import annotations
 
 import contextlib
+import gc
+import pickle
 import select
 import socket
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from threading import Condition, Thread
+from typing import Any
 
 _HEAD = 4
 _READ = 2**20
@@ -119,3 +124,26 @@ class Channel:
 
 def _head(message: bytes) -> bytes:
     return len(message).to_bytes(_HEAD, "little")
+
+
+class AtRest:
+    """A function for a new process, which imports what it needs while its garbage collector rests.
+
+    Next to nothing of what is imported, traced and loaded becomes garbage; going through all of it
+    again and again took a fifth of the processor time of a start (`benchmarks/bench_startup.py`).
+    The function has the collector collect again.
+    """
+
+    def __init__(self, function: Callable[..., None]) -> None:
+        self._function = function
+
+    def __call__(self, *arguments: Any) -> None:
+        self._function(*arguments)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _at_rest, (pickle.dumps(self._function),)
+
+
+def _at_rest(function: bytes) -> Callable[..., None]:
+    gc.disable()
+    return pickle.loads(function)  # type: ignore[no-any-return]

@@ -10,7 +10,6 @@ it runs, the loop does. Messages of one turn of the loop are sent together.
 from __future__ import annotations
 
 import asyncio
-import gc
 import itertools
 import signal
 import socket
@@ -41,7 +40,7 @@ from pcg.runtime.requests.plain import PlainRequest
 from pcg.runtime.requests.request import Request, RequestFields, make_request
 from pcg.runtime.requests.stream import Stream, Wakes
 from pcg.runtime.text.tokenizer import Tokenizer
-from pcg.serve.engine.channel import Channel
+from pcg.serve.engine.channel import AtRest, Channel
 from pcg.serve.engine.facts import ModelFacts
 from pcg.serve.engine.messages import (
     AdapterData,
@@ -75,7 +74,7 @@ from pcg.serve.engine.options import ServeOptions
 from pcg.serve.engine.orders import Drain
 from pcg.serve.engine.reports import WatchedNumbers
 from pcg.serve.engine.split_base import SplitAccess
-from pcg.serve.engine.worker import SIGNALS
+from pcg.serve.engine.worker import SIGNALS, Launch, run
 
 Result = TypeVar("Result")
 
@@ -449,19 +448,6 @@ class ProcessClient:
 # ------------------------------------------------------------------------------------------- start
 
 
-def start(*arguments: Any) -> None:
-    """Run an engine; arguments as of `pcg.serve.engine.worker.run`, which starts collection again.
-
-    The garbage collector rests before anything is imported: next to nothing of what is imported,
-    traced and loaded becomes garbage, and going through all of it again and again took a fifth of
-    the processor time of a start (`benchmarks/bench_startup.py`).
-    """
-    gc.disable()
-    from pcg.serve.engine.worker import run
-
-    run(*arguments)
-
-
 @contextmanager
 def process_client(
     load: Callable[[], Executor],
@@ -482,8 +468,9 @@ def process_client(
         PcgError: the model cannot be loaded, or the engine not be made.
     """
     ours, theirs = socket.socketpair()
-    arguments = (theirs, load, options, tenants, torch.get_num_threads(), split, degree)
-    process = get_context("spawn").Process(target=start, args=arguments, name="pcg engine")
+    launch = Launch(load, options, tenants, split, degree, torch.get_num_threads())
+    engine = AtRest(partial(run, launch=launch))
+    process = get_context("spawn").Process(target=engine, args=(theirs,), name="pcg engine")
     # It is born without the signals that it will ignore.
     before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
     try:

@@ -13,8 +13,9 @@ import signal
 import socket
 import sys
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from concurrent.futures import Future
+from dataclasses import dataclass
 from functools import partial
 from multiprocessing import get_context
 from types import FrameType
@@ -67,122 +68,44 @@ from pcg.serve.engine.options import ServeOptions
 from pcg.serve.engine.reports import Reports
 from pcg.serve.engine.split_base import SplitAccess
 
-# -------------------------------------------------------------------------------------------- ranks
-
-
-class Ranks:
-    """The other ranks of an engine, of which this process is the first; it starts them.
-
-    They load the same model, make the same engine and follow the first rank's. Where this process
-    ends, the system ends them.
-
-    Attributes:
-        threads: the number of threads for tensors that each rank has.
-    """
-
-    def __init__(
-        self,
-        degree: int,
-        begin: Callable[[], None],
-        load: Callable[[], Executor],
-        options: ServeOptions,
-        tenants: int,
-        threads: int,
-    ) -> None:
-        """Start them.
-
-        Args:
-            degree: the number of ranks, with this process.
-            begin: called first in each of them.
-            load: loads the model; it is pickled, as what multiprocessing starts is.
-            options, tenants: those of the engine.
-            threads: the number of threads of all ranks together.
-        """
-        self.threads = max(1, threads // degree)
-        self._store = TCPStore(LOOPBACK, 0, is_master=True, wait_for_workers=False)
-        context = get_context("spawn")
-        for rank in range(1, degree):
-            environment = _environment(rank, degree, self._store.port)
-            arguments = (begin, environment, load, options, tenants, self.threads)
-            name = f"pcg rank {rank}"
-            context.Process(target=_follow, args=arguments, name=name, daemon=True).start()
-        os.environ.update(_environment(0, degree, self._store.port))
-
-
-def _environment(rank: int, degree: int, port: int) -> dict[str, str]:
-    """Return torchrun's environment of a rank, with a store that is there already."""
-    return {
-        "RANK": str(rank),
-        "LOCAL_RANK": str(rank),
-        "WORLD_SIZE": str(degree),
-        "LOCAL_WORLD_SIZE": str(degree),
-        "MASTER_ADDR": LOOPBACK,
-        "MASTER_PORT": str(port),
-        "TORCHELASTIC_USE_AGENT_STORE": "True",
-    }
-
-
-def _follow(
-    begin: Callable[[], None],
-    environment: Mapping[str, str],
-    load: Callable[[], Executor],
-    options: ServeOptions,
-    tenants: int,
-    threads: int,
-) -> None:
-    """Follow the first rank to its end; its process reports errors."""
-    begin()
-    os.environ.update(environment)
-    mute_others()
-    torch.set_num_threads(threads)
-    code = 0
-    try:
-        engine = Engine(load().state, options.engine(tenants)).start()
-
-        engine.follow()
-    except Exception as error:
-        if not isinstance(error, PcgError):
-            traceback.print_exc()
-        code = 1
-    sys.stderr.flush()
-    os._exit(code)  # threads that still hash are not waited for
-
-
-# ------------------------------------------------------------------------------------------- worker
-
-
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 """The signals that the server obeys, and this process does not."""
 
 
-def run(
-    end: socket.socket,
-    load: Callable[[], Executor],
-    options: ServeOptions,
-    tenants: int,
-    threads: int,
-    split: SplitAccess | None = None,
-    degree: int = 1,
-) -> None:
-    """Serve what comes over a socket until the server says to end, or is gone.
+@dataclass(frozen=True)
+class Launch:
+    """The arguments of an engine's process; it is pickled.
 
-    Args:
+    Attributes:
         load: loads the model.
         tenants: the number of tenants that may ask.
-        threads: the number of threads for tensors.
-        split: who may use its weights by split execution; None for nobody.
-        degree: the number of ranks, the first of which this process is.
+        split: the access of split clients to its weights; None for none.
+        degree: the number of ranks, the first of which is the engine's process.
+        threads: the number of threads for tensors of all ranks together.
     """
-    _follow_parent()
+
+    load: Callable[[], Executor]
+    options: ServeOptions
+    tenants: int
+    split: SplitAccess | None
+    degree: int
+    threads: int
+
+    def begin(self) -> None:
+        """Begin in a new process: follow the process that started it, and bound the threads."""
+        _follow_parent()
+        torch.set_num_threads(max(1, self.threads // self.degree))
+
+
+def run(end: socket.socket, launch: Launch) -> None:
+    """Serve what comes over a socket until the server says to end, or is gone."""
+    launch.begin()
     channel = Channel(end)
     worker = Worker(channel)
     device_thread(None, worker.read, "pcg messages").start()
-    if degree > 1:  # which is kept, as it has the store that they meet at
-        ranks = Ranks(degree, _follow_parent, load, options, tenants, threads)
-        threads = ranks.threads
-    torch.set_num_threads(threads)
+    store = _start_ranks(launch) if launch.degree > 1 else None
     try:
-        with local_client(load, options, tenants, split) as client:
+        with local_client(launch.load, launch.options, launch.tenants, launch.split) as client:
             worker.begin(client)
             ended = client.engine.join()
         channel.send(encode(Ended(str(ended))))
@@ -193,7 +116,51 @@ def run(
     channel.close()
     sys.stdout.flush()
     sys.stderr.flush()
+    del store  # where the ranks met, until now
     os._exit(0)  # threads that still compile or hash are not waited for
+
+
+def _start_ranks(launch: Launch) -> TCPStore:
+    """Start the other ranks, which load the same model and follow this one; returns their store.
+
+    Where this process ends, the system ends them.
+    """
+    store = TCPStore(LOOPBACK, 0, is_master=True, wait_for_workers=False)
+    for rank in range(1, launch.degree):
+        get_context("spawn").Process(
+            target=_follow, args=(launch, rank, store.port), name=f"pcg rank {rank}", daemon=True
+        ).start()
+    _join(launch, 0, store.port)
+    return store
+
+
+def _join(launch: Launch, rank: int, port: int) -> None:
+    """Set torchrun's environment of a rank, with a store that is there already."""
+    os.environ.update(
+        RANK=str(rank),
+        LOCAL_RANK=str(rank),
+        WORLD_SIZE=str(launch.degree),
+        LOCAL_WORLD_SIZE=str(launch.degree),
+        MASTER_ADDR=LOOPBACK,
+        MASTER_PORT=str(port),
+        TORCHELASTIC_USE_AGENT_STORE="True",
+    )
+
+
+def _follow(launch: Launch, rank: int, port: int) -> None:
+    """Follow the first rank to its end; its process reports errors."""
+    launch.begin()
+    _join(launch, rank, port)
+    mute_others()
+    code = 0
+    try:
+        Engine(launch.load().state, launch.options.engine(launch.tenants)).start().follow()
+    except Exception as error:
+        if not isinstance(error, PcgError):
+            traceback.print_exc()
+        code = 1
+    sys.stderr.flush()
+    os._exit(code)  # threads that still hash are not waited for
 
 
 def _follow_parent() -> None:
