@@ -125,7 +125,9 @@ class BoundTraining:
         """Begin a pass; its layers' weights are read in the order of the plan."""
         if self.weights.gathered is not None:
             self.weights.gathered.follow(layers_of_pass(self.training, trains))
-        self.encode_prompts()
+        if self._encoder is not None:  # which computes the virtual tokens of the pass
+            self._encoder.make()
+            self.shards.scatter()
 
     def pass_by(self, trains: bool) -> None:
         """Take part in the gathers of a pass that has no sequence on this replica."""
@@ -148,32 +150,20 @@ class BoundTraining:
         unlearned = [IGNORED] * (self.adapter.prompt_tokens + skipped)
         return [*unlearned, *example.labels[skipped:], IGNORED][1:]
 
-    # ------------------------------------------------------------------------------- encoders
-
-    def encode_prompts(self) -> None:
-        """Run the recipe's encoder, if any, which computes the virtual tokens of a pass."""
-        if self._encoder is not None:
-            self._encoder.make()
-            self.shards.scatter()
-
     def encode_prompts_backward(self) -> None:
         """Run the encoder's backward from the gradients of the virtual tokens of a pass."""
         if self._encoder is None:
             return
-        if self.ranks.size > 1:
-            self._gather_encoded_gradients()
+        if self.ranks.size > 1:  # gather the gradients of its outputs from their shards
+            self.shards.sum_gradients()
+            gradients = {n: t.grad for n, t in self.shards.tensors.items() if t.grad is not None}
+            for path, gradient in self.shards.joined(gradients).items():
+                weight = self.adapter.parameter(path)
+                assert weight is not None
+                weight.weight.grad = gradient.to(weight.weight.device)
+            for tensor in self.shards.tensors.values():
+                tensor.grad = None
         self._encoder.backward()
-
-    def _gather_encoded_gradients(self) -> None:
-        """Gather the gradients of an encoder's outputs from their shards."""
-        self.shards.sum_gradients()
-        gradients = {n: t.grad for n, t in self.shards.tensors.items() if t.grad is not None}
-        for path, gradient in self.shards.joined(gradients).items():
-            weight = self.adapter.parameter(path)
-            assert weight is not None
-            weight.weight.grad = gradient.to(weight.weight.device)
-        for tensor in self.shards.tensors.values():
-            tensor.grad = None
 
     # ------------------------------------------------------------------------------- functions
 

@@ -332,9 +332,11 @@ class CheckpointStore:
             if isinstance(error, FinetuneError) and cause is None:  # such as a closed trainer's
                 raise
             reason = getattr(cause, "strerror", None) or str(cause or error)
+            last = self.latest()
+            left = "there is none before it" if last is None else f"{last.name} is still good"
             raise FinetuneError(
                 f"the checkpoint of step {step} cannot be saved in {self.directory}: {reason}; "
-                f"{self._what_is_left()}; make room and run the same call again"
+                f"{left}; make room and run the same call again"
             ) from error
         finally:
             shutil.rmtree(beside, ignore_errors=True)
@@ -343,10 +345,6 @@ class CheckpointStore:
             if old not in (*self._kept, *self._damaged):
                 shutil.rmtree(old, ignore_errors=True)
         return path
-
-    def _what_is_left(self) -> str:
-        latest = self.latest()
-        return "there is none before it" if latest is None else f"{latest.name} is still good"
 
     def _all(self) -> list[Path]:
         if not self.directory.is_dir():

@@ -383,7 +383,12 @@ class TrainingPass(WindowedPass):
 
     def _layer_back(self, layer: int, window: Window) -> ProductRequest[None]:
         if self._cache is not None and layer not in self._sums:
-            self._sums[layer] = self._no_gradients(self._cache, layer)
+            cache, graphs = self._cache, self._graphs
+            self._sums[layer] = (
+                KvGradients(cache.keys[layer], cache.values[layer], self.tokens)
+                if graphs is None
+                else graphs.no_sums(layer)
+            )
         window.batch.gradients = self._sums.get(layer)
         if layer in self._restored and window.saved[layer][self._input_places(layer)[0]] is None:
             self._restore(layer, window)
@@ -394,11 +399,6 @@ class TrainingPass(WindowedPass):
         window.gradients = yield from self._runner.layer_backward(
             layer, window.batch, window.saved.pop(layer), gradients
         )
-
-    def _no_gradients(self, cache: KvCache, layer: int) -> KvGradients:
-        if self._graphs is not None:
-            return self._graphs.no_sums(layer)
-        return KvGradients(cache.keys[layer], cache.values[layer], self.tokens)
 
     def _end_backward(self) -> None:
         if self._own.is_first:

@@ -234,7 +234,10 @@ def run_to_end(work: Work[Result]) -> Result:
         unit = next(work)
         while True:
             try:
-                run_unit(unit)
+                if isinstance(unit, Forward):
+                    unit.run(unit.remaining)
+                elif isinstance(unit, Part):
+                    unit.run()
             except BaseException as error:  # Ctrl-C, too
                 unit = work.throw(error)
             else:
@@ -242,14 +245,6 @@ def run_to_end(work: Work[Result]) -> Result:
     except StopIteration as end:
         result: Result = end.value
         return result
-
-
-def run_unit(unit: Unit) -> None:
-    """Run a unit by itself."""
-    if isinstance(unit, Forward):
-        unit.run(unit.remaining)
-    elif isinstance(unit, Part):
-        unit.run()
 
 
 Interrupt = tuple[int, FrameType | None]
