@@ -35,9 +35,6 @@ if TYPE_CHECKING:
     from pcg.simulate.workload import Workload
 
 
-# ----------------------------------------------------------------------------------- bench workload
-
-
 @dataclass(frozen=True, kw_only=True)
 class AdapterOptions:
     """Options of the adapters that are served.
@@ -247,9 +244,6 @@ def _lengths(option: str, value: str, most_positions: int | None) -> Lengths:
         raise typer.BadParameter(
             f"{value!r}; use a number, a range as 8-512, or sharegpt", param_hint=option
         ) from error
-
-
-# -------------------------------------------------------------------------------------- bench serve
 
 
 JOB = "finetuned"

@@ -27,9 +27,6 @@ if TYPE_CHECKING:
     from pcg.source import ModelSource
 
 
-# ---------------------------------------------------------------------------------------------- opt
-
-
 def opt_command(
     file: Annotated[
         str | None,
@@ -76,9 +73,6 @@ def _list() -> None:
         options = ",".join(f"{name}=…" for name in options_of(kind))
         usage = f"{kind.name}{{{options}}}" if options else kind.name
         print(f"{usage:<40} {(kind.__doc__ or '').partition(chr(10))[0]}")
-
-
-# ------------------------------------------------------------------------------------------ compile
 
 
 @dataclass(frozen=True, kw_only=True)

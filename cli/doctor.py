@@ -24,8 +24,6 @@ from .options.console import busy, out, plain, print_json, table
 from .options.executors import FIELDS
 from .options.fields import Json, complete_model
 
-# ------------------------------------------------------------------------------------------- models
-
 
 # What the families call one thing.
 def models_command(json: Json = False) -> None:
@@ -66,9 +64,6 @@ def _shape(config: Mapping[str, Any]) -> dict[str, Any]:
     if config.get("multi_query") and not config.get("new_decoder_architecture"):
         shape["kv_heads"] = 1
     return shape
-
-
-# ------------------------------------------------------------------------------------------- doctor
 
 
 NVIDIA = Path("/proc/driver/nvidia/version")

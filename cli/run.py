@@ -27,9 +27,6 @@ if TYPE_CHECKING:
     from pcg.runtime.sampling.logprobs import TokenLogprobs
 
 
-# -------------------------------------------------------------------------------------- completions
-
-
 @dataclass(frozen=True)
 class Prompt:
     """One prompt, and the adapter to continue it with; None is the base."""
@@ -132,9 +129,6 @@ def summary_of(
         "seconds": round(seconds, 4),
         "tokens_per_s": round(tokens / seconds, 1),
     }
-
-
-# ---------------------------------------------------------------------------------------------- run
 
 
 FRESH = "default"

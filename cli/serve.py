@@ -32,8 +32,6 @@ from .options.executors import (
 from .options.fields import Given, Only, Runnable
 from .run import SERVING
 
-# -------------------------------------------------------------------------------------------- serve
-
 
 def serve_command(
     model: Runnable,

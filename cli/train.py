@@ -40,9 +40,6 @@ if TYPE_CHECKING:
     from pcg.train.preference.run import PreferenceResult
 
 
-# -------------------------------------------------------------------------------------------- lines
-
-
 @contextmanager
 def step_lines(log_every: object) -> Iterator[None]:
     """Print the lines of the log of steps within the block, on standard error.
@@ -337,9 +334,6 @@ def _configuration(method: Method, files: AdapterFiles) -> Any:
             raise typer.BadParameter("a saved adapter has its own", param_hint=method.first_flag)
         return files.start_from
     return method.one() if method.is_given else None
-
-
-# -------------------------------------------------------------------------------------------- train
 
 
 Config = Annotated[

@@ -23,9 +23,6 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 
-# ------------------------------------------------------------------------------------------ console
-
-
 def out() -> Console:
     """The console of results."""
     from rich.console import Console

@@ -37,8 +37,6 @@ import typer
 from pcg.files import expanded
 from pcg.keywords import field_docs
 
-# ---------------------------------------------------------------------------------------- arguments
-
 
 def complete_model(incomplete: str) -> list[str]:
     """The models that ship with pcg, for shells."""
@@ -220,9 +218,6 @@ def _json(text: str) -> Any:
         return json.loads(text)
     except (RecursionError, ValueError):
         return text
-
-
-# ------------------------------------------------------------------------------------------- fields
 
 
 FLAGS: Mapping[str, tuple[str, ...]] = {

@@ -26,9 +26,6 @@ if TYPE_CHECKING:
     from pcg.explain.baselines.peers import PartitionedModel
 
 
-# -------------------------------------------------------------------------------------- eager stage
-
-
 @dataclass(frozen=True)
 class EagerAccount:
     """The bytes that eager code saves for the step of a report, and for others.

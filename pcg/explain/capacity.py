@@ -178,12 +178,23 @@ def _largest(total: Callable[[int], int], limit: int, most: int) -> int:
         low, low_over = high, high_over
         high = min(high * 8, most)
         high_over = over(high)
-    while high - low > 1:
-        guess = low + round((high - low) * -low_over / (high_over - low_over))
-        middle = min(max(guess, low + 1), high - 1)
+    return largest_between(over, (low, low_over), (high, high_over))
+
+
+def largest_between(over: Callable[[int], int], low: tuple[int, int], high: tuple[int, int]) -> int:
+    """Return the largest size that fits, by interpolation, as bytes are nearly straight in it.
+
+    Args:
+        over: returns the bytes of a size beyond the limit; at most 0 where it fits.
+        low: a size that fits, and its `over`.
+        high: a size that does not fit, and its `over`.
+    """
+    while high[0] - low[0] > 1:
+        guess = low[0] + round((high[0] - low[0]) * -low[1] / (high[1] - low[1]))
+        middle = min(max(guess, low[0] + 1), high[0] - 1)
         excess = over(middle)
         if excess <= 0:
-            low, low_over = middle, excess
+            low = middle, excess
         else:
-            high, high_over = middle, excess
-    return low
+            high = middle, excess
+    return low[0]

@@ -47,9 +47,6 @@ from pcg.ir.analysis.storages import SEQUENCES, TOKENS_OF_BATCH
 from pcg.ir.types import CONTEXT, RANK
 from pcg.peft.recipe import Recipe
 
-# ----------------------------------------------------------------------------------------- formulas
-
-
 DEGREE = sympy.Symbol("tp", integer=True, positive=True)
 DEGREES = (2, 4, 8, 16, 32, 64)
 

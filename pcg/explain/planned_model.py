@@ -34,8 +34,6 @@ from pcg.peft.recipe import Recipe
 from pcg.runtime.adapters.served_bytes import served_bytes
 from pcg.runtime.training.torch_optimizers import Optimizer
 
-# -------------------------------------------------------------------------------------- adapter use
-
 
 @dataclass(frozen=True)
 class AdapterUse:
@@ -106,9 +104,6 @@ def shaped_adapters(
             }
             adapters.append(replace(fresh, biases=biases))
     return adapters
-
-
-# ------------------------------------------------------------------------------------ planned model
 
 
 @dataclass(frozen=True)

@@ -9,8 +9,6 @@ from typing import Any
 from pcg.plan.loads import Load
 from pcg.plan.rank_plan import TrainingChoice
 
-# ---------------------------------------------------------------------------------------- candidate
-
 
 @dataclass(frozen=True)
 class Machine:

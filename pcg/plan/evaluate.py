@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from pcg.errors import CostModelError
+from pcg.explain.capacity import largest_between
 from pcg.explain.report.report_data import KINDS
 from pcg.parallel.costs.cost_model import CostModel
 from pcg.parallel.costs.step_costs import GraphCosts, host_seconds
@@ -180,20 +181,11 @@ class Replica:
         fitting = bisect_right(batches, False, key=lambda batch: over(choice(batch)) > 0)
         if fitting:
             return choice(batches[fitting - 1]), True
-        low, low_over = 0, over(choice(1, 0))
-        if low_over > 0:
+        least_over = over(choice(1, 0))
+        if least_over > 0:
             return choice(1, 0), False
-        high, high_over = 10, over(choice(1))
-        while high - low > 1:
-            # Saved bytes are straight in the budget; the workspace nearly is.
-            guess = low + round((high - low) * -low_over / (high_over - low_over))
-            middle = min(max(guess, low + 1), high - 1)
-            excess = over(choice(1, middle))
-            if excess <= 0:
-                low, low_over = middle, excess
-            else:
-                high, high_over = middle, excess
-        return choice(1, low), True
+        ends = (0, least_over), (10, over(choice(1)))
+        return choice(1, largest_between(lambda tenths: over(choice(1, tenths)), *ends)), True
 
     @cached_property
     def _steps(self) -> ServingSteps:

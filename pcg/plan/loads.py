@@ -51,9 +51,6 @@ from pcg.parallel.costs.step_costs import SequenceChunk, StepCosts, StepShape
 from pcg.plan.rank_plan import TrainingChoice
 from pcg.plan.workload import Serving, Training
 
-# ------------------------------------------------------------------------------------- serving load
-
-
 BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 192, 256, 384, 512, 768, 1024)
 """The batches whose times the cost model is asked for."""
 _NEAR = 1e-3

@@ -10,9 +10,6 @@ from pcg.plan.candidate import Candidate
 from pcg.plan.plan_data import MACHINE, PlanData, front_columns, price_words
 from pcg.units import gib
 
-# --------------------------------------------------------------------------------------------- text
-
-
 MOST_ROWS = 16
 """The most rows of the front that the table has."""
 
@@ -91,9 +88,6 @@ def _notes(plan: PlanData) -> list[str]:
     words = price_words(plan)
     notes = [*plan.notes, words] if words else plan.notes
     return [fill(note, 98, initial_indent="* ", subsequent_indent="  ") for note in notes]
-
-
-# ------------------------------------------------------------------------------------- machine plan
 
 
 @dataclass(frozen=True)

@@ -10,9 +10,6 @@ from pcg.pages.environment import page_environment
 from pcg.plan.candidate import Candidate
 from pcg.plan.plan_data import MACHINE, PlanData, front_columns, price_words
 
-# ------------------------------------------------------------------------------------------- figure
-
-
 _WIDTH, _HEIGHT, _LEFT, _RIGHT = 792, 274, 62, 784
 _COLORS = ("activations", "save", "compress", "recompute", "drop", "workspace", "other")
 
@@ -52,9 +49,6 @@ def _words(candidate: Candidate, trains: bool) -> str:
     if candidate.load is not None:
         words += f", {1e3 * candidate.load.tpot_s:.3g} ms per output token"
     return words
-
-
-# --------------------------------------------------------------------------------------------- page
 
 
 KINDS = {

@@ -36,8 +36,6 @@ from pcg.plan.workload import MachineOptions, MachineWorkload, parse_workload
 from pcg.runtime.admission.limits import Limits
 from pcg.runtime.training.torch_optimizers import FIELDS, Optimizer
 
-# ------------------------------------------------------------------------------------------- search
-
 
 @dataclass(frozen=True)
 class Device:
@@ -168,9 +166,6 @@ class Search:
                     f"{kind}: sequences of {length:,} tokens are beyond the {positions:,} "
                     f"positions of {self.name}; use {positions:,} at most"
                 )
-
-
-# --------------------------------------------------------------------------------------------- plan
 
 
 _USUAL_GPUS = ("A10G", "A100-40", "A100-80", "H100", "H200", "L40S")

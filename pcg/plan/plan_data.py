@@ -13,8 +13,6 @@ from pcg.plan.candidate import Candidate
 from pcg.plan.workload import MachineWorkload
 from pcg.units import gib
 
-# ---------------------------------------------------------------------------------------- plan data
-
 
 @dataclass(frozen=True)
 class PlanData:

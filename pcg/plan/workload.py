@@ -13,9 +13,6 @@ from typing import ClassVar
 from pcg.errors import UnsupportedError
 from pcg.options import OptimizerChoice, dtype_name
 
-# ----------------------------------------------------------------------------------------- workload
-
-
 MEAN_PROMPT_TOKENS = 161
 MEAN_OUTPUT_TOKENS = 338
 """Means of ShareGPT's single turns (vLLM, SOSP 2023, figure 11)."""

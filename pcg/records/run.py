@@ -26,9 +26,6 @@ from pcg.records.run_files import (
 )
 from pcg.units import shown
 
-# -------------------------------------------------------------------------------------------- texts
-
-
 _LONGEST_TEXT = 2000
 
 
@@ -51,9 +48,6 @@ def time_text(seconds: float) -> str:
     except (OverflowError, ValueError, OSError):
         return "–"
     return moment.strftime("%Y-%m-%d %H:%M:%S UTC")
-
-
-# ---------------------------------------------------------------------------------------------- run
 
 
 EVALUATION = "eval_"

@@ -15,8 +15,6 @@ from pcg.errors import RecordError
 from pcg.records.run_files import TENSORBOARD, RunFacts
 from pcg.units import shown
 
-# --------------------------------------------------------------------------------------------- sink
-
 
 class Sink(ABC):
     """Takes the numbers of a run."""
@@ -82,9 +80,6 @@ class WandbSink(Sink):
 
     def end(self, *, is_completed: bool) -> None:
         self._run.finish(exit_code=0 if is_completed else 1)
-
-
-# -------------------------------------------------------------------------------------------- sinks
 
 
 SINKS = ("tensorboard", "wandb")

@@ -13,8 +13,6 @@ from statistics import NormalDist
 from pcg.errors import BenchmarkError
 from pcg.simulate.workload import require_count, require_positive
 
-# ----------------------------------------------------------------------------------------- arrivals
-
 
 @dataclass(frozen=True)
 class Arrivals(ABC):

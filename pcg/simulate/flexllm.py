@@ -41,8 +41,6 @@ from pcg.simulate.simulation import RoundRobin, Simulation
 from pcg.simulate.synthetic import synthetic
 from pcg.simulate.workload import Workload
 
-# ------------------------------------------------------------------------------------ sharing rules
-
 
 class TemporalSharing(Sharing):
     """Alternates steps that serve with steps that run a whole mini-batch, forward and backward.
@@ -96,9 +94,6 @@ class InferenceOnly(Sharing):
         self, work: Work, phase: Phase, load: Load, ahead_s: float, *, is_due: bool = False
     ) -> bool:
         return False
-
-
-# ------------------------------------------------------------------------------------------ flexllm
 
 
 PIPELINES = 4

@@ -40,9 +40,6 @@ from pcg.runtime.training.work_units import (
     Work,
 )
 
-# ------------------------------------------------------------------------------- simulated training
-
-
 _JOBS = itertools.count(-1, -1)
 """Numbers of the adapters that jobs train; versions of those that are served are positive."""
 
@@ -213,9 +210,6 @@ def simulated_steps(
         steps += 1
         on_step(sum(lengths))
     return steps
-
-
-# --------------------------------------------------------------------------------- simulated device
 
 
 @dataclass(frozen=True, eq=False)

@@ -34,8 +34,6 @@ from pcg.runtime.training.recorded.window_sizes import WindowSizes
 from pcg.runtime.training.work_units import Forward
 from pcg.simulate.simulated_device import SimulatedDevice, simulated_steps
 
-# ------------------------------------------------------------------------------------- ahead device
-
 
 @dataclass(frozen=True)
 class _AheadStep(Finished):
@@ -104,9 +102,6 @@ class AheadDevice(SimulatedDevice):
     def _take(self, seconds: float) -> None:
         self.busy_s += seconds
         self.free_s = max(self.free_s, self.ahead_clock.now_s()) + seconds
-
-
-# --------------------------------------------------------------------------------- simulated engine
 
 
 @dataclass(frozen=True)

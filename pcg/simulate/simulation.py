@@ -40,8 +40,6 @@ from pcg.runtime.sampling.sampling_params import SamplingParams
 from pcg.simulate.simulated_engine import SimulatedEngine
 from pcg.simulate.workload import TimedRequest, Workload
 
-# ---------------------------------------------------------------------------------------- migration
-
 
 @dataclass
 class Migration:
@@ -123,9 +121,6 @@ def continued(sequence: Sequence) -> Request:
     request, count = sequence.request, len(sequence.generated)
     params = replace(request.params, max_new_tokens=sequence.limit - count)
     return replace(request, prompt_ids=(*request.prompt_ids, *sequence.generated), params=params)
-
-
-# --------------------------------------------------------------------------------------- simulation
 
 
 class Router(Protocol):

@@ -24,8 +24,6 @@ from typing import Any
 from pcg.errors import BenchmarkError
 from pcg.files import damage_of, is_file, json_value, shown_path
 
-# ------------------------------------------------------------------------------------------- checks
-
 
 def require_positive(name: str, value: float) -> None:
     """Raise a BenchmarkError unless a value is a finite number above 0."""
@@ -37,9 +35,6 @@ def require_count(name: str, value: int, least: int = 1) -> None:
     """Raise a BenchmarkError unless a value is a whole number of at least `least`."""
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
         raise BenchmarkError(f"{name}={value!r}; use a whole number of at least {least}")
-
-
-# ----------------------------------------------------------------------------------------- workload
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,9 +25,6 @@ from markupsafe import Markup, escape
 from pcg.explain.report.report_data import GraphNode, ReportData, SavedTensor
 from pcg.pages import charts
 
-# ------------------------------------------------------------------------------------------- layout
-
-
 _SWEEPS = 48
 _BEND_WIDTH = 10.0
 _BEND_WEIGHT = 50.0
@@ -125,9 +122,6 @@ def _apart(
         blocks.append((mean, weight, length))
     level = [mean for mean, _, length in blocks for _ in range(length)]
     return [mean + offset for mean, offset in zip(level, offsets, strict=True)]
-
-
-# -------------------------------------------------------------------------------------- layer graph
 
 
 _STEP, _HEIGHT, _GAP = 58.0, 30.0, 12.0

@@ -10,8 +10,6 @@ from typing import Any
 from pcg.explain.report.report_data import KINDS, LAYOUTS, STAGES, GpuCapacity, ReportData
 from pcg.units import gib, number_ranges, rounded, size_text
 
-# ------------------------------------------------------------------------------------ parallel text
-
 
 def parallel_lines(parallel: Mapping[str, Any], candidates: bool) -> list[str]:
     """Return lines of the base's plan, each site's choice, and the bytes between ranks."""
@@ -448,9 +446,6 @@ def bar(part: int, whole: int, cells: int = _BAR_CELLS) -> str:
         eighths = max(eighths, 1)
     full, rest = divmod(eighths, 8)
     return "█" * full + (_BLOCKS[rest] if rest else "")
-
-
-# ------------------------------------------------------------------------------------------- report
 
 
 @dataclass(frozen=True)

@@ -10,9 +10,6 @@ from pcg.options import SplitLink
 from pcg.pages.environment import page_environment
 from pcg.passes.placement.cut import Costs, Crossing, GraphCut, Piece, StepCut
 
-# --------------------------------------------------------------------------------------- split data
-
-
 STEPS = {
     "decode": "a token of each sequence",
     "prefill": "whole prompts",
