@@ -1,1 +1,1 @@
-"""Reports of what a finetuning step needs and why: memory, peers, capacity, text and pages."""
+"""Reports of the memory of a finetuning step, with reasons: accounts, peers, capacity, pages."""

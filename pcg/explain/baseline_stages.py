@@ -68,7 +68,7 @@ class EagerAccount:
 
 
 def eager_account(planned: PlannedModel, notes: list[str]) -> EagerAccount | None:
-    """Return what eager code saves; None, and a note, where that cannot be measured.
+    """Measure the bytes that eager code saves; return None, with a note, if it cannot run.
 
     Args:
         planned: the model, its recipes and the step.

@@ -48,7 +48,7 @@ class _OverRanks:
         self._found: dict[int, PlannedModel | None] = {}
 
     def at(self, degree: int) -> PlannedModel | None:
-        """Return the step over so many ranks; None if they cannot run or train it."""
+        """Plan the step over `degree` ranks; return None if they cannot run or train it."""
         if degree not in self._found:
             self._found[degree] = self._plan(degree)
         return self._found[degree]
@@ -103,7 +103,7 @@ def _on_these_ranks(planned: PlannedModel, capacity: GpuCapacity) -> Iterator[st
 
 
 def _on_more_ranks(planned: PlannedModel, usable: int, over_ranks: _OverRanks) -> Iterator[str]:
-    """Yield the fewest ranks over which the step fits, or a smaller one if it fits over none."""
+    """Yield the fewest ranks over which the step fits, or else a smaller step over more ranks."""
     tp = planned.setup.options.tp
     weights = memory_bytes(planned)["weights"]
     smaller = ""

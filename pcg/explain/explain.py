@@ -51,7 +51,7 @@ def explain(arguments: ExplainArguments) -> Report:
     """Account for the memory of a finetuning step: what is saved for backward, and why.
 
     Raises:
-        PcgError: what cannot be read, traced or attached is named.
+        PcgError: the model cannot be read or traced, or a recipe cannot be attached.
     """
     return compared(arguments.model, {"": arguments.peft}, arguments)[""]
 
@@ -74,13 +74,13 @@ def compare(arguments: CompareArguments) -> dict[str, Report]:
     """Explain several recipes over one model, which is traced once; by their names.
 
     Raises:
-        PcgError: what cannot be read, traced or attached is named.
+        PcgError: the model cannot be read or traced, or a recipe cannot be attached.
     """
     return compared(arguments.model, arguments.pefts, arguments)
 
 
 def compared(model: Any, pefts: Mapping[str, object], options: ExplainOptions) -> dict[str, Report]:
-    """`compare` with its options as one object."""
+    """Compare recipes; the options are one object."""
     devices = [find_accelerator(name) for name in options.gpus]
     recipes = {name: recipes_of(peft) for name, peft in pefts.items()}
     optimizer = Optimizer.of(

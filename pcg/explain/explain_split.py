@@ -43,10 +43,10 @@ class SplitArguments(SplitOptions):
 
 @takes(SplitArguments)
 def explain_split(arguments: SplitArguments) -> SplitReport:
-    """Return the cheapest cut of a model between a base and a client, beside Symbiosis' fixed one.
+    """Return the cheapest cut of a model between base and client, next to Symbiosis' fixed cut.
 
     Raises:
-        PcgError: what cannot be read, traced, attached or costed is named.
+        PcgError: the model or recipe cannot be read, traced, attached or costed.
     """
     options = PlanOptions(batch=arguments.batch, seq=arguments.seq, dtype=arguments.dtype)
     _ = options.budget  # refuses a batch or a length

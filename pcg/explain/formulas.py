@@ -24,7 +24,7 @@ The total is the sum of the formulas.
 Formulas in S over a region of lengths: a piece for each moment of the step that is the fullest.
 
 The workspace is that of the fullest moment, which changes with the length: attention's grows with
-S², most else with S, and the loss's chunk does not grow. A formula of one moment is less than the
+S², most else with S, and the loss's chunk does not grow. A formula of a moment is less than the
 workspace, even negative, where another moment is fuller. So pieces are found as an upper envelope
 is: the formulas at both corners are compared where they cross, and there with the moment that is
 the fullest in truth, until every piece gives the very bytes at both of its corners.
@@ -73,7 +73,7 @@ def in_rank(
     Args:
         formulas_at: returns the formulas in B and S of each kind of memory, and `total`, at a rank
             with the same saved tensors; None where there is no such plan.
-        rank: the rank that was asked for.
+        rank: the requested rank.
     """
     here, above, further = (formulas_at(rank + more) for more in range(3))
     if here is None:
@@ -128,7 +128,7 @@ def in_degree(
 
     Args:
         at: returns the bytes at a degree.
-        degree: the degree that was asked for.
+        degree: the requested degree.
     """
     known: dict[int, AtDegree] = {}
     for other in sorted({degree, *DEGREES}):

@@ -84,7 +84,7 @@ def parallel_rows(
 def _total(
     sharded: Sharded, costs: DeviceCosts, trained: TrainedModel | None
 ) -> dict[str, int] | None:
-    """Return what a rank sends of the model for a batch; None where pcg does not train it."""
+    """Return the bytes a rank sends for a batch; None for a model that pcg does not train."""
     if trained is None:
         return None
     of = partial(Exchange.of, tokens=costs.tokens, degree=costs.degree)

@@ -102,7 +102,7 @@ def _at_length(planned: PlannedModel, seq: int) -> PlannedModel:
 
 
 def _within(planned: PlannedModel, run: tuple[int, int]) -> PlannedModel:
-    """Return the same plan at a length of a run: the one that was asked for, if it is one."""
+    """Return the same plan at a length of a run; the requested length if the run has it."""
     low, high = run
     is_asked = low <= planned.setup.options.seq <= high
     return planned if is_asked else _at_length(planned, isqrt(low * high))
@@ -165,7 +165,7 @@ def valid_range(plan_at: Callable[[int], MemoryPlan], here: int, most: int) -> t
 
     Args:
         plan_at: returns the plan for a number.
-        here: the number that was asked for.
+        here: the requested number.
         most: the end of the search.
     """
 

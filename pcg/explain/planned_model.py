@@ -190,7 +190,7 @@ class Setup:
         return dataclasses.replace(self, settings=settings)
 
     def use(self, base: ModelGraph) -> AdapterUse:
-        """Return what the recipes train of a base."""
+        """Return the networks and tensors that the recipes train of a base."""
         return adapter_use(base, self.recipes, str(self.config["model_type"]), base.adapter_dtype)
 
     def shaped_adapters(self) -> list[Adapter]:
@@ -210,7 +210,7 @@ class PlannedModel:
     """A model that is planned for a setup.
 
     Attributes:
-        use: what the recipes train.
+        use: the networks and tensors that the recipes train.
         whole: the model without bypass networks, raised.
         base: one rank's part of it.
         attached: the same with bypass networks; None without adapters.
@@ -219,7 +219,7 @@ class PlannedModel:
         trained: the model with the graphs that train it; None where pcg cannot.
         windowed: the plan of sequences that come window by window, through the KV cache; None where
             it was not asked for.
-        refusal: the reason why pcg cannot train the model; empty where it can.
+        refusal: the reason why pcg cannot train the model; empty if it can.
         sharded: the model over ranks; None for one rank.
         copies_bytes: bytes of one rank's copies that the adapters are served from; 0 where they are
             not served.

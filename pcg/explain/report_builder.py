@@ -130,7 +130,7 @@ def build_report(planned: PlannedModel) -> Report:
 
 
 def _gathered(planned: PlannedModel) -> dict[str, int]:
-    """Return what a step of one batch gathers of layers in shards, and what a rank sends for it."""
+    """Return the sharded layers that a step of one batch gathers, and the bytes a rank sends."""
     replicas = planned.setup.parts
     if replicas == 1:
         return {}
@@ -280,7 +280,7 @@ def _layer_groups(planned: PlannedModel) -> Iterable[LayerGroup]:
 
 
 def _tensors(planned: PlannedModel) -> Iterable[SavedTensor]:
-    """Yield the decisions on all tensors of the layers, and what is saved outside them."""
+    """Yield the decisions on all tensors of the layers, and the saved tensors outside them."""
     if planned.saved is None:
         return
     plan, frontiers, at = planned.training.plan, planned.training.frontiers, planned.setup.at

@@ -147,7 +147,7 @@ def _part(planned: PlannedModel, stage: Stage) -> PlannedModel:
 
 
 def _of_layers(model: ModelGraph, stage: Stage) -> ModelGraph:
-    """Return a model with the stage's layers alone, and nothing in the graphs that it lacks."""
+    """Return a model with the stage's layers only, and pass-through graphs for missing ends."""
     prologue, epilogue = model.prologue, model.epilogue
     if not stage.is_first:
         prologue = _passing(prologue, prologue.inputs)

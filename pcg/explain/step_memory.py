@@ -102,7 +102,7 @@ def step_memory(
 
 
 def version_bytes(planned: PlannedModel) -> int:
-    """Return the bytes of the versions that are served beside those that train, in host memory."""
+    """Return the host bytes of the versions that are served while others are trained."""
     is_served = planned.setup.serves is not None
     size = DTYPE_BYTES[planned.unraised.adapter_dtype]
     return size * planned.use.trainable if is_served else 0
@@ -194,7 +194,7 @@ def _input_bytes(model: ModelGraph, layer: int) -> sympy.Expr:
 
 
 def _loss_workspace(planned: PlannedModel) -> sympy.Expr:
-    """Return the workspace of the loss: that of one chunk of tokens, and the gradients of all.
+    """Return the workspace of the loss: of a chunk of tokens, plus the gradients of all.
 
     The last token of a sequence predicts nothing, and neither do virtual tokens, but for the last
     of them where it predicts the first token.

@@ -98,7 +98,7 @@ class Formula:
         """Return its value.
 
         Raises:
-            GradingError: it has none, as with a division by zero, or one that is too large.
+            GradingError: the value is undefined, as a division by zero, or too large.
         """
         try:
             value = _value(self.tree, values)

@@ -109,12 +109,12 @@ class Grader(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_
 
     @property
     def parts(self) -> tuple[Grader, ...]:
-        """The graders that it is made of."""
+        """The graders of which a formula is computed."""
         return ()
 
     @property
     def judge(self) -> str | None:
-        """The model that it asks; None for a grader without a judge."""
+        """The model of the judge; None for a grader without a judge."""
         return None
 
     async def score(self, sample: Sample, host: GradingHost) -> Grade:
@@ -134,7 +134,7 @@ class Grader(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_
 
 
 def all_of(grader: Grader) -> Iterator[Grader]:
-    """Yield a grader and all that it is made of."""
+    """Yield a grader and all of its parts, recursively."""
     yield grader
     for part in grader.parts:
         yield from all_of(part)

@@ -22,7 +22,7 @@ _MOST_KEY = 64
 class Multi(Grader, tag="multi", frozen=True, kw_only=True):
     """A formula of graders, each by its key.
 
-    Where a grader fails, the formula fails, too: it would compute a reward from a missing one.
+    If a part fails, the formula fails, as it would compute with a missing reward.
     """
 
     graders: dict[str, Any]

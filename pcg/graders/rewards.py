@@ -1,4 +1,4 @@
-"""Rewards by graders: of what a policy wrote, for reinforcement learning."""
+"""Rewards by graders, of the completions of a policy, for reinforcement learning."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _AT_ONCE = 8
 
 
 async def rewards_of(grader: Grader, samples: Sequence[Sample], host: GradingHost) -> list[float]:
-    """Return the reward of each sample; one that cannot be graded has 0.
+    """Return the reward of each sample; 0 for a sample that cannot be graded.
 
     Raises:
         GraderError: none of them can be graded; why the first cannot.
@@ -42,7 +42,7 @@ class GraderReward:
     The columns of a row, and its `prompt`, are `item.*` of the grader's templates.
 
     Raises:
-        GraderError: the grader asks a judge, which only a server has.
+        GraderError: the grader needs a judge; only a server has judges.
     """
 
     def __init__(self, grader: Grader) -> None:

@@ -1,4 +1,4 @@
-"""The sample that is graded, and templates that are filled in with its values.
+"""The graded sample, and templates that are filled with its values.
 
 A template is text with names such as `{{item.x}}` and `{{sample.output_text}}`. A name is a path of
 keys and places in lists; nothing is computed, and inserted text is not searched for further names.

@@ -46,12 +46,12 @@ def check_sandbox() -> None:
 
 
 def run_grader(source: str, sample: Sample, wall_s: float = WALL_S) -> float:
-    """Return what the `grade(sample, item)` of a source returns, run in a sandbox.
+    """Run `grade(sample, item)` of a source in a sandbox and return its value.
 
     Args:
         wall_s: time after which it is ended, seconds.
     Raises:
-        GradingError: it fails, takes too much, or cannot run here.
+        GradingError: it fails, exceeds its limits, or this machine has no sandbox.
     """
     try:
         output_json = sample.output_json
@@ -114,7 +114,7 @@ def _ended(held: int, wall_s: float) -> bytes:
 
 
 def _score(outcome: bytes) -> float:
-    """Return the score of an outcome, of which the source may have written every byte."""
+    """Return the score of an outcome; the source may have written every byte of it."""
     try:
         # As floats, integers have no bound of their digits.
         reply: Any = json.loads(outcome, parse_int=float)

@@ -106,7 +106,7 @@ class PythonGrader(Grader, tag="python", frozen=True, kw_only=True):
 
 
 def require_word(name: str, value: str, words: Any) -> None:
-    """Raise a ValueError for a value of a field that is not one of some words."""
+    """Raise a ValueError for a value of a field that is not among the words."""
     if value not in words:
         raise ValueError(f"{name}={value[:64]!r}; use {', '.join(words)}")
 
@@ -133,7 +133,7 @@ def _gleu(text: str, reference: str) -> float:
 
 
 class _NoSynonyms:
-    """A word net without synonyms, so that METEOR matches words and stems alone."""
+    """A word net without synonyms, so that METEOR matches only words and stems."""
 
     def synsets(self, word: str) -> list[Any]:
         return []

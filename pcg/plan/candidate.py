@@ -53,7 +53,7 @@ class Promise:
 
     @property
     def excess(self) -> float:
-        """The found number as a multiple of what is allowed; above 1 the promise is broken."""
+        """The predicted number over the allowed number; above 1 the promise is broken."""
         ratio = self.predicted / self.promised
         return 1 / max(ratio, 1e-12) if self._is_least else ratio
 
@@ -74,19 +74,19 @@ class Promise:
 
 @dataclass(frozen=True)
 class Candidate:
-    """A machine, and what it does with the workload.
+    """A machine with its memory, times, promises and price for the workload.
 
     Attributes:
         choice: how optimizer steps run; None where nothing is trained.
         memory_bytes: bytes of one rank by kind, and their total.
-        usable_bytes: bytes of a GPU that are not left free.
+        usable_bytes: bytes of a GPU without the reserve.
         step_s: seconds of an optimizer step; None where nothing is trained.
         finetuning_tokens_per_s: tokens that all replicas train on.
         load: the steady state of a replica; None where nothing is served or it cannot be.
         sustained_per_s: the highest rate at which all replicas keep the promises, without
             finetuning; None where nothing is served.
         output_tokens_per_s: tokens that all replicas generate, at the workload's rate.
-        promises: what is promised, and what was found.
+        promises: the promises with the predicted numbers.
         dollars_per_hour: the price of all GPUs; None where none is known.
     """
 
@@ -124,7 +124,7 @@ class Candidate:
         return self.load.tpot_s if self.load is not None else self.step_s or 0.0
 
     def dollars_per_million(self, tokens_per_s: float | None) -> float | None:
-        """Return the dollars of the whole machine for a million tokens at so many a second."""
+        """Return the dollars of the whole machine for a million tokens at a throughput."""
         if self.dollars_per_hour is None or not tokens_per_s:
             return None
         return self.dollars_per_hour / (tokens_per_s * 3600 / 1e6)
@@ -203,7 +203,7 @@ def _dominates(candidate: Candidate, other: Candidate) -> bool:
 
 
 def _costs(candidate: Candidate, other: Candidate) -> tuple[float, float] | None:
-    """Return what can be compared of two costs; None if nothing can."""
+    """Return two comparable costs; None if the candidates have none."""
     if candidate.dollars_per_hour is not None and other.dollars_per_hour is not None:
         return candidate.dollars_per_hour, other.dollars_per_hour
     if candidate.machine.gpu == other.machine.gpu:

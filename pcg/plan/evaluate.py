@@ -1,4 +1,4 @@
-"""Candidates of one GPU and one degree: what fits, how fast it is, and which promises it keeps."""
+"""Candidates of one GPU and one degree: their memory, speed and promises."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Wanted:
     """The work that candidates are evaluated for, and its promises.
 
     Attributes:
-        served: what a replica serves; None where nothing is served.
+        served: the work of a serving replica; None if nothing is served.
         rank: the rank of the trained adapter; 0 for a method without ranks.
         tpot_slo_s: promise of the time per output token; None for none.
         ttft_slo_s: promise of the time to the first token; None for none.
@@ -53,7 +53,7 @@ class Wanted:
 
 @dataclass(frozen=True)
 class Replica:
-    """One replica: a GPU's kind with its costs, and a model that is planned over its ranks."""
+    """A replica: a GPU with its costs, and a model planned over its ranks."""
 
     gpu: str
     usable_bytes: int
@@ -63,7 +63,7 @@ class Replica:
     wanted: Wanted
 
     def candidates(self, max_gpus: int) -> Iterator[Candidate]:
-        """Yield machines of one replica, and of more, which share requests or sequences."""
+        """Yield machines of one or more replicas, which share requests or sequences."""
         workload, most = self.wanted.workload, max_gpus // self.plan.tp
         if workload.serving is None:
             assert workload.training is not None
@@ -166,7 +166,7 @@ class Replica:
         """Return how optimizer steps run, and whether that fits.
 
         It is the largest batch at which nothing is recomputed that need not be. If there is none,
-        it is one sequence at the largest memory budget that fits, in tenths.
+        it is a single sequence at the largest memory budget that fits, in tenths.
         """
         batches = [n for n in range(1, training.batch + 1) if training.batch % n == 0]
 
@@ -255,7 +255,7 @@ def sharing(training: Training, most: int) -> list[int]:
 
 
 def too_large(machine: Machine, weights: int, usable_bytes: int) -> Candidate:
-    """Return a candidate whose part of the weights alone is more than its memory."""
+    """Return a candidate whose memory is too small for its part of the weights."""
     memory = {**dict.fromkeys(KINDS, 0), "weights": weights, "total": weights}
     promise = Promise("memory", usable_bytes / GIB, weights / GIB)
     return Candidate(machine, None, memory, usable_bytes, promises=(promise,))

@@ -84,7 +84,7 @@ class PlanData:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """The source of the times, and what else is to be known, in sentences."""
+        """The sources of the times and other remarks, in sentences."""
         by_words: dict[str, list[str]] = {}
         for gpu, words in self.costs.items():
             by_words.setdefault(words, []).append(gpu)

@@ -30,7 +30,7 @@ from pcg.runtime.memory.kv_cache import bytes_of_token
 
 @dataclass(frozen=True)
 class TrainingChoice:
-    """The way an optimizer step is run: sequences at once, batches a step, and what is saved."""
+    """The execution of an optimizer step: batch, accumulated batches and memory budget."""
 
     batch: int
     accumulation: int
@@ -41,7 +41,7 @@ class RankPlan:
     """A model that is planned over ranks, for any batch, budget and number of served tokens.
 
     Args:
-        setup: the model and the step; its batch is the largest that is asked for.
+        setup: the model and the step; its batch is the largest requested batch.
         trains: False where requests are all that runs.
         adapters: the number of adapters that requests use.
     Raises:
@@ -95,7 +95,7 @@ class RankPlan:
 
         Args:
             choice: how steps are run; None where nothing is trained.
-            served_tokens: tokens of requests, whose keys and values are there.
+            served_tokens: tokens of requests in the KV cache.
         """
         if choice not in self._memory:
             self._memory[choice] = memory_bytes(self._at(choice))

@@ -38,7 +38,7 @@ class Training:
 
 @dataclass(frozen=True)
 class Serving:
-    """Requests that come at a rate: their mean tokens in, and tokens out."""
+    """Requests at a rate, with their mean prompt and output tokens."""
 
     rate_per_s: float
     prompt_tokens: int = MEAN_PROMPT_TOKENS
@@ -78,7 +78,7 @@ def parse_workload(text: str) -> MachineWorkload:
     """Read a workload such as `train:4x2048,serve:20req/s`.
 
     Raises:
-        UnsupportedError: a part is none, is there twice, or has a size out of range.
+        UnsupportedError: a part is unknown, given twice, or has a size out of range.
     """
     parts: dict[str, tuple[str | None, ...]] = {}
     for part in (part.strip() for part in text.split(",")):

@@ -58,7 +58,7 @@ class RunRecord:
 
     Attributes:
         folder: the folder.
-        last_step: the last step that has a row; 0 without one.
+        last_step: the last step with a row; 0 without rows.
         names_of_last: the names of that step's numbers.
     """
 
@@ -73,16 +73,16 @@ class RunRecord:
         report_to: Sequence[str] = (),
         waits_for_page: bool = True,
     ) -> None:
-        """Make the folder, or go on with the run whose record is there.
+        """Make the folder, or continue the run that has its record there.
 
         With no step `done`, that is one of this configuration that did not reach its end. Another
         run's record is set aside, in the folder's `earlier-1`, `earlier-2` and so on.
 
         Args:
             folder: the folder, of this run alone.
-            config: the run's configuration; what is no JSON is kept as text.
-            name: what people call the run; by default the folder's name.
-            kind: what the run does: finetune, grpo, dpo, sft, …
+            config: the run's configuration; values that JSON cannot hold are kept as text.
+            name: the displayed name; by default the folder's name.
+            kind: the kind of run: finetune, grpo, dpo, sft, …
             done: the steps that the run has done before, as its checkpoint says. Rows behind them
                 are removed, as these steps are run again.
             report_to: where else the numbers go: tensorboard, wandb.
@@ -181,7 +181,7 @@ class RunRecord:
 
         Args:
             status: completed, failed, interrupted or cancelled.
-            error: what a run that did not complete says of it.
+            error: the message of a run that did not complete.
         Raises:
             RecordError: its end cannot be written.
         """

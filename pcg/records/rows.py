@@ -1,4 +1,4 @@
-"""Files of JSON lines that a run appends to, and that are read whatever instant ended it.
+"""Files of JSON lines that a run appends to; readable after a crash at any instant.
 
 A row is a line that ends. What a crash left behind the last of them is no row: readers leave it
 out, and the next writer cuts it off.
@@ -91,7 +91,7 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
 
 
 def is_written(path: Path) -> bool:
-    """Return whether a run that goes on has the file open; a file system without locks never has.
+    """Return whether a running run has the file open; False on file systems without locks.
 
     Raises:
         RecordError: it cannot be read.

@@ -1,4 +1,4 @@
-"""Runs as their records have them, whatever ended them or while they go on; compared, too."""
+"""Runs as recorded, running or ended, and their comparison."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _LONGEST_TEXT = 2000
 
 
 def text_of(value: object) -> str:
-    """Return a value as a table has it, cut where it is long."""
+    """Return a value as text of a table, shortened if long."""
     if value is None:
         return "–"
     if isinstance(value, float):
@@ -69,7 +69,7 @@ class Run:
         config: its configuration.
         series: the points of each number by its name, in the order of the steps; none for those
             that were not finite.
-        last_step: the last step; 0 without one.
+        last_step: the last step; 0 without steps.
         last_s: when that was logged, in seconds of Unix time.
     """
 
@@ -82,12 +82,12 @@ class Run:
     last_s: float
 
     def last(self, name: str) -> float | None:
-        """Return the last value of a number; None without one."""
+        """Return the last value of a number; None without values."""
         points = self.series.get(name)
         return points[-1][1] if points else None
 
     def least(self, name: str) -> Point | None:
-        """Return the least value of a number, and its step; None without one."""
+        """Return the least value of a number, with its step; None without values."""
         return min(self.series.get(name, ()), key=lambda point: point[1], default=None)
 
     @property
@@ -183,7 +183,7 @@ class Comparison:
 
     @property
     def differing(self) -> dict[str, list[Any]]:
-        """The options that differ, each with the value of each run; None where one has it not."""
+        """The options that differ, with the value of each run; None for a missing option."""
         configs = [flat(run.config) for run in self.runs]
         differing = {}
         for name in dict.fromkeys(name for config in configs for name in config):
@@ -194,7 +194,7 @@ class Comparison:
 
     @property
     def results(self) -> dict[str, list[Any]]:
-        """The outcome by what it is called, each with the value of each run."""
+        """The results by name, with the value of each run."""
         rows: dict[str, list[Any]] = {
             "status": [str(run.status) for run in self.runs],
             "steps": [run.last_step for run in self.runs],
@@ -214,7 +214,7 @@ class Comparison:
 
     @property
     def json(self) -> dict[str, Any]:
-        """The comparison as one object."""
+        """The comparison as a JSON object."""
         runs = []
         for place, (run, name) in enumerate(zip(self.runs, self.names, strict=True)):
             results = {what: values[place] for what, values in self.results.items()}
@@ -226,7 +226,7 @@ class Comparison:
 
 
 def compare(runs: Sequence[Run]) -> Comparison:
-    """Compare runs, each named by what its folder's path has apart from the others'."""
+    """Compare runs, each named by the part of its path that differs from the others."""
     paths = [run.folder.absolute().parts for run in runs]
     start = end = 0
     if len(set(paths)) > 1:

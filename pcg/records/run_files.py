@@ -1,4 +1,4 @@
-"""The files of a record that are written as a whole: what it is of, and its configuration."""
+"""The files of a record that are written as a whole: its facts and its configuration."""
 
 from __future__ import annotations
 
@@ -46,10 +46,10 @@ class RunFacts:
     """The content of run.json.
 
     Attributes:
-        name: what people call the run.
-        kind: what it does.
+        name: the displayed name.
+        kind: the kind of run, as `finetune`.
         begun_s: when it began, in seconds of Unix time; `ended_s` is None for one that has not.
-        error: what a failed run says of it.
+        error: the message of a failed run.
     """
 
     name: str
@@ -133,7 +133,7 @@ def write_whole(path: Path, text: str) -> None:
 
 
 def plain(value: Any) -> Any:
-    """Return a value as JSON has it; what it does not have, as text."""
+    """Return a value that JSON can hold; other values become text."""
     if value is None or isinstance(value, bool | str):
         return value
     if isinstance(value, int):

@@ -56,7 +56,7 @@ class TensorBoardSink(Sink):
 
 
 class WandbSink(Sink):
-    """Logs to a run whose id is that of the record, so that a run that goes on stays one.
+    """Logs to a run with the id of the record, so that a resumed run stays the same run.
 
     Weights & Biases leave out steps that a run has already. Its own variables hold, as WANDB_MODE.
     """
@@ -87,7 +87,7 @@ SINKS = ("tensorboard", "wandb")
 
 
 def check_sinks(names: Sequence[str]) -> None:
-    """Raise a RecordError if one of the names is no sink's, or its library is not installed."""
+    """Raise a RecordError for an unknown sink, or one without its library installed."""
     for name in names:
         if name not in SINKS:
             raise RecordError(f"report_to={shown(name)}; use some of {', '.join(SINKS)}")
@@ -105,10 +105,10 @@ def open_sinks(
 
     Args:
         folder: the folder of its record.
-        facts: its name, and when it began, by which one that goes on is known.
+        facts: its name and start, which identify a resumed run.
         done: the steps that it has done.
     Raises:
-        RecordError: one is not known, not installed, or cannot be opened.
+        RecordError: a sink is unknown, not installed, or cannot be opened.
     """
     check_sinks(names)
     sinks: list[Sink] = []

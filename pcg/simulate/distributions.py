@@ -174,7 +174,7 @@ class Lengths(ABC):
 
 @dataclass(frozen=True)
 class Fixed(Lengths):
-    """The distribution of one length alone."""
+    """The distribution with a single length."""
 
     tokens: int
 
@@ -275,7 +275,7 @@ class Popularity(ABC):
 
     @abstractmethod
     def shares(self, requests: int) -> tuple[float, ...]:
-        """Return each adapter's share of so many requests, the largest first; they sum to 1."""
+        """Return each adapter's share of the requests, the largest first; they sum to 1."""
 
     def counts(self, requests: int) -> tuple[int, ...]:
         """Return whole numbers of requests that are nearest to the shares (largest remainders).

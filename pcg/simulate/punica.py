@@ -108,7 +108,7 @@ def cluster_hour(
 
 
 class _Tally:
-    """Counts what engines do, by minute.
+    """Counts the work of engines, by minute.
 
     Attributes:
         first_s: the sum of all requests' times to the first token.

@@ -38,14 +38,14 @@ def replay(
     most_positions: int | None = None,
     wait: Callable[[float], None] = time.sleep,
 ) -> ServingReport:
-    """Serve a workload to the end of its last request, beside whatever jobs the engine has.
+    """Serve a workload to the end of its last request, concurrently with the engine's jobs.
 
     Args:
-        engine: an engine; jobs that it has go on after the end.
+        engine: an engine; its jobs continue after the end.
         adapters: the adapters by the names that the workload uses.
         prefix_tokens: the number of tokens that all prompts have in front of their own.
         most_positions: the model's positions; None for any number.
-        wait: lets so many seconds pass on the engine's clock while there is nothing to do.
+        wait: lets some seconds pass on the engine's clock while the engine is idle.
     Returns:
         The report from the first submission to the end of the last request; refused requests count.
     Raises:
@@ -104,7 +104,7 @@ def _replay(
 
 
 def train(engine: EngineLoop, seconds: float) -> ServingReport:
-    """Run an engine's jobs alone for so long, or to their end.
+    """Run an engine's jobs without requests for some seconds, or to their end.
 
     Raises:
         BenchmarkError: the time is not above 0, or there is no job.

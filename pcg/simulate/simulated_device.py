@@ -113,7 +113,7 @@ class SimulatedPass(WindowedPass):
 
     @property
     def next_window(self) -> list[SequenceChunk]:
-        """The window whose layer comes next: in backward, the last window first."""
+        """The window of the next layer to run; in backward, the last window first."""
         return self._tokens(self._begun)[0] if self._begun else self.windows[self._index]
 
     @property
@@ -308,7 +308,7 @@ class SimulatedDevice:
         """Do nothing: there are no keys and values."""
 
     def prefetch(self, adapters: List[ServedAdapter]) -> None:
-        """Begin to copy adapters to the device, behind copies that are under way."""
+        """Start to copy adapters to the device, after the copies in progress."""
         for adapter in adapters:
             if adapter.version not in self._copied_s:
                 started = max(self._clock.now_s(), self._link_free_s)

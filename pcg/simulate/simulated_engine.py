@@ -1,6 +1,6 @@
 """The engine over a simulated device: the scheduler, pool and policies are the real ones.
 
-A simulated device that works beside its host, as a GPU does.
+A simulated device that runs asynchronously to its host, as a GPU does.
 
 What is started runs behind what was started before, and the clock stands still: the host's own work
 takes no time. It moves when the host waits, for the results of a step or for parts of jobs. Parts
@@ -47,17 +47,17 @@ class _AheadStep(Finished):
 
 
 class AheadSide(SideStream):
-    """The second stream of such a device, which runs parts of jobs behind what was started."""
+    """The second stream of such a device; it runs parts of jobs after the started work."""
 
     def __init__(self, device: AheadDevice) -> None:
         self._device = device
         self._seconds: list[float] = []
 
     def begin(self) -> None:
-        """Do nothing: all is in one order."""
+        """Do nothing: all work is in order."""
 
     def rejoin(self) -> None:
-        """Do nothing: all is in one order."""
+        """Do nothing: all work is in order."""
 
     @contextmanager
     def beside(self) -> Iterator[None]:
@@ -77,7 +77,7 @@ class AheadSide(SideStream):
 
 
 class AheadDevice(SimulatedDevice):
-    """A device on which a step may begin before the one before is read."""
+    """A device that may start a step before the results of the previous step are read."""
 
     def __init__(
         self, costs: StepCosts, clock: SimulatedClock, most_positions: int | None = None
@@ -91,7 +91,7 @@ class AheadDevice(SimulatedDevice):
     def start(
         self, chunks: List[tuple[Sequence, int]], windows: List[tuple[Forward, int]]
     ) -> _AheadStep:
-        """Run a step as `SimulatedDevice.start`, behind what was started before."""
+        """Run a step as `SimulatedDevice.start`, after the work started before."""
         busy_s = self.busy_s
         finished = super().start(chunks, windows)
         took_s = self.busy_s - busy_s
@@ -162,7 +162,7 @@ class SimulatedEngine(EngineLoop):
         rank: int = 16,
         sizes: WindowSizes | None = None,
     ) -> Job:
-        """Train an adapter beside what is served.
+        """Train an adapter concurrently with serving.
 
         Args:
             name: the name of the adapter, and of the job.

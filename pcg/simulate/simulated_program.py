@@ -62,7 +62,7 @@ class SimulatedProgram:
     element_bytes: int
 
     def latencies(self) -> Latencies:
-        """Return what an engine first plans by: five steps, as it measures them on a machine."""
+        """Return the initial latencies of an engine: five steps, as measured on a machine."""
 
         def seconds(tokens: int, context: int, rows: int) -> float:
             shape = StepShape.of([SequenceChunk(tokens, context)])

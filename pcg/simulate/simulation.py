@@ -167,7 +167,7 @@ class FullestFirst:
 
 
 def _has_room(engine: SimulatedEngine, request: Request) -> bool:
-    """Return whether there are pages for the prompt, and one for each request that is there."""
+    """Return whether there are pages for the prompt, and a page for each present request."""
     adapters, need = engine.scheduler.adapters, pages_for(request.length)
     if not adapters.has(request.adapter):
         need += adapters.pages_of(request.adapter)
@@ -176,7 +176,7 @@ def _has_room(engine: SimulatedEngine, request: Request) -> bool:
 
 @dataclass(frozen=True)
 class _Waiting:
-    """A request that no engine has, when it came, and whether tokens of it came already."""
+    """A request without an engine, its arrival, and whether it has generated tokens."""
 
     came_s: float
     request: Request
@@ -209,7 +209,7 @@ class Simulation:
         """Serve a workload until nothing is left to do.
 
         Args:
-            jobs_end_s: the time at which jobs that are left are cancelled.
+            jobs_end_s: the time at which the remaining jobs are cancelled.
         Returns:
             The events of all engines in order of time; subjects begin with their engine's place.
         Raises:
@@ -244,7 +244,7 @@ class Simulation:
                 return self._events()
 
     def _move(self, place: int, leaving: List[Sequence], waiting: deque[_Waiting]) -> None:
-        """Take requests out of an engine: they came before any that waits."""
+        """Take requests out of an engine and queue them before the waiting ones."""
         for sequence in reversed(leaving):
             has_begun = (place, sequence.id) in self.resumed or bool(sequence.generated)
             self.on_move(place, sequence)

@@ -86,7 +86,7 @@ def assign_adapters(
     seed: int,
     adapters: Sequence[str] | None = None,
 ) -> Workload:
-    """Return a workload whose requests have adapters.
+    """Return the workload with adapters assigned to its requests.
 
     Args:
         workload: requests, whose adapters are replaced.

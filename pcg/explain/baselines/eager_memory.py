@@ -44,7 +44,7 @@ class EagerMemory:
 
     Attributes:
         layers: the bytes of each layer.
-        outside: the bytes of what layers share, and of what is outside of them.
+        outside: the bytes of shared tensors and of tensors outside the layers.
     """
 
     layers: tuple[int, ...]
@@ -62,7 +62,7 @@ class EagerMemory:
 
 
 class EagerModel:
-    """A transformers model with an adapter, of fake tensors, whose steps can be measured.
+    """A transformers model of fake tensors with an adapter, for measuring steps.
 
     Args:
         source: the contents of a config.json, or the module itself.
@@ -147,9 +147,9 @@ def _reported() -> Iterator[None]:
 
 
 def _numbered(kinds: Sequence[object], path: str, at: Mapping[str, Bypass]) -> list[int]:
-    """Return for each layer the first that is alike and gets the same adapters.
+    """Return for each layer the first equal layer with the same adapters.
 
-    The first of all is one of its own: its input may need no gradient.
+    The first layer is its own kind, as its input may need no gradient.
     """
     adapted: list[set[Hashable]] = [set() for _ in kinds]
     for module, bypass in at.items():
@@ -162,7 +162,7 @@ def _numbered(kinds: Sequence[object], path: str, at: Mapping[str, Bypass]) -> l
 
 
 def _share(layers: Any, kinds: Sequence[int]) -> None:
-    """Let layers of one kind be one module, of which peft makes one."""
+    """Use one module for all layers of a kind, so that peft adapts it once."""
     for index, kind in enumerate(kinds):
         layers[index] = layers[kind]
 
@@ -192,7 +192,7 @@ class _Call:
     """A model's call of one of its layers.
 
     Attributes:
-        run: the run of the layer, of this call or of one before that was alike.
+        run: the run of the layer in this call, or in an equal call before.
         hidden: the hidden states that it was given.
         out: the hidden states that it gave.
     """
@@ -204,7 +204,7 @@ class _Call:
 
 @dataclass
 class _StandIns:
-    """Replaces layers by ones that run once for all calls that are alike, while entered."""
+    """Replaces layers, while entered, by stand-ins that run once for all equal calls."""
 
     kinds: Mapping[nn.Module, int]
     numbers: ComputedIntegers
@@ -261,7 +261,7 @@ def _hidden(out: Any) -> Tensor:
 class _Saved:
     """A tensor that autograd holds, as long as it does: DoRA drops some within a forward.
 
-    A tensor itself would hold more, such as what it was detached from.
+    Holding the tensor would also keep the tensor that it was detached from.
     """
 
     def __init__(self, tensor: Tensor, place: int | None) -> None:

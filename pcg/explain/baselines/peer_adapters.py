@@ -66,7 +66,7 @@ class _ParametersStay(TorchFunctionMode):
 
 
 def with_adapter(model: nn.Module, recipe: Recipe, at: Mapping[str, Bypass]) -> Any:
-    """Return a model with a recipe's adapter, which alone is trained.
+    """Return a model with a recipe's adapter; only the adapter is trained.
 
     Args:
         model: a transformers model.

@@ -43,7 +43,7 @@ class LayerCall:
         structure: the tree of the leaves.
         place: the place of the hidden states among the leaves.
         carries: True if the hidden states need a gradient.
-        kind: a key, equal for layers that are alike.
+        kind: a key, equal for equal layers.
     """
 
     layer: nn.Module
@@ -126,7 +126,7 @@ def layer_calls(
 
     Raises:
         TraceError: a layer takes no hidden states by place or name.
-        UnsupportedError: a layer takes a cache, or what comes before the layers is trained.
+        UnsupportedError: a layer takes a cache, or modules before the layers are trained.
     """
     calls: list[LayerCall] = []
     last: list[Any] = []

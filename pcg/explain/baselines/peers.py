@@ -1,4 +1,4 @@
-"""The peer `torch.compile`: what torch's min-cut partitioner saves for backward.
+"""The peer `torch.compile`: the bytes torch's min-cut partitioner saves for backward.
 
     saved      = Σ layers saved(layer) + what layers share, once + what the loss saves
     recomputed = Σ layers recomputed(layer) / Σ layers forward FLOPs
@@ -46,8 +46,8 @@ class PartitionedModel:
 
     Attributes:
         budget: torch's activation memory budget, from 1 to 0.
-        layer_bytes: bytes that each layer saves, without what layers share.
-        outside_bytes: bytes of what layers share, and of logits and loss.
+        layer_bytes: bytes that each layer saves, without shared tensors.
+        outside_bytes: bytes of shared tensors, of logits and of the loss.
         forward_flops: FLOPs of the layers' forward, without what backward recomputes.
         recomputed_flops: FLOPs that the layers' backward recomputes.
     """
@@ -103,7 +103,7 @@ def torch_partitioner(
     budgets: Sequence[float] = BUDGETS,
     attention: str | None = None,
 ) -> tuple[PartitionedModel, ...]:
-    """Return what torch's partitioner saves and recomputes under each budget.
+    """Return the bytes saved and operations recomputed by torch's partitioner at each budget.
 
     Args:
         config: the contents of a config.json.

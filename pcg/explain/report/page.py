@@ -1,4 +1,4 @@
-"""The page of a report: `page.html`, a template, and what it is given."""
+"""The page of a report: the values of the template `page.html`."""
 
 from __future__ import annotations
 

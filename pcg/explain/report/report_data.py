@@ -1,4 +1,4 @@
-"""The data of a report: what a model needs under a recipe, in bytes, and why."""
+"""The data of a report: the bytes a model needs under a recipe, with reasons."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ class PeerPoint:
 
     Attributes:
         budget: the budget, from 1, torch's default, to 0.
-        outside_bytes: the part of what layers share, and of logits and loss.
+        outside_bytes: the part of shared tensors, logits and loss.
         bytes_per_block: as in `Stage`.
         recompute_flops_ratio: as in `Stage`.
     """

@@ -59,7 +59,7 @@ class SplitReport:
         privacy: True if linear operators alone are sent.
         steps: the cuts by the words of `STEPS`.
         links: tokens a second over several links, each with a cut of its own.
-        notes: what else there is to say.
+        notes: further sentences.
     """
 
     model: str
