@@ -9,7 +9,7 @@ import httpx2
 import numpy as np
 from kills_world import MODEL, Away, Load, World, answered
 
-from pcg.serve.tinker.proto.schema import CLASSES
+from pcg.serve.tinker.proto import CLASSES
 
 PENDING, MOST_PENDING, LENGTH = "try_again", 10, 12
 

@@ -35,16 +35,10 @@ from pcg.serve.openai.response_items import ResponseStore
 from pcg.serve.openai.sampling import GenerationConfig
 from pcg.serve.openai.tools import ChatSupport
 from pcg.serve.store.store import Store
-from pcg.serve.tinker import copy_routes as tinker_copies
-from pcg.serve.tinker import future_routes as tinker_futures
-from pcg.serve.tinker import model_routes as tinker_models
-from pcg.serve.tinker import rest_routes as tinker_rest
-from pcg.serve.tinker import sampler_routes as tinker_sampling
-from pcg.serve.tinker import session_routes as tinker_sessions
-from pcg.serve.tinker import training_routes as tinker_training
-from pcg.serve.tinker.links import LINKS, Links
+from pcg.serve.tinker import management as tinker_management
+from pcg.serve.tinker import routes as tinker
 from pcg.serve.tinker.samplers import Samplers
-from pcg.serve.tinker.tinker import Tinker
+from pcg.serve.tinker.tinker import LINKS, Links, Tinker
 from pcg.version import __version__
 
 ROUTERS: tuple[APIRouter, ...] = (
@@ -62,18 +56,13 @@ ROUTERS: tuple[APIRouter, ...] = (
     page.router,
     responses.router,
     status.router,
-    tinker_copies.router,
-    tinker_futures.router,
-    tinker_models.router,
-    tinker_rest.router,
-    tinker_sampling.router,
-    tinker_sessions.router,
-    tinker_training.router,
+    tinker.router,
+    tinker_management.router,
 )
 
 PUBLIC = ("/", "/health")
 """The paths that need no key; `/` is a page that shows nothing without one."""
-LINKED = (tinker_rest.LINK,)
+LINKED = (tinker_management.LINK,)
 """The paths whose addresses nobody can guess; those that were given out need no key."""
 
 
@@ -117,11 +106,11 @@ def open_service(
     service.add(EngineMetrics(client, served))
     if store is not None:
         files = service.add(Files(store, Quota(options)))
-        jobs = service.add(JobRunner(client, files, catalog, options, JobGrading(service)))
-        tinker = service.add(Tinker(client, catalog.loader, store, options))
-        samplers = service.add(Samplers(service, catalog, tinker))
-        service.begins += [jobs.begin, tinker.begin, samplers.begin]
-        service.stops.append(tinker.futures.close)
+        runner = service.add(JobRunner(client, files, catalog, options, JobGrading(service)))
+        state = service.add(Tinker(client, catalog.loader, store, options))
+        samplers = service.add(Samplers(service, catalog, state))
+        service.begins += [runner.begin, state.begin, samplers.begin]
+        service.stops.append(state.futures.close)
     return service
 
 

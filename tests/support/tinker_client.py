@@ -14,7 +14,7 @@ import tinker
 
 import pcg.compiler as compiler
 from pcg.runtime.executor import Executor
-from pcg.serve.tinker import checkpoint_records
+from pcg.serve.tinker.records import find_checkpoint
 from pcg.serve.tinker.tinker import Tinker
 from tests.support import serving, trainer_data
 from tests.support.waiting import until
@@ -59,7 +59,7 @@ def folder_of(served: serving.Served, path: str) -> Path:
     """The folder of a checkpoint, in peft's format."""
     tinker_state = served.service.part(Tinker)
     found = tinker_state.store.database.read(
-        lambda one: checkpoint_records.find(one, path, "default", 0)
+        lambda one: find_checkpoint(one, path, "default", 0)
     ).result()
     assert found is not None
     return tinker_state.models.folders.path(found.folder)

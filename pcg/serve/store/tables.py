@@ -51,7 +51,7 @@ class Table(Generic[Row]):
         self._names = [field.name for field in fields(row)]  # type: ignore[arg-type]
         self.columns = ", ".join(self._names)
 
-    def insert(self, connection: sqlite3.Connection, row: Row, otherwise: str = "") -> None:
+    def insert(self, connection: sqlite3.Connection, /, row: Row, otherwise: str = "") -> None:
         """Add a row; `otherwise` is OR REPLACE or OR IGNORE where one has its key."""
         places = ", ".join("?" for _ in self._names)
         connection.execute(
@@ -62,6 +62,7 @@ class Table(Generic[Row]):
     def find(
         self,
         connection: sqlite3.Connection,
+        /,
         condition: str = "1",
         values: Sequence[Any] = (),
         **equal: Cell,
@@ -72,6 +73,7 @@ class Table(Generic[Row]):
     def select(
         self,
         connection: sqlite3.Connection,
+        /,
         condition: str = "1",
         values: Sequence[Any] = (),
         order: str = "",
@@ -84,6 +86,7 @@ class Table(Generic[Row]):
     def read(
         self,
         connection: sqlite3.Connection,
+        /,
         columns: str,
         condition: str = "1",
         values: Sequence[Any] = (),
@@ -98,16 +101,17 @@ class Table(Generic[Row]):
     def count(
         self,
         connection: sqlite3.Connection,
+        /,
         condition: str = "1",
         values: Sequence[Any] = (),
         **equal: Cell,
     ) -> int:
-        """Count the rows that fit."""
         return int(self.read(connection, "COUNT(*)", condition, values, "", **equal)[0][0])
 
     def change(
         self,
         connection: sqlite3.Connection,
+        /,
         columns: Mapping[str, Any],
         condition: str = "1",
         values: Sequence[Any] = (),
@@ -122,6 +126,7 @@ class Table(Generic[Row]):
     def delete(
         self,
         connection: sqlite3.Connection,
+        /,
         condition: str = "1",
         values: Sequence[Any] = (),
         **equal: Cell,

@@ -1,8 +1,8 @@
-"""Futures: promises of results, which outlast the server, and those who wait for them.
+"""Futures: promises of results, which outlast the server, and the clients that wait for them.
 
-A promise is a row before its client is told of it, and its result is a row before anybody has that.
-So whatever was acknowledged is there after a crash: what is settled has the same result, and what
-is pending is done by whoever takes up its stream.
+A promise is a row before its client gets it, and its result is a row before anybody has that. So
+what was acknowledged survives a crash: a settled future has the same result, and whoever takes up
+the stream of a pending one does it.
 """
 
 from __future__ import annotations
@@ -12,17 +12,25 @@ import json
 import sqlite3
 import time
 from collections.abc import Callable, Mapping
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, TypeAlias
 
 from pcg.errors import PcgError, StoreFullError
 from pcg.serve.http.errors import LOG, ApiError, as_api_error
-from pcg.serve.store.database import Database
+from pcg.serve.store.store import Store
 from pcg.serve.store.tables import new_key, now
-from pcg.serve.tinker import future_records as records
-from pcg.serve.tinker.future_records import DONE, FAILED, FUTURES, SERVER, USER, FutureRecord
+from pcg.serve.tinker.records import (
+    DONE,
+    FAILED,
+    FUTURES,
+    PENDING,
+    SERVER,
+    USER,
+    FutureRecord,
+    settle,
+    used_by_futures,
+)
 
-Found = TypeVar("Found")
-Beside: TypeAlias = Callable[[sqlite3.Connection], None]
+Also: TypeAlias = Callable[[sqlite3.Connection], None]
 """Writes further rows in the transaction of a future's."""
 
 MOST_PENDING = 8192
@@ -30,9 +38,8 @@ MOST_PENDING = 8192
 MOST_BYTES = 4 * 2**30
 """The most bytes of requests and results that the futures of a tenant keep."""
 AGAIN_S = 5.0
-"""Time after which it is tried again to keep a result on a full disk, seconds."""
+"""Time after which a result is written again on a full disk, seconds."""
 _KEPT_S = 24 * 3600
-"""Time for which a result is kept, seconds."""
 _COUNT_S = 300.0
 """Time between two counts of all rows, which take two seconds for a million."""
 
@@ -40,29 +47,16 @@ _COUNT_S = 300.0
 class Futures:
     """The futures of all tenants; for one event loop."""
 
-    def __init__(self, database: Database) -> None:
-        self._database = database
+    def __init__(self, store: Store) -> None:
+        self._store = store
         self._waiting: dict[str, set[asyncio.Future[None]]] = {}
-        self._is_closing = False
-        self._counts: dict[str, int] = {}
-        self._bytes: dict[str, int] = {}
-        self._count(database.read(records.used).result())
+        self.is_closing = False
+        self._count(store.database.read(used_by_futures).result())
 
     def _count(self, used: Mapping[str, tuple[int, int]]) -> None:
         self._count_s = time.monotonic() + _COUNT_S
         self._counts = {tenant: count for tenant, (count, _) in used.items()}
         self._bytes = {tenant: size for tenant, (_, size) in used.items()}
-
-    async def write(
-        self, act: Callable[[sqlite3.Connection], Found], *, may_use_reserve: bool = False
-    ) -> Found:
-        """Run a function in a transaction, and wait for the disk."""
-        write = self._database.write(act, may_use_reserve=may_use_reserve)
-        return await asyncio.wrap_future(write)
-
-    async def read(self, act: Callable[[sqlite3.Connection], Found]) -> Found:
-        """Run a function on what is kept."""
-        return await asyncio.wrap_future(self._database.read(act))
 
     async def promise(
         self,
@@ -73,17 +67,17 @@ class Futures:
         kind: str,
         request: bytes,
         answer: Mapping[str, Any] | None = None,
-        beside: Beside | None = None,
+        also: Also | None = None,
     ) -> tuple[FutureRecord, bool]:
         """Keep a request, and return its future, with True if it is new.
 
         Args:
             stream, seq: the place of the request; a second one at a place is the first.
             request: what is needed to do it, after a crash, too.
-            answer: what the client is told beside `request_id`.
-            beside: what else is written with it, if it is new.
+            answer: fields that the client gets beside `request_id`.
+            also: what else is written with it, if it is new.
         Raises:
-            ApiError: the tenant has too many futures, or something else was asked at the place.
+            ApiError: the tenant has too many futures, or another verb was asked at the place.
         """
         record = FutureRecord(
             new_key("req-"), tenant, session, stream, seq, kind, json.dumps(answer or {}), now(),
@@ -91,30 +85,29 @@ class Futures:
         )  # fmt: skip
 
         def act(connection: sqlite3.Connection) -> tuple[FutureRecord, bool]:
-            there = FUTURES.find(connection, stream=stream, seq=seq)
-            if there is not None:
-                if there.kind != kind:
+            first = FUTURES.find(connection, stream=stream, seq=seq)
+            if first is not None:
+                if first.kind != kind:
                     raise ApiError(
                         400,
-                        f"The request {seq} is a {there.kind}, and this is a {kind}; number "
+                        f"The request {seq} is a {first.kind}, and this is a {kind}; number "
                         "requests one by one.",
                         param="seq_id",
                     )
-                return there, False
+                return first, False
             self._check(tenant, record.size_bytes)
             FUTURES.insert(connection, record)
-            if beside is not None:
-                beside(connection)
+            if also is not None:
+                also(connection)
             return record, True
 
-        found, is_new = await self.write(act)
+        future, is_new = await self._store.write(act)
         if is_new:
             self._counts[tenant] = self._counts.get(tenant, 0) + 1
-            self._bytes[tenant] = self._bytes.get(tenant, 0) + found.size_bytes
-        return found, is_new
+            self._bytes[tenant] = self._bytes.get(tenant, 0) + future.size_bytes
+        return future, is_new
 
     def _check(self, tenant: str, size_bytes: int) -> None:
-        """Refuse a request of a tenant that has too many."""
         count, size = self._counts.get(tenant, 0), self._bytes.get(tenant, 0) + size_bytes
         if count >= MOST_PENDING:
             raise ApiError(
@@ -131,82 +124,74 @@ class Futures:
     # ------------------------------------------------------------------------------- settling
 
     async def resolve(
-        self,
-        future: FutureRecord,
-        result: bytes,
-        media_type: str,
-        beside: Beside | None = None,
+        self, future: FutureRecord, result: bytes, media_type: str, also: Also | None = None
     ) -> None:
-        """Keep a result, and have those who wait take it.
+        """Keep a result, and wake the clients that wait for it.
 
         Args:
-            beside: what else is written with it, if it is the first.
+            also: what else is written with it, if it is the first.
         """
-        await self._settle(future, DONE, media_type, result, None, beside)
+        await self._settle(future, (DONE, media_type, result, None), also)
 
     async def fail(
-        self, future: FutureRecord, message: str, category: str, beside: Beside | None = None
+        self, future: FutureRecord, message: str, category: str, also: Also | None = None
     ) -> None:
-        """Keep why there is no result; `beside` as of `resolve`."""
-        told = message.encode(errors="replace")
-        await self._settle(future, FAILED, None, told, category, beside)
+        """Keep why there is no result; `also` as of `resolve`."""
+        await self._settle(future, (FAILED, None, message.encode(errors="replace"), category), also)
 
     async def fail_by(
-        self, future: FutureRecord, error: BaseException, beside: Beside | None = None
+        self, future: FutureRecord, error: BaseException, also: Also | None = None
     ) -> None:
-        """Keep an error as a client is told of it; `beside` as of `resolve`."""
-        told = as_api_error(error) if isinstance(error, PcgError | ApiError) else None
-        if told is None:
-            LOG.error("future %s failed", future.id, exc_info=error)
-            said = "The server had an error; its log says more."
-            await self.fail(future, said, SERVER, beside)
+        """Keep an error in the words for its client; `also` as of `resolve`."""
+        if isinstance(error, PcgError | ApiError):
+            reply = as_api_error(error)
+            category = USER if reply.status_code < 500 else SERVER
+            await self.fail(future, reply.detail, category, also)
         else:
-            category = USER if told.status_code < 500 else SERVER
-            await self.fail(future, told.detail, category, beside)
+            LOG.error("future %s failed", future.id, exc_info=error)
+            words = "The server had an error; its log says more."
+            await self.fail(future, words, SERVER, also)
 
     async def _settle(
         self,
         future: FutureRecord,
-        state: str,
-        media_type: str | None,
-        result: bytes,
-        category: str | None,
-        beside: Beside | None,
+        settled: tuple[str, str | None, bytes, str | None],
+        also: Also | None,
     ) -> None:
         def act(connection: sqlite3.Connection) -> bool:
-            is_first = records.settle(connection, future.id, state, media_type, result, category)
-            if is_first and beside is not None:
-                beside(connection)
+            is_first = settle(connection, future.id, *settled)
+            if is_first and also is not None:
+                also(connection)
             return is_first
 
-        if await self._write_once_there_is_room(future, act):
-            self._counts[future.tenant] = self._counts.get(future.tenant, 1) - 1
-            self._bytes[future.tenant] = self._bytes.get(future.tenant, 0) + len(result)
-        self._wake(future.id)
-
-    async def _write_once_there_is_room(
-        self, future: FutureRecord, act: Callable[[sqlite3.Connection], bool]
-    ) -> bool:
-        """Write what was promised, which only a disk that is full delays."""
-        while True:
+        while True:  # what was promised, only a full disk delays
             try:
-                return await self.write(act)
+                is_first = await self._store.write(act)
+                break
             except StoreFullError as error:
                 LOG.error("the result of %s waits to be kept: %s", future.id, error)
                 await asyncio.sleep(AGAIN_S)
+        if is_first:
+            tenant, size = future.tenant, len(settled[2])
+            self._counts[tenant] = self._counts.get(tenant, 1) - 1
+            self._bytes[tenant] = self._bytes.get(tenant, 0) + size
+        self._wake(future.id)
 
     async def expire(self) -> None:
         """Remove results that have been kept for long enough, and now and then count the rest."""
-        before = int(time.time()) - _KEPT_S
         is_due = time.monotonic() >= self._count_s
 
         def act(connection: sqlite3.Connection) -> dict[str, tuple[int, int]] | None:
-            records.expire(connection, before)
-            return records.used(connection) if is_due else None
+            connection.execute(
+                f"DELETE FROM {FUTURES.name} WHERE finished_s < ? AND state IN (?, ?) "
+                "AND request IS NULL",  # a request that is there may have to be repeated
+                (now() - _KEPT_S, DONE, FAILED),
+            )
+            return used_by_futures(connection) if is_due else None
 
-        found = await self.write(act)
-        if found is not None:
-            self._count(found)
+        used = await self._store.write(act)
+        if used is not None:
+            self._count(used)
 
     # ------------------------------------------------------------------------------- waiting
 
@@ -217,39 +202,37 @@ class Futures:
             ApiError: 410, there is none, or none any more.
         """
         settled: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        others = self._waiting.setdefault(id, set())
-        others.add(settled)
+        waiting = self._waiting.setdefault(id, set())
+        waiting.add(settled)
         try:
-            found = await self._find(tenant, id)
-            if found.state != records.PENDING:
-                return found
-            await asyncio.wait((settled,), timeout=0 if self._is_closing else timeout_s)
-            return await self._find(tenant, id) if settled.done() else found
+            future = await self._find(tenant, id)
+            if future.state != PENDING:
+                return future
+            await asyncio.wait((settled,), timeout=0 if self.is_closing else timeout_s)
+            return await self._find(tenant, id) if settled.done() else future
         finally:
-            others.discard(settled)
-            if not others and self._waiting.get(id) is others:
+            waiting.discard(settled)
+            if not waiting and self._waiting.get(id) is waiting:
                 del self._waiting[id]
 
     async def _find(self, tenant: str, id: str) -> FutureRecord:
-        found = await self.read(lambda one: FUTURES.find(one, id=id, tenant=tenant))
-        if found is None:
+        future = await self._store.read(FUTURES.find, id=id, tenant=tenant)
+        if future is None:
             raise ApiError(
                 410, f"There is no request {id[:128]}, or none any more.", code="expired"
             )
-        return found
+        return future
+
+    async def pending(self, kind: str) -> list[FutureRecord]:
+        return await self._store.read(FUTURES.select, state=PENDING, kind=kind)
 
     def close(self) -> None:
-        """Have nobody wait any more, as the server ends."""
-        self._is_closing = True
+        """Let nobody wait any more, as the server ends."""
+        self.is_closing = True
         for id in list(self._waiting):
             self._wake(id)
 
-    @property
-    def is_closing(self) -> bool:
-        """True once the server ends."""
-        return self._is_closing
-
     def _wake(self, id: str) -> None:
-        for one in self._waiting.pop(id, ()):
-            if not one.done():
-                one.set_result(None)
+        for settled in self._waiting.pop(id, ()):
+            if not settled.done():
+                settled.set_result(None)

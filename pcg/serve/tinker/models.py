@@ -1,4 +1,4 @@
-"""The models that clients train: made, asked and closed, each with its stream."""
+"""The models that clients train: made, asked, copied and closed, each with its stream."""
 
 from __future__ import annotations
 
@@ -17,21 +17,30 @@ from pcg.serve.adapters.loader import Loader
 from pcg.serve.engine.client import EngineClient
 from pcg.serve.engine.options import ServeOptions
 from pcg.serve.http.errors import LOG, ApiError
+from pcg.serve.store.store import Store
 from pcg.serve.store.tables import now
-from pcg.serve.tinker import checkpoint_records, future_records, model_records
-from pcg.serve.tinker import sampler_records as samplers
-from pcg.serve.tinker.checkpoint_records import CheckpointRecord
-from pcg.serve.tinker.folders import Folders
-from pcg.serve.tinker.future_records import USER, FutureRecord
 from pcg.serve.tinker.futures import Futures
-from pcg.serve.tinker.model_records import CLOSED, MODELS, OPEN, ModelRecord
-from pcg.serve.tinker.model_stream import ModelStream
 from pcg.serve.tinker.operations import Operations
-from pcg.serve.tinker.session_records import SessionRecord
+from pcg.serve.tinker.records import (
+    CHECKPOINTS,
+    CLOSED,
+    MODELS,
+    OPEN,
+    USER,
+    CheckpointRecord,
+    FutureRecord,
+    ModelRecord,
+    SessionRecord,
+    end_left,
+    find_checkpoint,
+    forget_requests,
+    path_of,
+)
 from pcg.serve.tinker.sessions import Sessions
+from pcg.serve.tinker.streams import ModelStream
 
 _MOST_AHEAD = 4096
-"""The most places that a request may be ahead of the last one that is settled."""
+"""The most places that a request may be ahead of the last settled one."""
 
 
 class Models:
@@ -48,51 +57,45 @@ class Models:
         self,
         client: EngineClient,
         loader: Loader,
+        store: Store,
         futures: Futures,
         sessions: Sessions,
-        folders: Folders,
         options: ServeOptions,
         do: Callable[[Coroutine[Any, Any, None]], None],
     ) -> None:
-        self.folders = folders
         self._client = client
+        self._store = store
         self._futures = futures
         self._sessions = sessions
         self._most = options.tenant_trainers
         quota = options.tenant_files, options.tenant_files_bytes
-        self._operations = Operations(client, loader, futures, folders, quota)
+        self._operations = Operations(client, loader, store, quota)
+        self.folders = self._operations.folders
         self._do = do
         self._streams: dict[str, ModelStream] = {}
         self._ready = asyncio.Event()
         sessions.on_end.append(self._session_ended)
 
     async def begin(self) -> None:
-        """Go on with what is kept."""
-
-        def read(connection: sqlite3.Connection) -> tuple[list[ModelRecord], set[str]]:
-            named = model_records.states(connection) | checkpoint_records.folders(connection)
-            own = samplers.own_folders(connection)
-            return MODELS.select(connection, order="ORDER BY id", status=OPEN), named | own
-
-        def end(connection: sqlite3.Connection) -> None:
-            future_records.fail_left(connection)
-            samplers.end_left(connection)
-
-        await self._futures.write(end, may_use_reserve=True)
-        found, named = await self._futures.read(read)
-        await asyncio.to_thread(self.folders.sweep, named)
-        for model in found:
+        """Take up the models of an earlier run of the server."""
+        await self._store.remove(end_left)
+        models = await self._store.read(MODELS.select, order="ORDER BY id", status=OPEN)
+        await self.folders.sweep()
+        for model in models:
             stream = self._begin(model)
             await stream.recover()
-            if not self._sessions.is_open(model.session):
-                stream.close()
-            self._do(self._run(stream))
+            self._start(stream)
         self._ready.set()
 
     def _begin(self, model: ModelRecord) -> ModelStream:
-        stream = ModelStream(model, self._client, self._futures, self._operations)
+        stream = ModelStream(model, self._client, self._store, self._futures, self._operations)
         self._streams[model.id] = stream
         return stream
+
+    def _start(self, stream: ModelStream) -> None:
+        if not self._sessions.is_open(stream.model.session):  # it may have ended meanwhile
+            stream.close()
+        self._do(self._run(stream))
 
     async def _run(self, stream: ModelStream) -> None:
         """Run a stream, and close its model behind it."""
@@ -103,9 +106,9 @@ class Models:
         def act(connection: sqlite3.Connection) -> None:
             id, last = stream.model.id, stream.model.done_seq
             MODELS.change(connection, {"status": CLOSED, "state": None}, id=id)
-            future_records.forget_requests(connection, id, 0, last)
+            forget_requests(connection, id, 0, last)
 
-        await self._futures.write(act, may_use_reserve=True)
+        await self._store.remove(act)
         if stream.model.state is not None:
             await asyncio.to_thread(self.folders.remove, stream.model.state)
 
@@ -114,7 +117,7 @@ class Models:
             if stream.model.session == session.id:
                 stream.close()
 
-    # ------------------------------------------------------------------------------- asking
+    # ------------------------------------------------------------------------------- requests
 
     async def create(
         self,
@@ -129,7 +132,7 @@ class Models:
 
         Args:
             place: the session, and the model's number there.
-            request: the kind of the request that makes it, and its body.
+            request: the verb that makes it, and its body.
         Raises:
             ApiError: the session has ended, or the tenant trains too many.
         """
@@ -137,13 +140,13 @@ class Models:
         session, seq = place
         self._sessions.beat(tenant, session)
         id = f"{session}:train:{seq}"
-        said = None if metadata is None else json.dumps(metadata)
+        words = None if metadata is None else json.dumps(metadata)
         model = ModelRecord(
-            id, tenant, session, seq, base_model, json.dumps(msgspec.to_builtins(lora)), said,
-            now(), now(),
+            id, tenant, session, seq, base_model, msgspec.json.encode(lora).decode(), words, now(),
+            now(),
         )  # fmt: skip
 
-        def beside(connection: sqlite3.Connection) -> None:
+        def also(connection: sqlite3.Connection) -> None:
             count = MODELS.count(connection, tenant=tenant, status=OPEN)
             if count >= self._most:
                 raise ApiError(
@@ -158,25 +161,23 @@ class Models:
 
         kind, body = request
         future, is_new = await self._futures.promise(
-            tenant, session, id, 0, kind, body, {"model_id": id}, beside
+            tenant, session, id, 0, kind, body, {"model_id": id}, also
         )
         if is_new:
             stream = self._begin(model)
             stream.put(future.seq)
-            if not self._sessions.is_open(session):  # it ended meanwhile
-                stream.close()
-            self._do(self._run(stream))
+            self._start(stream)
         return future
 
     async def ask(
         self, tenant: str, model_id: str, seq: int | None, kind: str, body: bytes
     ) -> FutureRecord:
-        """Promise to do something with a model; a second request of a place is the first.
+        """Promise an operation of a model; a second request of a place is the first.
 
         Args:
-            seq: the request's place; None for the one behind the last.
+            seq: the request's place; None for the place behind the last.
         Raises:
-            ApiError: 404, there is no such model; 410, it is closed; 400, the place cannot be.
+            ApiError: 404, there is no such model; 410, it is closed; 400, the place is invalid.
         """
         await self._ready.wait()
         model = await self.find(tenant, model_id)
@@ -186,23 +187,23 @@ class Models:
                 410, f"The model {model_id} is closed; create another one.", param="model_id"
             )
         self._sessions.beat(tenant, model.session)
-        done = stream.model.done_seq
+        done_seq = stream.model.done_seq
         place = stream.behind if seq is None else seq
-        if seq is not None and not 0 < seq <= max(done, 0) + _MOST_AHEAD:
+        if seq is not None and not 0 < seq <= max(done_seq, 0) + _MOST_AHEAD:
             raise ApiError(
                 400,
-                f"seq_id {place}, and the model is at {done}; use the one behind the last.",
+                f"seq_id {place}, and the model is at {done_seq}; use the one behind the last.",
                 param="seq_id",
             )
 
-        def beside(connection: sqlite3.Connection) -> None:
+        def also(connection: sqlite3.Connection) -> None:
             if place <= stream.model.done_seq:  # it was done, and its result is gone
                 raise ApiError(410, f"The request {place} was long ago.", code="expired")
             MODELS.change(connection, {"asked_s": now()}, id=model_id)
 
         with stream.coming(place):
             future, is_new = await self._futures.promise(
-                tenant, model.session, model_id, place, kind, body, {"model_id": model_id}, beside
+                tenant, model.session, model_id, place, kind, body, {"model_id": model_id}, also
             )
             if is_new:
                 stream.put(future.seq)
@@ -213,7 +214,7 @@ class Models:
     def refuse(self, tenant: str, model_id: str, seq: int) -> None:
         """Note that a request of a model was refused, so that those behind it do not wait for it.
 
-        Nothing happens if the tenant has no such model, or the place cannot be.
+        Nothing happens if the tenant has no such model, or the place is invalid.
         """
         stream = self._streams.get(model_id)
         if stream is None or stream.model.tenant != tenant:
@@ -222,23 +223,23 @@ class Models:
             stream.refuse(seq)
 
     async def find(self, tenant: str, model_id: str) -> ModelRecord:
-        """Return a tenant's model. ApiError: there is none."""
-        found = await self._futures.read(lambda one: MODELS.find(one, id=model_id, tenant=tenant))
-        if found is None:
+        model = await self._store.read(MODELS.find, id=model_id, tenant=tenant)
+        if model is None:
             raise ApiError(404, f"There is no model {model_id[:256]}.", param="model_id")
-        return found
+        return model
 
     async def checkpoint(self, tenant: str, path: str) -> CheckpointRecord:
-        """Return a checkpoint that a tenant may load. ApiError: there is none."""
         try:
             return await self._operations.checkpoint(tenant, path)
         except FinetuneError as error:
             raise ApiError(404, str(error), param="path") from None
 
+    # -------------------------------------------------------------------------------- copies
+
     async def copy(
         self, tenant: str, source: str, place: tuple[str, int], ttl_s: int | None
     ) -> str:
-        """Copy a checkpoint to a model of its own, which is closed; returns the copy's path.
+        """Copy a checkpoint to a new closed model; returns the copy's path.
 
         The files are the same ones. A second copy to a place is the first.
 
@@ -252,43 +253,38 @@ class Models:
         saved = await self.checkpoint(tenant, source)
         session, seq = place
         id = f"{session}:train:{seq}"
-        path = checkpoint_records.path_of(id, saved.kind, saved.name)
-        folder = self.folders.new()
+        path, folder = path_of(id, saved.kind, saved.name), self.folders.new()
         await asyncio.to_thread(self.folders.link, saved.folder, folder)
-        expires_s = None if ttl_s is None else now() + ttl_s
         model = ModelRecord(
             id, tenant, session, seq, saved.base_model, saved.lora, None, now(), now(), CLOSED
         )
-        copied = replace(
+        copy = replace(
             saved, path=path, tenant=tenant, model=id, folder=folder, created_s=now(),
-            expires_s=expires_s, is_public=0,
+            expires_s=None if ttl_s is None else now() + ttl_s, is_public=0,
         )  # fmt: skip
 
         def act(connection: sqlite3.Connection) -> bool:
-            there = MODELS.find(connection, id=id, tenant=tenant)
-            if there is None:
+            before = MODELS.find(connection, id=id, tenant=tenant)
+            if before is None:
                 MODELS.insert(connection, model)
-                self._operations.put(connection, copied, overwrites=False)
+                self._operations.put(connection, copy, overwrites=False)
                 return True
-            is_copy = there.status == CLOSED and there.done_seq < 0
-            if not is_copy or checkpoint_records.find(connection, path, tenant, now()) is None:
+            is_copy = before.status == CLOSED and before.done_seq < 0
+            if not is_copy or find_checkpoint(connection, path, tenant) is None:
                 raise ApiError(400, f"There is a model {id} already.", param="model_seq_id")
             return False
 
         is_new = False
         try:
-            is_new = await self._futures.write(act)
+            is_new = await self._store.write(act)
         finally:
             if not is_new:
                 await asyncio.to_thread(self.folders.remove, folder)
         return path
 
     async def expire(self) -> None:
-        """Remove checkpoints whose time is over."""
-        folders = await self._futures.write(
-            lambda one: checkpoint_records.expire(one, now()), may_use_reserve=True
-        )
-        for folder in folders:
-            await asyncio.to_thread(self.folders.remove, folder)
-        if folders:
-            LOG.info("%s checkpoints have expired", len(folders))
+        expired = await self._store.remove(CHECKPOINTS.delete, "expires_s <= ?", (now(),))
+        for checkpoint in expired:
+            await asyncio.to_thread(self.folders.remove, checkpoint.folder)
+        if expired:
+            LOG.info("%s checkpoints have expired", len(expired))

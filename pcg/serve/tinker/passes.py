@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal
 
 import numpy as np
@@ -17,8 +16,8 @@ from pcg.runtime.training.trainer.commands import Forward, ForwardBackward, Grap
 from pcg.runtime.training.trainer.datum import Datum, Scored
 from pcg.serve.http.limits import check_elements
 from pcg.serve.tinker.proto import (
+    MOST_DATA,
     ForwardBackwardCall,
-    ForwardBackwardResult,
     TinkerDatum,
     decode_forward_backward,
     encode_forward_backward,
@@ -27,8 +26,14 @@ from pcg.serve.tinker.wire import Id, TinkerBody
 
 CUSTOM = "custom"
 """The name of losses that a session made."""
-_MOST_DATA = 4096
 _DTYPES = {"int64": "<i8", "float32": "<f4"}
+_COLUMNS = {
+    "target_tokens": "targets",
+    "weights": "weights",
+    "advantages": "advantages",
+    "logprobs": "logprobs",
+}
+"""The fields of `Datum`, by their names in the protocol."""
 
 
 class _Chunk(TinkerBody):
@@ -37,7 +42,7 @@ class _Chunk(TinkerBody):
 
 
 class _Input(TinkerBody):
-    chunks: Annotated[list[_Chunk], Field(max_length=_MOST_DATA)]
+    chunks: Annotated[list[_Chunk], Field(max_length=MOST_DATA)]
 
 
 class _Tensor(TinkerBody):
@@ -52,7 +57,7 @@ class _Datum(TinkerBody):
 
 
 class _PassInput(TinkerBody):
-    data: Annotated[list[_Datum], Field(max_length=_MOST_DATA)]
+    data: Annotated[list[_Datum], Field(max_length=MOST_DATA)]
     loss_fn: Annotated[str, Field(max_length=256)]
     loss_fn_config: Annotated[dict[str, float], Field(max_length=64)] | None = None
 
@@ -68,7 +73,7 @@ class JsonPass(TinkerBody):
 
 
 def decompressed(body: bytes, most: int) -> bytes:
-    """Return a body that zstd has compressed. DataError: it is none, or has more than `most`."""
+    """Return a body that zstd compressed. DataError: it did not, or it has more than `most`."""
     try:
         size = zstandard.frame_content_size(body)
         if not 0 <= size <= most:
@@ -76,14 +81,14 @@ def decompressed(body: bytes, most: int) -> bytes:
                 f"the body's frame of zstd says {size} bytes, and at most {most} may be there; say "
                 "how many there are, and send less data at a time"
             )
-        found: bytes = zstandard.ZstdDecompressor().decompress(body, allow_extra_data=False)
+        plain: bytes = zstandard.ZstdDecompressor().decompress(body, allow_extra_data=False)
     except zstandard.ZstdError as error:
         raise DataError(f"the body cannot be decompressed by zstd: {error}") from None
-    return found
+    return plain
 
 
 def call_of(body: bytes, *, is_json: bool) -> ForwardBackwardCall:
-    """Return what a body asks for, in protobuf or in JSON.
+    """Return the call of a body, in protobuf or in JSON.
 
     Raises:
         ApiError: it has too many elements.
@@ -98,31 +103,33 @@ def call_of(body: bytes, *, is_json: bool) -> ForwardBackwardCall:
         first = error.errors()[0]
         place = ".".join(map(str, first["loc"]))
         raise DataError(f"the body is not as it has to be: {place}: {first['msg']}") from error
-    given, is_forward = read.forward_backward_input, False
-    if given is None:
-        given, is_forward = read.forward_input, True
-    if given is None:
+    passed = read.forward_backward_input or read.forward_input
+    if passed is None:
         raise DataError("the body has no forward_backward_input; give one")
-    data = [_datum(one, f"data[{index}]") for index, one in enumerate(given.data)]
-    config: Mapping[str, float | str] = dict(given.loss_fn_config or {})
-    seq = -1 if read.seq_id is None else read.seq_id
-    return ForwardBackwardCall(read.model_id, seq, data, given.loss_fn, config, is_forward)
+    return ForwardBackwardCall(
+        model_id=read.model_id,
+        seq_id=-1 if read.seq_id is None else read.seq_id,
+        data=[_datum(datum, f"data[{index}]") for index, datum in enumerate(passed.data)],
+        loss_fn=passed.loss_fn,
+        loss_fn_config=dict(passed.loss_fn_config or {}),
+        forward_only=read.forward_backward_input is None,
+    )
 
 
-def _datum(given: _Datum, place: str) -> TinkerDatum:
-    tokens = [token for chunk in given.model_input.chunks for token in chunk.tokens]
+def _datum(datum: _Datum, place: str) -> TinkerDatum:
+    tokens = [token for chunk in datum.model_input.chunks for token in chunk.tokens]
     inputs = {}
-    for name, one in given.loss_fn_inputs.items():
+    for name, tensor in datum.loss_fn_inputs.items():
         try:
-            numbers = np.asarray(one.data, float)
-            if one.dtype == "int64" and not (np.abs(numbers) < 2**53).all():
+            numbers = np.asarray(tensor.data, float)
+            if tensor.dtype == "int64" and not (np.abs(numbers) < 2**53).all():
                 raise ValueError("integers have at most 53 bits")
-            array = numbers.astype(_DTYPES[one.dtype])
-            if one.dtype == "int64" and (array != numbers).any():
+            array = numbers.astype(_DTYPES[tensor.dtype])
+            if tensor.dtype == "int64" and (array != numbers).any():
                 raise ValueError("not all are integers")
-            inputs[name] = array if one.shape is None else array.reshape(one.shape)
+            inputs[name] = array if tensor.shape is None else array.reshape(tensor.shape)
         except (ValueError, OverflowError) as error:
-            raise DataError(f"{place}.{name} has {len(one.data)} numbers: {error}") from error
+            raise DataError(f"{place}.{name} has {len(tensor.data)} numbers: {error}") from error
     try:
         return TinkerDatum(np.asarray(tokens, "<i8"), inputs)
     except OverflowError as error:
@@ -130,17 +137,17 @@ def _datum(given: _Datum, place: str) -> TinkerDatum:
 
 
 def loss_id_of(call: ForwardBackwardCall) -> str | None:
-    """Return the id of a call's custom loss, None of others. DataError: it has none alone."""
+    """Return the id of a call's custom loss, None of others. DataError: it has other options."""
     if call.loss_fn != CUSTOM:
         return None
-    found = call.loss_fn_config.get("loss_id")
-    if not isinstance(found, str) or len(call.loss_fn_config) > 1:
+    loss_id = call.loss_fn_config.get("loss_id")
+    if not isinstance(loss_id, str) or len(call.loss_fn_config) > 1:
         raise DataError(f"the loss {CUSTOM!r} has loss_id in its config, and nothing else")
-    return found
+    return loss_id
 
 
 def order_of(call: ForwardBackwardCall, graph: LossGraph | None = None, *, trains: bool) -> Forward:
-    """Return the command of a call.
+    """Return the engine's command of a call.
 
     Args:
         graph: its custom loss.
@@ -149,18 +156,19 @@ def order_of(call: ForwardBackwardCall, graph: LossGraph | None = None, *, train
             loss reads.
     """
     command = ForwardBackward if trains else Forward
-    data = [_datum_of(one, f"data[{index}]", graph) for index, one in enumerate(call.data)]
+    data = [_sample(datum, f"data[{index}]", graph) for index, datum in enumerate(call.data)]
     if graph is not None:
-        inputs = [{name: _tensor(array) for name, array in one.inputs.items()} for one in call.data]
+        inputs = [{n: _tensor(array) for n, array in datum.inputs.items()} for datum in call.data]
         return command(data, GraphOfData(graph, inputs))
+    options = {}
     for name, value in call.loss_fn_config.items():
         if isinstance(value, str):
             raise DataError(f"loss_fn_config.{name} is a text, and loss {call.loss_fn!r} has none")
-    options = {name: float(value) for name, value in call.loss_fn_config.items()}
+        options[name] = float(value)
     return command(data, call.loss_fn, loss_options=options or None)
 
 
-def _datum_of(datum: TinkerDatum, place: str, graph: LossGraph | None) -> Datum:
+def _sample(datum: TinkerDatum, place: str, graph: LossGraph | None) -> Datum:
     """Return a datum as trainers read it; a graph reads its inputs itself."""
     unknown = sorted(datum.inputs.keys() - _COLUMNS.keys())
     if unknown and graph is None:
@@ -177,48 +185,23 @@ def _datum_of(datum: TinkerDatum, place: str, graph: LossGraph | None) -> Datum:
     return Datum(_tensor(datum.tokens), **columns)
 
 
-_COLUMNS = {
-    "target_tokens": "targets",
-    "weights": "weights",
-    "advantages": "advantages",
-    "logprobs": "logprobs",
-}
-"""The fields of `Datum`, by their names in the protocol."""
-
-
 def _tensor(array: Any) -> Any:
     kind = "f4" if array.dtype.kind == "f" else "i8"
     return torch.from_numpy(np.array(array, f"<{kind}"))  # a copy: torch does not read only
 
 
-def metrics_of(scored: Scored) -> Mapping[str, float]:
-    """Return the metrics of a pass, by the protocol's names."""
-    return {"loss:sum": scored.loss, "tokens:sum": float(scored.tokens), **scored.metrics}
-
-
-def _logprobs(call: ForwardBackwardCall, scored: Scored) -> list[Any]:
-    """Return the log-probabilities of each datum, in the shape of its targets."""
-    return [
-        logprobs.float().numpy().reshape(datum.inputs["target_tokens"].shape)
-        for datum, logprobs in zip(call.data, scored.logprobs, strict=True)
+def result_of(call: ForwardBackwardCall, scored: Scored, *, is_json: bool) -> bytes:
+    """Return a result as clients read it: in protobuf from 0.25 on, before that in JSON."""
+    metrics = {"loss:sum": scored.loss, "tokens:sum": float(scored.tokens), **scored.metrics}
+    logprobs = [
+        tensor.float().numpy().reshape(datum.inputs["target_tokens"].shape)
+        for datum, tensor in zip(call.data, scored.logprobs, strict=True)
     ]
-
-
-def proto_result(call: ForwardBackwardCall, scored: Scored) -> bytes:
-    """Return a result as clients read it from 0.25 on."""
-    outputs: Sequence[Mapping[str, Any]] = [{"logprobs": one} for one in _logprobs(call, scored)]
-    return encode_forward_backward(ForwardBackwardResult(outputs, metrics_of(scored)))
-
-
-def json_result(call: ForwardBackwardCall, scored: Scored) -> bytes:
-    """Return a result as clients before that read it."""
+    if not is_json:
+        return encode_forward_backward([{"logprobs": array} for array in logprobs], metrics)
     outputs = [
-        {"logprobs": {"data": one.ravel().tolist(), "dtype": "float32", "shape": list(one.shape)}}
-        for one in _logprobs(call, scored)
+        {"logprobs": {"data": a.ravel().tolist(), "dtype": "float32", "shape": list(a.shape)}}
+        for a in logprobs
     ]
-    told = {
-        "loss_fn_output_type": "ArrayRecord",
-        "loss_fn_outputs": outputs,
-        "metrics": metrics_of(scored),
-    }
-    return json.dumps(told).encode()
+    result = {"loss_fn_output_type": "ArrayRecord", "loss_fn_outputs": outputs}
+    return json.dumps({**result, "metrics": metrics}).encode()

@@ -1,25 +1,37 @@
-"""The sessions of clients: each beats, and one that does not is ended."""
+"""The sessions of clients, each of which sends signs of life, and their custom losses."""
 
 from __future__ import annotations
 
-import asyncio
 import json
 import sqlite3
 import time
 from collections.abc import Awaitable, Callable
 
+import msgspec
+
+from pcg.runtime.training.loss_graph import LossGraph
 from pcg.serve.http.errors import ApiError
-from pcg.serve.store.database import Database
+from pcg.serve.store.store import Store
 from pcg.serve.store.tables import new_key, now
-from pcg.serve.tinker import session_records
-from pcg.serve.tinker.session_records import OPEN, SESSIONS, SessionRecord
+from pcg.serve.tinker.futures import Futures
+from pcg.serve.tinker.records import (
+    JSON,
+    LOSSES,
+    OPEN,
+    SESSIONS,
+    FutureRecord,
+    LossRecord,
+    SessionRecord,
+    forget_requests,
+    forget_sessions,
+    insert_loss,
+)
 from pcg.serve.tinker.wire import SessionBody
 
 MOST_SESSIONS = 256
-"""The most sessions of a tenant that are open."""
+"""The most open sessions of a tenant."""
 MOST_ENDED = 4096
 """The most sessions of a tenant that have ended and are kept."""
-_EXPIRED = "expired"
 
 OnEnd = Callable[[SessionRecord], Awaitable[None]]
 
@@ -31,31 +43,28 @@ class Sessions:
         on_end: are called with each session that ends, in turn.
 
     Args:
-        life_s: the longest time between two beats of a session, seconds.
+        life_s: the longest time between two signs of life of a session, seconds.
     """
 
-    def __init__(self, database: Database, life_s: float) -> None:
+    def __init__(self, store: Store, life_s: float) -> None:
         self.on_end: list[OnEnd] = []
-        self._database = database
+        self._store = store
         self._life_s = life_s
-        found = database.read(
-            lambda connection: SESSIONS.select(connection, order="ORDER BY id", status=OPEN)
-        ).result()
-        # Nobody could beat while there was no server.
-        self._open = {one.id: (one, time.monotonic()) for one in found}
+        rows = store.database.read(lambda rows: SESSIONS.select(rows, status=OPEN)).result()
+        # Nobody could send a sign of life while there was no server.
+        self._open = {session.id: (session, time.monotonic()) for session in rows}
 
     async def create(self, tenant: str, body: SessionBody) -> SessionRecord:
         """Open a session. ApiError: the tenant has too many."""
-        metadata = None if body.user_metadata is None else json.dumps(body.user_metadata)
-        record = SessionRecord(
-            new_key("ses-"),
-            tenant,
-            now(),
-            OPEN,
-            json.dumps(body.tags),
-            metadata,
-            body.display_name,
-            body.sdk_version,
+        session = SessionRecord(
+            id=new_key("ses-"),
+            tenant=tenant,
+            created_s=now(),
+            status=OPEN,
+            tags=json.dumps(body.tags),
+            user_metadata=None if body.user_metadata is None else json.dumps(body.user_metadata),
+            display_name=body.display_name,
+            sdk_version=body.sdk_version,
         )
 
         def act(connection: sqlite3.Connection) -> None:
@@ -66,70 +75,113 @@ class Sessions:
                     f"You have {count} open sessions; finish some, or wait until they expire.",
                     code="too_many_sessions",
                 )
-            SESSIONS.insert(connection, record)
+            SESSIONS.insert(connection, session)
 
-        await asyncio.wrap_future(self._database.write(act))
-        self._open[record.id] = record, time.monotonic()
-        return record
+        await self._store.write(act)
+        self._open[session.id] = session, time.monotonic()
+        return session
 
     def beat(self, tenant: str, id: str) -> SessionRecord:
-        """Note that a session lives, and return it.
-
-        Raises:
-            ApiError: 410, it has ended, or is none of the tenant's.
-        """
-        record = self.find(tenant, id)
-        self._open[id] = record, time.monotonic()
-        return record
+        """Note that a session lives, and return it; errors as of `find`."""
+        session = self.find(tenant, id)
+        self._open[id] = session, time.monotonic()
+        return session
 
     def find(self, tenant: str, id: str) -> SessionRecord:
-        """Return a session that is open; errors as of `beat`."""
-        record, _ = self._open.get(id, (None, 0.0))
-        if record is None or record.tenant != tenant:
+        """Return an open session. ApiError: 410, it has ended, or is none of the tenant's."""
+        session, _ = self._open.get(id, (None, 0.0))
+        if session is None or session.tenant != tenant:
             raise ApiError(
                 410, f"There is no open session {id[:128]}; create another one.", param="session_id"
             )
-        return record
+        return session
 
     def is_open(self, id: str) -> bool:
-        """Return True if a session has not ended."""
         return id in self._open
 
     async def finish(self, tenant: str, id: str, status: str) -> None:
         """End a session; nothing happens if it has ended. ApiError: 404, the tenant has none."""
-
-        def find(connection: sqlite3.Connection) -> SessionRecord | None:
-            return SESSIONS.find(connection, id=id, tenant=tenant)
-
-        record = await asyncio.wrap_future(self._database.read(find))
-        if record is None:
+        session = await self._store.read(SESSIONS.find, id=id, tenant=tenant)
+        if session is None:
             raise ApiError(404, f"There is no session {id[:128]}.", param="session_id")
-        await self._end(record, status)
+        await self._end(session, status)
 
     async def expire(self) -> None:
-        """End the sessions that have not said for too long that they live."""
+        """End the sessions without a sign of life for too long."""
         least_s = time.monotonic() - self._life_s
         for id in list(self._open):
-            record, beat_s = self._open.get(id, (None, 0.0))  # as it is now: ends take their time
-            if record is not None and beat_s < least_s:
-                await self._end(record, _EXPIRED)
+            session, beat_s = self._open.get(id, (None, 0.0))  # as it is now: ends take their time
+            if session is not None and beat_s < least_s:
+                await self._end(session, "expired")
 
     async def forget(self, keep_s: float) -> list[str]:
-        """Remove what ended so long ago; returns folders that nothing names any more."""
-        before_s = time.time() - keep_s
+        """Remove sessions that ended so long ago; returns folders that nothing names any more."""
+        return await self._store.remove(forget_sessions, time.time() - keep_s, MOST_ENDED)
 
-        def act(connection: sqlite3.Connection) -> list[str]:
-            return session_records.forget(connection, before_s, MOST_ENDED)
-
-        return await asyncio.wrap_future(self._database.write(act, may_use_reserve=True))
-
-    async def _end(self, record: SessionRecord, status: str) -> None:
-        def act(connection: sqlite3.Connection) -> bool:
-            return session_records.end(connection, record.id, status)
-
-        write = self._database.write(act, may_use_reserve=True)
-        is_first = await asyncio.wrap_future(write)
-        self._open.pop(record.id, None)
-        if is_first:
+    async def _end(self, session: SessionRecord, status: str) -> None:
+        ended = {"status": status, "ended_s": now()}
+        count = await self._store.remove(SESSIONS.change, ended, id=session.id, status=OPEN)
+        self._open.pop(session.id, None)
+        if count:
             for tell in self.on_end:
-                await tell(record)
+                await tell(session)
+
+
+# ---------------------------------------------------------------------------------- custom losses
+
+CREATE_LOSS = "create_custom_loss"
+MOST_BYTES = 2**16
+"""The most bytes of a graph as JSON."""
+
+
+class Losses:
+    """The custom losses of all sessions: checked once, kept, and named by passes."""
+
+    def __init__(self, store: Store, futures: Futures, sessions: Sessions) -> None:
+        self._store = store
+        self._futures = futures
+        self._sessions = sessions
+
+    async def begin(self) -> None:
+        """Settle the promises of an earlier run of the server."""
+        for future in await self._futures.pending(CREATE_LOSS):
+            await self._settle(future)
+
+    async def create(self, tenant: str, session: str, seq: int, graph: LossGraph) -> FutureRecord:
+        """Promise a loss of a session; a second one of a number is the first.
+
+        Raises:
+            ApiError: there is no such session, or the graph or their number is too large.
+            FinetuneError: the graph may not run; names the node, and why.
+        """
+        self._sessions.find(tenant, session)
+        graph.check()
+        text = msgspec.json.encode(graph).decode()
+        if len(text) > MOST_BYTES:
+            raise ApiError(
+                400, f"The loss has {len(text)} bytes; use at most {MOST_BYTES}.", param="graph"
+            )
+        loss = LossRecord(new_key("loss-"), tenant, session, seq, text, now())
+        stream = f"{session}:losses"
+        future, is_new = await self._futures.promise(
+            tenant,
+            session,
+            stream,
+            seq,
+            CREATE_LOSS,
+            b"",
+            None,
+            lambda rows: insert_loss(rows, loss),
+        )
+        if is_new:
+            await self._settle(future)
+        return future
+
+    async def _settle(self, future: FutureRecord) -> None:
+        stream, seq = future.stream, future.seq
+        loss = await self._store.read(LOSSES.find, session=future.session, seq=seq)
+        assert loss is not None  # it was written with the promise
+        reply = json.dumps({"loss_id": loss.id, "type": CREATE_LOSS}).encode()
+        await self._futures.resolve(
+            future, reply, JSON, lambda rows: forget_requests(rows, stream, seq, seq)
+        )

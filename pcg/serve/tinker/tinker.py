@@ -1,11 +1,16 @@
-"""All that the routes of Tinker's protocol share: sessions, futures, and what they outlast."""
+"""The state behind Tinker's protocol: sessions, futures, models and losses, and what expires."""
 
 from __future__ import annotations
 
 import asyncio
 import itertools
 import json
+import secrets
+import time
+from collections import deque
 from collections.abc import Awaitable, Callable, Coroutine
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from pcg.serve.adapters.loader import Loader
@@ -13,12 +18,10 @@ from pcg.serve.engine.client import EngineClient
 from pcg.serve.engine.options import ServeOptions
 from pcg.serve.http.errors import LOG
 from pcg.serve.store.store import Store
-from pcg.serve.tinker.folders import Folders
-from pcg.serve.tinker.future_records import FutureRecord
 from pcg.serve.tinker.futures import Futures
-from pcg.serve.tinker.losses import Losses
 from pcg.serve.tinker.models import Models
-from pcg.serve.tinker.sessions import Sessions
+from pcg.serve.tinker.records import FutureRecord
+from pcg.serve.tinker.sessions import Losses, Sessions
 from pcg.serve.tinker.wire import Promise
 
 _SWEEP_S = 15.0
@@ -34,25 +37,25 @@ class Tinker:
         store: the rows and files.
         sessions: clients.
         futures: promised results.
-        models: what is trained.
-        losses: what clients train by, beside what is known.
+        models: trained models.
+        losses: custom losses.
     """
 
     def __init__(
         self, client: EngineClient, loader: Loader, store: Store, options: ServeOptions
     ) -> None:
         self.store = store
-        self.sessions = Sessions(store.database, options.tinker_session_s)
-        self.futures = Futures(store.database)
-        folders = Folders(store)
-        self.models = Models(client, loader, self.futures, self.sessions, folders, options, self.do)
-        self.losses = Losses(self.futures, self.sessions)
-        self._folders = folders
+        self.sessions = Sessions(store, options.tinker_session_s)
+        self.futures = Futures(store)
+        self.models = Models(
+            client, loader, store, self.futures, self.sessions, options=options, do=self.do
+        )
+        self.losses = Losses(store, self.futures, self.sessions)
         self._keep_s = options.keep_tinker_days * 24 * 3600
         self._tasks: set[asyncio.Task[Any]] = set()
 
     def begin(self) -> None:
-        """Go on with what is kept, once the event loop runs."""
+        """Take up the work of an earlier run, once the event loop runs."""
         self.do(self.losses.begin())
         self.do(self.models.begin())
         self.do(self._sweep())
@@ -70,9 +73,8 @@ class Tinker:
             LOG.error("work of a Tinker client failed", exc_info=error)
 
     async def _forget(self) -> None:
-        """Remove the rows of sessions that ended long ago."""
         for folder in await self.sessions.forget(self._keep_s):
-            await asyncio.to_thread(self._folders.remove, folder)
+            await asyncio.to_thread(self.models.folders.remove, folder)
 
     async def _sweep(self) -> None:
         for sweep in itertools.count():
@@ -90,5 +92,58 @@ class Tinker:
 
 
 def promise_of(future: FutureRecord) -> Promise:
-    """Return what the client is told of a future that it is promised."""
+    """Return the reply to a request that became a future."""
     return Promise(request_id=future.id, **json.loads(future.answer))
+
+
+# ------------------------------------------------------------------------------------------- links
+
+LINKS = "/tinker/api/v1/external_files"
+"""The prefix of links' paths."""
+LIFE_S = 3600
+"""The time for which a link holds, seconds."""
+MOST_LINKS = 1024
+"""The most links of a tenant; beyond it the tenant's oldest ends."""
+
+
+@dataclass(frozen=True)
+class Link:
+    """An address of a tenant's file; it holds until a time of `time.monotonic`."""
+
+    tenant: str
+    file: Path
+    until_s: float
+
+
+class Links:
+    """Addresses of files that need no key and cannot be guessed; for one event loop.
+
+    They end with the server.
+    """
+
+    def __init__(self, prefix: str) -> None:
+        self._prefix = prefix
+        self._links: dict[str, Link] = {}
+        self._paths: dict[str, deque[str]] = {}
+
+    def make(self, tenant: str, file: Path) -> str:
+        path = f"{self._prefix}/{secrets.token_urlsafe(32)}/{file.name}"
+        paths = self._paths.setdefault(tenant, deque())
+        while len(paths) >= MOST_LINKS:
+            self._links.pop(paths.popleft(), None)
+        paths.append(path)
+        self._links[path] = Link(tenant, file, time.monotonic() + LIFE_S)
+        return path
+
+    def find(self, path: str) -> Link | None:
+        """Return a link; None without, or once it has expired."""
+        link = self._links.get(path)
+        if link is not None and time.monotonic() > link.until_s:
+            del self._links[path]
+            return None
+        return link
+
+    def owner(self, path: str) -> str | None:
+        """Return the tenant that owns a link's file; None if the path is no link."""
+        link = self.find(path)
+        return None if link is None else link.tenant

@@ -1,17 +1,30 @@
-"""Bodies and replies of Tinker's protocol for sessions and futures."""
+"""Bodies and replies of Tinker's protocol."""
 
 from __future__ import annotations
 
+import itertools
 import json
+from datetime import UTC, datetime
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    PlainValidator,
+    WithJsonSchema,
+    model_validator,
+)
 
+from pcg.runtime.sampling.sampling_params import MOST_CELLS
+from pcg.runtime.training.loss_graph import MOST_NODES, LossGraph, LossInput, LossNode
 from pcg.serve.http.wire import WireModel
+from pcg.serve.tinker.records import CheckpointRecord
+from pcg.units import shown
 
 _MOST_METADATA = 2**14
-Id = Annotated[str, Field(min_length=1, max_length=256)]
-Short = Annotated[str, Field(max_length=256)]
+_MOST_CHUNKS = 4096
 
 
 def _bounded(value: dict[str, Any]) -> dict[str, Any]:
@@ -27,8 +40,17 @@ def _bounded(value: dict[str, Any]) -> dict[str, Any]:
     return value
 
 
+Id = Annotated[str, Field(min_length=1, max_length=256)]
+Short = Annotated[str, Field(max_length=256)]
+Path = Annotated[str, Field(max_length=1024)]
+NoText = Annotated[str, Field(max_length=0)]
 Metadata = Annotated[dict[str, Any], AfterValidator(_bounded)]
-"""What a client says of something, in at most 16 KiB."""
+"""A client's own words, in at most 16 KiB."""
+Seq = Annotated[int, Field(ge=0, lt=2**31)]
+SampleSeq = Annotated[int, Field(ge=0, lt=2**63)]
+Ttl = Annotated[int, Field(ge=3600, le=315_360_000)]
+"""An hour to ten years, seconds."""
+Finite = Annotated[float, Field(allow_inf_nan=False)]
 
 
 class TinkerBody(WireModel):
@@ -43,8 +65,11 @@ class TinkerReply(BaseModel):
     model_config = ConfigDict(protected_namespaces=())
 
 
+# -------------------------------------------------------------------------- sessions and futures
+
+
 class ConfigBody(TinkerBody):
-    """The client asks how it should behave."""
+    """A client that asks how it should behave."""
 
     sdk_version: Short | None = None
 
@@ -68,12 +93,6 @@ class DynamicConfig(TinkerReply):
     sample_cancel_max_batch_size: int = 64
 
 
-class Health(TinkerReply):
-    """The server lives."""
-
-    status: Literal["ok"] = "ok"
-
-
 class SupportedModel(TinkerReply):
     """A base model."""
 
@@ -84,7 +103,7 @@ class SupportedModel(TinkerReply):
 
 
 class Capabilities(TinkerReply):
-    """The models that the server has."""
+    """The models of the server."""
 
     supported_models: list[SupportedModel]
 
@@ -100,23 +119,10 @@ class SessionBody(TinkerBody):
     type: Literal["create_session"] = "create_session"
 
 
-class Session(TinkerReply):
-    """A session that is open."""
-
-    type: Literal["create_session"] = "create_session"
-    session_id: str
-
-
 class HeartbeatBody(TinkerBody):
-    """A session lives."""
+    """A sign of life of a session."""
 
     session_id: Id
-    type: Literal["session_heartbeat"] = "session_heartbeat"
-
-
-class Heartbeat(TinkerReply):
-    """The server knows that a session lives."""
-
     type: Literal["session_heartbeat"] = "session_heartbeat"
 
 
@@ -128,44 +134,527 @@ class FinishReason(TinkerBody):
 
 
 class FinishBody(TinkerBody):
-    """A session ends."""
+    """The end of a session."""
 
     reason: FinishReason
     detail: Any = None
 
 
-class Accepted(TinkerReply):
-    """Something was taken."""
-
-    status: Literal["accepted"] = "accepted"
-
-
 class RetrieveBody(TinkerBody):
-    """A future whose result is wanted; results always come whole."""
+    """A future to wait for; results always come whole."""
 
     request_id: Id
     allow_metadata_only: bool = False
     model_id: Id | None = None
 
 
-class TryAgain(TinkerReply):
-    """A future that is not settled yet."""
-
-    type: Literal["try_again"] = "try_again"
-    request_id: str
-    queue_state: Literal["active", "paused_capacity", "paused_rate_limit"] = "active"
-
-
-class RequestFailed(TinkerReply):
-    """A future that has no result, and why."""
-
-    error: str
-    category: str
-
-
 class Promise(TinkerReply):
-    """A request that is kept, whose result `retrieve_future` gives."""
+    """A durable request; `retrieve_future` gives its result."""
 
     request_id: str
     model_id: str | None = None
     sample_sequence_ids: list[str] | None = None
+
+
+# ---------------------------------------------------------------------------------------- training
+
+
+class LoraBody(TinkerBody):
+    """A LoRA."""
+
+    rank: Annotated[int, Field(ge=1, le=512)]
+    seed: Annotated[int, Field(ge=-(2**63), le=2**63 - 1)] | None = None
+    train_unembed: bool = True
+    train_mlp: bool = True
+    train_attn: bool = True
+
+
+class OptimizerBody(TinkerBody):
+    """The optimizer of a model; `dimuon` is refused."""
+
+    type: Literal["adamw"] = "adamw"
+
+
+class CreateModelBody(TinkerBody):
+    """A model to make."""
+
+    session_id: Id
+    model_seq_id: Seq
+    base_model: Short
+    user_metadata: Metadata | None = None
+    lora_config: LoraBody
+    optimizer_config: OptimizerBody = OptimizerBody()
+    type: Literal["create_model"] = "create_model"
+
+
+class LossInputBody(TinkerBody):
+    """An input of a custom loss."""
+
+    name: Short
+    rank: Literal[0, 1, 2]
+
+
+class LossNodeBody(TinkerBody):
+    """A node of a custom loss; `pcg.runtime.training.loss_graph` says which are valid."""
+
+    op: Short
+    name: Short
+    target: Short
+    args: Annotated[list[Any], Field(max_length=MOST_NODES)] = Field(default_factory=list)
+    kwargs: Annotated[dict[str, Any], Field(max_length=64)] = Field(default_factory=dict)
+
+
+class LossGraphBody(TinkerBody):
+    """The nodes of a custom loss."""
+
+    format: Literal[1] = 1
+    nodes: Annotated[list[LossNodeBody], Field(max_length=MOST_NODES)]
+
+
+class CustomLossBody(TinkerBody):
+    """A custom loss to keep."""
+
+    session_id: Id
+    custom_loss_seq_id: Seq
+    name: Short
+    inputs: Annotated[list[LossInputBody], Field(max_length=64)]
+    graph: LossGraphBody
+    type: Literal["create_custom_loss"] = "create_custom_loss"
+
+    def loss(self) -> LossGraph:
+        inputs = [LossInput(tensor.name, tensor.rank) for tensor in self.inputs]
+        nodes = [LossNode(n.op, n.name, n.target, n.args, n.kwargs) for n in self.graph.nodes]
+        return LossGraph(self.name, inputs, nodes)
+
+
+class ModelBody(TinkerBody):
+    """A model."""
+
+    model_id: Id
+    type: str | None = None
+
+
+class PathBody(TinkerBody):
+    """A checkpoint."""
+
+    tinker_path: Path
+
+
+class PlacedBody(TinkerBody):
+    """A request of a model, with its place among the others."""
+
+    model_id: Id
+    seq_id: Seq | None = None
+
+    def request(self) -> bytes:
+        """Return what the server keeps of it, to do it and to repeat it after a crash."""
+        return self.model_dump_json(exclude={"model_id", "seq_id", "type"}).encode()
+
+
+class AdamBody(TinkerBody):
+    """The numbers of one update by AdamW."""
+
+    learning_rate: Finite = 1e-4
+    beta1: Finite = 0.9
+    beta2: Finite = 0.95
+    eps: Finite = 1e-12
+    weight_decay: Finite = 0.0
+    grad_clip_norm: Annotated[Finite, Field(ge=0)] = 0.0
+
+
+class StepBody(PlacedBody):
+    """An update."""
+
+    adam_params: AdamBody
+    type: Literal["optim_step"] = "optim_step"
+
+    def request(self) -> bytes:
+        return self.adam_params.model_dump_json().encode()
+
+
+class SaveBody(PlacedBody):
+    """A state to save; without a name its place in the stream is its name."""
+
+    path: Short | None = None
+    ttl_seconds: Ttl | None = None
+    overwrite: bool = False
+    user_metadata: Metadata | None = None
+    type: Literal["save_weights"] = "save_weights"
+
+
+class SaveSamplerBody(PlacedBody):
+    """Weights to sample by: under a name, or for one sampling session."""
+
+    path: Short | None = None
+    sampling_session_seq_id: Seq | None = None
+    kind: Literal["snapshot", "inflight"] = "snapshot"
+    ttl_seconds: Ttl | None = None
+    user_metadata: Metadata | None = None
+    type: Literal["save_weights_for_sampler"] = "save_weights_for_sampler"
+
+
+class SaveExternalBody(PlacedBody):
+    """Weights for others to load, in peft's format."""
+
+    path: Short
+    ttl_seconds: Ttl | None = None
+    age_encryption_recipients: Annotated[list[Short], Field(max_length=0)] | None = None
+    type: Literal["save_weights_external"] = "save_weights_external"
+
+
+class LoadBody(TinkerBody):
+    """A state to load, into a model or into a new one."""
+
+    model_id: Id | None = None
+    seq_id: Seq | None = None
+    session_id: Id | None = None
+    model_seq_id: Seq | None = None
+    base_model: Short | None = None
+    user_metadata: Metadata | None = None
+    path: Path
+    optimizer: bool
+    optimizer_config: OptimizerBody | None = None
+    weights_access_token: NoText | None = None
+    type: Literal["load_weights"] = "load_weights"
+
+
+class ModelData(TinkerReply):
+    """A model's base."""
+
+    arch: str | None = None
+    model_name: str
+    tokenizer_id: str | None = None
+
+
+class ModelInfo(TinkerReply):
+    """A model."""
+
+    type: Literal["get_info"] = "get_info"
+    model_id: str
+    model_name: str
+    model_data: ModelData
+    is_lora: bool = True
+    lora_rank: int
+    optimizer_config: OptimizerBody = OptimizerBody()
+
+
+class WeightsInfo(TinkerReply):
+    """The LoRA of a checkpoint."""
+
+    base_model: str
+    is_lora: bool = True
+    lora_rank: int
+    train_unembed: bool
+    train_mlp: bool
+    train_attn: bool
+    optimizer_config: OptimizerBody = OptimizerBody()
+
+
+# ---------------------------------------------------------------------------------------- sampling
+
+
+class SamplingSessionBody(TinkerBody):
+    """A sampling session to open, of the base or of a checkpoint."""
+
+    session_id: Id
+    sampling_session_seq_id: SampleSeq
+    base_model: Id | None = None
+    model_path: Path | None = None
+    type: Literal["create_sampling_session"] = "create_sampling_session"
+
+
+class Sampler(TinkerReply):
+    """A sampling session, and its model."""
+
+    sampler_id: str
+    base_model: str
+    model_path: str | None
+
+
+def _prompt(value: Any) -> list[int]:
+    """Return the tokens of a prompt, of which all chunks have to be encoded texts."""
+    chunks = value.get("chunks") if isinstance(value, dict) and len(value) == 1 else None
+    if not isinstance(chunks, list):
+        raise ValueError('use {"chunks": […]}')
+    if len(chunks) > _MOST_CHUNKS:
+        raise ValueError(f"{len(chunks)} chunks; use at most {_MOST_CHUNKS}")
+    prompt: list[int] = []
+    for place, chunk in enumerate(chunks):
+        kind = chunk.get("type", "encoded_text") if isinstance(chunk, dict) else None
+        if kind != "encoded_text":
+            raise ValueError(
+                f"chunks[{place}] is of the type {shown(kind)}; this server takes encoded_text "
+                "alone"
+            )
+        tokens = chunk.get("tokens")
+        if not isinstance(tokens, list) or set(map(type, tokens)) - {int} or len(chunk) > 2:
+            raise ValueError(f"chunks[{place}] has to have a type and tokens, a list of ints")
+        prompt += tokens
+    if not prompt:
+        raise ValueError("it has no tokens; give at least one")
+    return prompt
+
+
+def _stop(value: Any) -> str | list[str] | list[int] | None:
+    if value is None or isinstance(value, str):
+        return value
+    if not isinstance(value, list) or not any(set(map(type, value)) <= {t} for t in (str, int)):
+        raise ValueError("use a text, texts, or token ids")
+    return value
+
+
+def _no_stability(value: bool | None) -> bool | None:
+    if value:
+        raise ValueError(
+            "the loss that reads it, stable_reinforce, is not public; train by another, such as ppo"
+        )
+    return value
+
+
+_CHUNKS = {"type": "object", "properties": {"chunks": {"type": "array"}}, "required": ["chunks"]}
+_STOPS = {
+    "anyOf": [
+        {"type": "null"},
+        {"type": "string"},
+        {"type": "array", "items": {"type": "string"}},
+        {"type": "array", "items": {"type": "integer"}},
+    ]
+}
+Prompt = Annotated[list[int], PlainValidator(_prompt), WithJsonSchema(_CHUNKS)]
+Stop = Annotated[str | list[str] | list[int] | None, PlainValidator(_stop), WithJsonSchema(_STOPS)]
+
+
+class SamplingParamsBody(TinkerBody):
+    """The choice of tokens, and the end of outputs.
+
+    Without `stop` an output ends with the model's own end of a text, with an empty list only by its
+    length.
+    """
+
+    max_tokens: Seq | None = None
+    seed: SampleSeq | None = None
+    stop: Stop = None
+    temperature: Annotated[Finite, Field(ge=0)] = 1.0
+    top_k: Annotated[int, Field(ge=-1, lt=2**31)] = -1
+    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+
+
+class TargetsBody(TinkerBody):
+    """Token ids of which log-probabilities are wanted at each place of a prompt; -1 for none.
+
+    A matrix with a row for each token but the first: all of its numbers, or in CSR some of them.
+    """
+
+    data: Annotated[list[int], Field(max_length=MOST_CELLS)]
+    dtype: Literal["int64"]
+    shape: Annotated[list[SampleSeq], Field(min_length=2, max_length=2)]
+    sparse_crow_indices: Annotated[list[SampleSeq], Field(max_length=MOST_CELLS)] | None = None
+    sparse_col_indices: Annotated[list[SampleSeq], Field(max_length=MOST_CELLS)] | None = None
+
+    @model_validator(mode="after")
+    def _fits(self) -> TargetsBody:
+        rows, width = self.shape
+        starts, columns, count = self.sparse_crow_indices, self.sparse_col_indices, len(self.data)
+        if starts is None and columns is None:
+            if rows * width != count or not width:
+                raise ValueError(f"it has {count} numbers, and the shape {self.shape}")
+        elif starts is None or columns is None:
+            raise ValueError("sparse_crow_indices and sparse_col_indices go together")
+        else:
+            is_rising = all(a <= b for a, b in itertools.pairwise(starts))
+            if len(starts) != rows + 1 or starts[0] or starts[-1] != count or not is_rising:
+                raise ValueError(
+                    f"sparse_crow_indices has to rise from 0 to {count} in {rows + 1} numbers"
+                )
+            if len(columns) != count or any(column >= width for column in columns):
+                raise ValueError(f"sparse_col_indices has to have {count} columns below {width}")
+        if any(not -1 <= token < 2**31 for token in self.data):
+            raise ValueError("it has a number that is neither a token id nor -1")
+        return self
+
+    @property
+    def rows(self) -> tuple[tuple[int, ...], ...]:
+        count, width = self.shape
+        starts = self.sparse_crow_indices or [row * width for row in range(count + 1)]
+        return tuple(tuple(self.data[a:b]) for a, b in itertools.pairwise(starts))
+
+
+class SampleBody(TinkerBody):
+    """A request of samples."""
+
+    sampling_session_id: Id | None = None
+    seq_id: SampleSeq | None = None
+    base_model: Id | None = None
+    model_path: Path | None = None
+    num_samples: Annotated[int, Field(ge=1, le=128)] = 1
+    prompt: Prompt
+    sampling_params: SamplingParamsBody
+    prompt_logprobs: bool | None = None
+    topk_prompt_logprobs: Annotated[int, Field(ge=0, le=1024)] = 0
+    topk_sample_logprobs: Annotated[int, Field(ge=0, le=1024)] = 0
+    prompt_logprobs_last_n: Annotated[int, Field(ge=1, lt=2**31)] | None = None
+    target_prompt_logprobs: TargetsBody | None = None
+    prompt_alt_tokens_k: Annotated[int, Field(ge=0, le=MOST_CELLS)] = 0
+    record_stability_info: Annotated[bool | None, AfterValidator(_no_stability)] = None
+    type: Literal["sample"] = "sample"
+
+    @model_validator(mode="after")
+    def _go_together(self) -> SampleBody:
+        if (self.sampling_session_id is None) != (self.seq_id is None):
+            raise ValueError("sampling_session_id and seq_id go together; give both or neither")
+        if self.sampling_session_id is not None and (self.base_model or self.model_path):
+            raise ValueError(
+                "a sampling session knows its model; leave out base_model and model_path"
+            )
+        last = self.prompt_logprobs_last_n
+        if last is not None and (not self.prompt_logprobs or last >= len(self.prompt)):
+            raise ValueError(
+                f"prompt_logprobs_last_n={last} needs prompt_logprobs and a prompt that is longer"
+            )
+        places, targets = len(self.prompt) - 1, self.target_prompt_logprobs
+        if targets is not None and targets.shape[0] != places:
+            raise ValueError(
+                f"target_prompt_logprobs has the shape {targets.shape}; use [{places}, K], a row "
+                "for each token of the prompt but the first"
+            )
+        if self.prompt_alt_tokens_k * places > MOST_CELLS:
+            raise ValueError(
+                f"prompt_alt_tokens_k={self.prompt_alt_tokens_k} of {places} places are more than "
+                f"{MOST_CELLS} tokens; use fewer"
+            )
+        return self
+
+    @property
+    def is_of_prompt(self) -> bool:
+        """True if log-probabilities of the prompt's tokens are asked for."""
+        further = self.target_prompt_logprobs is not None or self.prompt_alt_tokens_k > 0
+        return bool(self.prompt_logprobs) or self.topk_prompt_logprobs > 0 or further
+
+
+# -------------------------------------------------------------------------------------- management
+
+KINDS = Literal["weights", "sampler_weights", "external_weights"]
+_TYPES: dict[str, Literal["training", "sampler", "external"]] = {
+    "weights": "training",
+    "sampler_weights": "sampler",
+    "external_weights": "external",
+}
+
+
+class Checkpoint(TinkerReply):
+    """A checkpoint; times are in UTC."""
+
+    checkpoint_id: str
+    checkpoint_type: Literal["training", "sampler", "external"]
+    time: datetime
+    tinker_path: str
+    size_bytes: int
+    public: bool
+    user_metadata: dict[str, str] | None
+    expires_at: datetime | None
+
+    @classmethod
+    def of(cls, record: CheckpointRecord) -> Checkpoint:
+        expires_s = record.expires_s
+        return cls(
+            checkpoint_id=f"{record.kind}/{record.name}",
+            checkpoint_type=_TYPES[record.kind],
+            time=moment(record.created_s),
+            tinker_path=record.path,
+            size_bytes=record.size_bytes,
+            public=bool(record.is_public),
+            user_metadata=texts_of(record.user_metadata),
+            expires_at=None if expires_s is None else moment(expires_s),
+        )
+
+
+class Cursor(TinkerReply):
+    """The place of a page."""
+
+    offset: int
+    limit: int
+    total_count: int
+
+
+class Checkpoints(TinkerReply):
+    """A page of checkpoints."""
+
+    checkpoints: list[Checkpoint]
+    cursor: Cursor | None = None
+
+
+class TrainingRun(TinkerReply):
+    """A model that a session trains, or trained."""
+
+    training_run_id: str
+    base_model: str
+    model_owner: str
+    is_lora: bool = True
+    corrupted: bool = False
+    lora_rank: int
+    last_request_time: datetime
+    last_checkpoint: Checkpoint | None
+    last_sampler_checkpoint: Checkpoint | None
+    user_metadata: dict[str, str] | None
+
+
+class TrainingRuns(TinkerReply):
+    """A page of models."""
+
+    training_runs: list[TrainingRun]
+    cursor: Cursor
+
+
+class SessionDetails(TinkerReply):
+    """A session, with its models and samplers."""
+
+    training_run_ids: list[str]
+    sampler_ids: list[str]
+    user_metadata: dict[str, str] | None
+    display_name: str | None
+
+
+class CopyBody(TinkerBody):
+    """A checkpoint to copy: into a project, of which there are none, or to a place of a session."""
+
+    source_path: Path
+    session_id: Id | None = None
+    model_seq_id: Seq | None = None
+    destination_project_id: Short | None = None
+    ttl_seconds: Ttl | None = None
+    weights_access_token: NoText | None = None
+
+    @model_validator(mode="after")
+    def _has_a_place(self) -> CopyBody:
+        has_session = self.session_id is not None
+        if has_session != (self.model_seq_id is not None):
+            raise ValueError("session_id and model_seq_id go together; give both or neither")
+        if has_session == (self.destination_project_id is not None):
+            raise ValueError("give destination_project_id, or session_id and model_seq_id")
+        return self
+
+
+class TtlBody(TinkerBody):
+    """The time that a checkpoint has from now on, seconds; null for no end."""
+
+    ttl_seconds: Annotated[int, Field(ge=1, le=100 * 365 * 86_400)] | None = None
+
+
+class ExternalUrls(TinkerReply):
+    """Addresses of a checkpoint's files, which need no key until they expire."""
+
+    urls: dict[str, str]
+    expires: datetime
+
+
+def moment(seconds: int) -> datetime:
+    """Return a time of Unix seconds, in UTC."""
+    return datetime.fromtimestamp(seconds, UTC)
+
+
+def texts_of(metadata: str | None) -> dict[str, str] | None:
+    """Return metadata, which is kept as JSON, with texts as values."""
+    if metadata is None:
+        return None
+    words: dict[str, object] = json.loads(metadata)
+    return {n: value if isinstance(value, str) else json.dumps(value) for n, value in words.items()}

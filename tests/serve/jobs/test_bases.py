@@ -13,10 +13,17 @@ from pcg.errors import ServeError
 from pcg.serve.jobs.records import check_base
 from pcg.serve.store.store import Store, open_store
 from pcg.serve.store.tables import now
-from pcg.serve.tinker import checkpoint_records, model_records, sampler_records
-from pcg.serve.tinker.checkpoint_records import SAMPLER, CheckpointRecord
-from pcg.serve.tinker.model_records import CLOSED, ModelRecord
-from pcg.serve.tinker.sampler_records import SamplerRecord
+from pcg.serve.tinker.records import (
+    CHECKPOINTS,
+    CLOSED,
+    MODELS,
+    SAMPLER,
+    SAMPLERS,
+    CheckpointRecord,
+    ModelRecord,
+    SamplerRecord,
+    insert_sampler,
+)
 from tests.support import tinker_client
 
 FIRST: Any = SimpleNamespace(base_digest="sha256:a", name="first")
@@ -37,13 +44,13 @@ def test_what_tinkers_clients_trained_is_of_one_base(tmp_path: Path) -> None:
     with open_store(tmp_path) as store:
         check_base(store, OTHER)
         check_base(store, FIRST)  # nothing was trained on the other one
-        keep(store, lambda one: model_records.MODELS.insert(one, model))
-        keep(store, lambda one: checkpoint_records.insert(one, saved))
-        keep(store, lambda one: sampler_records.insert(one, sampler))
+        keep(store, lambda one: MODELS.insert(one, model))
+        keep(store, lambda one: CHECKPOINTS.insert(one, saved))
+        keep(store, lambda one: insert_sampler(one, sampler))
         for count, removed in (
-            (3, lambda one: model_records.MODELS.change(one, {"status": CLOSED}, id=model.id)),
+            (3, lambda one: MODELS.change(one, {"status": CLOSED}, id=model.id)),
             (2, lambda one: one.execute("UPDATE tinker_checkpoints SET expires_s = ?", (now(),))),
-            (1, lambda one: sampler_records.SAMPLERS.delete(one, id=sampler.id)),
+            (1, lambda one: SAMPLERS.delete(one, id=sampler.id)),
         ):
             for _ in range(2):  # what is refused is not noted
                 with pytest.raises(ServeError, match=f"has {count} models, .* of 'first'"):

@@ -14,7 +14,7 @@ import pytest
 from pcg.errors import StoreFullError
 from pcg.serve.files.files import Files
 from pcg.serve.jobs import runner
-from pcg.serve.tinker import future_records, futures
+from pcg.serve.tinker import futures
 from tests.support import serving, tinker_client
 from tests.support.job_client import begin, client_of, ended, steps, text, upload
 from tests.support.small_disk import fill_up, small_disk
@@ -99,7 +99,7 @@ def test_samples_that_find_no_room_come_once_there_is_some(
 ) -> None:
     """With its result, and not behind it, the request is forgotten."""
     monkeypatch.setattr(futures, "AGAIN_S", 0.01)
-    monkeypatch.setattr(future_records, "settle", full(3, future_records.settle))
+    monkeypatch.setattr(futures, "settle", full(3, futures.settle))
     found: list[Any] = []
 
     def wake(_: futures.Futures, id: str) -> None:

@@ -7,6 +7,7 @@ import json
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import httpx2
@@ -15,11 +16,9 @@ from tinker.proto import tinker_public_pb2 as pb
 
 from pcg.keys import digest_of, open_keys
 from pcg.serve.http.caller import Authentication, Caller
-from pcg.serve.tinker import checkpoint_records
-from pcg.serve.tinker.links import LINKS, MOST_LINKS, Links
-from pcg.serve.tinker.model_records import ModelRecord
-from pcg.serve.tinker.model_stream import ModelStream
-from pcg.serve.tinker.tinker import Tinker
+from pcg.serve.tinker.records import ModelRecord, find_checkpoint
+from pcg.serve.tinker.streams import ModelStream
+from pcg.serve.tinker.tinker import LINKS, MOST_LINKS, Links, Tinker
 from tests.support import serving, tinker_client
 from tests.support.tinker_client import result
 from tests.support.waiting import until
@@ -95,7 +94,8 @@ def test_a_place_of_another_kind_of_request_is_refused(raw: httpx2.Client) -> No
 
 def test_a_place_is_taken_while_its_request_is_being_kept() -> None:
     record = ModelRecord("s:train:0", "a", "s", 0, "tiny", "{}", None, 0, 0)
-    stream = ModelStream(record, *[None] * 3)  # type: ignore[arg-type]
+    store = SimpleNamespace(folder=Path())
+    stream = ModelStream(record, None, store, None, None)  # type: ignore[arg-type]
     before = stream.behind
     with stream.coming(before), stream.coming(before + 1):
         assert stream.behind == before + 2
@@ -260,7 +260,7 @@ def test_a_name_that_expired_is_free_and_its_files_go(
         body = {"model_id": model, "seq_id": seq, "path": "a", "ttl_seconds": 3600}
         path = result(raw, post(raw, "save_weights", body).json())["path"]
         found = tinker.store.database.read(
-            lambda one: checkpoint_records.find(one, path, "default", 0)
+            lambda one: find_checkpoint(one, path, "default", 0)
         ).result()
         assert found is not None
         return found.folder

@@ -9,15 +9,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pcg.errors import DataError
+from pcg.serve.tinker import proto
 from pcg.serve.tinker.proto import (
-    ForwardBackwardResult,
+    CLASSES,
     SampledTokens,
-    SampleResult,
-    TopLogprobs,
     decode_forward_backward,
     encode_forward_backward,
     encode_sample,
-    tensors,
 )
 
 pytest.importorskip("tinker", reason="the client is installed for its tests alone")
@@ -154,7 +152,7 @@ def test_hostile_bodies_are_refused_by_name(body: bytes, said: str) -> None:
 
 
 def test_sparse_tensors_of_a_call_share_their_bound(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tensors, "MOST_NUMBERS", 100)
+    monkeypatch.setattr(proto, "MOST_NUMBERS", 100)
     message = wire.ForwardBackwardRequest(model_id="m", seq_id=1, loss_fn="cross_entropy")
     for _ in range(2):
         message.MergeFromString(_csr([1.0], [0, 1], [0], [1, 60]))
@@ -200,9 +198,7 @@ def test_the_client_reads_results_of_different_widths() -> None:
         {"logprobs": np.zeros(0, np.float32), "ids": np.zeros(0, np.int64)},
     ]
     metrics = {"loss:sum": 4.5, "tokens:sum": 3.0}
-    read = deserialize_forward_backward_output(
-        encode_forward_backward(ForwardBackwardResult(outputs, metrics))
-    )
+    read = deserialize_forward_backward_output(encode_forward_backward(outputs, metrics))
     assert read.metrics == metrics
     assert read.loss_fn_output_type == "ArrayRecord"
     assert len(read.loss_fn_outputs) == 4
@@ -213,27 +209,20 @@ def test_the_client_reads_results_of_different_widths() -> None:
 
 
 def test_the_client_reads_a_result_without_data() -> None:
-    read = deserialize_forward_backward_output(
-        encode_forward_backward(ForwardBackwardResult([], {"loss:sum": 0.0}))
-    )
+    read = deserialize_forward_backward_output(encode_forward_backward([], {"loss:sum": 0.0}))
     assert (read.loss_fn_outputs, read.metrics) == ([], {"loss:sum": 0.0})
 
 
 def test_the_client_reads_samples() -> None:
-    top = TopLogprobs(np.array([[4, 2], [7, 0]]), np.array([[-0.1, -3.0], [-0.2, -99999.0]]))
+    top = (np.array([[4, 2], [7, 0]]), np.array([[-0.1, -3.0], [-0.2, -99999.0]]))
     targets = np.array([[-1.0, -2.0], [np.nan, -4.0]])
     read = deserialize_sample_response(
         encode_sample(
-            SampleResult(
-                [
-                    SampledTokens([4, 7], [-0.1, -0.2], "stop", top),
-                    SampledTokens([], [], "length"),
-                ],
-                prompt_logprobs=[float("nan"), -1.5],
-                top_prompt=top,
-                target_prompt_logprobs=targets,
-                cached_tokens=16,
-            )
+            [SampledTokens([4, 7], [-0.1, -0.2], "stop", top), SampledTokens([], [], "length")],
+            prompt_logprobs=[float("nan"), -1.5],
+            top_prompt=top,
+            targets=targets,
+            cached_tokens=16,
         )
     )
     first, second = read.sequences
@@ -252,8 +241,6 @@ def test_the_client_reads_samples() -> None:
 
 def test_our_messages_are_the_clients() -> None:
     """Every field has the number, the name, and on the wire the type that the client knows."""
-    from pcg.serve.tinker.proto.schema import CLASSES
-
     alike = {"bytes": {9, 11, 12}, "varint": {3, 5, 8, 13, 14}, "double": {1}}
     of_type = {number: kind for kind, numbers in alike.items() for number in numbers}
     names = {"EncodedText": "EncodedTextChunk", "ConfigValue": "LossConfigValue"}

@@ -16,8 +16,8 @@ from safetensors import safe_open
 from tinker import types
 
 from pcg.keys import digest_of
-from pcg.serve.tinker import sampler_records as records
-from pcg.serve.tinker.links import Links
+from pcg.serve.tinker import records
+from pcg.serve.tinker.tinker import Links
 from tests.support import serving, tinker_client
 from tests.support.waiting import until
 

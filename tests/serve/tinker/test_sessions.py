@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import time
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -13,21 +12,26 @@ import tinker
 from pcg.errors import FinetuneError
 from pcg.serve.http.errors import ApiError
 from pcg.serve.store.store import open_store
-from pcg.serve.tinker import (
-    future_records,
-    model_records,
-    session_records,
-)
 from pcg.serve.tinker import futures as futures_module
-from pcg.serve.tinker import loss_records as losses
-from pcg.serve.tinker import sampler_records as samplers
-from pcg.serve.tinker.future_records import DONE, FAILED, JSON, PENDING, ROW_BYTES
+from pcg.serve.tinker import records
 from pcg.serve.tinker.futures import Futures
-from pcg.serve.tinker.loss_records import LossRecord
-from pcg.serve.tinker.model_records import ModelRecord
 from pcg.serve.tinker.operations import UNLOAD, Outcome, settle_row
-from pcg.serve.tinker.sampler_records import SamplerRecord
-from pcg.serve.tinker.session_records import SessionRecord
+from pcg.serve.tinker.records import (
+    DONE,
+    FAILED,
+    JSON,
+    MODELS,
+    PENDING,
+    ROW_BYTES,
+    SAMPLERS,
+    SESSIONS,
+    LossRecord,
+    ModelRecord,
+    SamplerRecord,
+    SessionRecord,
+    forget_requests,
+    insert_loss,
+)
 from pcg.serve.tinker.sessions import Sessions
 from pcg.serve.tinker.tinker import Tinker
 from pcg.serve.tinker.wire import SessionBody
@@ -79,7 +83,7 @@ def test_without_a_data_folder_it_is_refused_by_name() -> None:
 
 def test_futures_outlast_their_server_and_are_made_once(tmp_path: Path) -> None:
     async def first() -> tuple[str, str, str]:
-        futures = Futures(store.database)
+        futures = Futures(store)
         one, is_new = await futures.promise("t", "s", "m", 1, "optim_step", b"{}", {"a": 1})
         assert is_new
         again, is_new = await futures.promise("t", "s", "m", 1, "optim_step", b"other")
@@ -98,7 +102,7 @@ def test_futures_outlast_their_server_and_are_made_once(tmp_path: Path) -> None:
         return one.id, two.id, three.id
 
     async def second(ids: tuple[str, str, str]) -> None:
-        futures = Futures(store.database)
+        futures = Futures(store)
         found = [await futures.retrieve("t", id, 0) for id in ids]
         assert [one.state for one in found] == [DONE, FAILED, PENDING]
         assert [one.result for one in found] == [b"[1]", b"no", None]
@@ -117,7 +121,7 @@ def test_a_tenant_has_a_bound_of_futures(tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.setattr(futures_module, "MOST_BYTES", 4 * ROW_BYTES)
 
     async def act() -> None:
-        futures = Futures(store.database)
+        futures = Futures(store)
         made = [await futures.promise("t", "s", "m", seq, "k", b"") for seq in (1, 2)]
         with pytest.raises(ApiError, match="wait already"):
             await futures.promise("t", "s", "m", 3, "k", b"")
@@ -127,7 +131,7 @@ def test_a_tenant_has_a_bound_of_futures(tmp_path: Path, monkeypatch: pytest.Mon
             await futures.promise("t", "s", "m", 3, "k", b"a" * 2 * ROW_BYTES)
         with pytest.raises(ApiError, match="bytes"):  # what a client is told is kept, too
             await futures.promise("t", "s", "m", 3, "k", b"", {"a": "a" * 2 * ROW_BYTES})
-        await futures.write(lambda one: future_records.forget_requests(one, "m", 0, 9))
+        await store.write(forget_requests, "m", 0, 9)
         counted = futures._bytes["t"]
         futures._bytes["t"] += 1000
         await futures.expire()
@@ -146,38 +150,37 @@ def test_what_ended_has_ended_after_a_crash(tmp_path: Path) -> None:
 
     async def act(futures: Futures) -> None:
         asked, _ = await futures.promise("t", "ended", "m", 3, UNLOAD, b"{}")
-        await futures.write(lambda one: model_records.MODELS.insert(one, model))
+        await store.write(MODELS.insert, model)
         await futures.resolve(asked, b"{}", JSON, settle_row(model, asked, Outcome(b"{}")))
-        found = await futures.read(lambda one: model_records.MODELS.find(one, id="m", tenant="t"))
+        found = await store.read(MODELS.find, id="m", tenant="t")
         assert found is not None
         assert (found.status, found.state, found.done_seq) == ("closed", None, 3)
         for session, status in (("ended", "success"), ("lives", "open")):
             made = SessionRecord(session, "t", 0, status, "[]", None, None, "")
-            await futures.write(partial(session_records.SESSIONS.insert, row=made))
+            await store.write(SESSIONS.insert, made)
             for path, folder in ((None, f"tinker/{session}"), ("tinker://m", "tinker/saved")):
                 key = f"{session} {path}"
                 row = SamplerRecord(key, "t", session, len(key), "tiny", path, folder, 0)
-                await futures.write(partial(samplers.insert, record=row))
-        await futures.write(samplers.end_left)
-        rows = await futures.read(lambda one: one.execute("SELECT id FROM tinker_samplers"))
+                await store.write(SAMPLERS.insert, row)
+        await store.write(records.end_left)
+        rows = await store.read(SAMPLERS.read, "id")
         assert {id for (id,) in rows} == {"ended tinker://m", "lives None", "lives tinker://m"}
 
     with open_store(tmp_path) as store:
-        asyncio.run(act(Futures(store.database)))
+        asyncio.run(act(Futures(store)))
 
 
 def test_losses_of_sessions_that_ended_do_not_count(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(losses, "MOST_OF_TENANT", 1)
+    monkeypatch.setitem(records.MOST_LOSSES, "tenant", 1)
 
     async def act() -> None:
-        found = Sessions(store.database, 600.0)
+        found = Sessions(store, 600.0)
         for number in range(3):
             one = await found.create("t", SessionBody())
             made = LossRecord(f"loss-{number}", "t", one.id, 0, "{}", 0)
-            write = store.database.write(partial(losses.insert, record=made))
-            await asyncio.wrap_future(write)
+            await store.write(insert_loss, made)
             await found.finish("t", one.id, "success")
 
     with open_store(tmp_path) as store:
@@ -186,7 +189,7 @@ def test_losses_of_sessions_that_ended_do_not_count(
 
 def test_a_session_that_beats_while_others_end_lives(tmp_path: Path) -> None:
     async def act() -> None:
-        found = Sessions(store.database, -1.0)
+        found = Sessions(store, -1.0)
         made = [await found.create("t", SessionBody()) for _ in range(2)]
 
         async def beat(ended: SessionRecord) -> None:

@@ -14,7 +14,7 @@ import pytest
 import zstandard
 
 from pcg.serve.http.errors import ApiError
-from pcg.serve.tinker import model_stream
+from pcg.serve.tinker import streams
 from pcg.serve.tinker.tinker import Tinker
 from tests.support import serving, tinker_client, trainer_data
 from tests.support.tinker_client import result
@@ -115,13 +115,13 @@ def test_order_and_duplicates_change_nothing(raw: httpx2.Client) -> None:
 
 
 def test_what_comes_behind_a_gap_fails(raw: httpx2.Client, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(model_stream, "GAP_S", 0.05)
+    monkeypatch.setattr(streams, "GAP_S", 0.05)
     model = made(raw)
     late = post(raw, "optim_step", step(model, 3))
     said = result(raw, late)
     assert said["category"] == "user"
     assert "request 1 of" in said["error"]
-    monkeypatch.setattr(model_stream, "GAP_S", 60.0)
+    monkeypatch.setattr(streams, "GAP_S", 60.0)
     assert result(raw, post(raw, "forward_backward", passed(model, 1)))["metrics"]
     assert result(raw, post(raw, "optim_step", step(model, 2)))["metrics"]
     # The third has failed, and the fourth is next.
@@ -255,7 +255,7 @@ def test_a_crash_loses_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, state_steps: int
 ) -> None:
     """A copy of the data folder is what a killed server leaves."""
-    monkeypatch.setattr(model_stream, "STATE_STEPS", state_steps)
+    monkeypatch.setattr(streams, "STATE_STEPS", state_steps)
     with (
         tinker_client.server(tmp_path / "first", tinker_client.load) as served,
         tinker_client.raw(served.url) as raw,

@@ -1,15 +1,9 @@
-"""The requests of a model, in their order.
+"""The stream of a model: its requests, done strictly in the order of their numbers.
 
-The record of a model's training: a row for each update, as jobs and runs of the library have it.
-
-A record that cannot be written is no reason to train no further: the log says why, once.
-
-The stream of a model: its requests, done strictly in the order of their numbers.
-
-A request whose predecessors have not come waits for them; after a time it fails. Each is settled
-in one transaction with how far the model is. The engine's trainer is made when something is to be
-done: with the last state that is kept, and the requests behind it are done again, whose results are
-there already. So the state is that of the results that were given.
+A request with missing predecessors waits for them; after a time it fails. Each is settled in one
+transaction with the place that the model has reached. The engine's trainer is made when something
+is to be done: with the last durable state, and the requests behind it are repeated, of which the
+results exist already. So the state is that of the results that clients have.
 """
 
 from __future__ import annotations
@@ -27,17 +21,8 @@ from pcg.records.run_files import Status
 from pcg.runtime.metrics.status import EngineState
 from pcg.serve.engine.client import EngineClient
 from pcg.serve.http.errors import LOG, ApiError
-from pcg.serve.tinker import future_records as records
-from pcg.serve.tinker.future_records import (
-    DONE,
-    FAILED,
-    FUTURES,
-    PENDING,
-    USER,
-    FutureRecord,
-)
+from pcg.serve.store.store import Store
 from pcg.serve.tinker.futures import Futures
-from pcg.serve.tinker.model_records import ModelRecord
 from pcg.serve.tinker.operations import (
     CREATE,
     LOAD,
@@ -49,80 +34,27 @@ from pcg.serve.tinker.operations import (
     Outcome,
     settle_row,
 )
-
-# ---------------------------------------------------------------------------------------- model run
-
-
-MOST_ROWS = 2**17
-"""The most updates of a model that have rows."""
-
-
-class ModelRun:
-    """Writes the record of a model, from its first update on; one call at a time."""
-
-    def __init__(self, model: ModelRecord) -> None:
-        self._model = model
-        self._record: RunRecord | None = None
-        self._is_broken = False
-
-    async def add(self, folder: Path, numbers: Mapping[str, float]) -> None:
-        """Add an update. One that was done before, as behind an older state, takes its place.
-
-        Args:
-            folder: that of the record.
-            numbers: those of the update, and as `step` its own.
-        """
-        rest = dict(numbers)
-        step = int(rest.pop("step"))
-        if not self._is_broken and step <= MOST_ROWS:
-            await asyncio.to_thread(self._told, lambda: self._add(folder, step, rest))
-
-    def _add(self, folder: Path, step: int, numbers: Mapping[str, float]) -> None:
-        if self._record is not None and step <= self._record.last_step:
-            self._record.end(Status.INTERRUPTED)
-            self._record = None
-        if self._record is None:
-            model = self._model
-            config = {
-                "model": model.base_model,
-                "tenant": model.tenant,
-                "session": model.session,
-                "lora": json.loads(model.lora),
-                "user_metadata": json.loads(model.user_metadata or "null"),
-            }
-            self._record = RunRecord(
-                folder, config, name=model.id, kind="tinker", done=step - 1,
-                waits_for_page=False,
-            )  # fmt: skip
-        self._record.log(step, **numbers)
-
-    def end(self, *, is_whole: bool) -> None:
-        """End the record, if there is one: of a model that is closed, or as the server ends."""
-        record, self._record = self._record, None
-        if record is not None:
-            status = Status.COMPLETED if is_whole else Status.INTERRUPTED
-            self._told(lambda: record.end(status))
-
-    def _told(self, act: Callable[[], None]) -> None:
-        try:
-            act()
-        except RecordError as error:
-            self._is_broken = True
-            LOG.error("the record of %s cannot be written: %s", self._model.id, error)
-
-
-# ------------------------------------------------------------------------------------- model stream
-
+from pcg.serve.tinker.records import (
+    DONE,
+    FAILED,
+    FUTURES,
+    PENDING,
+    USER,
+    FutureRecord,
+    ModelRecord,
+    run_folder,
+)
 
 GAP_S = 120.0
-"""Time for which a request waits for one before it that does not come, seconds."""
+"""Time for which a request waits for a missing predecessor, seconds."""
 STATE_STEPS = 16
-"""Updates after which the state is written, so that no more are done again after a crash."""
+"""Updates after which the state is written, so that no more are repeated after a crash."""
 STATE_BYTES = 32 * 2**20
 """… or the bytes of the requests since then."""
+MOST_ROWS = 2**17
+"""The most updates of a model that have rows in its record."""
 _MOST_BYTES = 2**30
-"""The most bytes of requests behind a state; gradients that wait are in none."""
-
+"""The most bytes of requests behind a state, which has no gradients that wait."""
 _BROKEN = "the model could not be made; make another one"
 
 
@@ -142,15 +74,17 @@ class ModelStream:
         self,
         model: ModelRecord,
         client: EngineClient,
+        store: Store,
         futures: Futures,
         operations: Operations,
     ) -> None:
         self.model = model
         self.is_closing = False
         self._client = client
+        self._store = store
         self._futures = futures
         self._operations = operations
-        self._record = ModelRun(model)
+        self._record = _TrainingRecord(model, store.folder / run_folder(model.id))
         self._waiting: set[int] = set()
         self._failed_early: set[int] = set()
         self._coming: list[int] = []
@@ -162,12 +96,12 @@ class ModelStream:
         self._doing = 0
 
     def put(self, seq: int) -> None:
-        """Add the request of a place, which is pending; its body stays on the disk until then."""
+        """Add the pending request of a place; its body stays on the disk until its turn."""
         self._waiting.add(seq)
         self._changed.set()
 
     def refuse(self, seq: int) -> None:
-        """Have nothing wait for a place whose request was refused; a better one may still come."""
+        """Wait no more for a place with a refused request; a better one may still come."""
         if seq > self.model.done_seq:
             self._refused.add(seq)
             self._changed.set()
@@ -175,12 +109,12 @@ class ModelStream:
     @property
     def behind(self) -> int:
         """The place behind the last request that has come."""
-        there = (*self._waiting, *self._failed_early, *self._coming)
-        return max((self.model.done_seq, self._doing, *there)) + 1
+        places = (*self._waiting, *self._failed_early, *self._coming)
+        return max((self.model.done_seq, self._doing, *places)) + 1
 
     @contextmanager
     def coming(self, seq: int) -> Iterator[None]:
-        """Have nobody take a place while its request is being kept."""
+        """Reserve a place while its request is being kept."""
         self._coming.append(seq)
         try:
             yield
@@ -188,66 +122,68 @@ class ModelStream:
             self._coming.remove(seq)
 
     def close(self) -> None:
-        """Have it end once what waits is done."""
+        """End the stream once what waits is done."""
         self.is_closing = True
         self._changed.set()
 
     async def recover(self) -> None:
-        """Take up what was asked before the server ended."""
+        """Take up the requests of an earlier run of the server."""
         for seq, state, _ in await self._places(self.model.done_seq):
             if state == PENDING:
                 self.put(seq)
             elif state == FAILED:
                 self._failed_early.add(seq)
-        first = await self._futures.read(lambda one: FUTURES.find(one, stream=self.model.id, seq=0))
+        first = await self._store.read(FUTURES.find, stream=self.model.id, seq=0)
         if first is not None and first.state == FAILED:
             self._broken = _BROKEN
 
     async def _places(self, behind: int) -> list[tuple[int, str, str]]:
-        return await self._futures.read(lambda one: records.places(one, self.model.id, behind))
+        """Return place, state and verb of the requests behind a place, in order."""
+        columns, order = "seq, state, kind", "ORDER BY seq"
+        rows = await self._store.read(
+            FUTURES.read, columns, "seq > ?", (behind,), order, stream=self.model.id
+        )
+        return [(seq, state, kind) for seq, state, kind in rows]
 
     async def _at(self, seq: int) -> FutureRecord:
-        found = await self._futures.read(
-            lambda one: FUTURES.find(one, stream=self.model.id, seq=seq)
-        )
-        assert found is not None
-        return found
+        future = await self._store.read(FUTURES.find, stream=self.model.id, seq=seq)
+        assert future is not None
+        return future
 
     async def run(self) -> bool:
         """Do requests until the stream is closed; returns False if the engine ends before."""
         is_whole = False
         try:
-            is_whole = await self._run()
+            await self._run()
+            is_whole = True
+        except _Interrupted:
+            pass
         finally:
             self._record.end(is_whole=is_whole)
         return is_whole
 
-    async def _run(self) -> bool:
-        try:
-            while True:
-                seq = self.model.done_seq + 1
-                self._refused.discard(seq - 1)
-                if seq in self._waiting:
-                    self._waiting.discard(seq)
-                    await self._do(await self._at(seq))
-                elif seq in self._failed_early:
-                    self._failed_early.discard(seq)
-                    self.model = replace(self.model, done_seq=seq)
-                elif self._waiting and seq in self._refused:
-                    self.model = replace(self.model, done_seq=seq)
-                elif self._waiting:
-                    await self._wait_for(seq)
-                elif self.is_closing:
-                    break
-                else:
-                    await self._wait(None)
-        except _Interrupted:
-            return False
+    async def _run(self) -> None:
+        while True:
+            seq = self.model.done_seq + 1
+            self._refused.discard(seq - 1)
+            if seq in self._waiting:
+                self._waiting.discard(seq)
+                await self._do(await self._at(seq))
+            elif seq in self._failed_early:
+                self._failed_early.discard(seq)
+                self.model = replace(self.model, done_seq=seq)
+            elif self._waiting and seq in self._refused:
+                self.model = replace(self.model, done_seq=seq)
+            elif self._waiting:
+                await self._wait_for(seq)
+            elif self.is_closing:
+                break
+            else:
+                await self._wait(None)
         await self._unload()
-        return True
 
     async def _unload(self) -> None:
-        """Have the engine free what it has; what is done next has it made again."""
+        """Free the engine's trainer; the next request makes it again."""
         if self._is_loaded:
             self._is_loaded = False
             await self._operations.end(self.model)
@@ -264,24 +200,24 @@ class ModelStream:
 
     async def _wait_for(self, seq: int) -> None:
         """Wait for the request of a number; those behind it fail if it does not come."""
-        timeout_s = 0.0 if self.is_closing else GAP_S
-        until_s = asyncio.get_running_loop().time() + timeout_s
+        clock = asyncio.get_running_loop().time
+        until_s = clock() + GAP_S
         while seq not in self._waiting | self._refused:
-            left_s = 0.0 if self.is_closing else until_s - asyncio.get_running_loop().time()
+            left_s = 0.0 if self.is_closing else until_s - clock()
             if left_s <= 0 or not await self._wait(left_s):
                 break
         if seq in self._waiting | self._refused:
             return
         for other in sorted(self._waiting):
             self._waiting.discard(other)
-            said = f"request {seq} of {self.model.id} did not come, and {other} comes behind it"
-            await self._futures.fail(await self._at(other), said, USER)
+            words = f"request {seq} of {self.model.id} did not come, and {other} comes behind it"
+            await self._futures.fail(await self._at(other), words, USER)
             self._failed_early.add(other)
 
-    # ------------------------------------------------------------------------------- doing
+    # ------------------------------------------------------------------------------- requests
 
     async def _do(self, future: FutureRecord) -> None:
-        """Do a request, and keep what comes of it."""
+        """Do a request, and keep its result."""
         self._doing = future.seq
         try:
             outcome = await self._outcome(future)
@@ -295,14 +231,21 @@ class ModelStream:
             await self._futures.resolve(future, outcome.result, outcome.media_type, settle)
         except (PcgError, ApiError) as error:  # what is written with it cannot be
             await self._fail(future, outcome, error)
-        else:
-            self._note(future, outcome)
-            if outcome.step is not None:
-                folder = self._operations.folders.run(self.model.id)
-                await self._record.add(folder, outcome.step)
+            return
+        self.model = replace(self.model, done_seq=future.seq)
+        if outcome.stale is not None:
+            self._operations.folders.remove(outcome.stale)
+        if outcome.state is not None:
+            self.model = replace(self.model, state=outcome.state, state_seq=future.seq)
+            self._steps = self._bytes = 0
+        if future.kind == UNLOAD:
+            self._is_loaded = False
+            self.close()
+        if outcome.step is not None:
+            await self._record.add(outcome.step)
 
     def _ends(self, error: Exception) -> bool:
-        """Return True for an error of an engine that ends, whose requests are done again."""
+        """Return True for an error of an engine that ends; its requests are repeated."""
         is_running = self._client.health().state is EngineState.RUNNING
         return isinstance(error, EngineError) or not is_running
 
@@ -314,21 +257,9 @@ class ModelStream:
         elif future.kind == LOAD:  # it may have been loaded, and not kept
             await self._unload()
         settle = settle_row(self.model, future, None)
-        told = self._operations.folders.without_paths(error)
-        await self._futures.fail_by(future, told, settle)
+        shown = self._operations.folders.without_paths(error)
+        await self._futures.fail_by(future, shown, settle)
         self.model = replace(self.model, done_seq=future.seq)
-
-    def _note(self, future: FutureRecord, outcome: Outcome) -> None:
-        """Note what a request that is done changed."""
-        self.model = replace(self.model, done_seq=future.seq)
-        if outcome.stale is not None:
-            self._operations.folders.remove(outcome.stale)
-        if outcome.state is not None:
-            self.model = replace(self.model, state=outcome.state, state_seq=future.seq)
-            self._steps = self._bytes = 0
-        if future.kind == UNLOAD:
-            self._is_loaded = False
-            self.close()
 
     async def _outcome(self, future: FutureRecord) -> Outcome:
         if self._broken is not None:
@@ -346,7 +277,8 @@ class ModelStream:
             )
         outcome = await self._operations.do(self.model, future)
         self._count(future)
-        if future.kind == STEP and self._is_due:
+        is_due = self._steps >= STATE_STEPS or self._bytes >= STATE_BYTES
+        if future.kind == STEP and is_due:
             outcome = await self._with_state(outcome)
         return outcome
 
@@ -354,7 +286,7 @@ class ModelStream:
         """Return an outcome with the state behind it, if that can be written."""
         try:
             state = await self._operations.keep_state(self.model)
-        except FinetuneError as error:  # its requests stay, to be done again
+        except FinetuneError as error:  # its requests stay, to be repeated
             if self._ends(error):
                 raise
             LOG.error("the state of %s cannot be written: %s", self.model.id, error)
@@ -366,12 +298,8 @@ class ModelStream:
             self._bytes += future.size_bytes
             self._steps += future.kind == STEP
 
-    @property
-    def _is_due(self) -> bool:
-        return self._steps >= STATE_STEPS or self._bytes >= STATE_BYTES
-
     async def _load(self) -> None:
-        """Have the engine make the trainer, and bring it to where the results are."""
+        """Make the trainer in the engine, and bring it to the last result."""
         await self._operations.begin(self.model)
         self._is_loaded, self._steps, self._bytes = True, 0, 0
         try:
@@ -383,3 +311,56 @@ class ModelStream:
         except BaseException:
             await self._unload()
             raise
+
+
+class _TrainingRecord:
+    """The record of a model's training from its first update on, a row for each.
+
+    Training goes on where the record cannot be written: the log says why, once.
+    """
+
+    def __init__(self, model: ModelRecord, folder: Path) -> None:
+        self._model = model
+        self._folder = folder
+        self._record: RunRecord | None = None
+        self._is_broken = False
+
+    async def add(self, numbers: Mapping[str, float]) -> None:
+        """Add an update. A repeated one, as behind an older state, takes its place."""
+        rest = dict(numbers)
+        step = int(rest.pop("step"))
+        if not self._is_broken and step <= MOST_ROWS:
+            await asyncio.to_thread(self._logged, lambda: self._add(step, rest))
+
+    def _add(self, step: int, numbers: Mapping[str, float]) -> None:
+        if self._record is not None and step <= self._record.last_step:
+            self._record.end(Status.INTERRUPTED)
+            self._record = None
+        if self._record is None:
+            model = self._model
+            config = {
+                "model": model.base_model,
+                "tenant": model.tenant,
+                "session": model.session,
+                "lora": json.loads(model.lora),
+                "user_metadata": json.loads(model.user_metadata or "null"),
+            }
+            self._record = RunRecord(
+                self._folder, config, name=model.id, kind="tinker", done=step - 1,
+                waits_for_page=False,
+            )  # fmt: skip
+        self._record.log(step, **numbers)
+
+    def end(self, *, is_whole: bool) -> None:
+        """End the record, if there is one: of a closed model, or as the server ends."""
+        record, self._record = self._record, None
+        if record is not None:
+            status = Status.COMPLETED if is_whole else Status.INTERRUPTED
+            self._logged(lambda: record.end(status))
+
+    def _logged(self, act: Callable[[], None]) -> None:
+        try:
+            act()
+        except RecordError as error:
+            self._is_broken = True
+            LOG.error("the record of %s cannot be written: %s", self._model.id, error)
