@@ -26,8 +26,9 @@ from pcg.serve.jobs import graders
 from pcg.serve.jobs import routes as jobs
 from pcg.serve.jobs.graders import JobGrading, PythonGraders
 from pcg.serve.jobs.runner import JobRunner
-from pcg.serve.metrics import routes as metrics
-from pcg.serve.metrics.engine_metrics import EngineMetrics, Served
+from pcg.serve.metrics import engine_metrics as metrics
+from pcg.serve.metrics.engine_metrics import EngineMetrics
+from pcg.serve.metrics.families import Served
 from pcg.serve.observers import Observers
 from pcg.serve.openai import anthropic, chat, completions, embeddings, models, responses
 from pcg.serve.openai.logprobs import TokenTexts

@@ -1,15 +1,14 @@
-"""The page of metrics of a running engine, made beside it: no step waits for it, nor it for a step.
+"""The page of metrics of a running engine, made beside it: neither waits for the other.
 
-Endpoint pickers read it every 50 ms each, and what they look for is the state: requests that run
-and wait, pages, adapters. So the page has three parts, each made again when it is asked for and
-older than this:
+Endpoint pickers read it every 50 ms each, and look for the state: requests that run and wait,
+pages, adapters. So the page has three parts, each made again when it is asked for and older than:
 
     state       20 ms
     counts      0.5 s, counters and histograms; 20 ms while there is nothing to serve
-    process     5 s, what prometheus_client tells of it
+    process     5 s, prometheus_client's own of the process
 
-They are made beside the engine, from what its thread counts anyway, and tells meanwhile. Who asks
-seldom, as a database of metrics does, has all of them made for it.
+They are made from what the engine's thread counts anyway. Who asks seldom, as a database of metrics
+does, has all of them made for it.
 """
 
 from __future__ import annotations
@@ -18,51 +17,38 @@ import asyncio
 import math
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future
-from dataclasses import dataclass, field
 from typing import TypeVar
 
+from fastapi import APIRouter, Depends, Request
+from fastapi.responses import PlainTextResponse
 from prometheus_client import (
     CollectorRegistry,
     GCCollector,
+    Metric,
     PlatformCollector,
     ProcessCollector,
     generate_latest,
 )
+from prometheus_client.registry import Collector
+from starlette.types import ASGIApp, Receive, Send
+from starlette.types import Scope as AsgiScope
 
+from pcg.keys import Scope
 from pcg.runtime.engine.commands import Jobs, Numbers
-from pcg.runtime.metrics.status import EngineNumbers, JobStatus
+from pcg.runtime.metrics.status import EngineNumbers
 from pcg.serve.engine.client import EngineClient
-from pcg.serve.engine.engine_names import Owned, OwnedName
-from pcg.serve.metrics import own_families, vllm_families
-from pcg.serve.metrics.exposition import Exposition
+from pcg.serve.http.caller import Caller, RequiredScope
+from pcg.serve.http.service import Service, ServiceDependency
+from pcg.serve.http.wire import json_bytes
+from pcg.serve.metrics.families import Families, Served
 
 Result = TypeVar("Result")
 
+PATH = "/metrics"
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
-_KEPT_S = 0.02
-_COUNTS_KEPT_S = 0.5
-_PROCESS_KEPT_S = 5.0
-
-
-@dataclass(frozen=True)
-class Served:
-    """The facts of a server that its metrics tell beside the engine's numbers.
-
-    Attributes:
-        model: the name of the base model.
-        max_model_len: the most tokens of a sequence; None if there is no bound.
-        most_adapters: the most adapters that a step can have.
-        memory_bytes: bytes of the device by what has them.
-        owned: returns whose an adapter or job is, of the engine's name for it.
-    """
-
-    model: str
-    max_model_len: int | None
-    most_adapters: int
-    memory_bytes: Mapping[str, int] = field(default_factory=dict)
-    owned: OwnedName = lambda name: Owned("", name)
+_KEPT_S = {"state": 0.02, "counts": 0.5, "process": 5.0}
 
 
 class EngineMetrics:
@@ -76,87 +62,141 @@ class EngineMetrics:
         self, client: EngineClient, served: Served, now_s: Callable[[], float] = time.monotonic
     ) -> None:
         self._client = client
-        self._served = served
         self._now_s = now_s
         self._lock = asyncio.Lock()
-        common = {"model_name": served.model, "engine": "0"}
-        self._state = _Part(Exposition(common))
-        self._counts = _Part(Exposition(common))
+        self._families = Families(served)
+        self._made_s = dict.fromkeys(_KEPT_S, -math.inf)
+        self._texts = dict.fromkeys(_KEPT_S, b"")
         self._process = CollectorRegistry()
         for collector in (ProcessCollector, PlatformCollector, GCCollector):
             collector(registry=self._process)
         pid = client.facts.pid
         if pid != os.getpid():
             ProcessCollector("pcg_engine", pid=lambda: pid, registry=self._process)
-        self._of_process = b""
-        self._process_read_s = -math.inf
         self._page = b""
 
     async def page(self) -> bytes:
         """Return the page in Prometheus' text format 0.0.4."""
         async with self._lock:
             now_s = self._now_s()
-            if now_s - self._state.made_s >= _KEPT_S:
-                numbers = await _result(self._client.call(Numbers()))
-                self._state.make(now_s, lambda to: self._write_state(to, numbers))
-                is_idle = not (numbers.running or numbers.queued)
-                kept_s = _KEPT_S if is_idle else _COUNTS_KEPT_S
-                if now_s - self._counts.made_s >= kept_s:
-                    jobs = await _result(self._client.call(Jobs()))
-                    self._counts.make(now_s, lambda to: self._write_counts(to, numbers, jobs))
-                self._page = self._state.text + self._counts.text + self._process_part(now_s)
+            if now_s - self._made_s["state"] < _KEPT_S["state"]:
+                return self._page
+            numbers = await _result(self._client.call(Numbers()))
+            self._make("state", now_s, _registry(self._families.state(numbers)))
+            is_idle = not (numbers.running or numbers.queued)
+            if now_s - self._made_s["counts"] >= _KEPT_S["state" if is_idle else "counts"]:
+                jobs = await _result(self._client.call(Jobs()))
+                families = self._families.counts(numbers, jobs, list(self._client.adapters))
+                self._make("counts", now_s, _registry(families))
+            if now_s - self._made_s["process"] >= _KEPT_S["process"]:
+                self._make("process", now_s, self._process)
+            self._page = b"".join(self._texts.values())
             return self._page
 
-    def _write_state(self, to: Exposition, numbers: EngineNumbers) -> None:
-        served = self._served
-        vllm_families.write_state(to, numbers)
-        vllm_families.write_adapters(
-            to, numbers.totals.adapters, served.most_adapters, served.owned
-        )
-
-    def _write_counts(
-        self, to: Exposition, numbers: EngineNumbers, jobs: Sequence[JobStatus]
-    ) -> None:
-        served, totals = self._served, numbers.totals
-        vllm_families.write_counts(to, totals)
-        vllm_families.write_times(to, totals)
-        vllm_families.write_sizes(to, totals, served.max_model_len)
-        in_host = list(self._client.adapters)
-        own_families.write_adapters(to, totals.adapters, in_host, served.owned)
-        own_families.write_jobs(to, totals, jobs, served.owned)
-        own_families.write_promises(to, totals)
-        own_families.write_late(to, numbers)
-        own_families.write_memory(to, numbers, served.memory_bytes)
-
-    def _process_part(self, now_s: float) -> bytes:
-        """Return what prometheus_client tells of the process."""
-        if now_s - self._process_read_s >= _PROCESS_KEPT_S:
-            self._of_process = generate_latest(self._process)
-            self._process_read_s = now_s
-        return self._of_process
+    def _make(self, part: str, now_s: float, registry: CollectorRegistry) -> None:
+        self._texts[part] = generate_latest(registry)
+        self._made_s[part] = now_s
 
 
 async def _result(future: Future[Result]) -> Result:
-    """Return a future's result, without a turn of the event loop where it is there."""
+    """Return a future's result, without a turn of the event loop where there is one."""
     return future.result() if future.done() else await asyncio.wrap_future(future)
 
 
-class _Part:
-    """A part of the page, as it was made last.
+class _Made(Collector):
+    """Families that were made already."""
 
-    Attributes:
-        made_s: when, seconds of the monotonic clock.
+    def __init__(self, families: Iterable[Metric]) -> None:
+        self._made = list(families)
+
+    def collect(self) -> Iterable[Metric]:
+        return self._made
+
+
+def _registry(families: Iterable[Metric]) -> CollectorRegistry:
+    registry = CollectorRegistry(auto_describe=False)
+    registry.register(_Made(families))
+    return registry
+
+
+# ------------------------------------------------------------------------------------------- route
+
+router = APIRouter(tags=["server"])
+
+
+class ReadsMetrics(RequiredScope):
+    """The dependency of the page: a key with the scope `metrics` or `admin`, unless it is open."""
+
+    async def __call__(self, request: Request) -> Caller | None:  # type: ignore[override]
+        service: Service = request.app.state.service
+        caller: Caller | None = request.scope["state"].get("caller")
+        return caller if service.may_read_metrics(caller) else await super().__call__(request)
+
+
+@router.get(
+    PATH, response_class=PlainTextResponse, dependencies=[Depends(ReadsMetrics(Scope.METRICS))]
+)
+async def metrics(service: ServiceDependency) -> PlainTextResponse:
+    """Return the metrics in Prometheus' text format."""
+    return PlainTextResponse(await service.part(EngineMetrics).page(), media_type=CONTENT_TYPE)
+
+
+class Scrapes:
+    """ASGI middleware that answers GET /metrics of those who may read it.
+
+    It stands behind the authentication, before the limits and the framework, as endpoint pickers
+    ask every 50 ms beside the steps. The route documents the page, and refuses.
     """
 
-    def __init__(self, to: Exposition) -> None:
-        self.text = b""
-        self.made_s = -math.inf
-        self._to = to
+    def __init__(self, app: ASGIApp, service: Service) -> None:
+        self.app = app
+        self._service = service
+        (self._route,) = router.routes
 
-    def make(self, now_s: float, write: Callable[[Exposition], None]) -> None:
-        """Make it again."""
-        try:
-            write(self._to)
-        finally:  # what was written of a part that failed is not of the next
-            text = self._to.page()
-        self.text, self.made_s = text, now_s
+    async def __call__(self, scope: AsgiScope, receive: Receive, send: Send) -> None:
+        asked = (scope["type"], scope.get("method"), scope.get("path"))
+        service = self._service
+        caller: Caller | None = scope.get("state", {}).get("caller")
+        if asked != ("http", "GET", PATH) or not service.may_read_metrics(caller):
+            await self.app(scope, receive, send)
+            return
+        scope["route"] = self._route
+        page = await service.part(EngineMetrics).page()
+        headers = [
+            (b"content-type", CONTENT_TYPE.encode()),
+            (b"content-length", b"%d" % len(page)),
+        ]
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        await send({"type": "http.response.body", "body": page})
+
+
+# ------------------------------------------------------------------------------------- load report
+
+ASKED, REPORT = "endpoint-load-metrics-format", "endpoint-load-metrics"
+"""The headers of the request and of the reply."""
+
+
+def load_headers(asked: str | None, numbers: EngineNumbers) -> dict[str, str]:
+    """Return the load report that balancers ask for with a request, in place of scrapes.
+
+    endpoint-load-metrics-format: TEXT    in the request, or JSON
+    endpoint-load-metrics: TEXT named_metrics.kv_cache_usage_perc=0.4, …    in the reply
+
+    Args:
+        asked: the request's format; there is no report in an unknown one.
+
+    Source: the native formats of ORCA (Open Request Cost Aggregation), with the two metrics of
+        vllm/entrypoints/serve/utils/orca_metrics.py.
+    """
+    load = {
+        "kv_cache_usage_perc": numbers.used_share,
+        "num_requests_waiting": float(numbers.queued),
+    }
+    match (asked or "").strip().upper():
+        case "TEXT":
+            pairs = ", ".join(f"named_metrics.{name}={value}" for name, value in load.items())
+            return {REPORT: f"TEXT {pairs}"}
+        case "JSON":
+            return {REPORT: f"JSON {json_bytes({'named_metrics': load}).decode()}"}
+        case _:
+            return {}

@@ -33,7 +33,7 @@ from pcg.serve.http.errors import LOG, ApiError, as_api_error
 from pcg.serve.http.middleware import direct_send
 from pcg.serve.http.service import Prompt, Service, ServiceDependency, Submitted, part
 from pcg.serve.http.wire import json_bytes
-from pcg.serve.metrics.load_report import ASKED, load_headers
+from pcg.serve.metrics.engine_metrics import ASKED, load_headers
 from pcg.serve.openai.logprobs import LogprobWriter, TokenTexts
 from pcg.serve.openai.sampling import GenerationConfig, SamplingDefaults
 from pcg.serve.openai.tool_formats import ArgumentsPiece, CallPiece, TextPiece

@@ -34,7 +34,8 @@ from pcg.serve.engine.messages import (
     tokenizer_of,
 )
 from pcg.serve.engine.process import RemoteAdapters
-from pcg.serve.metrics.engine_metrics import EngineMetrics, Served
+from pcg.serve.metrics.engine_metrics import EngineMetrics
+from pcg.serve.metrics.families import Served
 from tests.support import serving
 from tests.support.prompts import prompts
 from tests.support.small_engine import DATA, LORA, OPTIONS, make_engine, make_executor

@@ -22,7 +22,8 @@ from pcg.runtime.metrics.report import serving_report
 from pcg.serve.engine.client import LocalClient
 from pcg.serve.engine.engine_names import Owned
 from pcg.serve.engine.options import ServeOptions
-from pcg.serve.metrics.engine_metrics import EngineMetrics, Served
+from pcg.serve.metrics.engine_metrics import EngineMetrics
+from pcg.serve.metrics.families import Served
 from tests.support.held_steps import held_steps
 from tests.support.prompts import prompts
 from tests.support.small_engine import DATA, LORA, OPTIONS, make_engine, make_executor

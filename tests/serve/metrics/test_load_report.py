@@ -14,7 +14,7 @@ from pcg.runtime.metrics.events import EventLog
 from pcg.runtime.metrics.status import EngineNumbers
 from pcg.runtime.metrics.totals import Totals
 from pcg.serve.http.service import Service
-from pcg.serve.metrics.load_report import ASKED, REPORT, load_headers
+from pcg.serve.metrics.engine_metrics import ASKED, REPORT, load_headers
 from tests.support import serving
 
 BODIES = {

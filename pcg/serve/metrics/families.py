@@ -1,0 +1,316 @@
+"""The families of metrics: vLLM's, under its names, and ours of adapters, finetuning and promises.
+
+vLLM's have its names, meanings, labels and bounds, so that boards made for vLLM, and the endpoint
+pickers of llm-d and of the Gateway API inference extension, read them as they are. Three differ on
+purpose: `vllm:lora_requests_info` lists the adapters that have pages, as the pickers' protocol says
+and vLLM does not; it is one series, where vLLM leaves every combination of names that there ever
+was; and adapters that wait are listed once, whether they have pages or not.
+
+Ours begin with `pcg:`. Series of single adapters are of those that are used most, and `other` is
+the rest together (`pcg.runtime.metrics.totals`), so that their number is bounded. The label
+of a job is `finetune_job`: Prometheus has a `job` of its own.
+
+Source: vllm/v1/metrics/loggers.py, and proposal 003, the model server protocol, of
+kubernetes-sigs/gateway-api-inference-extension.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate
+from typing import TypeAlias
+
+from prometheus_client import Metric
+from prometheus_client.utils import floatToGoString
+
+from pcg.kernels.sizes import PAGE_TOKENS
+from pcg.runtime.metrics.report import Outcome
+from pcg.runtime.metrics.status import EngineNumbers, JobStatus
+from pcg.runtime.metrics.totals import AdapterSums, AdapterTotals, Histogram, Totals
+from pcg.serve.engine.engine_names import Owned, OwnedName
+
+Labels: TypeAlias = Mapping[str, str]
+Value: TypeAlias = float | Sequence[tuple[Labels, float]]
+"""The number of a family's one series, or those of several with their labels."""
+
+_OTHERS = {"adapter": "other", "tenant": "*"}
+"""The labels of all adapters without series of their own; no tenant has this name."""
+
+
+@dataclass(frozen=True)
+class Served:
+    """The facts of a server that its metrics show beside the engine's numbers.
+
+    Attributes:
+        model: the name of the base model.
+        max_model_len: the most tokens of a sequence; None if there is no bound.
+        most_adapters: the most adapters that a step can have.
+        memory_bytes: bytes of the device by what occupies them.
+        owned: returns the owner of an adapter or a job, of the engine's name for it.
+    """
+
+    model: str
+    max_model_len: int | None
+    most_adapters: int
+    memory_bytes: Mapping[str, int] = field(default_factory=dict)
+    owned: OwnedName = lambda name: Owned("", name)
+
+
+class Families:
+    """Makes the families of a server, whose series have the model's name as a label."""
+
+    def __init__(self, served: Served) -> None:
+        self._served = served
+        self._common = {"model_name": served.model, "engine": "0"}
+
+    def state(self, numbers: EngineNumbers) -> Iterator[Metric]:
+        """Yield the present state: requests, the KV cache, and adapters with pages."""
+        gauge, served = self._gauge, self._served
+        yield gauge("vllm:num_requests_running", "Requests that run.", numbers.running)
+        yield gauge("vllm:num_requests_waiting", "Requests that wait.", numbers.queued)
+        yield gauge(
+            "vllm:num_requests_waiting_by_reason",
+            "Requests that wait for room, or until their guides are compiled.",
+            _by("reason", {"capacity": numbers.waiting, "deferred": numbers.preparing}),
+        )
+        words = "Used share of the pool's pages, from 0 to 1."
+        yield gauge("vllm:kv_cache_usage_perc", words, numbers.used_share)
+        sizes = {
+            "block_size": str(PAGE_TOKENS),
+            "num_gpu_blocks": str(numbers.pages),
+            "enable_prefix_caching": str(numbers.shares_prefixes),
+        }
+        words = "The pool's size: a page's tokens, and pages."
+        yield gauge("vllm:cache_config_info", words, [(sizes, 1)])
+        adapters = numbers.totals.adapters
+        labels = {
+            "max_lora": str(served.most_adapters),
+            "running_lora_adapters": self._listed(adapters.resident.copy()),
+            "waiting_lora_adapters": self._listed(adapters.waiting.copy()),
+        }
+        words = "Adapters with pages, and those that requests wait for; the value is the time."
+        info = Metric("vllm:lora_requests_info", words, "gauge")
+        info.add_sample(info.name, labels, time.time())
+        yield info
+
+    def counts(
+        self, numbers: EngineNumbers, jobs: Sequence[JobStatus], in_host: Iterable[str]
+    ) -> Iterator[Metric]:
+        """Yield what was done since the start.
+
+        Args:
+            in_host: the names of the adapters that requests may name, in the host's memory.
+        """
+        totals = numbers.totals
+        yield from self._requests(totals)
+        yield from self._distributions(totals)
+        yield from self._adapters(totals.adapters, in_host)
+        yield from self._jobs(totals, jobs)
+        yield from self._promises(totals)
+        yield from self._memory(numbers)
+
+    # ------------------------------------------------------------------------------- vLLM's
+
+    def _requests(self, totals: Totals) -> Iterator[Metric]:
+        counter, ended = self._counter, totals.requests
+        read, cached = totals.prompt_tokens, totals.cached_tokens
+        words = "How often a request gave its pages up."
+        yield counter("vllm:num_preemptions", words, totals.preemptions)
+        yield counter("vllm:prompt_tokens", "Tokens of prompts that were read.", read)
+        yield counter("vllm:prompt_tokens_cached", "Those of them that were in the cache.", cached)
+        sources = {"local_compute": read - cached, "local_cache_hit": cached}
+        yield counter(
+            "vllm:prompt_tokens_by_source",
+            "Tokens of prompts, computed and cached.",
+            _by("source", {**sources, "external_kv_transfer": 0}),
+        )
+        yield counter("vllm:generation_tokens", "Tokens that were generated.", totals.output_tokens)
+        yield counter("vllm:prefix_cache_queries", "Tokens looked for in the prefix cache.", read)
+        yield counter("vllm:prefix_cache_hits", "Tokens found in the prefix cache.", cached)
+        reasons = {
+            "stop": totals.finish_reasons["stop"],
+            "length": totals.finish_reasons["length"],
+            "abort": ended[Outcome.CANCELLED] + ended[Outcome.TIMED_OUT],
+            "error": ended[Outcome.FAILED],
+            "repetition": 0,
+        }
+        words = "Requests that are over, by how they ended."
+        yield counter("vllm:request_success", words, _by("finished_reason", reasons))
+
+    def _distributions(self, totals: Totals) -> Iterator[Metric]:
+        for name, words, times in (
+            ("time_to_first_token", "From a request's coming to its first token.", totals.ttft),
+            ("inter_token_latency", "Gaps between neighbouring tokens.", totals.itl),
+            ("request_time_per_output_token", "Mean gap of a request.", totals.tpot),
+            ("e2e_request_latency", "From a request's coming to its end.", totals.e2el),
+            ("request_queue_time", "From a request's coming to its admission.", totals.queueing),
+            ("request_inference_time", "From its admission to its end.", totals.inference),
+            ("request_prefill_time", "From its admission to its first token.", totals.prefill),
+            ("request_decode_time", "From its first token to its end.", totals.decode),
+        ):
+            yield self._histogram(f"vllm:{name}_seconds", f"{words} Seconds.", [({}, times)])
+        for name, words, sizes in (
+            ("request_prompt_tokens", "Tokens of a request's prompt.", totals.prompt_lengths),
+            (
+                "request_generation_tokens",
+                "Tokens that a request generated.",
+                totals.output_lengths,
+            ),
+            ("request_max_num_generation_tokens", "Those of its longest choice.", totals.longest),
+            ("request_params_max_tokens", "The most tokens that it asked for.", totals.max_tokens),
+        ):
+            most = self._served.max_model_len
+            yield self._histogram(f"vllm:{name}", words, [({}, sizes)], most)
+        for name, words, numbers in (
+            ("iteration_tokens_total", "Tokens that a step serves.", totals.steps),
+            ("request_params_n", "Continuations of a prompt.", totals.choices),
+            ("request_num_preemptions", "Preemptions of a request.", totals.preempted),
+        ):
+            yield self._histogram(f"vllm:{name}", words, [({}, numbers)])
+
+    def _listed(self, names: Iterable[str]) -> str:
+        """Return the names as the pickers split them: by commas, which no name may have."""
+        owned = {self._served.owned(name).name for name in names}
+        return ",".join(sorted(name for name in owned if "," not in name))
+
+    # --------------------------------------------------------------------------------- ours
+
+    def _adapters(self, totals: AdapterTotals, in_host: Iterable[str]) -> Iterator[Metric]:
+        """Yield the series of adapters; versions with one name are one."""
+        sums = totals.own
+        groups: dict[Owned, list[str]] = {}
+        for name in sums:
+            groups.setdefault(self._served.owned(name), []).append(name)
+
+        def counted(now: Counter[str]) -> list[tuple[dict[str, str], int]]:
+            """Return the samples of a present count, which is used up."""
+            shown = [
+                (_labels("adapter", owner), sum(now.pop(name, 0) for name in names))
+                for owner, names in groups.items()
+            ]
+            return [*shown, (_OTHERS, sum(now.values()))]
+
+        each = [
+            (_labels("adapter", owner), AdapterSums.of([sums[name] for name in names]))
+            for owner, names in groups.items()
+        ]
+        each.append((_OTHERS, totals.others))
+        running, waiting = totals.running.copy(), totals.waiting.copy()
+        words = "Requests of an adapter that run."
+        yield self._gauge("pcg:adapter_requests_running", words, counted(running))
+        words = "Requests of an adapter that wait."
+        yield self._gauge("pcg:adapter_requests_waiting", words, counted(waiting))
+        tiers = {"device": totals.resident.copy(), "host": Counter(in_host)}
+        yield self._gauge(
+            "pcg:adapter_resident",
+            "Versions of an adapter in the pool's pages, and in the host's memory.",
+            [
+                ({**labels, "tier": tier}, count)
+                for tier, now in tiers.items()
+                for labels, count in counted(now)
+            ],
+        )
+        for series, words, attribute in (
+            ("requests", "Requests of an adapter that came.", "requests"),
+            ("prompt_tokens", "Tokens of its prompts that were read.", "prompt_tokens"),
+            (
+                "generation_tokens",
+                "Tokens that its requests generated, at their ends.",
+                "output_tokens",
+            ),
+        ):
+            samples = [(labels, getattr(adapter, attribute)) for labels, adapter in each]
+            yield self._counter(f"pcg:adapter_{series}", words, samples)
+        words = "From a request's coming to its first token, by adapter. Seconds."
+        times = [(labels, adapter.ttft) for labels, adapter in each]
+        yield self._histogram("pcg:adapter_time_to_first_token_seconds", words, times)
+        words = "How often an adapter was given pages."
+        yield self._counter("pcg:adapter_loads", words, totals.paged_in)
+        words = "How often an adapter gave its pages up."
+        yield self._counter("pcg:adapter_evictions", words, totals.evicted)
+
+    def _jobs(self, totals: Totals, jobs: Sequence[JobStatus]) -> Iterator[Metric]:
+        """Yield the progress of jobs, and what they trained; of several with one name, the last."""
+        latest = {self._served.owned(job.name): job for job in jobs}
+        named = [(_labels("finetune_job", owner), job) for owner, job in latest.items()]
+        steps = [(labels, job.step) for labels, job in named]
+        losses = [(labels, job.loss) for labels, job in named if job.loss is not None]
+        tokens = [(labels, totals.job_tokens.get(job.name, 0)) for labels, job in named]
+        yield self._gauge("pcg:finetune_step", "Steps of a job that are done.", steps)
+        yield self._gauge("pcg:finetune_loss", "Mean loss of a job's last step.", losses)
+        words = "Tokens that jobs of this name trained."
+        yield self._counter("pcg:finetune_tokens", words, tokens)
+        words = "Tokens that a step trains beside what it serves, where it trains any."
+        yield self._histogram("pcg:iteration_finetune_tokens", words, [({}, totals.window_steps)])
+
+    def _promises(self, totals: Totals) -> Iterator[Metric]:
+        promises = {"ttft": totals.promised_ttft, "tpot": totals.promised_tpot}
+        words = "Requests with a promised latency that are over."
+        requests = {kind: promised.requests for kind, promised in promises.items()}
+        yield self._counter("pcg:slo_requests", words, _by("class", requests))
+        words = "Those of them that finished within it."
+        kept = {kind: promised.kept for kind, promised in promises.items()}
+        yield self._counter("pcg:slo_kept", words, _by("class", kept))
+        words = "The share of them since the start; there is none before the first."
+        shares = {kind: p.share for kind, p in promises.items() if p.share is not None}
+        yield self._gauge("pcg:slo_attainment_ratio", words, _by("class", shares))
+        refused = totals.requests[Outcome.REFUSED] + totals.turned_away
+        words = "Requests that were refused when they came."
+        yield self._counter("pcg:requests_refused", words, refused)
+
+    def _memory(self, numbers: EngineNumbers) -> Iterator[Metric]:
+        words = "Kernels compiled and steps recorded since the warm-up, while requests waited."
+        yield self._counter("pcg:late_preparations", words, _by("kind", numbers.late))
+        words = "Steps by why they were read before the next began, or once that had (ahead)."
+        yield self._counter("pcg:steps_read", words, _by("why", numbers.reads))
+        sizes = {**self._served.memory_bytes, "adapter_copies": numbers.copies_bytes}
+        words = "Bytes of the device by what has them."
+        yield self._gauge("pcg:memory_bytes", words, _by("kind", sizes))
+        words = "Tokens of prompts that wait."
+        yield self._gauge("pcg:waiting_prompt_tokens", words, numbers.waiting_tokens)
+
+    # ----------------------------------------------------------------------------- families
+
+    def _gauge(self, name: str, words: str, value: Value) -> Metric:
+        return self._family(Metric(name, words, "gauge"), name, value)
+
+    def _counter(self, name: str, words: str, value: Value) -> Metric:
+        return self._family(Metric(name, words, "counter"), f"{name}_total", value)
+
+    def _family(self, family: Metric, series: str, value: Value) -> Metric:
+        for labels, number in value if isinstance(value, Sequence) else [({}, value)]:
+            family.add_sample(series, {**self._common, **labels}, number)
+        return family
+
+    def _histogram(
+        self,
+        name: str,
+        words: str,
+        samples: Iterable[tuple[Labels, Histogram]],
+        most: float | None = None,
+    ) -> Metric:
+        """Return a family of histograms; bounds above `most` are left out, as no sample is."""
+        family = Metric(name, words, "histogram")
+        for labels, histogram in samples:
+            whole = {**self._common, **labels}
+            counts = histogram.counts.copy()  # at once, while the engine's thread counts on
+            bounds = [*histogram.bounds, math.inf]
+            for bound, count in zip(bounds, accumulate(counts), strict=True):
+                if most is None or bound <= most or bound == math.inf:
+                    le = floatToGoString(bound)
+                    family.add_sample(f"{name}_bucket", {**whole, "le": le}, count)
+            family.add_sample(f"{name}_count", whole, sum(counts))
+            family.add_sample(f"{name}_sum", whole, histogram.sum)
+        return family
+
+
+def _by(label: str, numbers: Mapping[str, float]) -> list[tuple[Labels, float]]:
+    return [({label: name}, number) for name, number in numbers.items()]
+
+
+def _labels(kind: str, owner: Owned) -> dict[str, str]:
+    return {kind: owner.name, "tenant": owner.tenant}
