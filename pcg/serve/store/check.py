@@ -13,6 +13,7 @@ import os
 import sqlite3
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 from pcg.errors import PcgError, ServeError, StoreError
@@ -92,7 +93,7 @@ def check_folder(data_dir: Path, say: Callable[[str], None], *, repairs: bool) -
             if repairs:
                 begin_use(connection, folder)
             try:
-                wrong = _check(connection, folder, say, repairs=repairs)
+                wrong = _Check(connection, folder, say, repairs).run()
             except sqlite3.OperationalError as error:  # it has none of the newer tables
                 raise ServeError(
                     f"{shown_path(folder / DATABASE)} is of another pcg ({error}): serve it once "
@@ -146,112 +147,117 @@ def _repaired_database(
     return connect(path)
 
 
-def _check(
-    connection: sqlite3.Connection, folder: Path, say: Callable[[str], None], *, repairs: bool
-) -> int:
-    """Compare what rows name with what is there; returns how much stays wrong."""
-    named = named_paths(connection)
-    wrong = _check_named(connection, folder, named, say, repairs=repairs)
-    wrong += _check_data(connection, folder, say, repairs=repairs)
-    wrong += _check_checkpoints(connection, folder, named, say, repairs=repairs)
-    unnamed = _unnamed(connection, folder, named)
-    for path in unnamed:
-        say(f"{path.relative_to(folder)} is named by no row")
-        if repairs:
-            say(f"  moved to {to_quarantine(folder, path).relative_to(folder)}")
-    return wrong + (0 if repairs else len(unnamed))
+@dataclass(frozen=True)
+class _Check:
+    """The comparison of rows with the files that they name; methods return how much stays wrong."""
 
+    connection: sqlite3.Connection
+    folder: Path
+    say: Callable[[str], None]
+    repairs: bool
 
-def _check_named(
-    connection: sqlite3.Connection,
-    folder: Path,
-    named: Mapping[str, str],
-    say: Callable[[str], None],
-    *,
-    repairs: bool,
-) -> int:
-    wrong = 0
-    for path, what in named.items():
-        place = folder / path
-        problem = _problem(place, what)
-        if problem is None:
-            continue
-        say(f"{what}: {problem}")
-        wrong += not repairs
-        if not repairs:
-            continue
-        if os.path.lexists(place):
-            say(f"  moved to {to_quarantine(folder, place).relative_to(folder)}")
-        whole = next((p for p in _in_quarantine(folder, path) if _problem(p, what) is None), None)
-        if whole is None:
-            _forget(connection, path)
-            say(f"  forgotten: {what}")
-        else:
-            place.parent.mkdir(parents=True, exist_ok=True)
-            whole.rename(place)
-            say(f"  put back from {whole.relative_to(folder)}")
-    return wrong
+    def run(self) -> int:
+        named = named_paths(self.connection)
+        wrong = self._named(named) + self._data() + self._checkpoints(named)
+        unnamed = self._unnamed(named)
+        for path in unnamed:
+            self.say(f"{path.relative_to(self.folder)} is named by no row")
+            if self.repairs:
+                self._move(path)
+        return wrong + (0 if self.repairs else len(unnamed))
 
+    def _move(self, path: Path) -> None:
+        self.say(f"  moved to {to_quarantine(self.folder, path).relative_to(self.folder)}")
 
-def _check_checkpoints(
-    connection: sqlite3.Connection,
-    folder: Path,
-    named: Mapping[str, str],
-    say: Callable[[str], None],
-    *,
-    repairs: bool,
-) -> int:
-    wrong = 0
-    for path in _checkpoints(connection, folder):
-        problem = _problem(path, _CHECKPOINT)
-        if problem is None:
-            continue
-        say(f"{_CHECKPOINT}: {problem}")
-        wrong += not repairs
-        if repairs:
-            for moved in _of_training(path) if str(path.relative_to(folder)) in named else (path,):
-                say(f"  moved to {to_quarantine(folder, moved).relative_to(folder)}")
-            drop_files(path, (STATE, OPTIMIZER))
-            say("  the job goes on from the one before")
-    return wrong
-
-
-def _forget(connection: sqlite3.Connection, path: str) -> None:
-    """Remove the rows that name a path which is lost, and fail the job that it is of."""
-    for statement in _FORGET:
-        values = (path, int(time.time()), json.dumps(_LOST))
-        connection.execute(statement, values[: 3 if "?2" in statement else 1])
-
-
-def _check_data(
-    connection: sqlite3.Connection, folder: Path, say: Callable[[str], None], *, repairs: bool
-) -> int:
-    """Compare the data of jobs that are not over with what they were made of; as `_check`."""
-    wrong = 0
-    jobs = connection.execute(
-        "SELECT job, group_concat(digest) FROM (SELECT job, digest FROM job_data JOIN jobs "
-        "ON jobs.id = job WHERE finished_s IS NULL ORDER BY job_data.rowid) GROUP BY job"
-    ).fetchall()
-    for id, digests in jobs:
-        place = folder / "jobs" / id
-        for name, digest in zip(_DATA, digests.split(","), strict=False):
-            path = place / name
-            if not place.exists() or (is_file(path) and sha256_of(path) == digest):
+    def _named(self, named: Mapping[str, str]) -> int:
+        wrong = 0
+        for path, what in named.items():
+            place = self.folder / path
+            problem = _problem(place, what)
+            if problem is None:
                 continue
-            say(f"job {id}: {path.name} is not what the job was made with")
-            content = folder / relative(digest)
-            if not repairs:
+            self.say(f"{what}: {problem}")
+            if not self.repairs:
                 wrong += 1
                 continue
-            if path.exists():
-                say(f"  moved to {to_quarantine(folder, path).relative_to(folder)}")
-            if _problem(content, "file") is None:
-                os.link(content, path)
-                say(f"  put back from {content.relative_to(folder)}")
+            if os.path.lexists(place):
+                self._move(place)
+            copies = _in_quarantine(self.folder, path)
+            whole = next((copy for copy in copies if _problem(copy, what) is None), None)
+            if whole is None:
+                self._forget(path)
+                self.say(f"  forgotten: {what}")
             else:
-                _forget(connection, f"jobs/{id}")
-                say("  the job has failed")
-    return wrong
+                place.parent.mkdir(parents=True, exist_ok=True)
+                whole.rename(place)
+                self.say(f"  put back from {whole.relative_to(self.folder)}")
+        return wrong
+
+    def _checkpoints(self, named: Mapping[str, str]) -> int:
+        wrong = 0
+        jobs = self.connection.execute("SELECT id FROM jobs WHERE finished_s IS NULL")
+        folders = (self.folder / "jobs" / id / "checkpoints" for (id,) in jobs)
+        for path in sorted(p for f in folders for p in f.glob("step-*") if _has_state(p)):
+            problem = _problem(path, _CHECKPOINT)
+            if problem is None:
+                continue
+            self.say(f"{_CHECKPOINT}: {problem}")
+            if not self.repairs:
+                wrong += 1
+                continue
+            # The adapter of a checkpoint that is served is whole, and stays.
+            is_served = str(path.relative_to(self.folder)) in named
+            files = [file for file in path.iterdir() if file.name not in (CONFIG, WEIGHTS, SUMS)]
+            for moved in files if is_served else (path,):
+                self._move(moved)
+            drop_files(path, (STATE, OPTIMIZER))
+            self.say("  the job goes on from the one before")
+        return wrong
+
+    def _forget(self, path: str) -> None:
+        """Remove the rows that name a path which is lost, and fail the job that it is of."""
+        for statement in _FORGET:
+            values = (path, int(time.time()), json.dumps(_LOST))
+            self.connection.execute(statement, values[: 3 if "?2" in statement else 1])
+
+    def _data(self) -> int:
+        """Compare the data of jobs that are not over with what they were made of."""
+        wrong = 0
+        jobs = self.connection.execute(
+            "SELECT job, group_concat(digest) FROM (SELECT job, digest FROM job_data JOIN jobs "
+            "ON jobs.id = job WHERE finished_s IS NULL ORDER BY job_data.rowid) GROUP BY job"
+        ).fetchall()
+        for id, digests in jobs:
+            place = self.folder / "jobs" / id
+            for name, digest in zip(_DATA, digests.split(","), strict=False):
+                path = place / name
+                if not place.exists() or (is_file(path) and sha256_of(path) == digest):
+                    continue
+                self.say(f"job {id}: {path.name} is not what the job was made with")
+                if not self.repairs:
+                    wrong += 1
+                    continue
+                content = self.folder / relative(digest)
+                if path.exists():
+                    self._move(path)
+                if _problem(content, "file") is None:
+                    os.link(content, path)
+                    self.say(f"  put back from {content.relative_to(self.folder)}")
+                else:
+                    self._forget(f"jobs/{id}")
+                    self.say("  the job has failed")
+        return wrong
+
+    def _unnamed(self, named: Mapping[str, str]) -> list[Path]:
+        """Return contents and folders that no row names, and no record tells of as removed."""
+        folder, execute = self.folder, self.connection.execute
+        known = {*named, *recorded_removals(self.connection)}
+        known |= {f"jobs/{id}" for (id,) in execute("SELECT id FROM jobs")}
+        known |= {f"jobs/{job}" for (job,) in execute("SELECT job FROM job_folders")}
+        known |= {"/".join(path.split("/")[:2]) for path in named if path.startswith("jobs/")}
+        paths = [*folder.glob("files/*/*"), *folder.glob("jobs/*"), *folder.glob("tinker/*")]
+        paths += [path for path in map(folder.joinpath, (*KEPT, INCOMING)) if is_file(path)]
+        return sorted(path for path in paths if str(path.relative_to(folder)) not in known)
 
 
 def _problem(path: Path, what: str) -> str | None:
@@ -285,32 +291,9 @@ def _in_quarantine(folder: Path, path: str) -> Iterator[Path]:
         yield from sorted((day / place.parent).glob(f"{place.name}*"), reverse=True)
 
 
-def _checkpoints(connection: sqlite3.Connection, folder: Path) -> list[Path]:
-    """Return the checkpoints of jobs that are not over."""
-    jobs = connection.execute("SELECT id FROM jobs WHERE finished_s IS NULL")
-    paths = (p for (id,) in jobs for p in (folder / "jobs" / id / "checkpoints").glob("step-*"))
-    return sorted(path for path in paths if _has_state(path))
-
-
 def _has_state(path: Path) -> bool:
     """Return whether a job may go on from a folder, or could before it was damaged."""
     try:
         return is_file(path / STATE) or STATE in (read_sums(path, StoreError) or {})
     except StoreError:
         return True
-
-
-def _of_training(path: Path) -> list[Path]:
-    """Return what a checkpoint has beside the adapter, which is served and is whole."""
-    return [file for file in path.iterdir() if file.name not in (CONFIG, WEIGHTS, SUMS)]
-
-
-def _unnamed(connection: sqlite3.Connection, folder: Path, named: dict[str, str]) -> list[Path]:
-    """Return contents and folders that no row names, and no record tells of as removed."""
-    known = {*named, *recorded_removals(connection)}
-    known |= {f"jobs/{id}" for (id,) in connection.execute("SELECT id FROM jobs")}
-    known |= {f"jobs/{job}" for (job,) in connection.execute("SELECT job FROM job_folders")}
-    known |= {"/".join(path.split("/")[:2]) for path in named if path.startswith("jobs/")}
-    paths = [*folder.glob("files/*/*"), *folder.glob("jobs/*"), *folder.glob("tinker/*")]
-    paths += [path for path in map(folder.joinpath, (*KEPT, INCOMING)) if is_file(path)]
-    return sorted(path for path in paths if str(path.relative_to(folder)) not in known)
