@@ -10,7 +10,7 @@ from fastapi.routing import APIRoute
 
 from pcg.errors import ServeError
 from pcg.keys import Keys
-from pcg.serve import health, page, status
+from pcg.serve import health, status
 from pcg.serve.adapters import routes as adapters
 from pcg.serve.adapters.catalog import Catalog
 from pcg.serve.engine.client import EngineClient
@@ -54,7 +54,7 @@ ROUTERS: tuple[APIRouter, ...] = (
     jobs.router,
     metrics.router,
     models.router,
-    page.router,
+    status.page_router,
     responses.router,
     status.router,
     tinker.router,
@@ -167,7 +167,7 @@ def check_routes(router: APIRouter) -> None:
 
 
 def _scopes(dependant: Dependant) -> Iterator[RequiredScope]:
-    for one in dependant.dependencies:
-        if isinstance(one.call, RequiredScope):
-            yield one.call
-        yield from _scopes(one)
+    for dependency in dependant.dependencies:
+        if isinstance(dependency.call, RequiredScope):
+            yield dependency.call
+        yield from _scopes(dependency)

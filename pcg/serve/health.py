@@ -80,10 +80,10 @@ class Load(BaseModel):
 @router.head("/health", include_in_schema=False)
 async def health(service: ServiceDependency) -> Status:
     """Answer 200 while requests are taken, else 503."""
-    found = service.client.health()
-    if found.state is not EngineState.RUNNING:
-        raise ApiError(503, f"The engine is {found.state.value}.", code=found.state.value)
-    return Status(status=found.state.value)
+    engine = service.client.health()
+    if engine.state is not EngineState.RUNNING:
+        raise ApiError(503, f"The engine is {engine.state.value}.", code=engine.state.value)
+    return Status(status=engine.state.value)
 
 
 @router.get("/ping", dependencies=[Depends(requires(Scope.INFER))])

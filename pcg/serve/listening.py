@@ -105,7 +105,6 @@ class Listener:
 
 
 async def _refuse(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-    """Answer a request by a 503."""
     async with asyncio.timeout(_HEAD_S):
         head = await reader.readuntil(b"\r\n\r\n")
     content = b"" if head.startswith(b"HEAD ") else _STARTING
@@ -133,12 +132,12 @@ def listen(host: str, port: int, unread_s: float = 60.0) -> socket.socket:
         ServeError: the address is none of this machine's, or another program has the port.
     """
     try:
-        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        addresses = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     except (OSError, UnicodeError) as error:
         raise ServeError(
             f"host={host!r} is no address: {error}; use 127.0.0.1, or 0.0.0.0 for all addresses"
         ) from error
-    family, kind, protocol, _, address = found[0]
+    family, kind, protocol, _, address = addresses[0]
     bound = socket.socket(family, kind, protocol)
     try:
         bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

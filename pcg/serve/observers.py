@@ -111,7 +111,7 @@ class AccessLog:
 
 def line_of(record: Record) -> str:
     """Return a request's line."""
-    caller, completions = record.caller, record.completions
+    caller = record.caller
     path = record.route or record.scope["path"]  # the path alone: a query may hold anything
     line: dict[str, Any] = {
         "time": _time(record.came_s),
@@ -124,17 +124,16 @@ def line_of(record: Record) -> str:
         "tenant": None if caller is None else caller.tenant,
     }
     if record.model is not None:
-        version = next((one.adapter_version for one in completions), None)
-        queued_s = [one.queued_s for one in completions if one.queued_s is not None]
+        version, (prompt_tokens, output_tokens) = record.version, record.tokens
         line |= {
             "model": record.model,
             "adapter_version": None if version is None else version.number,
             "adapter_digest": None if version is None else version.known_digest,
-            "prompt_tokens": sum(len(request.prompt_ids) for request, _ in record.requests),
-            "cached_tokens": sum(one.cached_tokens for one in completions if not one.index),
-            "output_tokens": sum(len(one.token_ids) for one in completions),
-            "finish_reasons": [one.finish_reason for one in completions][:_LONGEST],
-            "queued_s": _rounded(max(queued_s, default=None)),
+            "prompt_tokens": prompt_tokens,
+            "cached_tokens": sum(c.cached_tokens for c in record.completions if not c.index),
+            "output_tokens": output_tokens,
+            "finish_reasons": [c.finish_reason for c in record.completions][:_LONGEST],
+            "queued_s": _rounded(record.queued_s),
             "first_token_s": _rounded(record.first_token_s),
         }
     line["duration_s"] = _rounded(record.ended_s - record.began_s)

@@ -99,7 +99,6 @@ def announcement(service: Service, url: str, made_key: str | None) -> str:
 
 
 def _curl(service: Service, url: str, key: str | None) -> str:
-    """Return a command that asks the server for something."""
     body = {"model": service.part(Catalog).base.name, "prompt": "Hello", "max_tokens": 16}
     shown = key or "$PCG_API_KEY"
     unsafe = "-k " if url.startswith("https") else ""
@@ -235,27 +234,26 @@ def _reread(options: ServeOptions, directory: Path | None, *, reads_keys: bool) 
 @contextlib.contextmanager
 def _hangups() -> Iterator[list[int]]:
     """Note each SIGHUP that comes while the model loads, which would end the process."""
-    found: list[int] = []
+    hangups: list[int] = []
     is_main = threading.current_thread() is threading.main_thread()
     if not is_main or signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:  # under nohup
-        yield found
+        yield hangups
         return
     had_terminal = _has_terminal()
 
     def note(number: int, _: FrameType | None) -> None:
         if had_terminal and not _has_terminal():
             raise KeyboardInterrupt
-        found.append(number)
+        hangups.append(number)
 
     before = signal.signal(signal.SIGHUP, note)
     try:
-        yield found
+        yield hangups
     finally:
         signal.signal(signal.SIGHUP, before)
 
 
 def _has_terminal() -> bool:
-    """Return True if this process has a terminal that is open."""
     try:
         os.close(os.open("/dev/tty", os.O_RDONLY | os.O_NOCTTY | os.O_NONBLOCK))
     except OSError:
@@ -331,7 +329,6 @@ class Server(uvicorn.Server):
 
     @property
     def is_stopping(self) -> bool:
-        """True once it drains."""
         return self._drained is not None
 
     def drain(self) -> None:
@@ -369,7 +366,7 @@ class Server(uvicorn.Server):
         service, options = self.service, self.service.options
         async with self._reloading:  # each reads what the files say once it was asked for
             try:
-                found = await self._read_again()
+                reread = await self._read_again()
                 if self.config.ssl is not None:  # connections that are open keep what they have
                     assert options.ssl_certfile is not None
                     self.config.ssl.load_cert_chain(options.ssl_certfile, options.ssl_keyfile)
@@ -377,15 +374,15 @@ class Server(uvicorn.Server):
                 LOG.error("nothing was reloaded: %s", error)
                 return
             lines = ["reloaded"]
-            if found.keys is not None:
+            if reread.keys is not None:
                 was_alone = service.keys.tenants == 1
-                service.keys.become(found.keys)
-                await asyncio.wrap_future(service.client.call(SetKeys(list(found.keys))))
-                lines.append(f"API keys: {counted(len(found.keys), 'key')}")
-                if was_alone is not (found.keys.tenants == 1):
+                service.keys.become(reread.keys)
+                await asyncio.wrap_future(service.client.call(SetKeys(list(reread.keys))))
+                lines.append(f"API keys: {counted(len(reread.keys), 'key')}")
+                if was_alone is not (reread.keys.tenants == 1):
                     lines.append("shares of tenants in the engine: those of the start")
-            service.add(found.generation)
-            lines.append(f"defaults of sampling: {found.generation}")
+            service.add(reread.generation)
+            lines.append(f"defaults of sampling: {reread.generation}")
             if options.ssl_certfile is not None:
                 lines.append(f"certificate: {shown_path(options.ssl_certfile)}")
             self._say("\n".join(lines))
@@ -395,23 +392,23 @@ class Server(uvicorn.Server):
 
         PcgError, OSError: they cannot be read, or not in time.
         """
-        found = Future[Reread]()
+        future = Future[Reread]()
 
         def read() -> None:
             try:
                 result = self._reread()
             except (PcgError, OSError) as error:
-                found.set_exception(error)
+                future.set_exception(error)
             else:
-                found.set_result(result)
+                future.set_result(result)
 
         threading.Thread(target=read, name="pcg reload", daemon=True).start()
-        done = asyncio.wrap_future(found)
-        if not (await asyncio.wait([done], timeout=_READING_S))[0]:
+        waiting = asyncio.wrap_future(future)
+        if not (await asyncio.wait([waiting], timeout=_READING_S))[0]:
             raise ServeError(
                 f"the files could not be read within {_READING_S:g} s; send SIGHUP again"
             )
-        return await done
+        return await waiting
 
     async def on_tick(self, counter: int) -> bool:
         """Return True to end: also when the engine has, as nothing is served then."""

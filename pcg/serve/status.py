@@ -1,34 +1,35 @@
-"""GET /status: the state of the server that the page shows, as far as a key may see it.
+"""GET /status and GET /: the state of the server as far as a key may see it, and its page.
 
-Nothing of other tenants is in it: adapters, running requests and jobs are those of the caller's
-tenant and of the operator, or all for a key with the scope `admin`. Numbers of the whole engine,
-which tell what others do, are for the scopes `admin` and `metrics`, and for the one tenant of a
-server that has no other.
+Nothing of other tenants is in the state: adapters, running requests and jobs are those of the
+caller's tenant and of the operator, or all for a key with the scope `admin`. Numbers of the whole
+engine, which tell what others do, are for the scopes `admin` and `metrics`, and for the one tenant
+of a server that has no other.
+
+Nothing in the page is of the server: without a key it shows a form, and what it shows later comes
+from the routes that need a key. Its policy lets a browser run the page's own script alone.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
+from functools import cache
 from typing import Annotated
 
 from fastapi import APIRouter, Depends
+from fastapi.responses import HTMLResponse
 from pydantic import BaseModel
 
 from pcg.keys import Scope
+from pcg.pages.environment import page_environment
 from pcg.runtime.engine.commands import Status
-from pcg.runtime.metrics.status import (
-    AdapterStatus,
-    EngineNumbers,
-    EngineStatus,
-    JobState,
-    JobStatus,
-)
-from pcg.runtime.metrics.totals import Histogram, Promised, Totals
+from pcg.runtime.metrics.status import EngineNumbers, EngineStatus, JobState, JobStatus
+from pcg.runtime.metrics.totals import Histogram, Promised
 from pcg.serve.adapters.catalog import Catalog
 from pcg.serve.engine.engine_names import Owned
 from pcg.serve.http.caller import Caller, requires
 from pcg.serve.http.service import Service, ServiceDependency
+from pcg.serve.http.wire import page_headers
 from pcg.version import __version__
 
 router = APIRouter(tags=["server"])
@@ -150,13 +151,14 @@ async def status(
     service: ServiceDependency, caller: Annotated[Caller, Depends(requires(Scope.INFER))]
 ) -> ServerStatus:
     """Return the state of the server."""
-    found = await asyncio.wrap_future(service.client.call(Status()))
-    return await service.beside(caller, _status, service, found, caller)
+    engine = await asyncio.wrap_future(service.client.call(Status()))
+    return await service.beside(caller, _status, service, engine, caller)
 
 
-def _status(service: Service, found: EngineStatus, caller: Caller) -> ServerStatus:
+def _status(service: Service, engine: EngineStatus, caller: Caller) -> ServerStatus:
     tokenizer = service.client.tokenizer
-    seen = _Seen(service, found, caller)
+    seen = _Seen(service.part(Catalog), engine, caller)
+    shows_all = service.shows_engine(caller)
     return ServerStatus(
         version=__version__,
         model=service.part(Catalog).base.name,
@@ -166,8 +168,8 @@ def _status(service: Service, found: EngineStatus, caller: Caller) -> ServerStat
         key=caller.key,
         started_s=service.created_s,
         time_s=time.monotonic(),
-        engine=_engine_wide(service, found.numbers) if seen.sees_all else None,
-        memory_bytes={**service.memory.bytes, "adapter_copies": found.numbers.copies_bytes},
+        engine=_engine_wide(service, engine.numbers) if shows_all else None,
+        memory_bytes={**service.memory.bytes, "adapter_copies": engine.numbers.copies_bytes},
         adapters=seen.adapters(),
         running=seen.running(),
         jobs=seen.jobs(),
@@ -175,7 +177,7 @@ def _status(service: Service, found: EngineStatus, caller: Caller) -> ServerStat
 
 
 def _engine_wide(service: Service, numbers: EngineNumbers) -> EngineWide:
-    totals = numbers.totals
+    totals, facts = numbers.totals, service.client.facts
     return EngineWide(
         requests=Counts(running=numbers.running, waiting=numbers.queued),
         tokens=Tokens(
@@ -186,24 +188,19 @@ def _engine_wide(service: Service, numbers: EngineNumbers) -> EngineWide:
         ),
         pages=numbers.pages,
         free_pages=numbers.free_pages,
-        latencies=_latencies(service, totals),
+        latencies={
+            "ttft": _times(totals.ttft, facts.ttft_slo_s, totals.promised_ttft),
+            "itl": _times(totals.itl, facts.tpot_slo_s, totals.promised_tpot),
+            "e2el": _times(totals.e2el, None, Promised()),
+        },
     )
 
 
-def _latencies(service: Service, totals: Totals) -> dict[str, Times]:
-    facts = service.client.facts
-    return {
-        "ttft": _times(totals.ttft, facts.ttft_slo_s, totals.promised_ttft),
-        "itl": _times(totals.itl, facts.tpot_slo_s, totals.promised_tpot),
-        "e2el": _times(totals.e2el, None, Promised()),
-    }
-
-
-def _times(found: Histogram, promised_s: float | None, promised: Promised) -> Times:
+def _times(times: Histogram, promised_s: float | None, promised: Promised) -> Times:
     return Times(
-        bounds=list(found.bounds),
-        counts=found.counts.copy(),
-        sum=found.sum,
+        bounds=list(times.bounds),
+        counts=times.counts.copy(),
+        sum=times.sum,
         promised_s=promised_s,
         requests=promised.requests,
         kept=promised.kept,
@@ -211,80 +208,88 @@ def _times(found: Histogram, promised_s: float | None, promised: Promised) -> Ti
 
 
 class _Seen:
-    """The adapters, requests and jobs that a caller may see.
+    """The adapters, requests and jobs that a caller may see."""
 
-    Attributes:
-        sees_all: True if it may see numbers of all tenants together.
-    """
-
-    def __init__(self, service: Service, found: EngineStatus, caller: Caller) -> None:
-        self._found = found
-        self._owned = service.part(Catalog).owned
+    def __init__(self, catalog: Catalog, engine: EngineStatus, caller: Caller) -> None:
+        self._engine = engine
+        self._owned = catalog.owned
         self._tenant = caller.tenant
         self._is_admin = Scope.ADMIN in caller.scopes
-        self.sees_all = service.shows_engine(caller)
 
     def _sees(self, tenant: str) -> bool:
         return self._is_admin or tenant in ("", self._tenant)
 
     def adapters(self) -> list[AdapterState]:
-        waiting = self._found.numbers.totals.adapters.waiting.copy()
-        found = ((self._owned(one.name), one) for one in self._found.adapters)
-        seen = [pair for pair in found if self._sees(pair[0].tenant)]
+        waiting = self._engine.numbers.totals.adapters.waiting.copy()
+        owned = ((self._owned(adapter.name), adapter) for adapter in self._engine.adapters)
+        seen = [pair for pair in owned if self._sees(pair[0].tenant)]
         seen.sort(key=lambda pair: (-pair[1].running, pair[0].name, pair[0].tenant))
         return [
-            _adapter(owner.tenant, owner.name, one, waiting[one.name])
-            for owner, one in seen[:_MOST_LISTED]
+            AdapterState(
+                name=owner.name,
+                tenant=owner.tenant,
+                version=adapter.version.number,
+                digest=adapter.version.known_digest,
+                method=adapter.method,
+                size_bytes=adapter.size_bytes,
+                running=adapter.running,
+                waiting=waiting[adapter.name],
+                is_resident=adapter.pages > 0,
+                is_trained=adapter.is_trained,
+            )
+            for owner, adapter in seen[:_MOST_LISTED]
         ]
 
     def running(self) -> list[RunningState]:
         return [
             RunningState(
-                id=one.id,
-                tenant=one.tenant,
-                adapter=None if one.adapter is None else self._owned(one.adapter).name,
-                prompt_tokens=one.prompt_tokens,
-                output_tokens=one.output_tokens,
-                age_s=one.age_s,
+                id=request.id,
+                tenant=request.tenant,
+                adapter=None if request.adapter is None else self._owned(request.adapter).name,
+                prompt_tokens=request.prompt_tokens,
+                output_tokens=request.output_tokens,
+                age_s=request.age_s,
             )
-            for one in self._found.running
-            if self._is_admin or one.tenant == self._tenant
+            for request in self._engine.running
+            if self._is_admin or request.tenant == self._tenant
         ][:_MOST_LISTED]
 
     def jobs(self) -> list[JobInfo]:
-        found = [(self._owned(job.name), job) for job in self._found.jobs]
-        seen = [(one, job) for one, job in found if self._sees(one.tenant)]
-        return [_job(one, job, self._is_admin) for one, job in seen[::-1][:_MOST_LISTED]]
+        owned = [(self._owned(job.name), job) for job in self._engine.jobs]
+        seen = [(owner, job) for owner, job in owned if self._sees(owner.tenant)]
+        return [self._job(owner, job) for owner, job in seen[::-1][:_MOST_LISTED]]
+
+    def _job(self, owner: Owned, job: JobStatus) -> JobInfo:
+        # An error may name paths of the server, which only the operator reads.
+        shows_error = self._is_admin and job.error is not None
+        return JobInfo(
+            name=owner.name,
+            tenant=owner.tenant,
+            state=job.state.value,
+            is_active=job.state in (JobState.QUEUED, JobState.RUNNING, JobState.PAUSED),
+            step=job.step,
+            total_steps=job.total_steps,
+            loss=job.loss,
+            error=(job.error or "")[:_LONGEST_ERROR] if shows_error else None,
+            time_share=job.time_share,
+            tokens_per_second=job.tokens_per_second,
+            remaining_s=job.remaining_s,
+            waits=job.waits,
+        )
 
 
-def _adapter(tenant: str, name: str, one: AdapterStatus, waiting: int) -> AdapterState:
-    return AdapterState(
-        name=name,
-        tenant=tenant,
-        version=one.version.number,
-        digest=one.version.known_digest,
-        method=one.method,
-        size_bytes=one.size_bytes,
-        running=one.running,
-        waiting=waiting,
-        is_resident=one.pages > 0,
-        is_trained=one.is_trained,
-    )
+# -------------------------------------------------------------------------------------------- page
+
+page_router = APIRouter(include_in_schema=False)
 
 
-def _job(owned: Owned, job: JobStatus, is_admin: bool) -> JobInfo:
-    """Return a job; why it failed may name paths of the server, which only the operator reads."""
-    return JobInfo(
-        name=owned.name,
-        tenant=owned.tenant,
-        state=job.state.value,
-        is_active=job.state in (JobState.QUEUED, JobState.RUNNING, JobState.PAUSED),
-        step=job.step,
-        total_steps=job.total_steps,
-        loss=job.loss,
-        error=job.error[:_LONGEST_ERROR] if is_admin and job.error is not None else None,
-        time_share=job.time_share,
-        tokens_per_second=job.tokens_per_second,
-        remaining_s=job.remaining_s,
-        waits=job.waits,
-    )
+@cache
+def live_page() -> str:
+    """Return the whole page, which refers to no other file."""
+    return page_environment("pcg.serve").get_template("live.html").render()
+
+
+@page_router.get("/")
+async def page() -> HTMLResponse:
+    """Return the page, which asks for a key before it asks the server for anything."""
+    return HTMLResponse(live_page(), headers=page_headers(live_page(), is_live=True))

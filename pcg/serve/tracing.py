@@ -11,7 +11,6 @@ for which they have no names, are vLLM's attributes (vllm/tracing).
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
@@ -86,70 +85,59 @@ def _operation(record: Record) -> str:
 
 
 def _attributes(record: Record) -> dict[str, Any]:
-    """Return the attributes of a request's span."""
-    found: dict[str, Any] = {
+    attributes: dict[str, Any] = {
         "http.request.method": record.scope["method"],
         "http.response.status_code": record.status,
         "pcg.request_id": record.request_id,
     }
     if record.route is not None:
-        found["http.route"] = record.route
+        attributes["http.route"] = record.route
     if record.status == LEFT:
-        found["error.type"] = "client_left"
+        attributes["error.type"] = "client_left"
     elif record.status >= 400:
-        found["error.type"] = str(record.status)
+        attributes["error.type"] = str(record.status)
     if record.caller is not None:
-        found |= {"pcg.key": record.caller.key, "pcg.tenant": record.caller.tenant}
+        attributes |= {"pcg.key": record.caller.key, "pcg.tenant": record.caller.tenant}
     if record.model is not None:
-        found |= _of_model(record)
-    return found
+        attributes |= _of_model(record)
+    return attributes
 
 
 def _of_model(record: Record) -> dict[str, Any]:
-    completions = record.completions
-    version = next((one.adapter_version for one in completions), None)
+    version, (prompt_tokens, output_tokens) = record.version, record.tokens
     answered = record.model if version is None else f"{record.model}@{version.number}"
-    found: dict[str, Any] = {
+    attributes = {
         "gen_ai.operation.name": _operation(record),
         "gen_ai.provider.name": "pcg",
         "gen_ai.request.model": record.model,
         "gen_ai.response.model": answered,
-        "gen_ai.response.finish_reasons": [one.finish_reason for one in completions],
-        "gen_ai.usage.input_tokens": sum(len(one.prompt_ids) for one, _ in record.requests),
-        "gen_ai.usage.output_tokens": sum(len(one.token_ids) for one in completions),
+        "gen_ai.response.finish_reasons": [c.finish_reason for c in record.completions],
+        "gen_ai.usage.input_tokens": prompt_tokens,
+        "gen_ai.usage.output_tokens": output_tokens,
         "gen_ai.latency.e2e": record.ended_s - record.began_s,
+        "gen_ai.latency.time_to_first_token": record.first_token_s,
+        "gen_ai.latency.time_in_queue": record.queued_s,
     }
-    if record.first_token_s is not None:
-        found["gen_ai.latency.time_to_first_token"] = record.first_token_s
-    queued_s = [one.queued_s for one in completions if one.queued_s is not None]
-    if queued_s:
-        found["gen_ai.latency.time_in_queue"] = max(queued_s)
     if record.requests:
-        found |= _asked(record.requests[0][0])
-    return found
-
-
-def _asked(request: Request) -> Mapping[str, Any]:
-    """Return the attributes of what a request asks for."""
-    params = request.params
-    found = {
-        "gen_ai.request.max_tokens": params.max_new_tokens,
-        "gen_ai.request.temperature": params.temperature,
-        "gen_ai.request.top_p": params.top_p,
-        "gen_ai.request.top_k": params.top_k,
-        "gen_ai.request.frequency_penalty": params.frequency_penalty,
-        "gen_ai.request.presence_penalty": params.presence_penalty,
-        "gen_ai.request.seed": params.seed,
-        "gen_ai.request.choice.count": params.n if params.n > 1 else None,
-    }
-    return {name: value for name, value in found.items() if value is not None}
+        params = record.requests[0][0].params
+        attributes |= {
+            "gen_ai.request.max_tokens": params.max_new_tokens,
+            "gen_ai.request.temperature": params.temperature,
+            "gen_ai.request.top_p": params.top_p,
+            "gen_ai.request.top_k": params.top_k,
+            "gen_ai.request.frequency_penalty": params.frequency_penalty,
+            "gen_ai.request.presence_penalty": params.presence_penalty,
+            "gen_ai.request.seed": params.seed,
+            "gen_ai.request.choice.count": params.n if params.n > 1 else None,
+        }
+    return {name: value for name, value in attributes.items() if value is not None}
 
 
 def _add_phases(
     tracer: Tracer, parent: Span, request: Request, stream: Stream, offset_s: float
 ) -> None:
     """Add a prompt's wait, its reading and its generation, as far as it came."""
-    queued_s = next((one.queued_s for one in stream.ended), None)
+    queued_s = next((completion.queued_s for completion in stream.ended), None)
     ended_s = stream.ended_s
     admitted_s = ended_s if queued_s is None else stream.began_s + queued_s
     first_s = stream.first_chunk_s or ended_s

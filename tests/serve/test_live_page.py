@@ -12,7 +12,7 @@ from pathlib import Path
 import httpx2
 import pytest
 
-from pcg.serve.page import live_page
+from pcg.serve.status import live_page
 from tests.support import serving
 from tests.support.browser import Tab, open_tab
 

@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import accumulate
-from typing import TypeAlias
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -34,13 +34,59 @@ _UNIT = 512
 _LEAST_OWN_UNITS = 64
 
 
-class OwnRowAllocator:
-    """Flat memory of its own for rows, which grows as adapters come.
+class RowAllocator(Protocol):
+    """Flat memory for rows, in the adapters' dtype.
 
     Attributes:
-        is_in_pool: True if the memory is part of an engine's pool.
+        is_in_pool: True if it is part of an engine's pool.
         page_size: elements of a page; no row crosses the end of a page.
     """
+
+    memory: Tensor
+    is_in_pool: bool
+    page_size: int
+
+    @property
+    def used_bytes(self) -> int:
+        """Bytes that are reserved for the present adapters."""
+
+    def reserve(
+        self, adapter: Adapter, elements: int, drop: Callable[[], bool], *, grows: bool
+    ) -> bool:
+        """Reserve memory for an adapter's image; returns False if there is none.
+
+        Args:
+            drop: frees another adapter's memory; returns False if none can be freed.
+            grows: True if the memory may grow and move; nothing reads or writes it meanwhile.
+        """
+
+    def write(self, adapter: Adapter, image: Tensor) -> None:
+        """Write an adapter's image into its memory, on any thread.
+
+        The host waits for the copy only if the image is not in pinned memory.
+        """
+
+    def places(self, adapter: Adapter, elements: Tensor) -> Tensor:
+        """Return where elements of an adapter's image lie in the memory, int64."""
+
+    def holds(self, adapter: Adapter) -> bool:
+        """Return True if an adapter's image is still in memory."""
+
+    def drop(self, key: int) -> None:
+        """Free an adapter's memory, by the adapter's id."""
+
+    def reset(self) -> None:
+        """Free the memory of all adapters, without moving it."""
+
+    def trim(self) -> None:
+        """Give up memory that adapters which left do not use; nothing reads or writes it meanwhile.
+
+        Rows stay where they are in it.
+        """
+
+
+class OwnRowAllocator:
+    """Memory of its own, which grows as adapters come."""
 
     is_in_pool = False
     page_size = NO_PAGES
@@ -52,18 +98,11 @@ class OwnRowAllocator:
 
     @property
     def used_bytes(self) -> int:
-        """Bytes that are reserved for the present adapters."""
         return self.memory.nbytes
 
     def reserve(
         self, adapter: Adapter, elements: int, drop: Callable[[], bool], *, grows: bool
     ) -> bool:
-        """Reserve memory for an adapter's image; return False without room.
-
-        Args:
-            drop: frees another adapter's memory; returns False if none can be freed.
-            grows: True if the memory may grow and move; nothing reads or writes it meanwhile.
-        """
         units = max(-(-elements // _UNIT), 1)
         while self._free.longest < units and drop():
             pass
@@ -80,12 +119,10 @@ class OwnRowAllocator:
         return True
 
     def write(self, adapter: Adapter, image: Tensor) -> None:
-        """Write an adapter's image, on any thread; the host waits only for unpinned images."""
         first = self._runs[adapter.version][0] * _UNIT
         self.memory[first : first + len(image)].copy_(image, non_blocking=True)
 
     def places(self, adapter: Adapter, elements: Tensor) -> Tensor:
-        """Return the places of elements of an adapter's image in the memory, int64."""
         return elements + self._runs[adapter.version][0] * _UNIT
 
     def holds(self, adapter: Adapter) -> bool:
@@ -102,7 +139,6 @@ class OwnRowAllocator:
             self._free.add(0, units)
 
     def trim(self) -> None:
-        """Release memory of adapters that have left; rows do not move."""
         held = len(self.memory) // _UNIT
         kept = trimmed(self._free, held, _LEAST_OWN_UNITS)
         if kept < held:
@@ -158,9 +194,6 @@ class PagedRowAllocator:
 
     def trim(self) -> None:
         """Do nothing: the pages are the cache's."""
-
-
-RowAllocator: TypeAlias = OwnRowAllocator | PagedRowAllocator
 
 
 _NO_TOKENS = TokenSpans(())

@@ -86,10 +86,10 @@ class Authentication:
             scope.setdefault("state", {})["caller"] = Caller(f"links of {owner}", owner, _NONE)
             await self.app(scope, receive, send)
             return
-        given = _given(Headers(scope=scope))
-        key = None if given is None else self._keys.find(given)
+        sent = _given(Headers(scope=scope))
+        key = None if sent is None else self._keys.find(sent)
         if key is None:
-            await _refusal(given).response(path)(scope, receive, send)
+            await _refusal(sent).response(path)(scope, receive, send)
             return
         caller = Caller(key.name, key.tenant, key.scopes)
         scope.setdefault("state", {})["caller"] = caller
@@ -112,9 +112,9 @@ def _given(headers: Headers) -> str | None:
     return headers.get("x-api-key")
 
 
-def _refusal(given: str | None) -> ApiError:
+def _refusal(sent: str | None) -> ApiError:
     headers = {"www-authenticate": "Bearer", "connection": "close"}
-    if given is None:
+    if sent is None:
         message = "You didn't provide an API key; send it as 'Authorization: Bearer KEY'."
         return ApiError(401, message, code="missing_api_key", headers=headers)
     return ApiError(401, "Incorrect API key provided.", code="invalid_api_key", headers=headers)

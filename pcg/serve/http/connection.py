@@ -1,20 +1,13 @@
-"""Connections of clients.
+"""Connections of strangers: the bounds of a request's head, and the end of a connection.
 
-Connections that end before their request's body: what still comes is read and forgotten.
-
-A system answers bytes that nobody reads by a reset, which drops the reply before the client has
-seen it: it would know of a broken connection, and ask again, where a 413 or a 401 was sent.
-
-Source: RFC 9112, §9.6.
-
-Connections of strangers: how long the head of a request may be, and take.
-
-uvicorn's protocol bounds neither, and goes on to read a body that nobody wants. Here a head beyond
-`HEAD_BYTES`, or one that is not there after `HEAD_S`, ends its connection. A reply that begins
-before its request has ended announces that the connection ends, unless the rest of the body is
-short: then that is read and dropped, and the connection goes on. Headers behind a body are dropped:
+uvicorn's protocol bounds neither the bytes of a head nor its time. Here a head beyond `HEAD_BYTES`,
+or one that is incomplete after `HEAD_S`, ends its connection. Headers behind a body are dropped:
 what a request may do is decided by its head. A request that offers another protocol is served in
 this one, with its body, as Java's client expects of every server that has no HTTP/2.
+
+A connection that ends before its request's body reads and forgets the rest of it: a system answers
+unread bytes by a reset, which drops the reply before the client has seen it. The client would know
+of a broken connection, and ask again, where a 413 or a 401 was sent.
 
 A client that ends its side of the connection behind a request is answered. Whether it has left
 altogether, the system says once something was sent to it: after `LEFT_S` that is an interim reply
@@ -30,15 +23,11 @@ import contextlib
 import resource
 import socket
 import sys
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable
 from typing import Any, cast
 
 import httptools
-from uvicorn._types import ASGISendEvent
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
-
-# ---------------------------------------------------------------------------------------- lingering
-
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 LINGER_BYTES = 2**24
 LINGER_S = 2.0
@@ -93,7 +82,6 @@ class LingeringTransport(asyncio.Transport):
         return True
 
     def lost(self) -> None:
-        """The connection has ended."""
         if self._timer is not None:
             self._timer.cancel()
 
@@ -113,28 +101,11 @@ LEFT_S = 1.0
 """The time after which a client that ended its side is looked for, seconds."""
 _LOOKS_S = 0.25
 """The time between two looks, seconds."""
-_SHORT_BODY = 64 * 2**10
-"""The bytes of a body that is read to its end though its reply has ended."""
 _FILES = 2**16
 
 
 _OFFERS = (b"upgrade", b"http2-settings")
 """Headers of a request that offers another protocol."""
-
-
-class _Cycle(RequestResponseCycle):
-    """uvicorn's request and its reply, which announces the end of a connection."""
-
-    def send(self, message: ASGISendEvent) -> Coroutine[Any, Any, None]:
-        if self.more_body and not self.response_started and not self._has_short_body():
-            self.keep_alive = False  # so that the head says it
-        return super().send(message)  # and no coroutine around it for each part of a stream
-
-    def _has_short_body(self) -> bool:
-        """Return True if a body is sent that is read to its end though its reply comes first."""
-        lengths = [value for name, value in self.scope["headers"] if name == b"content-length"]
-        is_coming = bool(lengths) and not self.waiting_for_100_continue
-        return is_coming and int(lengths[0]) <= _SHORT_BODY
 
 
 class BoundedConnection(HttpToolsProtocol):
@@ -224,14 +195,12 @@ class BoundedConnection(HttpToolsProtocol):
     def data_received(self, data: bytes) -> None:
         if self._lingering.forgets(data):
             return
-        had_reply, left = self._is_answered and self._awaits_body(), memoryview(data)
+        left = memoryview(data)
         while left:
             self._fed, self._left = left, left[:0]
             super().data_received(cast(bytes, left))
             left = self._left
-        if self._is_idle and had_reply:  # and all of its body has come
-            self._await_request()
-        elif self._is_idle:  # what came begins no request, as empty lines and an upgrade do not
+        if self._is_idle:  # what came begins no request, as empty lines and an upgrade do not
             self._begin_head()
         if self._in_head:
             self._head_bytes += len(data)
@@ -252,7 +221,6 @@ class BoundedConnection(HttpToolsProtocol):
         self._in_head = False
         self._end_timer()
         super().on_headers_complete()
-        self.cycle.__class__ = _Cycle  # uvicorn makes it of a class that it names
 
     def on_message_complete(self) -> None:
         if not self.parser.should_upgrade():
@@ -281,14 +249,6 @@ class BoundedConnection(HttpToolsProtocol):
         if self._is_answered and self._awaits_body() and not self.transport.is_closing():
             self._timer = self.loop.call_later(HEAD_S, self.transport.close)
 
-    def _await_request(self) -> None:
-        """Keep the connection for a next request, as uvicorn does behind a reply."""
-        self._end_timer()
-        self._unset_keepalive_if_required()
-        self.timeout_keep_alive_task = self.loop.call_later(
-            self.timeout_keep_alive, self.timeout_keep_alive_handler
-        )
-
 
 def _without_upgrade(connection: bytes) -> bytes:
     """Return the value of a Connection header without what names the headers of an offer."""
@@ -297,7 +257,6 @@ def _without_upgrade(connection: bytes) -> bytes:
 
 
 def _parser(connection: BoundedConnection) -> httptools.HttpRequestParser:
-    """Return a parser as uvicorn's connections have it."""
     parser = httptools.HttpRequestParser(connection)
     parser.set_dangerous_leniencies(lenient_data_after_close=True)
     return parser

@@ -157,7 +157,6 @@ class ApiError(HTTPException):
 
     @property
     def content(self) -> dict[str, Any]:
-        """The reply's body."""
         error = {
             "message": _sendable(in_json(_LONG_NUMBER.sub(r"\1…", self.detail)[:_LONGEST_MESSAGE])),
             "type": self.type,
@@ -175,7 +174,6 @@ class ApiError(HTTPException):
         return {"type": "error", "error": {"type": kind, "message": message}}
 
     def response(self, path: str = "") -> Response:
-        """Return the reply to a request for a path."""
         return Response(
             json_bytes(self.content_for(path)),
             self.status_code,
@@ -192,11 +190,11 @@ def _sendable(text: str) -> str:
 def in_json(message: str) -> str:
     """Return a message of the library with values and types as JSON has them."""
     written = _LITERAL.sub(_as_json, message)
-    return _WORD.sub(lambda found: _WORDS.get(found[1], found[0]), written)
+    return _WORD.sub(lambda match: _WORDS.get(match[1], match[0]), written)
 
 
-def _as_json(found: re.Match[str]) -> str:
-    text = found[0]
+def _as_json(match: re.Match[str]) -> str:
+    text = match[0]
     if text[0] not in "([{" or ("'" not in text and ",)" not in text):
         return text  # it is quoted, no value, or Python and JSON write it alike
     try:
@@ -300,16 +298,16 @@ def _place(parts: Sequence[int | str], body: Any, *, is_missing: bool) -> list[s
     where, *names = parts
     if where != "body" or not isinstance(body, dict | list):
         return [str(name) for name in names]
-    found: list[str] = []
+    place: list[str] = []
     value: Any = body
     for index, name in enumerate(names):
         is_item = isinstance(value, list) and isinstance(name, int) and name < len(value)
         if is_item or (isinstance(value, dict) and name in value):
             value = value[name]
-            found.append(str(name))
+            place.append(str(name))
         elif is_missing and index == len(names) - 1:
-            found.append(str(name))
-    return found
+            place.append(str(name))
+    return place
 
 
 def _no_json() -> ApiError:
@@ -325,7 +323,6 @@ def _of_http(error: HTTPException) -> ApiError:
 
 
 def _methods(routes: Sequence[BaseRoute], path: str) -> list[str]:
-    """Return the methods that a path has."""
     of_path = (
         route for route in routes if isinstance(route, Route) and route.path_regex.match(path)
     )
@@ -349,10 +346,10 @@ def add_handlers(app: FastAPI, routes: Sequence[BaseRoute]) -> None:
 
     async def missing(request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
-        found = _of_http(error)
-        if found.status_code == 405:
-            found.headers = {"allow": ", ".join(_methods(routes, request.url.path))}
-        return found.response(request.url.path)
+        reply = _of_http(error)
+        if reply.status_code == 405:
+            reply.headers = {"allow": ", ".join(_methods(routes, request.url.path))}
+        return reply.response(request.url.path)
 
     app.add_exception_handler(ApiError, refused)
     app.add_exception_handler(PcgError, refused)

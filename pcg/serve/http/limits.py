@@ -17,10 +17,11 @@ from __future__ import annotations
 import asyncio
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Iterable, Iterator, Mapping, Sequence
 
 import numpy as np
 import numpy.typing as npt
+from starlette.datastructures import MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from pcg.serve.engine.options import ServeOptions
@@ -59,7 +60,7 @@ def check_elements(body: bytes, most_values: int = MOST_VALUES) -> None:
     counted = (_counts(part, _count(part, '"')) for part in parts)
     if _excess(counted, most) is None:  # as nearly always
         return
-    excess = _excess((_counts(*found) for found in _without_texts(parts)), most)
+    excess = _excess((_counts(*part) for part in _without_texts(parts)), most)
     if excess is not None:
         raise ApiError(
             400,
@@ -76,13 +77,13 @@ def _excess(parts: Iterable[Counter[str]], most: Mapping[str, int]) -> str | Non
 
 def _counts(text: Bytes, quotes: int) -> Counter[str]:
     """Return at least as many elements as a text has, by the characters that each of them needs."""
-    brackets, names, commas = (_count(text, one) for one in ("[{", ":", ","))
-    found = (brackets, names, quotes, commas + brackets)
-    return Counter(dict(zip(_MOST, found, strict=True)))
+    brackets, names, commas = (_count(text, characters) for characters in ("[{", ":", ","))
+    counts = (brackets, names, quotes, commas + brackets)
+    return Counter(dict(zip(_MOST, counts, strict=True)))
 
 
 def _count(text: Bytes, characters: str) -> int:
-    return sum(int(np.count_nonzero(text == ord(one))) for one in characters)
+    return sum(int(np.count_nonzero(text == ord(character))) for character in characters)
 
 
 def _without_texts(parts: Sequence[Bytes]) -> Iterator[tuple[Bytes, int]]:
@@ -105,6 +106,8 @@ def _without_texts(parts: Sequence[Bytes]) -> Iterator[tuple[Bytes, int]]:
 # ----------------------------------------------------------------------------------- request limits
 
 
+SHORT_BODY = 2**16
+"""The bytes of a body that is read to its end though its reply has ended."""
 LONG_BYTES = 2**16
 """Bodies from here on are long; a shorter one takes less than handing it to a thread is worth."""
 _BODIES = 8
@@ -141,9 +144,16 @@ class RequestLimits:
             await refusal.response(scope["path"])(scope, receive, send)
             return
         body = _Body(self, tenant, receive, is_kept=not has_file, is_text=not _is_protobuf(scope))
+
+        def closing(message: Message) -> Awaitable[None]:
+            if message["type"] == "http.response.start" and not (body.is_whole or is_short(scope)):
+                headers = MutableHeaders(scope=message)
+                headers["connection"] = "close"  # so that nobody waits for the rest of the body
+            return send(message)
+
         self._requests[key] += 1
         try:
-            await self.app(scope, body.receive, send)
+            await self.app(scope, body.receive, closing)
         finally:
             _less(self._requests, key, 1)
             _less(self._bytes, tenant, body.size_bytes)
@@ -196,9 +206,16 @@ class RequestLimits:
 
 
 def _said_bytes(scope: Scope) -> int:
-    """Return how many bytes a request says that it has."""
     said = dict(scope["headers"]).get(b"content-length", b"0")
     return int(said[:20]) if said.isdigit() else 0
+
+
+def is_short(scope: Scope) -> bool:
+    """Return True for a request with no body, or with one that is read though its reply is out."""
+    headers = dict(scope["headers"])
+    if b"content-length" in headers:
+        return b"expect" not in headers and _said_bytes(scope) <= SHORT_BODY
+    return b"transfer-encoding" not in headers
 
 
 def _is_protobuf(scope: Scope) -> bool:
@@ -236,11 +253,11 @@ class _Body:
         self._receive = receive
         self._is_kept = is_kept
         self._is_text = is_text
-        self._is_whole = False
+        self.is_whole = False
         self._parts: list[bytes] = []
 
     async def receive(self) -> Message:
-        if self._is_whole:  # then it waits for the client to leave
+        if self.is_whole:  # then it waits for the client to leave
             return await self._receive()
         try:
             async with asyncio.timeout(self._limits.timeout_s):
@@ -251,14 +268,14 @@ class _Body:
                 408, "The body did not come in time.", code="body_timeout", headers=headers
             ) from None
         part = message.get("body", b"")
-        self._is_whole = not message.get("more_body", False)
+        self.is_whole = not message.get("more_body", False)
         if not self._is_kept:
             return message
         self.size_bytes += len(part)
         self._limits.take(self._tenant, len(part), self.size_bytes)
         if self._is_text:
             self._parts.append(part)
-        if self._is_whole and self.size_bytes > LONG_BYTES:  # a shorter one has too few bytes
+        if self.is_whole and self.size_bytes > LONG_BYTES:  # a shorter one has too few bytes
             parts, self._parts = self._parts, []
             await asyncio.to_thread(check_elements, b"".join(parts), self._limits.most_values)
         return message

@@ -26,6 +26,7 @@ from typing import Protocol
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from pcg.runtime.adapters.versions import AdapterVersion
 from pcg.runtime.requests.request import Completion, Request
 from pcg.runtime.requests.stream import Stream
 from pcg.serve.http.caller import Caller
@@ -48,8 +49,8 @@ class RequestId:
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
-        given = Headers(scope=scope).get("x-request-id", "")
-        request_id = given if _PROPER.fullmatch(given) else new_id("req")
+        sent = Headers(scope=scope).get("x-request-id", "")
+        request_id = sent if _PROPER.fullmatch(sent) else new_id("req")
         scope.setdefault("state", {})["request_id"] = request_id
         has_begun = False
 
@@ -153,15 +154,31 @@ class Record:
 
     @property
     def completions(self) -> list[Completion]:
-        """The continuations that have ended."""
-        return [one for _, stream in self.requests for one in stream.ended]
+        return [completion for _, stream in self.requests for completion in stream.ended]
+
+    @property
+    def version(self) -> AdapterVersion | None:
+        """The version of the adapter that answered; None without one."""
+        return next((completion.adapter_version for completion in self.completions), None)
+
+    @property
+    def queued_s(self) -> float | None:
+        """The longest time in the queue, seconds; None where nothing was admitted."""
+        times = [completion.queued_s for completion in self.completions]
+        return max((time_s for time_s in times if time_s is not None), default=None)
+
+    @property
+    def tokens(self) -> tuple[int, int]:
+        """Tokens of the prompts, and of the outputs."""
+        outputs = sum(len(completion.token_ids) for completion in self.completions)
+        return sum(len(request.prompt_ids) for request, _ in self.requests), outputs
 
     @property
     def first_token_s(self) -> float | None:
         """Seconds from its coming to the first token of any prompt; None without."""
         times = [stream.first_chunk_s for _, stream in self.requests]
-        found = [one for one in times if one is not None]
-        return min(found) - self.began_s if found else None
+        first_s = min((time_s for time_s in times if time_s is not None), default=None)
+        return None if first_s is None else first_s - self.began_s
 
 
 class Observer(Protocol):

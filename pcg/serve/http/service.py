@@ -110,8 +110,8 @@ class Service:
 
     def part(self, kind: type[Part]) -> Part:
         """Return the part of a class. ApiError: the server stores nothing, and has no such part."""
-        found: Part | None = self._parts.get(kind)
-        if found is None:
+        value: Part | None = self._parts.get(kind)
+        if value is None:
             # A client of Tinker's asks first on a connection that it never closes.
             raise ApiError(
                 400,
@@ -119,10 +119,9 @@ class Service:
                 code="unsupported",
                 headers={"connection": "close"},
             )
-        return found
+        return value
 
     def has(self, kind: type) -> bool:
-        """Return True if there is a part of a class."""
         return kind in self._parts
 
     def close(self) -> None:
@@ -198,27 +197,28 @@ class Service:
         """
         if fields.get("truncate_prompt_tokens") == -1:
             new = fields.get("max_new_tokens", 0)
-            kept = max(1, await self.room(model) - (new if isinstance(new, int) else 0))
-            fields = {**fields, "truncate_prompt_tokens": kept}
+            most = max(1, await self.room(model) - (new if isinstance(new, int) else 0))
+            fields = {**fields, "truncate_prompt_tokens": most}
         make = partial(self._requests, caller, model, prompts, fields, request_id)
         requests = await self.beside(caller, make)
         _check_repeated(requests, repeats_ids)
-        made = [Submitted(request, self.client.submit(request)) for request in requests]
-        if len(made) > 1:
-            await self._all_begun(made)
-        note_requests(model.name, [(one.request, one.stream) for one in made])
-        return made
+        streams = [self.client.submit(request) for request in requests]
+        if len(streams) > 1:
+            await self._all_begun(streams)
+        pairs = list(zip(requests, streams, strict=True))
+        note_requests(model.name, pairs)
+        return [Submitted(request, stream) for request, stream in pairs]
 
-    async def _all_begun(self, made: Sequence[Submitted]) -> None:
-        """Wait until the engine has all requests; raises why it refuses one, and ends all."""
+    async def _all_begun(self, streams: Sequence[Stream]) -> None:
+        """Wait until the engine has all requests; if it refuses one, end all and raise why."""
         await asyncio.wrap_future(self.client.call(Taken()))
         try:
-            for one in made:
-                if one.stream.is_over:
-                    await one.stream.completions()
+            for stream in streams:
+                if stream.is_over:
+                    await stream.completions()
         except PcgError:
-            for one in made:
-                one.stream.cancel()
+            for stream in streams:
+                stream.cancel()
             raise
 
     def _requests(
@@ -229,7 +229,7 @@ class Service:
         fields: RequestFields,
         request_id: str,
     ) -> list[EngineRequest]:
-        made: list[EngineRequest] = []
+        requests: list[EngineRequest] = []
         count = len(prompts) * (fields.get("best_of") or fields.get("n", 1))
         most = self.options.queue_of(self.keys.tenants)
         if count > most:
@@ -242,7 +242,7 @@ class Service:
         for index, prompt in enumerate(prompts):
             if not prompt:
                 raise GenerationError(f"prompt {index} is empty; give at least one token")
-            own: RequestFields = {
+            whole: RequestFields = {
                 "logprobs_mode": self.options.logprobs_mode,
                 **fields,
                 "tenant": caller.tenant,
@@ -252,22 +252,21 @@ class Service:
                 check_length(prompt, self.max_model_len)
             seed = fields.get("seed")
             if index and isinstance(seed, int):
-                own["seed"] = (seed + index * made[0].params.width) % 2**63
-            request = self.client.request(prompt, model.adapter, own)
+                whole["seed"] = (seed + index * requests[0].params.width) % 2**63
+            request = self.client.request(prompt, model.adapter, whole)
             self._check(request)
-            made.append(request)
-        _check_prompt_logprobs(made)
-        return made
+            requests.append(request)
+        _check_prompt_logprobs(requests)
+        return requests
 
     def _check(self, request: EngineRequest) -> None:
         """Refuse a request that is more than the server's options allow, by their names."""
-        given = self.options.max_logprobs
+        most_logprobs = self.options.max_logprobs
         for name in ("logprobs", "prompt_logprobs"):
-            asked = getattr(request.params, name)
-            if asked is not None and asked > given:
-                raise ApiError(
-                    400, f"{name}={asked}, and this server gives at most {given}", param=name
-                )
+            count = getattr(request.params, name)
+            if count is not None and count > most_logprobs:
+                words = f"{name}={count}, and this server gives at most {most_logprobs}"
+                raise ApiError(400, words, param=name)
         most, new = self.max_model_len, request.params.max_new_tokens
         if most is not None and request.length + new > most:
             raise ApiError(
@@ -281,12 +280,11 @@ class Service:
 
 
 def _check_prompt_logprobs(requests: Sequence[EngineRequest]) -> None:
-    """Refuse requests whose reply would be out of all proportion: it has the prompt's with each."""
-    asked = ((one.params, len(one.prompt_ids)) for one in requests)
+    """Refuse requests with a reply out of all proportion: each output has the prompt's with it."""
     count = sum(
-        params.n * length * (params.of_prompt + 1)
-        for params, length in asked
-        if params.of_prompt is not None
+        request.params.n * len(request.prompt_ids) * (request.params.of_prompt + 1)
+        for request in requests
+        if request.params.of_prompt is not None
     )
     if count > MOST_PROMPT_LOGPROBS:
         raise ApiError(
@@ -299,11 +297,9 @@ def _check_prompt_logprobs(requests: Sequence[EngineRequest]) -> None:
 
 
 def _check_repeated(requests: Sequence[EngineRequest], repeats_ids: bool) -> None:
-    """Refuse requests whose reply would be long because it has the prompts again and again."""
     size = sum(
-        one.params.n
-        * (one.params.echo * len(one.text or one.prompt_ids) + repeats_ids * len(one.prompt_ids))
-        for one in requests
+        r.params.n * (r.params.echo * len(r.text or r.prompt_ids) + repeats_ids * len(r.prompt_ids))
+        for r in requests
     )
     if size > MOST_REPEATED:
         raise ApiError(
@@ -327,10 +323,10 @@ ServiceDependency = Annotated[Service, Depends(_service)]
 def part(kind: type[Any]) -> Any:
     """Return the dependency of a route on a part of the server, for `Annotated[Kind, …]`."""
 
-    async def found(request: Request) -> Any:  # FastAPI would run it on a thread
+    async def find(request: Request) -> Any:  # FastAPI would run it on a thread
         return request.app.state.service.part(kind)
 
-    return Depends(found)
+    return Depends(find)
 
 
 # -------------------------------------------------------------------------------------- long bodies

@@ -29,21 +29,21 @@ _LINE_ENDS = {
 def json_bytes(content: Any) -> bytes:
     """Return JSON; half a character that a client sent is sent back escaped, as it came."""
     try:
-        found = orjson.dumps(content)
+        encoded = orjson.dumps(content)
     except orjson.JSONEncodeError:
         return json.dumps(_finite(content), separators=(",", ":")).encode()
-    if b"\xe2\x80" in found or b"\xc2\x85" in found:
+    if b"\xe2\x80" in encoded or b"\xc2\x85" in encoded:
         for character, escape in _LINE_ENDS.items():
-            found = found.replace(character, escape)
-    return found
+            encoded = encoded.replace(character, escape)
+    return encoded
 
 
 def _finite(value: Any) -> Any:
     """Return a value with None for infinite numbers and NaN, which JSON does not have."""
     if isinstance(value, dict):
-        return {key: _finite(one) for key, one in value.items()}
+        return {key: _finite(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_finite(one) for one in value]
+        return [_finite(item) for item in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
@@ -111,7 +111,7 @@ def _whole(value: Any, depth: int) -> Any:
     if type(value) is float:
         return int(value) if value.is_integer() else value
     if depth and type(value) is list and not _kinds(value).isdisjoint((float, list)):
-        return [_whole(one, depth - 1) for one in value]
+        return [_whole(item, depth - 1) for item in value]
     return value
 
 

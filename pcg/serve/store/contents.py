@@ -123,7 +123,6 @@ class Incoming:
 
     @property
     def digest(self) -> str:
-        """Its SHA-256."""
         return self._sha256.hexdigest()
 
     @property
@@ -184,7 +183,6 @@ class Contents:
             raise as_store_error(error) from error
 
     def path(self, digest: str) -> Path:
-        """Return where a content is."""
         return self._folder / relative(digest)
 
     def pieces(self, digest: str) -> Iterator[bytes]:
@@ -227,7 +225,6 @@ class Contents:
             remove_path(unfinished)
 
     def unnamed(self, connection: sqlite3.Connection) -> list[Path]:
-        """Return the contents that no row names."""
         paths = sorted(self._files.glob("*/*"))
         return [path for path in paths if not _is_named(connection, path.name)]
 
