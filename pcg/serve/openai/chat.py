@@ -22,7 +22,7 @@ from pcg.runtime.requests.request import Chunk, Completion, RequestFields
 from pcg.serve.http.errors import ApiError
 from pcg.serve.http.service import LongBodyRoute, Submitted
 from pcg.serve.http.wire import json_bytes, new_id
-from pcg.serve.openai.logprobs import ChatLogprobs, LogprobWriter
+from pcg.serve.openai.logprobs import ChatLogprobs
 from pcg.serve.openai.messages import (
     Message,
     Messages,
@@ -31,7 +31,7 @@ from pcg.serve.openai.messages import (
     prompt_of,
     template_messages,
 )
-from pcg.serve.openai.replies import STREAMED, Call, CallDependency, Reply, Usage, Wanted, event
+from pcg.serve.openai.replies import STREAMED, Call, CallDependency, ChoiceReply, Usage, event
 from pcg.serve.openai.sampling import (
     ResponseFormat,
     SamplingBody,
@@ -301,11 +301,7 @@ async def create_chat_completion(body: ChatBody, call: CallDependency) -> Respon
     reply_id = new_id("chatcmpl")
     chat = body.chat(call.request, call.defaults)
     call, submitted, use = await chat.submit(call, reply_id)
-    kind = "chat.completion.chunk" if body.stream else "chat.completion"
-    head = call.head(kind, reply_id, body.request_id)
-    logprobs = call.logprobs(body.return_tokens_as_token_ids)
-    wanted = Wanted.by(body.return_token_ids, body.prompt_logprobs, body.stream_options)
-    reply = ChatMessages(head, submitted, use, wanted, logprobs=logprobs)
+    reply = ChatMessages(call, submitted, body, use, reply_id=reply_id)
     return await call.answer([submitted], reply, streams=body.stream)
 
 
@@ -353,41 +349,33 @@ class ChatMessage:
         return reason
 
 
-class ChatMessages(Reply):
+class ChatMessages(ChoiceReply):
     """Writes chat completions.
 
     Args:
-        head: the fields that a reply and all events have.
-        use: how outputs are read.
+        use: the use of tools, by which outputs are read.
     """
 
     def __init__(
-        self,
-        head: dict[str, Any],
-        submitted: Submitted,
-        use: ToolUse,
-        wanted: Wanted,
-        *,
-        logprobs: LogprobWriter,
+        self, call: Call, submitted: Submitted, body: ChatBody, use: ToolUse, *, reply_id: str
     ) -> None:
-        super().__init__([submitted])
-        self._head = {**head, "choices": []}
+        kind = "chat.completion.chunk" if body.stream else "chat.completion"
+        options = body.stream_options
+        super().__init__(call, [submitted], body, options, kind=kind, reply_id=reply_id)
         self._request = submitted.request
         self._use = use
-        self._wanted = wanted
-        self._logprobs = logprobs
         self._messages: dict[int, ChatMessage] = {}
         # Written once: an event is this, its choice, and the end.
-        self._opening = b"data: " + json_bytes(self._head)[:-2]
-        self._end = b'],"usage":null}\n\n' if wanted.usage else b"]}\n\n"
+        self._opening = b"data: " + json_bytes(self.head)[:-2]
+        self._end = b'],"usage":null}\n\n' if self.has_usage else b"]}\n\n"
 
     def whole(self, groups: Sequence[Sequence[Completion]]) -> dict[str, Any]:
         choices = [self._choice(completion) for completion in groups[0]]
-        content = {**self._head, "choices": choices, "usage": self.usage(groups)}
+        content = {**self.head, "choices": choices, "usage": self.usage(groups)}
         values = groups[0][0].prompt_logprobs
-        if self._wanted.prompt_logprobs and values is not None:
-            content["prompt_logprobs"] = self._logprobs.prompt(values)
-        if self._wanted.token_ids:
+        if self.has_prompt_logprobs and values is not None:
+            content["prompt_logprobs"] = self.logprobs.prompt(values)
+        if self.has_token_ids:
             content["prompt_token_ids"] = list(self._request.prompt_ids)
         return content
 
@@ -402,12 +390,12 @@ class ChatMessages(Reply):
         }
         if completion.logprobs is not None:
             choice["logprobs"] = self._content(completion.logprobs)
-        if self._wanted.token_ids:
+        if self.has_token_ids:
             choice["token_ids"] = list(completion.token_ids)
         return choice
 
     def _content(self, values: Sequence[Any]) -> dict[str, Any]:
-        return {"content": self._logprobs.tokens(values), "refusal": None}
+        return {"content": self.logprobs.tokens(values), "refusal": None}
 
     def events(self, index: int, chunk: Chunk) -> bytes:
         completion = chunk.completion
@@ -423,7 +411,7 @@ class ChatMessages(Reply):
         choice["finish_reason"] = reason
         if chunk.logprobs is not None:
             choice["logprobs"] = self._content([chunk.logprobs])
-        if self._wanted.token_ids:
+        if self.has_token_ids:
             choice["token_ids"] = [] if chunk.token_id is None else [chunk.token_id]
         elif not delta and completion is None and chunk.logprobs is None:
             return opening
@@ -434,21 +422,17 @@ class ChatMessages(Reply):
         delta = {"role": "assistant", "content": ""}
         choice = {"index": chunk.choice, "delta": delta, "logprobs": None, "finish_reason": None}
         further: dict[str, Any] = {}
-        if self._wanted.token_ids and len(self._messages) == 1:
+        if self.has_token_ids and len(self._messages) == 1:
             further["prompt_token_ids"] = list(self._request.prompt_ids)
-        if self._wanted.prompt_logprobs and chunk.prompt_logprobs is not None:
-            further["prompt_logprobs"] = self._logprobs.prompt(chunk.prompt_logprobs)
+        if self.has_prompt_logprobs and chunk.prompt_logprobs is not None:
+            further["prompt_logprobs"] = self.logprobs.prompt(chunk.prompt_logprobs)
         self.output_tokens -= chunk.token_id is not None  # which the next event has
         written = self._written(choice, further)
         self.output_tokens += chunk.token_id is not None
         return written
 
     def _written(self, choice: dict[str, Any], further: Mapping[str, Any] | None = None) -> bytes:
-        if further or self._wanted.running_usage:
-            usage = {"usage": self.usage()} if self._wanted.running_usage else {}
-            return event({**self._head, "choices": [choice], **usage, **(further or {})})
+        if further or self.has_running_usage:
+            usage = {"usage": self.usage()} if self.has_running_usage else {}
+            return event({**self.head, "choices": [choice], **usage, **(further or {})})
         return self._opening + json_bytes(choice) + self._end
-
-    def end(self) -> bytes:
-        usage = event({**self._head, "usage": self.usage()}) if self._wanted.usage else b""
-        return usage + super().end()

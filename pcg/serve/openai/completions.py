@@ -23,8 +23,8 @@ from pcg.runtime.text.tokenizer import Tokenizer
 from pcg.serve.http.errors import ApiError
 from pcg.serve.http.service import LongBodyRoute, Submitted
 from pcg.serve.http.wire import json_bytes, new_id
-from pcg.serve.openai.logprobs import CompletionLogprobs, LogprobWriter
-from pcg.serve.openai.replies import STREAMED, CallDependency, Reply, Usage, Wanted, event
+from pcg.serve.openai.logprobs import CompletionLogprobs
+from pcg.serve.openai.replies import STREAMED, Call, CallDependency, ChoiceReply, Usage, event
 from pcg.serve.openai.sampling import (
     ResponseFormat,
     SamplingBody,
@@ -125,15 +125,12 @@ class CompletionReply(BaseModel):
 async def create_completion(body: CompletionBody, call: CallDependency) -> Response:
     """Continue prompts, given as texts or as token ids."""
     call = await call.of(body)
-    service, reply_id = call.service, new_id("cmpl")
+    reply_id = new_id("cmpl")
     fields = body.fields(call.request, call.defaults)
     submitted = await call.submit(
         body.prompt, fields, reply_id, repeats_ids=bool(body.return_token_ids)
     )
-    head = call.head("text_completion", reply_id, body.request_id)
-    logprobs = call.logprobs(body.return_tokens_as_token_ids)
-    wanted = Wanted.by(body.return_token_ids, body.prompt_logprobs, body.stream_options)
-    reply = Completions(head, submitted, service.client.tokenizer, wanted, logprobs=logprobs)
+    reply = Completions(call, submitted, body, reply_id)
     return await call.answer(submitted, reply, streams=body.stream)
 
 
@@ -179,29 +176,20 @@ class _Offsets:
             place += 0 if decoder is None else len(decoder.push(token))
 
 
-class Completions(Reply):
-    """Writes completions.
-
-    Args:
-        head: the fields that a reply and all events have.
-    """
+class Completions(ChoiceReply):
+    """Writes completions."""
 
     def __init__(
-        self,
-        head: dict[str, Any],
-        submitted: Sequence[Submitted],
-        tokenizer: Tokenizer | None,
-        wanted: Wanted,
-        *,
-        logprobs: LogprobWriter,
+        self, call: Call, submitted: Sequence[Submitted], body: CompletionBody, reply_id: str
     ) -> None:
-        super().__init__(submitted)
-        self._wanted = wanted
-        self._logprobs = logprobs
-        self._head = {**head, "choices": [], **({"usage": None} if wanted.usage else {})}
+        kind, options = "text_completion", body.stream_options
+        super().__init__(call, submitted, body, options, kind=kind, reply_id=reply_id)
+        if self.has_usage:
+            self.head["usage"] = None
+        tokenizer = call.service.client.tokenizer
         self._offsets = [_Offsets(tokenizer, asked.request) for asked in submitted]
         self._places: dict[tuple[int, int], int] = {}
-        has_more = wanted.token_ids or wanted.prompt_logprobs or wanted.running_usage
+        has_more = self.has_token_ids or self.has_prompt_logprobs or self.has_running_usage
         has_logprobs = any(asked.request.params.logprobs is not None for asked in submitted)
         self._is_text_alone = not has_more and not has_logprobs
         self._written: dict[int, tuple[bytes, bytes]] = {}
@@ -209,7 +197,7 @@ class Completions(Reply):
     def whole(self, groups: Sequence[Sequence[Completion]]) -> dict[str, Any]:
         pairs = [(index, each) for index, group in enumerate(groups) for each in group]
         choices = [self._choice(number, *pair) for number, pair in enumerate(pairs)]
-        return {**self._head, "choices": choices, "usage": self.usage(groups)}
+        return {**self.head, "choices": choices, "usage": self.usage(groups)}
 
     def _choice(self, number: int, index: int, completion: Completion) -> dict[str, Any]:
         choice: dict[str, Any] = {
@@ -224,10 +212,10 @@ class Completions(Reply):
             tokens, places = offsets.echoed(completion.prompt_logprobs)
             tokens += zip(completion.token_ids, completion.logprobs, strict=True)
             places += [min(place, length) for place in offsets.of_output(completion.token_ids)]
-            choice["logprobs"] = self._logprobs.completion(tokens, places)
-        if self._wanted.prompt_logprobs and completion.prompt_logprobs is not None:
-            choice["prompt_logprobs"] = self._logprobs.prompt(completion.prompt_logprobs)
-        if self._wanted.token_ids:
+            choice["logprobs"] = self.logprobs.completion(tokens, places)
+        if self.has_prompt_logprobs and completion.prompt_logprobs is not None:
+            choice["prompt_logprobs"] = self.logprobs.prompt(completion.prompt_logprobs)
+        if self.has_token_ids:
             choice["token_ids"] = list(completion.token_ids)
             choice["prompt_token_ids"] = list(self.submitted[index].request.prompt_ids)
         return choice
@@ -248,18 +236,18 @@ class Completions(Reply):
             "finish_reason": None if completion is None else completion.finish_reason,
             "stop_reason": None if completion is None else completion.stop_reason,
         }
-        if self._wanted.token_ids:
+        if self.has_token_ids:
             choice["token_ids"] = [] if chunk.token_id is None else [chunk.token_id]
             if is_first:
                 choice["prompt_token_ids"] = list(request.prompt_ids)
-        if self._wanted.prompt_logprobs and is_first and chunk.prompt_logprobs is not None:
-            choice["prompt_logprobs"] = self._logprobs.prompt(chunk.prompt_logprobs)
+        if self.has_prompt_logprobs and is_first and chunk.prompt_logprobs is not None:
+            choice["prompt_logprobs"] = self.logprobs.prompt(chunk.prompt_logprobs)
         self._places[key] = self._places.get(key, 0) + len(chunk.text)
         is_empty = not chunk.text and completion is None and logprobs is None
-        if is_empty and not self._wanted.token_ids:
+        if is_empty and not self.has_token_ids:
             return b""
-        content = {**self._head, "choices": [choice]}
-        if self._wanted.running_usage:
+        content = {**self.head, "choices": [choice]}
+        if self.has_running_usage:
             content["usage"] = self.usage()
         return event(content)
 
@@ -272,7 +260,7 @@ class Completions(Reply):
             choice = {"index": number, "text": "", "logprobs": None}
             choice |= {"finish_reason": None, "stop_reason": None}
             # Within a text of JSON every quotation mark has a backslash before it.
-            before, _, after = event({**self._head, "choices": [choice]}).partition(b'"text":""')
+            before, _, after = event({**self.head, "choices": [choice]}).partition(b'"text":""')
             written = self._written[number] = before + b'"text":', after
         return written[0] + json_bytes(text) + written[1]
 
@@ -286,8 +274,4 @@ class Completions(Reply):
         if chunk.token_id is not None:
             tokens.append((chunk.token_id, chunk.logprobs))
             places.append(start)
-        return self._logprobs.completion(tokens, places) if tokens else None
-
-    def end(self) -> bytes:
-        usage = event({**self._head, "usage": self.usage()}) if self._wanted.usage else b""
-        return usage + super().end()
+        return self.logprobs.completion(tokens, places) if tokens else None

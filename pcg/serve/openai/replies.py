@@ -35,7 +35,7 @@ from pcg.serve.http.service import Prompt, Service, ServiceDependency, Submitted
 from pcg.serve.http.wire import json_bytes
 from pcg.serve.metrics.engine_metrics import ASKED, load_headers
 from pcg.serve.openai.logprobs import LogprobWriter, TokenTexts
-from pcg.serve.openai.sampling import GenerationConfig, SamplingDefaults
+from pcg.serve.openai.sampling import GenerationConfig, SamplingBody, SamplingDefaults
 from pcg.serve.openai.tool_formats import ArgumentsPiece, CallPiece, TextPiece
 from pcg.serve.openai.tools import MessageReader, ToolUse
 from pcg.serve.openai.wire import FieldNames, StreamOptions
@@ -79,30 +79,6 @@ def check_ended(completion: Completion) -> None:
     """Raise an ApiError for a completion that the engine gave up."""
     if completion.finish_reason not in ("stop", "length"):
         raise ApiError(503, "The server gave the request up.", code=completion.finish_reason)
-
-
-@dataclass(frozen=True)
-class Wanted:
-    """Optional parts of a reply.
-
-    Attributes:
-        token_ids: ids of tokens.
-        prompt_logprobs: logprobs of the prompt's tokens, as vLLM writes them.
-        usage: the usage in a stream's last event; `running_usage` in every event.
-    """
-
-    token_ids: bool = False
-    prompt_logprobs: bool = False
-    usage: bool = False
-    running_usage: bool = False
-
-    @classmethod
-    def by(
-        cls, token_ids: bool | None, prompt_logprobs: int | None, options: StreamOptions | None
-    ) -> Wanted:
-        usage = options is not None and bool(options.include_usage)
-        is_running = options is not None and bool(options.continuous_usage_stats)
-        return cls(bool(token_ids), prompt_logprobs is not None, usage, usage and is_running)
 
 
 class Reply(ABC):
@@ -458,23 +434,6 @@ class Call:
                 self.caller, self.model, prompts, fields, reply_id, repeats_ids=repeats_ids
             )
 
-    def head(self, kind: str, reply_id: str, name: str | None) -> dict[str, Any]:
-        """Return the fields that a reply and all its events begin with.
-
-        Args:
-            kind: the type of object that the reply is.
-            reply_id: its id, which begins with a prefix.
-            name: the text behind the prefix, if the request has one.
-        """
-        prefix, _, _ = reply_id.partition("-")
-        return {
-            "id": f"{prefix}-{name}" if name else reply_id,
-            "object": kind,
-            "created": int(time.time()),
-            "model": self.model.name,
-            "system_fingerprint": self.model.fingerprint,
-        }
-
     async def answer(
         self, submitted: Sequence[Submitted], reply: Reply, *, streams: bool | None
     ) -> Response:
@@ -549,3 +508,50 @@ async def _call(
 
 CallDependency = Annotated[Call, Depends(_call)]
 """A call of the base, as a parameter of a route; see `Call.of`."""
+
+
+class ChoiceReply(Reply):
+    """Writes a reply of choices, as OpenAI's completions and chats have them.
+
+    Args:
+        kind: the type of object that the reply is.
+        reply_id: its id, which begins with a prefix; the request may name the rest.
+    Attributes:
+        head: the fields that a reply and all its events begin with.
+        logprobs: writes the logprobs.
+        has_token_ids: True if the request asks for ids of tokens.
+        has_prompt_logprobs: True if it asks for logprobs of the prompt's tokens, as vLLM's.
+        has_usage: True for the usage in a stream's last event.
+        has_running_usage: True for the usage in every event.
+    """
+
+    def __init__(
+        self,
+        call: Call,
+        submitted: Sequence[Submitted],
+        body: SamplingBody,
+        options: StreamOptions | None,
+        *,
+        kind: str,
+        reply_id: str,
+    ) -> None:
+        super().__init__(submitted)
+        prefix, _, _ = reply_id.partition("-")
+        self.head: dict[str, Any] = {
+            "id": f"{prefix}-{body.request_id}" if body.request_id else reply_id,
+            "object": kind,
+            "created": int(time.time()),
+            "model": call.model.name,
+            "system_fingerprint": call.model.fingerprint,
+            "choices": [],
+        }
+        options = options or StreamOptions()
+        self.logprobs = call.logprobs(body.return_tokens_as_token_ids)
+        self.has_token_ids = bool(body.return_token_ids)
+        self.has_prompt_logprobs = body.prompt_logprobs is not None
+        self.has_usage = bool(options.include_usage)
+        self.has_running_usage = self.has_usage and bool(options.continuous_usage_stats)
+
+    def end(self) -> bytes:
+        usage = event({**self.head, "usage": self.usage()}) if self.has_usage else b""
+        return usage + DONE
