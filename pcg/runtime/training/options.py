@@ -416,9 +416,11 @@ class FinetuneOptions(RunOptions, DataOptions, OptimizerOptions, LengthOptions):
 
     def __post_init__(self) -> None:
         check_fields(self, dict.fromkeys(_COUNTS, 1), _FLAGS)
-        for name, (low, open_) in _NUMBERS.items():
-            _check_number(name, getattr(self, name), low, open_)
-        self._check_betas()
+        for name, (low, is_open) in _NUMBERS.items():
+            value = getattr(self, name)
+            if value is not None or name not in ("eps", "max_grad_norm"):
+                check_number(name, value, low, is_open)
+        check_betas(self.betas)
         self._check_pairs()
         check_sinks(self.report_to)
         self._check_optimizer()
@@ -487,13 +489,6 @@ class FinetuneOptions(RunOptions, DataOptions, OptimizerOptions, LengthOptions):
             values[name] = list(value) if isinstance(value, tuple) else value
         counts = not self.schedule.startswith("constant") or self.warmup_ratio is not None
         return {**values, "total_steps": total_steps if counts else None}
-
-    def _check_betas(self) -> None:
-        betas = () if self.betas is None else self.betas
-        if self.betas is not None and (not isinstance(betas, tuple | list) or len(betas) != 2):
-            raise FinetuneError(f"betas={betas!r}; use two numbers, such as (0.9, 0.999)")
-        if not all(is_finite(beta) and 0 <= beta < 1 for beta in betas):
-            raise FinetuneError(f"betas={betas!r}; each is in [0, 1)")
 
     def _check_pairs(self) -> None:
         """Refuse options that exclude each other, or would have no effect."""
@@ -625,10 +620,22 @@ def check_fields(options: Any, counts: Mapping[str, int], flags: Sequence[str] =
             raise FinetuneError(f"{name}={shown(getattr(options, name))}; use True or False")
 
 
-def _check_number(name: str, value: object, low: float, is_open: bool) -> None:
-    if value is None and name in ("eps", "max_grad_norm"):
-        return
-    bound = f"above {low:g}" if is_open else f"of at least {low:g}"
-    if not is_finite(value) or value < low or (is_open and value == low):  # type: ignore[operator]
-        hint = "; None turns clipping off" if name == "max_grad_norm" else ""
-        raise FinetuneError(f"{name}={value!r}; use a number {bound}{hint}")
+def check_number(name: str, value: Any, least: float, is_open: bool) -> None:
+    """Refuse a number below its least value, or that value if the range is open."""
+    if not is_finite(value) or value < least or (is_open and value == least):
+        hints = {
+            "max_grad_norm": "; None turns clipping off",
+            "grad_clip_norm": "; None turns it off",
+        }
+        bound = f"above {least:g}" if is_open else f"of at least {least:g}"
+        raise FinetuneError(f"{name}={shown(value)}; use a number {bound}{hints.get(name, '')}")
+
+
+def check_betas(betas: object) -> None:
+    """Refuse betas of Adam's family out of their range; None is the optimizer's default."""
+    if betas is not None and not (
+        isinstance(betas, tuple | list)
+        and len(betas) == 2
+        and all(is_finite(beta) and 0 <= beta < 1 for beta in betas)
+    ):
+        raise FinetuneError(f"betas={shown(betas)}; use two numbers in [0, 1), as (0.9, 0.999)")

@@ -28,6 +28,7 @@ from pcg.files import SUMS, expanded, is_directory, is_file, shown_path, sync_na
 from pcg.runtime.training.checkpoints import STATE, Checkpoint, CheckpointStore, write_checkpoint
 from pcg.runtime.training.loss_graph import GraphLoss, LossGraph
 from pcg.runtime.training.losses import CROSS_ENTROPY, OF_A_FUNCTION, loss_of
+from pcg.runtime.training.options import check_betas, check_number
 from pcg.runtime.training.trainer.datum import (
     Datum,
     Saved,
@@ -39,7 +40,7 @@ from pcg.runtime.training.trainer.datum import (
 )
 from pcg.runtime.training.trainer.trained_adapter import TrainedAdapter
 from pcg.runtime.training.work_units import Work
-from pcg.units import is_finite, shown
+from pcg.units import shown
 
 # -------------------------------------------------------------------------------------- state files
 
@@ -251,7 +252,7 @@ def _weighted(
 ) -> list[ScoredBatch]:
     """Return batches weighted so that their cross entropy has the function's gradients."""
     read = [datum for batch in batches for datum in batch.data]
-    data = [gradient.weighted(-slope) for gradient, slope in zip(read, slopes, strict=True)]
+    data = [datum.weighted(-slope) for datum, slope in zip(read, slopes, strict=True)]
     return trained.batches(data, CROSS_ENTROPY, {})
 
 
@@ -274,22 +275,12 @@ class OptimStep(TrainerCommand[Stepped], frozen=True, kw_only=True):
     grad_clip_norm: float | None = None
 
     def __post_init__(self) -> None:
+        # An eps of 0 divides 0 by 0.
         for name in ("learning_rate", "eps", "weight_decay", "grad_clip_norm"):
-            value, is_required = getattr(self, name), name == "learning_rate"
-            if value is None and not is_required:
-                continue
-            is_open = name in ("eps", "grad_clip_norm")  # an eps of 0 divides 0 by 0
-            if not is_finite(value) or value < 0 or (is_open and not value):
-                least = "above 0" if is_open else "of at least 0"
-                least += "; None turns it off" if name == "grad_clip_norm" else ""
-                raise FinetuneError(f"{name}={shown(value)}; use a number {least}")
-        betas = self.betas
-        if betas is not None and not (
-            isinstance(betas, tuple | list)
-            and len(betas) == 2
-            and all(is_finite(beta) and 0 <= beta < 1 for beta in betas)
-        ):
-            raise FinetuneError(f"betas={shown(betas)}; use two numbers in [0, 1)")
+            value = getattr(self, name)
+            if value is not None or name == "learning_rate":
+                check_number(name, value, 0.0, name in ("eps", "grad_clip_norm"))
+        check_betas(self.betas)
 
     def stages(self, trained: TrainedAdapter) -> Stages[Stepped]:
         fields = {"betas": self.betas, "eps": self.eps, "weight_decay": self.weight_decay}
