@@ -1,4 +1,4 @@
-"""A training program with one adapter bound: its prologue, layers, loss and their backward.
+"""A training program with a bound adapter: its prologue, layers, loss and their backward.
 
 The loss is the sum over target tokens divided by a normaliser, such as all target tokens of a
 mini-batch, so that gradients of its parts add up. The epilogue runs forward and backward for a
@@ -37,7 +37,7 @@ _ALL_TOKENS = 2**31
 
 
 class BoundTraining:
-    """A training program with the base's weights and one adapter bound.
+    """A training program with the base's weights and an adapter bound.
 
     Attributes:
         head_rows: rows of the head, if the loss is best computed for some of them at a time: each
@@ -59,7 +59,7 @@ class BoundTraining:
 
         Args:
             mesh: the ranks that have other shards, stages, and parts of each sequence.
-            link: this rank's pipeline stage's link to the others; None where it has all layers.
+            link: the link of this rank's pipeline stage to the others; None for a single stage.
             training_for: returns the program for a step of so many sequences of so many tokens;
                 None to train all steps by `training`.
             freed: returns the memory that steps free to the system; None to keep it.
@@ -103,7 +103,7 @@ class BoundTraining:
         self._graphs_of: KvCache | None = None
 
     def plan_for(self, sequences: int, tokens: int, for_all: bool = False) -> None:
-        """Train by a plan that holds the memory budget for so many sequences and tokens of all.
+        """Train by a plan that holds the memory budget for a number of sequences and tokens.
 
         Call it between two passes. The model and its bound weights stay.
 
@@ -198,7 +198,7 @@ class BoundTraining:
         return result
 
     def loss_chunks(self, targets: Tensor) -> LossChunks:
-        """Return the tokens of a window whose loss is computed."""
+        """Return the target tokens of a window."""
         return LossChunks(targets, self.device, self.ranks, self._is_sequence_parallel)
 
     def _head_rows(self) -> int:

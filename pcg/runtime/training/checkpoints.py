@@ -7,7 +7,7 @@
         encoder.safetensors                 the encoder that makes the adapter's weights, if any
         allocation.safetensors              the scores of AdaLoRA's ranks, if any
         optimizer.safetensors               the optimizer's state, "<parameter>/<key>"
-        trainer_state.json                  the job's state, and what must be equal to resume
+        trainer_state.json                  the job's state, and the trajectory, equal where it resumes
         SHA256SUMS                          the checksums of all of these
         best/                               the adapter of the best evaluation, if it is restored,
                                             its encoder, and their SHA256SUMS
@@ -15,8 +15,8 @@
 A checkpoint is written beside its place and renamed; then `latest` is replaced; then older ones are
 removed. So at any moment `latest` names a complete checkpoint. A run over a trainer keeps its own
 state as the notes of the trainer's, in the entry `position` of trainer_state.json. A damaged
-checkpoint is passed over: a job goes on from the last good one before it, and says so. As a job
-removes what others left, one job has the directory at a time, by a lock that ends with its process.
+checkpoint is passed over: a job continues from the last good checkpoint before it, and logs that.
+A lock, which ends with its process, keeps other jobs out of the directory.
 """
 
 from __future__ import annotations
@@ -185,7 +185,7 @@ class TrainerRun:
 
 
 class CheckpointStore:
-    """The checkpoints of one job in a directory, of which the last `keep_last` stay."""
+    """The checkpoints of a job in a directory; the last `keep_last` stay."""
 
     def __init__(self, directory: str | os.PathLike[str], keep_last: int = 2) -> None:
         self.directory = expanded(directory)
@@ -199,7 +199,7 @@ class CheckpointStore:
         check_writable(self.directory, "checkpoints", FinetuneError)
 
     def lock(self) -> None:
-        """Keep other jobs, of any process, from saving here until `unlock` is called.
+        """Keep other jobs, of any process, from saving until `unlock` is called.
 
         Raises:
             FinetuneError: another job has it locked.
@@ -225,7 +225,7 @@ class CheckpointStore:
         return next(iter(self.candidates()), None)
 
     def good_beside(self, path: Path) -> Path | None:
-        """Return the newest other checkpoint whose files are as they were saved, or None."""
+        """Return the newest other checkpoint with undamaged files, or None."""
         for other in self._all()[::-1]:
             with contextlib.suppress(FinetuneError):
                 if other != path:
@@ -234,7 +234,7 @@ class CheckpointStore:
         return None
 
     def candidates(self) -> list[Path]:
-        """Return the checkpoints to continue from: the one that `latest` names, then older ones.
+        """Return the checkpoints to continue from: `latest`, then older checkpoints.
 
         Without a valid `latest`, return all checkpoints, the newest first.
         """
@@ -258,11 +258,11 @@ class CheckpointStore:
         trajectory: Mapping[str, Any],
         total_steps: int,
     ) -> tuple[Path, SavedRun] | None:
-        """Return the checkpoint to resume from, and its contents; None to start anew.
+        """Return the checkpoint to resume from, and its contents; None to begin from step 0.
 
         Args:
             resume: "auto", True or False; see `FinetuneOptions`.
-            read: reads a checkpoint; raises a FinetuneError for a damaged one.
+            read: reads a checkpoint; raises a FinetuneError if it is damaged.
         Raises:
             FinetuneError: there is none, and one is demanded; all are damaged, or the newest that
                 is not is of another run.
@@ -381,7 +381,7 @@ class CheckpointStore:
 def last_good(
     candidates: Iterable[Path], read: Callable[[Path], Contents]
 ) -> tuple[Path, Contents]:
-    """Return the first checkpoint that can be read, and what was read; warn of those before it.
+    """Return the first readable checkpoint and its contents; warn of those before it.
 
     Raises:
         FinetuneError: none can be read; why the newest cannot.

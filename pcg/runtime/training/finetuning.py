@@ -1,7 +1,7 @@
 """Supervised finetuning: the objective of runs over examples (`run.py`).
 
-A job's work is a generator of units, which `Executor.finetune` runs in turn, and an engine beside
-what it serves.
+A job's work is a generator of units, which `Executor.finetune` runs in turn, and an engine between
+its requests.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ def finetune_run(
     on_step: OnStep | None = None,
     interrupts: Sequence[Interrupt] = (),
 ) -> Run[FinetuneResult]:
-    """Read the data of a job, find the checkpoint to go on from, and make the adapter.
+    """Read the data of a job, find the checkpoint to continue from, and make the adapter.
 
     Args:
         interrupts: the interrupts of this rank; an interrupt of any rank ends the job.

@@ -1,10 +1,10 @@
-"""Losses that come as graphs: functions of tensors as plain data, checked and run on data.
+"""Losses as graphs: functions of tensors as plain data, checked and run on data.
 
 A graph is the trace of a function by `torch.fx`, node for node, as Tinker's clients send it: names,
-numbers and texts alone, of which nothing is code.
+numbers and texts, and no code.
 
     nodes        placeholders in the order of the inputs, calls of functions and methods, an output
-    operators    the functions listed here; others do not run
+    operators    the functions listed in this file; others do not run
     arguments    numbers, and lists; {"ref": NODE}, {"tuple": […]}, {"dict": {…}},
                  {"slice": [a, b, c]}, {"ellipsis": true}, {"float": "inf"}, {"device": "cpu"} and
                  {"dtype": "float32"}
@@ -55,7 +55,7 @@ class Operator:
         function: the implementation.
         is_elementwise: a result has the shape that all arguments broadcast to, or less.
         of_numbers: it takes numbers, and no tensors.
-        makes: it makes a tensor of no other one.
+        makes: it creates a tensor without a tensor argument.
     """
 
     function: Function
@@ -296,7 +296,7 @@ class LossNode:
 
 @dataclass(frozen=True)
 class LossGraph:
-    """A loss of one datum; those of several are added."""
+    """A loss of a datum; the losses of several data are added."""
 
     name: str
     inputs: list[LossInput]

@@ -10,7 +10,7 @@ advantage A, its weight w, and r = exp(l - q):
     dro                   -Σ w (l A - β (l - q)² / 2)
 
 clip(r) is r within [clip_low_threshold, clip_high_threshold], which are ratios. Over sequences,
-with n the tokens of a sequence whose weight is not 0:
+with n the tokens of a sequence with a weight other than 0:
 
     gspo   s = exp(Σ (l - q) / n) of each sequence;  -Σ w min(s A, clip(s) A) over all tokens
     dpo    m = Σ w (l - q) of each sequence, q being the reference's;
@@ -30,7 +30,7 @@ and ε the label smoothing, the terms of a pair are
     sigmoid_norm   -log σ(β δ)
     sft            -Σ l of the chosen one's targets
 
-To add a loss: write its function here, and list it in `LOSSES`.
+To add a loss: write its function in this file, and list it in `LOSSES`.
 
 Source: Tinker's documentation of losses; ppo as in Schulman et al. (2017), cispo as in MiniMax-M1,
 dro as in Richemond et al. (2024); GSPO (Zheng et al., 2025), its sequence-level ratio; DPO
@@ -55,7 +55,7 @@ from pcg.units import is_finite, shown
 
 @dataclass(frozen=True)
 class Columns:
-    """The numbers of the tokens of some data, one datum after the other: [T], fp64.
+    """The numbers of the tokens of some data, concatenated: [T], fp64.
 
     Attributes:
         weights: the weight of each token's loss; 0 where nothing is predicted. For tokens with K
@@ -205,7 +205,7 @@ class Loss:
         function: returns the loss, a sum, of log-probabilities [T], columns and options.
         reads: the columns that each datum needs.
         options: its options, and their defaults.
-        together: the number of consecutive data of one term.
+        together: the number of consecutive data in a term.
         is_linear: True if it is linear in the log-probabilities: -Σ w l.
         reads_weights: True if data may have weights.
         skips_zero_advantages: True if a token without an advantage has no weight by default.

@@ -3,7 +3,7 @@
 Names of states are "<parameter>/<key>", and the key alone for a tensor that all parameters share.
 
 States in host memory are pinned where the parameters are on a GPU. An update takes the parameters
-one after another:
+in turn:
 
     device state = copy of host state
     w, device state = step(w, g, device state)
@@ -167,7 +167,7 @@ def _is_plain(tensors: Iterable[Tensor]) -> bool:
 
     On CPUs it takes a third of the time of an operator for each step of the formula, and on a GPU
     it is a few launches. It goes through memory in order, whatever the strides are: parameters,
-    gradients and states have to lie alike.
+    gradients and states need the same strides.
     """
     return all(
         t.is_contiguous() and (t.is_cuda or (t.is_cpu and t.dtype == torch.float32))
@@ -276,7 +276,7 @@ def _cut(
 ) -> dict[str, Tensor]:
     """Cut the state of a rank's shards out of a whole adapter's; other entries stay.
 
-    What has not the shape of its tensor, such as a number of steps, is the same for all shards.
+    Entries of other shapes, such as the number of steps, are the same for all shards.
     """
     tensors = {entry: value for entry, value in saved.items() if not shards.has(_parted(entry)[0])}
     by_key: dict[str, dict[str, Tensor]] = {}

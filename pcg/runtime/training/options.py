@@ -37,7 +37,7 @@ Numbers = Mapping[str, float]
 
 @dataclass(frozen=True)
 class StepRecord:
-    """One step, the argument of `on_step`.
+    """A step, the argument of `on_step`.
 
     Attributes:
         step: number of the step, from 1.
@@ -49,7 +49,7 @@ class StepRecord:
         gradient_norm: norm of the gradients before clipping.
         tokens: tokens that went through the model.
         tokens_per_second: mean since the job started or was resumed.
-        checkpoint: the last checkpoint; None without one.
+        checkpoint: the last checkpoint, or None.
         metrics: other numbers of the step, before its update.
         evaluation: `loss` and other numbers of the evaluation data, if it was evaluated.
     """
@@ -75,7 +75,7 @@ _COLLAPSE = math.log(2)
 
 @dataclass(frozen=True)
 class LossChange:
-    """The loss at the beginning of a job and at its end, over more than one batch.
+    """The loss at the beginning of a job and at its end, over several batches.
 
     Attributes:
         first: mean of the first tenth of the steps, or of five steps if these are more.
@@ -602,9 +602,9 @@ _EVALUATION = ("eval_every", "eval_at_start", "patience", "min_delta", "restore_
 
 
 def check_fields(options: Any, counts: Mapping[str, int], flags: Sequence[str] = ()) -> None:
-    """Refuse a seed that is no int, counts below their least value, and flags that are no bool.
+    """Refuse a seed that is no int, counts below their least value, and flags of other types.
 
-    A count may be None where its type has None.
+    A count may be None if its type allows None.
     """
     types = {field.name: str(field.type) for field in fields(options)}
     for name, least in counts.items():

@@ -1,4 +1,4 @@
-"""The adapter that a job trains, and the versions of it that are served meanwhile.
+"""The adapter that a job trains, and its versions that are served meanwhile.
 
 Training changes tensors in place, so they are shared neither with the caller nor with a file.
 """
@@ -130,7 +130,7 @@ _OnPublish: TypeAlias = Callable[[AdapterVersion], None]
 
 
 class InPlacePublisher:
-    """Serves the very tensors that are trained; nothing may be served during a step."""
+    """Serves the trained tensors themselves; nothing may be served during a step."""
 
     windows = False
 
@@ -177,8 +177,8 @@ class VersionPublisher:
     """Serves a copy of the adapter, replaced every few steps, while the job trains on.
 
     Args:
-        every: steps from one version to the next; 0 publishes only the result.
-        kept: runners of other jobs, whose recorded windows it may use.
+        every: steps between versions; 0 publishes only the result.
+        kept: runners of other jobs, with recorded windows that it may use.
     """
 
     windows = True

@@ -1,10 +1,10 @@
-"""One training run: steps of an objective, evaluations, checkpoints, exact resume, and reports.
+"""A training run: steps of an objective, evaluations, checkpoints, exact resume, and reports.
 
     while steps are left:
         gradients    the objective's next batches, forward and back
         update       the optimizer's step
-        evaluate     each `eval_every` steps, and behind the last one
-        save         each `save_every` steps, and behind the last one; once for a state
+        evaluate     each `eval_every` steps, and behind the last step
+        save         each `save_every` steps, and behind the last step; once for a state
         report       the bar, the log, the record, and the caller's `on_step`
 
 Supervised finetuning (`finetuning.py`), DPO (`pcg.train.preference.objective`) and GRPO
@@ -45,7 +45,7 @@ Find = Callable[[], tuple[Path, Any] | None]
 
 @dataclass(frozen=True)
 class StepNumbers:
-    """The numbers of a step, as of `StepRecord`; `targets` counts its target tokens."""
+    """The numbers of a step, as in `StepRecord`; `targets` counts its target tokens."""
 
     epoch: int
     loss: float
@@ -56,11 +56,11 @@ class StepNumbers:
 
 
 class Objective(ABC, Generic[Result]):
-    """The part of a run that knows its data, its loss and what it trains.
+    """The part of a run that knows the data, the loss, the adapter and its optimizer.
 
     Attributes:
         doing: the words for the run in messages, such as "finetuning 'a'".
-        ranks: the processes that run it alike; the first one writes files.
+        ranks: the processes of the run; the first rank writes files.
         evaluates: True if there is evaluation data.
         saves_interrupted: True if the state behind every step can be saved.
         waits_for_page: False to write the record's page on another thread at the end.
@@ -81,11 +81,11 @@ class Objective(ABC, Generic[Result]):
 
     @abstractmethod
     def start(self, find: Find) -> None:
-        """Make what is trained, or load it from the checkpoint that `find` returns."""
+        """Make the adapter and its optimizer, or load them from the checkpoint of `find`."""
 
     @abstractmethod
     def undo(self) -> None:
-        """Free what `start` made: the run cannot begin."""
+        """Undo `start`: the run cannot begin."""
 
     @abstractmethod
     def gradients(self, step: int, rate: float) -> Work[None]:
@@ -141,7 +141,7 @@ class Objective(ABC, Generic[Result]):
         }
 
     def recorded_before(self, step: int, state: TrainerState) -> Numbers:
-        """Return what a checkpoint knows of an earlier step."""
+        """Return the numbers that a checkpoint has of an earlier step."""
         losses = [{"eval_loss": loss} for at, loss in state.eval_losses if at == step]
         return {"loss": state.losses[step - 1], **(losses[-1] if losses else {})}
 
@@ -158,8 +158,8 @@ class Run(Generic[Result]):
     """A run, from its beginning to its end; it trains once.
 
     Attributes:
-        checkpoint: the last checkpoint; None without one.
-        resumed_from: the step of the checkpoint that the run went on from; None without one.
+        checkpoint: the last checkpoint, or None.
+        resumed_from: the step of the checkpoint that the run continued from, or None.
     """
 
     def __init__(

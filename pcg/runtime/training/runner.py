@@ -71,7 +71,7 @@ class TrainingPass(WindowedPass):
 
     Attributes:
         targets: number of target tokens, of those that this rank has.
-        loss_sum: the sum of these target tokens' losses, fp64, on the device, once all are there.
+        loss_sum: the sum of these target tokens' losses, fp64, on the device, once complete.
         trains: True if gradients are computed.
         is_done: True once the gradients are complete.
     """
@@ -92,7 +92,7 @@ class TrainingPass(WindowedPass):
             normaliser: the number of target tokens that the loss is a mean over; None to evaluate
                 without gradients.
             dropout_seed: the seed of dropout; None drops nothing.
-            cache: the KV cache; None to run all sequences as one window without.
+            cache: the KV cache; None to run all sequences as a single window.
             numbers: the place of each sequence in its mini-batch; these are all of it by default.
         Raises:
             MemoryBudgetError: training on the sequences needs more than the memory budget.
@@ -199,7 +199,7 @@ class TrainingPass(WindowedPass):
     def forward_requests(self, tokens: int) -> ProductRequest[None]:
         """Take tokens forward, requesting the base's products from the caller.
 
-        Over pipeline stages the tokens are several windows, of which each stage has another.
+        Over pipeline stages the tokens are several windows, a different window on each stage.
         """
         windows = 1 if self._link is None or self._cache is None else self._link.parts_of(tokens)
         end = min(self.forwarded + tokens, self.tokens)
@@ -345,7 +345,7 @@ class TrainingPass(WindowedPass):
         self._begin_backward()
 
     def _begin_backward(self) -> None:
-        """Begin the backward: the loss is complete, here or on the last stage."""
+        """Begin the backward, once the last stage has the loss."""
         if not self.trains:
             self._windows.clear()
             self.is_done = True

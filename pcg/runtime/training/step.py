@@ -14,18 +14,18 @@ N = Σ_b |t(b)| of all of them, a supervised job's loss is
 
 so how a step is cut into batches, and these over replicas, changes nothing but rounding.
 
-Over pipeline stages several micro-batches are under way at once. Each stage takes them in one
-order, forward and back in turn (PipeDream's 1F1B): stage i of S has at most S - i under way, whose
-activations it holds, and the last stage goes back through one as soon as its loss is there. With M
-micro-batches a stage waits for (S - 1) / (M + S - 1) of the time.
+Over pipeline stages several micro-batches run concurrently. Each stage takes them in the same
+order, forward and back in turn (PipeDream's 1F1B): stage i of S holds the activations of at most
+S - i micro-batches, and the last stage begins a backward right after its loss. With M micro-batches
+a stage waits for (S - 1) / (M + S - 1) of the time.
 
     stage 0    f0 f1 f2 b0 f3 b1 …        3 stages
     stage 1       f0 f1 b0 f2 b1 …
     stage 2          f0 b0 f1 b1 …
 
-Once a stage has as many under way as it may, it sends what goes forward in one exchange with what
-comes back, and what goes back with what comes forward next. The stage on the other side does both
-at the same time: its b0 goes back when f2 comes to stage 1, as that has two under way then.
+A stage that holds as many as it may exchanges activations and gradients with its neighbour in a
+single message each way. The neighbour does the same at that time: b0 of stage 0 runs when f2
+reaches stage 1, which then holds two micro-batches.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class TrainingStep:
 
     Attributes:
         parameters: the trained tensors by name; they have a `grad` between a backward and
-            `drop_gradients` alone.
+            `drop_gradients` only.
         beside: the part of the method outside the program, such as AdaLoRA's ranks, or None.
     """
 

@@ -137,7 +137,7 @@ class StateMemory:
         device_bytes: bytes that stay on the device of the parameters; where states are not
             offloaded, scalars that torch keeps on the CPU are among them.
         host_bytes: bytes in host memory.
-        update_bytes: the most bytes of `host_bytes` that are on the device, too, in an update.
+        update_bytes: the most bytes of `host_bytes` that an update has on the device.
     """
 
     device_bytes: int
@@ -215,7 +215,7 @@ class Optimizer:
 
     @property
     def takes_matrices_alone(self) -> bool:
-        """True if it refuses parameters that are not matrices."""
+        """True if it updates only matrices."""
         return self.name == "muon"
 
     @property

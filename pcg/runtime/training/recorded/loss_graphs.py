@@ -1,24 +1,23 @@
 """Loss graphs: the loss of some target tokens and its gradients as CUDA graphs, by their number.
 
-The rule of sharing says how many tokens have their loss computed in a step, so there is a graph for
-each of a few sizes (`window_sizes.py`). One reads the tokens' hidden states and targets from memory
-of its own, and writes the sum of the losses and the gradients of the hidden states:
+The sharing rule chooses the number of tokens in the loss of a step, so there is a graph for each of
+a few sizes (`window_sizes.py`). A graph reads the hidden states and targets from fixed memory, and
+writes the sum of the losses and the gradients of the hidden states:
 
-    hidden states ──▶ its memory ──▶ final norm, head, cross entropy, and back ──▶ gradients
+    hidden states ──▶ fixed memory ──▶ final norm, head, cross entropy, and back ──▶ gradients
 
-A part that is not filled has no target, so its losses and gradients are zeros. A size is recorded
-when it comes the second time. Tokens that are evaluated have graphs of their own, which give the
-losses alone.
+Unused rows have no target, so their losses and gradients are zeros. A size is recorded at its
+second use. Evaluation has its own graphs, without gradients.
 
 The end of a step is two CUDA graphs:
 
     clip      the norm of all gradients, by which they are scaled down
-    update    the optimizer's step, at a learning rate that lies on the device
+    update    the optimizer's step, at a learning rate on the device
 
-Between the two the host reads the norm, as a step whose gradients are not finite changes nothing.
-They are recorded at the end of the first step whose gradients all lie in fixed memory, or of the
-second step where the states of the first do not begin with zeros. To record is to run, so the
-tensors that it changes are put back.
+The host reads the norm between the two, as a step without finite gradients changes nothing. They
+are recorded at the end of the first step with all gradients in fixed memory, or of the second step
+if the first step's states do not begin with zeros. Recording runs the step, so the tensors that it
+changes are restored.
 """
 
 from __future__ import annotations
@@ -100,10 +99,10 @@ class LossGraphs:
         return SIZES[bisect_right(SIZES, tokens) - 1]
 
     def warm_up(self, inputs: Sequence[Tensor], most: int) -> None:
-        """Record all sizes of up to so many tokens, the largest first.
+        """Record all sizes up to `most`, the largest first.
 
         Args:
-            inputs: hidden states, and what else the epilogue reads of a window.
+            inputs: the epilogue's inputs for a window.
         """
         self._is_warming = True
         for size in reversed(SIZES[: bisect_left(SIZES, most) + 1]):
@@ -126,7 +125,7 @@ class LossGraphs:
         the sum of the losses.
 
         Args:
-            inputs: the hidden states of a window, and what else the epilogue reads, [T, …].
+            inputs: the epilogue's inputs for a window, [T, …].
             rows: the tokens, [n].
             targets: the target of each, [n].
             slopes: the weight of all tokens' losses, or of each, [n]; None to train nothing.
@@ -218,7 +217,7 @@ class UpdateGraphs:
         """Record nothing yet.
 
         Args:
-            optimizer: one of torch's whose learning rate and numbers of steps lie on the device.
+            optimizer: an optimizer with its learning rate and numbers of steps on the device.
             clip: scales the gradients down, and returns the norm that they had.
         """
         self.replayed = 0
@@ -236,7 +235,7 @@ class UpdateGraphs:
 
     @property
     def serves(self) -> bool:
-        """True if graphs end the step under way, whose gradients are there."""
+        """True if graphs end this step; call it with all gradients computed."""
         if self._recorder is None or not self._gradients.holds(self._parameters):
             return False
         if self._is_capturable and not self._optimizer.state:

@@ -61,7 +61,7 @@ def groups_of(model: ModelGraph) -> frozenset[int]:
 
 
 class RecordedTokens(Batch):
-    """So many tokens, in memory that stays; at first tokens of no sequence.
+    """A fixed number of tokens in fixed memory; at first tokens of no sequence.
 
     Attributes:
         work: the lists of attention, by heads that share a KV head and whether they are those of
@@ -87,11 +87,11 @@ class RecordedTokens(Batch):
         self._cache = cache
 
     def dropped_tokens(self) -> DroppedTokens:
-        """Return what a device draws by; the key says whether anything is dropped."""
+        """Return the inputs of dropout on a device; a key of 0 drops nothing."""
         return self._dropped
 
     def take_dropped(self, batch: Batch, rows: Tensor) -> None:
-        """Have dropout drop what it drops of some tokens of a batch, [n], which come first here."""
+        """Copy the dropout inputs of some tokens of a batch, [n], to the first rows."""
         dropped = batch.dropped_tokens()
         if dropped is None:
             self._dropped.key.zero_()
@@ -128,7 +128,7 @@ class OwnGradients:
         self._of: dict[int, Tensor] = {}
 
     def hold(self, weights: Iterable[Tensor]) -> None:
-        """Have the gradients of weights add up there; those without one begin with zeros."""
+        """Have gradients add up in fixed memory, from their present values or zeros."""
         fresh: list[Tensor] = []
         for weight in weights:
             gradient = self._of.get(id(weight))

@@ -1,4 +1,4 @@
-"""Jobs that are recorded before they come, and the obstacles to recording."""
+"""Jobs that are recorded in advance, and the obstacles to recording."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pcg.ir.program.program import ModelGraph, counts_on_host
 
 @dataclass(frozen=True)
 class WarmJob:
-    """A job that may come.
+    """A job to record in advance.
 
     Attributes:
         peft: its recipe, as `Executor.finetune` takes it.

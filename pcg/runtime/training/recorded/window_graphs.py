@@ -1,30 +1,29 @@
 """Window graphs: layers of a job's windows as CUDA graphs, forward and back.
 
 A layer of a window is some fifty launches, which the host issues more slowly than a device runs
-them for few tokens. Recorded, it is one. Like a graph of a step (`model/step_graphs.py`) it reads
-and writes memory that stays:
+them for few tokens. A graph is a single launch. Like a graph of a decode step it reads and writes
+fixed memory:
 
-    slot      the place of a window in its pass: its tokens and lists, from which the prologue's
-              graph makes what layers read, and for each layer its inputs and what it saves for
-              backward, which so need no copy
-    sums      gradients of the keys and values of all tokens of the pass, of a layer at a time
+    slot      the place of a window in its pass: its tokens and attention lists, and the inputs and
+              saved tensors of each layer, which need no copy
+    sums      gradients of the keys and values of all tokens of the pass, for a layer at a time
     grad      the gradients of the adapter's tensors, to which each backward adds
 
-A slot's windows have one size (`window_sizes.py`); where one has fewer tokens, the rest are tokens
-of no sequence. Their attention and all their gradients are zeros, so they add nothing.
+All windows of a slot have the same size (`window_sizes.py`); a shorter window is padded with tokens
+of no sequence. Their attention and their gradients are zeros, so they add nothing.
 
-Graphs are recorded while eager passes run, as many as layers ran: in a step that serves, once all
-of it is launched, for as long as the device runs it. What they are recorded with is such tokens
-alone. A slot is used once all its layers are recorded; when the size changes, or a pass needs more
-room, all is recorded again.
+Graphs are recorded while eager passes run, as many as layers ran: in a step that serves, after its
+launches and while the device runs them. They are recorded with padding tokens only. A slot is used
+once all its layers are recorded; when the size changes, or a pass needs more room, all graphs are
+recorded again.
 
-Layers go back from the last window to the first, one layer after the other, and so in another order
-than slots are recorded in. Each slot has a memory pool of its own: in one for all, a window's layer
-would leave its intermediate results where another window has what it saved. Losses and updates,
-whose results are taken at once, have another pool together.
+Layers go back from the last window to the first, layer by layer, which is another order than slots
+are recorded in. So each slot has its own memory pool: in a shared pool, intermediate results of a
+window's layer would overwrite saved tensors of another window. Losses and updates share a pool, as
+their results are read immediately.
 
-Windows that are evaluated go through the first slot, one after the other, forward alone: nothing
-that they save is read, so what comes out of each is copied and the next one may follow.
+Windows in evaluation go through the first slot in turn, forward only: their saved tensors are not
+read, so the outputs of each are copied before the next window.
 """
 
 from __future__ import annotations
@@ -62,7 +61,7 @@ from pcg.units import counted
 
 
 class PassSizes(NamedTuple):
-    """The sizes of a pass: tokens, sequences, and pages of the longest one."""
+    """The sizes of a pass: tokens, sequences, and pages of the longest sequence."""
 
     tokens: int
     sequences: int
@@ -82,7 +81,7 @@ class _Layer:
 
 
 class WindowSlot:
-    """The memory and graphs of the windows at one place of a pass.
+    """The memory and graphs of the windows at a place in their passes.
 
     Attributes:
         is_complete: True once all its layers are recorded.
@@ -240,7 +239,7 @@ class WindowGraphs:
         self._sums.clear()
 
     def warm_up(self, sizes: PassSizes, window: int) -> int:
-        """Record all windows of such a pass, of so many tokens, and their losses, before it.
+        """Record all windows of a pass, of `window` tokens each, and their losses.
 
         Returns the number of graphs.
 
@@ -266,7 +265,7 @@ class WindowGraphs:
 
         Args:
             place: the windows of the pass before it; 0 if these are done with.
-            trains: False if it goes forward alone.
+            trains: False for evaluation.
         """
         if not self.sizes.holds(len(batch.input_ids)):
             return None
@@ -300,7 +299,7 @@ class WindowGraphs:
         return WindowSlot(self, tokens)
 
     def _unrecorded(self, trains: bool) -> WindowSlot | None:
-        """The slot whose layers are recorded next; only forward ones unless a pass trains."""
+        """Return the next slot with unrecorded layers; only forward layers unless a pass trains."""
         if self._recorder is None:
             return None
         left = (
@@ -309,11 +308,11 @@ class WindowGraphs:
         return next(left, None)
 
     def has_unrecorded(self, trains: bool) -> bool:
-        """Return whether windows have begun whose layers are not recorded."""
+        """Return whether a slot has unrecorded layers."""
         return self._unrecorded(trains) is not None
 
     def record_next(self, trains: bool = True) -> None:
-        """Record a layer, if some are left; a forward one alone unless a pass trains."""
+        """Record a layer, if any is left; only a forward layer unless a pass trains."""
         slot = self._unrecorded(trains)
         if slot is None:
             return
@@ -335,7 +334,7 @@ class WindowGraphs:
         self.recorded += 1
 
     def sums(self, layer: int) -> KvGradients:
-        """Return the gradients of keys and values of a layer, which all layers alike share."""
+        """Return the gradients of a layer's keys and values; layers of equal shapes share them."""
         keys, values = self._cache.keys[layer], self._cache.values[layer]
         kind = keys.shape, values.shape, keys.dtype
         if kind not in self._sums:

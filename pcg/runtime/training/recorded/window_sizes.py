@@ -1,9 +1,9 @@
-"""The size that a job's windows are recorded with.
+"""The number of tokens that a job's windows are recorded with.
 
-A graph is recorded for one number of tokens, and keeps the memory of what its layer saves for
-backward. So a job's windows have one size at a time, the one that the rule of sharing asks for most
-lately; the rest of a pass is filled up with tokens of no sequence, unless it is so short that it
-costs less without.
+A graph is recorded for a fixed number of tokens, and holds the memory that its layer saves for
+backward. So a job's windows have a single size at a time: the size that the sharing rule requested
+most often lately. The rest of a pass is padded with tokens of no sequence, unless it is so short
+that it costs less without.
 """
 
 from __future__ import annotations
@@ -11,21 +11,8 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right
 
 SIZES: tuple[int, ...] = (
-    *range(16, 64, 16),
-    64,
-    96,
-    128,
-    192,
-    256,
-    384,
-    512,
-    768,
-    1024,
-    1536,
-    2048,
-    3072,
-    4096,
-)
+    16, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096,
+)  # fmt: skip
 """Tokens of recorded windows: two sizes to an octave, so that a window is at most a third shorter
 than it may be."""
 _LEAST_PART = 8
@@ -48,11 +35,11 @@ class WindowSizes:
         self._times = 0
 
     def begin_with(self, tokens: int) -> None:
-        """Have windows of so many tokens, or the size below, until another one is asked for."""
+        """Begin with the largest size up to `tokens`."""
         self.size = self._next = SIZES[max(bisect_right(SIZES, tokens) - 1, 0)]
 
     def begin_pass(self) -> None:
-        """Take the size that was asked for lately."""
+        """Adopt the requested size."""
         self.size = self._next
 
     def fitting(self, tokens: int, remaining: int) -> int:
@@ -81,5 +68,5 @@ class WindowSizes:
         self.size = self.size or size
 
     def holds(self, tokens: int) -> bool:
-        """Return whether a window of so many tokens is run in the recorded size."""
+        """Return whether a window of `tokens` tokens runs in the recorded size."""
         return self.size <= _LEAST_PART * tokens and tokens <= self.size

@@ -1,4 +1,4 @@
-"""The commands of a trainer, each of which is the parameters of one method.
+"""The commands of a trainer: the parameters of its methods.
 
 A command runs as a few stages in turn: work, which runs on the engine's thread as any job's does,
 and asides, which run on other threads: checks of data, functions of the caller, files. Commands
@@ -304,7 +304,7 @@ class SaveState(_OfState, frozen=True, kw_only=True):
 
     Attributes:
         path: the directory, which is made; it is in peft's format, with the optimizer beside.
-        overwrite: replace a state that is there.
+        overwrite: replace an existing state.
         notes: values of JSON to keep with it, which `load_state` gives back.
     """
 
@@ -327,7 +327,7 @@ class SaveState(_OfState, frozen=True, kw_only=True):
 
 
 class LoadState(_OfState, frozen=True, kw_only=True):
-    """Goes on from a state that was saved; gradients that wait are dropped.
+    """Loads a saved state and drops accumulated gradients.
 
     Attributes:
         path: the state's directory.

@@ -384,7 +384,7 @@ class Stepped:
     """The result of `optim_step`.
 
     Attributes:
-        step: the number of updates of the adapter, this one included.
+        step: the number of updates of the adapter, this update included.
         gradient_norm: the norm of the gradients before they were clipped.
         tokens: tokens that went through the model, forward and back, since the update before.
         loss: the sum of the losses since then.
@@ -403,7 +403,7 @@ class Saved:
     Attributes:
         path: the state's directory.
         step: the number of updates of the adapter.
-        notes: what was given to keep with the state.
+        notes: the notes kept with the state.
     """
 
     path: Path
