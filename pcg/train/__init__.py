@@ -1,1 +1,1 @@
-"""Training by a file: supervised, preference and reinforcement learning on one executor."""
+"""Training by a file: supervised, preference and reinforcement learning on an executor."""

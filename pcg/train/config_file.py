@@ -1,10 +1,10 @@
 """A configuration file: YAML whose keys are the fields of a few dataclasses; the model and output.
 
-An unknown key is refused with the closest known one, and so is a key that stands there twice.
+An unknown key is refused with the closest known key, and so is a repeated key.
 Settings `key=value` take the place of the file's values; `peft.r=4` sets a part of an object.
 
-YAML knows numbers, texts, lists and objects. A number may come as a text, as YAML 1.1 reads `1e-3`,
-a list for one of its elements alone, and a path is relative to a folder.
+YAML has numbers, texts, lists and objects. A number may be a text, as YAML 1.1 reads `1e-3`,
+a list may be a single element, and a path is relative to a folder.
 
 Every run names a model (`ModelOptions`), and an adapter with the folder that it is saved in
 (`OutputOptions`).
@@ -143,11 +143,11 @@ class ConfigFile:
     values: Mapping[str, Any]
 
     def make(self, kind: type[T], **others: object) -> T:
-        """Return a dataclass of the keys that are its fields.
+        """Return a dataclass of the keys for its fields.
 
         Raises:
             FinetuneError: a field without a default is missing.
-            PcgError: as of the dataclass; a value is out of its range.
+            PcgError: a value is out of its range.
         """
         values_given = {**others, **self.given(kind)}
         missing = [
@@ -162,7 +162,7 @@ class ConfigFile:
         return kind(**values_given)
 
     def given(self, kind: type, *without: str) -> dict[str, Any]:
-        """Return the values that are fields of a dataclass."""
+        """Return the values for the fields of a dataclass."""
         names = {field.name for field in dataclasses.fields(kind)} - set(without)
         return {name: value for name, value in self.values.items() if name in names}
 
@@ -231,10 +231,10 @@ def _merged(old: Any, new: Any) -> Any:
 
 
 class _Loader(yaml.SafeLoader):  # type: ignore[misc]  # yaml is untyped
-    """YAML of plain values, in which a key stands once."""
+    """YAML of plain values with unique keys."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        """The object of a node. ConstructorError: a key is there twice, or is no plain value."""
+        """The object of a node. ConstructorError: a key is repeated, or is no plain value."""
         seen = set()
         for key, _ in node.value:
             if isinstance(key, yaml.ScalarNode) and key.value != "<<":
@@ -267,7 +267,7 @@ class ModelOptions:
             of a compiled program.
         device: the device, as torch names it; a GPU where there is one, else the CPU.
         weights: where the weights of a compiled program lie, if no longer where it found them.
-        trust_edits: run a program whose emitted source was edited.
+        trust_edits: run a program with edited source.
     """
 
     title: ClassVar[str] = "Model"
@@ -282,7 +282,7 @@ def open_model(config: ConfigFile) -> Executor:
     """Return an executor of the model that a configuration names, without adapters.
 
     Raises:
-        PcgError: what is wrong with the model, its weights or an option.
+        PcgError: the model, its weights or an option cannot be used.
     """
     place = config.make(ModelOptions)
     compiling = config.given(CompileOptions, "gradient_accumulation_steps")
@@ -318,7 +318,7 @@ RECORD = "record"
 
 @dataclass(frozen=True, kw_only=True)
 class OutputOptions:
-    """The adapter that is made.
+    """The adapter to train.
 
     Attributes:
         adapter: the adapter's name.
@@ -344,7 +344,7 @@ class OutputOptions:
         Args:
             resumes: True if a checkpoint is demanded, whose job saved the adapter that is there.
         Raises:
-            AdapterError: names the output, and what to do.
+            AdapterError: names the output, and the fix.
             FinetuneError: options do not go together.
         """
         output = self.output

@@ -51,8 +51,8 @@ def train_sft(config: ConfigFile) -> FinetuneResult:
     """Finetune an adapter as a configuration says, and save it in its output.
 
     Raises:
-        PcgError: what is wrong with the configuration, the model or the data, before a step.
-        FinetuneInterrupted: Ctrl-C; the same call goes on from the checkpoint.
+        PcgError: the configuration, the model or the data cannot be used, before a step.
+        FinetuneInterrupted: Ctrl-C; the same call continues from the checkpoint.
     """
     files = config.make(OutputOptions)
     folders = {"checkpoint_dir": files.output / CHECKPOINTS, "record": files.output / RECORD}

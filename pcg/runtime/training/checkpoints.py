@@ -7,7 +7,7 @@
         encoder.safetensors                 the encoder that makes the adapter's weights, if any
         allocation.safetensors              the scores of AdaLoRA's ranks, if any
         optimizer.safetensors               the optimizer's state, "<parameter>/<key>"
-        trainer_state.json                  the job's state, and the trajectory, equal where it resumes
+        trainer_state.json                  the job's state, and the trajectory of the run
         SHA256SUMS                          the checksums of all of these
         best/                               the adapter of the best evaluation, if it is restored,
                                             its encoder, and their SHA256SUMS

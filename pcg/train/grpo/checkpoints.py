@@ -1,4 +1,4 @@
-"""Checkpoints of runs of GRPO: their options, and what has to be equal where a run is resumed."""
+"""Checkpoints of runs of GRPO: their options, and the values that a resumed run has to share."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class ResumableOptions(GrpoOptions):
 def grpo_trajectory(
     executor: Executor, prompts: Sequence[Prompt], options: ResumableOptions
 ) -> dict[str, Any]:
-    """Return what the weights depend on but for reward functions, as JSON values."""
+    """Return everything but reward functions that the weights depend on, as JSON values."""
     fields = {field.name for field in dataclasses.fields(GrpoOptions)}
     values = {name: value for name, value in dataclasses.asdict(options).items() if name in fields}
     values["stop"] = list(options.stop)

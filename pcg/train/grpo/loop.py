@@ -4,9 +4,9 @@ With U updates by each generation and a staleness of s, generation g is submitte
 updates are done, with the weights as they are then. So with s = 0 it waits for all updates before
 its own; from s = 1 on, its completions are sampled in the steps that train on those before it.
 
-Prompts, seeds and the schedule follow from the number of updates, so a run that goes on from a
+Prompts, seeds and the schedule follow from the number of updates, so a run that continues from a
 checkpoint has those that it would have had. Completions in flight are not saved: with a staleness
-they are sampled again, by later weights. So a checkpoint stands behind a whole generation.
+they are sampled again, by later weights. So checkpoints are written behind whole generations.
 """
 
 from __future__ import annotations

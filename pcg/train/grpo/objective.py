@@ -56,7 +56,7 @@ class Advantages:
     Attributes:
         values: the advantage of each completion, [completions], fp64.
         rewards: the weighted sum of each, NaN where nothing scored it.
-        is_flat: True for completions whose deviation is 0, so that they teach nothing.
+        is_flat: True for completions with a deviation of 0, which teach nothing.
     """
 
     values: Tensor
@@ -70,7 +70,7 @@ def advantages_of(
     """Compute the advantages of completions.
 
     Args:
-        rewards: [completions, functions], fp64; those of a group one after the other.
+        rewards: [completions, functions], fp64; those of a group are adjacent.
         weights: [functions].
     """
     unscored = rewards.isnan().all(dim=1)
@@ -111,7 +111,7 @@ NamedLoss = tuple[str | Callable[[Sequence[Tensor]], Tensor], dict[str, float] |
 
 @dataclass(frozen=True)
 class TokenTerms:
-    """Numbers of the trained completions' tokens, one completion after the other: [T], fp64.
+    """Numbers of the trained completions' tokens, concatenated: [T], fp64.
 
     Attributes:
         ratios: r of each token; at the level of sequences, that of its completion.
@@ -190,7 +190,7 @@ class UpdateLoss:
 
     @property
     def is_function(self) -> bool:
-        """True if no loss of the trainer is this one: it costs a forward pass more."""
+        """True if the trainer has no such loss, which costs a further forward pass."""
         options = self._options
         is_other_cispo = (
             options.loss_type == "cispo" and options.importance_sampling_level == "sequence"
@@ -329,5 +329,5 @@ def update_numbers(loss: UpdateLoss, before: Sequence[Tensor], options: GrpoOpti
 
 
 def finite(numbers: Mapping[str, float]) -> Numbers:
-    """Return the numbers without those that are undefined, as the deviation of one reward."""
+    """Return the defined numbers; the deviation of a single reward is undefined."""
     return {name: float(x) for name, x in numbers.items() if math.isfinite(x)}

@@ -5,7 +5,7 @@ are sampled by the engine that trains. Rewards are functions with TRL's signatur
 
     def reward(prompts, completions, completion_ids, **columns) -> list[float | None]
 
-A function gets all completions of a generation at once, and each further column of the data as a
+A function gets all completions of a generation, and each further column of the data as a
 list with a value for each completion. None says that it does not score a completion. Coroutine
 functions run together.
 """
@@ -47,7 +47,7 @@ class Scored:
 
     Attributes:
         prompts: the prompt of each completion, as the data has it.
-        completions: its text, or a list with one message of the assistant.
+        completions: its text, or a list with a message of the assistant.
         completion_ids: its tokens.
         columns: the values of the data's other columns, for each completion.
     """
@@ -276,7 +276,7 @@ class Rollout:
         has_ended: False if it was cut off at the most tokens.
         counts: False if it is left out of the loss.
         advantage: its advantage; 0 before rewards are known.
-        reference: the log-probability of each token by the reference; None without one.
+        reference: the log-probability of each token by the reference, or None.
     """
 
     prompt: Prompt

@@ -53,7 +53,7 @@ def train_grpo(
     """Train an adapter by GRPO; it is served from then on, and `save_adapter` saves it.
 
     Where an engine of the executor runs on a thread, rollouts and updates share its steps with
-    whatever else it serves; else one runs until the end.
+    its other requests; else an engine runs until the end.
 
     Args:
         data: rows: each a prompt, or a mapping with "prompt" and columns that rewards get. A prompt
@@ -72,7 +72,7 @@ def train_grpo(
         DataError: a row is no prompt.
         FinetuneError: bad options, a reward function failed, or a loss is not finite; or a
             checkpoint that cannot be saved or is of another run.
-        FinetuneInterrupted: Ctrl-C, with checkpoints; the same call goes on from the latest.
+        FinetuneInterrupted: Ctrl-C; with checkpoints, the same call continues from the latest.
     """
     options = GrpoOptions() if options is None else options
     if not isinstance(options, GrpoOptions):
@@ -165,9 +165,9 @@ def train_grpo_file(config: ConfigFile, on_step: OnStep | None = None) -> GrpoRe
     """Train an adapter as a configuration says, and save it in its output, with a record.
 
     Raises:
-        PcgError: what is wrong with the configuration, the data, a reward function or the model,
-            before a step; or what `train_grpo` raises.
-        FinetuneInterrupted: Ctrl-C; the same call goes on from the latest checkpoint.
+        PcgError: the configuration, the data, a reward function or the model cannot be used,
+            before a step; or an error of `train_grpo`.
+        FinetuneInterrupted: Ctrl-C; the same call continues from the latest checkpoint.
     """
     files, task = config.make(OutputOptions), config.make(TaskOptions)
     options = config.make(ResumableOptions, checkpoint_dir=files.output / CHECKPOINTS)

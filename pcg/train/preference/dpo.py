@@ -2,7 +2,7 @@
 
     result = dpo(executor, DpoArguments("pairs.jsonl", adapter="polite", beta=0.1))
 
-trains beside what an engine of the executor serves, if one runs on a thread.
+trains in the steps of the executor's engine, if it runs on a thread.
 """
 
 from __future__ import annotations
@@ -72,8 +72,8 @@ def train_dpo(config: ConfigFile) -> PreferenceResult:
     """Train an adapter on preferences as a configuration says, and save it in its output.
 
     Raises:
-        PcgError: what is wrong with the configuration, the model or the data, before a step.
-        FinetuneInterrupted: Ctrl-C; the same call goes on from the checkpoint.
+        PcgError: the configuration, the model or the data cannot be used, before a step.
+        FinetuneInterrupted: Ctrl-C; the same call continues from the checkpoint.
     """
     files = config.make(OutputOptions)
     folders = {"checkpoint_dir": files.output / CHECKPOINTS, "record": files.output / RECORD}

@@ -1,10 +1,10 @@
-"""A run on preferences: an objective of `pcg.runtime.training.run` whose data are pairs of outputs.
+"""A run on preferences: an objective of `pcg.runtime.training.run` over pairs of outputs.
 
 A step goes forward and back over its pairs by the trainer's loss `preference`, and updates the
-adapter. While an engine runs on a thread, the trainer's work and the reference's run beside its
-requests. References are log-probabilities that an adapter is held to, computed once for each pair:
+adapter. While an engine runs on a thread, the trainer's and the reference's work share its steps
+with requests. References are log-probabilities that an adapter is held to, computed once a pair:
 those of the base, or of an adapter that is served, are requests of the engine that trains, over the
-one copy of the base, so there is no second model.
+same copy of the base, so there is no second model.
 
 Metrics have TRL's names. With the sums of a pair's log-probabilities by the adapter, l, and by the
 reference, q, over the targets of each output:
@@ -234,7 +234,7 @@ class ServedReferences(References):
 class StartReferences(References):
     """Log-probabilities by the adapter as it is before its first update.
 
-    All pairs are computed at once, while the trainer still has that adapter.
+    All pairs are computed in advance, while the trainer still has that adapter.
     """
 
     def __init__(self, trainer: Trainer, pairs: Sequence[Pair]) -> None:
@@ -426,7 +426,7 @@ class PreferenceRun:
         load: Load | None = None,
         limits: DataLimits = UNLIMITED,
     ) -> None:
-        """Read the data, make the trainer, and go on from a checkpoint if there is one.
+        """Read the data, make the trainer, and load a checkpoint, if any.
 
         Args:
             load: makes examples of files and rows; this process by default.

@@ -16,7 +16,7 @@ class WarmJob:
     """A job to record in advance.
 
     Attributes:
-        peft: its recipe, as `Executor.finetune` takes it.
+        peft: the recipe, as `Executor.finetune` takes it.
         batch: the most sequences of a step of its own.
         seq: the most tokens of each.
     Raises:

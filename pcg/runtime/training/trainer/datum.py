@@ -121,10 +121,10 @@ class CheckedDatum:
 
     Attributes:
         ids: its tokens.
-        targets: what each predicts, -100 for nothing.
+        targets: the target of each, -100 for none.
         columns: weights, advantages and sampled log-probabilities; zeros where nothing counts.
         further: of data with K targets a token the second ones and their weights, the third, ….
-        is_wide: True for targets of the shape [N, K], be K one.
+        is_wide: True for targets of the shape [N, K], even with K = 1.
     """
 
     ids: Sequence[int]
