@@ -233,7 +233,7 @@ def _reread(options: ServeOptions, directory: Path | None, *, reads_keys: bool) 
 
 @contextlib.contextmanager
 def _hangups() -> Iterator[list[int]]:
-    """Note each SIGHUP that comes while the model loads, which would end the process."""
+    """Record each SIGHUP during the load of the model, which would end the process."""
     hangups: list[int] = []
     is_main = threading.current_thread() is threading.main_thread()
     if not is_main or signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:  # under nohup
@@ -262,7 +262,7 @@ def _has_terminal() -> bool:
 
 
 def _check_given_files(options: ServeOptions) -> None:
-    """Refuse files that are not there, or not what they should be, before a model is loaded."""
+    """Refuse missing and invalid files before a model is loaded."""
     if options.ssl_certfile is not None:
         check_certificate(options.ssl_certfile, options.ssl_keyfile)
     check_modules(options.lora_modules)
@@ -332,7 +332,7 @@ class Server(uvicorn.Server):
         return self._drained is not None
 
     def drain(self) -> None:
-        """Take nothing new, and end once nothing is left; from any thread, the second time now."""
+        """Refuse new requests, and end after the last; a second call ends at once. Any thread."""
         assert self._loop is not None
         self._loop.call_soon_threadsafe(self._drain)
 
@@ -345,7 +345,7 @@ class Server(uvicorn.Server):
         self._drained.add_done_callback(self._end)
 
     def _stop_waiting(self) -> None:
-        """Have no client wait for a result any more."""
+        """Answer the clients that wait for results."""
         for stop in self.service.stops:
             stop()
 
@@ -353,7 +353,7 @@ class Server(uvicorn.Server):
         self.should_exit = True
 
     def reload(self) -> None:
-        """Take keys, the certificate and the defaults of sampling anew, from any thread."""
+        """Read keys, the certificate and the defaults of sampling again; from any thread."""
         assert self._loop is not None
         self._loop.call_soon_threadsafe(self._begin_reload)
 
@@ -421,7 +421,7 @@ class Server(uvicorn.Server):
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """Have signals drain or reload, in the main thread; uvicorn's own end by the signal."""
+        """Let signals drain or reload, in the main thread; uvicorn's handlers end by the signal."""
         if threading.current_thread() is not threading.main_thread():
             yield
             return

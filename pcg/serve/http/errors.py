@@ -128,7 +128,7 @@ ERRORS: dict[int | str, dict[str, Any]] = {
 
 
 class ApiError(HTTPException):
-    """An error that a client is told.
+    """An error in the words for a client.
 
     Args:
         status: the HTTP status.
@@ -212,7 +212,7 @@ def not_found(model: str) -> ApiError:
 
 
 def as_api_error(error: BaseException) -> ApiError:
-    """Return the error that a client is told of an exception."""
+    """Return the error of an exception, in the words for a client."""
     if isinstance(error, ApiError):
         return error
     if isinstance(error, AdapterNotFoundError):  # its text names those of others

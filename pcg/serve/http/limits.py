@@ -70,13 +70,13 @@ def check_elements(body: bytes, most_values: int = MOST_VALUES) -> None:
 
 
 def _excess(parts: Iterable[Counter[str]], most: Mapping[str, int]) -> str | None:
-    """Return what there is too much of in the parts together, None if nothing."""
+    """Return the kind of element that the parts have too many of together; None without."""
     counts = sum(parts, Counter[str]())
     return next((name for name, bound in most.items() if counts[name] > bound), None)
 
 
 def _counts(text: Bytes, quotes: int) -> Counter[str]:
-    """Return at least as many elements as a text has, by the characters that each of them needs."""
+    """Return upper bounds of a text's elements, by the characters that each of them needs."""
     brackets, names, commas = (_count(text, characters) for characters in ("[{", ":", ","))
     counts = (brackets, names, quotes, commas + brackets)
     return Counter(dict(zip(_MOST, counts, strict=True)))
@@ -87,7 +87,7 @@ def _count(text: Bytes, characters: str) -> int:
 
 
 def _without_texts(parts: Sequence[Bytes]) -> Iterator[tuple[Bytes, int]]:
-    """Yield what stands outside a JSON text's strings, and the number of their quotation marks."""
+    """Yield the bytes outside a JSON text's strings, and the number of quotation marks."""
     run = is_inside = 0
     for text in parts:
         places = np.arange(len(text), dtype=np.int32)
@@ -219,7 +219,7 @@ def is_short(scope: Scope) -> bool:
 
 
 def _is_protobuf(scope: Scope) -> bool:
-    """Return True for a body that nobody reads as JSON."""
+    """Return True for a body in protobuf."""
     kinds = [value for name, value in scope["headers"] if name == b"content-type"]
     return kinds == [b"application/x-protobuf"]
 

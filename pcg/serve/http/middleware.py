@@ -40,7 +40,7 @@ _PROPER = re.compile(r"[\x21-\x7e]{1,128}")
 
 
 class RequestId:
-    """ASGI middleware that gives every reply an id, and answers what fails beyond the routes."""
+    """ASGI middleware that gives every reply an id, and answers errors beyond the routes."""
 
     def __init__(self, app: ASGIApp) -> None:
         self.app = app
@@ -101,7 +101,7 @@ def direct_send(scope: Scope, send: Send) -> Send:
 
 
 QUIET = ("/", "/health", "/metrics", "/ping", "/status")
-"""Routes that are asked again and again: observers are told of their errors alone."""
+"""Routes that clients poll: observers get their errors alone."""
 
 LEFT = 499
 """The status of a request whose client left before the end of its reply, as nginx has it."""
@@ -182,10 +182,10 @@ class Record:
 
 
 class Observer(Protocol):
-    """An object that is told of every request."""
+    """A receiver of the records of requests."""
 
     def observe(self, record: Record) -> None:
-        """Note a request that is over; must not wait for anything."""
+        """Take the record of a finished request, without waiting."""
 
     def close(self) -> None:
         """Write what is left, and end."""
@@ -203,7 +203,7 @@ def note_requests(model: str, requests: Sequence[tuple[Request, Stream]]) -> Non
 
 
 class Recording:
-    """ASGI middleware that makes a record of every request, and tells observers of it."""
+    """ASGI middleware that makes a record of every request, for the observers."""
 
     def __init__(self, app: ASGIApp, observers: Sequence[Observer]) -> None:
         self.app = app

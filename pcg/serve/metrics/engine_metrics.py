@@ -1,14 +1,14 @@
-"""The page of metrics of a running engine, made beside it: neither waits for the other.
+"""GET /metrics: the metrics of a running engine; neither waits for the other.
 
-Endpoint pickers read it every 50 ms each, and look for the state: requests that run and wait,
-pages, adapters. So the page has three parts, each made again when it is asked for and older than:
+Endpoint pickers read the page every 50 ms for the state: running and waiting requests, pages,
+adapters. So it has three parts, each rendered again when it is requested and older than:
 
     state       20 ms
     counts      0.5 s, counters and histograms; 20 ms while there is nothing to serve
     process     5 s, prometheus_client's own of the process
 
-They are made from what the engine's thread counts anyway. Who asks seldom, as a database of metrics
-does, has all of them made for it.
+The parts are rendered from counts that the engine's thread keeps anyway. A client that reads
+seldom, such as a database of metrics, gets all of them fresh.
 """
 
 from __future__ import annotations
@@ -99,12 +99,12 @@ class EngineMetrics:
 
 
 async def _result(future: Future[Result]) -> Result:
-    """Return a future's result, without a turn of the event loop where there is one."""
+    """Return a future's result, without a turn of the event loop if it is done."""
     return future.result() if future.done() else await asyncio.wrap_future(future)
 
 
 class _Made(Collector):
-    """Families that were made already."""
+    """A collector of finished families."""
 
     def __init__(self, families: Iterable[Metric]) -> None:
         self._made = list(families)
@@ -144,8 +144,8 @@ async def metrics(service: ServiceDependency) -> PlainTextResponse:
 class Scrapes:
     """ASGI middleware that answers GET /metrics of those who may read it.
 
-    It stands behind the authentication, before the limits and the framework, as endpoint pickers
-    ask every 50 ms beside the steps. The route documents the page, and refuses.
+    It runs behind the authentication and before the limits and the framework, because endpoint
+    pickers ask every 50 ms. The route documents the page, and refuses.
     """
 
     def __init__(self, app: ASGIApp, service: Service) -> None:

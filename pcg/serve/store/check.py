@@ -1,8 +1,8 @@
-"""The check of a data folder that no server has: what is wrong with it, and its repair.
+"""Check and repair a data folder that no server uses.
 
-Repair loses nothing without a word: what is damaged, and what no row names, moves to quarantine;
-what rows name comes back from there where it is whole; and a row is removed only if what it names
-is in neither place.
+Repair reports everything that it changes. Damaged files, and files that no row names, move to
+quarantine. A file that a row names is restored from quarantine if an undamaged copy exists there. A
+row is removed only if its file is in neither place.
 """
 
 from __future__ import annotations
@@ -68,12 +68,12 @@ _LOST = {"code": "data_lost", "message": "the job's folder was lost; make it aga
 
 
 def check_folder(data_dir: Path, say: Callable[[str], None], *, repairs: bool) -> int:
-    """Compare a data folder with itself, and repair it if that is wanted.
+    """Compare the rows of a data folder with its files, and repair differences on request.
 
     Args:
-        say: takes a line for each thing that is wrong, or was and is repaired.
+        say: takes a line for each difference and each repair.
     Returns:
-        The number of things that are wrong and were not repaired.
+        The number of differences that remain.
     Raises:
         ServeError: it is no data folder, a server has it, or a newer pcg wrote it.
     """
@@ -117,7 +117,7 @@ def _quarantine(folder: Path, paths: Iterable[Path], say: Callable[[str], None])
 def _repaired_database(
     folder: Path, error: Exception, say: Callable[[str], None]
 ) -> sqlite3.Connection:
-    """Open a database that a server refuses, or a new one; what cannot be read is in quarantine."""
+    """Open a database that a server refuses, or a new one; move unreadable files to quarantine."""
     say(f"{error}")
     _quarantine(folder, [folder / n for n in (SUMS, IDENTITY) if is_directory(folder / n)], say)
     (folder / SUMS).unlink(missing_ok=True)
@@ -149,7 +149,7 @@ def _repaired_database(
 
 @dataclass(frozen=True)
 class _Check:
-    """The comparison of rows with the files that they name; methods return how much stays wrong."""
+    """Comparison of rows with the files that they name; methods count remaining differences."""
 
     connection: sqlite3.Connection
     folder: Path
@@ -215,13 +215,13 @@ class _Check:
         return wrong
 
     def _forget(self, path: str) -> None:
-        """Remove the rows that name a path which is lost, and fail the job that it is of."""
+        """Remove the rows of a lost path, and fail its job."""
         for statement in _FORGET:
             values = (path, int(time.time()), json.dumps(_LOST))
             self.connection.execute(statement, values[: 3 if "?2" in statement else 1])
 
     def _data(self) -> int:
-        """Compare the data of jobs that are not over with what they were made of."""
+        """Compare the data of unfinished jobs with its digests."""
         wrong = 0
         jobs = self.connection.execute(
             "SELECT job, group_concat(digest) FROM (SELECT job, digest FROM job_data JOIN jobs "
@@ -249,7 +249,7 @@ class _Check:
         return wrong
 
     def _unnamed(self, named: Mapping[str, str]) -> list[Path]:
-        """Return contents and folders that no row names, and no record tells of as removed."""
+        """Return contents and folders that neither a row nor a record of removals names."""
         folder, execute = self.folder, self.connection.execute
         known = {*named, *recorded_removals(self.connection)}
         known |= {f"jobs/{id}" for (id,) in execute("SELECT id FROM jobs")}
@@ -261,7 +261,7 @@ class _Check:
 
 
 def _problem(path: Path, what: str) -> str | None:
-    """Return what is wrong with a content, an adapter, a state or a checkpoint; None if nothing."""
+    """Return the fault of a content, an adapter, a state or a checkpoint; None without."""
     shown = f"{path.parent.name}/{path.name}"
     if not path.exists():
         return f"{shown} is missing"
@@ -285,14 +285,14 @@ def _problem(path: Path, what: str) -> str | None:
 
 
 def _in_quarantine(folder: Path, path: str) -> Iterator[Path]:
-    """Yield what was moved from a path, the newest first."""
+    """Yield the copies of a path in quarantine, the newest first."""
     place = Path(path)
     for day in sorted((folder / QUARANTINE).glob("*"), reverse=True):
         yield from sorted((day / place.parent).glob(f"{place.name}*"), reverse=True)
 
 
 def _has_state(path: Path) -> bool:
-    """Return whether a job may go on from a folder, or could before it was damaged."""
+    """Return True if a job can resume from a folder, or could before the folder was damaged."""
     try:
         return is_file(path / STATE) or STATE in (read_sums(path, StoreError) or {})
     except StoreError:

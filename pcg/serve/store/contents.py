@@ -109,7 +109,7 @@ _READ_BYTES = 2**20
 
 
 class Incoming:
-    """A content while it comes.
+    """A content that is being received.
 
     Attributes:
         size_bytes: bytes so far.
@@ -127,7 +127,7 @@ class Incoming:
 
     @property
     def md5(self) -> str:
-        """Its MD5, by which a client may say what it sent."""
+        """Its MD5, which a client may send along."""
         return self._md5.hexdigest()
 
     def write(self, part: bytes) -> None:
@@ -150,13 +150,13 @@ class Incoming:
             raise as_store_error(error) from error
 
     def drop(self) -> None:
-        """Remove it, unless it was put among the contents; may be called again."""
+        """Remove it, unless it was put among the contents; idempotent."""
         with contextlib.suppress(OSError):  # what a full disk does not take of the buffer
             self._file.close()
         self._path.unlink(missing_ok=True)
 
     def move(self, target: Path) -> None:
-        """Give it its place; a content of this digest that is there is the same."""
+        """Rename it to its place; an existing content of this digest is the same."""
         target.parent.mkdir(exist_ok=True)
         self._path.replace(target)
         sync_names(target.parent)
@@ -203,7 +203,7 @@ class Contents:
             raise _damaged(digest, "its SHA-256 is not its name")
 
     def check(self, digest: str) -> Path:
-        """Return where a content is, once it was compared with its name; errors of `pieces`."""
+        """Compare a content with its name, and return its path; errors of `pieces`."""
         for _ in self.pieces(digest):
             pass
         return self.path(digest)
@@ -220,7 +220,7 @@ class Contents:
         forget_removals(connection, [relative(digest)])
 
     def clear_incoming(self) -> None:
-        """Remove the unfinished contents that a crash left."""
+        """Remove the unfinished contents of a crash."""
         for unfinished in self._incoming.iterdir():
             remove_path(unfinished)
 

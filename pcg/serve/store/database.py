@@ -181,7 +181,7 @@ class Database:
         return future
 
     def read(self, act: Callable[[sqlite3.Connection], Result]) -> Future[Result]:
-        """Run a function on what was written before; errors as of `write`."""
+        """Run a function on the rows that were written before; errors as of `write`."""
 
         def run() -> Result:
             try:
@@ -192,7 +192,7 @@ class Database:
         return self._reader.submit(run)
 
     def close(self) -> None:
-        """End once everything that was asked is written."""
+        """Write all that waits, and end the threads."""
         self._writes.put(None)
         self._thread.join()
         self._reader.shutdown()
@@ -216,7 +216,7 @@ class Database:
                 return
 
     def _write_together(self, asked: list[_Write]) -> None:
-        """Make writes, and those that may use the reserve again with its room on a full disk."""
+        """Run writes; on a full disk repeat those that may use the reserve with its room."""
         error: BaseException | None = None
         if not self._reserve.restore():
             asked = _of_reserve(asked, StoreFullError("there is no room on the disk"))
@@ -233,7 +233,7 @@ class Database:
             write.future.set_exception(error)
 
     def _transact(self, asked: list[_Write]) -> BaseException | None:
-        """Run writes in one transaction; returns why all of it is undone, or None."""
+        """Run writes in one transaction; return the error that undid all of it, or None."""
         results: list[tuple[Future[Any], Any, BaseException | None]] = []
         try:
             self._writing.execute("BEGIN IMMEDIATE")
@@ -265,7 +265,7 @@ class Database:
 
 
 def _of_reserve(asked: list[_Write], error: BaseException) -> list[_Write]:
-    """Return the writes that may use the reserve; the others fail by an error."""
+    """Return the writes that may use the reserve; fail the others by an error."""
     for write in asked:
         if not write.may_use_reserve:
             write.future.set_exception(error)

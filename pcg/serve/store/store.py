@@ -9,8 +9,8 @@
 <folder>/quarantine/    what no row named when a server began
 <folder>/reserve        room for deletions on a full disk
 
-Nothing is removed because something else is missing: a folder whose parts do not belong together is
-refused, and `pcg data check` says what is wrong with it.
+Nothing is removed because something else is missing: a folder with parts of different stores is
+refused, and `pcg data check` reports its faults.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ Result = TypeVar("Result")
 
 
 class Store:
-    """All that a server keeps beyond its end.
+    """The durable state of a server.
 
     Attributes:
         folder: where it is.
@@ -97,7 +97,7 @@ class Store:
         *args: Arguments.args,
         **keywords: Arguments.kwargs,
     ) -> Result:
-        """Run a function on what was written before."""
+        """Run a function on the rows that were written before."""
         read = self.database.read(lambda connection: act(connection, *args, **keywords))
         return await asyncio.wrap_future(read)
 
