@@ -258,8 +258,8 @@ def test_layouts_over_ranks_are_planned_for_the_jobs_own_step(
 ) -> None:
     started: dict[str, Any] = {}
 
-    def keep(degree: int, act: object, arguments: dict[str, Any]) -> None:
-        started.update(arguments["compiling"])
+    def keep(degree: int, act: Any) -> None:
+        started.update(act.args[1])  # the options of compiling
 
     monkeypatch.setattr("cli.train.on_ranks", keep)
     command = ("finetune", model, "--data", data, "--adapter", "sums", "-o", tmp_path / "sums")
