@@ -430,7 +430,7 @@ class AsyncEngine:
             self.trainers.cancel_all()
             self._streams.cancel_all(Kind.TIMED_OUT)
         if is_late or self.engine.is_idle:
-            for job in list(self.engine.jobs):
+            for job in list(self.engine.jobs) if self.engine.has_jobs else ():
                 with self.asked(ChangeJob, job.name, "cancel"):
                     self.engine.cancel_job(job.name)
         is_left = self._streams or self._jobs.running or self._jobs.reserved
@@ -519,7 +519,7 @@ class AsyncEngine:
         self.trainers.fail_all(error)
         self._jobs.fail_all(error)
         self.preparation.close()  # which cancels what is read, and its end is known by now
-        if current_thread() is self._thread:
+        if current_thread() is self._thread and self.engine.has_jobs:
             for job in self.engine.jobs:
                 job.cancel()
         if not self._drained.done():
@@ -597,7 +597,7 @@ class AsyncEngine:
                 self._step()
             if self._jobs.running:
                 self._jobs.settle()
-            if self.trainers.have_jobs:
+            if self.trainers.with_jobs:
                 self.trainers.settle()
             if self._jobs.refusal is not None:
                 self._go_on_draining()

@@ -193,7 +193,6 @@ class Engine(EngineLoop):
         """
         state = self.state
         state.check_no_engine("a second thread", "use the AsyncEngine that start() gave")
-        _ = self.parts  # before other threads ask for the numbers of jobs
         seat: Leader | Follower | None = None
         if state.world.size > 1:
             check_same(state.world, "start", {"the adapters": described(sorted(state.adapters))})

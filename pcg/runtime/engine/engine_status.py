@@ -56,7 +56,7 @@ def numbers_of(engine: EngineLoop) -> EngineNumbers:
         preparing=len(scheduler.preparing),
         running=len(scheduler.running),
         waiting_tokens=scheduler.backlog.tokens,
-        jobs=Counter(job.state for job in list(engine.jobs)),
+        jobs=Counter(job.state for job in (list(engine.jobs) if engine.has_jobs else ())),
         pages=scheduler.pool.size,
         free_pages=scheduler.pool.free + scheduler.adapters.idle_pages,
         adapters=len(scheduler.adapters),
@@ -71,6 +71,6 @@ def numbers_of(engine: EngineLoop) -> EngineNumbers:
 def most_tokens(engine: EngineLoop, adapter: Adapter | None) -> int:
     """Return the most tokens of a prompt and its output that there are pages for."""
     scheduler = engine.scheduler
-    reserved = engine.jobs.pages.most if engine.jobs else 0
+    reserved = engine.jobs.pages.most if engine.has_jobs else 0
     pages = scheduler.pool.size - reserved - scheduler.adapters.pages_of(adapter)
     return pages * PAGE_TOKENS + 1  # the last token is never cached

@@ -396,7 +396,11 @@ def _pass_error(call: TrainerCall[Any], begun: Future[None]) -> None:
 
 
 class Trainers:
-    """The trainers of an engine on a thread."""
+    """The trainers of an engine on a thread.
+
+    Attributes:
+        with_jobs: those of which a stage of a command runs as a job.
+    """
 
     def __init__(
         self, thread: PreparingThread, prepare: Callable[[TrainerArguments], TrainedAdapter]
@@ -404,7 +408,7 @@ class Trainers:
         self.thread = thread
         self._prepare = prepare
         self._open: dict[str, AsyncTrainer] = {}
-        self._with_jobs: list[AsyncTrainer] = []
+        self.with_jobs: list[AsyncTrainer] = []
         self._lock = Lock()
 
     def begin(self, arguments: TrainerArguments) -> AsyncTrainer:
@@ -436,23 +440,18 @@ class Trainers:
     # ------------------------------------------------------------------- the engine's thread
 
     @property
-    def have_jobs(self) -> bool:
-        """True while a stage of a command runs as a job."""
-        return bool(self._with_jobs)
-
-    @property
     def are_busy(self) -> bool:
         """True while a command waits or runs."""
         return any(trainer.is_busy for trainer in self._open.values())
 
     def runs(self, trainer: AsyncTrainer) -> None:
         """Have a trainer's `settle` called after each step, until it returns True."""
-        if trainer not in self._with_jobs:
-            self._with_jobs.append(trainer)
+        if trainer not in self.with_jobs:
+            self.with_jobs.append(trainer)
 
     def settle(self) -> None:
         """Go on with the trainers that ran a job which is over."""
-        self._with_jobs = [trainer for trainer in list(self._with_jobs) if not trainer.settle()]
+        self.with_jobs = [trainer for trainer in list(self.with_jobs) if not trainer.settle()]
 
     def cancel_all(self) -> None:
         for trainer in list(self._open.values()):
