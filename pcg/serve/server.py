@@ -37,10 +37,9 @@ from pcg.keys import Keys, open_keys
 from pcg.serve.adapters.catalog import Catalog
 from pcg.serve.adapters.roots import Roots, check_modules
 from pcg.serve.app import create_app, open_service
-from pcg.serve.engine.client import EngineClient
+from pcg.serve.engine.client import EngineClient, SplitAccess
 from pcg.serve.engine.options import ServeOptions
 from pcg.serve.engine.orders import Drain, SetKeys
-from pcg.serve.engine.split_base import SplitAccess
 from pcg.serve.engine.warm_jobs import parse_warm_jobs
 from pcg.serve.files.files import Files
 from pcg.serve.http.connection import BoundedConnection, allow_connections

@@ -23,7 +23,6 @@ from pcg.runtime.metrics.status import JobState
 from pcg.runtime.training.options import FinetuneResult, StepRecord
 from pcg.serve.engine.messages import DPO, REINFORCEMENT, JobEnd, JobOrder, JobStep, Tell, start_of
 from pcg.serve.engine.reinforcement import ReinforcementRun
-from pcg.serve.engine.split_base import ServedBase
 from pcg.train.preference.dpo import PreferenceJob, step_numbers
 from pcg.train.preference.run import PreferenceResult
 
@@ -33,12 +32,24 @@ ALL_CHECKPOINTS = 2**31
 """The server removes the checkpoints that it does not keep."""
 
 
+class SplitBase(Protocol):
+    """The base executor of split clients."""
+
+    keys: Keys
+
+    def drain(self) -> Future[None]:
+        """Take no new clients, and end once those that are here have left."""
+
+
 class ServedEngine(Protocol):
     """An engine with the parts that its server adds."""
 
     engine: AsyncEngine
-    base: ServedBase | None
     jobs: OrderedJobs
+
+    @property
+    def base(self) -> SplitBase | None:
+        """The base executor of split clients; None without one."""
 
 
 class Order(Command[Reply], frozen=True):

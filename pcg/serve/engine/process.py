@@ -41,6 +41,7 @@ from pcg.runtime.requests.request import Request, RequestFields, make_request
 from pcg.runtime.requests.stream import Stream, Wakes
 from pcg.runtime.text.tokenizer import Tokenizer
 from pcg.serve.engine.channel import AtRest, Channel
+from pcg.serve.engine.client import SplitAccess
 from pcg.serve.engine.facts import ModelFacts
 from pcg.serve.engine.messages import (
     AdapterData,
@@ -73,7 +74,6 @@ from pcg.serve.engine.messages import (
 from pcg.serve.engine.options import ServeOptions
 from pcg.serve.engine.orders import Drain
 from pcg.serve.engine.reports import WatchedNumbers
-from pcg.serve.engine.split_base import SplitAccess
 from pcg.serve.engine.worker import SIGNALS, Launch, run
 
 Result = TypeVar("Result")

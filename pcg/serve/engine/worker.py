@@ -37,7 +37,7 @@ from pcg.runtime.executor import Executor
 from pcg.runtime.requests.request import Chunk
 from pcg.runtime.requests.stream import Stream, Wakes
 from pcg.serve.engine.channel import Channel
-from pcg.serve.engine.client import LocalClient, local_client
+from pcg.serve.engine.client import LocalClient, SplitAccess, local_client
 from pcg.serve.engine.messages import (
     AdapterData,
     Answer,
@@ -66,7 +66,6 @@ from pcg.serve.engine.messages import (
 )
 from pcg.serve.engine.options import ServeOptions
 from pcg.serve.engine.reports import Reports
-from pcg.serve.engine.split_base import SplitAccess
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 """The signals that the server obeys, and this process does not."""
