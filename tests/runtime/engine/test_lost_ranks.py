@@ -15,7 +15,7 @@ from torch.distributed import TCPStore
 from tests.support.driving_rank import DEGREE
 
 pytestmark = pytest.mark.dist
-ROOT = Path(__file__).parents[4]
+ROOT = Path(__file__).parents[3]
 SCRIPT = "tests/support/driving_rank.py"
 SOON_S = 60
 """Far below the 300 s that ranks wait for each other; alone it takes 3 to 5 s."""
