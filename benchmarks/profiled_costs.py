@@ -52,7 +52,7 @@ class StepProfile:
     def watch(self, engine: EngineLoop, job: Job) -> ProfiledDevice:
         """Measure what an engine's device and a job do from now on."""
         device = ProfiledDevice(engine.device, engine.clock, self)
-        engine.device = device
+        engine.device = engine.parts._device = device
         advance = job.advance
 
         def timed() -> None:

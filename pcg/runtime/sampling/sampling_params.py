@@ -9,7 +9,7 @@ from typing import Any, Literal, TypeAlias, TypedDict, get_args
 
 from pcg.errors import GenerationError
 from pcg.keywords import check_names
-from pcg.runtime.sampling.grammars import Guide, guide_of
+from pcg.runtime.sampling.guides import Guide, guide_of
 from pcg.units import shown
 from pcg.value_checks import (
     require_at_most,

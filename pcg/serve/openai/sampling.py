@@ -30,7 +30,7 @@ from pydantic import Field, ValidationError
 from pcg.errors import ConfigError
 from pcg.files import expanded, is_file, read_json, shown_path
 from pcg.runtime.requests.request import RequestFields
-from pcg.runtime.sampling.grammars import LONGEST_GUIDE, OPTIONS, each_schema
+from pcg.runtime.sampling.guides import LONGEST_GUIDE, OPTIONS, each_schema
 from pcg.serve.http.errors import ApiError
 from pcg.serve.http.wire import WireModel
 from pcg.serve.openai.wire import AbsentFields, RequestName

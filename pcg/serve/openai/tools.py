@@ -30,7 +30,7 @@ from pydantic import Field
 from pcg.errors import ConfigError
 from pcg.files import read_text
 from pcg.runtime.requests.request import RequestFields
-from pcg.runtime.sampling.grammars import OPTIONS, json_options
+from pcg.runtime.sampling.guides import OPTIONS, json_options
 from pcg.runtime.text.tokenizer import Tokenizer
 from pcg.serve.http.errors import ApiError
 from pcg.serve.http.wire import WireModel

@@ -9,7 +9,8 @@ from typing import Any, get_args, get_type_hints
 import pytest
 from tokenizers import AddedToken
 
-from pcg.runtime.sampling.grammars import Grammars, Guide
+from pcg.runtime.sampling.grammars import Grammars
+from pcg.runtime.sampling.guides import Guide
 from pcg.runtime.text.tokenizer import Tokenizer
 from pcg.serve.engine.options import ServeOptions
 from pcg.serve.openai.tool_formats import (
