@@ -14,13 +14,14 @@ Shapes: T tokens, H heads, K KV heads, D head size, m keys that a span sees.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Unpack
 
 import torch
 from torch import Tensor
 
 from pcg.kernels.batch import ProgramBatch, Span
 from pcg.kernels.torch.attention_math import (
+    Scores,
     Scoring,
     attend,
     attend_backward,
@@ -39,7 +40,7 @@ _attend_fused = torch.nn.functional.scaled_dot_product_attention
 
 
 def attention(
-    batch: ProgramBatch, q: Tensor, k: Tensor, v: Tensor, **scores: Any
+    batch: ProgramBatch, q: Tensor, k: Tensor, v: Tensor, **scores: Unpack[Scores]
 ) -> tuple[Tensor, Tensor | None]:
     """Compute attention of every token to its sequence; see the operator of that name.
 
@@ -81,7 +82,7 @@ def attention_backward(
     q: Tensor,
     k: Tensor | None,
     v: Tensor | None,
-    **scores: Any,
+    **scores: Unpack[Scores],
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return dq, dk and dv of attention.
 

@@ -19,7 +19,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Required, TypedDict
 
 import torch
 from torch import Tensor
@@ -34,6 +34,16 @@ BLOCK_BYTES = 256 * 2**20
 """Bytes of the scores of a block on a GPU, all copies of them counted, but for those of one row."""
 _COPIES = 6
 """Copies of scores that backward has at once, with a cap; see the operator's `temporaries`."""
+
+
+class Scores(TypedDict, total=False):
+    """The fields of `Scoring`, as emitted programs name them."""
+
+    scale: Required[float]
+    window: int
+    softcap: float
+    alibi: Tensor | None
+    sinks: Tensor | None
 
 
 @dataclass(frozen=True, slots=True)

@@ -266,8 +266,10 @@ class BaseExecutor:
         except CostModelError:
             return "H100"
 
-    def facts(self, files: Mapping[str, str], **session: Any) -> BaseFacts:
-        """Describe the base to clients, with the facts of a session that the loop adds."""
+    def facts(
+        self, files: Mapping[str, str], *, rows: bool, most_bytes: int, instance: str
+    ) -> BaseFacts:
+        """Describe the base to clients; the arguments are fields of a session."""
         rates = own_rates(self.device, self.dtype)
         return BaseFacts(
             name=self.name,
@@ -282,7 +284,9 @@ class BaseExecutor:
             absent=self.absent,
             digests=dict(self.digests),
             files=dict(files),
-            **session,
+            rows=rows,
+            most_bytes=most_bytes,
+            instance=instance,
         )
 
     def checked(self, piece: Piece, inputs: Sequence[Tensor]) -> None:

@@ -1,7 +1,7 @@
 """The rules for graphs that clients have a base run: text of unknown origin.
 
     text         short; every type is of plain sizes, so that reading it takes no algebra; as
-                 `pcg.passes.placement.piece_text` writes it, so that no name is the client's
+                 `pcg.passes.placement.piece` writes it, so that no name is the client's
     graph        the IR's rules (`pcg.ir.analysis.verifier`), few nodes, inputs and outputs
     operators    those of `PIECE_OPERATORS`, by which a token's result depends only on it, with
                  small numbers or known words as attributes

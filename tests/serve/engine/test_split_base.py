@@ -101,8 +101,8 @@ def test_the_weights_are_held_once() -> None:
     held = {memory_of(tensor) for one in holders for tensor in vars(one).values()}
     with executor.engine(kv_cache_bytes=2**20).start() as engine, new_tensors() as live:
         base = SharedBase(executor, engine)
-        for name, (_, width) in base.facts({})["pieces"].items():  # type: ignore[attr-defined]
-            base.run(Piece(LINEAR, (name,)), [torch.zeros(4, width)])
+        for name, weight in base.multiplied.items():
+            base.run(Piece(LINEAR, (name,)), [torch.zeros(4, weight.shape[1])])
         assert sum(tensor.nbytes for tensor in base.multiplied.values()) > weights / 2
         assert store.size_bytes == weights
         assert live_bytes([one for one in live() if memory_of(one) not in held]) < weights / 100

@@ -15,7 +15,7 @@ import functools
 import importlib
 from collections.abc import Sequence
 from itertools import accumulate, chain, cycle
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 from torch import Tensor
@@ -25,7 +25,7 @@ from pcg.kernels.batch import ProgramBatch, Span, once
 from pcg.kernels.devices import uploaded, uploaded_list
 from pcg.kernels.sizes import HEAD_SIZES, PAGE_TOKENS
 from pcg.kernels.torch import ops as torch_ops
-from pcg.kernels.torch.attention_math import Scoring, ends_of, window_sizes
+from pcg.kernels.torch.attention_math import Scores, Scoring, ends_of, window_sizes
 from pcg.kernels.triton.attention.cache_rows import CacheRows, KvRows, append
 from pcg.kernels.triton.attention.paged_attention import paged_attention, paged_attention_backward
 from pcg.kernels.triton.attention.work import AttentionWork
@@ -39,7 +39,7 @@ def attention(
     v: Tensor | CacheRows,
     *,
     library: str | None = None,
-    **scores: Any,
+    **scores: Unpack[Scores],
 ) -> tuple[Tensor, Tensor | None]:
     """Compute attention of every token to its sequence, past tokens in the cache included.
 
@@ -84,7 +84,7 @@ def attention_backward(
     v: Tensor | None,
     *,
     library: str | None = None,
-    **scores: Any,
+    **scores: Unpack[Scores],
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return dq, dk, dv of attention; those of a window in the cache are final."""
     if batch.parts is not None or not _has_kernels(batch, q, dout.shape[-1]):
