@@ -19,9 +19,9 @@ from measure import write
 from signature_tasks import examples
 
 import pcg
+from pcg.runtime.training.options import StepRecord
 from pcg.train.preference.dpo import dpo
 from pcg.train.preference.options import DpoArguments
-from pcg.train.preference.run import PreferenceStep
 
 CHECKPOINT = Path(__file__).parents[1] / "examples" / "checkpoint"
 TRAINED, HELD_OUT, BATCH, STEPS, EVERY = 256, 48, 8, 48, 8
@@ -42,9 +42,9 @@ def pairs(count: int, *, held_out: bool) -> list[dict[str, str]]:
 def main() -> None:
     """Train, and write the curves."""
     executor = pcg.compile(CHECKPOINT, dtype="float32")
-    steps: list[PreferenceStep] = []
+    steps: list[StepRecord] = []
 
-    def on_step(record: PreferenceStep) -> None:
+    def on_step(record: StepRecord) -> None:
         steps.append(record)
         margin = record.metrics["rewards/margins"]
         print(f"  step {record.step}: loss {record.loss:.4f}, margin {margin:.3f}", file=sys.stderr)

@@ -7,7 +7,7 @@
         save         each `save_every` steps, and behind the last step; once for a state
         report       the bar, the log, the record, and the caller's `on_step`
 
-Supervised finetuning (`finetuning.py`), DPO (`pcg.train.preference.objective`) and GRPO
+Supervised finetuning (`finetuning.py`), DPO (`pcg.train.preference.run`) and GRPO
 (`pcg.train.grpo.loop`) are objectives. Between two steps the state of a run is the objective's (an
 adapter, its optimizer) and a `TrainerState`. The order of the data is a function of seed and epoch,
 and dropout of seed, step and batch, so a resumed run ends with the same bits as an uninterrupted
