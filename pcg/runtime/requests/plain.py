@@ -108,10 +108,10 @@ class PlainRequest(msgspec.Struct, array_like=True, frozen=True):
             for name in _NAMES
             if (value := getattr(request.params, name)) != getattr(_DEFAULTS, name)
         }
-        own = {name: value for name in _OWN if (value := getattr(request, name)) is not None}
+        further = {name: value for name in _OWN if (value := getattr(request, name)) is not None}
         if not request.params.echo:  # nothing else reads it
-            own.pop("text", None)
-        return cls(request.prompt_ids, params, adapter, own)
+            further.pop("text", None)
+        return cls(request.prompt_ids, params, adapter, further)
 
     def request(self, adapter: ServedAdapter | None) -> Request:
         """Return the request; errors as of `Request`."""
