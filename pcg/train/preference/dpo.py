@@ -148,7 +148,12 @@ class PreferenceJob:
     def _train(self) -> PreferenceResult:
         tokenizer = pickle.dumps(self._executor.tokenizer)
         load = functools.partial(load_apart, tokenizer, self._cancelling)
-        run = PreferenceRun(self._executor, DpoArguments(**self._arguments), load, DataLimits())
+        run = PreferenceRun(
+            self._executor,
+            DpoArguments(**{"progress": False, **self._arguments}),
+            load,
+            DataLimits(),
+        )
         with self._lock:
             self._run = run
             if self._is_stopped:
