@@ -546,19 +546,16 @@ class AsyncEngine:
             self.engine.cancel(request_id, kind)
 
     def _run(self) -> None:
+        seat, leader = self._seat, self._leader
         try:
-            self._run_to_end()
+            self._end(seat.follow() if isinstance(seat, Follower) else self._serve())
+            assert self.ended is not None
+            if leader is not None:
+                leader.end(self.ended)
+            if seat is not None and self.ended.__cause__ is not None:
+                seat.leave(str(self.ended))
         finally:
             self._finish()
-
-    def _run_to_end(self) -> None:
-        ended = self._seat.follow() if isinstance(self._seat, Follower) else self._serve()
-        self._end(ended)
-        assert self.ended is not None
-        if self._leader is not None:
-            self._leader.end(self.ended)
-        if self._seat is not None and self.ended.__cause__ is not None:
-            self._seat.leave(str(self.ended))
 
     def _serve(self) -> EngineError:
         """Run calls and steps until the end; returns why they ended."""

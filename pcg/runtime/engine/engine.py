@@ -107,7 +107,7 @@ class Engine(EngineLoop):
         self._was_called = True
 
     @takes(JobArguments, FinetuneError)
-    def finetune(self, given: JobArguments) -> Job:
+    def finetune(self, arguments: JobArguments) -> Job:
         """Train an adapter beside what is served; its last published version is served meanwhile.
 
         Raises:
@@ -115,25 +115,25 @@ class Engine(EngineLoop):
             AdapterError: the name cannot be an adapter's.
             PcgError: there is a job of that name.
         """
-        self.jobs.check_free(given.adapter)
-        return self.add_job(self.prepare_job(given))
+        self.jobs.check_free(arguments.adapter)
+        return self.add_job(self.prepare_job(arguments))
 
-    def prepare_job(self, given: JobArguments) -> Job:
+    def prepare_job(self, arguments: JobArguments) -> Job:
         """Read the data of a job, compile its program and make its adapter, on any thread."""
-        note, adapter = self._note, given.adapter
+        note, adapter = self._note, arguments.adapter
 
         interrupts: list[Interrupt] = []
         failed: list[Exception] = []
-        made: list[Job] = []
+        jobs: list[Job] = []
 
         def stepped(record: StepRecord) -> None:
-            made[0].record, made[0].steps = record, made[0].steps + 1
+            jobs[0].record, jobs[0].steps = record, jobs[0].steps + 1
             details = {"step": record.step, "loss": record.loss, "tokens": record.tokens}
             note(Kind.STEPPED, adapter, **details)
-            if given.on_step is None:
+            if arguments.on_step is None:
                 return
             try:
-                given.on_step(record)
+                arguments.on_step(record)
             except Exception as error:
                 if not self._leads:
                     raise
@@ -152,7 +152,7 @@ class Engine(EngineLoop):
         def publish(version: AdapterVersion) -> None:
             note(Kind.PUBLISHED, adapter, adapter_version=version.number)
 
-        publisher = VersionPublisher(self.state, given.publish_every, publish, self.runners)
+        publisher = VersionPublisher(self.state, arguments.publish_every, publish, self.runners)
         frees = self.state.begin_training(adapter)
         is_over = self.runners.begin_job()
 
@@ -162,25 +162,25 @@ class Engine(EngineLoop):
 
         try:
             with on_device(self.state.device):
-                work = units(finetune_run(publisher, given, stepped, interrupts).work())
+                work = units(finetune_run(publisher, arguments, stepped, interrupts).work())
             interrupt = functools.partial(interrupts.append, (SIGINT, None))
-            made.append(Job(adapter, work, ends, interrupt, given.tenant))
-            return made[0]
+            jobs.append(Job(adapter, work, ends, interrupt, arguments.tenant))
+            return jobs[0]
         except BaseException:
             ends()
             raise
 
-    def prepare_trainer(self, given: TrainerArguments) -> TrainedAdapter:
+    def prepare_trainer(self, arguments: TrainerArguments) -> TrainedAdapter:
         """Make the adapter of a trainer, and compile its program, on any thread."""
-        note, name = self._note, given.name
+        note, name = self._note, arguments.name
 
-        def stepped(done: Stepped) -> None:
-            note(Kind.STEPPED, name, step=done.step, loss=done.loss, tokens=done.tokens)
+        def stepped(update: Stepped) -> None:
+            note(Kind.STEPPED, name, step=update.step, loss=update.loss, tokens=update.tokens)
 
         def published(version: AdapterVersion) -> None:
             note(Kind.PUBLISHED, name, adapter_version=version.number)
 
-        return TrainedAdapter(self.state, given, True, stepped, published)
+        return TrainedAdapter(self.state, arguments, True, stepped, published)
 
     def start(self) -> AsyncEngine:
         """Have a thread run the steps from now on.

@@ -117,11 +117,11 @@ def served_base(
     base = SharedBase(executor, engine)
     files = tokenizer_files(access.directory)
     loop = BaseLoop(base, endpoint, _base_options(options), files, access.keys)
-    found = ServedBase(loop, access.keys)
+    served = ServedBase(loop, access.keys)
     try:
-        yield found
+        yield served
     finally:
-        found.close()
+        served.close()
 
 
 def _base_options(options: ServeOptions) -> BaseOptions:

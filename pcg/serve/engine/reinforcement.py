@@ -79,20 +79,20 @@ the page reads them all."""
 
 @contextmanager
 def opened(
-    folder: str, config: Mapping[str, Any], name: str, told: Sequence[JobStep]
+    folder: str, config: Mapping[str, Any], name: str, steps: Sequence[JobStep]
 ) -> Iterator[RunRecord]:
     """Open the record of a run for a block, with the steps that a checkpoint has.
 
     Args:
-        told: the last of these steps.
+        steps: the last of these steps.
     Raises:
         RecordError: it cannot be written.
     """
-    done = told[-1].step if told else 0
+    last = steps[-1].step if steps else 0
     with RunRecord(
-        folder, config, name=name, kind="grpo", done=done, waits_for_page=False
+        folder, config, name=name, kind="grpo", done=last, waits_for_page=False
     ) as record:
-        for news in told:
+        for news in steps:
             if news.step > record.last_step:
                 add_step(record, news)
         yield record
@@ -113,7 +113,7 @@ def add_step(record: RunRecord, news: JobStep, samples: Sequence[Sample] = ()) -
         tokens_per_second=round(news.tokens_per_second, 3),
     )
     if samples and news.step % max(1, news.total_steps // _SAMPLED) == 0:
-        record.samples(news.step, [_short(one.row) for one in samples])
+        record.samples(news.step, [_short(sample.row) for sample in samples])
 
 
 def _short(row: Mapping[str, object]) -> dict[str, object]:
@@ -157,13 +157,13 @@ class Rollout:
         """Wait for all of its completions; errors as of `Stream`, or that the job has ended."""
         while True:
             try:
-                found = self._stream.wait_all()
+                completions = self._stream.wait_all()
             except QueueFullError:
                 time.sleep(_AGAIN_S)
                 self._stream = self._ask()
             else:
                 self.is_taken = True
-                return found
+                return completions
 
     def cancel(self) -> None:
         """End it."""
@@ -197,22 +197,24 @@ class Rollouts:
             return self._engine.submit(*args, **fields, tenant=self._tenant)  # type: ignore[arg-type]
 
         width = cast(int, fields.get("n", 1))
-        while self._running and sum(one.width for one in self._running) + width > self._most:
+        while (
+            self._running and sum(rollout.width for rollout in self._running) + width > self._most
+        ):
             with suppress(PcgError):  # who waits for its completions is told
                 self._running[0].wait_all()
-            self._running = [one for one in self._running if not one.is_over]
-        made = Rollout(ask, width)
-        self._running.append(made)
-        self._asked = [*(one for one in self._asked if not one.is_taken), made]
+            self._running = [rollout for rollout in self._running if not rollout.is_over]
+        rollout = Rollout(ask, width)
+        self._running.append(rollout)
+        self._asked = [*(each for each in self._asked if not each.is_taken), rollout]
         if self.has_ended:  # meanwhile
-            made.cancel()
-        return made
+            rollout.cancel()
+        return rollout
 
     def end(self) -> None:
         """End all of them, from any thread, and ask nothing more."""
         self.has_ended = True
-        for one in list(self._asked):
-            one.cancel()
+        for rollout in list(self._asked):
+            rollout.cancel()
 
 
 # ------------------------------------------------------------------------------------ reinforcement
@@ -283,12 +285,12 @@ class ReinforcementRun:
     def _end_of(self, error: Exception) -> JobEnd:
         if self._rollouts.has_ended:
             return JobEnd("cancelled", is_final=False)
-        found = as_pcg_error(error, "the job", FinetuneError)
-        if found is not error:
+        known = as_pcg_error(error, "the job", FinetuneError)
+        if known is not error:
             _LOG.error("a job failed by an error of ours", exc_info=error)
-        goes_on = isinstance(found, FinetuneInterrupted | EngineError)
+        goes_on = isinstance(known, FinetuneInterrupted | EngineError)
         state = "interrupted" if goes_on else "failed"
-        return JobEnd(state, is_final=not goes_on, kind=type(found).__name__, text=str(found))
+        return JobEnd(state, is_final=not goes_on, kind=type(known).__name__, text=str(known))
 
     def _trained(self) -> Adapter:
         """Train, and return the adapter."""
@@ -314,7 +316,9 @@ class ReinforcementRun:
                 self._stepped(trainer, tests, step, numbers)
 
             def grader(completions: Sequence[Any], item: Sequence[Any], **_: object) -> Any:
-                texts = [one if isinstance(one, str) else one[0]["content"] for one in completions]
+                texts = [
+                    text if isinstance(text, str) else text[0]["content"] for text in completions
+                ]
                 return self._graded(texts, list(item))
 
             task = Task(prompts, Rewards(grader), None, on_step, updates=begun)
@@ -337,28 +341,28 @@ class ReinforcementRun:
             raise DataError("the model has no tokenizer, and prompts are texts")
         effort = self._asked["reasoning_effort"]
         variables = {} if effort is None else {"reasoning_effort": effort}
-        room, found = self._asked["prompt_tokens"], []
-        for one in read_rows((Path(path),)):
-            row, name = one.value, one.where.removeprefix(f"{Path(path).parent}/")
-            given = row.pop("messages", None)
-            if given is None:
-                given = row.pop("prompt")
-                ids = tokenizer.encode(given)
+        room, prompts = self._asked["prompt_tokens"], []
+        for line in read_rows((Path(path),)):
+            row, name = line.value, line.where.removeprefix(f"{Path(path).parent}/")
+            prompt = row.pop("messages", None)
+            if prompt is None:
+                prompt = row.pop("prompt")
+                ids = tokenizer.encode(prompt)
             else:
-                ids = tokenizer.encode_chat(given, **variables)
+                ids = tokenizer.encode_chat(prompt, **variables)
             if not 0 < len(ids) <= room:
                 raise DataError(
                     f"{name}: the prompt has {len(ids)} tokens, and beside the completion there is "
                     f"room for {room}; shorten it, or use a smaller pcg.max_completion_length"
                 )
-            found.append(Prompt(given, tuple(ids), {"item": row}))
-        return found
+            prompts.append(Prompt(prompt, tuple(ids), {"item": row}))
+        return prompts
 
     def _resume(self, trainer: AsyncTrainer) -> int:
         """Go on from the last checkpoint that is not damaged; returns the updates that it has."""
         folder = Path(self._order.checkpoints)
-        found = folder.glob("step-*")
-        saved = sorted(one for one in found if is_file(one / STATE) or is_file(one / SUMS))
+        folders = folder.glob("step-*")
+        saved = sorted(path for path in folders if is_file(path / STATE) or is_file(path / SUMS))
         for unfinished in folder.glob(".step-*"):
             shutil.rmtree(unfinished, ignore_errors=True)
         if not saved:
@@ -384,11 +388,11 @@ class ReinforcementRun:
         for begin in range(0, len(texts), _AT_ONCE):
             part = slice(begin, begin + _AT_ONCE)
             self._tell(JobSamples(texts[part], items[part]))
-            found = self._grades.get()
-            if found is None:
+            grades = self._grades.get()
+            if grades is None:
                 raise FinetuneError("the job was cancelled")
-            error = found[1]
-            rewards += found[0] if error is None else [0.0] * len(texts[part])
+            error = grades[1]
+            rewards += grades[0] if error is None else [0.0] * len(texts[part])
             errors += [] if error is None else [error]
         if len(errors) * _AT_ONCE >= len(texts):
             raise FinetuneError(errors[0])
@@ -400,10 +404,10 @@ class ReinforcementRun:
         options = GrpoOptions(**self._asked["grpo"])
         fields = {**options.sampling(), "n": count, "logprobs": None, "seed": options.seed + step}
         adapter = trainer.snapshot().wait().adapter
-        streams = [self._rollouts.submit(one.ids, adapter, **fields) for one in tests]
-        found = [done.text for stream in streams for done in stream.wait_all()]
-        items = [one.columns["item"] for one in tests for _ in range(count)]
-        return statistics.fmean(self._graded(found, items))
+        streams = [self._rollouts.submit(prompt.ids, adapter, **fields) for prompt in tests]
+        texts = [completion.text for stream in streams for completion in stream.wait_all()]
+        items = [prompt.columns["item"] for prompt in tests for _ in range(count)]
+        return statistics.fmean(self._graded(texts, items))
 
     def _stepped(
         self,
@@ -449,13 +453,13 @@ class ReinforcementRun:
         """Write a checkpoint."""
         folder = Path(self._order.checkpoints)
         folder.mkdir(parents=True, exist_ok=True)
-        target, made = folder / f"step-{step:08d}", folder / f".step-{step:08d}"
+        target, unfinished = folder / f"step-{step:08d}", folder / f".step-{step:08d}"
         adapter = trainer.snapshot().wait().adapter
-        write_adapter_files(adapter, made)
-        trainer.save_state(made / TRAINER).wait()
-        (made / STATE).write_bytes(msgspec.json.encode({"state": {"told": list(self._told)}}))
-        seal(made)
-        os.replace(made, target)
+        write_adapter_files(adapter, unfinished)
+        trainer.save_state(unfinished / TRAINER).wait()
+        (unfinished / STATE).write_bytes(msgspec.json.encode({"state": {"told": list(self._told)}}))
+        seal(unfinished)
+        os.replace(unfinished, target)
         sync_names(folder)
 
 
