@@ -50,6 +50,7 @@ from pcg.keywords import takes
 from pcg.peft.adapter import Adapter
 from pcg.ranks.line import BEAT_S
 from pcg.runtime.data.sources import DataLimits
+from pcg.runtime.engine.adapter_loads import Loads
 from pcg.runtime.engine.engine_status import adapters_of, most_tokens, numbers_of, running_of
 from pcg.runtime.engine.loop import EngineLoop
 from pcg.runtime.engine.preparation import Preparation
@@ -69,7 +70,6 @@ from pcg.runtime.metrics.status import (
     JobStatus,
     RunningStatus,
 )
-from pcg.runtime.model.adapter_loads import Loads
 from pcg.runtime.model.state import ModelState
 from pcg.runtime.requests.request import Chunk, Request, RequestFields, make_request
 from pcg.runtime.requests.stream import Stream, Wakes, in_order
