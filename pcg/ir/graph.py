@@ -11,7 +11,7 @@ import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 from pcg.ir.layouts import WHOLE, Layout
 from pcg.ir.types import TensorType
@@ -96,10 +96,10 @@ class Node:
     def get(self, name: str, default: Attribute | None = None) -> Attribute | None:
         return dict(self.attributes).get(name, default)
 
-    def changed(self, *, attributes: Mapping[str, Attribute], **fields: Any) -> Node:
+    def changed(self, *, attributes: Mapping[str, Attribute], **fields: object) -> Node:
         """Replace fields, and add attributes."""
         pairs = tuple(sorted({**dict(self.attributes), **attributes}.items()))
-        return dataclasses.replace(self, attributes=pairs, **fields)
+        return dataclasses.replace(self, attributes=pairs, **fields)  # type: ignore[arg-type]
 
 
 @dataclass(frozen=True)
