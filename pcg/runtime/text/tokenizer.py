@@ -54,7 +54,7 @@ class Tokenizer:
         eos_ids: all tokens that end a model's output.
     """
 
-    backend: Any
+    backend: tokenizers.Tokenizer
     special_tokens: Mapping[str, str]
     bos_id: int | None = None
     eos_id: int | None = None

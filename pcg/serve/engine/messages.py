@@ -185,18 +185,6 @@ class Call(msgspec.Struct, array_like=True, tag="call"):
 # ----------------------------------------------------------------------------------- to the server
 
 
-class TokenizerData(msgspec.Struct):
-    """A tokenizer: the library's as its JSON, and the other fields of `Tokenizer`."""
-
-    backend: str
-    special_tokens: dict[str, str]
-    bos_id: int | None
-    eos_id: int | None
-    eos_ids: tuple[int, ...]
-    pad_id: int | None
-    templates: dict[str, str] | None
-
-
 class AdapterData(msgspec.Struct, array_like=True):
     """An adapter that requests may name."""
 
@@ -209,7 +197,7 @@ class Ready(msgspec.Struct, array_like=True, tag="ready"):
     """The engine runs."""
 
     facts: ModelFacts
-    tokenizer: TokenizerData | None
+    tokenizer: Tokenizer | None
 
 
 class Failed(msgspec.Struct, array_like=True, tag="failed"):
@@ -322,6 +310,10 @@ def _data(value: Any) -> Any:
         return (kind, tuple(value.shape), value.to(_KINDS[kind]).contiguous().numpy().tobytes())
     if isinstance(value, PcgError):
         return fault_of(value)
+    if isinstance(value, tokenizers.Tokenizer):
+        return value.to_str()
+    if isinstance(value, ChatTemplate):
+        return value.sources
     raise NotImplementedError(f"{type(value).__name__} has no place in a message")
 
 
@@ -341,6 +333,10 @@ def _object(kind: type, data: Any) -> Any:
         if not content:
             return torch.zeros(shape, dtype=_KINDS[dtype])
         return torch.frombuffer(bytearray(content), dtype=_KINDS[dtype]).reshape(shape)
+    if kind is tokenizers.Tokenizer:
+        return tokenizers.Tokenizer.from_str(data)
+    if kind is ChatTemplate:
+        return ChatTemplate(data)
     assert kind is PcgError
     error = error_of(Fault(*data))
     return error if isinstance(error, PcgError) else EngineError(str(error))
@@ -515,33 +511,3 @@ def _kinds(of: type[PcgError]) -> dict[str, type[PcgError]]:
 
 _ERRORS = _kinds(PcgError)
 del _ERRORS[FinetuneInterrupted.__name__]  # it has more than a text; FinetuneError stands for it
-
-
-# ------------------------------------------------------------------------------------- tokenizers
-
-
-def tokenizer_data(tokenizer: Tokenizer) -> TokenizerData:
-    """Return the message of a tokenizer."""
-    template = tokenizer.chat_template
-    return TokenizerData(
-        tokenizer.backend.to_str(),
-        dict(tokenizer.special_tokens),
-        tokenizer.bos_id,
-        tokenizer.eos_id,
-        tokenizer.eos_ids,
-        tokenizer.pad_id,
-        None if template is None else dict(template.sources),
-    )
-
-
-def tokenizer_of(data: TokenizerData) -> Tokenizer:
-    """Return the tokenizer of a message."""
-    return Tokenizer(
-        tokenizers.Tokenizer.from_str(data.backend),
-        data.special_tokens,
-        data.bos_id,
-        data.eos_id,
-        data.eos_ids,
-        data.pad_id,
-        None if data.templates is None else ChatTemplate(data.templates),
-    )

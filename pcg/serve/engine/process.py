@@ -69,7 +69,6 @@ from pcg.serve.engine.messages import (
     encode,
     encoded,
     error_of,
-    tokenizer_of,
 )
 from pcg.serve.engine.options import ServeOptions
 from pcg.serve.engine.orders import Drain
@@ -223,10 +222,8 @@ class ProcessClient:
             if isinstance(error, PcgError):
                 raise error
             raise EngineError(f"the engine cannot start: {error}")
-        data = self._ready.tokenizer
-        tokenizer = None if data is None else tokenizer_of(data)
         self._facts = self._ready.facts
-        self._model = _Model(tokenizer, self._facts.vocabulary)
+        self._model = _Model(self._ready.tokenizer, self._facts.vocabulary)
 
     @property
     def facts(self) -> ModelFacts:

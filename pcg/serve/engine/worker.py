@@ -62,7 +62,6 @@ from pcg.serve.engine.messages import (
     decoder,
     encode,
     fault_of,
-    tokenizer_data,
 )
 from pcg.serve.engine.options import ServeOptions
 from pcg.serve.engine.reports import Reports
@@ -195,13 +194,11 @@ class Worker:
         client.executor.state.versions.listen(self._tell)
         for name, adapter in client.executor.adapters.items():
             self._tell(name, adapter)
-        tokenizer = client.tokenizer
-        data = None if tokenizer is None else tokenizer_data(tokenizer)
         # What is loaded stays: full collections need not go through it.
         gc.collect()
         gc.freeze()
         gc.enable()
-        self._channel.send(encode(Ready(client.facts, data)))
+        self._channel.send(encode(Ready(client.facts, client.tokenizer)))
 
     def _tell(self, name: str, adapter: Adapter | None) -> None:
         """Tell the server which adapter has a name; it is kept until the server releases it."""

@@ -30,8 +30,6 @@ from pcg.serve.engine.messages import (
     encode,
     error_of,
     fault_of,
-    tokenizer_data,
-    tokenizer_of,
 )
 from pcg.serve.engine.process import RemoteAdapters
 from pcg.serve.metrics.engine_metrics import EngineMetrics
@@ -136,7 +134,7 @@ def test_a_version_is_released_once_nothing_names_it() -> None:
 
 def test_a_tokenizer_that_crossed_is_the_same() -> None:
     tokenizer = Tokenizer.load(serving.model_directory())
-    again = tokenizer_of(tokenizer_data(tokenizer))
+    again = decoder(Tokenizer)(encode(tokenizer))
     text = "Ein schöner Tag für Äpfel 😀 <|im_end|>"
     for special in (True, False):
         assert again.encode(text, special) == tokenizer.encode(text, special)
