@@ -5,6 +5,9 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable
+from contextlib import nullcontext
+from types import SimpleNamespace
+from typing import Any
 from unittest.mock import patch
 
 import pytest
@@ -298,7 +301,7 @@ def test_a_job_says_how_it_goes_on_and_what_it_waits_for(
         )
         engine.submit(Request((1, 2, 3), SamplingParams(max_new_tokens=100, ignore_eos=True)))
         engine.step()
-        handle = RunningJob("trained", engine, lambda act: act())
+        handle = RunningJob("trained", thread_of(engine))
         handle.begin(engine.finetune(DATA, "trained", peft=LORA, **OPTIONS))
         while not engine.is_idle:
             engine.step()
@@ -316,11 +319,16 @@ def test_a_job_says_how_it_goes_on_and_what_it_waits_for(
     assert status.remaining_s is None
 
 
+def thread_of(engine: Engine) -> Any:
+    """A thread that runs its calls at once."""
+    return SimpleNamespace(engine=engine, call=lambda act: act(), asked=lambda *_: nullcontext())
+
+
 def test_a_job_says_how_long_it_will_take(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of twenty steps, each so far has taken half a second."""
     executor = make_executor()
     engine = executor.engine(kv_cache_bytes=2**21)
-    handle = RunningJob("trained", engine, lambda act: act())
+    handle = RunningJob("trained", thread_of(engine))
     job = engine.finetune(DATA, "trained", peft=LORA, **{**OPTIONS, "max_steps": 20})
     handle.begin(job)
     while handle.status.step < 10:
