@@ -360,7 +360,7 @@ def sft_command(config: Config, settings: Settings, json: Json = False) -> None:
     """Finetune an adapter on examples, as a file says.
 
     Its keys are the arguments of `executor.finetune` and the options of pcg finetune
-    (docs/train.md). Interrupted with Ctrl-C, the same command goes on where it was.
+    (docs/finetuning.md). Interrupted with Ctrl-C, the same command goes on where it was.
     """
     check_alone("pcg train sft")
     from pcg.train.config_file import OutputOptions, has_adapter, read_config
@@ -377,9 +377,9 @@ def sft_command(config: Config, settings: Settings, json: Json = False) -> None:
 def grpo_command(config: Config, settings: Settings, json: Json = False) -> None:
     """Train an adapter on rewards by GRPO, as a file says.
 
-    Its keys are the options of docs/grpo.md, with data and rewards. Reward functions are Python of
-    yours, and run in this process. Interrupted with Ctrl-C, or killed, the same command goes on
-    from the last checkpoint.
+    Its keys are the options of GRPO (docs/finetuning.md), with data and rewards. Reward functions
+    are your Python code, and run in this process. After Ctrl-C, or if it was killed, the same
+    command resumes from the last checkpoint.
     """
     check_alone("pcg train grpo")
     from pcg.train.config_file import OutputOptions, has_adapter, read_config
@@ -396,7 +396,7 @@ def dpo_command(config: Config, settings: Settings, json: Json = False) -> None:
     """Train an adapter to prefer one of two outputs, as a file says.
 
     Its keys are those of pcg train sft, and the options of direct preference optimization
-    (docs/preference.md). Interrupted with Ctrl-C, the same command goes on where it was.
+    (docs/finetuning.md). Interrupted with Ctrl-C, the same command goes on where it was.
     """
     check_alone("pcg train dpo")
     from pcg.train.config_file import OutputOptions, read_config

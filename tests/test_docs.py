@@ -174,6 +174,17 @@ def test_recipes_of_the_readme_run(
     assert (tmp_path / "mine" / "adapter_config.json").exists()
 
 
+@pytest.mark.parametrize("page", ["adapters.md", "finetuning.md"])
+def test_python_of_pages_runs(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Run the blocks of a page one after the other, as a reader does."""
+    (tmp_path / "examples").symlink_to(ROOT / "examples")
+    monkeypatch.chdir(tmp_path)
+    names: dict[str, object] = {}
+    for code in _blocks(ROOT / "docs" / page, "python"):
+        exec(compile(code, page, "exec"), names)
+    assert any(tmp_path.glob("*/adapter_config.json"))
+
+
 def _commands(text: str) -> Iterator[list[str]]:
     """Yield the command lines of pcg in a document's code blocks, as words."""
     for language, code in FENCE.findall(text):

@@ -4,7 +4,8 @@
 own. The version that was loaded is in the headers `x-adapter-version` and `x-adapter-digest`.
 
 Trainers of others use a server as their sampler: TRL's AsyncGRPO pauses the server, writes an
-adapter, loads it under a new name and resumes the server (docs/grpo.md). Requests meanwhile wait.
+adapter, loads it under a new name and resumes the server. Requests meanwhile wait
+(docs/finetuning.md).
 """
 
 from __future__ import annotations

@@ -33,7 +33,7 @@ MOST_STEPS = 1_000_000
 
 _RATES = {SUPERVISED: 2e-4, DPO: DPO_RATE, REINFORCEMENT: 2e-5}
 """Learning rates of a multiplier of 1: QLoRA, table 9; with rewards adapters take 1e-5 to 1e-4
-(docs/grpo.md)."""
+(docs/finetuning.md)."""
 _EPOCHS, _LEAST_EXAMPLES, _MOST_EXAMPLES, _MOST_EPOCHS = 3, 100, 25_000, 25
 """Epochs by default, fewer or more where the examples are very many or few.
 

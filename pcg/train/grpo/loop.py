@@ -99,7 +99,7 @@ class GrpoResult:
     Attributes:
         adapter: the adapter's name.
         steps: updates.
-        history: the numbers of each update, by TRL's names (docs/grpo.md).
+        history: the numbers of each update, by TRL's names (docs/finetuning.md).
         samples: completions of the last generation, a few.
         snapshot: the version that is served.
         seconds: its time.

@@ -82,8 +82,8 @@ class ObjectiveOptions:
     """Options of the objective: advantages of completions, and the loss of their tokens.
 
     Attributes:
-        loss_type: how tokens' losses are weighted (docs/grpo.md): dapo, grpo, dr_grpo or bnpo;
-            cispo clips the ratio's own weight instead.
+        loss_type: how tokens' losses are weighted (docs/finetuning.md): dapo, grpo, dr_grpo or
+            bnpo; cispo clips the ratio's own weight instead.
         importance_sampling_level: token, for the ratio of each token, or sequence, for that of the
             whole completion, as in GSPO.
         beta: weight of the KL divergence to the reference: the base without the adapter, or the

@@ -127,7 +127,7 @@ class DpoArguments(DpoOptions):
 
     Attributes:
         data: .jsonl files, rows, a dataset, a frame or a dict of columns; a row has two outputs
-            (docs/preference.md). Of a DatasetDict, `train` is learned, and `validation` is
+            (docs/finetuning.md). Of a DatasetDict, `train` is learned, and `validation` is
             `eval_data` if none is given.
         adapter: the adapter's name; one that does not exist is made.
         peft: the recipe of a new adapter, as `add_adapter` takes it; None for the one that the
