@@ -74,12 +74,12 @@ def is_engine(pid: int) -> bool:
 
 
 def load_broken() -> Executor:
-    """Load the small model, in a process whose engine ends by an error after its first step."""
+    """Load the small model, in a process whose engine ends by an error at its first step."""
 
     def fail(_: AsyncEngine) -> None:
         raise RuntimeError("broken on purpose")
 
-    AsyncEngine._settle = fail  # type: ignore[method-assign]
+    AsyncEngine._step = fail  # type: ignore[method-assign]
     return serving.make_executor()
 
 
