@@ -50,7 +50,7 @@ class GraderReward:
         if judges:
             raise GraderError(
                 f"the grader {judges[0].name!r} asks the judge {judges[0].judge!r}, and there is "
-                "no server to ask: use a reinforcement job of pcg serve (docs/jobs.md)"
+                "no server to ask: use a reinforcement job of pcg serve (docs/serving.md)"
             )
         self._grader = grader
         self.__name__ = grader.name

@@ -29,6 +29,15 @@ DENSE_GRANITE = {
 }
 
 
+def test_the_example_of_the_document_runs(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(DOCUMENT.parents[1])
+    (example,) = re.findall(r"^```python\n(.*?)^```$", TEXT, re.MULTILINE | re.DOTALL)
+    exec(compile(example, "models.md", "exec"), {})
+    assert "'kv_cache'" in capsys.readouterr().out
+
+
 def test_the_document_is_of_the_table_of_causes() -> None:
     made, there = (VERSION.sub("", text) for text in (table(WRITTEN), TEXT))
     assert made in there

@@ -402,7 +402,7 @@ def _check_call(node: LossNode) -> None:
     if (method_of if is_method else function_of)(node.target) is None:
         raise _Refused(
             f"{shown(node.target)} is no {'method' if is_method else 'function'} that custom "
-            "losses call here; docs/tinker.md lists them"
+            "losses call here; see docs/serving.md#tinker"
         )
     if not node.args:
         raise _Refused(f"{shown(node.target)} has no arguments; give them in their places")

@@ -103,7 +103,7 @@ class ServeOptions:
             take turns.
         keep_jobs_days: time after which jobs and uploads that are over are forgotten, with their
             events; the models that they made stay.
-        python_graders: run python graders of tenants, in a sandbox (docs/graders.md).
+        python_graders: run python graders of tenants, in a sandbox (docs/serving.md).
         tinker_session_s: time after which a session of Tinker's protocol ends whose client says
             nothing, s.
         keep_tinker_days: time after which a session of it that has ended is forgotten, with its

@@ -146,7 +146,7 @@ class TaskOptions:
             several, one after the other, as a list.
         rewards: a reward function as module:function, or file.py:function with the file's path from
             the configuration's folder, which run in this process; or grader:FILE.json, a grader
-            of docs/graders.md in a file. Several as a list.
+            of docs/serving.md in a file. Several as a list.
         reward_weights: the weight of each, 1 by default.
     """
 

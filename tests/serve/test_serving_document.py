@@ -1,0 +1,64 @@
+"""docs/serving.md names every option, and its blocks of Python run against a server."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import pcg.compiler as compiler
+from pcg.serve.engine.options import ServeOptions
+from tests.support import serving, tinker_client
+
+ROOT = Path(__file__).parents[2]
+TEXT = (ROOT / "docs" / "serving.md").read_text(encoding="utf-8")
+BLOCKS = re.findall(r"^```python\n(.*?)^```$", TEXT, re.MULTILINE | re.DOTALL)
+KEY = "tml-my-own-key"
+ROWS = [{"prompt": f"def load_{n}(path):", "completion": f" return {n}"} for n in range(4)]
+
+
+@pytest.fixture
+def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[serving.Served]:
+    (tmp_path / "examples").symlink_to(ROOT / "examples")
+    (tmp_path / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+    monkeypatch.chdir(tmp_path)
+    options: dict[str, Any] = {
+        "api_key": (KEY,),
+        "served_model_name": ("checkpoint",),
+        "lora_modules": ("typed=examples/adapters/typed",),
+        "tinker_tokenizer": "examples/checkpoint",
+        "max_body_mib": 4.0,
+    }
+
+    def load() -> Any:
+        return compiler.compile("examples/checkpoint", dtype="float32")
+
+    with tinker_client.server(tmp_path / "data", load, **options) as served:
+        yield served
+
+
+def test_the_document_names_every_option_of_the_server() -> None:
+    options = {f"--{f.name.replace('_', '-')}" for f in dataclasses.fields(ServeOptions)}
+    options -= {"--enable-prefix-caching", "--restart", "--warm-up"}  # the page has their --no-…
+    assert {option for option in options if f"`{option}" not in TEXT} == set()
+
+
+def test_blocks_of_the_document_run(
+    server: serving.Served, capsys: pytest.CaptureFixture[str]
+) -> None:
+    names: dict[str, Any] = {}
+    for block in BLOCKS:
+        code = block.replace("http://127.0.0.1:8000", server.url).replace('"…"', f'"{KEY}"')
+        exec(compile(code, "serving.md", "exec"), names)
+    names["client"].fine_tuning.jobs.cancel(names["job"].id)
+    service = names["service"]
+    service.holder.run_coroutine_threadsafe(service.holder.aclose()).result(60)
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[:2] == ["checkpoint", "typed"]
+    assert "1.0" in lines  # the grade
+    assert names["model"].model_id in next(line for line in lines if line.startswith("tinker://"))
