@@ -47,7 +47,7 @@ class PlanOptions:
         batch: sequences of the finetuning step that the budget is planned for.
         seq: tokens of each of these sequences.
         lossy_activations: fp8 to save activations in 8 bits where the gradient's error has a bound
-            (docs/memory.md); by default all that is saved is exact.
+            (docs/compiler.md); by default all that is saved is exact.
         packed_weights: False to hold each of the base's weights once, on CPUs where serving has
             oneDNN's packed copies of them beside those that training reads: slower decoding.
     Raises:

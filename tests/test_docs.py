@@ -233,7 +233,7 @@ def test_transcripts_show_what_is_printed(command: str, output: str) -> None:
 
 
 def test_docs_name_every_pass_of_the_pipeline() -> None:
-    text = (ROOT / "docs" / "ir.md").read_text(encoding="utf-8")
+    text = (ROOT / "docs" / "compiler.md").read_text(encoding="utf-8")
     for backend in ("torch", "triton"):
         settings = Settings(PlanOptions(tp=2), backend=backend, windows=True)
         names = {one.name for stage in pipeline(settings).stages for one, _ in stage.flat()}
@@ -242,7 +242,7 @@ def test_docs_name_every_pass_of_the_pipeline() -> None:
 
 def test_docs_show_the_layer_that_is_emitted() -> None:
     program = compile_program(ROOT / "examples" / "checkpoint", "lora", dtype="float32")
-    (shown,) = _blocks(ROOT / "docs" / "ir.md", "python")
+    (shown,) = _blocks(ROOT / "docs" / "compiler.md", "python")
     emitted = ast.parse(program.serving.source)
     layer = next(node for node in emitted.body if getattr(node, "name", "") == "block_0")
     assert ast.dump(layer) == ast.dump(ast.parse(shown).body[0])
