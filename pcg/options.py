@@ -147,14 +147,14 @@ class CompileOptions(PlanOptions):
     Attributes:
         backend: what source is emitted for: torch, which runs on any device; triton, fused for
             NVIDIA GPUs; or auto, triton where the device is such a GPU of capability 8.0 or later
-            and kernels know the model (docs/triton.md), else torch.
+            and kernels know the model (docs/kernels.md), else torch.
         adapter_copies: the dtype of the copies that LoRA is served from (docs/adapters.md), as a
             step is as fast as they are read: that of the base by default, for Triton and on CPUs
             with native bfloat16; bfloat16; or float32, the adapters' own, which training and saving
             keep in any case.
         attention: who computes attention in a program for Triton: own, for its own kernels; names
             of libraries, with commas, as flashinfer for prompts and flash_attn for training, where
-            they know the heads (docs/triton.md); or auto, those that are installed.
+            they know the heads (docs/kernels.md); or auto, those that are installed.
     """
 
     title: ClassVar[str] = PlanOptions.title

@@ -63,7 +63,7 @@ class EngineArguments(EngineOptions):
             with `kv_cache_bytes`.
         warm_up: record possible steps, and compile their kernels, when the engine is created, so
             that no request waits for it; windows of jobs, too, if the program was compiled for a
-            recipe and a step. Only where steps are recorded (docs/triton.md).
+            recipe and a step. Only where steps are recorded (docs/kernels.md).
         warm_jobs: further jobs whose windows a warm-up records.
         data_limits: limits of a job's data, and the most jobs that are prepared simultaneously;
             `DataLimits()` by default.
