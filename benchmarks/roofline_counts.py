@@ -211,10 +211,10 @@ def counted(
     def grouped(self: Any, inputs: Any, made: Any, slots: Any, tokens: int, programs: Any) -> None:
         written, skipped = 0, set()
         for output, x in zip(self._outputs, made, strict=True):
-            if output.given is None or not isinstance(x, Tensor):
+            if output.stand_in is None or not isinstance(x, Tensor):
                 written += tokens * prod(output.features) * output.dtype.itemsize
             else:  # it stands for an input, which is not moved
-                skipped.add(output.given)
+                skipped.add(output.stand_in)
         read = [x for number, x in enumerate(inputs) if number not in skipped]
         lora = [deferred_work(x) for x in read if not isinstance(x, Tensor)]
         moved = written + sum(_distinct(x) * size_of(x) for x in read if isinstance(x, Tensor))

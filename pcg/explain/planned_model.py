@@ -19,7 +19,8 @@ from pcg.ir.analysis.storages import SEQUENCES
 from pcg.ir.graph import Graph
 from pcg.ir.program.program import ModelGraph
 from pcg.ir.program.saved_memory import SavedMemory, saved_memory
-from pcg.ir.types import CONTEXT, TORCH_NAMES, Shape, Shapes, elements
+from pcg.ir.shapes import Shape, Shapes, elements
+from pcg.ir.types import CONTEXT, TORCH_NAMES
 from pcg.options import CompileOptions, PlanOptions
 from pcg.parallel.costs.cost_model import CostModel
 from pcg.parallel.costs.step_costs import GraphCosts

@@ -33,7 +33,8 @@ from pcg.ir.analysis.storages import SEQUENCES, TOKENS_OF_BATCH
 from pcg.ir.layouts import layout_of
 from pcg.ir.program.program import ModelGraph
 from pcg.ir.program.saved_memory import SavedMemory, training_transients, transient
-from pcg.ir.types import DTYPE_BYTES, TOKENS, TORCH_NAMES, Shapes, elements
+from pcg.ir.shapes import Shapes, elements
+from pcg.ir.types import DTYPE_BYTES, TOKENS, TORCH_NAMES
 from pcg.passes.memory.plan import MemoryPlan
 from pcg.runtime.memory.kv_cache import bytes_of_token
 from pcg.runtime.training.torch_optimizers import StateMemory

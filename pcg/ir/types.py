@@ -18,7 +18,6 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
-from math import prod
 from typing import TypeAlias
 
 import sympy
@@ -221,15 +220,3 @@ def broadcast(left: tuple[Size, ...], right: tuple[Size, ...]) -> tuple[Size, ..
             raise TypeCheckError(f"shapes {list(left)} and {list(right)} do not broadcast")
         sizes.append(b if a == 1 else a)
     return tuple(sizes)
-
-
-# ------------------------------------------------------------------------------------------- shapes
-
-
-Shape: TypeAlias = tuple[int, ...]
-Shapes: TypeAlias = tuple[Shape, ...]
-
-
-def elements(shapes: Shapes) -> int:
-    """Numbers of tensors of these shapes."""
-    return sum(prod(shape) for shape in shapes)

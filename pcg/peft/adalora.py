@@ -51,7 +51,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from pcg.errors import AdapterError, FinetuneError
-from pcg.ir.types import Shapes
+from pcg.ir.shapes import Shapes
 from pcg.peft.lora import LORA_FIELDS, MadeLoraBypass
 from pcg.peft.method import Place, Shape, Shards, TrainingBeside, low_rank
 from pcg.peft.recipe import ALL_LINEAR, Json, Names, OtherField, note, refused, saved_as

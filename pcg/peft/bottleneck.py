@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from pcg.errors import UnsupportedError
-from pcg.ir.types import Shapes
+from pcg.ir.shapes import Shapes
 from pcg.peft.method import Bypass, Place, Shape
 from pcg.peft.recipe import OF_PCG, Names, OtherField, Recipe, saved_as
 from pcg.peft.targets import TargetedRecipe

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from pcg.errors import AdapterError
 from pcg.ir.module_paths import did_you_mean, name_list
-from pcg.ir.types import Shapes
+from pcg.ir.shapes import Shapes
 from pcg.peft.method import Bypass, Place, Shape
 from pcg.peft.recipe import Json, Names, saved_as
 from pcg.peft.targets import TargetedRecipe, check_modules

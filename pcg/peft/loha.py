@@ -29,7 +29,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from pcg.errors import UnsupportedError
-from pcg.ir.types import Shapes
+from pcg.ir.shapes import Shapes
 from pcg.peft.lora import MadeLoraBypass
 from pcg.peft.method import Place, Shape, Shards, low_rank
 from pcg.peft.recipe import ALL_LINEAR, COMMON, Names, OtherField, note, refused

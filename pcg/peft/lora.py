@@ -25,7 +25,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from pcg.errors import AdapterError, UnsupportedError
-from pcg.ir.types import Shapes
+from pcg.ir.shapes import Shapes
 from pcg.peft.method import Bypass, Place, Shape, low_rank
 from pcg.peft.recipe import ALL_LINEAR, OF_LAYERS, Json, Names, OtherField, refused, saved_as
 from pcg.peft.targets import FAMILY_TARGETS, PatternedRecipe

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol, Self
 
-from pcg.ir.types import Shapes
+from pcg.ir.shapes import Shapes
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from pcg.errors import AdapterError
 from pcg.ir.module_paths import layer_path
-from pcg.ir.types import Shapes
+from pcg.ir.shapes import Shapes
 from pcg.peft.method import Bypass, Place, Shape
 from pcg.peft.prompt import VirtualTokens, VirtualTokensRecipe
 from pcg.peft.prompt_encoder import KEY, PREFIX, PromptEncoder

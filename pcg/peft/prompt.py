@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from pcg.errors import AdapterError, UnsupportedError
 from pcg.ir.module_paths import WHOLE_MODEL
-from pcg.ir.types import Shapes
+from pcg.ir.shapes import Shapes
 from pcg.peft.method import Bypass, Place, Shape
 from pcg.peft.prompt_encoder import KEY, LSTM, MLP, PromptEncoder
 from pcg.peft.recipe import COMMON, Names, OtherField, Recipe, note, refused, saved_as

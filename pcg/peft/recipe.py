@@ -22,7 +22,7 @@ from itertools import chain
 from typing import TYPE_CHECKING, Any, ClassVar, Self, TypeAlias
 
 from pcg.errors import AdapterError, UnsupportedError
-from pcg.ir.types import Shapes
+from pcg.ir.shapes import Shapes
 from pcg.peft.method import Bypass, Shards, TrainingBeside
 from pcg.peft.prompt_encoder import PromptEncoder
 from pcg.peft.weights import ModuleWeights

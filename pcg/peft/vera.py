@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
-from pcg.ir.types import Shapes
+from pcg.ir.shapes import Shapes
 from pcg.peft.lora import MadeLoraBypass
 from pcg.peft.method import Place, Shape, low_rank
 from pcg.peft.recipe import ALL_LINEAR, Names, saved_as

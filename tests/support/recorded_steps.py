@@ -113,7 +113,8 @@ class Steps:
         for number, end in enumerate(ends):
             table = PageTable(f"sequence {number}")
             for _ in range(end // PAGE_TOKENS + 1):
-                table.take(pages.pop())
+                table.append(pages.pop())
+            table.place()
             tables.append(table)
         return tables
 

@@ -22,13 +22,12 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Self
 
 from pcg.errors import FinetuneError
+from pcg.ir.shapes import Shape
 from pcg.units import is_finite
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
-
-    from pcg.ir.types import Shape  # imports sympy
 
     State = Mapping[str, Tensor | int]
 

@@ -76,16 +76,19 @@ def test_lists_are_those_of_a_batch(data: st.DataObject) -> None:
 
     def table() -> PageTable:
         found = PageTable("some sequence")
-        found.take(next(free))
+        found.append(next(free))
+        found.place()
         return found
 
     tables = [table() for _ in range(data.draw(st.integers(1, 20)))]
     for _ in range(4):
         for one in tables:
             for _ in range(data.draw(st.sampled_from([0, 0, 1, 70]))):
-                one.take(next(free))
+                one.append(next(free))
+                one.place()
             if data.draw(st.booleans()):
                 one.replace(data.draw(st.integers(0, len(one.pages) - 1)), next(free))
+                one.place()
         tables = data.draw(st.permutations(tables))[: data.draw(st.integers(1, len(tables)))]
         count = len(tables)
         ends = [PAGE_TOKENS * len(one.pages) for one in tables]
@@ -107,7 +110,7 @@ def test_lists_are_those_of_a_batch(data: st.DataObject) -> None:
             (t, c + i) for t, c, n in zip(tables, contexts, lengths, strict=True) for i in range(n)
         ]
         assert ours.positions[:total].tolist() == [position for _, position in places]
-        rows = [one.row(position) for one, position in places]
+        rows = [one.rows(position, position + 1)[0] for one, position in places]
         assert ours.rows.tolist() == rows + [-1] * (room.tokens - total)
         if not room.decodes:
             last = [end - 1 for end in accumulate(lengths)]

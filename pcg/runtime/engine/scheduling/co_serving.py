@@ -256,6 +256,8 @@ class RecentRooms:
         if not work.is_served:
             self._idle_s += work.spent_s
             return
+        if not work.spent_s:  # it failed
+            return
         self._steps.append(_Served(room_s, work.spent_s, work.trained_s, self._idle_s))
         self._idle_s = 0.0
 
