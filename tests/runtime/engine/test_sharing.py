@@ -18,7 +18,7 @@ from pcg.runtime.admission.latency import Latencies, Latency
 from pcg.runtime.admission.limits import Limits
 from pcg.runtime.engine.engine import Engine
 from pcg.runtime.engine.running_job import RunningJob
-from pcg.runtime.engine.scheduling.co_serving import CoServing
+from pcg.runtime.engine.scheduling.co_serving import CoServing, RecentRooms
 from pcg.runtime.engine.scheduling.work import Sharing, Work
 from pcg.runtime.executor import Executor
 from pcg.runtime.memory.kv_cache import bytes_of_page, kv_types
@@ -268,6 +268,14 @@ def test_what_cannot_be_shared() -> None:
         TemporalSharing(0)
     with pytest.raises(FinetuneError, match="share=1; use a part above 0 and below 1"):
         SpatialSharing(1)
+
+
+def test_a_step_that_failed_has_no_room() -> None:
+    """It took no time; where it is the only step, a window's length goes by the planned room."""
+    rooms = RecentRooms()
+    rooms.next_s = 0.5
+    rooms.add(step_of(10), room_s=1.0)
+    assert rooms.pieces(0.1) == 5
 
 
 def test_a_default_engine_trains_while_it_serves() -> None:
