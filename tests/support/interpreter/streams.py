@@ -315,7 +315,7 @@ class Block:
         """
         for kind in (self.writes, self.reads) if writes else (self.writes,):
             for other, times in kind.items():
-                latest = times[grains].max()
+                latest = times[grains].max(initial=0)  # of no grains, nothing is disordered
                 if other != stream.number and latest > stream.clock.get(other, 0):
                     raise DeviceError(
                         f"{stream.ran[-1]} on stream {stream.number} "
