@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Collection
-from typing import Annotated, Any
+from typing import Any
 
 from fastapi import APIRouter, Depends, FastAPI, Request
 from fastapi.responses import JSONResponse
@@ -18,7 +18,7 @@ from pydantic import BaseModel
 from pcg.keys import Scope
 from pcg.runtime.engine.commands import Numbers
 from pcg.runtime.metrics.status import EngineState
-from pcg.serve.http.caller import Caller, requires
+from pcg.serve.http.caller import Infer, requires
 from pcg.serve.http.errors import ApiError
 from pcg.serve.http.service import ServiceDependency
 from pcg.version import __version__
@@ -100,9 +100,7 @@ async def version() -> Version:
 
 
 @router.get("/load")
-async def load(
-    service: ServiceDependency, caller: Annotated[Caller, Depends(requires(Scope.INFER))]
-) -> Load:
+async def load(service: ServiceDependency, caller: Infer) -> Load:
     """Return how many requests are in the engine, for keys that may know of others'."""
     if not service.shows_engine(caller):
         raise ApiError(

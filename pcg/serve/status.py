@@ -14,9 +14,8 @@ from __future__ import annotations
 import asyncio
 import time
 from functools import cache
-from typing import Annotated
 
-from fastapi import APIRouter, Depends
+from fastapi import APIRouter
 from fastapi.responses import HTMLResponse
 from pydantic import BaseModel
 
@@ -27,7 +26,7 @@ from pcg.runtime.metrics.status import EngineNumbers, EngineStatus, JobState, Jo
 from pcg.runtime.metrics.totals import Histogram, Promised
 from pcg.serve.adapters.catalog import Catalog
 from pcg.serve.engine.engine_names import Owned
-from pcg.serve.http.caller import Caller, requires
+from pcg.serve.http.caller import Caller, Infer
 from pcg.serve.http.service import Service, ServiceDependency
 from pcg.serve.http.wire import page_headers
 from pcg.version import __version__
@@ -147,9 +146,7 @@ class ServerStatus(BaseModel):
 
 
 @router.get("/status")
-async def status(
-    service: ServiceDependency, caller: Annotated[Caller, Depends(requires(Scope.INFER))]
-) -> ServerStatus:
+async def status(service: ServiceDependency, caller: Infer) -> ServerStatus:
     """Return the state of the server."""
     engine = await asyncio.wrap_future(service.client.call(Status()))
     return await service.beside(caller, _status, service, engine, caller)

@@ -20,14 +20,13 @@ from starlette.responses import PlainTextResponse, Response
 from pcg.keys import Scope
 from pcg.runtime.engine.commands import GoOn, Pause
 from pcg.serve.adapters.catalog import Catalog, Load, invalid, version_headers
-from pcg.serve.http.caller import Caller, requires
+from pcg.serve.http.caller import Admin, Caller, requires
 from pcg.serve.http.errors import ApiError, ErrorBody
 from pcg.serve.http.service import LongBodyRoute, ServiceDependency, part
 from pcg.serve.http.wire import WireModel
 
 router = APIRouter(route_class=LongBodyRoute)
 
-Admin = Annotated[Caller, Depends(requires(Scope.ADMIN))]
 CatalogPart = Annotated[Catalog, part(Catalog)]
 LongText = Annotated[str, Field(max_length=4096)]
 PAUSE_S = 600.0

@@ -6,12 +6,11 @@ import sqlite3
 from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import IO, Annotated, Any, Literal, get_args
 
-from fastapi import APIRouter, Depends, Query, Request
+from fastapi import APIRouter, Query, Request
 from pydantic import BaseModel, ConfigDict, Field
 from starlette.responses import StreamingResponse
 
 from pcg.errors import StoreDamagedError
-from pcg.keys import Scope
 from pcg.serve.files.files import (
     CANCELLED,
     COMPLETED,
@@ -34,7 +33,7 @@ from pcg.serve.files.files import (
     new_file,
 )
 from pcg.serve.files.form import read_form
-from pcg.serve.http.caller import Caller, requires
+from pcg.serve.http.caller import Caller, Trainer
 from pcg.serve.http.errors import ApiError
 from pcg.serve.http.service import LongBodyRoute, Service, ServiceDependency, part
 from pcg.serve.http.wire import WireModel
@@ -43,7 +42,6 @@ from pcg.serve.store.tables import new_key, now
 
 router = APIRouter(prefix="/v1", tags=["files"], route_class=LongBodyRoute)
 
-Trainer = Annotated[Caller, Depends(requires(Scope.TRAIN))]
 FilesPart = Annotated[Files, part(Files)]
 Purpose = Literal["assistants", "batch", "fine-tune", "vision", "user_data", "evals"]
 LEAST_LIFE_S, MOST_LIFE_S = 3600, 2592000

@@ -6,8 +6,9 @@ import base64
 import contextlib
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
+from typing import Annotated, TypeAlias
 
-from fastapi import Request
+from fastapi import Depends, Request
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Send
 from starlette.types import Scope as AsgiScope
@@ -55,13 +56,19 @@ def requires(scope: Scope) -> RequiredScope:
     return RequiredScope(scope)
 
 
+Infer: TypeAlias = Annotated[Caller, Depends(requires(Scope.INFER))]
+Trainer: TypeAlias = Annotated[Caller, Depends(requires(Scope.TRAIN))]
+Admin: TypeAlias = Annotated[Caller, Depends(requires(Scope.ADMIN))]
+"""Callers whose key has a scope, as routes take them."""
+
+
 class Authentication:
     """ASGI middleware that answers requests without a key by a 401, before it reads them.
 
     Args:
         public: the paths that need no key.
-        owner_of_link: returns whose a further one is, which none needs either; None for others.
-            What is asked by it counts as its owner's.
+        owner_of_link: returns the owner of a link, a path that needs no key either; None for other
+            paths. A request of a link counts as its owner's.
     """
 
     def __init__(

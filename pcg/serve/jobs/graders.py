@@ -14,7 +14,7 @@ from functools import partial
 from typing import Annotated, Any, ParamSpec, TypeVar
 from weakref import WeakValueDictionary
 
-from fastapi import APIRouter, Depends
+from fastapi import APIRouter
 from pydantic import BaseModel, Field
 
 from pcg.errors import GradingError, PcgError, QueueFullError, UnsupportedError
@@ -28,7 +28,7 @@ from pcg.keys import Scope
 from pcg.runtime.requests.request import Completion
 from pcg.serve.adapters.catalog import Catalog
 from pcg.serve.engine.messages import JobSamples
-from pcg.serve.http.caller import Caller, requires
+from pcg.serve.http.caller import Caller, Trainer
 from pcg.serve.http.errors import LOG, ApiError, as_api_error
 from pcg.serve.http.service import LongBodyRoute, Service, ServiceDependency
 from pcg.serve.http.wire import WireModel, new_id
@@ -299,7 +299,6 @@ class GradeReply(BaseModel):
 router = APIRouter(
     prefix="/v1/fine_tuning/alpha/graders", tags=["fine-tuning"], route_class=LongBodyRoute
 )
-Trainer = Annotated[Caller, Depends(requires(Scope.TRAIN))]
 
 
 @router.post("/run", name="run_grader")

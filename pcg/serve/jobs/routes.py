@@ -14,7 +14,6 @@ from fastapi.responses import HTMLResponse
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, Json
 
 from pcg.errors import AdapterError, StoreDamagedError
-from pcg.keys import Scope
 from pcg.records.page import run_page
 from pcg.records.record import MOST_BYTES
 from pcg.records.run import read_run
@@ -24,7 +23,7 @@ from pcg.serve.adapters.kept_models import KeptModels
 from pcg.serve.engine.engine_names import engine_name
 from pcg.serve.engine.messages import SUPERVISED
 from pcg.serve.files.files import FileRecord, Files, ListPage, Page, missing
-from pcg.serve.http.caller import Caller, requires
+from pcg.serve.http.caller import Admin, Caller, Trainer
 from pcg.serve.http.errors import UNSUPPORTED, ApiError, not_found
 from pcg.serve.http.service import LongBodyRoute, Service, ServiceDependency, part
 from pcg.serve.http.wire import WireModel, page_headers
@@ -56,8 +55,6 @@ from pcg.serve.store.tables import new_key, now
 
 router = APIRouter(prefix="/v1/fine_tuning", tags=["fine-tuning"], route_class=LongBodyRoute)
 
-Trainer = Annotated[Caller, Depends(requires(Scope.TRAIN))]
-Admin = Annotated[Caller, Depends(requires(Scope.ADMIN))]
 FilesPart = Annotated[Files, part(Files)]
 Runner = Annotated[JobRunner, part(JobRunner)]
 After = Annotated[str | None, Query(max_length=128)]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal, TypeAlias
 
-from fastapi import APIRouter, Depends
+from fastapi import APIRouter
 from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag
 from starlette.responses import Response
 
@@ -16,7 +16,7 @@ from pcg.errors import GenerationError
 from pcg.keys import Scope
 from pcg.runtime.text.tokenizer import Tokenizer
 from pcg.serve.adapters.catalog import Catalog, ServedModel
-from pcg.serve.http.caller import Caller, requires
+from pcg.serve.http.caller import Caller, Infer, Trainer
 from pcg.serve.http.errors import ApiError
 from pcg.serve.http.service import (
     LongBodyRoute,
@@ -34,7 +34,6 @@ from pcg.serve.openai.wire import FieldNames
 
 router = APIRouter(route_class=LongBodyRoute)
 
-Infer: TypeAlias = Annotated[Caller, Depends(requires(Scope.INFER))]
 CatalogPart: TypeAlias = Annotated[Catalog, part(Catalog)]
 _TEXT, _CHAT = "of-text", "of-chat"
 
@@ -195,7 +194,7 @@ async def get_model(
 async def delete_model(
     model: str,
     catalog: CatalogPart,
-    caller: Annotated[Caller, Depends(requires(Scope.TRAIN))],
+    caller: Trainer,
 ) -> DeletedModel:
     """Unload an adapter of the key's tenant; requests that it answers end on it."""
     await catalog.delete(caller, model)

@@ -17,14 +17,13 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, TypeAlias
 
-from fastapi import APIRouter, Depends, Query, Request
+from fastapi import APIRouter, Query, Request
 from pydantic import BaseModel, Field
 from starlette.responses import Response
 
-from pcg.keys import Scope
 from pcg.runtime.requests.request import Chunk, Completion, RequestFields
 from pcg.runtime.sampling.logprobs import TokenLogprobs
-from pcg.serve.http.caller import Caller, requires
+from pcg.serve.http.caller import Infer
 from pcg.serve.http.errors import ApiError, as_api_error
 from pcg.serve.http.service import LongBodyRoute, Submitted, part
 from pcg.serve.http.wire import WireModel, json_bytes, new_id
@@ -70,7 +69,6 @@ from pcg.serve.openai.wire import Empty, FieldNames, Nothing, Off, Only
 
 router = APIRouter(prefix="/v1", tags=["responses"], route_class=LongBodyRoute)
 
-Infer = Annotated[Caller, Depends(requires(Scope.INFER))]
 Store = Annotated[ResponseStore, part(ResponseStore)]
 LOGPROBS = "message.output_text.logprobs"
 

@@ -14,7 +14,7 @@ from pcg.errors import FinetuneError
 from pcg.files import check_sums
 from pcg.peft.adapter_files import CONFIG
 from pcg.peft.adapter_files import WEIGHTS as ADAPTER_WEIGHTS
-from pcg.serve.http.caller import Caller
+from pcg.serve.http.caller import Caller, Trainer
 from pcg.serve.http.errors import UNSUPPORTED, ApiError
 from pcg.serve.http.service import LongBodyRoute, part
 from pcg.serve.store.tables import new_key, now
@@ -32,7 +32,7 @@ from pcg.serve.tinker.records import (
     ModelRecord,
     newest,
 )
-from pcg.serve.tinker.routes import PREFIX, TinkerPart, Trainer
+from pcg.serve.tinker.routes import PREFIX, TinkerPart
 from pcg.serve.tinker.tinker import LIFE_S, LINKS, Links, Tinker
 from pcg.serve.tinker.wire import (
     KINDS,

@@ -11,14 +11,13 @@ import secrets
 from typing import Annotated
 
 import msgspec
-from fastapi import APIRouter, Depends, Request, Response
+from fastapi import APIRouter, Request, Response
 from fastapi.exceptions import RequestValidationError
 
 from pcg.errors import PcgError
-from pcg.keys import Scope
 from pcg.runtime.engine.commands import LoraOrder
 from pcg.serve.adapters.catalog import Catalog
-from pcg.serve.http.caller import Caller, requires
+from pcg.serve.http.caller import Caller, Trainer
 from pcg.serve.http.errors import UNSUPPORTED, ApiError, as_api_error
 from pcg.serve.http.service import Handler, LongBodyRoute, Service, ServiceDependency, part
 from pcg.serve.http.wire import json_bytes
@@ -67,7 +66,6 @@ _BODY_SHARE = 0.9
 _REFUSALS = (400, 404, 415, 422)
 """The statuses of requests that clients do not send again."""
 
-Trainer = Annotated[Caller, Depends(requires(Scope.TRAIN))]
 TinkerPart = Annotated[Tinker, part(Tinker)]
 SamplersPart = Annotated[Samplers, part(Samplers)]
 CatalogPart = Annotated[Catalog, part(Catalog)]
