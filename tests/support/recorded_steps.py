@@ -114,7 +114,6 @@ class Steps:
             table = PageTable(f"sequence {number}")
             for _ in range(end // PAGE_TOKENS + 1):
                 table.append(pages.pop())
-            table.place()
             tables.append(table)
         return tables
 

@@ -57,35 +57,35 @@ class Engine(EngineLoop):
     device: StepRunner
 
     def __init__(
-        self, state: ModelState, given: EngineArguments, requests: Sequence[Request] = ()
+        self, state: ModelState, arguments: EngineArguments, requests: Sequence[Request] = ()
     ) -> None:
-        """Make an engine; over ranks, all of them make it alike.
+        """Create an engine; a collective call over ranks.
 
         Args:
-            requests: all that it will serve, so that later calls need no comparison; empty for an
-                engine that takes any.
+            requests: all requests that it will serve, so that ranks compare no later call; empty
+                for an engine that takes any request.
         """
         if state.world.size > 1:
-            facts = request_facts(requests) if requests else option_facts(given, ("log",))
+            facts = request_facts(requests) if requests else option_facts(arguments, ("log",))
             check_same(state.world, "generate" if requests else "engine", facts)
         self._leads = False
         self._compares = state.world.size > 1 and not requests
         self._was_called = True
         self.state = state
-        self._data_limits = given.data_limits or DataLimits()
-        limits = given.limits or Limits()
+        self._data_limits = arguments.data_limits or DataLimits()
+        limits = arguments.limits or Limits()
         state.most_rank = limits.lora_rank
-        runner, adapters, self.runners = _on_device(state, given, limits)
+        runner, adapters, self.runners = _on_device(state, arguments, limits)
         cache = runner.cache
         state.add_listener(self)
         prefixes = None
-        if given.prefix_caching:
-            prefixes = Prefixes(cache.pool, between_tenants=given.prefixes_between_tenants)
-        queue = given.queue or QueueLimits()
-        scheduler = Scheduler(cache.pool, adapters, limits, given.policy, prefixes, queue)
-        super().__init__(runner, scheduler, MachineClock(state.mesh.alike), given)
+        if arguments.prefix_caching:
+            prefixes = Prefixes(cache.pool, between_tenants=arguments.prefixes_between_tenants)
+        queue = arguments.queue or QueueLimits()
+        scheduler = Scheduler(cache.pool, adapters, limits, arguments.policy, prefixes, queue)
+        super().__init__(runner, scheduler, MachineClock(state.mesh.alike), arguments)
         has_slo = limits.tpot_slo_s or limits.ttft_slo_s
-        if given.latencies is None and has_slo:
+        if arguments.latencies is None and has_slo:
             self.calibrate()
 
     def step(self) -> list[Chunk]:
@@ -97,7 +97,7 @@ class Engine(EngineLoop):
             return super().step()
 
     def _called(self, verb: str, subject: str | Request) -> None:
-        """Compare that all ranks are called alike."""
+        """Compare a call with the calls of other ranks."""
         if not self._compares:
             return
         if isinstance(subject, Request):
@@ -108,7 +108,7 @@ class Engine(EngineLoop):
 
     @takes(JobArguments, FinetuneError)
     def finetune(self, arguments: JobArguments) -> Job:
-        """Train an adapter beside what is served; its last published version is served meanwhile.
+        """Train an adapter while requests are served by its last published version.
 
         Raises:
             DataError, FinetuneError, UnsupportedError: as `Executor.finetune`.
@@ -119,7 +119,7 @@ class Engine(EngineLoop):
         return self.add_job(self.prepare_job(arguments))
 
     def prepare_job(self, arguments: JobArguments) -> Job:
-        """Read the data of a job, compile its program and make its adapter, on any thread."""
+        """Read the data of a job, compile its program and create its adapter, on any thread."""
         note, adapter = self._note, arguments.adapter
 
         interrupts: list[Interrupt] = []
@@ -171,7 +171,7 @@ class Engine(EngineLoop):
             raise
 
     def prepare_trainer(self, arguments: TrainerArguments) -> TrainedAdapter:
-        """Make the adapter of a trainer, and compile its program, on any thread."""
+        """Create the adapter of a trainer, and compile its program, on any thread."""
         note, name = self._note, arguments.name
 
         def stepped(update: Stepped) -> None:
@@ -183,10 +183,10 @@ class Engine(EngineLoop):
         return TrainedAdapter(self.state, arguments, True, stepped, published)
 
     def start(self) -> AsyncEngine:
-        """Have a thread run the steps from now on.
+        """Run the steps on a thread from now on.
 
-        Over ranks all of them call it. The first one's engine takes what is asked for; that of any
-        other rank does the same, until the first one is closed, and takes nothing itself.
+        A collective call over ranks. Rank 0's engine takes calls; the engines of other ranks repeat
+        them until it is closed, and take none themselves.
 
         Raises:
             EngineError: this engine, or another one of the executor, runs on a thread already.
@@ -203,16 +203,16 @@ class Engine(EngineLoop):
         return AsyncEngine(self, state, *makers, self._data_limits, seat)
 
     def _free(self) -> None:
-        """Be called on all ranks alike again."""
+        """Return to collective calls, after the thread has ended."""
         self._leads, self._compares, self._was_called = False, True, True
 
     def wait_prepared(self) -> None:
-        """Wait until no guide of a request is compiled any more."""
+        """Wait until the guides of all requests are compiled."""
         for grammar in self.scheduler.preparing.values():
             grammar.wait()
 
     def calibrate(self) -> None:
-        """Measure how long steps take here, to keep SLOs from the first step on."""
+        """Measure the time of steps on this machine, to keep SLOs from the first step on."""
         with on_device(self.state.device):
             self.learn(calibrated(self.state, self.clock, self.device.graphs))
 
@@ -221,7 +221,7 @@ class Engine(EngineLoop):
 
     @classmethod
     def for_requests(cls, state: ModelState, requests: Sequence[Request]) -> Self:
-        """Return an engine for some requests alone, with no more memory than they need."""
+        """Return an engine for the given requests only, with the memory that they need."""
         tables = state.serving.tables
         page_bytes = page_bytes_of(state.serving.serving.model, state.stages)
         needs = [pages_for(r.length + r.params.max_new_tokens) for r in requests]
@@ -237,16 +237,18 @@ class Engine(EngineLoop):
                 most = DeviceParts.of(state, limits, _SHARE, None).pool // page_bytes
             pages = min(pages, max(max(needs, default=1) + max(sizes, default=0), most))
         size_bytes = pages * page_bytes
-        given = EngineArguments(limits, kv_cache_bytes=size_bytes, log=EventLog(0), queue=UNLIMITED)
-        return cls(state, given, requests)
+        arguments = EngineArguments(
+            limits, kv_cache_bytes=size_bytes, log=EventLog(0), queue=UNLIMITED
+        )
+        return cls(state, arguments, requests)
 
 
 _SHARE = EngineArguments().gpu_memory_utilization
 _OnDevice: TypeAlias = tuple[StepRunner, AdapterCache, KeptRunners]
 
 
-def _on_device(state: ModelState, given: EngineArguments, limits: Limits) -> _OnDevice:
-    """Make what an engine has on its device, with its pool, and record what may come.
+def _on_device(state: ModelState, arguments: EngineArguments, limits: Limits) -> _OnDevice:
+    """Allocate an engine's parts on its device, with its pool, and record possible steps.
 
     Raises:
         DeviceMemoryError: a GPU has too little memory for all parts together.
@@ -265,15 +267,15 @@ def _on_device(state: ModelState, given: EngineArguments, limits: Limits) -> _On
         cache = KvCache(types, pages, state.device, in_pages=in_pages, page_bytes=page_bytes)
         adapters, kept = AdapterCache(cache.pool, pages_of), KeptRunners()
         runner = StepRunner(state, cache, adapters, limits)
-        if given.warm_up:
-            runner.warm_up(list(state.adapters.values()), kept, given.warm_jobs)
+        if arguments.warm_up:
+            runner.warm_up(list(state.adapters.values()), kept, arguments.warm_jobs)
         return runner, adapters, kept
 
-    size_bytes = given.kv_cache_bytes
+    size_bytes = arguments.kv_cache_bytes
     if state.device.type != "cuda":
         return make(KV_CACHE_BYTES if size_bytes is None else size_bytes)
-    share = given.gpu_memory_utilization if size_bytes is None else None
-    jobs = given.warm_jobs if given.warm_up else None
+    share = arguments.gpu_memory_utilization if size_bytes is None else None
+    jobs = arguments.warm_jobs if arguments.warm_up else None
     count = functools.partial(DeviceParts.of, state, limits, share, jobs)
     if size_bytes is None:
         least = pages_for(limits.tokens) * page_bytes

@@ -84,7 +84,7 @@ class Suspects:
         self._broken.pop(adapter, None)
 
     def why_broken(self, request: Request) -> GenerationError | None:
-        """Return the error that refuses a request whose adapter failed."""
+        """Return the error that refuses a request of a failed adapter; None to take it."""
         why = None if request.adapter is None else self._broken.get(request.adapter)
         return None if why is None else GenerationError(why)
 

@@ -125,7 +125,7 @@ class PageTable:
     _breaks: int = 0
 
     def place(self) -> None:
-        """Update the rows after the pages or the spare pages changed."""
+        """Compute the rows again, after the pages or the spare pages changed."""
         first, end = self.spare_start, self.spare_start
         if self.pages:
             first, end = self.pages[0], self.pages[-1] + 1
@@ -161,6 +161,7 @@ class PageTable:
         if self.pages and page != self.pages[-1] + 1:
             self._breaks += 1
         self.pages.append(page)
+        self.place()
 
     def replace(self, place: int, page: int) -> int:
         """Replace a page by another; return the page that was replaced."""
@@ -169,6 +170,7 @@ class PageTable:
         replaced, self.pages[place] = self.pages[place], page
         self._breaks += _breaks(self.pages[near])
         self.replaced += 1
+        self.place()
         return replaced
 
 
@@ -287,7 +289,6 @@ class PagePool:
             self._take_back(table.replace(table.shared, page))
         else:
             table.append(page)
-        table.place()
         table.shared += 1
 
     def fork(self, table: PageTable, count: int, owner: str) -> PageTable:

@@ -26,7 +26,7 @@ class Owned:
     """An adapter or a job by its owner.
 
     Attributes:
-        tenant: the owner; "" for the operator, whose adapters are everyone's.
+        tenant: the owner; "" for the operator; all tenants may use the operator's adapters.
         name: its name in the owner's requests.
     """
 
@@ -35,7 +35,7 @@ class Owned:
 
 
 OwnedName: TypeAlias = Callable[[str], Owned]
-"""Returns whose an adapter or a job is, of the engine's name for it."""
+"""Returns the owner of an adapter or a job by its name in the engine."""
 
 
 # ------------------------------------------------------------------------------------- engine names
@@ -61,7 +61,7 @@ def engine_name(tenant: str, name: str) -> str:
 
 
 def owned(adapter: str) -> Owned:
-    """Return whose an adapter or a job is, of the engine's name for it."""
+    """Return the owner of an adapter or a job by its name in the engine."""
     if not adapter.startswith(_MARK):
         return Owned("", adapter)
     tenant, _, name = adapter[len(_MARK) :].partition("/")

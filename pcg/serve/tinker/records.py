@@ -80,7 +80,7 @@ class FutureRecord:
         answer: JSON of the fields that the client got beside the id.
         request: the body, for as long as the request may have to be repeated.
         media_type, result: those of the result; of a failure the message.
-        category: whose fault a failure is.
+        category: the party at fault for a failure.
     """
 
     id: str

@@ -77,7 +77,6 @@ def test_lists_are_those_of_a_batch(data: st.DataObject) -> None:
     def table() -> PageTable:
         found = PageTable("some sequence")
         found.append(next(free))
-        found.place()
         return found
 
     tables = [table() for _ in range(data.draw(st.integers(1, 20)))]
@@ -85,10 +84,8 @@ def test_lists_are_those_of_a_batch(data: st.DataObject) -> None:
         for one in tables:
             for _ in range(data.draw(st.sampled_from([0, 0, 1, 70]))):
                 one.append(next(free))
-                one.place()
             if data.draw(st.booleans()):
                 one.replace(data.draw(st.integers(0, len(one.pages) - 1)), next(free))
-                one.place()
         tables = data.draw(st.permutations(tables))[: data.draw(st.integers(1, len(tables)))]
         count = len(tables)
         ends = [PAGE_TOKENS * len(one.pages) for one in tables]
