@@ -196,8 +196,8 @@ def _pass(name: str, options: str) -> Pass[Any, Any]:
         )
     if name not in by_name:
         close = difflib.get_close_matches(name, [*by_name, *REFUSED], n=2)
-        hint = f"did you mean {' or '.join(close)}? " if close else ""
-        raise PassError(f"there is no pass {name!r}; {hint}The passes are {', '.join(by_name)}")
+        hint = f" (did you mean {' or '.join(close)}?)" if close else ""
+        raise PassError(f"there is no pass {name!r}{hint}; the passes are {', '.join(by_name)}")
     return by_name[name](**_options(by_name[name], options))
 
 

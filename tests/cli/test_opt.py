@@ -52,7 +52,7 @@ def test_a_traced_model_is_folded_and_raised_as_compile_does(tmp_path: Path) -> 
 @pytest.mark.parametrize(
     ("passes", "message"),
     [
-        ("fuse_linear", "no pass 'fuse_linear'; did you mean fuse_linears"),
+        ("fuse_linear", "no pass 'fuse_linear' .did you mean fuse_linears"),
         ("attach", "needs recipes of adapters; use pcg compile MODEL --print-after attach"),
         ("prune", "needs graphs with their backward; put 'differentiate' before it"),
         ("defer_residual_add", "needs the graphs of a model, .* the file has @one, @two"),
