@@ -46,7 +46,6 @@ from pcg.kernels.triton.attention.work import (
     split_counts,
 )
 
-# benchmarks/bench_replays.py measures the steps that have a room of these sizes.
 DECODE_TOKENS = (1, 2, 4, *range(8, 257, 8))
 """Tokens of decode rooms. From 8 on in steps of 8: products of so few tokens take as long as
 weights take to be read, so that what is padded costs next to nothing."""
