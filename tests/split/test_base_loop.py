@@ -10,14 +10,12 @@ import pytest
 import torch
 from torch import Tensor
 
-import pcg.compiler as compiler
 from pcg.errors import SplitError
 from pcg.runtime.executor import Executor
 from pcg.split.base.base_executor import BaseExecutor
 from pcg.split.base.options import BaseOptions
 from pcg.split.client.caller import Caller
 from pcg.split.messages import VERSION, Message, Piece
-from tests.support import oracle
 from tests.support.families import BY_NAME
 from tests.support.split_base import KEY, Base, make_base, running_base
 from tests.support.waiting import until
@@ -26,11 +24,6 @@ CONFIG = BY_NAME["llama3"].config(1)
 Q = "model.layers.0.self_attn.q_proj.weight"
 O = "model.layers.0.self_attn.o_proj.weight"  # noqa: E741
 HELLO = {"version": VERSION, "key": KEY}
-
-
-@pytest.fixture(scope="module")
-def whole() -> Executor:
-    return compiler.compile(oracle.random_model(CONFIG), verify=False)
 
 
 def ask(base: Base, client: Any, message: Message) -> Message:

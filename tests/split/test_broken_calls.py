@@ -12,7 +12,6 @@ import msgspec
 import pytest
 import torch
 
-import pcg.compiler as compiler
 from pcg.errors import BaseLostError, SplitError
 from pcg.runtime.executor import Executor
 from pcg.split import zeromq
@@ -20,17 +19,10 @@ from pcg.split.client.caller import Caller
 from pcg.split.messages import LINEAR, Message, Piece, frames_of
 from pcg.split.transport import Disconnected, Transport
 from pcg.split.zeromq import ZeroMqTransport, transport_to
-from tests.support import oracle
-from tests.support.families import BY_NAME
 from tests.support.split_base import KEY, listening_base
 
 pytest.importorskip("zmq")
 UP = "model.layers.0.mlp.up_proj.weight"
-
-
-@pytest.fixture(scope="module")
-def whole() -> Executor:
-    return compiler.compile(oracle.random_model(BY_NAME["llama3"].config(1)), verify=False)
 
 
 class Interrupted(ZeroMqTransport):

@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 
-import pcg.compiler as compiler
 from pcg.errors import ServeError, SplitError
 from pcg.runtime.executor import Executor
 from pcg.serve.engine.options import ServeOptions
@@ -19,17 +18,10 @@ from pcg.split.base.options import BaseOptions
 from pcg.split.client.connect import connect
 from pcg.split.client.noise import Privacy
 from pcg.split.curve import BaseCurve, ClientCurve
-from tests.support import oracle
-from tests.support.families import BY_NAME
 from tests.support.split_base import KEY, listening_base
 
 zmq = pytest.importorskip("zmq")
 auth = pytest.importorskip("zmq.auth")
-
-
-@pytest.fixture(scope="module")
-def whole() -> Executor:
-    return compiler.compile(oracle.random_model(BY_NAME["llama3"].config(1)), verify=False)
 
 
 @pytest.fixture

@@ -9,21 +9,13 @@ from typing import Any
 import pytest
 import torch
 
-import pcg.compiler as compiler
 from pcg import LoraConfig
 from pcg.errors import PcgError, SplitError
 from pcg.runtime.executor import Executor
 from pcg.split.client.connect import connect
 from pcg.split.messages import Message
 from pcg.split.transport import Transport
-from tests.support import oracle
-from tests.support.families import BY_NAME
 from tests.support.split_base import EXAMPLES, KEY, Base, running_base
-
-
-@pytest.fixture(scope="module")
-def whole() -> Executor:
-    return compiler.compile(oracle.random_model(BY_NAME["llama3"].config(1)), verify=False)
 
 
 class Damaged(Transport):

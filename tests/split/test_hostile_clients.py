@@ -19,7 +19,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-import pcg.compiler as compiler
 from pcg.errors import SplitError
 from pcg.runtime.executor import Executor
 from pcg.split.base.base_executor import BaseExecutor
@@ -28,19 +27,12 @@ from pcg.split.base.options import BaseOptions
 from pcg.split.client.caller import Caller
 from pcg.split.messages import VERSION, Message, frames_of, header_of, read_message
 from pcg.split.zeromq import ZeroMqEndpoint, transport_to
-from tests.support import oracle
-from tests.support.families import BY_NAME
 from tests.support.split_base import KEY
 from tests.support.waiting import until
 
 zmq = pytest.importorskip("zmq")
 UP = "model.layers.0.mlp.up_proj.weight"
 HELLO = Message("hello", 1, {"version": VERSION, "key": KEY})
-
-
-@pytest.fixture(scope="module")
-def whole() -> Executor:
-    return compiler.compile(oracle.random_model(BY_NAME["llama3"].config(1)), verify=False)
 
 
 @dataclass

@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 
-import pcg.compiler as compiler
 from pcg.errors import BaseBusyError, ServeError, SplitError
 from pcg.runtime.executor import Executor
 from pcg.split.base.base_executor import BaseExecutor
@@ -20,18 +19,11 @@ from pcg.split.base.options import BaseOptions
 from pcg.split.client.caller import Caller
 from pcg.split.messages import VERSION, Message, failure
 from pcg.split.transport import Transport
-from tests.support import oracle
-from tests.support.families import BY_NAME
 from tests.support.in_process import InProcessEndpoint
 from tests.support.split_base import KEY, Base, make_base
 from tests.support.waiting import until
 
 O = "model.layers.0.self_attn.o_proj.weight"  # noqa: E741
-
-
-@pytest.fixture(scope="module")
-def whole() -> Executor:
-    return compiler.compile(oracle.random_model(BY_NAME["llama3"].config(1)), verify=False)
 
 
 def keys_file(folder: Path) -> Path:

@@ -16,14 +16,14 @@ from pcg.runtime.executor import Executor
 from pcg.split.client import connect as connecting
 from tests.support import oracle
 from tests.support.families import BY_NAME
-from tests.support.split_base import EXAMPLES, PROMPTS, Base, running_base
+from tests.support.split_base import EXAMPLES, PROMPTS, Base, running_base, undivided
 
 RECIPE = LoraConfig(r=2, target_modules=["q_proj", "v_proj"])
 
 
 @pytest.fixture(scope="module")
 def whole() -> Executor:
-    return compiler.compile(oracle.random_model(BY_NAME["llama3"].config(2)), verify=False)
+    return undivided("llama3", 2)
 
 
 @pytest.fixture(scope="module")

@@ -10,7 +10,6 @@ import pytest
 import torch
 
 import pcg
-import pcg.compiler as compiler
 from pcg.compiler import compile_program
 from pcg.explain.explain_split import explain_split
 from pcg.options import SplitLink
@@ -21,52 +20,19 @@ from pcg.runtime.executor import Executor
 from pcg.runtime.training.runner import training_runner
 from pcg.split.client.connect import searched_cut
 from pcg.split.messages import VERSION, Message
-from tests.support import oracle
 from tests.support.families import BY_NAME
 from tests.support.in_process import InProcessEndpoint
-from tests.support.prompts import TOLERANCE
-from tests.support.split_base import EXAMPLES, KEY, PROMPTS, Base, make_base, results, running_base
-
-SOME = {"gpt_neox": ["query_key_value"], "opt": ["q_proj", "v_proj"]}
-
-
-def recipe(family: str, is_whole: bool) -> pcg.LoraConfig:
-    targets: Any = "all-linear" if is_whole else SOME.get(family, ["q_proj", "v_proj"])
-    return pcg.LoraConfig(r=4, target_modules=targets)
-
-
-QUICK = [("llama3", False), ("gemma2", True)]
-OTHERS = ["llama3", "gemma2", "gpt_neox", "opt", "gpt2", "qwen3", "falcon-7b"]
-
-
-@pytest.mark.parametrize(
-    ("family", "is_whole"),
-    [
-        *QUICK,
-        *(
-            pytest.param(family, whole, marks=pytest.mark.slow)
-            for family in OTHERS
-            for whole in (False, True)
-            if (family, whole) not in QUICK and not (family in ("gpt2", "falcon-7b") and not whole)
-        ),
-    ],
+from tests.support.split_base import (
+    EXAMPLES,
+    KEY,
+    PROMPTS,
+    Base,
+    make_base,
+    running_base,
+    undivided,
 )
-def test_tokens_and_gradients_are_equal(family: str, is_whole: bool) -> None:
-    whole = compiler.compile(oracle.random_model(BY_NAME[family].config(2)), verify=False)
-    method = recipe(family, is_whole)
-    with running_base(whole) as base, base.connect(link="lan") as split:
-        tokens, expected = results(whole, method)
-        own, found = results(split, method)
-        assert tokens == own
-        assert found.keys() == expected.keys()
-        assert any(number.abs().max() > 0 for name, number in expected.items() if "lora" in name)
-        for name, number in expected.items():
-            assert oracle.relative_error(found[name], number) < TOLERANCE, name
-        assert all(one.cut is not None for one in split.cut.layers)
-        assert len(base.loop.base.graphs)
-        layer = split.cut.layers[-1].cut
-        assert layer is not None
-        assert layer.costs.round_trips < layer.fixed.round_trips
+
+QV = pcg.LoraConfig(r=4, target_modules=["q_proj", "v_proj"])
 
 
 def test_a_slow_base_makes_no_product_again() -> None:
@@ -77,9 +43,7 @@ def test_a_slow_base_makes_no_product_again() -> None:
         place, report = searched_cut(
             SplitLink.parse("lan"), "CPU", torch.device("cpu"), (rates, rates)
         )
-        compile_program(
-            config, {"x": recipe("llama3", is_whole=False)}, backend="torch", place=place
-        )
+        compile_program(config, {"x": QV}, backend="torch", place=place)
         (layer,) = [one.cut for one in report.layers if one.trains]
         assert layer is not None
         repeated = [name for piece in layer.pieces for name in piece.repeated]
@@ -89,14 +53,16 @@ def test_a_slow_base_makes_no_product_again() -> None:
 
 def test_what_crosses_is_what_was_predicted() -> None:
     config = BY_NAME["llama3"].config(2)
-    model = oracle.random_model(config)
-    whole = compiler.compile(model, verify=False)
-    method = recipe("llama3", is_whole=False)
+    whole = undivided("llama3", 2)
     predicted = explain_split(
-        config, method, seq=9, dtype="float32", link="lan", client="CPU", base="CPU"
+        config, QV, seq=9, dtype="float32", link="lan", client="CPU", base="CPU"
     )
     (example, *_) = EXAMPLES
-    with running_base(whole) as base, base.connect(peft={"x": method}, link="lan") as split:
+    with running_base(whole) as base, base.connect(peft={"x": QV}, link="lan") as split:
+        assert all(one.cut is not None for one in split.cut.layers)
+        layer = split.cut.layers[-1].cut
+        assert layer is not None
+        assert layer.costs.round_trips < layer.fixed.round_trips
         runner = training_runner(split.state, split.state.adapter("x"))
 
         def step() -> None:
@@ -135,9 +101,8 @@ def costs(step: StepCut, tokens: int, rows: int) -> tuple[int, int, int]:
 
 
 def test_a_cut_that_cannot_be_searched_is_linear_and_says_why(
-    monkeypatch: pytest.MonkeyPatch,
+    whole: Executor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    whole = compiler.compile(oracle.random_model(BY_NAME["llama3"].config(1)), verify=False)
     monkeypatch.setattr(exact_cut, "MOST_STATES", 1)
     with running_base(whole) as base, base.connect(link="lan") as split:
         assert "linear cut, as a graph of 16 nodes" in str(split.cut)
@@ -147,16 +112,14 @@ def test_a_cut_that_cannot_be_searched_is_linear_and_says_why(
         assert [one.token_ids for one in found] == [one.token_ids for one in expected]
 
 
-def test_noise_leaves_linear_operators_alone_to_the_base() -> None:
-    whole = compiler.compile(oracle.random_model(BY_NAME["llama3"].config(1)), verify=False)
+def test_noise_leaves_linear_operators_alone_to_the_base(whole: Executor) -> None:
     with running_base(whole) as base, base.connect(privacy="base") as split:
         assert str(split.cut) == "linear cut: noise hides linear operators alone"
         split.logits(PROMPTS[0])
         assert len(base.loop.base.graphs) == 0
 
 
-def test_a_base_that_forgot_its_graphs_is_told_again() -> None:
-    whole = compiler.compile(oracle.random_model(BY_NAME["llama3"].config(1)), verify=False)
+def test_a_base_that_forgot_its_graphs_is_told_again(whole: Executor) -> None:
     with running_base(whole) as base, base.connect(link="lan") as split:
         expected = split.logits(PROMPTS[0])
         graphs = base.loop.base.graphs
@@ -179,11 +142,6 @@ GOOD = f"""graph @piece(%v0: f32[T, 64]) {{
   %v2: f32[T, 64] = silu(%v1)
   return %v2
 }}"""
-
-
-@pytest.fixture(scope="module")
-def whole() -> Executor:
-    return compiler.compile(oracle.random_model(BY_NAME["llama3"].config(1)), verify=False)
 
 
 @pytest.fixture

@@ -58,7 +58,9 @@ def whole() -> Executor:
     return executor
 
 
-@pytest.mark.parametrize("transport", ["tcp", "shared-memory"])
+@pytest.mark.parametrize(
+    "transport", [pytest.param("tcp", marks=pytest.mark.slow), "shared-memory"]
+)
 def test_a_client_generates_and_finetunes_as_the_undivided_executor(
     base: BaseProcess, whole: Executor, transport: Any
 ) -> None:
@@ -74,7 +76,9 @@ def test_a_client_generates_and_finetunes_as_the_undivided_executor(
         assert (found.text, found.token_ids) == (expected.text, expected.token_ids)
 
 
-@pytest.mark.parametrize("transport", ["tcp", "shared-memory"])
+@pytest.mark.parametrize(
+    "transport", ["tcp", pytest.param("shared-memory", marks=pytest.mark.slow)]
+)
 def test_a_killed_client_is_forgotten(base: BaseProcess, transport: str) -> None:
     command = [sys.executable, "-c", STAYS, base.where, transport, KEY]
     caller = Caller(transport_to(base.where, "tcp"), {"key": KEY}, connect_s=60)
@@ -120,25 +124,6 @@ def test_a_call_is_made_again_at_a_base_that_is_new(whole: Executor, transport: 
     caller.close()
     first.stop()
     thread.join(60)
-
-
-@pytest.mark.slow
-def test_a_base_that_is_killed_and_started_again_is_found(whole: Executor) -> None:
-    with base_process() as first:
-        where = first.where
-        split = connect(where, api_key=KEY, peft={"x": LORA}, lost_s=240)
-        trained = threading.Thread(target=lambda: split.finetune(ROWS, **JOB))
-        before = split.caller.moved.calls
-        trained.start()
-        until(lambda: split.caller.moved.calls > before + 20 or not trained.is_alive())
-        first.process.kill()
-        first.process.wait(30)
-    with base_process(where.rpartition(":")[2]), split:
-        trained.join(240)
-        assert not trained.is_alive()
-        pairs = zip(split.adapters["x"].tensors, whole.adapters["x"].tensors, strict=True)
-        for one, other in pairs:
-            assert oracle.relative_error(one, other) < TOLERANCE
 
 
 def test_a_client_says_that_no_base_is_there() -> None:

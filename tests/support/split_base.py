@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 import subprocess
 import sys
@@ -15,20 +16,30 @@ from typing import IO, Any
 import torch
 from torch import Tensor
 
+import pcg.compiler as compiler
 from pcg.runtime.data.example import Example
 from pcg.runtime.executor import Executor
+from pcg.runtime.model.weights import StateDictCheckpoint
 from pcg.runtime.training.runner import training_runner
 from pcg.split.base.base_executor import BaseExecutor
 from pcg.split.base.base_loop import BaseLoop
 from pcg.split.base.options import BaseOptions
+from pcg.split.base.serve_base import executor_of
 from pcg.split.client.connect import SplitExecutor, connect
 from pcg.split.zeromq import ZeroMqEndpoint
-from tests.support import serving
+from tests.support import oracle, serving
+from tests.support.families import BY_NAME
 from tests.support.in_process import InProcessEndpoint
 from tests.support.prompts import prompts
 from tests.support.waiting import until
 
 KEY = "key-of-the-base"
+
+
+@functools.cache
+def undivided(family: str = "llama3", layers: int = 1) -> Executor:
+    """Compile a random model of a family, once a session; tests remove the adapters they add."""
+    return compiler.compile(oracle.random_model(BY_NAME[family].config(layers)), verify=False)
 
 
 @dataclass
@@ -62,6 +73,22 @@ def running_base(executor: Executor, **options: Any) -> Iterator[Base]:
     base = make_base(executor, **options)
     with _running(base.loop):
         yield base
+
+
+@contextmanager
+def running_layers(family: str, layers: int, held: str) -> Iterator[Base]:
+    """A base that holds some layers of the model of `undivided`, as "0-1", and runs."""
+    model = oracle.random_model(BY_NAME[family].config(layers))
+    config = model.config.to_dict()
+    program = compiler.compile_program(
+        config, None, dtype="float32", backend="torch", packed_weights=False
+    )
+    source = StateDictCheckpoint(model.state_dict(), program.base_prefix)
+    base, endpoint = BaseExecutor(executor_of(program, source, held, "cpu")), InProcessEndpoint()
+    base.leave_absent()
+    loop = BaseLoop(base, endpoint, BaseOptions(api_key=(KEY,)))
+    with _running(loop):
+        yield Base(loop, endpoint)
 
 
 @contextmanager
