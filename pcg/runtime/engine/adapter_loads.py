@@ -1,8 +1,8 @@
-"""Loads: adapters are added to a running engine and removed from it in the background.
+"""Loads: adding adapters to a running engine, and removing them, in the background.
 
-An adapter is read on one thread, compiled for and packed on another, and installed by the engine's
-thread. Calls for one name run in order: each load or removal begins when the earlier calls for its
-name have ended. Other names do not wait.
+A first thread reads an adapter, a second thread compiles its program and packs its weights, and the
+engine's thread installs it. Calls for the same name run in order: a load or removal starts when the
+earlier calls for the name have ended. Calls for other names do not wait.
 """
 
 from __future__ import annotations
@@ -52,8 +52,8 @@ class Loads:
             check_open: raises an error once the engine accepts no loads.
             check_unreserved: raises an error if a prepared job trains the name.
             remove: removes an adapter, between two steps.
-            spread: over ranks reads an adapter's files, and returns the function that serves it on
-                all ranks, between two steps; its program is compiled there.
+            spread: for several ranks, reads an adapter's files and returns a function that compiles
+                its program and serves it on all ranks, between two steps.
         """
         self._state = state
         self._threads = threads
@@ -68,7 +68,7 @@ class Loads:
     def add(
         self, name: str, path_or_config: object, seed: int, check_free: Callable[[], None]
     ) -> Future[Adapter]:
-        """Load an adapter; `check_free` raises while it may not be put in place."""
+        """Load an adapter; `check_free` raises an error if the name is in use."""
         state, threads, end = self._state, self._threads, begun()
 
         def check() -> None:
@@ -79,7 +79,7 @@ class Loads:
         def load() -> None:
             check()
             read = state.make_adapter(name, path_or_config, seed=seed)
-            adapter = read.map(torch.clone)  # read now, and not by a step
+            adapter = read.map(torch.clone)  # load mapped files here instead of in a step
             if self._spread is None:
                 threads.compile(passing(end, partial(add, adapter)))
                 return
@@ -108,7 +108,7 @@ class Loads:
         return end
 
     def remove(self, name: str) -> Future[None]:
-        """Forget an adapter between two steps."""
+        """Remove an adapter between two steps."""
         end: Future[None] = begun()
 
         def remove() -> None:
@@ -158,7 +158,7 @@ def passing(end: Future[Any], act: Callable[[], None]) -> Callable[[], None]:
 
 
 def pass_result(end: Future[Result], ended: Future[Result]) -> None:
-    """End a future with the result or the error of another."""
+    """Copy the result or the error of a future to another future."""
     error = ended.exception()
     if error is None:
         end.set_result(ended.result())

@@ -1,4 +1,4 @@
-"""The async engine: an engine on a thread of its own, with streams of requests and awaitable jobs.
+"""The async engine: runs an engine on a thread, with streams of requests and awaitable jobs.
 
     with executor.engine(limits).start() as engine:
         stream = engine.submit("def main(", adapter="sql", max_new_tokens=64)
@@ -6,17 +6,17 @@
         async for chunk in stream: …
         result = await job.result()
 
-Only this thread touches the engine. It sleeps while there is nothing to do, and ends every stream
-and job when it ends itself. Calls of others take at most a millisecond between two steps that
-serve, and 3 % of a step's time where several tenants are served; the rest of them wait for the next
-steps. On a GPU the chunks of a step are delivered while the next step runs.
+Only the engine's thread accesses the engine. It sleeps while the engine is idle, and ends all
+streams and jobs when it exits. Between two steps, calls from other threads take at most 1 ms, or
+3 % of a step's time if several tenants share the engine; the remaining calls wait for the next gap.
+On a GPU, the chunks of a step are delivered while the next step runs.
 
-The thread does not keep the process alive: where the process ends, the thread ends after its step,
-and a fork, which has no such thread, raises an error. While the thread runs, Python's threads take
-turns every 20 µs and not every 5 ms: each operation of a step gives the interpreter's lock away,
-and gets it back after a turn of another thread.
+The thread is a daemon: it ends after its current step when the process exits. A forked process has
+no such thread, so its calls raise an error. While the thread runs, Python's thread switch interval
+is 20 µs instead of 5 ms, because each operation of a step releases the interpreter lock and then
+waits for another thread's turn.
 
-Over ranks all of them have such an engine; rank 0 takes the calls (`replicas.py`).
+With several ranks, each rank has an async engine, and rank 0 takes the calls (`replicas.py`).
 """
 
 from __future__ import annotations
@@ -82,31 +82,31 @@ Result = TypeVar("Result")
 _LOG = logging.getLogger("pcg.engine")
 
 _RETRIES = 3
-"""Rounds in a row that may fail."""
+"""Number of consecutive rounds that may fail."""
 _BLOCKED_S = 0.01
-"""Time between two steps that find nothing to run, as when a paused job holds the pages."""
+"""Time between two steps that run nothing, for example while a paused job holds the pages."""
 _CALLS_S = 1e-3
-"""Time that calls take between two steps."""
+"""Time limit of calls between two steps."""
 _CALLS_SHARE = 0.03
-"""The most of it, as a share of the last step, where one tenant's calls would delay another's."""
+"""Time limit of calls if several tenants share the engine, relative to the last step."""
 _EXIT_S = 10.0
-"""The longest that the end of the process waits for the end of a step."""
+"""Time limit of waiting for the current step when the process exits."""
 _SWITCH_S = 2e-5
-"""A turn of Python's threads. Beside one that compiled adapters' programs, gaps of 8 ms were 40 ms
-at the 99th percentile with Python's default of 5 ms, and 11 ms with 100 µs; beside a hostile tenant
-(`benchmarks/soak_tenants.py`) gaps of 7.6 ms were 11.8 ms with 100 µs and 10.2 ms with 20 µs."""
+"""Python's thread switch interval. p99 gap between tokens during compilation of adapter programs,
+8 ms undisturbed: 40 ms with Python's default of 5 ms, 11 ms with 100 µs. With a hostile tenant
+(`benchmarks/soak_tenants.py`), 7.6 ms undisturbed: 11.8 ms with 100 µs, 10.2 ms with 20 µs."""
 
 
 class AsyncEngine:
     """Takes requests, jobs and trainers from any thread; a context manager, also an async one.
 
     Attributes:
-        engine: the engine, which nobody else may call.
+        engine: the engine; only the engine's thread may call it.
         state: the model's state.
-        device: the device of its steps.
-        watcher: called on the thread, with the wakes that are sent after it, where the engine's
-            numbers may have changed: once a step is planned, at its end and after calls; None for
-            nobody.
+        device: the device that runs the steps.
+        watcher: function to call on the engine's thread when the engine's numbers may have changed:
+            after planning a step, after the step and after calls. Its argument collects wakes,
+            which are sent afterwards. None for no function.
         preparation: the threads that prepare jobs and adapters.
         trainers: the open trainers.
     """
@@ -123,7 +123,7 @@ class AsyncEngine:
         """Start the thread.
 
         Args:
-            seat: the place of this rank among several; None for one rank.
+            seat: the role of this rank in an engine over several ranks; None for a single rank.
         """
         self.engine = engine
         self.state = state
@@ -176,28 +176,29 @@ class AsyncEngine:
         """Submit a prompt; see `Executor.request`. EngineError: the thread has ended."""
         self.check_open()
         tenant = fields.get("tenant", "")
-        # What is refused is not looked at: a flood takes as little of Python's lock as it can.
+        # Refuse before parsing the request, so that a flood of requests holds the GIL briefly.
         refused = self._streams.refused(tenant) if isinstance(tenant, str) else None
         return refused or self.submit_request(make_request(self.state, prompt, adapter, fields))
 
     def submit_request(self, request: Request, make: StreamMaker = Stream) -> Stream:
-        """Submit a request that `Executor.request` made.
+        """Submit a request that `Executor.request` returned.
 
         Args:
-            make: makes its stream, of a function that cancels it and the request's id.
+            make: constructor of the stream; its arguments are a cancel function and the request id.
         Raises:
-            EngineError: the thread has ended, or takes no requests any more.
+            EngineError: the thread has ended, or the engine is draining.
         """
         self.check_open()
         return self._streams.submit(request, make)
 
     def stream_all(self, requests: Sequence[Request]) -> Iterator[Chunk]:
-        """Serve requests; returns their chunks, those of the first request first.
+        """Serve requests and yield their chunks, request by request in the given order.
 
-        Two batches of them are in the engine at once, so that any number fits into its queue.
+        The engine's queue holds at most two batches of the requests, so their number is unlimited.
 
         Raises:
-            EngineError: the thread has ended, or this is that thread, which cannot wait for itself.
+            EngineError: the thread has ended, or the caller is the engine's thread, which cannot
+                wait for itself.
         """
         self._check_takes()
         if current_thread() is self._thread:
@@ -208,14 +209,14 @@ class AsyncEngine:
         return in_order(requests, self.submit_request, most)
 
     def cancel(self, request_id: str) -> None:
-        """End a request, from the next step on; nothing happens where there is none of that id."""
+        """Cancel a request before the next step; no effect if the id is unknown."""
         self.call(lambda: self._streams.cancel(request_id))
 
     # ------------------------------------------------------------------------------- jobs
 
     @takes(JobArguments, FinetuneError)
     def finetune(self, arguments: JobArguments) -> RunningJob:
-        """Train an adapter beside what is served; errors of the data are raised by the result.
+        """Train an adapter while requests are served; awaiting the result raises data errors.
 
         Raises:
             EngineError: the thread has ended.
@@ -224,24 +225,24 @@ class AsyncEngine:
         return self._jobs.begin(arguments)
 
     def jobs(self) -> list[JobStatus]:
-        """Return the jobs as they came, and how far each is; the last 64 of those that are over."""
+        """Return the status of each job in order of submission, with the last 64 ended jobs."""
         return [running.status for running in list(self._jobs.listed)]
 
     @takes(TrainerArguments, FinetuneError)
     def trainer(self, arguments: TrainerArguments) -> AsyncTrainer:
-        """Make a trainer: an adapter that is trained command by command, beside what is served.
+        """Create a trainer, which trains an adapter by commands while requests are served.
 
-        It returns at once; errors of the recipe are raised by `created`, and by every call.
+        The call returns immediately. `created` and all later calls raise errors of the recipe.
 
         Raises:
-            AdapterConflictError: something trains an adapter of that name.
+            AdapterConflictError: a job or trainer already trains an adapter of that name.
             EngineError: the thread has ended.
             FinetuneError: bad options.
         """
         return self.begin_trainer(arguments)
 
     def begin_trainer(self, arguments: TrainerArguments) -> AsyncTrainer:
-        """Do as `trainer` does, with arguments that are one object."""
+        """Create a trainer as `trainer` does, from an arguments object."""
         if self._seat is not None:
             what = f"trainers over {self._seat.size} ranks"
             raise UnsupportedError(f"{what}; use one, or finetune")
@@ -264,14 +265,14 @@ class AsyncEngine:
         replace: bool = False,
         expected_version: int | None = None,
     ) -> Future[Adapter]:
-        """Load an adapter while steps go on; it is read, and a program for it compiled, meanwhile.
+        """Load an adapter: read it and compile its program in the background while steps run.
 
-        What is asked of one name is done in the order of asking. With `replace`, requests that come
-        before the new version is there are answered by the old one, to their ends.
+        Calls for the same name run in order. With `replace`, requests that were submitted before
+        the new version is installed keep the old version to their ends.
 
         Returns:
-            The adapter, once requests may name it, or an error: those of `Executor.add_adapter`,
-                and EngineError.
+            Future of the adapter, done once requests may name the adapter. Its error is an error of
+                `Executor.add_adapter` or an EngineError.
         """
         self.check_open()
         free = partial(self.state.check_free, name, replace=replace)
@@ -279,12 +280,12 @@ class AsyncEngine:
         return self._loads.add(name, path_or_config, seed, check)
 
     def remove_adapter(self, name: str) -> Future[None]:
-        """Forget an adapter between two steps; requests that have it go on with it.
+        """Remove an adapter between two steps; running requests keep the adapter.
 
         Returns:
-            What is done once requests cannot name it, and what was asked of the name before is
-                done, or an error: AdapterError where there is none of that name, or a job trains
-                it; EngineError.
+            Future that is done once earlier calls for the name have ended and the name is removed.
+                Its error is an AdapterError if the name is unknown or a job trains the adapter, or
+                an EngineError.
         """
         self._check_takes()
         return self._loads.remove(name)
@@ -294,25 +295,25 @@ class AsyncEngine:
             self.state.remove_adapter(name)
 
     def adapters(self) -> list[AdapterStatus]:
-        """Return the adapters that requests may name; does not wait for a step."""
+        """Return the adapters that requests may name, without waiting for a step."""
         return adapters_of(self.engine, self.state)
 
     def most_tokens(self, adapter: Adapter | None) -> int:
-        """Return the most tokens of a prompt and its output that there are pages for."""
+        """Return the maximum length of prompt and output for which the pool has pages."""
         return most_tokens(self.engine, adapter)
 
     # ------------------------------------------------------------------------------- status
 
     def running(self) -> list[RunningStatus]:
-        """Return the requests that run, as they were admitted; does not wait for a step."""
+        """Return the running requests in order of admission, without waiting for a step."""
         return running_of(self.engine)
 
     def numbers(self) -> EngineNumbers:
-        """Return the present numbers and the totals since the start; does not wait for a step."""
+        """Return current numbers and totals since the start, without waiting for a step."""
         return numbers_of(self.engine)
 
     def health(self) -> Health:
-        """Return whether the thread runs, and takes requests; does not wait for a step."""
+        """Return whether the thread runs and takes requests, without waiting for a step."""
         if self.ended is not None:
             return Health(EngineState.ENDED, str(self.ended), None)
         state = EngineState.RUNNING if self._refusal is None else EngineState.DRAINING
@@ -321,18 +322,21 @@ class AsyncEngine:
 
     @property
     def ended(self) -> EngineError | None:
-        """The error that is raised after the end; None before."""
+        """The error that calls raise after the engine has ended; None before."""
         return self._calls.ended
 
     # ------------------------------------------------------------------------------- calls
 
     def call(self, act: Callable[[], Result]) -> Future[Result]:
-        """Run a function between two steps; returns its result, an EngineError after the end."""
+        """Run a function between two steps; return the future of its result.
+
+        The future's error is an EngineError after the engine has ended.
+        """
         self._check_takes()
         return self._calls.call(act)
 
     def run(self, act: Callable[[], Result]) -> Result:
-        """Run a function between two steps, and wait for it; on the engine's own thread now.
+        """Run a function between two steps and wait; on the engine's thread, run it immediately.
 
         Raises:
             UnsupportedError: several ranks run the steps.
@@ -345,7 +349,7 @@ class AsyncEngine:
         return act() if current_thread() is self._thread else self.call(act).result()
 
     def host(self) -> GuestWork:
-        """Return what takes the work of guests, which runs in the time that steps leave."""
+        """Return the queue for guests' work, which runs in the time that steps leave."""
         if self._seat is not None:
             raise UnsupportedError(
                 f"the engine of {self._seat.size} ranks runs no products of clients; use one rank, "
@@ -356,22 +360,22 @@ class AsyncEngine:
         return guests
 
     def pause(self, timeout_s: float) -> Future[None]:
-        """Run no step from the next one on, of requests or of jobs; all are kept as they are.
+        """Stop running steps; requests and jobs keep their state.
 
         Args:
-            timeout_s: time after which steps go on by themselves, seconds.
+            timeout_s: time until steps resume automatically, seconds.
         Returns:
-            What is done once no step runs.
+            Future that is done once no step runs.
         """
 
         def act() -> None:
-            if self._refusal is None:  # which has an end
+            if self._refusal is None:  # a draining engine keeps running, to come to its end
                 self._paused_until = time.monotonic() + timeout_s
 
         return self.call(act)
 
     def go_on(self) -> Future[None]:
-        """Run steps again."""
+        """Resume steps after `pause`."""
 
         def act() -> None:
             self._paused_until = -math.inf
@@ -379,14 +383,14 @@ class AsyncEngine:
         return self.call(act)
 
     def check_open(self) -> None:
-        """Raise an EngineError if no new work is taken."""
+        """Raise an EngineError if the engine accepts no new work."""
         self._check_takes()
         error = self.ended or self._refusal
         if error is not None:
             raise error
 
     def _check_takes(self) -> None:
-        """Raise an EngineError on a rank that follows."""
+        """Raise an EngineError on a follower rank."""
         if self._seat is not None:
             self._seat.check_takes(self.ended)
 
@@ -397,16 +401,16 @@ class AsyncEngine:
     # ------------------------------------------------------------------------------- draining
 
     def drain(self, timeout_s: float | None = None) -> Future[None]:
-        """End the work that is there, and take nothing new: that is refused by a DrainingError.
+        """Finish the accepted work and refuse new work with a DrainingError.
 
-        Requests run to their ends. A job ends after its step, as if by Ctrl-C: with a checkpoint if
-        it has a `checkpoint_dir`, and by a `FinetuneInterrupted` that says how to resume. The
-        thread goes on, so that status can be read, until `close`.
+        Requests run to their ends. A job ends after its current step, as after Ctrl-C: it writes a
+        checkpoint if it has a `checkpoint_dir`, and fails with a `FinetuneInterrupted` that says
+        how to resume. The thread runs until `close`, so that the status remains readable.
 
         Args:
-            timeout_s: time after which what is left is given up, seconds; None for never.
+            timeout_s: time after which the remaining work is cancelled, seconds; None for never.
         Returns:
-            What is done once nothing is left.
+            Future that is done once no work is left.
         """
         self._check_takes()
         if timeout_s is not None and not timeout_s > 0:
@@ -424,7 +428,7 @@ class AsyncEngine:
             self._jobs.refuse(self._refusal)
 
     def _go_on_draining(self) -> None:
-        """Give up what is left once the time is out, and tell when nothing is."""
+        """Cancel remaining work after the timeout; complete the drain once no work is left."""
         is_late = time.monotonic() > self._drain_until
         if is_late:
             self.trainers.cancel_all()
@@ -440,7 +444,7 @@ class AsyncEngine:
     # ------------------------------------------------------------------------------- the end
 
     def join(self) -> EngineError:
-        """Wait until the engine has ended, and return why."""
+        """Wait until the engine has ended, and return the reason."""
         self._over.wait()
         if self._seat is None:
             self._thread.join()
@@ -448,17 +452,17 @@ class AsyncEngine:
         return self.ended
 
     def follow(self) -> None:
-        """Wait on a rank that follows until rank 0 closes its engine.
+        """Wait on a follower rank until rank 0 closes its engine.
 
         Raises:
-            EngineError: it ended by an error, as where a rank is lost; the engine is over here.
+            EngineError: the engine ended by an error, for example because a rank was lost.
         """
         error = self.join()
         if error.__cause__ is not None:
             raise error
 
     def close(self) -> None:
-        """End the thread after its step, and cancel what is left; on other ranks follow rank 0."""
+        """End the thread after its step and cancel remaining work; a follower waits for rank 0."""
         if isinstance(self._seat, Follower):
             self.follow()
         else:
@@ -476,7 +480,7 @@ class AsyncEngine:
                 self._thread.join(timeout_s)
 
     def _forget(self) -> None:
-        """End in a fork, where another thread may have held the lock."""
+        """End the engine in a forked process, where another thread may have held the lock."""
         self._calls.lock, self._over = RLock(), Event()
         self._over.set()
         self._calls.ended = EngineError(
@@ -500,7 +504,7 @@ class AsyncEngine:
         await asyncio.to_thread(self.__exit__, *raised)
 
     def _lose(self, word: str) -> None:
-        """End although the thread may wait for a rank that is gone."""
+        """End the engine even if its thread still waits for a lost rank."""
         assert self._seat is not None
         error = EngineError(f"the engine over {self._seat.size} ranks ended: {word}")
         error.__cause__ = ParallelError(word)
@@ -509,7 +513,7 @@ class AsyncEngine:
             self._finish()
 
     def _end(self, error: EngineError) -> bool:
-        """Refuse further calls, and fail all that still waits; True for the first end."""
+        """Refuse further calls and fail all pending work; return True on the first call."""
         with self._calls.lock:
             if self.ended is not None:
                 return False
@@ -518,7 +522,7 @@ class AsyncEngine:
         self._streams.fail_all(error)
         self.trainers.fail_all(error)
         self._jobs.fail_all(error)
-        self.preparation.close()  # which cancels what is read, and its end is known by now
+        self.preparation.close()  # after fail_all, so that handles keep the engine's error
         if current_thread() is self._thread and self.engine.has_jobs:
             for job in self.engine.jobs:
                 job.cancel()
@@ -538,7 +542,7 @@ class AsyncEngine:
     def asked(
         self, command: Callable[..., RankCommand], *fields: Any
     ) -> AbstractContextManager[None]:
-        """Have all ranks do what is done within the `with`, by the command of these fields."""
+        """Broadcast a command for the action that rank 0 performs within the `with`."""
         return nullcontext() if self._leader is None else self._leader.asked(command(*fields))
 
     def _end_request(self, request_id: str, kind: Kind = Kind.CANCELLED) -> None:
@@ -558,7 +562,7 @@ class AsyncEngine:
             self._finish()
 
     def _serve(self) -> EngineError:
-        """Run calls and steps until the end; returns why they ended."""
+        """Run calls and steps until the end; return the reason of the end."""
         interval_s = sys.getswitchinterval()
         sys.setswitchinterval(min(_SWITCH_S, interval_s))
         ended = EngineError("the engine was closed; start it again")
@@ -581,10 +585,10 @@ class AsyncEngine:
         return ended
 
     def _go_round(self) -> None:
-        """Run calls and a step, and deliver what it gave.
+        """Run calls and a step, and deliver the chunks.
 
-        The error of a step or of a call ends its owner there. Any other error has no owner: the
-        next round does what is left, unless several rounds fail in a row.
+        An error in a step or a call has already been handled by ending its owner. After any other
+        error the next round continues, unless several consecutive rounds fail.
         """
         try:
             self._run_calls()
@@ -601,7 +605,7 @@ class AsyncEngine:
             self._failures = 0
         except Exception:
             self._failures += 1
-            is_lone = self.engine.device.fails_alike  # ranks go on alike, or not at all
+            is_lone = self.engine.device.fails_alike  # several ranks cannot recover in step
             if self._failures > _RETRIES or self.engine.is_broken or not is_lone:
                 raise
             _LOG.exception("a round of the engine's thread failed; it goes on with the next")
@@ -622,7 +626,7 @@ class AsyncEngine:
             return
 
     def _next_call(self, timeout_s: float | None) -> Call:
-        """Wait for a call. Empty: there is none after so long."""
+        """Wait for a call. Empty: no call arrived within the timeout."""
         if self._leader is None:
             return self._calls.get(timeout=timeout_s)
         until = math.inf if timeout_s is None else time.monotonic() + timeout_s
@@ -637,12 +641,12 @@ class AsyncEngine:
 
     @property
     def _rests(self) -> bool:
-        """True while no step is to be run."""
+        """True while the engine is idle or paused."""
         return self.engine.is_idle or time.monotonic() < self._paused_until
 
     @property
     def _calls_s(self) -> float:
-        """Return the time that calls have before the next step."""
+        """Time limit of calls before the next step."""
         is_shared = self.engine.scheduler.policy.is_shared
         return min(_CALLS_S, _CALLS_SHARE * self._latest_step_s) if is_shared else _CALLS_S
 
@@ -667,9 +671,9 @@ class AsyncEngine:
 
     @property
     def _runs_ahead(self) -> bool:
-        """True if the next step begins at once, on a device that works beside this thread.
+        """True if the next step starts immediately on a device that runs in parallel.
 
-        Chunks are then delivered while it runs; at once where another one runs already.
+        Chunks are then delivered during that step; if a step is already running, immediately.
         """
         engine = self.engine
         is_next = engine.worked and not (engine.is_idle or self._closing)
@@ -684,7 +688,7 @@ _MADE: WeakSet[AsyncEngine] = WeakSet()
 
 @atexit.register
 def _close_all() -> None:
-    """End all threads with the process: a thread within a kernel would abort it."""
+    """End all engine threads at exit: a thread inside a kernel would abort the process."""
     for engine in list(_MADE):
         engine._close(_EXIT_S)
 

@@ -1,10 +1,10 @@
-"""Commands: everything that a running engine can be asked, as values that cross processes.
+"""Commands: all calls of a running engine, as values that cross processes.
 
     client.call(MostTokens(None))   → Future[int]
 
-A verb is one struct with its fields, its reply type and its handler. A caller in the engine's
-process applies the command; a caller in another process sends its bytes, and the engine's process
-decodes and applies it. `pcg.serve.engine.orders` has the commands that need the server's own parts.
+A command is a struct with fields, a reply type and a handler. A caller in the engine's process
+applies the command. A caller in another process sends the encoded command, and the engine's process
+decodes and applies it. `pcg.serve.engine.orders` has the commands that need parts of the server.
 
     class Ping(Command[str]):           # the reply type
         text: str
@@ -43,21 +43,21 @@ Value = TypeVar("Value")
 
 
 class Command(msgspec.Struct, Generic[Reply], frozen=True, array_like=True, tag=True):
-    """A verb of an engine; subclasses name their reply type in their base."""
+    """A command of an engine; subclasses name their reply type in their base."""
 
     def apply(self, engine: Any) -> Reply | Future[Reply]:
-        """Do what the command says, on any thread; returns the reply, or its future."""
+        """Run the command, on any thread; return the reply, or its future."""
         raise NotImplementedError
 
     @property
     def reply_type(self) -> Any:
-        """The type of the reply, as messages encode it."""
+        """The type of the reply in messages."""
         (base,) = type(self).__orig_bases__  # type: ignore[attr-defined]
         return get_args(base)[0]
 
 
 def command_types() -> Any:
-    """Return the union of all commands that are defined so far, to decode one of them."""
+    """Return the union of all commands defined so far, for decoding."""
 
     def leaves(kind: type[Command[Any]]) -> list[type[Command[Any]]]:
         below = kind.__subclasses__()
@@ -70,7 +70,7 @@ def command_types() -> Any:
 
 
 class AddAdapter(Command[ServedAdapter], frozen=True):
-    """Load a saved adapter beside the steps; errors as of `AsyncEngine.add_adapter`."""
+    """Load a saved adapter while steps run; raises the errors of `AsyncEngine.add_adapter`."""
 
     name: str
     path: Path
@@ -85,7 +85,7 @@ class AddAdapter(Command[ServedAdapter], frozen=True):
 
 
 class RemoveAdapter(Command[None], frozen=True):
-    """Forget an adapter; errors as of `AsyncEngine.remove_adapter`."""
+    """Remove an adapter; raises the errors of `AsyncEngine.remove_adapter`."""
 
     name: str
 
@@ -94,7 +94,7 @@ class RemoveAdapter(Command[None], frozen=True):
 
 
 class Hash(Command[list[str | None]], frozen=True):
-    """Return the digest of each version, computed if need be; None where the weights are gone."""
+    """Return the digest of each version, computing missing digests; None for freed weights."""
 
     versions: list[VersionName]
 
@@ -103,7 +103,7 @@ class Hash(Command[list[str | None]], frozen=True):
 
 
 class MostTokens(Command[int], frozen=True):
-    """Count the most tokens of a prompt and its output that there are pages for."""
+    """Return the maximum length of prompt and output for which the pool has pages."""
 
     adapter: VersionName | None
 
@@ -116,7 +116,7 @@ class MostTokens(Command[int], frozen=True):
 
 
 class LoraOrder(msgspec.Struct, frozen=True):
-    """A LoRA of a rank on the attention's modules, on all others in the blocks, on the head."""
+    """The options of a LoRA: rank, seed, and whether attention, other modules and head train."""
 
     rank: int
     seed: int
@@ -126,10 +126,10 @@ class LoraOrder(msgspec.Struct, frozen=True):
 
 
 class BeginTrainer(Command[None], frozen=True):
-    """Make a trainer of a LoRA, updated by AdamW; reply once it is made.
+    """Create a trainer of a LoRA with AdamW; reply once the adapter is created.
 
     Raises:
-        AdapterConflictError: something trains an adapter of that name.
+        AdapterConflictError: a job or trainer already trains an adapter of that name.
         FinetuneError: the LoRA adapts no module.
     """
 
@@ -151,10 +151,10 @@ class BeginTrainer(Command[None], frozen=True):
 
 
 class Train(Command[Any], frozen=True):
-    """Have a trainer do a command, after those before it; the reply is the command's result.
+    """Queue a command of a trainer; the reply is the command's result.
 
     Raises:
-        FinetuneError: there is no such trainer.
+        FinetuneError: no trainer has the name.
     """
 
     name: str
@@ -165,7 +165,7 @@ class Train(Command[Any], frozen=True):
         if trainer is None:
             raise FinetuneError(f"there is no trainer {self.name!r}")
         result: Future[Any] = trainer.run(self.command).future
-        if isinstance(self.command, Publish):  # its adapter stays here
+        if isinstance(self.command, Publish):  # the adapter itself does not cross processes
             return then(result, lambda snapshot: snapshot.version)
         return result
 
@@ -183,11 +183,11 @@ _RESULTS: Mapping[type, Any] = {
     Publish: AdapterVersion,
 }
 _ALPHA = 32
-"""LoRA's alpha, which Tinker's protocol does not have."""
+"""LoRA's alpha; Tinker's protocol has no field for it."""
 
 
 class EndTrainer(Command[None], frozen=True):
-    """Close a trainer; nothing happens if there is none."""
+    """Close a trainer; no effect if no trainer has the name."""
 
     name: str
 
@@ -199,7 +199,7 @@ class EndTrainer(Command[None], frozen=True):
 def _targets(program: Program, lora: LoraOrder) -> list[str]:
     """Return the paths of the linear modules that a LoRA adapts.
 
-    Modules with `attn` or `attention` in their paths are the attention's.
+    Modules with `attn` or `attention` in their paths count as attention.
     """
     base, targets = program.base, []
     for path in base.linear_modules():
@@ -222,14 +222,14 @@ def _targets(program: Program, lora: LoraOrder) -> list[str]:
 
 
 class Numbers(Command[EngineNumbers], frozen=True):
-    """Return the present numbers of the engine and its totals since the start."""
+    """Return the engine's current numbers and totals since the start."""
 
     def apply(self, engine: AsyncEngine) -> EngineNumbers:
         return engine.numbers()
 
 
 class Jobs(Command[list[JobStatus]], frozen=True):
-    """Return the progress of each job, in the order in which they came."""
+    """Return the status of each job in order of submission."""
 
     def apply(self, engine: AsyncEngine) -> list[JobStatus]:
         return engine.jobs()
@@ -243,17 +243,17 @@ class Status(Command[EngineStatus], frozen=True):
 
 
 class Taken(Command[None], frozen=True):
-    """Wait until the engine has seen every request that was submitted before."""
+    """Wait until the engine has processed all requests submitted earlier."""
 
     def apply(self, engine: AsyncEngine) -> Future[None]:
-        return engine.call(lambda: None)  # calls run in their order
+        return engine.call(lambda: None)  # calls run in order
 
 
 # -------------------------------------------------------------------------------------------- life
 
 
 class Pause(Command[None], frozen=True):
-    """Run no step until `GoOn`, or for so many seconds; reply once no step runs."""
+    """Stop steps until `GoOn` or a timeout in seconds; reply once no step runs."""
 
     timeout_s: float
 
@@ -262,7 +262,7 @@ class Pause(Command[None], frozen=True):
 
 
 class GoOn(Command[None], frozen=True):
-    """Run steps again."""
+    """Resume steps."""
 
     def apply(self, engine: AsyncEngine) -> Future[None]:
         return engine.go_on()
@@ -279,7 +279,7 @@ class Close(Command[None], frozen=True):
 
 
 def settled(act: Callable[[], Value | Future[Value]]) -> Future[Value]:
-    """Return the future of what a function returns or raises."""
+    """Return the future of a function's result or error."""
     future: Future[Value] = Future()
     try:
         value = act()
@@ -293,7 +293,7 @@ def settled(act: Callable[[], Value | Future[Value]]) -> Future[Value]:
 
 
 def then(future: Future[Value], act: Callable[[Value], Reply]) -> Future[Reply]:
-    """Return the future of a function of another future's result."""
+    """Return the future of a function applied to another future's result."""
     after: Future[Reply] = Future()
 
     def go_on(ended: Future[Value]) -> None:

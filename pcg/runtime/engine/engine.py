@@ -51,7 +51,7 @@ class Engine(EngineLoop):
     or `start` to have a thread run the steps.
 
     Attributes:
-        runners: recorded windows that no job has, for the next one of their shape.
+        runners: recorded windows of ended jobs, for the next job of the same shape.
     """
 
     device: StepRunner
@@ -89,7 +89,7 @@ class Engine(EngineLoop):
             self.calibrate()
 
     def step(self) -> list[Chunk]:
-        # Steps that follow each other go on with what all ranks have agreed on.
+        # Consecutive steps need no further comparison between ranks.
         if self._compares and (self._was_called or self.is_idle):
             check_call(self.state.world, "step")
             self._was_called = False
@@ -111,9 +111,9 @@ class Engine(EngineLoop):
         """Train an adapter while requests are served by its last published version.
 
         Raises:
-            DataError, FinetuneError, UnsupportedError: as `Executor.finetune`.
-            AdapterError: the name cannot be an adapter's.
-            PcgError: there is a job of that name.
+            DataError, FinetuneError, UnsupportedError: see `Executor.finetune`.
+            AdapterError: the name is not a valid adapter name.
+            PcgError: a job already has the name.
         """
         self.jobs.check_free(arguments.adapter)
         return self.add_job(self.prepare_job(arguments))
@@ -137,7 +137,7 @@ class Engine(EngineLoop):
             except Exception as error:
                 if not self._leads:
                     raise
-                # The other ranks have no such function: the job ends on all after this step.
+                # Other ranks have no callback: interrupt the job on all ranks after this step.
                 failed.append(error)
                 interrupts.append((SIGINT, None))
 
@@ -186,10 +186,10 @@ class Engine(EngineLoop):
         """Run the steps on a thread from now on.
 
         A collective call over ranks. Rank 0's engine takes calls; the engines of other ranks repeat
-        them until it is closed, and take none themselves.
+        these calls until rank 0's engine is closed, and take no calls themselves.
 
         Raises:
-            EngineError: this engine, or another one of the executor, runs on a thread already.
+            EngineError: an engine of the executor already runs on a thread.
         """
         state = self.state
         state.check_no_engine("a second thread", "use the AsyncEngine that start() gave")
@@ -212,7 +212,7 @@ class Engine(EngineLoop):
             grammar.wait()
 
     def calibrate(self) -> None:
-        """Measure the time of steps on this machine, to keep SLOs from the first step on."""
+        """Measure the time of steps on this machine, so that the first steps keep their SLOs."""
         with on_device(self.state.device):
             self.learn(calibrated(self.state, self.clock, self.device.graphs))
 
@@ -228,7 +228,7 @@ class Engine(EngineLoop):
         served = (cast(Adapter, r.adapter) for r in requests if r.adapter)
         adapters = {adapter.version: adapter for adapter in served}
         sizes = [tables.pages_of(adapter, page_bytes) for adapter in adapters.values()]
-        # Nobody else waits, and chunks by measured times would round differently in each run.
+        # No other request waits, and chunk sizes from measured times would differ between runs.
         limits = Limits(prompt_stretch=math.inf)
         count = sum(request.params.width for request in requests)
         pages, most = max(needs, default=1) * count + sum(sizes), KV_CACHE_BYTES // page_bytes

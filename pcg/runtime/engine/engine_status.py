@@ -33,7 +33,7 @@ def adapters_of(engine: EngineLoop, state: ModelState) -> list[AdapterStatus]:
 
 
 def running_of(engine: EngineLoop) -> list[RunningStatus]:
-    """Return the requests that run, as they were admitted."""
+    """Return the running requests, in order of admission."""
     now_s = engine.clock.here_s()
     return [
         RunningStatus(
@@ -49,7 +49,7 @@ def running_of(engine: EngineLoop) -> list[RunningStatus]:
 
 
 def numbers_of(engine: EngineLoop) -> EngineNumbers:
-    """Return the present numbers, and the totals since the start."""
+    """Return current numbers, and totals since the start."""
     scheduler, device = engine.scheduler, engine.device
     return EngineNumbers(
         waiting=len(scheduler.waiting),
@@ -69,7 +69,7 @@ def numbers_of(engine: EngineLoop) -> EngineNumbers:
 
 
 def most_tokens(engine: EngineLoop, adapter: Adapter | None) -> int:
-    """Return the most tokens of a prompt and its output that there are pages for."""
+    """Return the maximum length of prompt and output for which the pool has pages."""
     scheduler = engine.scheduler
     reserved = engine.jobs.pages.most if engine.has_jobs else 0
     pages = scheduler.pool.size - reserved - scheduler.adapters.pages_of(adapter)

@@ -40,7 +40,7 @@ from pcg.runtime.training.work_units import Phase
 _LOG = logging.getLogger("pcg.engine")
 
 _RETRIES = 3
-"""Steps in a row that may fail before anything ran, also none of the suspects."""
+"""Number of consecutive steps that may fail before any work ran."""
 
 
 class EngineLoop:
@@ -52,7 +52,7 @@ class EngineLoop:
         is_broken: True if a step raised an error and the state of the engine is undefined.
         awaited: returns True if a caller waits; a step that serves nothing then ends between parts.
         requests: the open requests.
-        reads: number of steps by the reason why they were read before the next launch, or `AHEAD`.
+        reads: number of steps by the reason for reading them before the next launch, or `AHEAD`.
         meanwhile: called in each step, before the forward or, on GPUs, after its launch.
     """
 
@@ -73,7 +73,7 @@ class EngineLoop:
             self.learn(options.latencies)
         log, now_s = self.log, clock.latest_s
 
-        # It refers to no engine, so that a device's memory is freed at once.
+        # The closure holds no engine, so that dropping the engine frees device memory immediately.
         def note(kind: Kind, subject: str, **details: object) -> None:
             log.add(Event(now_s(), kind, subject, details))
 
@@ -101,7 +101,7 @@ class EngineLoop:
 
     @property
     def parts(self) -> JobParts:
-        """The runner of jobs and guests' work; created on first use."""
+        """The runner of jobs' and guests' work; created on first use."""
         if self._parts is None:
             scheduler, share, rule = self.scheduler, self._options.job_share, self._options.sharing
             jobs = Jobs(scheduler, self.device.cache, int(share * self.pool.size), self._note)
@@ -132,7 +132,7 @@ class EngineLoop:
 
     @property
     def is_idle(self) -> bool:
-        """True if there is nothing to serve, nothing to train, and no chunk to return."""
+        """True if the engine has no requests, no jobs to run, and no chunks to return."""
         parts = self._parts
         trains = parts is not None and parts.sharing.trains and parts.jobs.unpaused
         is_left = self._running is not None or self.requests.chunks or self._acts or trains
@@ -144,7 +144,7 @@ class EngineLoop:
         return self._running is not None
 
     def _called(self, verb: str, subject: str | Request) -> None:
-        """Note that a verb was called; an engine over ranks compares the calls of all ranks."""
+        """Handle a call; an engine over ranks compares the calls of all ranks."""
 
     # ------------------------------------------------------------------------------- requests
 
@@ -154,9 +154,9 @@ class EngineLoop:
         Args:
             submitted_s: time of arrival on the engine's clock; None for now.
         Raises:
-            GenerationError: the model cannot run it, its id is in use, or the machine cannot keep
-                its SLOs.
-            OutOfMemoryError: the engine will never have the memory for it.
+            GenerationError: the model cannot run the request, its id is in use, or the machine
+                cannot keep its SLOs.
+            OutOfMemoryError: the request needs more memory than the engine's pool.
             QueueFullError: the queue is full.
         """
         self._called("submit", request)
@@ -170,7 +170,7 @@ class EngineLoop:
             self.scheduler.limits.promise(each)
             if self.requests.of(each.id):
                 raise GenerationError(
-                    f"there is a request {each.id!r} already; give each its own request_id, or none"
+                    f"there is a request {each.id!r} already; use another request_id, or none"
                 )
         self.log.add(Event(now, Kind.SUBMITTED, sequence.id, sequence.described()))
         error: GenerationError | None = self._suspects.why_broken(request)
@@ -198,7 +198,7 @@ class EngineLoop:
             self.requests.end(self.requests.of(request), State(kind.value), kind)
 
     def forget(self, adapter: ServedAdapter, *, is_gone: bool = True) -> None:
-        """Drop cached values of an adapter that changed; running requests keep theirs."""
+        """Drop cached values of a changed adapter; running requests keep their values."""
         self._suspects.forgive(adapter)
         with self._whole():
             self.scheduler.forget(adapter, is_gone=is_gone)
@@ -208,7 +208,7 @@ class EngineLoop:
     # ------------------------------------------------------------------------------- jobs
 
     def add_job(self, job: Job) -> Job:
-        """Run a job from now on. PcgError: another job has its name."""
+        """Add a job. PcgError: another job has its name."""
         self._called("add_job", job.name)
         limits, latencies = self.scheduler.limits, self._latencies
         if latencies is not None and limits.tpot_slo_s is not None:
@@ -225,18 +225,18 @@ class EngineLoop:
         return self.jobs.add(job)
 
     def drop_job(self, job: Job) -> None:
-        """End a job that was prepared and not added."""
+        """End a prepared job that was not added."""
         self._called("drop_job", job.name)
         job.cancel()
 
     def interrupt_job(self, name: str) -> None:
-        """End a job after the step under way, with a checkpoint where these are kept."""
+        """End a job after its current step, with a checkpoint if it has a `checkpoint_dir`."""
         self._called("interrupt_job", name)
         with self._whole():
             self.jobs.interrupt(name)
 
     def pause_job(self, name: str) -> None:
-        """Pause a job after its latest unit; it keeps its pages."""
+        """Pause a job after its latest unit; the job keeps its pages."""
         self._called("pause_job", name)
         self.land()
         with self._whole():
@@ -248,7 +248,7 @@ class EngineLoop:
         self.jobs.resume(name)
 
     def cancel_job(self, name: str) -> None:
-        """End a job now; its adapter is as after the last complete step."""
+        """End a job now; its adapter has the state of the last complete step."""
         self._called("cancel_job", name)
         self.land()
         with self._whole():
@@ -257,9 +257,9 @@ class EngineLoop:
     # ------------------------------------------------------------------------------- a step
 
     def step(self) -> list[Chunk]:
-        """Run a step; return the new chunks, and those of requests that ended since the last step.
+        """Run a step; return the new chunks, and last chunks of requests ended since the last step.
 
-        Where the device runs ahead, the chunks are those of the previous step.
+        On a device that runs ahead, the chunks belong to the previous step.
         """
         with self._isolating():
             if self._acts:
@@ -270,7 +270,7 @@ class EngineLoop:
 
     @contextmanager
     def _isolating(self) -> Iterator[None]:
-        """End the owner of an error, and nothing else."""
+        """Handle an error of a step: end only the request or job that caused it."""
         self._alone, self._ran = None, []
         try:
             yield
@@ -324,7 +324,7 @@ class EngineLoop:
         if shares:
             if not work.is_served:
                 self.parts.run(work)
-            used = self.jobs.used()  # idle time is nobody's share
+            used = self.jobs.used()  # also resets the counts: idle time is charged to no tenant
             if work.is_served and used:
                 self.scheduler.policy.trained(used)
         self.worked = bool(work.load.tokens or work.units or is_ahead)
@@ -334,7 +334,7 @@ class EngineLoop:
         if not work.is_served:
             work.awaited = self.awaited
         self.jobs.pass_step()
-        # How many parts fit beside a forward is known by latencies.
+        # Without latencies it is unknown how many parts fit beside a forward.
         work.is_beside = work.is_served and None not in (self.device.side, self._latencies)
         if work.is_served and not work.is_beside:
             self.parts.run(work)
@@ -371,7 +371,7 @@ class EngineLoop:
         """Run parts during the forward, and record windows that ran eagerly.
 
         Args:
-            is_behind: True if the step before was read after the launch of this one.
+            is_behind: True if the previous step was read after the launch of this step.
         """
         work, jobs = running.work, running.jobs
         takes_s = running.due_s - begins_s
@@ -386,7 +386,7 @@ class EngineLoop:
             self.parts.record(most, running.due_s if work.is_served else math.inf)
 
     def _why_read_first(self, running: Running | None, is_served: bool = True) -> str:
-        """Return why a step is read before the next is planned; nothing if it need not be."""
+        """Return the reason to read a step before planning the next step; empty for none."""
         if self._suspects.current is not None:
             return "an error"
         if self._latencies is None and self.has_jobs:
@@ -396,7 +396,7 @@ class EngineLoop:
         return "a prompt's end" if running is not None and running.is_read_first else ""
 
     def land(self) -> None:
-        """Read the running step, if any, for `step` to return its chunks; no effect in a step."""
+        """Read the running step, if any; `step` returns its chunks. No effect within a step."""
         if self._is_stepping:
             return
         if self._running is not None:
@@ -404,10 +404,10 @@ class EngineLoop:
                 self._finish("a call")
         while self._acts:
             self._acts[0]()
-            self._acts.pop(0)  # once it is done: an error leaves it to the next step
+            self._acts.pop(0)  # after success: the next step repeats a failed function
 
     def when_landed(self, act: Callable[[], None]) -> None:
-        """Act while no step is under way: now, or before the next if this is called in a step."""
+        """Run a function while no step is running: now or, within a step, before the next step."""
         self._acts.append(act)
         self.land()
 
@@ -419,7 +419,7 @@ class EngineLoop:
             self._running = None
 
     def _read(self, running: Running, why: str) -> None:
-        """Wait for a step, learn from its times, and hand out its results."""
+        """Wait for a step, learn from its times, and distribute its results."""
         self.reads[why] += 1
         results, work, plan = running.launched.read(), running.work, running.plan
         now_s, begins_s = self.clock.now_s(results.first_ns), max(work.began_s, self._read_s)
@@ -434,7 +434,7 @@ class EngineLoop:
             self._is_guessed = True
         work.ran_forward(took_s, running.launched.is_replayed)
         if work.units and self.parts.join(work):
-            self._read_s = self.clock.now_s()  # the next forward begins once both have ended
+            self._read_s = self.clock.now_s()  # the next forward waits for both streams
         work.lasted_s = self._read_s - begins_s
         if parts is not None:
             parts.settle()
@@ -444,8 +444,8 @@ class EngineLoop:
     def _is_to_guess(self, work: Work, plan: Plan, took_s: float) -> bool:
         """Return True if latencies are to be guessed from a step.
 
-        That is the first step, or a step that took far less time than predicted, as when kernels
-        were compiled in earlier steps.
+        True for the first step, and for a step that took far less time than predicted, as earlier
+        steps may have compiled kernels.
         """
         if self._latencies is not None:
             return self._is_guessed and took_s < _FAR * self._latencies.forward.seconds(work.load)
@@ -455,14 +455,14 @@ class EngineLoop:
         return is_bounded or is_paced or (self._parts is not None and self._parts.jobs.have_work)
 
     def _plan(self, now_s: float) -> tuple[Sequence | Job | None, Plan]:
-        """Return the suspect that has to run by itself, if any, and the plan of the step."""
+        """Return the suspect that runs alone in the step, if any, and the plan of the step."""
         suspect, plan = self._suspects.current, Plan()
         self._alone = suspect
         if suspect is not None:
             self.jobs.only = () if isinstance(suspect, Sequence) else (suspect,)
         if isinstance(suspect, Sequence):
             plan = self.scheduler.plan_alone(suspect, now_s)
-            if not plan.chunks:  # there is no room for it now
+            if not plan.chunks:  # no room for the suspect now
                 self._suspects.ran(suspect, has_tokens=False)
                 suspect = self._alone = self.jobs.only = None
         parts = self._parts
@@ -475,12 +475,12 @@ class EngineLoop:
     def _isolate(self, error: BaseException) -> None:
         """Drop the suspect that failed by itself; otherwise choose new suspects.
 
-        A step that failed before anything ran is planned again, as the error may have no owner.
+        A step that failed before any work ran is planned again, as the error may have no owner.
         Suspects are the owner of the failed work, and all requests and jobs of the step if the next
         step fails, too.
 
-        The error is raised again if other ranks may not have it, if steps fail repeatedly without
-        an owner, or if the device is lost.
+        The error is raised again if other ranks may not see the error, if steps fail repeatedly
+        without an owner, or if the device is lost.
         """
         scheduler, running = self.scheduler, self._running
         ran = list(dict.fromkeys([*([] if running is None else running.ran), *self._ran]))
@@ -529,7 +529,7 @@ class EngineLoop:
 
     @contextmanager
     def _whole(self) -> Iterator[None]:
-        """Rebuild the state that a call left half changed; its caller gets the error."""
+        """Rebuild the state after a call that failed midway, and raise its error."""
         try:
             yield
         except PcgError:
@@ -541,12 +541,12 @@ class EngineLoop:
             raise
 
     def _restart(self) -> None:
-        """Rebuild all state that can be computed again, as a failed call may have changed half.
+        """Rebuild all recomputable state, which a failed call may have left inconsistent.
 
-        Requests keep their tokens, and jobs their units and pages; nothing else is kept.
+        Only the tokens of requests, and the units and pages of jobs, are kept.
         """
         self._is_half_changed, self._running = False, None
-        # Not the present time, for which all ranks would have to ask: some did not fail.
+        # `now_s` would be a collective call, but some ranks did not fail.
         now_s = self.clock.latest_s()
         running = [
             sequence for sequence in self.requests.by_id.values() if sequence.state is State.RUNNING
@@ -569,4 +569,4 @@ class EngineLoop:
 
 
 _FAR = 1 / 16
-"""A guess is made again where a step takes so much of its prediction; learning corrects less."""
+"""A step below this share of its predicted time replaces the guess; learning is too slow."""

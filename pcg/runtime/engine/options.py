@@ -16,7 +16,7 @@ from pcg.runtime.metrics.events import EventLog
 from pcg.runtime.training.recorded.warm_job import WarmJob
 
 KV_CACHE_BYTES = 4 * 2**30
-"""Memory for the KV cache and adapters by default where it is not a GPU's."""
+"""Default memory for the KV cache and adapters on devices other than GPUs."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,15 +26,15 @@ class EngineOptions:
     Attributes:
         policy: the order in which requests are admitted; by default tenants have equal shares, and
             the requests of a tenant run in order of arrival.
-        queue: the most that may wait; further requests are refused; `QueueLimits()` by default.
-        job_share: the share of the pool's pages that finetuning may hold at most.
-        log: the event log to write to; by default one that keeps the last 65,536 events.
-        latencies: predicted times of steps; measured now by default.
+        queue: limits of waiting requests; further requests are refused; `QueueLimits()` by default.
+        job_share: the largest share of the pool's pages for finetuning.
+        log: the event log to write to; by default a log of the last 65,536 events.
+        latencies: predicted times of steps; by default measured when the engine is created.
         sharing: the rule of how much finetuning goes into a step; by default as much as fits within
             the SLOs.
         prefix_caching: let requests with the same version of an adapter share the KV blocks of
             common prefixes.
-        prefixes_between_tenants: let tenants share them with each other, too; `cached_tokens` then
+        prefixes_between_tenants: let different tenants share prefixes, too; `cached_tokens` then
             reveals prompts of other tenants.
     """
 
@@ -53,7 +53,7 @@ class EngineArguments(EngineOptions):
     """Arguments of `Executor.engine`.
 
     Attributes:
-        limits: the limits of a step, and the SLOs; those of `Limits()` by default.
+        limits: the limits of a step, and the SLOs; `Limits()` by default.
         kv_cache_bytes: memory of the pool for the KV cache and adapters; by default the rest of
             `gpu_memory_utilization` on a GPU, and 4 GiB elsewhere, where unused pages are not
             touched.
@@ -65,8 +65,8 @@ class EngineArguments(EngineOptions):
             that no request waits for it; windows of jobs, too, if the program was compiled for a
             recipe and a step. Only where steps are recorded (docs/kernels.md).
         warm_jobs: further jobs whose windows a warm-up records.
-        data_limits: limits of a job's data, and the most jobs that are prepared simultaneously;
-            `DataLimits()` by default.
+        data_limits: limits of a job's data, and of jobs under preparation; `DataLimits()` by
+            default.
     """
 
     limits: Limits | None = None

@@ -1,11 +1,11 @@
-"""The preparation of jobs and adapters beside an engine's steps.
+"""The preparation of jobs and adapters in the background, while the engine's steps run.
 
-    data of the caller's own   a thread a job, as an iterator may wait for ever
-    rows become tokens         a process a job, `at_once` of them (`pcg.runtime.data.tokenizing`)
-    adapters are read          a few threads
-    programs are compiled      one thread, in the order of asking
+    read the caller's data   a thread per job, as an iterator may block forever
+    tokenize rows            a process per job, at most `at_once` (`pcg.runtime.data.tokenizing`)
+    read adapters            a few threads
+    compile programs         a single thread, in order of the calls
 
-A job waits for no other job's iterator, and can be cancelled while it is prepared.
+A job waits for no other job's iterator, and can be cancelled during preparation.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ from pcg.runtime.training.options import JobArguments
 from pcg.runtime.training.training_data import splits_of, training_data, with_planned_batch
 
 _LOADS = 4
-"""Adapters that are read at once."""
+"""The number of threads that read adapters."""
 
 
 Result = TypeVar("Result")
 
 
 class PreparingThread(Protocol):
-    """The engine's thread, as its jobs and trainers see it."""
+    """The interface of the engine's thread for jobs and trainers."""
 
     engine: EngineLoop
     state: ModelState
@@ -54,17 +54,17 @@ class PreparingThread(Protocol):
     def asked(
         self, command: Callable[..., RankCommand], *fields: Any
     ) -> AbstractContextManager[None]:
-        """Have all ranks do what is done within the `with`, by the command of these fields."""
+        """Broadcast a command for the action that rank 0 performs within the `with`."""
 
     def check_open(self) -> None:
-        """Raise an EngineError if no new work is taken."""
+        """Raise an EngineError if the engine accepts no new work."""
 
     def compile_aside(self, act: Callable[[], None]) -> None:
-        """Run a function on the thread that compiles. EngineError: the engine was closed."""
+        """Run a function on the compile thread. EngineError: the engine was closed."""
 
 
 class Preparation:
-    """The threads that prepare jobs and adapters, until it is closed."""
+    """The threads that prepare jobs and adapters."""
 
     def __init__(self, state: ModelState, limits: DataLimits) -> None:
         self._state = state
@@ -78,18 +78,18 @@ class Preparation:
         self._is_closed = False
 
     def load(self, act: Callable[[], None]) -> None:
-        """Run what reads an adapter. EngineError: closed meanwhile."""
+        """Run a function that reads an adapter. EngineError: the engine was closed."""
         _submit(self._loading, act)
 
     def compile(self, act: Callable[[], None]) -> None:
-        """Run what compiles, after what was asked for before. EngineError: closed meanwhile."""
+        """Run a compiling function after all earlier ones. EngineError: the engine was closed."""
         _submit(self._compiling, act)
 
     def read(self, arguments: JobArguments, cancelling: Cancelling) -> Future[JobArguments]:
-        """Read the data of a job; returns the job with its examples.
+        """Read the data of a job; return the future of the job with its examples.
 
-        The future ends as soon as it is cancelled. Its error is a PcgError: of the data, of too
-        many jobs, or that it was cancelled.
+        The future ends immediately on cancellation. Its error is a PcgError: faulty data, too many
+        jobs under preparation, or cancellation.
         """
         read: Future[JobArguments] = Future()
         read.set_running_or_notify_cancel()
@@ -116,7 +116,7 @@ class Preparation:
         return read
 
     def close(self) -> None:
-        """Cancel all jobs under preparation; what is read or compiled meanwhile is dropped."""
+        """Cancel all jobs under preparation, and drop results of running reads and compiles."""
         with self._lock:
             self._is_closed = True
             jobs = list(self._jobs)
@@ -128,7 +128,7 @@ class Preparation:
     def _gather(
         self, arguments: JobArguments, cancelling: Cancelling, read: Future[JobArguments]
     ) -> None:
-        """List the rows of a job, on a thread of its own, which is left alone if it is stuck."""
+        """Collect the rows of a job, on the job's own thread; a blocked thread is abandoned."""
         with _failing(read, arguments):
             splits = splits_of(with_planned_batch(arguments, self._state), is_first=True)
             take = functools.partial(_take, cancelling, self._limits)
@@ -169,7 +169,7 @@ def _submit(pool: ThreadPoolExecutor, act: Callable[[], None]) -> None:
 
 
 def _take(cancelling: Cancelling, limits: DataLimits, rows: Iterator[Any]) -> list[Any]:
-    """List the rows of an iterator, as many as the limits allow, until it is cancelled."""
+    """Collect the rows of an iterator within the limits, until cancellation."""
     meter, taken = RowMeter(limits), []
     for index, row in enumerate(rows):
         cancelling.check()
@@ -187,5 +187,5 @@ def _failing(read: Future[JobArguments], arguments: JobArguments) -> Iterator[No
 
 
 def _fail(read: Future[JobArguments], error: Exception) -> None:
-    with contextlib.suppress(InvalidStateError):  # it has ended
+    with contextlib.suppress(InvalidStateError):  # already ended
         read.set_exception(error)

@@ -1,14 +1,14 @@
-"""Commands of ranks: what rank 0 has every rank do between two steps, in MessagePack.
+"""Commands that rank 0 sends to its followers, in MessagePack.
 
     Submit · Cancel                              requests
     PutAdapter · RemoveAdapter                   adapters
     PrepareJob · AddJob · DropJob · ChangeJob    jobs
     Step                                         the next step
-    End                                          the others are free
+    End                                          release the followers
 
-A command holds numbers, texts, bytes and lists alone: nothing in it becomes an object of another
-type. Rank 0 does it at the same place between two steps, so that all ranks come to the same state,
-or fail alike; a message also has the numbers of earlier commands that have failed there.
+A command contains only numbers, text, bytes and lists, so that decoding creates no other objects.
+All ranks run a command at the same position between two steps, and reach the same state or the same
+error. A message also contains the numbers of earlier commands that failed on rank 0.
 """
 
 from __future__ import annotations
@@ -42,10 +42,10 @@ from pcg.runtime.training.options import JobArguments
 
 
 class Replica(Protocol):
-    """The engine of a rank that follows, on which commands are applied.
+    """The engine of a follower rank.
 
     Attributes:
-        prepared: jobs that are made and do not run yet, by name.
+        prepared: created jobs that do not run yet, by name.
     """
 
     engine: EngineLoop
@@ -53,24 +53,24 @@ class Replica(Protocol):
     prepared: dict[str, Job]
 
     def prepare_job(self, arguments: JobArguments) -> Job:
-        """Make a job."""
+        """Create a job."""
 
     def version(self, name: VersionName) -> Adapter:
-        """Return the adapter of a version that rank 0 names."""
+        """Return the adapter of a version name of rank 0."""
 
 
 class RankCommand(msgspec.Struct, array_like=True, tag=True, frozen=True):
-    """A verb of all ranks.
+    """A command for all ranks.
 
     Attributes:
-        at_once: the ranks exchange messages where they do it, so it is sent before rank 0 does it;
-            else with the next message.
+        at_once: True if ranks exchange messages in the command, so that rank 0 sends it before
+            running it; False to send it with the next message.
     """
 
     at_once: ClassVar[bool] = True
 
     def apply(self, replica: Replica) -> None:
-        """Do the command on a rank that follows, as rank 0 does it."""
+        """Run the command on a follower rank."""
         raise NotImplementedError
 
 
@@ -78,7 +78,7 @@ class RankCommand(msgspec.Struct, array_like=True, tag=True, frozen=True):
 
 
 class Submit(RankCommand, frozen=True):
-    """Submit a request that came at a time of rank 0's clock."""
+    """Submit a request; `submitted_s` is the arrival time on rank 0's clock."""
 
     at_once: ClassVar[bool] = False
     request: PlainRequest
@@ -91,7 +91,7 @@ class Submit(RankCommand, frozen=True):
 
 
 class Cancel(RankCommand, frozen=True):
-    """End a request; `kind` is that of the event."""
+    """End a request; `kind` is the kind of the event."""
 
     at_once: ClassVar[bool] = False
     request: str
@@ -108,7 +108,7 @@ class PutAdapter(RankCommand, frozen=True):
     """Serve an adapter.
 
     Attributes:
-        recipe: that of a fresh adapter, as a manifest has it; None for a saved adapter.
+        recipe: fields of a new adapter's recipe; None for a saved adapter.
         files: the files of a saved adapter, by name.
     """
 
@@ -119,11 +119,11 @@ class PutAdapter(RankCommand, frozen=True):
 
     @classmethod
     def of(cls, name: str, path_or_config: object, seed: int) -> Self:
-        """Return the command for an adapter; its files are read now.
+        """Return the command for an adapter, with the content of its files.
 
         Raises:
             OSError: a file cannot be read.
-            AdapterError, UnsupportedError: it is no recipe.
+            AdapterError, UnsupportedError: the value is not a recipe.
         """
         if isinstance(path_or_config, str | os.PathLike) and not is_shorthand(path_or_config):
             directory = expanded(path_or_config)
@@ -141,22 +141,22 @@ class PutAdapter(RankCommand, frozen=True):
         with tempfile.TemporaryDirectory(prefix="pcg-adapter-") as folder:
             for file, content in self.files.items():
                 (Path(folder) / file).write_bytes(content)
-            # Tensors are mapped, and the files go.
+            # Copy the tensors, which map files of a temporary folder.
             return state.make_adapter(self.name, Path(folder), seed=self.seed).map(torch.clone)
 
 
 def put_adapter(state: ModelState, name: str, make: Callable[[], Adapter]) -> Adapter:
-    """Serve the adapter that each rank makes, if it is the same on all; all ranks call it at once.
+    """Create an adapter on each rank, compare the results, and serve it; a collective call.
 
     Raises:
-        PcgError: one of them could not make it, or made another.
+        PcgError: a rank could not create the adapter, or the adapters differ.
     """
     adapter = agreed(state.world, f"add_adapter({name!r})", make, adapter_facts)
     return state.put_adapter(adapter, state.program_for(adapter))
 
 
 class RemoveAdapter(RankCommand, frozen=True):
-    """Forget an adapter."""
+    """Remove an adapter."""
 
     name: str
 
@@ -168,7 +168,7 @@ class RemoveAdapter(RankCommand, frozen=True):
 
 
 class ExampleData(msgspec.Struct, array_like=True, frozen=True):
-    """Examples: all ids, all labels, as 64-bit integers, and the length of each example."""
+    """Examples: concatenated ids and labels, and the examples' lengths, as 64-bit integers."""
 
     ids: bytes
     labels: bytes
@@ -209,12 +209,12 @@ def _joined(rows: Sequence[Sequence[int]]) -> bytes:
 
 
 class PrepareJob(RankCommand, frozen=True):
-    """Make a job of tokenized examples.
+    """Create a job from tokenized examples.
 
     Attributes:
-        recipe: that of a new adapter, as a manifest has it; None without one, and for a path.
-        path: the directory of the adapter to start from, which each rank reads.
-        options: the other fields of `JobArguments`, without its callback.
+        recipe: fields of a new adapter's recipe; None for a path or without a recipe.
+        path: directory of the initial adapter, which each rank reads; None without one.
+        options: the other fields of `JobArguments`, except the callback.
     """
 
     data: ExampleData
@@ -225,7 +225,7 @@ class PrepareJob(RankCommand, frozen=True):
 
     @classmethod
     def of(cls, arguments: JobArguments) -> Self:
-        """Return the command for a job; its data was read."""
+        """Return the command for a job with tokenized data."""
         data, evaluation, peft = arguments.data, arguments.eval_data, arguments.peft
         assert isinstance(data, Dataset)
         assert isinstance(evaluation, Dataset | None)
@@ -263,7 +263,7 @@ _OTHERWISE = {"data", "eval_data", "peft", "on_step"}
 
 
 class AddJob(RankCommand, frozen=True):
-    """Run the job of that name, which was made."""
+    """Run a created job by name."""
 
     name: str
 
@@ -272,7 +272,7 @@ class AddJob(RankCommand, frozen=True):
 
 
 class DropJob(RankCommand, frozen=True):
-    """End the job of that name, which was made and does not run."""
+    """End a created job that does not run, by name."""
 
     name: str
 
@@ -281,7 +281,7 @@ class DropJob(RankCommand, frozen=True):
 
 
 class ChangeJob(RankCommand, frozen=True):
-    """Change a job that runs."""
+    """Pause, resume, cancel or interrupt a running job."""
 
     name: str
     change: Literal["pause", "resume", "cancel", "interrupt"]
@@ -301,7 +301,7 @@ class Step(RankCommand, frozen=True):
 
 
 class End(RankCommand, frozen=True):
-    """Expect no further commands, and why."""
+    """End the followers' command loops; `text` is the reason."""
 
     text: str
 
@@ -310,12 +310,12 @@ class End(RankCommand, frozen=True):
 
 
 class Message(msgspec.Struct, array_like=True, frozen=True):
-    """The commands that rank 0 sends at once.
+    """A message of rank 0.
 
     Attributes:
-        commands: to be done in this order.
-        failed: numbers of commands that have failed on rank 0, since the last message.
-        released: versions that nothing on rank 0 refers to any more.
+        commands: encoded commands, in order.
+        failed: numbers of commands that failed on rank 0 since the last message.
+        released: adapter versions that were garbage-collected on rank 0.
     """
 
     commands: list[msgspec.Raw] = []

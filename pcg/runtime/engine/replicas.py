@@ -1,17 +1,17 @@
-"""The ranks of an engine on threads: rank 0 leads, and the others follow.
+"""The ranks of an async engine: rank 0 leads, and the other ranks follow.
 
     with executor.engine(limits).start() as running:  # on every rank
         if executor.ranks.rank == 0:
             …                                         # the others wait at the end of the `with`
 
-Rank 0 takes requests, adapters and jobs. It sends every command to the others: before it does it
-where ranks exchange messages in it, else with the next message, so that all requests between two
-steps travel with the step. What is read or tokenized is so on threads of rank 0; what ranks do
-together, such as compiling, is done between two steps by the thread that runs them.
+Rank 0 takes requests, adapters and jobs, and sends each command to the followers. A command in
+which ranks exchange messages is sent before rank 0 runs it; other commands are sent with the next
+message, so that all requests between two steps travel with the step. Threads of rank 0 read and
+tokenize data. Collective work, such as compiling, runs between two steps on the engine's thread.
 
-A second thread looks whether another rank has ended: then this engine ends, too, although its
-thread may wait for that rank within a step. That thread is left to itself in this case, as nothing
-interrupts a message that it waits for.
+A second thread watches for ranks that have ended. This engine then ends, too, even while its own
+thread waits for the lost rank within a step. That thread is abandoned, as a pending receive cannot
+be interrupted.
 """
 
 from __future__ import annotations
@@ -63,12 +63,12 @@ PrepareJobHere: TypeAlias = Callable[[JobArguments], Job]
 
 
 class Seat(ABC):
-    """The part of an engine on threads that knows its rank.
+    """The role of a rank in an async engine over several ranks.
 
     Attributes:
         leads: True on rank 0.
         size: the number of ranks.
-        over: is set at the end of the engine.
+        over: event that is set when the engine has ended.
     """
 
     leads: ClassVar[bool]
@@ -80,11 +80,11 @@ class Seat(ABC):
         prepare_job: PrepareJobHere,
         free: Callable[[], None],
     ) -> None:
-        """Take a seat; all ranks do it at once.
+        """Create the role of this rank; a collective call.
 
         Args:
-            prepare_job: makes a job on this rank.
-            free: is called at the end: all ranks are called alike again.
+            prepare_job: creates a job on this rank.
+            free: called at the end, when the engine returns to collective calls.
         """
         self.engine = engine
         self.state = state
@@ -98,19 +98,19 @@ class Seat(ABC):
 
     @abstractmethod
     def _alive(self, alive: list[Adapter]) -> list[Adapter]:
-        """Return the adapters that are alive on rank 0, of those that are alive here."""
+        """Return rank 0's live adapters, given the live adapters of this rank."""
 
     @abstractmethod
     def check_takes(self, ended: EngineError | None) -> None:
-        """Raise an EngineError on a rank that takes no calls."""
+        """Raise an EngineError on a follower, which takes no calls."""
 
     def is_called(self, is_called: bool) -> bool:
-        """Return whether rank 0 has calls that wait; all ranks ask at the same places."""
+        """Return True if calls wait on rank 0; a collective call."""
         flag = torch.tensor([int(is_called)])
         return bool(broadcast_from_first(self.state.world, flag))
 
     def watch(self, lose: Callable[[str], None]) -> None:
-        """Have a function called once another rank has ended, on another thread."""
+        """Call a function on another thread once another rank has ended."""
 
         def look() -> None:
             while not self.over.wait(LOOK_S):
@@ -119,7 +119,7 @@ class Seat(ABC):
                 except ParallelError as error:
                     word = str(error)
                 if word is not None:
-                    # The engine's thread usually hears by itself, with its own error.
+                    # Usually the engine's own thread notices as well, with a more exact error.
                     if not self.over.wait(2 * LOOK_S):
                         lose(word)
                     return
@@ -128,7 +128,7 @@ class Seat(ABC):
             device_thread(None, look, "pcg ranks").start()
 
     def leave(self, why: str) -> None:
-        """Tell the other ranks that this one has ended by an error."""
+        """Notify the other ranks that this rank has ended by an error."""
         self._line.leave_word(why)
 
     def close(self) -> None:
@@ -137,7 +137,7 @@ class Seat(ABC):
 
 
 class Leader(Seat):
-    """Rank 0; its commands come from the engine's thread alone."""
+    """Rank 0; only the engine's thread sends commands."""
 
     leads = True
 
@@ -159,21 +159,21 @@ class Leader(Seat):
 
     @contextmanager
     def asked(self, command: RankCommand) -> Iterator[None]:
-        """Have all ranks do the command that is done within the `with`.
+        """Broadcast a command for the action that rank 0 performs within the `with`.
 
         Raises:
-            GenerationError: it holds a number or a text that no message can.
-            RankLostError: another rank is gone.
+            GenerationError: the command has a number or text that messages cannot encode.
+            RankLostError: another rank is lost.
         """
-        if self._is_closed:  # what is left here concerns this rank alone
+        if self._is_closed:  # remaining work concerns this rank only
             yield
             return
         try:
             self._pending.append(msgspec.Raw(encode(command)))
         except (OverflowError, UnicodeEncodeError) as error:
             raise GenerationError(
-                f"what was asked for cannot be told to the other ranks ({error}); use numbers of "
-                "64 bits, and characters of Unicode"
+                f"the call cannot be sent to the other ranks ({error}); use numbers of "
+                "64 bits, and valid Unicode text"
             ) from None
         number, self._count = self._count, self._count + 1
         if command.at_once:
@@ -185,19 +185,19 @@ class Leader(Seat):
             raise
 
     def beat(self) -> None:
-        """Send the commands that wait, or nothing but that this rank is there."""
+        """Send pending commands; without commands, the message is a heartbeat."""
         message = Message(self._pending, self._failed, self._versions.take_released())
         self._pending, self._failed = [], []
         self._line.send(encode(message))
 
     def submit_command(self, request: Request, submitted_s: float) -> Submit:
-        """Return the command for a request. AdapterError: its adapter was never served here."""
+        """Return the command for a request. AdapterError: the engine never served its adapter."""
         adapter = request.adapter
         name = None if adapter is None else self._versions.name_of(adapter)  # type: ignore[arg-type]
         return Submit(PlainRequest.of(request, name), submitted_s)
 
     def prepare_everywhere(self, arguments: JobArguments) -> Job:
-        """Make a job on all ranks."""
+        """Create a job on all ranks."""
         with self.asked(PrepareJob.of(arguments)):
             return self.prepare_job(arguments)
 
@@ -214,7 +214,7 @@ class Leader(Seat):
         return put
 
     def end(self, ended: EngineError) -> None:
-        """Let the other ranks go, unless this one ends by an error."""
+        """Release the followers, unless rank 0 ends by an error."""
         try:
             if ended.__cause__ is None:
                 with self.asked(End(str(ended))):
@@ -230,10 +230,10 @@ class Leader(Seat):
 
 
 class Follower(Seat):
-    """Any other rank: its thread does rank 0's commands, in their order.
+    """A rank above 0, whose thread runs rank 0's commands in order.
 
     Attributes:
-        prepared: jobs that are made and do not run yet, by name.
+        prepared: created jobs that do not run yet, by name.
     """
 
     leads = False
@@ -253,16 +253,15 @@ class Follower(Seat):
 
     def check_takes(self, ended: EngineError | None) -> None:
         raise ended or EngineError(
-            f"this is rank {self._line.rank} of an engine over {self.size} ranks, which follows "
-            "rank 0 and takes nothing itself; make the call on rank 0 alone, and follow() on the "
-            "others"
+            f"rank {self._line.rank} of an engine over {self.size} ranks follows rank 0 and takes "
+            "no calls; make the call on rank 0 only, and call follow() on the other ranks"
         )
 
     def version(self, name: VersionName) -> Adapter:
         return self._versions.adapter(name)
 
     def follow(self) -> EngineError:
-        """Do rank 0's commands to their end, and return why they ended."""
+        """Run rank 0's commands to their end, and return the reason of the end."""
         rank = self._line.rank
         try:
             why = self._follow()
@@ -294,24 +293,24 @@ class Follower(Seat):
         try:
             command.apply(self)
         except Exception:
-            if isinstance(command, Step):  # of which no rank goes on
+            if isinstance(command, Step):  # ranks cannot recover from a failed step
                 raise
             self._failed.add(number)
 
     def _compare(self, message: Message) -> None:
-        """Compare which commands of earlier messages have failed here and on rank 0.
+        """Compare the failed commands of earlier messages on this rank and on rank 0.
 
         Raises:
-            ParallelError: one of them has failed on one of the two ranks alone.
+            ParallelError: a command failed on only one of the two ranks.
         """
         self._failed_there.update(message.failed)
         earlier = {number for number in self._failed_there if number < self._count}
         if earlier != self._failed:
             number = min(earlier ^ self._failed)
-            place = "on this rank alone" if number in self._failed else "on rank 0 alone"
+            place = "on this rank only" if number in self._failed else "on rank 0 only"
             raise ParallelError(
-                f"rank {self._line.rank} of {self.size} is not as rank 0 is: order {number} has "
-                f"failed {place}. All ranks have to start again"
+                f"rank {self._line.rank} of {self.size} differs from rank 0: command {number} "
+                f"failed {place}; restart all ranks"
             )
         self._failed.clear()
         self._failed_there -= earlier
@@ -321,11 +320,11 @@ class Follower(Seat):
 
 
 class NamedVersions:
-    """The versions of adapters that messages name, from the start of an engine on.
+    """The adapter versions that messages may name, since the start of an engine.
 
     Args:
-        keeps: keep the adapters until `release`, as followers do; else note the versions that
-            nothing refers to any more.
+        keeps: True on followers, to keep adapters until `release`; False on rank 0, to record the
+            versions that have been garbage-collected.
     """
 
     def __init__(self, state: ModelState, *, keeps: bool) -> None:
@@ -345,12 +344,12 @@ class NamedVersions:
                 weakref.finalize(adapter, self._released.append, version.key).atexit = False
 
     def close(self) -> None:
-        """Hear of no version any more, and keep none."""
+        """Stop listening for versions and drop all adapters."""
         self._end()
         self._adapters.clear()
 
     def release(self, name: VersionName) -> None:
-        """Keep a version no longer."""
+        """Drop a version."""
         self._adapters.pop(name, None)
 
     def take_released(self) -> list[VersionName]:
@@ -362,7 +361,7 @@ class NamedVersions:
         return released
 
     def name_of(self, adapter: Adapter) -> VersionName:
-        """Return the name of an adapter. AdapterError: it was never served here."""
+        """Return an adapter's version name. AdapterError: the engine never served the adapter."""
         version = self._versions.of(adapter)
         if version is None or version.key not in self._adapters:
             raise AdapterError(
@@ -372,7 +371,7 @@ class NamedVersions:
         return version.key
 
     def adapter(self, name: VersionName) -> Adapter:
-        """Return the adapter of a version. ParallelError: there is none."""
+        """Return the adapter of a version. ParallelError: this rank has no such adapter."""
         adapter = self._adapters.get(name)
         if adapter is None:
             raise ParallelError(

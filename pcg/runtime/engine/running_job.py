@@ -1,6 +1,6 @@
-"""Finetuning jobs of an engine on a thread: their handles, from the call to their end.
+"""Finetuning jobs of an async engine: their handles, from submission to the end.
 
-A job reserves its name, has its data read, is compiled, and is then a job of the engine's loop.
+A job reserves its name, reads its data and compiles its program; then the engine's loop runs it.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ from pcg.runtime.training.options import FinetuneResult, JobArguments
 Change: TypeAlias = Literal["pause", "resume", "cancel", "interrupt"]
 
 _KEPT_JOBS = 64
-"""The number of jobs that are over and can still be listed."""
+"""The number of ended jobs that stay listed."""
 
 
 class RunningJob:
-    """A job that can be awaited, paused, resumed and cancelled, until it is over."""
+    """The handle of a job, which can be awaited, paused, resumed and cancelled."""
 
     def __init__(self, name: str, thread: PreparingThread) -> None:
         self.name = name
@@ -49,7 +49,7 @@ class RunningJob:
 
     @property
     def status(self) -> JobStatus:
-        """The steps that it has done, and how it goes on or ended."""
+        """The job's progress, state, speed and error."""
         job, record = self._job, None if self._job is None else self._job.record
         error = self._end.exception() if self._end.done() else None
         checkpoint = None if record is None else record.checkpoint
@@ -85,7 +85,7 @@ class RunningJob:
 
     @property
     def state(self) -> JobState:
-        """The job's state; a job that could not begin has failed, or was cancelled."""
+        """The job's state; FAILED or CANCELLED for a job that could not start."""
         if self._job is not None:
             return self._job.state
         if not self.is_over:
@@ -97,15 +97,15 @@ class RunningJob:
         return self._end.done()
 
     async def result(self) -> FinetuneResult:
-        """Wait for the job's result, or its PcgError; FinetuneError if it was cancelled."""
+        """Wait for the job's result. PcgError: the job failed, or was cancelled."""
         return await asyncio.wrap_future(self._end)
 
     def wait(self, timeout_s: float | None = None) -> FinetuneResult:
-        """Wait for the result in a thread. TimeoutError: it is not over after so long."""
+        """Block until the result is available. TimeoutError: the timeout has passed."""
         return self._end.result(timeout_s)
 
     def on_end(self, act: Callable[[Future[FinetuneResult]], None]) -> None:
-        """Call a function with the result, or the error, once the job is over; it must not wait."""
+        """Call a function, which must not block, with the job's future once the job is over."""
         self._end.add_done_callback(act)
 
     def pause(self) -> None:
@@ -115,7 +115,7 @@ class RunningJob:
         self._change("resume")
 
     def cancel(self) -> None:
-        """End the job now, also while it is prepared; its adapter is as it was last published."""
+        """Cancel the job, also during preparation; the last published adapter version remains."""
         self.cancelling.cancel()
         self._change("cancel")
 
@@ -141,14 +141,14 @@ class RunningJob:
             getattr(self._thread.engine, f"{change}_job")(self.name)
 
     def begin(self, job: Job) -> None:
-        """Note that the engine runs the job, and apply earlier changes."""
+        """Attach the engine's job, and apply changes that were requested earlier."""
         self._job = job
         for change in self._early:
             if not job.is_over:
                 self.change(change)
 
     def settle(self) -> bool:
-        """Pass the result on if the job is over; returns True then."""
+        """Set the result if the job is over; return True if so."""
         job = self._job
         assert job is not None
         if not job.is_over or self._end.done():
@@ -162,19 +162,19 @@ class RunningJob:
         return True
 
     def fail(self, error: BaseException) -> None:
-        """End with an error, unless it is over; on any thread."""
+        """Set an error unless the job is over; for any thread."""
         with contextlib.suppress(InvalidStateError):
             self._end.set_exception(error)
 
 
 class RunningJobs:
-    """The jobs of an engine on a thread, and their preparation on other threads.
+    """The jobs of an async engine, and their preparation on other threads.
 
     Attributes:
-        running: the jobs that the engine runs.
-        reserved: the jobs that are prepared, by name.
-        listed: the jobs as they came; of those that are over the last 64.
-        refusal: the error of later jobs, once none is taken any more.
+        running: jobs that the engine runs.
+        reserved: jobs under preparation, by name.
+        listed: jobs in order of submission, with the last 64 ended jobs.
+        refusal: the error that refuses new jobs; None while jobs are accepted.
     """
 
     def __init__(self, thread: PreparingThread, prepare: Callable[[JobArguments], Job]) -> None:
@@ -187,7 +187,7 @@ class RunningJobs:
         self._lock = Lock()
 
     def begin(self, arguments: JobArguments) -> RunningJob:
-        """Have a job prepared and run, from any thread. EngineError: no new work is taken."""
+        """Prepare and run a job, from any thread. EngineError: the engine accepts no new work."""
         thread = self._thread
         thread.check_open()
         running = RunningJob(arguments.adapter, thread)
@@ -208,16 +208,16 @@ class RunningJobs:
         return running
 
     def _compile(self, running: RunningJob, read: Future[JobArguments]) -> None:
-        """Have a job made of its examples, on the thread that compiles."""
+        """Create a job from its examples, on the compile thread."""
         if read.exception() is not None:
-            self._release_later(running)  # its name is free once its error is known
+            self._release_later(running)  # before the caller sees the error
             _pass_error(running, read)
             return
-        with contextlib.suppress(EngineError):  # closed meanwhile, and the job is cancelled
+        with contextlib.suppress(EngineError):  # the engine was closed, which cancels the job
             self._thread.compile_aside(functools.partial(self._prepare, running, read.result()))
 
     def _prepare(self, running: RunningJob, arguments: JobArguments) -> None:
-        """Make a job ready, on the thread that compiles."""
+        """Compile a job and add it to the engine; runs on the compile thread."""
         try:
             self._thread.check_open()
             running.cancelling.check()
@@ -238,7 +238,7 @@ class RunningJobs:
     def _failing(
         self, running: RunningJob, act: Callable[[Future[Any]], None]
     ) -> Callable[[Future[Any]], None]:
-        """Return a callback whose error fails a job: a future would keep the error to itself."""
+        """Return a callback that fails the job on an error, which a future would only log."""
 
         def guarded(future: Future[Any]) -> None:
             try:
@@ -252,7 +252,7 @@ class RunningJobs:
     # ------------------------------------------------------------------- the engine's thread
 
     def _reserve(self, running: RunningJob) -> None:
-        """Reserve a name for a job, so that it starts from the result of the job before it."""
+        """Reserve a job's name, so that the job starts from the result of the previous job."""
         name = running.name
         if self.refusal is not None:
             raise self.refusal
@@ -262,7 +262,7 @@ class RunningJobs:
         self.reserved[name] = running
 
     def check_unreserved(self, name: str) -> None:
-        """Raise an AdapterConflictError while a job that trains the name is prepared."""
+        """Raise an AdapterConflictError if a job under preparation trains the name."""
         if name in self.reserved:
             raise AdapterConflictError(
                 f"a job that trains adapter {name!r} is being prepared; cancel it, or wait for it"
@@ -272,7 +272,7 @@ class RunningJobs:
         self._thread.call(functools.partial(self._release, running))
 
     def _release(self, running: RunningJob) -> None:
-        """Release the name of a job that does not begin."""
+        """Release the name of a job that did not start."""
         if self.reserved.get(running.name) is running:
             del self.reserved[running.name]
 
@@ -285,11 +285,11 @@ class RunningJobs:
         self.running.append(running)
 
     def settle(self) -> None:
-        """Pass on the results of jobs that are over."""
+        """Set the results of jobs that are over."""
         self.running = [job for job in self.running if not job.settle()]
 
     def refuse(self, refusal: EngineError) -> None:
-        """Take no further jobs, interrupt those that run and cancel those that are prepared."""
+        """Refuse new jobs, interrupt running jobs and cancel jobs under preparation."""
         self.refusal = refusal
         for job in self.running:
             job.interrupt()
@@ -304,13 +304,13 @@ class RunningJobs:
             job.fail(FinetuneError(f"job {name!r} was cancelled"))
 
     def fail_all(self, error: EngineError) -> None:
-        """End the handles of all jobs, once the thread has ended."""
+        """Fail the handles of all jobs, after the thread has ended."""
         for job in (*self.running, *self.reserved.values()):
             job.fail(error)
 
 
 def _pass_error(running: RunningJob, future: Future[Any]) -> bool:
-    """Fail a job that could not begin; returns True if it could not."""
+    """Pass a future's error to a job; return True if the future has an error."""
     error = future.exception()
     if error is not None:
         running.fail(error)

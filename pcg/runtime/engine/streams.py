@@ -1,4 +1,4 @@
-"""The calls of an engine's thread, and its requests from their submission to their last chunk."""
+"""Calls to an engine's thread, and streams of requests from submission to the last chunk."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ StreamMaker: TypeAlias = Callable[[Callable[[Stream], None], str | None], Stream
 
 
 class Call:
-    """A function to run on the thread between two steps, and its result."""
+    """A function to run on the engine's thread between two steps, and its result."""
 
     def __init__(self, act: Callable[[], Any]) -> None:
         self.future: Future[Any] = Future()
@@ -32,21 +32,21 @@ class Call:
     def run(self) -> None:
         try:
             self.future.set_result(self._act())
-        except Exception as error:  # the caller's, not the thread's
+        except Exception as error:  # must not end the thread
             self.future.set_exception(error)
 
 
 class Calls:
-    """The calls that wait for the thread; for any thread.
+    """The queue of calls to the engine's thread; for any thread.
 
     Attributes:
-        ended: the error of later calls; None before the end.
-        lock: held by who adds a call, or a request.
+        ended: the error of further calls after the engine has ended; None before.
+        lock: held while a call or a request is added.
     """
 
     def __init__(self) -> None:
         self.ended: EngineError | None = None
-        # A stream that is collected cancels its request, also while this thread holds the lock.
+        # Reentrant: garbage collection of a stream cancels its request, also under this lock.
         self.lock = RLock()
         self._queue: SimpleQueue[Call] = SimpleQueue()
         self.qsize = self._queue.qsize
@@ -54,7 +54,7 @@ class Calls:
         self.put = self._queue.put
 
     def call(self, act: Callable[[], Result]) -> Future[Result]:
-        """Add a call; returns its result, or the error after the end."""
+        """Queue a call; return the future of its result, or of `ended`."""
         call = Call(act)
         with self.lock:
             if self.ended is None:
@@ -69,15 +69,15 @@ class Calls:
 
 
 class Streams:
-    """The requests of an engine on a thread, and the streams of their chunks.
+    """The requests of an async engine, and the streams of their chunks.
 
     Attributes:
-        open: the streams of requests that the engine has, by the index of their chunks.
+        open: streams of submitted requests, by the index of their chunks.
         arrivals: requests that wait for their tenant's turn.
 
     Args:
-        submit: submits a request that came at a time, on the thread; returns its id.
-        end: ends a request by its id and the kind of its end, on the thread.
+        submit: submits a request with its arrival time, on the engine's thread; returns its id.
+        end: ends a request by id, with the kind of its end, on the engine's thread.
     """
 
     def __init__(
@@ -105,7 +105,7 @@ class Streams:
         """Submit a request.
 
         Args:
-            make: makes its stream, of a function that cancels it and the request's id.
+            make: constructor of the stream; its arguments are a cancel function and the request id.
         """
         refused = self.refused(request.tenant, make)
         if refused is not None:
@@ -122,7 +122,7 @@ class Streams:
         return stream
 
     def refused(self, tenant: str, make: StreamMaker = Stream) -> Stream | None:
-        """Return the stream of a request that is refused, as too many wait; None to take it."""
+        """Return a failed stream if too many requests wait; None to accept the request."""
         full = self.arrivals.why_full(tenant)
         if full is None:
             return None
@@ -133,7 +133,7 @@ class Streams:
         return stream
 
     def _cancel(self, stream: Stream) -> None:
-        """End a request; one that has not begun ends when it begins, in its tenant's turn."""
+        """Cancel a request; a request that waits for its turn ends when its turn comes."""
 
         def act() -> None:
             if not stream.is_over:
@@ -148,7 +148,7 @@ class Streams:
     # ------------------------------------------------------------------------------- the thread
 
     def cancel(self, request_id: str) -> None:
-        """End a request by its id; nothing happens if there is none."""
+        """Cancel a request by id; no effect if the id is unknown."""
         with self._calls.lock:
             stream = self.arrivals.find(request_id)
             if stream is not None:
@@ -156,7 +156,7 @@ class Streams:
         self._end(request_id, Kind.CANCELLED)
 
     def cancel_all(self, kind: Kind = Kind.CANCELLED) -> None:
-        """End the requests that the engine has; `kind` may be TIMED_OUT."""
+        """End all submitted requests; `kind` may be TIMED_OUT."""
         for stream in self.open.values():
             self._end_of(stream, kind)
 
@@ -171,7 +171,7 @@ class Streams:
                 self._calls.put(following)
 
     def _begun(self, tenant: str, stream: Stream, begun: Future[None]) -> None:
-        """Fail a stream that could not begin."""
+        """Fail the stream of a request that could not be submitted."""
         error = begun.exception()
         if error is not None:
             stream.fail(error)
@@ -188,8 +188,8 @@ class Streams:
             self._end_of(stream)
 
     def add(self, chunks: Sequence[Chunk], watcher: Callable[[Wakes], None] | None) -> None:
-        """Add the chunks of a step, after those before it are delivered."""
-        if self._undelivered or not chunks:  # the step ran nothing, or gave nothing
+        """Queue the chunks of a step for delivery, after delivering earlier chunks."""
+        if self._undelivered or not chunks:
             self.deliver(watcher)
         self._undelivered += chunks
 
@@ -197,7 +197,7 @@ class Streams:
         """Give chunks to their streams, and wake their readers.
 
         Args:
-            watcher: is called first, with the wakes that are sent; None for nobody.
+            watcher: function to call first; its argument collects wakes. None for no function.
         """
         if watcher is not None:
             watcher(self._wakes)
@@ -209,7 +209,7 @@ class Streams:
                 continue
             try:
                 stream.put(chunk, self._wakes)
-            except Exception as error:  # the request's own, which goes on for nobody
+            except Exception as error:  # fails this request only
                 assert stream.request_id is not None
                 stream.fail(as_pcg_error(error, stream.request_id, EngineError))
                 self._end_of(stream)
@@ -218,7 +218,7 @@ class Streams:
         self._wakes.send()
 
     def fail_all(self, error: EngineError) -> None:
-        """End all streams, once nothing is added any more."""
+        """Fail all streams, after the engine has ended."""
         with self._calls.lock:
             held = self.arrivals.clear()
         for stream in (*self.open.values(), *held):

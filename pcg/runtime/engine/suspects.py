@@ -23,10 +23,10 @@ Owner: TypeAlias = Sequence | Job | Adapter
 
 
 def owner_of(error: BaseException) -> Owner | None:
-    """Return the owner of the work that raised an error, from the local variables of its frames.
+    """Guess the owner of the work that raised an error, from the local variables of its frames.
 
-    This is a guess, as loop variables outlive their loops: the owner runs by itself before it is
-    dropped.
+    Loop variables outlive their loops, so the guess may be wrong: the owner runs by itself before
+    it is dropped.
     """
     owner, trace = None, error.__traceback__
     while trace is not None:
@@ -60,11 +60,10 @@ class Suspects:
         self._waiting.clear()
 
     def ran(self, suspect: Sequence | Job | None, has_tokens: bool) -> None:
-        """Remove a suspect that ran by itself without an error, or could not run now.
+        """Remove a suspect that ran by itself without an error, or had no room to run.
 
         Args:
-            has_tokens: True if tokens of a sequence ran; it stays a suspect up to its next new
-                token.
+            has_tokens: True if tokens ran. A sequence stays a suspect until its prompt has ended.
         """
         if suspect is None or self.current is not suspect:
             return
@@ -73,18 +72,18 @@ class Suspects:
             self._waiting.popleft()
 
     def condemn(self, adapter: Adapter, error: Exception) -> None:
-        """Refuse an adapter's requests from now on, as its weights cannot be served."""
+        """Refuse further requests of an adapter whose weights cannot be served."""
         self._broken[adapter] = (
-            f"adapter {adapter.name!r} cannot be served, as it failed by {type(error).__name__}: "
-            f"{error}; load it again once its files are mended"
+            f"adapter {adapter.name!r} cannot be served, as it failed with {type(error).__name__}: "
+            f"{error}; repair its files and load it again"
         )
 
     def forgive(self, adapter: ServedAdapter) -> None:
-        """Take an adapter's requests again, as its weights have changed."""
+        """Accept an adapter's requests again, after its weights have changed."""
         self._broken.pop(adapter, None)
 
     def why_broken(self, request: Request) -> GenerationError | None:
-        """Return the error that refuses a request of a failed adapter; None to take it."""
+        """Return the error that refuses a request of a failed adapter; None to accept it."""
         why = None if request.adapter is None else self._broken.get(request.adapter)
         return None if why is None else GenerationError(why)
 

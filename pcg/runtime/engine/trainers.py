@@ -1,7 +1,7 @@
-"""Trainers of an engine on a thread: their commands run beside requests and jobs, in order.
+"""Trainers of an async engine: run training commands in order, while requests are served.
 
-Each stage of a command that runs the model is a job of the engine, which has its turns, pages and
-sharing as any other. A trainer without a command has no job: it takes no step and no page.
+Each stage of a command that runs the model is a job of the engine, scheduled like any other job.
+A trainer without a pending command uses no steps and no pages.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ Result = TypeVar("Result")
 
 
 class TrainerCall(Generic[Result]):
-    """The result of a command, later: `await call`, or `call.wait()` in a thread.
+    """The pending result of a command: `await call`, or `call.wait()` in a thread.
 
     Attributes:
-        is_cancelled: True once it was asked to end.
-        begin: returns its stages, once it is its turn.
+        is_cancelled: True after `cancel`.
+        begin: function that returns the command's stages.
     """
 
     def __init__(
@@ -65,42 +65,42 @@ class TrainerCall(Generic[Result]):
 
     @property
     def future(self) -> Future[Result]:
-        """The result as a future."""
+        """The future of the result."""
         return self._done
 
     def wait(self, timeout_s: float | None = None) -> Result:
-        """Wait for the result in a thread. TimeoutError: it is not there in time."""
+        """Block until the result is available. TimeoutError: the timeout has passed."""
         return self._done.result(timeout_s)
 
     def __await__(self) -> Generator[Any, None, Result]:
         return asyncio.wrap_future(self._done).__await__()
 
     def cancel(self) -> None:
-        """End it before or while it runs; what it would have changed is as before it."""
+        """Cancel the command, whether it waits or runs; the trainer's state stays unchanged."""
         self.is_cancelled = True
         self._cancel(self)
 
     def finish(self, result: Result) -> None:
-        """Pass the result on."""
+        """Set the result."""
         with contextlib.suppress(InvalidStateError):
             self._done.set_result(result)
 
     def fail(self, error: BaseException | None = None) -> None:
-        """End with an error, by default that it was cancelled; nothing happens if it is over."""
+        """Set an error, by default that of a cancelled command; no effect on an ended call."""
         with contextlib.suppress(InvalidStateError):
             self._done.set_exception(error or FinetuneError(f"{self._what} was cancelled"))
 
 
 class AsyncTrainer:
-    """Trains an adapter; `AsyncEngine.trainer(...)` returns one, for any thread or coroutine.
+    """Trains an adapter by commands; for any thread or coroutine. See `AsyncEngine.trainer`.
 
-    Each method returns a `TrainerCall` at once; calls are done in the order of asking. What fails
-    or is cancelled leaves all as it was before it, and the calls behind it go on. A context
-    manager, with `async` or without, which closes it.
+    Each method returns a `TrainerCall` immediately, and the calls run in order. A failed or
+    cancelled call leaves the trainer's state unchanged, and later calls still run. The trainer is a
+    context manager, also an async one, that closes the trainer.
 
     Attributes:
-        name: the adapter's name, which nobody else may use before the end.
-        created: the making of the adapter, for which every call waits; its error is theirs.
+        name: the adapter's name, reserved until the trainer is closed.
+        created: the creation of the adapter. Every call waits for it, and fails with its error.
     """
 
     def __init__(
@@ -111,11 +111,11 @@ class AsyncTrainer:
         ends: Callable[[], None],
         tenant: str = "",
     ) -> None:
-        """Have a trainer made.
+        """Start the creation of the adapter.
 
         Args:
-            make: makes the adapter and its program, on the thread that compiles.
-            ends: frees the name.
+            make: creates the adapter and its program, on the compile thread.
+            ends: releases the name.
         """
         self.name = name
         self._tenant = tenant
@@ -134,7 +134,7 @@ class AsyncTrainer:
         def create(_: TrainedAdapter | None) -> Stages[None]:
             self._trained = yield Aside(make, compiles=True)
 
-        # It is there before the engine's thread, which looks for it, has it.
+        # Set `created` before the engine's thread reads it.
         self.created: TrainerCall[None] = self._call("its making", create)
         self._submit(self.created)
 
@@ -142,38 +142,38 @@ class AsyncTrainer:
 
     @takes(Forward, FinetuneError)
     def forward(self, command: Forward) -> TrainerCall[Scored]:
-        """Compute a loss without gradients, and without dropout."""
+        """Compute a loss without gradients and without dropout."""
         return self.run(command)
 
     @takes(ForwardBackward, FinetuneError)
     def forward_backward(self, command: ForwardBackward) -> TrainerCall[Scored]:
-        """Compute a loss, a sum, and add its gradients to those that wait for `optim_step`."""
+        """Compute a summed loss and accumulate its gradients for `optim_step`."""
         return self.run(command)
 
     @takes(OptimStep, FinetuneError)
     def optim_step(self, command: OptimStep) -> TrainerCall[Stepped]:
-        """Update the adapter by the gradients of all calls since the last update."""
+        """Update the adapter by the gradients accumulated since the last update."""
         return self.run(command)
 
     @takes(SaveState, FinetuneError)
     def save_state(self, command: SaveState) -> TrainerCall[Saved]:
-        """Save the adapter and the optimizer's state; gradients that wait stay, and are not saved.
+        """Save the adapter and the optimizer state while steps run.
 
-        Files are written beside the engine's steps.
+        Accumulated gradients are kept, but not saved.
         """
         return self.run(command)
 
     @takes(LoadState, FinetuneError)
     def load_state(self, command: LoadState) -> TrainerCall[Saved]:
-        """Go on from a saved state, to the same bits; gradients that wait are dropped."""
+        """Load a saved state bit for bit and discard accumulated gradients."""
         return self.run(command)
 
     def snapshot(self) -> TrainerCall[Snapshot]:
-        """Serve the adapter as it is now, as the next version of its name."""
+        """Publish the current adapter as the next version of its name."""
         return self.run(Publish())
 
     def run(self, command: TrainerCommand[Result]) -> TrainerCall[Result]:
-        """Have a command done after those before it. EngineError: no new work is taken."""
+        """Queue a command. EngineError: the engine accepts no new work."""
 
         def begin(trained: TrainedAdapter | None) -> Stages[Result]:
             assert trained is not None
@@ -182,13 +182,13 @@ class AsyncTrainer:
         return self._submit(self._call(type(command).__name__, begin))
 
     def close(self) -> Future[None]:
-        """Cancel what waits or runs, and free all; versions that it published are served on."""
+        """Cancel all calls and free the trainer; published versions remain served."""
         return self._thread.call(self.end_now)
 
     def end(self) -> None:
-        """Close it, and wait for that in a thread."""
+        """Close the trainer and block until the trainer is closed."""
         error = self.close().exception()
-        if error is not None and not isinstance(error, EngineError):  # which freed all already
+        if error is not None and not isinstance(error, EngineError):  # an ended engine freed it
             raise error
 
     def _call(
@@ -239,11 +239,11 @@ class AsyncTrainer:
 
     @property
     def is_busy(self) -> bool:
-        """True while a call waits or runs."""
+        """True while a call is queued or running."""
         return self._current is not None or bool(self._queue)
 
     def _go_on(self) -> None:
-        """Begin the next call, unless one runs."""
+        """Start the next call if no call is running."""
         while self._current is None and not self._is_closed:
             with self._lock:
                 call = self._queue.popleft() if self._queue else None
@@ -260,7 +260,7 @@ class AsyncTrainer:
             self._advance(lambda stages: next(stages))
 
     def _advance(self, resume: Callable[[Stages[Any]], Aside | Any]) -> None:
-        """Go on with the call that runs, to its next stage or its end."""
+        """Advance the current call to its next stage or its end."""
         call, stages = self._current, self._stages
         assert call is not None
         assert stages is not None
@@ -274,7 +274,7 @@ class AsyncTrainer:
             if call is self.created and call.is_cancelled:
                 self._end(call, None)
                 return
-            # One that is cancelled too late, as it has done all, is told so by its result.
+            # A call that was cancelled after its last stage still returns its result.
             self._current = self._stages = None
             call.finish(end.value)
             self._thread.call(self._go_on)
@@ -295,7 +295,7 @@ class AsyncTrainer:
             return
         jobs = self._thread.engine.jobs
         self._job = Job(self.name, stage, tenant=self._tenant)
-        # Turns go by tokens, and a trainer has had those of its calls before.
+        # Jobs take turns by tokens, and a trainer's tokens are those of its earlier calls.
         self._job.tokens = max(self._tokens, min((job.tokens for job in jobs), default=0))
         self._trainers.runs(self)
         jobs.add(self._job)
@@ -308,7 +308,7 @@ class AsyncTrainer:
         self._thread.call(self._go_on)
 
     def _free(self) -> None:
-        """Free the name, and what was made."""
+        """Release the name and the adapter."""
         self._trained = None
         if not self._has_ended:
             self._has_ended = True
@@ -318,7 +318,7 @@ class AsyncTrainer:
         def act() -> None:
             try:
                 result = stage.act()
-            except BaseException as error:  # of a function of the caller's also SystemExit
+            except BaseException as error:  # the caller's function may raise SystemExit
                 failed = error if isinstance(error, Exception) else FinetuneError(repr(error))
                 self._thread.call(functools.partial(self._aside_done, call, failed, None))
             else:
@@ -327,21 +327,21 @@ class AsyncTrainer:
         if stage.compiles:
             try:
                 self._thread.compile_aside(act)
-            except EngineError as error:  # closed meanwhile
+            except EngineError as error:  # the engine was closed
                 self._end(call, error)
         else:
             device_thread(self._thread.device, act, f"pcg trainer {self.name}").start()
 
     def _aside_done(self, call: TrainerCall[Any], error: BaseException | None, result: Any) -> None:
         if call is not self._current:
-            return  # closed meanwhile
+            return  # the trainer was closed
         if error is not None:
             self._advance(lambda stages: stages.throw(error))
         else:
             self._advance(lambda stages: stages.send(result))
 
     def settle(self) -> bool:
-        """Go on if the job that runs is over; returns True if none runs now."""
+        """Advance the call if its job has ended; return True if no job runs afterwards."""
         job = self._job
         if job is None:
             return True
@@ -361,13 +361,13 @@ class AsyncTrainer:
         return self._job is None
 
     def end_now(self) -> None:
-        """Close it, on the engine's thread."""
+        """Close the trainer, on the engine's thread."""
         if self._job is not None and not self._job.is_over:
             self._thread.engine.cancel_job(self.name)
         self.fail(None)
 
     def fail(self, error: Exception | None) -> None:
-        """End all calls by an error, or as cancelled, and free what there is."""
+        """Fail all calls with an error, None for that of a cancelled call; free the trainer."""
         with self._lock:
             self._is_closed = True
             left = [*self._queue]
@@ -396,10 +396,10 @@ def _pass_error(call: TrainerCall[Any], begun: Future[None]) -> None:
 
 
 class Trainers:
-    """The trainers of an engine on a thread.
+    """The trainers of an async engine.
 
     Attributes:
-        with_jobs: those of which a stage of a command runs as a job.
+        with_jobs: trainers that currently run a stage as a job.
     """
 
     def __init__(
@@ -412,7 +412,7 @@ class Trainers:
         self._lock = Lock()
 
     def begin(self, arguments: TrainerArguments) -> AsyncTrainer:
-        """Make a trainer; errors as of `AsyncEngine.trainer`."""
+        """Create a trainer; raises the errors of `AsyncEngine.trainer`."""
         self.thread.check_open()
         ends = self.thread.state.begin_training(arguments.name)
 
@@ -434,23 +434,23 @@ class Trainers:
         return trainer
 
     def get(self, name: str) -> AsyncTrainer | None:
-        """Return the open trainer of a name; None if there is none."""
+        """Return an open trainer by name; None if no trainer has the name."""
         return self._open.get(name)
 
     # ------------------------------------------------------------------- the engine's thread
 
     @property
     def are_busy(self) -> bool:
-        """True while a command waits or runs."""
+        """True while a command is queued or running."""
         return any(trainer.is_busy for trainer in self._open.values())
 
     def runs(self, trainer: AsyncTrainer) -> None:
-        """Have a trainer's `settle` called after each step, until it returns True."""
+        """Call a trainer's `settle` after each step, until `settle` returns True."""
         if trainer not in self.with_jobs:
             self.with_jobs.append(trainer)
 
     def settle(self) -> None:
-        """Go on with the trainers that ran a job which is over."""
+        """Advance the trainers whose jobs have ended."""
         self.with_jobs = [trainer for trainer in list(self.with_jobs) if not trainer.settle()]
 
     def cancel_all(self) -> None:

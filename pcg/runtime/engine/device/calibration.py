@@ -1,4 +1,4 @@
-"""Calibration: measure the time of steps on this machine; later steps correct the estimate.
+"""Calibration: measures the time of steps on this machine; later steps correct the estimate.
 
 Four steps (short, long, with a context, with logits of all tokens) give the coefficients of a
 forward:
@@ -6,10 +6,10 @@ forward:
     t(n tokens, k keys, r rows of logits) = a₀ + a₁ n + a₂ k + a₃ r
 
 On a GPU, steps of 64 and 512 tokens give two lines t(n), for few and for many tokens, which meet at
-the knee. A layer's forward is estimated as its share of the model, and its backward as twice that,
-as backward has twice the products; a token's loss as twice the time of a row of logits among many;
-and the constant of the loss as the time of a single row, which reads the head's weights. A key that
-a sequence reads once is assumed to take as long as a key that a token attends to.
+the knee. Estimates: a layer's forward takes its share of the model; its backward twice that, as
+backward has twice the products; a token's loss twice the time of a row of logits among many; the
+loss's constant the time of a single row, which reads the head's weights; and a key that a sequence
+reads once as long as a key that a token attends to.
 """
 
 from __future__ import annotations
@@ -34,23 +34,23 @@ from pcg.runtime.model.step_graphs import StepGraphs
 from pcg.runtime.requests.step import Load, keys_of
 
 _SHORT, _LONG, _FEW, MANY = 16, 256, 64, 512
-"""Numbers of tokens of the measured steps; the last two are below a knee and above it."""
+"""Numbers of tokens of the measured steps; the last two are below and above a knee."""
 _STEEPER = 1.5
-"""How many times as much a token beyond a knee takes as one before it, at least."""
+"""The minimum ratio of times per token beyond and before a knee."""
 _ROWS = 64
-"""Rows of logits of a step that has many."""
+"""The number of rows of logits in the step with many rows."""
 _ROUNDS = 3
 _BACKWARD = 2.0
 """Time of a backward, relative to the forward."""
 _SAVED = 0.05
-"""The time of a window beside requests that is its own, relative to its tokens' and a step's."""
+"""Overhead of a window in a serving step, relative to its tokens' time and a step's constant."""
 
 
 def calibrated(state: ModelState, clock: Clock, graphs: StepGraphs | None = None) -> Latencies:
     """Measure the latencies of a model's base, without adapters, by a clock.
 
     Args:
-        graphs: recorded steps; those that were warmed up are measured as they will run.
+        graphs: recorded steps; measured if they are warmed up, else steps run eagerly.
     """
     runner, tables, device = state.serving.runner, state.serving.tables, state.device
     long = min(_LONG, state.max_positions or _LONG)
@@ -95,14 +95,14 @@ def calibrated(state: ModelState, clock: Clock, graphs: StepGraphs | None = None
         recorded_s = median_s(run)
         if rows == 1:
             return recorded_s
-        # Other rows of logits are told by steps that are not recorded, whose rest is alike.
+        # Correct for other numbers of rows by the difference of two eager steps.
         return recorded_s + eager_s(tokens, context, rows) - eager_s(tokens, context, 1)
 
     latencies = fitted_latencies(seconds, len(runner.model.layers), long, many)
     cache.pool.close(table)
-    # Fits may round differently on other ranks, and all must plan alike.
-    if device.type == "cpu":  # the head is cut, and read as often for many parts as for few
+    if device.type == "cpu":  # many small parts of a loss read the head as often as few large ones
         latencies.loss = Latency(0.0, latencies.loss.coefficients_s[1], 0.0)
+    # Ranks must plan the same steps, but their fits may round differently.
     of_first = []
     for latency in (latencies.forward, latencies.backward, latencies.loss, latencies.layer):
         begin = torch.tensor(
@@ -118,8 +118,8 @@ def fitted_latencies(
     """Fit latencies to the times of a few steps.
 
     Args:
-        seconds: returns the time of a step of a sequence by its new tokens, earlier tokens, and
-            rows of logits.
+        seconds: returns the time of a step, given a sequence's new tokens, earlier tokens and rows
+            of logits.
         many: tokens of a step beyond the knee; 0 without a knee.
     """
     short = min(_SHORT, long)
@@ -145,7 +145,7 @@ def fitted_latencies(
     backward = Latency(constant_s / layers, token_s * share, key_s * share, **beyond)
     loss = Latency(head_s, _BACKWARD * of_rows_s / rows, 0.0)
     if knee.tokens:
-        # The head is read for few rows, and there the products of a row take as long as its share.
+        # Few rows are bound by reading the head; at the knee, products take as long as reading.
         beyond = {"beyond_s": _BACKWARD * head_s / knee.tokens, "knee": knee.tokens}
         loss = Latency(_BACKWARD * head_s, _BACKWARD * row_s, 0.0, **beyond)
     layer = Latency(constant_s, token_s, key_s, beyond_s=knee.token_s, knee=knee.tokens)
@@ -153,9 +153,9 @@ def fitted_latencies(
 
 
 def _knee(times: Mapping[int, float]) -> Knee:
-    """Return where the lines of few and of many tokens meet, from two times of each.
+    """Return the knee where the lines of few and of many tokens meet, from two times of each.
 
-    There is no knee if the lines are nearly the same.
+    The knee is empty if the lines have nearly the same slope.
     """
     (n0, t0), (n1, t1), (n2, t2), (n3, t3) = sorted(times.items())
     few_s, many_s = (t1 - t0) / (n1 - n0), (t3 - t2) / (n3 - n2)
@@ -167,7 +167,7 @@ def _knee(times: Mapping[int, float]) -> Knee:
 
 
 def _fitted(measured: Sequence[tuple[Load, float]]) -> tuple[float, float, float, float]:
-    """Fit the coefficients by least squares, and keep them above 0 whatever the noise."""
+    """Fit the coefficients by least squares, bounded from below against noise."""
     rows = torch.tensor([[1.0, x.tokens, x.keys, x.sampled] for x, _ in measured]).double()
     took = torch.tensor([seconds for _, seconds in measured]).double()
     least = torch.tensor([0.05 * took.min(), 0.05 * took.min() / _SHORT, 0.0, 0.0]).double()

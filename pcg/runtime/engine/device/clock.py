@@ -11,26 +11,26 @@ from pcg.ranks.group import SINGLE_RANK, Ranks, broadcast_from_first
 
 
 class Clock(Protocol):
-    """Tells the time."""
+    """A source of the current time."""
 
     def now_s(self, first_ns: int | None = None) -> float:
         """Return the seconds since the clock's start.
 
-        `first_ns` is the first rank's `time.monotonic_ns`, if a step's tokens brought it.
+        `first_ns` is rank 0's `time.monotonic_ns`, if a step's tokens carried it.
         """
 
     def latest_s(self) -> float:
-        """Return the seconds; over ranks, those of the latest message."""
+        """Return the seconds; over ranks, the time in the latest message."""
 
     def here_s(self) -> float:
-        """Return the seconds on any thread, without a message; over ranks, on the first only."""
+        """Return the seconds on any thread, without a message; over ranks, on rank 0 only."""
 
 
 class MachineClock:
     """The machine's time since the clock was created.
 
-    Over ranks it is the time of the first rank, so that all ranks plan the same steps. `now_s` is
-    then a collective call. The tokens of a step carry the time, so that consecutive steps need no
+    Over ranks, the clock has rank 0's time, so that all ranks plan the same steps. `now_s` is then
+    a collective call. The tokens of a step carry the time, so that consecutive steps need no
     further message; a step after a pause is planned by the time at which the previous step ended.
     """
 
@@ -58,7 +58,7 @@ class MachineClock:
 
 
 class SimulatedClock:
-    """Stands still until it is advanced."""
+    """A clock that only `advance` and `wait_until` move."""
 
     def __init__(self) -> None:
         self._now = 0.0

@@ -1,8 +1,8 @@
 """The interface between the engine and the device that runs its steps, real or simulated.
 
 A GPU works in parallel to the host, so that the forward of a step may start before the tokens of
-the previous step are read (`running.py`). Choosing tokens needs the previous tokens: penalties,
-guides and stop conditions depend on them. So drawing tokens is separate from the forward.
+the previous step are read (`running.py`). Drawing tokens is separate from the forward, because
+penalties, guides and stop conditions depend on the previous tokens.
 """
 
 from __future__ import annotations
@@ -24,33 +24,33 @@ from pcg.runtime.training.work_units import Forward, Part
 
 
 class Launched(Protocol):
-    """A step whose forward was launched."""
+    """A step with a launched forward."""
 
     def draw(self) -> None:
-        """Choose the tokens of the sequences that still run, once the tokens before are known."""
+        """Draw the tokens of the sequences that still run, after the previous tokens are read."""
 
     def read(self) -> Results:
         """Wait for the end, and return the results."""
 
     @property
     def is_replayed(self) -> bool:
-        """True if recorded steps ran all of its forward."""
+        """True if recorded steps ran the whole forward."""
 
     @property
     def device_s(self) -> float | None:
-        """The device's own time for the step, once it was read; None if it has no such clock."""
+        """The step's time on the device's own clock, after `read`; None without such a clock."""
 
 
 @dataclass(frozen=True)
 class Finished:
-    """A launched step of a device that works synchronously."""
+    """A launched step of a synchronous device."""
 
     results: Callable[[], Results]
     is_replayed: bool = False
     device_s: float | None = None
 
     def draw(self) -> None:
-        """Do nothing: the tokens are chosen."""
+        """Do nothing: the tokens are already drawn."""
 
     def read(self) -> Results:
         """Return the results."""
@@ -60,7 +60,7 @@ class Finished:
 class SideStream:
     """A second stream of a GPU, for parts of jobs during a step's forward (FlexLLM v2 §6.1).
 
-    Memory may pass from a stream to the other only after `begin` or `rejoin`, which synchronize
+    A stream may reuse memory of the other stream only after `begin` or `rejoin`, which synchronize
     the streams, or after `join`, which waits on the host.
     """
 
@@ -94,9 +94,9 @@ class SideStream:
         self._timed.append((started, ended))
 
     def join(self) -> list[float]:
-        """Wait for the parts that were timed since the last call; return the seconds of each.
+        """Wait for the parts timed since the last call; return the seconds of each.
 
-        Later work on the stream, such as copies of a published version, is not waited for.
+        The call does not wait for later work on the stream, such as copies of a published version.
         """
         timed, self._timed = self._timed, []
         if timed:
@@ -110,7 +110,7 @@ class Device(Protocol):
     Attributes:
         cache: keys and values for jobs.
         side: the second stream, which runs parts of jobs; None if parts run between forwards.
-        fails_alike: True if all ranks see an error of a step; False over several ranks.
+        fails_alike: True if every rank sees the error of a failed step; False over several ranks.
         is_ahead: True if a step may be launched before the tokens of the previous step are read.
         layers: the number of the model's layers.
         late: number of kernels that were compiled and of steps that were recorded while requests
@@ -135,23 +135,23 @@ class Device(Protocol):
     def open(self, request: Request, number: int) -> Sequence:
         """Return the state of a new request, with other continuations as its followers.
 
-        GenerationError: the model cannot run it.
+        GenerationError: the model cannot run the request.
         """
 
     def copy_page(self, page: int, to: int) -> None:
-        """Copy keys and values from one page to another."""
+        """Copy keys and values of `page` to another page."""
 
     def prefetch(self, adapters: List[ServedAdapter]) -> None:
         """Start copying adapters that have pages, in the background and in the given order."""
 
     def is_copying(self, adapter: ServedAdapter) -> bool:
-        """Return True while an adapter is being copied, so that a step that runs it would wait."""
+        """Return True during an adapter's copy, for which a step with the adapter would wait."""
 
     def evict(self, adapter: ServedAdapter) -> None:
-        """Note that an adapter gives its pages up."""
+        """Release an adapter's pages."""
 
     def reset(self) -> None:
-        """Forget the adapters in memory, also where a failed call left them half changed."""
+        """Drop all adapters in memory, which a failed call may have left inconsistent."""
 
     def start(
         self, chunks: List[tuple[Sequence, int]], windows: List[tuple[Forward, int]]
@@ -159,14 +159,14 @@ class Device(Protocol):
         """Run sequences' next tokens and windows of jobs together.
 
         Args:
-            chunks: sequences, and how many of their pending tokens run.
-            windows: units of jobs, and how many of their tokens run.
+            chunks: sequences, and the number of their pending tokens to run.
+            windows: units of jobs, and the number of their tokens to run.
         Returns:
-            The step, whose tokens are chosen and read next.
+            The launched step; its tokens are drawn and read afterwards.
         """
 
     def run_parts(self, parts: List[Part]) -> None:
-        """Run parts of a single stage together, each of another job."""
+        """Run parts of the same stage of different jobs together."""
 
     def check_alive(self) -> None:
         """Run a token of the base; raise an error if the device is lost."""

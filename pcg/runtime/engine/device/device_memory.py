@@ -1,14 +1,14 @@
 """The memory of a GPU outside an engine's pool, and the size of the pool.
 
     asked    gpu_memory_utilization · all memory of the GPU
-    used     memory that this process has: weights, adapters, libraries' workspaces
+    used     memory allocated by this process: weights, adapters, libraries' workspaces
     step     the peak of the largest step
     graphs   the same peak in graphs' memory, shared logits, and `GRAPH_BYTES` of each graph
     windows  saved values of the windows of known jobs, and their adapters
     pool     asked - used - step - graphs - windows
 
-They are counted before anything runs. If graphs and windows take more in the warm-up, or a graph
-cannot be recorded for lack of memory, the pool becomes smaller.
+The sizes are computed before the first step. If graphs and windows take more memory in the warm-up,
+or a graph cannot be recorded for lack of memory, the pool becomes smaller.
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ Made = TypeVar("Made")
 _LOG = logging.getLogger("pcg.engine")
 
 GRAPH_BYTES = 2 * 2**20
-"""What a driver keeps of a graph of some 400 launches, generously; a warm-up shows what it is."""
+"""Upper estimate of a driver's memory per graph of about 400 launches; a warm-up measures it."""
 SHRINKS = 16
-"""The part by which a pool is made smaller first; the next time it is twice as much, as all graphs
+"""A pool that is too large shrinks by 1/16 first, then by twice as much each time, as all graphs
 are recorded again each time."""
 
 
 def step_bytes(model: ModelGraph, limits: Limits, max_positions: int | None) -> int:
-    """Return the bytes of the fullest moment of a step of as many tokens as a step may have."""
+    """Return the peak bytes of a step with the maximum number of tokens."""
     tokens, rows = limits.tokens, limits.running
     seq = min(tokens, max_positions or tokens)
     sizes = [transient(block, tokens, seq).size_bytes(tokens, seq) for block in model.blocks]
@@ -61,7 +61,7 @@ class DeviceParts:
         share: `gpu_memory_utilization`; None for a given size of the pool.
         total: all memory of the GPU.
         before: memory that was free when the model was loaded.
-        used: memory that was allocated since.
+        used: memory allocated since then.
         step: the peak of a step.
         graphs: memory of the graphs of steps, with intermediate results.
         windows: memory of windows of jobs.
@@ -85,8 +85,8 @@ class DeviceParts:
         """Count the parts of an engine.
 
         Args:
-            jobs: jobs that the warm-up records, besides those that the program was compiled for;
-                None without a warm-up.
+            jobs: jobs to record in the warm-up, in addition to those that the program was compiled
+                for; None without a warm-up.
         """
         torch.cuda.empty_cache()
         free, total = device_memory(state.device)
@@ -104,7 +104,7 @@ class DeviceParts:
 
     @property
     def asked(self) -> int:
-        """The bytes that all parts together may have."""
+        """The limit in bytes for all parts together."""
         return self.total if self.share is None else int(self.share * self.total)
 
     @property
@@ -125,7 +125,7 @@ class DeviceParts:
             raise self.refused(least)
 
     def refused(self, size_bytes: int, why: object = "the least") -> DeviceMemoryError:
-        """Return the error of a pool that has no room."""
+        """Return the error for a pool that does not fit."""
         reason, _, _ = str(why).partition("\n")
         larger = "a smaller kv_cache_gib" if self.share is None else "a larger share up to 1"
         return DeviceMemoryError(
@@ -136,7 +136,7 @@ class DeviceParts:
 
     @property
     def lacking(self) -> int:
-        """The bytes that are missing after the warm-up.
+        """The missing bytes after the warm-up.
 
         An excess of 1 % over `share` is accepted, as a smaller pool needs another warm-up.
         """
@@ -160,7 +160,7 @@ def fitted(make: Callable[[int], Made], parts: DeviceParts, least: int, ranks: R
     Args:
         make: allocates the pool of a size, with the warm-up.
         least: the smallest size.
-        ranks: ranks with pools of equal size, which does not shrink over several ranks.
+        ranks: ranks with pools of equal size; over several ranks, pools do not shrink.
     Raises:
         DeviceMemoryError: the smallest pool is too large.
     """

@@ -1,4 +1,4 @@
-"""The batch of a step's sequences, and the rows of it that are read afterwards."""
+"""The batch of a step's sequences, and the rows of the batch to read afterwards."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class ReadRows(NamedTuple):
 
     Attributes:
         first: the first row.
-        tokens: the places of their tokens in the sequence.
+        tokens: positions of the rows' tokens in the sequence.
     """
 
     sequence: Sequence
@@ -42,13 +42,13 @@ class ReadRows(NamedTuple):
 
     @property
     def places(self) -> range:
-        """The places in the prompt of the tokens behind these rows' own."""
+        """The prompt positions of the tokens that follow the rows' tokens."""
         virtual = self.sequence.request.virtual_tokens
         return range(self.tokens.start + 1 - virtual, self.tokens.stop + 1 - virtual)
 
     @property
     def behind(self) -> tuple[int, ...]:
-        """The tokens after these rows, which the rows predict."""
+        """The tokens that follow the rows' tokens, which the rows predict."""
         places = self.places
         return self.sequence.request.prompt_ids[places.start : places.stop]
 
@@ -59,11 +59,11 @@ class ServedBatch:
     Attributes:
         ids: tokens of all sequences; tokens ahead have the ids of `LatestTokens`.
         spans: the tokens of each sequence.
-        ready: places of the sequences that are sampled.
+        ready: indices of the sequences to sample.
         scored: rows of prompts for log-probabilities.
         pooled: rows of prompts for last hidden states.
         batch, bound: the batch and its adapters on the device, after `put`.
-        parts: parts of the batch, or of this rank's share, which run in sequence; later parts read
+        parts: parts of the batch, or of this rank's share, to run in sequence; later parts read
             keys and values of earlier parts.
     """
 
@@ -111,10 +111,10 @@ class ServedBatch:
         runner: ModelRunner,
         cp: Ranks = SINGLE_RANK,
     ) -> None:
-        """Make the batch on the device, and bind the adapters.
+        """Create the batch on the device, and bind the adapters.
 
         Args:
-            cp: the ranks that may share its tokens.
+            cp: the ranks that may share the batch's tokens.
         """
         ids = uploaded_list(self.ids, torch.int64, device)
         if min(self.ids) < 0:
@@ -128,7 +128,7 @@ class ServedBatch:
         return hidden_requests(self.parts, runner)
 
     def run_recorded(self, graphs: StepGraphs) -> StepOutputs | None:
-        """Replay the step; returns None, having done nothing, if no graph serves it."""
+        """Replay the step by a graph; return None without any effect if no graph fits."""
         if self.scored or self.pooled:
             graphs.eager["rows of prompts are read"] += 1
             return None
@@ -145,7 +145,7 @@ class ServedBatch:
 
     @property
     def has_logprobs(self) -> bool:
-        """True if a request wants the logprobs of its tokens."""
+        """True if a request needs logprobs of its tokens."""
         # Followers have the parameters of the first continuation.
         asking = [place for place in self.ready if self.chunks[place][0].likeliest is not None]
         return bool(asking)
@@ -189,7 +189,7 @@ def hidden_requests(
 ) -> ProductRequest[list[Tensor]]:
     """Run the parts of `cut` through the layers; return the epilogue's inputs for all tokens."""
     if len(parts) == 1 and parts[0][0].parts is None:
-        # The runner's own generator, as each product of a step resumes all that are nested.
+        # No wrapping generator: each product of a step would resume it, too.
         return runner.hidden_requests(*parts[0])
     return _joined_requests(parts, runner)
 
@@ -204,7 +204,7 @@ def _joined_requests(
     if not runner.is_last:
         return whole
     for place, state in enumerate(whole):
-        if isinstance(state, Tensor):  # of what is cut no LoRA is left to be added
+        if isinstance(state, Tensor):  # a batch in parts has no pending LoRA
             whole[place] = torch.cat(
                 [
                     hidden[place] if of is None else of.gathered(hidden[place])[0]
@@ -219,7 +219,7 @@ def _joined_requests(
 def _part(
     batch: Batch, adapters: List[Adapter | None], start: int, stop: int, cache: KvCache
 ) -> tuple[Batch, List[Adapter | None]]:
-    """Return some tokens of a batch, and the adapters of their spans."""
+    """Return tokens `start` to `stop - 1` of a batch, and the adapters of their spans."""
     spans, chosen = list[Span](), list[Adapter | None]()
     for span, adapter in zip(batch.spans, adapters, strict=True):
         first, end = max(span.start, start), min(span.start + span.length, stop)
@@ -230,7 +230,7 @@ def _part(
 
 
 def _part_of(span: Span, start: int, stop: int, place: int) -> Span:
-    """Return tokens `start` to before `stop` of a span, at a place of another batch."""
+    """Return tokens `start` to `stop - 1` of a span, as a span at `place` of another batch."""
     virtual = min(max(span.virtual - start, 0), stop - start)
     return Span(place, stop - start, span.context + start, span.table, virtual)
 
@@ -253,7 +253,7 @@ def _shared(
 
 
 def rows_of(read: List[ReadRows]) -> tuple[list[int], list[Adapter | None]]:
-    """Return rows, and the adapter of each."""
+    """Return the row numbers, and the adapter of each row."""
     rows = [row for rows_read in read for row in rows_read.rows]
     adapters = [rows_read.sequence.request.adapter for rows_read in read for _ in rows_read.tokens]
     return rows, cast("list[Adapter | None]", adapters)

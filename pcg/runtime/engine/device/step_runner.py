@@ -52,7 +52,7 @@ from pcg.units import shown
 
 @dataclass(frozen=True)
 class TokenChoice:
-    """Chooses the tokens of a step, by the program's kernels and the requests' parameters."""
+    """Draws the tokens of a step, by the program's kernels and the requests' parameters."""
 
     runner: ModelRunner
     device: torch.device
@@ -60,9 +60,9 @@ class TokenChoice:
     latest: LatestTokens
 
     def begin_masks(self, sequences: List[Sequence]) -> None:
-        """Begin to make the masks of those that have guides, and of their followers."""
+        """Start computing the masks of sequences with guides, and of their followers."""
         if self.runner.alike.rank:
-            return  # the first chooses
+            return  # rank 0 draws the tokens
         guided = [first for first in sequences if first.request.params.guide is not None]
         if guided:
             every = [each.grammar for first in guided for each in (first, *first.followers)]
@@ -71,11 +71,11 @@ class TokenChoice:
     def drawn(
         self, sequences: List[Sequence], logits: Tensor, likeliest: Tensor | None
     ) -> DrawnTokens:
-        """Choose the token after each sequence, and those of its followers.
+        """Draw the next token of each sequence and of its followers.
 
         Args:
             logits: [sequences, V].
-            likeliest: the likeliest token of each, if it is known.
+            likeliest: the likeliest token of each sequence, if known.
         """
         if [first for first in sequences if first.followers]:
             copies = [i for i, first in enumerate(sequences) for _ in (first, *first.followers)]
@@ -105,7 +105,7 @@ class TokenChoice:
     def _tokens(
         self, sequences: List[Sequence], logits: Tensor, likeliest: Tensor | None
     ) -> tuple[Tensor, Tensor | None]:
-        """Return the tokens, and over ranks the time of the first rank, which chooses them."""
+        """Return the tokens and, over ranks, the time of rank 0, which draws them."""
         ranks = self.runner.alike
         if ranks.rank:
             broadcast = torch.empty(len(sequences) + 1, dtype=torch.int64, device=self.device)
@@ -118,8 +118,8 @@ class TokenChoice:
             tokens = sample(logits, samplers, self.runner.drawing)
         if ranks.size == 1:
             return tokens, None
-        told_here = [*tokens.tolist(), time.monotonic_ns()]
-        broadcast = ranks.broadcast(torch.tensor(told_here, device=self.device))
+        stamped = [*tokens.tolist(), time.monotonic_ns()]
+        broadcast = ranks.broadcast(torch.tensor(stamped, device=self.device))
         return broadcast[:-1], broadcast[-1:]
 
 
@@ -128,20 +128,20 @@ def _samplers(sequences: List[Sequence]) -> List[Sampler]:
 
 
 class LaunchedStep:
-    """A step whose forward was launched on the program's device.
+    """A step that was launched on the program's device.
 
-    Its results are copied to the host asynchronously. An event marks their end, so that the host
-    does not wait for steps that were launched later.
+    The results are copied to the host asynchronously. An event marks the end of the copy, so that
+    the host does not wait for later steps.
 
     Attributes:
-        is_replayed: True if recorded steps ran all of its forward.
+        is_replayed: True if recorded steps ran the whole forward.
     """
 
     def __init__(self, choice: TokenChoice, ready: List[Sequence]) -> None:
-        """Begin a step.
+        """Start a step.
 
         Args:
-            ready: the sequences after which a token is chosen.
+            ready: the sequences to draw a token for.
         """
         self._choice = choice
         self._ready = ready
@@ -150,7 +150,7 @@ class LaunchedStep:
         self._likeliest: Tensor | None = None
         self._computed: list[Computed] = []
         self._events: tuple[torch.cuda.Event, torch.cuda.Event] | None = None
-        # Guides follow the tokens before, which the host may not know yet.
+        # Masks depend on the previous tokens, which the host may not know yet.
         self._has_masks = not [sequence for sequence in ready if sequence.ahead]
         if self._has_masks:
             choice.begin_masks(ready)
@@ -166,13 +166,13 @@ class LaunchedStep:
 
         Args:
             logits: [ready, V]; None if no sequence is ready.
-            likeliest: the likeliest tokens [ready], if they are known.
+            likeliest: the likeliest tokens [ready], if known.
         """
         self._logits, self._likeliest, self._computed = logits, likeliest, [*others]
         return self
 
     def draw(self) -> None:
-        """Choose the tokens after the sequences that still run; send all results to the host."""
+        """Draw the next tokens of the sequences that still run; send all results to the host."""
         if self._logits is not None:
             with torch.inference_mode():
                 self._draw(self._logits, self._likeliest)
@@ -195,7 +195,7 @@ class LaunchedStep:
         self._computed.append(self._choice.drawn(sequences, logits, likeliest))
 
     def read(self) -> Results:
-        """Wait until the results are on the host, if there are any, and return them."""
+        """Wait until the results are on the host, and return the results."""
         if self._events is not None and self._computed:
             self._events[1].synchronize()
         results = Results()
@@ -205,7 +205,7 @@ class LaunchedStep:
 
     @property
     def device_s(self) -> float | None:
-        """The device's own time, once the step was read; None without results, and on CPUs."""
+        """The step's time on the device, after `read`; None without results, and on CPUs."""
         if self._events is None or not self._computed:
             return None
         began, ended = self._events
@@ -220,17 +220,17 @@ _WAYS_TO_CHOOSE = (
     SamplingParams(temperature=1.0),
     SamplingParams(temperature=1.0, top_p=0.9),
 )
-"""The parameters of which each runs other kernels."""
+"""Sampling parameters that together run all sampling kernels."""
 
 
 class StepRunner:
-    """Runs steps of the engine on one program.
+    """Runs steps of the engine on a program.
 
     Attributes:
         side: the second stream of a GPU; None on other devices, and over ranks, where collectives
             of both streams would need a common order.
         is_ahead: True on a GPU of a single rank, which runs in parallel to the host.
-        graphs: recorded steps; None if the program has none.
+        graphs: recorded steps; None if the program does not record steps.
         warmed: counts and times of the warm-up; None without a warm-up.
     """
 
@@ -277,14 +277,14 @@ class StepRunner:
 
     @property
     def _made(self) -> Counter[str]:
-        """Kernels that were compiled and steps that were recorded so far, by kind."""
+        """The numbers of compiled kernels and recorded steps so far."""
         if self.graphs is None:
             return Counter()
         return Counter(kernels=compiled().total(), steps=self.graphs.recorded)
 
     @property
     def late(self) -> dict[str, int]:
-        """The kernels that were compiled and the steps that were recorded since the warm-up."""
+        """The numbers of compiled kernels and recorded steps since the warm-up."""
         counts = self._made
         return {kind: counts[kind] - self._ready[kind] for kind in counts}
 
@@ -298,11 +298,11 @@ class StepRunner:
         kept: KeptRunners,
         jobs: List[WarmJob] = (),
     ) -> None:
-        """Record possible steps, and compile the kernels that choose tokens.
+        """Record possible steps, and compile the sampling kernels.
 
         Args:
             adapters: adapters that may run; larger ranks later reallocate the tables.
-            kept: takes the runners of jobs that the program was compiled for.
+            kept: receives the runners of jobs that the program was compiled for.
             jobs: further possible jobs.
         """
         if self.graphs is None or self.graphs.recorder is None:
@@ -311,7 +311,7 @@ class StepRunner:
         started = time.monotonic()
         self.graphs.warm_up(adapters)
         of_jobs = record_jobs(self._state, self.cache, self._limits.tokens, kept, jobs)
-        torch.cuda.empty_cache()  # of what ran once before it was recorded
+        torch.cuda.empty_cache()  # frees memory of the eager runs before recording
         size_bytes = max(free_bytes - device_memory(self._device)[0], 0)
         recorded = self.graphs.recorded - before + of_jobs
         self.warmed = WarmUp(recorded, time.monotonic() - started, size_bytes)
@@ -323,7 +323,7 @@ class StepRunner:
         self._ready = self._made
 
     def use(self, program: ServingProgram) -> None:
-        """Serve by a program for other adapter sites."""
+        """Switch to a program for other adapter sites."""
         late = self.late
         self._tables.close()
         self._bind(program)
@@ -419,7 +419,7 @@ class StepRunner:
         return min(new, room)
 
     def prefetch(self, adapters: List[ServedAdapter]) -> None:
-        if self.fails_alike:  # else all would have to agree on what is copied
+        if self.fails_alike:  # several ranks would have to agree on the copied adapters
             self._tables.prefetch(cast("List[Adapter]", adapters))
 
     def copy_page(self, page: int, to: int) -> None:
@@ -454,7 +454,7 @@ class StepRunner:
         if recorded is None:
             return self._eager(running, served, windows)
         if windows:
-            # Graphs have products of their own: those of windows run after them.
+            # Graphs cannot merge products, so windows run after the graph.
             self._run_forward([], windows)
         running.is_replayed = all(cast(TrainingPass, w.whole).is_replayed for w, _ in windows)
         return running.computed(recorded.logits, recorded.tokens)
@@ -473,7 +473,7 @@ class StepRunner:
         others: list[Computed] = []
         if served.ready:
             rows, last = served.sampled_rows(self._tables)
-            # Who asks for logprobs has them on all ranks; tokens are the first one's choice.
+            # Logprobs need the logits on all ranks; drawing tokens needs them on rank 0 only.
             served.batch.logits_on_first = not served.has_logprobs
             logits = self._runner.logits_of(computed[0], served.batch, served.bound, rows, last)
             served.batch.logits_on_first = False
@@ -486,7 +486,7 @@ class StepRunner:
     def _run_forward(
         self, functions: list[ProductRequest[Any]], windows: List[tuple[Forward, int]]
     ) -> list[Any]:
-        """Run functions that serve, then windows; return their results."""
+        """Run serving functions and windows; return their results."""
         for unit, count in windows:
             assert isinstance(unit.whole, TrainingPass)
             functions.append(unit.whole.forward_requests(count))
@@ -551,4 +551,4 @@ class StepRunner:
         with torch.no_grad():
             self._run_beside_each_other(functions)
         if self._runner.link is not None:
-            self._runner.link.meet()  # so that the first rank's clock has the time of all
+            self._runner.link.meet()  # so that rank 0's clock includes the time of all stages

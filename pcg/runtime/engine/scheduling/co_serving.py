@@ -7,20 +7,21 @@ Each step has a room R for finetuning, and a part or window of t seconds runs if
                                 latter on average
     no request                  R = idle_step_s
 
-A window of s tokens goes forward whole, in the batch of the requests, or in L parts of a layer; it
-goes back in L parts. For the recent steps, with rooms R_i and idle time I,
+The forward of a window of s tokens runs whole, in the batch of the requests, or in L parts of a
+layer; the backward runs in L parts. For the recent steps, with rooms R_i and idle time I,
 
     pieces of t seconds that would have run      n(t) = Σ ⌊R_i / t⌋ + I(t) / t
     windows                                      1 / (L_f / n(t_f) + L / n(t_b))
 
-so that s · windows is the number of trained tokens. The length of windows maximizes it, among
-lengths up to twice the longest that ran, as the time of longer windows is unknown. Time that steps
-do not use shortens them and returns as idle time. If requests arrive at random and run immediately,
-P = exp(-load) of the time is idle, and of a second by which steps become shorter,
-φ = -ln(P) P / (1 - P) becomes idle: I(t) = I + φ (used - Σ ⌊R_i / t⌋ t).
+and s · windows tokens are trained. The chosen s maximizes this number, among lengths up to twice
+the longest window so far, as the time of longer windows is unknown. Unused time of a step shortens
+the step and becomes idle time. If requests arrive at random and run immediately, P = exp(-load) of
+the time is idle, and of each second by which steps become shorter, φ = -ln(P) P / (1 - P) becomes
+idle: I(t) = I + φ (used - Σ ⌊R_i / t⌋ t).
 
-A job that found no room in `patience` steps runs its smallest piece in any case; patience is
-2 / (1 - tpot_percentile) steps, so that this causes half of the gaps that may exceed the SLO.
+A job that found no room in `patience` steps runs its smallest piece regardless of the room, with
+patience = 2 / (1 - tpot_percentile) steps: these pieces cause half of the gaps that may exceed the
+SLO.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ class CoServing(Sharing):
         self._before: list[tuple[Work, float]] = []
 
     def _share(self, work: Work) -> float | None:
-        """Return the share of time for finetuning; None if it has all remaining time."""
+        """Return the share of time for finetuning; None for all remaining time."""
         limits = work.limits
         if work.is_served and not work.is_promised:
             return limits.finetuning_floor
@@ -64,12 +65,12 @@ class CoServing(Sharing):
         if share is None:
             self._credit_s = math.inf
         else:
-            # The credit is at most what an idle step may last, or what waits for it takes.
+            # Limit the credit to the time of an idle step, or of the piece that waits for it.
             most_s = max(work.limits.idle_step_s, self._wanted_s)
             earned_s = share / (1 - share) * work.served_s()
             before_s = 0.0 if self._credit_s == math.inf else self._credit_s
             self._credit_s = min(before_s + earned_s, most_s)
-            # A piece that was too long for the rest of the last step may use its unused time, too.
+            # A piece that was too long for the last step may also use that step's unused time.
             self._carried_s = max(0.0, min(self._credit_s - earned_s, self._wanted_s))
         self._wanted_s = 0.0
         room_s = max(0.0, self._room_s(work))
@@ -102,13 +103,13 @@ class CoServing(Sharing):
         return max(_STRETCH, share / (1 - share)) * work.served_s()
 
     def _left_s(self, work: Work, ahead_s: float) -> float:
-        """Return the part of the room that is left before work that takes `ahead_s` more."""
+        """Return the remaining room before other work of `ahead_s` seconds."""
         room_s = self._room_s(work) + self._carried_s
         return room_s + work.served_s() - ahead_s - work.elapsed_s
 
     def _affords(self, work: Work, piece: Refusal, *, is_due: bool, is_alone: bool = True) -> bool:
         self._wanted_s = max(self._wanted_s, piece.takes_s)
-        # The first piece of a step without a promise runs once its time is earned.
+        # Without an SLO, the first piece of a step runs once its time is earned.
         may_exceed = is_alone and work.units == 0 and (is_due or not work.is_promised)
         if piece.takes_s <= self._credit_s and (piece.takes_s <= piece.left_s or may_exceed):
             work.has_exception |= piece.takes_s > piece.left_s
@@ -119,10 +120,10 @@ class CoServing(Sharing):
     def forward(self, work: Work, unit: Forward) -> int:
         latencies = work.latencies
         if latencies is None:
-            # The first step that serves tells how long steps take.
+            # The first serving step is measured without finetuning.
             return 0 if work.is_served else unit.remaining
         if work.yields:
-            return 0  # in layers, between which it can end
+            return 0  # run in layers, as the step may end between two layers
         best = self._window(work, unit, latencies)
         if best.in_layers and work.is_served:
             return 0
@@ -133,7 +134,7 @@ class CoServing(Sharing):
         wanted = _even_part(unit.remaining, best.tokens, grain)
         tokens = _even_part(unit.remaining, min(fitting, best.tokens), grain)
         if work.is_served and 2 * tokens < wanted:
-            tokens = wanted  # which does not fit
+            tokens = wanted  # too long for the room: `_affords` refuses it
         tokens = max(tokens, min(unit.remaining, grain))
         load = work.load + unit.load(tokens)
         seconds = latencies.forward.seconds(load) - work.ahead_s()
@@ -174,8 +175,8 @@ class CoServing(Sharing):
             piece = Refusal(tokens, phase, seconds, self._left_s(work, ahead_s))
             fits = self._affords(work, piece, is_due=is_due, is_alone=not beside.tokens)
             return tokens if fits else 0
-        # As much of a loss as fits; its constant time makes a few tokens expensive. Where a request
-        # may wait for its end, it takes no longer than a layer.
+        # As much of a loss as fits; its constant time makes a few tokens expensive. In a step that
+        # may yield to a request, a loss takes no longer than a layer.
         most_s = min(self._left_s(work, ahead_s), self._credit_s)
         if work.yields:
             most_s = min(most_s, latencies.backward.seconds(part.load))
@@ -192,7 +193,7 @@ class CoServing(Sharing):
         self._credit_s -= seconds
 
     def _window(self, work: Work, unit: Forward, latencies: Latencies) -> Window:
-        """Return the length of windows for which the most tokens are trained."""
+        """Return the window length that trains the most tokens."""
         if self._best is None or self._longest < latencies.longest:
             self._best = self._choose(work, unit, latencies)
         room = work.limits.tokens - work.load.tokens
@@ -203,8 +204,8 @@ class CoServing(Sharing):
         tokens = grain = _grain(work)
         best, most = Window(grain, True), 0.0
         decoded_s = forward.seconds(decoded)
-        longer = 1 / latencies.reserve.within(1.0)  # parts of a window vary as steps do
-        # The time of a window more than twice as long as any that ran is not known.
+        longer = 1 / latencies.reserve.within(1.0)  # times of parts vary like times of steps
+        # The time of windows beyond twice the longest so far is unknown.
         self._longest = latencies.longest
         while tokens <= min(max(2 * self._longest, grain), work.limits.tokens):
             load = Load.of_rows(tokens, unit.whole.row)
@@ -228,14 +229,14 @@ class CoServing(Sharing):
 
 
 class Window(NamedTuple):
-    """The tokens of windows, and whether these go forward in parts of a layer."""
+    """The tokens of windows, and True if their forward runs in parts of a layer."""
 
     tokens: int
     in_layers: bool
 
 
 class _Served(NamedTuple):
-    """A step that served, the time that finetuning used in it, and the idle time before it."""
+    """A serving step: its room, its time, finetuning's time, and the idle time before the step."""
 
     room_s: float
     spent_s: float
@@ -247,22 +248,22 @@ class RecentRooms:
     """The rooms of recent steps, and the idle time between them."""
 
     def __init__(self) -> None:
-        self.next_s = 0.0  # the room of the planned step, used before any step is over
+        self.next_s = 0.0  # the room of the planned step, used before the first step ends
         self._steps: deque[_Served] = deque(maxlen=_ROOMS)
         self._idle_s = 0.0
 
     def add(self, work: Work, room_s: float) -> None:
-        """Add a step that is over, and the room that it had."""
+        """Add a completed step and its room."""
         if not work.is_served:
             self._idle_s += work.spent_s
             return
-        if not work.spent_s:  # it failed
+        if not work.spent_s:  # the step failed
             return
         self._steps.append(_Served(room_s, work.spent_s, work.trained_s, self._idle_s))
         self._idle_s = 0.0
 
     def pieces(self, served_s: float, idle_s: float | None = None) -> float:
-        """Return the number of pieces that would have run, by their times when served and idle."""
+        """Return how many pieces would have run, by a piece's times in serving and idle steps."""
         idle = self._idle_s + sum(step.idle_s for step in self._steps)
         if not self._steps and not idle:
             return int(self.next_s / served_s)
@@ -276,19 +277,19 @@ class RecentRooms:
 
 
 def _grain(work: Work) -> int:
-    """Return the least tokens of a window; longer windows have multiples of it."""
+    """Return the smallest window in tokens; longer windows are multiples of it."""
     return min(work.limits.least_chunk, work.limits.tokens)
 
 
 def _repeated(tokens: int, grain: int) -> int:
-    """Return the next smaller multiple of `grain`; below it, the next smaller power of 2."""
+    """Round down to a multiple of `grain` or, below `grain`, to a power of 2."""
     return tokens - tokens % grain if tokens >= grain else 1 << tokens.bit_length() >> 1
 
 
 def _even_part(tokens: int, most: int, grain: int) -> int:
     """Return the size of about equal parts of at most `most` tokens, a multiple of `grain`.
 
-    So sizes repeat: libraries prepare products of a new size for some milliseconds.
+    Sizes then repeat; libraries need some milliseconds to prepare products of a new size.
     """
     most = _repeated(most, grain)
     if most < grain:
@@ -298,10 +299,10 @@ def _even_part(tokens: int, most: int, grain: int) -> int:
 
 
 _STRETCH = 0.25
-"""By how much parts make a step longer that serves requests without an SLO."""
+"""The time of parts in a step without SLOs, relative to the time of its requests."""
 _PIECE = 0.5
-"""The longest part without requests, relative to `idle_step_s`: a request may wait for its end."""
+"""The longest part without requests, relative to `idle_step_s`: a new request waits for it."""
 _ROOMS = 64
-"""The served steps whose rooms are kept; a window's length is chosen four times in as many."""
+"""Number of recent serving steps; the window length is chosen every `_ROOMS // 4` steps."""
 _RATIO = 1.25
-"""The ratio of two lengths of windows that are compared."""
+"""The ratio of consecutive candidate window lengths."""

@@ -1,11 +1,11 @@
-"""Guests' work: neither requests nor jobs of this engine, in the time that its steps leave.
+"""Guests' work: work other than requests and jobs, in the time that the engine's steps leave.
 
-It works on independent rows, such as the pieces of a base executor. So it can be cut at the end of
-a step's time, and continues in the next step:
+Guests' work consists of independent rows, such as the pieces of a base executor. It can be cut when
+a step's time is used up, and continues in the next step:
 
     a step that serves with a TPOT SLO         SLO - elapsed time - bound of the requests' time
     a step that serves without an SLO          earned: share / (1 - share) of the serving time
-    a step that serves nothing, or no step     all, in slices between which a request may begin
+    a step that serves nothing, or no step     all, in slices between which a request may start
 
 Requests have priority. Waiting guests' work has at least LEAST_SHARE of the time regardless of
 SLOs, so that it ends.
@@ -28,10 +28,10 @@ class RowWork:
     """Work on independent rows.
 
     Attributes:
-        kind: key of the time per row.
+        kind: key for predicting the time per row.
         rows: the number of rows.
-        act: processes rows from a start to before a stop, synchronously.
-        done: the end of all rows, or their error.
+        act: processes rows `start` to `stop - 1`, synchronously.
+        done: future that is done when all rows are processed.
     """
 
     kind: Hashable
@@ -53,14 +53,14 @@ class RowTimes:
     def observe(self, kind: Hashable, rows: int, seconds: float) -> None:
         """Learn from work that ran."""
         if kind not in self._seconds and len(self._seconds) >= _MOST_KINDS:
-            self._seconds.pop(next(iter(self._seconds)))  # the one that was learned first
+            self._seconds.pop(next(iter(self._seconds)))  # the oldest kind
         known, size = self._seconds.setdefault(kind, {}), _size(rows)
-        # A slower one counts at once, and a faster one slowly.
+        # Slower times apply immediately, faster times gradually.
         before = known.get(size, 0.0)
         known[size] = max(seconds, before + _FORGOTTEN * (seconds - before))
 
     def bound_s(self, kind: Hashable, rows: int) -> float | None:
-        """Return an upper bound of the time of `rows` rows; None for an unknown kind."""
+        """Return an upper bound on the time of `rows` rows; None for an unknown kind."""
         known, size = self._seconds.get(kind), _size(rows)
         if not known:
             return None
@@ -71,7 +71,7 @@ class RowTimes:
         return _MARGIN * known[nearest] * size / nearest
 
     def within(self, kind: Hashable, rows: int, seconds: float) -> int:
-        """Return the most of `rows` rows that end within a time; a few rows of unknown kinds."""
+        """Return how many of `rows` rows end within a time; LEAST_ROWS for an unknown kind."""
         if seconds <= 0:
             return 0
         tried = rows
@@ -118,7 +118,7 @@ class GuestWork:
         return work.done
 
     def wake(self) -> Future[Any]:
-        """Have the engine's thread look for work; fails once that has ended."""
+        """Make the engine's thread look for work; the future fails once the thread has ended."""
         return self._call(self._while_idle)
 
     def run(self, work: Work, ahead_s: float) -> None:
@@ -174,19 +174,19 @@ class GuestWork:
             self.wake()
 
     def _rows(self, seconds: float, is_awaited: bool) -> int:
-        """Return how many rows of the first work run now; some do where nobody has to wait."""
+        """Return the rows of the first work to run now; some rows always if no request waits."""
         work = self._works[0]
         left = work.rows - work.ended
         fitting = self.times.within(work.kind, left, seconds)
         return fitting or (0 if is_awaited else min(left, LEAST_ROWS))
 
     def _slice(self, rows: int) -> float:
-        """Run rows of the first work, and return how long that took."""
+        """Run rows of the first work; return the seconds taken."""
         work, began_s = self._works[0], time.perf_counter()
         begin = work.ended
         try:
             work.act(begin, begin + rows)
-        except Exception as error:  # the guest's, not the engine's
+        except Exception as error:  # fails the guest, not the engine
             self._works.popleft()
             work.done.set_exception(error)
             return time.perf_counter() - began_s
@@ -200,19 +200,19 @@ class GuestWork:
 
 
 def _size(rows: int) -> int:
-    """Return the power of two from `rows` on."""
+    """Round up to a power of two."""
     return 1 << (rows - 1).bit_length()
 
 
 LEAST_SHARE = 0.05
-"""The least share of the time that work has which waits, also where an SLO is missed for it."""
+"""The minimum share of time for waiting work, even if an SLO is missed."""
 LEAST_ROWS = 16
-"""Rows that are not cut further: as many take hardly longer than one."""
+"""The smallest slice, in rows: so many rows take hardly longer than a single row."""
 _MOST_KINDS = 4096
-"""Kinds of work whose times are known: guests write some themselves."""
+"""Limit of kinds with known times, as guests choose some kinds."""
 _SLICE_S = 0.025
-"""The time of a slice where nothing is served, after which a request that came begins."""
+"""The time of a slice in an idle engine, seconds: an arriving request waits at most so long."""
 _MARGIN = 1.25
-"""The longest time of a slice, relative to the longest of late."""
+"""The bound on a slice's time, relative to the longest recent time."""
 _FORGOTTEN = 0.1
-"""The part of a faster slice that counts against slower ones before."""
+"""The weight of a faster time against slower earlier times."""

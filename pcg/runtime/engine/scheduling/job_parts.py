@@ -1,4 +1,4 @@
-"""Jobs in a step: windows within its forward; parts before it, after it, or during it.
+"""Jobs in a step: windows within the forward, and parts before, after or during the forward.
 
 Parts during the forward run on a second stream. Guests' work runs before parts of jobs.
 """
@@ -19,7 +19,7 @@ from pcg.runtime.engine.scheduling.work import Sharing, Work
 from pcg.runtime.training.work_units import Forward, Part, WindowedPass
 
 Window: TypeAlias = tuple[Job, Forward, int]
-"""A job whose window goes forward in a step, its unit, and the window's tokens."""
+"""A job with a window in a step's forward, the job's unit, and the window's tokens."""
 
 
 class JobParts:
@@ -28,7 +28,7 @@ class JobParts:
     Attributes:
         jobs: the jobs of the engine.
         sharing: the rule.
-        guests: work of others; None for none.
+        guests: guests' work; None without guests.
     """
 
     def __init__(self, jobs: Jobs, sharing: Sharing, device: Device, clock: Clock) -> None:
@@ -44,7 +44,7 @@ class JobParts:
         """Return the windows that go forward whole in a step.
 
         Args:
-            suspect: the request or job that runs by itself; None for none.
+            suspect: the only request or job that may run; None without a suspect.
         """
         windows: list[Window] = []
         for job, unit in self.jobs.forward():
@@ -130,11 +130,11 @@ class JobParts:
     def record(self, most: int, due_s: float = math.inf) -> None:
         """Record up to `most` layers of windows that ran eagerly, while the device is busy.
 
-        Recording runs a layer once more, which counts as no job's part.
+        Recording runs a layer once more; that run counts for no job.
 
         Args:
-            due_s: time at which the device becomes idle. One layer is recorded, and further layers
-                while another would leave the host as much time again for the next step.
+            due_s: time at which the device becomes idle. The first layer is always recorded;
+                recording stops when less than twice the time of a layer is left until then.
         """
         passes, self._passes = dict.fromkeys(self._passes), []
         for whole in passes:
@@ -146,7 +146,7 @@ class JobParts:
                     return
 
     def settle(self) -> None:
-        """Advance jobs by the results that were read: on a GPU, on the second stream."""
+        """Advance jobs by the results read; on a GPU, on the second stream."""
         jobs = self.jobs.unpaused
         if not jobs:
             return
@@ -158,7 +158,7 @@ class JobParts:
             side.rejoin()
 
     def join(self, work: Work) -> bool:
-        """Wait for the parts on the second stream, and learn their times; True if any ran."""
+        """Wait for parts on the second stream and learn their times; return True if any ran."""
         groups, self._beside = self._beside, []
         if not groups:
             return False
@@ -170,7 +170,7 @@ class JobParts:
         return True
 
     def restart(self) -> None:
-        """Restore the jobs that are not over, after a step or a call that failed."""
+        """Restore unfinished jobs after a failed step or call."""
         self._beside, self._passes = [], []
         self.jobs.restart()
 
@@ -181,7 +181,7 @@ class JobParts:
 
     @contextmanager
     def _advancing(self, group: PartGroup) -> Iterator[None]:
-        """Have jobs begin their step again where an error leaves parts that ran uncounted."""
+        """Restart the steps of a group's jobs if an error occurs after their parts ran."""
         try:
             yield
         except Exception:

@@ -1,8 +1,8 @@
-"""The finetuning jobs of an engine: their turns, their pages, and the numbers that they wait for.
+"""The finetuning jobs of an engine: their turns, pages and pending readings of numbers.
 
-Where the device runs ahead, the host prepares step n+1 while step n runs. If a job waited for its
-loss at that point, the host would wait for the device, and then the device for the host. So the job
-pauses until step n has been read, with its numbers (`LateReadings`):
+On a device that runs ahead, the host prepares step n+1 while step n runs. If a job read its loss at
+that point, the host would wait for the device, and then the device for the host. So the job pauses
+until step n and its numbers have been read (`LateReadings`):
 
     host      launch n+1 · read n · jobs continue by the numbers of n · parts n+1 · launch n+2 · …
 
@@ -49,7 +49,7 @@ class JobPages:
     """Gives pages of the pool to jobs.
 
     Attributes:
-        most: how many all jobs may hold.
+        most: limit of pages for all jobs together.
     """
 
     def __init__(self, scheduler: Scheduler, most: int) -> None:
@@ -60,7 +60,7 @@ class JobPages:
 
     @contextmanager
     def shut(self) -> Iterator[None]:
-        """Give out no pages meanwhile: a running forward may still write pages freed just now."""
+        """Give out no pages within the `with`: a running forward may still write freed pages."""
         self._is_shut = True
         try:
             yield
@@ -70,7 +70,7 @@ class JobPages:
     def open(self, name: str, unit: Pages) -> tuple[PageTable, ...] | None:
         """Return the pages of a job; None while there is no room.
 
-        OutOfMemoryError: there will never be room.
+        OutOfMemoryError: the job needs more pages than jobs may hold.
         """
         needs = [pages_for(count) for count in unit.tokens]
         total = sum(needs)
@@ -80,7 +80,7 @@ class JobPages:
                 f"hold {self.most}; lower batch_size, or give the engine more memory"
             )
         scheduler, pool = self._scheduler, self._scheduler.pool
-        # A request that was accepted before there were jobs may need more than they leave.
+        # A request accepted before the first job may need more pages than jobs leave.
         most = min(self.most, pool.size - scheduler.most_pages)
         if self._is_shut or self._held + total > most or not scheduler.adapters.make_room(total):
             return None
@@ -99,32 +99,33 @@ class JobPages:
             self._scheduler.pool.close(table)
 
     def restart(self, tables: Iterable[PageTable]) -> None:
-        """Count the pages that jobs hold again, after a call that failed."""
+        """Recount the pages of jobs after a failed call."""
         self._is_shut = False
         self._held = sum(len(table.pages) for table in tables)
 
     def check_integrity(self, tables: Iterable[PageTable]) -> None:
-        """Raise an AssertionError if these are not all pages that jobs hold."""
+        """Raise an AssertionError unless `tables` have all pages of jobs."""
         assert self._held == sum(len(table.pages) for table in tables)
 
 
 class LateReadings:
-    """Readings that wait for the step that is under way.
+    """Readings that wait for the running step.
 
     Attributes:
-        begun: number of steps so far that are read late; `read` of them were read.
+        begun: number of late-read steps launched so far.
+        read: number of those that were read.
     """
 
     def __init__(self) -> None:
         self.begun = self.read = 0
 
     def begin(self) -> int:
-        """Count a step that is read late, and return its number."""
+        """Count the launch of a late-read step, and return its number."""
         self.begun += 1
         return self.begun
 
     def give_up(self) -> None:
-        """End all waits after a failed step: the next reading may raise the reason."""
+        """End all waits after a failed step; the next reading may raise the step's error."""
         self.read = self.begun
 
     def hold(self, reading: Reading) -> bool:
@@ -152,19 +153,19 @@ class Job:
     """A finetuning job.
 
     Attributes:
-        name: the job's name, which is that of its adapter.
+        name: name of the job and its adapter.
         unit: the next unit; None before the start and after the end.
-        tokens: tokens of windows and parts that ran, by which jobs take turns.
-        runs_alone: True after a part failed that ran together with other jobs' parts.
-        held: number of steps in a row that ran nothing of the job.
-        refusal: the reason of the latest of these steps; None for another reason than time.
-        began_s, latest_s: times of the first and the latest unit, on the engine's clock; None
-            before.
-        spent_s: predicted or measured time of its units, seconds.
-        tenant: the tenant whose share of served steps it uses; empty for none.
-        used: tokens of forward passes that took as long as its units since the last `Jobs.used`.
-        record: its last step; None before the first one.
-        steps: steps that this engine ran, without those before the job was resumed.
+        tokens: tokens of windows and parts so far; the job with the fewest runs next.
+        runs_alone: True after a failure of parts that ran together with other jobs' parts.
+        held: number of consecutive steps without work of the job.
+        refusal: the reason in the latest of these steps; None if time was not the reason.
+        began_s, latest_s: times of the first and the latest unit, on the engine's clock; `began_s`
+            is None before the first.
+        spent_s: predicted or measured time of the units, seconds.
+        tenant: the tenant to charge for work in served steps; empty for none.
+        used: work since the last `Jobs.used`, in tokens of a forward pass of equal time.
+        record: record of the last step; None before the first step.
+        steps: number of steps on this engine, excluding steps before a resume.
     """
 
     def __init__(
@@ -175,10 +176,10 @@ class Job:
         on_interrupt: Callable[[], None] | None = None,
         tenant: str = "",
     ) -> None:
-        """Make a job of its units.
+        """Create a job from its units.
 
         Args:
-            on_end: is called once it is over, however it ends.
+            on_end: called when the job is over, in any case.
             on_interrupt: makes the units end after a step, with a checkpoint.
         """
         self.name = name
@@ -214,14 +215,14 @@ class Job:
         try:
             self.unit = resume()
         except StopIteration as end:
-            if self.result is None:  # else its end is what failed before
+            if self.result is None:  # else `conclude` failed earlier
                 self.unit, self.result = None, end.value
             self._end(JobState.SUCCEEDED)
-        except Exception as error:  # also of a callback
+        except Exception as error:  # including errors of callbacks
             self.fail(error)
 
     def ran(self, tokens: int, seconds: float, now_s: float, share: float = 1.0) -> None:
-        """Count work of the job; `share` is its time relative to a forward pass of its tokens."""
+        """Count work; `share` is its time relative to a forward pass of the tokens."""
         self.used += share * tokens
         self.tokens, self.spent_s = self.tokens + tokens, self.spent_s + seconds
         self.held, self.refusal = 0, None
@@ -229,7 +230,7 @@ class Job:
         self.latest_s = now_s + seconds
 
     def begin_step_again(self) -> None:
-        """Begin the step under way again."""
+        """Restart the current step."""
         if self.result is None:
             self._resume(lambda: self._work.throw(StepBeginsAgain()))
 
@@ -237,14 +238,14 @@ class Job:
         self._end(JobState.CANCELLED)
 
     def interrupt(self) -> None:
-        """End after the step under way, with a checkpoint where these are kept."""
+        """End after the current step, with a checkpoint if the job has a `checkpoint_dir`."""
         if self.state is JobState.QUEUED or self._on_interrupt is None:
             self.cancel()
         else:
             self._on_interrupt()
 
     def fail(self, error: Exception) -> None:
-        if self.is_over:  # its end is what failed
+        if self.is_over:  # `conclude` failed
             self.conclude()
             return
         self.error = as_pcg_error(error, f"job {self.name!r}", FinetuneError)
@@ -256,7 +257,7 @@ class Job:
         self.conclude()
 
     def conclude(self) -> None:
-        """Close the units and free the name; repeatable, if that failed before."""
+        """Close the units and free the name; may be repeated after an error."""
         self._work.close()
         self._on_end()
         self._on_end = _nothing
@@ -264,7 +265,7 @@ class Job:
 
 @dataclass
 class PartGroup:
-    """Parts of one stage that run together, with the job and the tokens of each."""
+    """Parts of the same stage that run together, with each part's job and tokens."""
 
     jobs: list[Job] = field(default_factory=list)
     parts: list[Part] = field(default_factory=list)
@@ -273,7 +274,7 @@ class PartGroup:
     phase: Phase = Phase.BACKWARD
 
     def ran(self, seconds: float, now_s: float) -> None:
-        """Count the work of each job, which takes time by its tokens."""
+        """Count the work of each job; the time is divided in proportion to tokens."""
         passes = {Phase.FORWARD: 1.0, Phase.LOSS: 0.0, Phase.BACKWARD: 2.0}[self.phase]
         for job, part, tokens in zip(self.jobs, self.parts, self.tokens, strict=True):
             own_s = seconds * tokens / max(self.load.tokens, 1)
@@ -292,9 +293,9 @@ class Jobs:
     """Active jobs.
 
     Attributes:
-        pages: the pages of the pool that they hold.
-        readings: the readings that wait.
-        only: the jobs that may go on in this step; None for all.
+        pages: the pages of jobs.
+        readings: the pending readings.
+        only: the jobs that may run in this step; None for all.
     """
 
     def __init__(
@@ -320,14 +321,14 @@ class Jobs:
         return self._jobs[place]
 
     def add(self, job: Job) -> Job:
-        """Add a job. PcgError: a job has that name."""
+        """Add a job. PcgError: another job has the name."""
         self.check_free(job.name)
         self._note(Kind.QUEUED, job.name)
         self._jobs.append(job)
         return job
 
     def check_free(self, name: str) -> None:
-        """Raise a PcgError if there is a job of that name."""
+        """Raise a PcgError if a job has the name."""
         if any(job.name == name for job in self._jobs):
             raise PcgError(f"there is a job {name!r} already; cancel it, or wait for its end")
 
@@ -351,7 +352,7 @@ class Jobs:
         self._end(job)
 
     def interrupt(self, name: str) -> None:
-        """End a job after the step under way, with a checkpoint where these are kept."""
+        """End a job after its current step, with a checkpoint if it has a `checkpoint_dir`."""
         job = self._named(name)
         job.interrupt()
         if job.is_over:
@@ -369,7 +370,7 @@ class Jobs:
     # ------------------------------------------------------------------------------- turns
 
     def pass_step(self) -> None:
-        """Count a step for jobs that have work; the count restarts when a unit runs."""
+        """Count a waiting step for each job with work; running a unit resets the count."""
         for job in self.unpaused:
             job.held += isinstance(job.unit, Forward | Part)
             if job.held == self._patience // 2 and job.refusal is not None:
@@ -395,14 +396,14 @@ class Jobs:
 
     @property
     def have_work(self) -> bool:
-        """True if a job has something to run, or may have once it has started."""
+        """True if a job has a unit to run, or has not started."""
         return any(
             isinstance(job.unit, Forward | Part) or job.state is JobState.QUEUED
             for job in self.unpaused
         )
 
     def forward(self) -> Iterator[tuple[Job, Forward]]:
-        """Yield jobs with tokens to run forward, first those that have run the fewest."""
+        """Yield jobs with tokens to run forward, jobs with the fewest tokens so far first."""
         for job in sorted(self.unpaused, key=lambda job: job.tokens):
             self.settle(job)
             if isinstance(job.unit, Forward):
@@ -411,9 +412,9 @@ class Jobs:
     def parts(self, busy: Collection[Job] = ()) -> list[tuple[Job, Part]]:
         """Return parts of a single stage that can run together, jobs with the fewest tokens first.
 
-        The stage furthest from the end is chosen, so that jobs behind catch up and the base's
-        weights are read once for all. A job waits for at most one pass of each other job. Losses
-        run separately.
+        The stage furthest from the end is chosen, so that other jobs catch up and a single read of
+        the base's weights serves all. A job waits for at most a pass of each other job. Losses run
+        separately.
         """
         idle = [job for job in self.unpaused if job not in busy]
         ready = [(job, job.unit) for job in idle if isinstance(job.unit, Part)]
@@ -450,11 +451,11 @@ class Jobs:
     def next_group(
         self, sharing: Sharing, work: Work, ahead_s: float, busy: Collection[Job] = ()
     ) -> PartGroup | None:
-        """Return the parts that run next in a step, by a rule of sharing; None for none.
+        """Return the next parts to run in a step, by a rule of sharing; None for none.
 
         Args:
-            ahead_s: the time of other work in the step, seconds.
-            busy: jobs with windows in the forward, which run no parts meanwhile.
+            ahead_s: time of other work in the step, seconds.
+            busy: jobs with windows in the forward, which run no parts during the forward.
         """
         for job, unit in self.forward():
             if job in busy:
@@ -476,7 +477,7 @@ class Jobs:
         return group if group.jobs else None
 
     def failed(self, group: PartGroup, error: Exception) -> None:
-        """Drop the single job of a failed group; run several jobs separately from now on."""
+        """Fail the only job of a failed group, or run several jobs separately from now on."""
         if len(group.jobs) == 1:
             group.jobs[0].fail(error)
         else:
@@ -486,7 +487,7 @@ class Jobs:
             self.settle(job)
 
     def begin_again(self, group: PartGroup) -> None:
-        """Restart the step of each job of a group, as a part of it may be half done."""
+        """Restart the step of each job of a group, as parts may be incomplete."""
         for job in group.jobs:
             if isinstance(job.unit, Forward | Part | Pages):
                 job.begin_step_again()
@@ -494,7 +495,7 @@ class Jobs:
     # ------------------------------------------------------------------------------- pages
 
     def _open(self, job: Job, unit: Pages) -> bool:
-        """Give a job pages; returns False while there is no room."""
+        """Give a job pages; return False while there is no room."""
         if job.tables:
             return True
         try:
@@ -528,7 +529,7 @@ class Jobs:
         return [table for job in self._jobs for table in job.tables]
 
     def restart(self) -> None:
-        """Restore the jobs that are not over, after a call that failed."""
+        """Restore unfinished jobs after a failed call."""
         self.readings.give_up()
         for job in [job for job in self._jobs if job.is_over]:
             self._jobs.remove(job)

@@ -1,4 +1,4 @@
-"""The requests that an engine has, from their submission to their ends."""
+"""The open requests of an engine, from submission to the end."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from pcg.runtime.requests.step import Results
 
 @dataclass(slots=True)
 class _Tokens:
-    """The tokens of a step, as the log and the totals take them.
+    """The tokens of a step, for the log and the totals.
 
     Attributes:
-        before_s: time at which the last step before this one ended that gave tokens.
+        before_s: time at which the previous step with tokens ended.
         events: events of first tokens, and of the start of continuations.
-        further: ids of the sequences that had a further token.
-        longer_s: gaps of those that had no token in the step before.
+        further: ids of sequences with a token after their first.
+        longer_s: gaps of sequences without a token in the previous step.
     """
 
     now_s: float
@@ -37,12 +37,12 @@ class _Tokens:
 
 
 class OpenRequests:
-    """Gives requests their tokens and ends, and keeps the chunks until they are taken.
+    """Gives requests their tokens, ends requests, and collects chunks for `take_chunks`.
 
     Attributes:
-        by_id: the sequences of all, by their ids.
-        deadlines: when those time out that have a time.
-        chunks: those that nobody has taken yet.
+        by_id: all open sequences, by id.
+        deadlines: deadlines of requests with a timeout.
+        chunks: chunks that were not taken yet.
     """
 
     def __init__(
@@ -51,7 +51,7 @@ class OpenRequests:
         self.by_id: dict[str, Sequence] = {}
         self.deadlines = Deadlines()
         self.chunks: list[Chunk] = []
-        # What a step ended and what failed in it, until the scheduler has let go of it.
+        # Ended and failed sequences of a step, until the scheduler has dropped them.
         self._ended: list[tuple[Sequence, str]] = []
         self._failed: dict[Sequence, Exception] = {}
         self._groups = Groups()
@@ -61,7 +61,7 @@ class OpenRequests:
         self._note = note
 
     def add(self, sequence: Sequence, due_s: float | None) -> None:
-        """Add a request with its continuations, which times out when it is due."""
+        """Add a request with its continuations; `due_s` is the request's deadline."""
         opened = [sequence, *sequence.followers]
         self.by_id |= {each.id: each for each in opened}
         self._groups.add(sequence)
@@ -69,7 +69,7 @@ class OpenRequests:
             self.deadlines.add(due_s, opened)
 
     def remove(self, sequence: Sequence) -> None:
-        """Forget a request that could not be added."""
+        """Remove a request that could not be scheduled."""
         for each in (sequence, *sequence.followers):
             self.by_id.pop(each.id, None)
 
@@ -86,7 +86,7 @@ class OpenRequests:
         not_begun = [other for sequence in request for other in sequence.followers]
         for sequence in request:
             if self.by_id.get(sequence.id) is not sequence:
-                continue  # it is over, and a later request may have its id
+                continue  # already over; a later request may have the same id
             chunks = self._groups.handed_out(sequence, sequence.end(state, error))
             self._leave(sequence, chunks)
             self._note(kind, sequence.id, tokens=len(sequence.generated), **reason)
@@ -98,12 +98,12 @@ class OpenRequests:
         self.chunks += chunks
 
     def fail(self, sequence: Sequence, error: Exception) -> None:
-        """End the request of a sequence by an error."""
+        """End the request of a sequence with an error."""
         caused = as_pcg_error(error, sequence.id, GenerationError)
         self.end(self._groups.of(sequence), State.FAILED, Kind.FAILED, caused)
 
     def time_out(self, now_s: float) -> None:
-        """End requests that are past their time or hopeless, and those with guides that failed."""
+        """End requests that timed out, are hopeless, or have a guide that failed to compile."""
         for late in self.deadlines.passed(now_s):
             self.end(late, State.TIMED_OUT, Kind.TIMED_OUT)
         for sequence, error in self._scheduler.queue_prepared():
@@ -112,7 +112,7 @@ class OpenRequests:
             self.end(self._groups.of(sequence), State.TIMED_OUT, Kind.TIMED_OUT)
 
     def accept(self, running: Running, results: Results, now_s: float) -> None:
-        """Give the sequences of a step their results, log their tokens, and end what is over."""
+        """Give the sequences of a step their results, log their tokens, and end completed ones."""
         tokens = _Tokens(now_s, self._totals.latest_step_s)
         for sequence in running.left:
             self._give(sequence, results, tokens)
@@ -143,7 +143,7 @@ class OpenRequests:
                     tokens.events.append(event)
                 else:
                     tokens.further.append(sequence.id)
-                    if times.latest_token_s != tokens.before_s:  # most had one in the last step
+                    if times.latest_token_s != tokens.before_s:  # rare: no token in the last step
                         tokens.longer_s.append(tokens.now_s - (times.latest_token_s or 0.0))
                 times.latest_token_s = tokens.now_s
             handed_out = self._groups.handed_out(sequence, chunk) if self._groups.of_all else None
@@ -158,7 +158,7 @@ class OpenRequests:
             self._ended.append((sequence, chunk.completion.finish_reason))
 
     def _fork(self, sequence: Sequence, results: Results, tokens: _Tokens) -> None:
-        """Begin the other continuations of a prompt that was computed."""
+        """Start the other continuations of a computed prompt."""
         followers, sequence.followers = sequence.followers, []
         for follower in followers:
             self._scheduler.fork(sequence, follower, tokens.now_s)
@@ -167,7 +167,7 @@ class OpenRequests:
             self._give(follower, results, tokens)
 
     def _finish(self) -> Sequence:
-        """Let go of a sequence that has had its last chunk; returns it."""
+        """Remove and return a sequence after its last chunk."""
         sequence, reason = self._ended[0]
         self._leave(sequence)
         del self._ended[0]
@@ -180,7 +180,7 @@ class OpenRequests:
             del self._failed[sequence]
 
     def restart(self, kept: Iterable[PageTable]) -> None:
-        """Put all requests back into the queue, with their tokens, after a call that failed.
+        """Put all requests back into the queue, with their tokens, after a failed call.
 
         Args:
             kept: page tables of other owners.
@@ -188,10 +188,10 @@ class OpenRequests:
         while self._ended:
             self._finish()
         for sequence in [sequence for sequence in self.by_id.values() if sequence.is_over]:
-            if sequence not in self._failed:  # its end was not handed out
+            if sequence not in self._failed:  # the last chunk was not returned
                 self._leave(sequence, [sequence.end(sequence.state)])
         for sequence in self.by_id.values():
-            if sequence.generated:  # its prompt ended, and they can share it no more
+            if sequence.generated:  # the prompt has ended; followers cannot share it any more
                 sequence.followers = []
         following = {other for sequence in self.by_id.values() for other in sequence.followers}
         here = [sequence for sequence in self.by_id.values() if sequence not in following]
@@ -199,7 +199,7 @@ class OpenRequests:
         self._fail_all()
 
     def take_chunks(self) -> list[Chunk]:
-        """Return the chunks that nobody has taken."""
+        """Return the chunks since the last call."""
         chunks, self.chunks = self.chunks, []
         return chunks
 

@@ -1,24 +1,24 @@
-"""A running step: it was launched on the device, and its results are not read yet.
+"""A running step, which was launched on the device and whose results are not read yet.
 
-On a device that works beside the host, the next step begins before this one is read:
+On a device that runs in parallel to the host, the next step starts before this step is read:
 
     host      plan n+1 · start n+1 · read n · draw n+1 · parts n+1 · plan n+2 · start n+2 · …
     device    ── forward n, draw n ──┤├──── forward n+1, draw n+1 ────┤├──── forward n+2 …
     beside    ── parts n ────────────┤├──── updates, parts n+1 ───────┤├──── updates, …
 
 A sequence then has a token `ahead`, which the device reads from its own memory (`LatestTokens`). If
-the token that is read ends the sequence, the sequence has run a token too many, and no token is
-drawn for it. Its pages are free immediately: their next use follows this step on the device. A
-sequence that is preempted meanwhile is computed again from the tokens that the host knows, and
-draws the same token.
+the token that the host reads ends the sequence, the forward of the next step has run a surplus
+token, and no token is drawn for it. The sequence's pages are freed immediately: later steps that
+use them follow on the device. A preempted sequence is recomputed from the tokens that the host
+knows, and draws the same token.
 
 Parts of jobs run on a second stream during a forward. A step ends when both streams have ended, so
 each stream waits for the other at the start of a step; the host waits for neither. A job that needs
 numbers continues when the step that computed them has been read (`LateReadings`), by an update
-during the next forward. A job may take pages that were free when a forward began; pages that are
-freed meanwhile become available in the next step, as the forward may still write a row there.
+during the next forward. A job may take pages that were free when a forward began; pages freed
+during the forward become available in the next step, as the forward may still write to them.
 
-Source: vLLM's asynchronous scheduling (placeholders of tokens, sampling apart from the forward),
+Source: vLLM's asynchronous scheduling (token placeholders, sampling separate from the forward),
 mini-sglang's overlap loop.
 """
 
@@ -33,7 +33,7 @@ from pcg.runtime.requests.sequence import Sequence, State
 from pcg.runtime.requests.step import Plan
 
 AHEAD = "ahead"
-"""The reason of a step that is read once the next step has been launched."""
+"""The reason for a step that is read after the launch of the next step."""
 
 
 @dataclass(eq=False)
@@ -41,11 +41,11 @@ class Running:
     """A step that was launched.
 
     Attributes:
-        suspect: the request or job that runs alone in the step, after an error; None for none.
-        jobs: jobs whose windows run in the step.
+        suspect: the only request or job of the step, after an error; None without a suspect.
+        jobs: jobs that run a window in the step.
         started_s: time at which the host launched the step, on the engine's clock.
         due_s: time at which the step is expected to end.
-        number: number of late readings so far, with this step's own.
+        number: number of late readings so far, including this step's.
     """
 
     plan: Plan
@@ -71,15 +71,15 @@ class Running:
 
     @property
     def is_read_first(self) -> bool:
-        """True if the next step can only be planned once this step is read.
+        """True if this step must be read before the next step is planned.
 
-        That holds where a prompt ends without a token, or with those of several continuations.
+        True if a prompt ends without a token to generate, or starts several continuations.
         """
         return any(sequence.followers or not sequence.limit for sequence, _ in self.plan.chunks)
 
     @property
     def left(self) -> list[Sequence]:
-        """The sequences of the step that still run, and were not preempted since."""
+        """The sequences of the step that still run and were not preempted since the launch."""
         return [
             sequence
             for (sequence, _), begun in zip(self.plan.chunks, self._begun, strict=True)
@@ -94,7 +94,7 @@ class Running:
                 sequence.times.due_s = due_s
 
     def took_s(self, now_s: float, before_s: float) -> float:
-        """Return the time that the step took; `before_s`: when the step before was read."""
+        """Return the time of the step; `before_s` is the time at which the previous was read."""
         if self.launched.device_s is not None and self.started_s < before_s:
             return self.launched.device_s
         return now_s - max(self.started_s, before_s)

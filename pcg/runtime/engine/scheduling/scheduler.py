@@ -1,16 +1,16 @@
-"""The hybrid token scheduler: plans what the next step runs.
+"""The hybrid token scheduler: plans the next step.
 
-An iteration runs one token of every sequence that decodes, then chunks of prompts, then as many
-finetuning tokens as fit (FlexLLM v2 §6.2):
+A step runs a token of each decoding sequence, then chunks of prompts, then as many finetuning
+tokens as fit (FlexLLM v2 §6.2):
 
     s = argmax f(c, s) ≤ SLO          f, the latency of c inference and s finetuning tokens
 
 The time between two tokens of a request is a gap. A chunk of a prompt goes into a step only if no
 gap of a decoding sequence is predicted to exceed its SLO per token, or without an SLO,
 `prompt_stretch` times the step without prompts. Steps alternate between the prompt that was
-admitted first and new requests with the shortest prompts, so that a long prompt delays nobody and
-takes at most twice its time. Prompts are admitted while there are pages; when pages run out, the
-sequence admitted last releases its pages and is computed again later.
+admitted first and new requests with the shortest prompts, so that a long prompt does not delay
+short ones and takes at most twice its time. Prompts are admitted while pages are free; when pages
+run out, the sequence admitted last releases its pages and is recomputed later.
 """
 
 from __future__ import annotations
@@ -49,14 +49,14 @@ class PageRoom:
         self.adapters = adapters
 
     def most_of(self, sequence: Sequence) -> int:
-        """Count the pages that a sequence and its adapter need at most."""
+        """Return the maximum number of pages for a sequence and its adapter."""
         return sequence.most_pages + self.adapters.pages_of(sequence.request.adapter)
 
     def holds(self, sequence: Sequence, running: int) -> bool:
-        """Return True if there are pages for a waiting sequence and its adapter.
+        """Return True if the pool has pages for a waiting sequence and its adapter.
 
-        One free page for each of the `running` sequences keeps the newcomer from being preempted
-        next.
+        A free page remains for each of the `running` sequences, so that their growth does not
+        preempt the new sequence immediately.
         """
         adapter = sequence.request.adapter
         need = self._missing(sequence) + running
@@ -65,10 +65,10 @@ class PageRoom:
         return need <= self.pool.free + self.adapters.idle_pages
 
     def give(self, sequence: Sequence, running: int, expected: int) -> bool:
-        """Give a sequence its adapter, and pages for its tokens; False without room.
+        """Give a sequence its adapter, and pages for its tokens; return False without room.
 
         Args:
-            expected: the pages to keep for it while others are free.
+            expected: number of pages to reserve for the sequence while other pages are free.
         """
         adapter = sequence.request.adapter
         if not self.holds(sequence, running):
@@ -93,7 +93,7 @@ class PageRoom:
         sequence.forget_cached()
 
     def bring_ahead(self, in_turn: Iterable[Sequence], running: int) -> list[ServedAdapter]:
-        """Page in the adapters of the next requests that there will be room for; returns them."""
+        """Page in adapters of the next requests as far as pages are free; return the adapters."""
         wanted: dict[int, ServedAdapter] = {}
         room = self.pool.free + self.adapters.idle_pages - running
         for sequence in in_turn:
@@ -118,28 +118,28 @@ class PageRoom:
 
 
 _LAST_ROW = Load(sampled=1, chunks=1)
-"""The load of a prompt beside its tokens: it is sampled after the last one."""
+"""The load of a prompt in addition to its tokens: a sampled token after the last one."""
 _ONE = Load.of(1, 0) + Load(sampled=1)
-"""The load of a sequence that decodes, where none does."""
+"""The load of a decoding sequence, used for a step without decoding sequences."""
 _FIRST, _GROWTH = 64, 4
-"""Tokens of prompts in the first step, which tells how long steps take, and how many times as many
-a later one may have as any before, as guesses of longer ones are further off."""
+"""Prompt tokens in the first step, whose time is measured, and the growth factor of prompt tokens
+per step over the largest step so far, as predictions for larger steps are less accurate."""
 
 _SURE = 0.75
-"""The part of `prompt_stretch` that chunks may take by prediction, which lags growing contexts."""
+"""The usable share of `prompt_stretch`: a margin, as predictions lag behind growing contexts."""
 
 
 class Scheduler:
-    """Plans steps; it holds no tensors, so that simulators use it, too.
+    """Plans steps. The scheduler holds no tensors, so that simulators can use it.
 
     Attributes:
         waiting: waiting requests, unordered; the keys of a dict, like `running`, for fast removal.
             The policy orders them.
-        preparing: requests whose guides are being compiled; then they wait.
-        backlog: the number of new requests that wait, and of their tokens, by tenant.
-        running: admitted requests, in the order of their admission.
-        forward: latency of a step's forward, as it was measured; None if no SLO depends on it.
-        pace: latency by which steps are planned; None while it is not known.
+        preparing: requests that wait for the compilation of their guides.
+        backlog: number of waiting new requests, and of their tokens, by tenant.
+        running: admitted requests, in order of admission.
+        forward: measured latency of a forward; None if no SLO depends on it.
+        pace: latency for planning steps; None while unknown.
     """
 
     def __init__(
@@ -171,7 +171,7 @@ class Scheduler:
         self._most_read = max(_FIRST, limits.least_chunk)
 
     def attach(self, device: Device, note: Callable[[Kind, str], None]) -> None:
-        """Have a device, which is referred to weakly, copy pages and adapters; note events."""
+        """Connect the device, by a weak reference, and the event function."""
         self._device: Device = weakref.proxy(device)
         self._note = note
         self.adapters.on_page_in = lambda adapter: note(Kind.PAGED_IN, adapter.name)
@@ -205,7 +205,7 @@ class Scheduler:
 
     @property
     def most_pages(self) -> int:
-        """The most pages that an open request needs, with its adapter."""
+        """The largest number of pages that an open request and its adapter may need."""
         return self._needs.most
 
     def add(self, sequence: Sequence) -> None:
@@ -234,7 +234,7 @@ class Scheduler:
         return failed
 
     def drop(self, sequence: Sequence) -> None:
-        """Remove a sequence, wherever it is, and free its pages."""
+        """Remove a sequence in any state, and free its pages."""
         self._needs.remove(self._room.most_of(sequence))
         if sequence in self.preparing:
             del self.preparing[sequence]
@@ -256,10 +256,9 @@ class Scheduler:
             self.prefixes.forget(adapter)
 
     def restart(self, sequences: Iterable[Sequence], kept: Iterable[PageTable]) -> None:
-        """Queue the given sequences and run nothing, after a call that failed.
+        """Queue the given sequences, admitted ones first, after a failed call.
 
-        Nothing stays cached, as a failed step may have written anything. Sequences that were
-        admitted are first.
+        All cached values are dropped, as the failed step may have overwritten them.
 
         Args:
             kept: page tables of other owners.
@@ -280,7 +279,7 @@ class Scheduler:
     def fork(self, first: Sequence, follower: Sequence, now_s: float) -> None:
         """Start a continuation at the end of the prompt of the first continuation.
 
-        It shares the full pages and copies the last page. Without room it waits.
+        The follower shares full pages and copies the last page. Without room, the follower waits.
         """
         table, need = _table(first), int(first.cached % PAGE_TOKENS > 0)
         follower.follow(first)
@@ -328,7 +327,7 @@ class Scheduler:
         stretched_s = _SURE * self.limits.prompt_stretch * least_s if least_s else math.inf
         plan.promise(now_s, least_s, stretched_s)
         if self.pace is None and plan.chunks and self.policy.is_shared:
-            return plan  # it tells how long steps are, for the bounds of later ones
+            return plan  # measure this step first, for the bounds of later steps
         in_turn = self._next(now_s, first) if self.waiting else []
         self._is_turn_of_short = not self._is_turn_of_short
         ahead: list[Sequence] = []
@@ -354,12 +353,12 @@ class Scheduler:
         return plan
 
     def _class_of(self, sequence: Sequence) -> tuple[bool, float]:
-        """Return the sort key before a prompt's length: heavy tenants last, then priorities."""
+        """Return the sort key that precedes prompt length: heavy tenants last, then priority."""
         is_heavy = self._bound is not None and self._bound.applies(sequence)
         return is_heavy, sequence.request.priority
 
     def plan_alone(self, sequence: Sequence, now_s: float) -> Plan:
-        """Plan a step of a single sequence; empty if it has no room now."""
+        """Plan a step of a single sequence; the plan is empty without room."""
         plan, self._bound = Plan(), None
         if sequence in self.waiting:
             self._admit(plan, [sequence], now_s)
@@ -370,9 +369,10 @@ class Scheduler:
         return plan
 
     def _has_pages(self, sequence: Sequence, tokens: int, left: list[Sequence]) -> bool:
-        """Give a sequence pages for its next tokens; returns False if it was preempted itself.
+        """Give a sequence pages for its next tokens; return False if the sequence was preempted.
 
-        The last of `left`, the sequence and those after it, are preempted while pages are too few.
+        While pages are lacking, sequences are preempted from the end of `left`, at most down to the
+        sequence itself.
         """
         table, end = sequence.table, sequence.cached + tokens
         assert table is not None
@@ -399,10 +399,10 @@ class Scheduler:
         self._note(Kind.PREEMPTED, sequence.id)
 
     def _give_way(self) -> Sequence | None:
-        """Make room for the request that was next and had none, if the policy has others give way.
+        """Preempt requests, as the policy allows, for the next request, which had no room.
 
         Returns:
-            The request, which is the first to be admitted then.
+            The request, to be admitted first; None without such a request or preemption.
         """
         blocked, self._blocked = self._blocked, None
         if blocked not in self.waiting:
@@ -433,7 +433,7 @@ class Scheduler:
         self.adapters.release(sequence.request.adapter)
 
     def _chunk(self, plan: Plan, sequence: Sequence) -> int:
-        """Return how many tokens of a prompt fit into the step; 0 for none."""
+        """Return the number of tokens of a prompt that fit into the step."""
         room = self.limits.tokens - plan.tokens
         least, forward = min(self.limits.least_chunk, self.limits.tokens), self.pace
         if self.forward is None and self.limits.prompt_stretch < math.inf:
@@ -446,7 +446,7 @@ class Scheduler:
             most_s = min(promised_s, plan.stretched_s)
             fitting = forward.tokens_within(most_s, *beside, are_read=sequence.reads)
             if not plan.has_prompts:
-                # Where nothing is promised, prompts get on however little they may add.
+                # Without SLOs, prompts always make progress.
                 least, fitting = 1, max(fitting, int(plan.gap_s == math.inf))
             room = min(room, fitting)
         if self._bound is not None and self._bound.applies(sequence):
@@ -454,9 +454,9 @@ class Scheduler:
         return 0 if room < min(least, sequence.pending) else min(sequence.pending, room)
 
     def _next(self, now_s: float, first: Sequence | None) -> List[Sequence]:
-        """Return the sequences to admit, `first` and in the policy's order; prefetch adapters.
+        """Return the sequences to admit, `first` and then in the policy's order; prefetch adapters.
 
-        While something runs, a request waits until its adapter is copied: the step would wait, too.
+        While sequences run, a request waits until its adapter is copied, as the step would wait.
         """
         places = max(self.limits.running - len(self.running), 0)
         in_turn = self.policy.first(places + self.limits.prefetched, now_s, self.running)
@@ -476,7 +476,7 @@ class Scheduler:
         return adapter is not None and self._device.is_copying(adapter)
 
     def _admit(self, plan: Plan, in_turn: List[Sequence], now_s: float) -> bool:
-        """Start requests while there is room; return False if a request had none."""
+        """Start requests while there is room; return False if a request had no room."""
         if not in_turn:
             return True
         tables = [other.table for other in self.running]
@@ -486,18 +486,18 @@ class Scheduler:
                 continue
             if self.prefixes is not None:
                 self.prefixes.find(sequence)
-            # A prompt that is alone in a step runs as a whole, however long, if nothing bounds it.
+            # A prompt runs whole, whatever its length, if the step has no other work and no bound.
             is_alone = not (self.running or (self._bound and self._bound.applies(sequence)))
             is_whole = is_alone and self.limits.prompt_stretch == math.inf
             tokens = sequence.pending if is_whole else self._chunk(plan, sequence)
             if tokens < sequence.pending and sequence is not in_turn[-1]:
-                # Those behind it begin, too, so that later steps may choose the shortest.
+                # Start the following requests as well, so that later steps can choose the shortest.
                 tokens = max(tokens // 2, min(tokens, self.limits.least_chunk))
             expected = self._expected_pages(sequence, reach)
             if tokens < 1 or not self._room.give(sequence, len(self.running), expected):
                 self._room.take_back(sequence)
                 if not tokens and self._bound is not None and self._bound.applies(sequence):
-                    continue  # others may still begin
+                    continue  # requests of other tenants may still start
                 self._blocked = sequence if tokens else None
                 return False
             reach = max(reach, _table(sequence).reach)
@@ -509,15 +509,15 @@ class Scheduler:
     def _expected_pages(self, sequence: Sequence, reach: int) -> int:
         """Return the pages to reserve for a sequence, equal for all sequences if possible.
 
-        Attention runs sequences at equal strides in a single call. Reserved pages are given to
-        others when no other page is free.
+        Attention runs sequences at equal strides in a single call. Reserved pages go to other
+        sequences when no other page is free.
         """
         need = max(sequence.most_pages, reach)
         roomy = (len(self.running) + len(self.waiting)) * need <= self.pool.size
         return need if roomy else sequence.most_pages
 
     def check_integrity(self) -> None:
-        """Raise an AssertionError if a page is lost or in two places, or a sequence misplaced."""
+        """Raise an AssertionError if a page is lost or held twice, or a sequence is misplaced."""
         self.pool.check_integrity()
         self.adapters.check_integrity()
         if self.prefixes is not None:

@@ -19,9 +19,9 @@ class Refusal(NamedTuple):
 
     Attributes:
         tokens: tokens of the piece of work that did not fit.
-        phase: its phase; None for a window that goes forward whole.
-        takes_s: its predicted time.
-        left_s: the time that the step had left for it.
+        phase: phase of the piece; None for a window that goes forward whole.
+        takes_s: predicted time of the piece.
+        left_s: time that the step had left.
     """
 
     tokens: int
@@ -47,7 +47,7 @@ _NOTHING = Load()
 
 @dataclass
 class Work:
-    """The work of a step: what it serves, and what rules of sharing add to it.
+    """The work of a step: requests, and the finetuning that the rule of sharing adds.
 
     Attributes:
         gap_s: time from the beginning of the step until the first gap between two tokens of a
@@ -59,7 +59,7 @@ class Work:
         began_s: when the step was planned, on the engine's clock.
         elapsed_s: time since the step began.
         lasted_s: time from the beginning of the step until its tokens were read.
-        spent_s: the part of it that the forward and the parts used.
+        spent_s: time used by the forward and the parts.
         trained_s: the predicted part of `spent_s` that finetuning used.
         units: number of parts that ran.
         has_exception: True if a part exceeded the room of the step or had a new size, so that the
@@ -67,7 +67,7 @@ class Work:
         awaited: returns True once a request waits for the end of the step; None if the step serves
             requests itself.
         is_beside: True if parts of jobs run on a second stream during the forward.
-        is_under_way: True while the step runs on the device and later steps are planned.
+        is_under_way: True while the step runs on the device during the planning of later steps.
     """
 
     limits: Limits
@@ -144,7 +144,7 @@ class Work:
         self.latencies.forward.observe(self.load, took_s, is_replayed)
 
     def ran_parts(self, phase: Phase, load: Load, took_s: float) -> None:
-        """Learn from the time of parts of jobs, with the updates that followed them."""
+        """Learn from the time of parts of jobs, including their updates."""
         self.spent_s += took_s
         self.trained_s += took_s
         if self.latencies is None:
@@ -162,8 +162,8 @@ class Work:
 class Sharing(ABC):
     """Decides how much finetuning goes into a step.
 
-    `is_due` is True for a job that no step had room for in a long time; its smallest piece of work
-    is then allowed to exceed the room.
+    `is_due` is True for a job that found no room for a long time; its smallest piece of work may
+    then exceed the room.
 
     Attributes:
         trains: False if jobs wait forever.
@@ -180,10 +180,10 @@ class Sharing(ABC):
 
     @abstractmethod
     def forward(self, work: Work, unit: Forward) -> int:
-        """Return the most tokens of a job that go forward in the step, through all layers."""
+        """Return the maximum number of a job's tokens to run forward through all layers."""
 
     def in_layers(self, work: Work, unit: Forward, ahead_s: float, *, is_due: bool) -> int:
-        """Return the tokens of a new window that goes forward in parts of a layer."""
+        """Return the tokens of a new window that runs forward in parts of a layer."""
         return 0
 
     @abstractmethod
@@ -193,7 +193,7 @@ class Sharing(ABC):
         """Return True if parts of this load run before work that takes `ahead_s` more."""
 
     def part(self, work: Work, part: Part, beside: Load, ahead_s: float, *, is_due: bool) -> int:
-        """Return how many tokens of a part fit; only the loss can be cut."""
+        """Return the number of tokens of a part that fit; only a loss can be cut."""
         load = part.load
         fits = self.fits(work, part.stage.phase, beside + load, ahead_s, is_due=is_due)
         return load.tokens if fits else 0
@@ -201,5 +201,5 @@ class Sharing(ABC):
     def ran(self, work: Work, seconds: float) -> None:  # noqa: B027
         """Record the time of parts.
 
-        For parts on the second stream: first the predicted time, later the difference to it.
+        For parts on the second stream: first the predicted time, later its error.
         """
