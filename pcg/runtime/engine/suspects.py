@@ -74,7 +74,7 @@ class Suspects:
     def condemn(self, adapter: Adapter, error: Exception) -> None:
         """Refuse further requests of an adapter whose weights cannot be served."""
         self._broken[adapter] = (
-            f"adapter {adapter.name!r} cannot be served, as it failed with {type(error).__name__}: "
+            f"adapter {adapter.name!r} cannot be served, as it failed by {type(error).__name__}: "
             f"{error}; repair its files and load it again"
         )
 

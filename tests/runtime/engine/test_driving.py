@@ -201,7 +201,7 @@ def test_a_rank_that_follows_takes_nothing() -> None:
             lambda: executor.generate(SEQUENCES),
         ]
         for call in calls:
-            with pytest.raises(EngineError, match=r"rank 1 .* make the call on rank 0 alone"):
+            with pytest.raises(EngineError, match=r"rank 1 .* make the call on rank 0 only"):
                 call()
         has_asked.set()
         running.close()  # waits for the first rank's
