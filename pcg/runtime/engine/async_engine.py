@@ -197,8 +197,7 @@ class AsyncEngine:
         The engine's queue holds at most two batches of the requests, so their number is unlimited.
 
         Raises:
-            EngineError: the thread has ended, or the caller is the engine's thread, which cannot
-                wait for itself.
+            EngineError: the thread has ended, or is the caller, which cannot wait for itself.
         """
         self._check_takes()
         if current_thread() is self._thread:
@@ -328,10 +327,7 @@ class AsyncEngine:
     # ------------------------------------------------------------------------------- calls
 
     def call(self, act: Callable[[], Result]) -> Future[Result]:
-        """Run a function between two steps; return the future of its result.
-
-        The future's error is an EngineError after the engine has ended.
-        """
+        """Run a function between two steps; return its future, failed after the engine's end."""
         self._check_takes()
         return self._calls.call(act)
 

@@ -1,4 +1,4 @@
-"""The options of a finetuning job, its learning-rate schedules, and the values that it returns.
+"""The options, learning-rate schedules and results of finetuning jobs.
 
 Schedules are functions from an optimizer step to a multiplier of the base rate. With w warmup
 steps, n total steps, r = `min_lr_ratio` and p = (step - w) / (n - w):
@@ -11,8 +11,8 @@ steps, n total steps, r = `min_lr_ratio` and p = (step - w) / (n - w):
     polynomial             r + (1 - r) (1 - p) ** power
 
 and r (for the last four) from step n on. Steps count from 0, as in `torch.optim.lr_scheduler`: the
-first optimizer step takes the multiplier of step 0, which is 0 under warmup. A schedule is a pure
-function of the step, unlike torch's, so a resumed job needs no state but the step.
+first optimizer step has the multiplier of step 0, which is 0 with warmup. Unlike torch's schedules,
+a schedule is a pure function of the step, so that resuming a job needs only the step.
 Source: the schedules of `transformers.get_scheduler`, which the tests compare against.
 """
 
@@ -37,21 +37,21 @@ Numbers = Mapping[str, float]
 
 @dataclass(frozen=True)
 class StepRecord:
-    """A step, the argument of `on_step`.
+    """The numbers of a step; the argument of `on_step`.
 
     Attributes:
         step: number of the step, from 1.
         total_steps: number of steps of the job.
         epoch: epoch of the data, from 0.
-        loss: mean over the step's target tokens, before its update.
-        eval_loss: evaluation loss after its update, if it was evaluated.
+        loss: mean over the step's target tokens, before the update.
+        eval_loss: evaluation loss after the update; None without an evaluation.
         learning_rate: the learning rate of the step.
         gradient_norm: norm of the gradients before clipping.
-        tokens: tokens that went through the model.
+        tokens: number of tokens that went through the model.
         tokens_per_second: mean since the job started or was resumed.
         checkpoint: the last checkpoint, or None.
-        metrics: other numbers of the step, before its update.
-        evaluation: `loss` and other numbers of the evaluation data, if it was evaluated.
+        metrics: other numbers of the step, before the update.
+        evaluation: `loss` and other numbers of the evaluation data; None without an evaluation.
     """
 
     step: int
@@ -78,9 +78,9 @@ class LossChange:
     """The loss at the beginning of a job and at its end, over several batches.
 
     Attributes:
-        first: mean of the first tenth of the steps, or of five steps if these are more.
-        last: mean of as many steps at the end.
-        steps: the number of steps of each; they do not overlap.
+        first: mean of the first tenth of the steps, at least of five steps.
+        last: mean of the same number of steps at the end.
+        steps: the number of steps in each mean; the two ranges do not overlap.
     """
 
     first: float
@@ -96,25 +96,25 @@ class LossChange:
 
 @dataclass(frozen=True)
 class FinetuneResult:
-    """The result of a job, the part before it was resumed included.
+    """The result of a job, including the part before a resume.
 
     Attributes:
         adapter: the adapter's name.
-        losses: mean loss of the target tokens, of each step.
+        losses: mean loss of the target tokens in each step.
         eval_losses: (step, mean loss) of each evaluation.
-        steps: number of steps done.
-        total_steps: number of steps planned.
-        tokens: tokens that went through the model in steps.
-        targets: target tokens among them.
-        seconds: time spent.
+        steps: number of completed steps.
+        total_steps: number of planned steps.
+        tokens: number of tokens that went through the model in steps.
+        targets: number of target tokens among `tokens`.
+        seconds: time of the job.
         stopped: "completed", or "early" without improvement.
-        best_step: step of the best evaluation; None without any.
+        best_step: step of the best evaluation; None without evaluations.
         best_loss: loss of the best evaluation.
-        restored: True if the adapter is that of `best_step`.
-        resumed_from: step of the checkpoint that the job resumed from; None if from none.
+        restored: True if the adapter is restored to `best_step`.
+        resumed_from: step of the checkpoint that the job resumed from, or None.
         checkpoint: the last checkpoint.
-        first_data: losses of the first step's data, before the job and by the adapter it ends with;
-            None unless the loss of the steps rose, which other data may also be the cause of.
+        first_data: losses of the first step's data, before the job and with the final adapter.
+            Measured only if the steps' loss rose, as different data may also raise the loss.
     """
 
     adapter: str
@@ -135,7 +135,7 @@ class FinetuneResult:
 
     @property
     def is_collapsed(self) -> bool:
-        """True if the job left data that it trained on with at least twice the perplexity."""
+        """True if the job more than doubled the perplexity of its first data."""
         return self.first_data is not None and self.first_data[1] - self.first_data[0] > _COLLAPSE
 
 
@@ -161,18 +161,18 @@ def make_schedule(
     cycles: int = 1,
     power: float = 1.0,
 ) -> Schedule:
-    """Make the schedule of a name: a function from the step, from 0, to the multiplier in [0, 1].
+    """Return a schedule: a function from the step, counted from 0, to a multiplier in [0, 1].
 
     Args:
-        total_steps: optimizer steps of the whole job; the constant schedules do without.
+        total_steps: optimizer steps of the whole job; optional for the constant schedules.
         warmup_steps: steps of linear warmup; None is 0.
-        warmup_ratio: warmup as a part of `total_steps`, rounded up; instead of `warmup_steps`.
-        min_lr_ratio: the end of a decay, as a part of the base rate, in [0, 1].
+        warmup_ratio: warmup as a share of `total_steps`, rounded up; instead of `warmup_steps`.
+        min_lr_ratio: the final learning rate of a decay, relative to the base rate, in [0, 1].
         cycles: cosine waves of `cosine_with_restarts`.
         power: exponent of `polynomial`.
     Raises:
-        FinetuneError: an unknown name, a number out of range, or an option that the named schedule
-            does not take.
+        FinetuneError: an unknown name, a number out of range, or an option that has no effect on
+            the schedule.
     """
     is_constant = name.startswith("constant")
     checks = {
@@ -260,17 +260,17 @@ class BatchBounds(TypedDict):
 class LengthOptions:
     """Options of a job's length and its batches.
 
-    A step is one update of the adapter: the gradients of `gradient_accumulation_steps` batches (at
-    the end of an epoch, of those that are left), normalised by all their target tokens together.
+    A step is an update of the adapter. Its gradients come from `gradient_accumulation_steps`
+    batches, or the remaining batches of an epoch, normalised by the number of their target tokens.
 
     Attributes:
-        epochs: passes over the data; 1 where `max_steps` is not given either.
-        max_steps: steps instead of epochs.
-        batch_size: examples a batch. Where `max_tokens` is not given either, the batch that the
-            program was compiled for, if it is for a certain step (a memory budget in bytes, `batch`
-            or `seq`), else 8.
-        max_tokens: tokens a batch; both bounds may be given.
-        gradient_accumulation_steps: batches a step.
+        epochs: passes over the data; 1 by default, without `max_steps`.
+        max_steps: number of steps, instead of `epochs`.
+        batch_size: examples per batch. Default without `max_tokens`: the batch size that the
+            program was compiled for, if it has a step size (a memory budget in bytes, `batch` or
+            `seq`), else 8.
+        max_tokens: tokens per batch; may be combined with `batch_size`.
+        gradient_accumulation_steps: batches per step.
     """
 
     title: ClassVar[str] = "Length and batches"
@@ -290,14 +290,14 @@ class OptimizerOptions(OptimizerChoice):
         learning_rate: the learning rate at the schedule's peak. 2e-4 is usual for LoRA with AdamW
             (QLoRA, table 9); other optimizers have other rates.
         weight_decay: decay of the bypass weights; trained biases of the base do not decay.
-        betas: the two betas of Adam's family; the optimizer's own by default.
-        eps: the optimizer's epsilon; its own by default.
-        max_grad_norm: gradients are scaled down to this norm; None leaves them.
+        betas: the two betas of optimizers of the Adam family; the library's default by default.
+        eps: the optimizer's epsilon; the library's default by default.
+        max_grad_norm: maximum norm, to which gradients are clipped; None for no clipping.
         schedule: linear, cosine, cosine_with_restarts, polynomial, constant or
             constant_with_warmup.
         warmup_steps: steps of linear warmup.
-        warmup_ratio: warmup as a part of all steps, instead of `warmup_steps`.
-        min_lr_ratio: the end of the schedule, as a part of the learning rate.
+        warmup_ratio: warmup as a share of all steps, instead of `warmup_steps`.
+        min_lr_ratio: the final learning rate, relative to `learning_rate`.
         cycles: the number of cycles of cosine_with_restarts.
         power: the exponent of polynomial.
     """
@@ -319,18 +319,19 @@ class OptimizerOptions(OptimizerChoice):
 
 @dataclass(frozen=True, kw_only=True)
 class DataOptions:
-    """Options of how data is read and ordered.
+    """Options for reading and ordering data.
 
     Attributes:
-        max_length: tokens an example may have; longer ones keep their head, a plain text file is
-            cut into examples of that length, by default of the length that the program was compiled
-            for. By default, examples that are longer than the model's positions are an error.
-        data_format: the rows' format: chat, sharegpt, prompt-completion, alpaca or text; auto takes
-            it from the first row.
-        append_eos: end text that is not a chat with the end-of-sequence token, and learn it.
-        empty: what to do with rows that have nothing to learn.
-        seed: the seed of the order of the data, of dropout, and of a fresh adapter's weights.
-        shuffle: order the data anew each epoch.
+        max_length: maximum number of tokens per example; longer examples are truncated at the end,
+            and plain text files are cut into examples of this length. Default for text files: the
+            sequence length that the program was compiled for. Default otherwise: examples longer
+            than the model's positions are an error.
+        data_format: the rows' format: chat, sharegpt, prompt-completion, alpaca or text; auto
+            detects the format from the first row.
+        append_eos: append the end-of-sequence token as a target to text other than chats.
+        empty: policy for rows without target tokens: error or drop.
+        seed: the seed of the data's order, of dropout, and of a new adapter's weights.
+        shuffle: shuffle the data in each epoch.
     """
 
     title: ClassVar[str] = "Data"
@@ -348,13 +349,13 @@ class EvaluationOptions:
     """Options of evaluation.
 
     Attributes:
-        eval_data: data to measure the loss on, in any form that the training data may have.
+        eval_data: evaluation data, in any form of the training data.
         eval_every: steps between evaluations; each epoch by default. The last step is always
             evaluated.
         eval_at_start: evaluate before the first step, too.
-        patience: stop after so many evaluations in a row without improvement.
-        min_delta: by how much the loss must fall below the best one to be an improvement.
-        restore_best: end with the adapter of the best evaluation; by default, yes with `patience`.
+        patience: number of consecutive evaluations without improvement after which to stop.
+        min_delta: minimum decrease below the best loss that counts as an improvement.
+        restore_best: end with the adapter of the best evaluation; by default True with `patience`.
     """
 
     title: ClassVar[str] = "Evaluation"
@@ -369,20 +370,20 @@ class EvaluationOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointOptions:
-    """Options of checkpoints, and of what a job reports.
+    """Options of checkpoints, logs and records.
 
     Attributes:
         checkpoint_dir: the directory of the checkpoints.
         save_every: steps between checkpoints; each epoch by default. The last step is always
             saved.
-        keep_last: the number of checkpoints that are kept.
-        resume: demand a checkpoint to go on from (True), start anew (False), or go on from the
-            latest one if there is one (auto, the default).
-        log_every: steps between lines in the log `pcg.finetuning`; none by default.
+        keep_last: number of checkpoints to keep.
+        resume: resume from the latest checkpoint and fail without it (True), start from step 0
+            (False), or resume if a checkpoint exists (auto, the default).
+        log_every: steps between lines in the log `pcg.finetuning`; no step lines by default.
         record: the folder of the job's record: its configuration, the numbers of each step, and a
             page with curves.
-        report_to: where else the record's numbers go: tensorboard, wandb.
-        progress: show a progress bar where standard error is a terminal.
+        report_to: further destinations of the record's numbers: tensorboard, wandb.
+        progress: show a progress bar if standard error is a terminal.
     """
 
     title: ClassVar[str] = "Checkpoints and progress"
@@ -408,10 +409,10 @@ class RunOptions(CheckpointOptions, EvaluationOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class FinetuneOptions(RunOptions, DataOptions, OptimizerOptions, LengthOptions):
-    """Options of a finetuning job, checked before anything is read or computed.
+    """Options of a finetuning job, which are checked before data is read.
 
     Raises:
-        FinetuneError: a value is out of its range, or two do not go together.
+        FinetuneError: a value is out of range, or two values exclude each other.
     """
 
     def __post_init__(self) -> None:
@@ -427,7 +428,7 @@ class FinetuneOptions(RunOptions, DataOptions, OptimizerOptions, LengthOptions):
         self.make_schedule(self.max_steps or 2**62)
 
     def make_schedule(self, total_steps: int) -> Schedule:
-        """The multiplier of the learning rate by step."""
+        """Return the learning-rate schedule of the job."""
         return make_schedule(
             self.schedule,
             total_steps=total_steps,
@@ -439,7 +440,7 @@ class FinetuneOptions(RunOptions, DataOptions, OptimizerOptions, LengthOptions):
         )
 
     def make_optimizer(self) -> Optimizer:
-        """The optimizer with all of its options."""
+        """Return the optimizer with all of its options."""
         optimizer, values = Optimizer.of(self.optimizer), dict(self.optimizer_options or {})
         for name in FIELDS:
             value = getattr(self, name)
@@ -457,13 +458,13 @@ class FinetuneOptions(RunOptions, DataOptions, OptimizerOptions, LengthOptions):
 
     @property
     def batch_bounds(self) -> BatchBounds:
-        """Bounds of a batch, the default included."""
+        """The bounds of a batch, with the default."""
         default = DEFAULT_BATCH_SIZE if self.max_tokens is None else None
         return {"batch_size": self.batch_size or default, "max_tokens": self.max_tokens}
 
     @property
     def most_rows(self) -> int | None:
-        """The most rows that `max_steps` need; None without."""
+        """The maximum number of rows for `max_steps`; None without `max_steps`."""
         if self.max_steps is None:
             return None
         bounds = self.batch_bounds
@@ -472,14 +473,14 @@ class FinetuneOptions(RunOptions, DataOptions, OptimizerOptions, LengthOptions):
 
     @property
     def evaluates(self) -> bool:
-        """True if there is data to evaluate on."""
+        """True if the job has evaluation data."""
         return self.eval_data is not None
 
     def trajectory(self, total_steps: int) -> dict[str, Any]:
         """Return the options that the resulting weights depend on, as JSON values.
 
-        `total_steps` is left out where the schedule does not depend on it, so that such a job can
-        be resumed with more steps.
+        `total_steps` is None if the schedule does not depend on it, so that the job can be resumed
+        with more steps.
         """
         names = [*_TRAJECTORY, *(_EVALUATION if self.restores_best or self.patience else ())]
         values = {name: getattr(self, name) for name in names}
@@ -491,7 +492,7 @@ class FinetuneOptions(RunOptions, DataOptions, OptimizerOptions, LengthOptions):
         return {**values, "total_steps": total_steps if counts else None}
 
     def _check_pairs(self) -> None:
-        """Refuse options that exclude each other, or would have no effect."""
+        """Refuse options that exclude each other or would have no effect."""
         if self.epochs is not None and self.max_steps is not None:
             raise FinetuneError(
                 f"epochs={self.epochs} and max_steps={self.max_steps} both say when to end; "
@@ -544,13 +545,13 @@ class FinetuneArguments(FinetuneOptions):
     """Arguments of `Executor.finetune`.
 
     Attributes:
-        data: .jsonl or .txt files, rows, a dataset, a frame, a dict of columns, or `Example`s,
-            which are tokens already. Of a DatasetDict, `train` is learned, and `validation` is
-            `eval_data` if none is given.
-        adapter: the adapter's name; one that does not exist is made.
-        peft: the recipe of a new adapter, as `add_adapter` takes it; None for the one that the
-            program was compiled for under that name, else "lora".
-        on_step: a function that is called after each step, once it is evaluated and saved.
+        data: .jsonl or .txt files, rows, a dataset, a frame, a dict of columns, or tokenized
+            `Example`s. In a DatasetDict, `train` is the training data, and `validation` is the
+            default of `eval_data`.
+        adapter: the adapter's name; a missing adapter is created.
+        peft: the recipe of a new adapter, as for `add_adapter`; None for the recipe that the
+            program was compiled for under the name, else "lora".
+        on_step: function to call after each step, after evaluation and saving.
     """
 
     data: Data = field(repr=False, compare=False)
@@ -568,11 +569,11 @@ class JobArguments(FinetuneArguments):
     """Arguments of `Engine.finetune`.
 
     Attributes:
-        publish_every: steps from one version that is served to the next; 0 serves the last alone.
-        on_step: a function that the engine's thread calls after each step, once it is evaluated and
-            saved.
-        progress: show a progress bar where standard error is a terminal.
-        tenant: the tenant whose share the job uses in steps that serve requests; empty for none.
+        publish_every: steps between published versions; 0 publishes only the result.
+        on_step: function that the engine's thread calls after each step, after evaluation and
+            saving.
+        progress: show a progress bar if standard error is a terminal.
+        tenant: the tenant to charge for the job's work in serving steps; empty for none.
     """
 
     tenant: str = field(default="", kw_only=True)
@@ -586,7 +587,7 @@ _COUNTS = (
 )  # fmt: skip
 _FLAGS = ("append_eos", "shuffle", "eval_at_start", "progress")
 
-# name -> least value, and whether it is itself excluded.
+# name -> lower bound, and True if the bound is excluded.
 _NUMBERS: Mapping[str, tuple[float, bool]] = {
     "learning_rate": (0.0, True),
     "weight_decay": (0.0, False),
@@ -602,7 +603,7 @@ _EVALUATION = ("eval_every", "eval_at_start", "patience", "min_delta", "restore_
 
 
 def check_fields(options: Any, counts: Mapping[str, int], flags: Sequence[str] = ()) -> None:
-    """Refuse a seed that is no int, counts below their least value, and flags of other types.
+    """Refuse a non-int seed, counts below their minimum, and flags that are not bools.
 
     A count may be None if its type allows None.
     """
@@ -621,7 +622,7 @@ def check_fields(options: Any, counts: Mapping[str, int], flags: Sequence[str] =
 
 
 def check_number(name: str, value: Any, least: float, is_open: bool) -> None:
-    """Refuse a number below its least value, or that value if the range is open."""
+    """Refuse a number below its minimum, or equal to the minimum if the range is open."""
     if not is_finite(value) or value < least or (is_open and value == least):
         hints = {
             "max_grad_norm": "; None turns clipping off",
@@ -632,7 +633,7 @@ def check_number(name: str, value: Any, least: float, is_open: bool) -> None:
 
 
 def check_betas(betas: object) -> None:
-    """Refuse betas of Adam's family out of their range; None is the optimizer's default."""
+    """Refuse betas out of [0, 1); None is the optimizer's default."""
     if betas is not None and not (
         isinstance(betas, tuple | list)
         and len(betas) == 2

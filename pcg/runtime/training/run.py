@@ -1,17 +1,17 @@
 """A training run: steps of an objective, evaluations, checkpoints, exact resume, and reports.
 
     while steps are left:
-        gradients    the objective's next batches, forward and back
+        gradients    forward and backward of the objective's next batches
         update       the optimizer's step
-        evaluate     each `eval_every` steps, and behind the last step
-        save         each `save_every` steps, and behind the last step; once for a state
+        evaluate     every `eval_every` steps, and after the last step
+        save         every `save_every` steps, and after the last step; each state once
         report       the bar, the log, the record, and the caller's `on_step`
 
 Supervised finetuning (`finetuning.py`), DPO (`pcg.train.preference.run`) and GRPO
-(`pcg.train.grpo.loop`) are objectives. Between two steps the state of a run is the objective's (an
-adapter, its optimizer) and a `TrainerState`. The order of the data is a function of seed and epoch,
-and dropout of seed, step and batch, so a resumed run ends with the same bits as an uninterrupted
-one. An interrupt leaves all of a step undone or all of it done.
+(`pcg.train.grpo.loop`) are objectives. Between two steps, the state of a run consists of the
+objective's state (an adapter and its optimizer) and a `TrainerState`. The order of the data is a
+function of seed and epoch, and dropout of seed, step and batch, so that a resumed run and an
+uninterrupted run have equal bits. An interrupt never leaves a step half done.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from pcg.runtime.training.work_units import Work, deferred_interrupts
 
 Result = TypeVar("Result")
 Find = Callable[[], tuple[Path, Any] | None]
-"""Returns the checkpoint to go on from, and its contents; None to start anew."""
+"""Returns the checkpoint to resume from, and its contents; None to start at step 0."""
 
 
 @dataclass(frozen=True)
@@ -56,13 +56,13 @@ class StepNumbers:
 
 
 class Objective(ABC, Generic[Result]):
-    """The part of a run that knows the data, the loss, the adapter and its optimizer.
+    """The part of a run that has the data, the loss, the adapter and the optimizer.
 
     Attributes:
-        doing: the words for the run in messages, such as "finetuning 'a'".
-        ranks: the processes of the run; the first rank writes files.
-        evaluates: True if there is evaluation data.
-        saves_interrupted: True if the state behind every step can be saved.
+        doing: description of the run in messages, such as "finetuning 'a'".
+        ranks: the processes of the run; rank 0 writes files.
+        evaluates: True if the run has evaluation data.
+        saves_interrupted: True if the state after every step can be saved.
         waits_for_page: False to write the record's page on another thread at the end.
     """
 
@@ -77,19 +77,19 @@ class Objective(ABC, Generic[Result]):
 
     @abstractmethod
     def read(self, path: Path) -> Resumable:
-        """Read a checkpoint. FinetuneError: it is damaged."""
+        """Read a checkpoint. FinetuneError: the checkpoint is damaged."""
 
     @abstractmethod
     def start(self, find: Find) -> None:
-        """Make the adapter and its optimizer, or load them from the checkpoint of `find`."""
+        """Create the adapter and its optimizer, or load them from the checkpoint of `find`."""
 
     @abstractmethod
     def undo(self) -> None:
-        """Undo `start`: the run cannot begin."""
+        """Undo `start`, as the run cannot start."""
 
     @abstractmethod
     def gradients(self, step: int, rate: float) -> Work[None]:
-        """Compute the gradients of the next batches, behind `step` steps."""
+        """Compute the gradients of the next batches, after `step` steps."""
 
     @abstractmethod
     def update(self, step: int, rate: float) -> StepNumbers:
@@ -104,7 +104,7 @@ class Objective(ABC, Generic[Result]):
         raise NotImplementedError
 
     def keep_best(self) -> None:
-        """Keep the adapter as it is, as that of the best evaluation."""
+        """Keep a copy of the current adapter, which had the best evaluation."""
 
     @abstractmethod
     def save(
@@ -113,16 +113,16 @@ class Objective(ABC, Generic[Result]):
         """Write a checkpoint."""
 
     def is_interrupted(self, is_done: bool) -> bool:
-        """Return whether the run has to end behind this step."""
+        """Return True if the run has to end after this step."""
         return False
 
     @abstractmethod
     def finish(self, run: Run[Result]) -> Work[Result]:
-        """Serve the adapter behind the last step, and return the result."""
+        """Serve the adapter after the last step, and return the result."""
 
     @abstractmethod
     def end(self) -> None:
-        """Free everything, however the run ended."""
+        """Free all resources, after any end of the run."""
 
     # Reports
 
@@ -141,7 +141,7 @@ class Objective(ABC, Generic[Result]):
         }
 
     def recorded_before(self, step: int, state: TrainerState) -> Numbers:
-        """Return the numbers that a checkpoint has of an earlier step."""
+        """Return a checkpoint's numbers of an earlier step."""
         losses = [{"eval_loss": loss} for at, loss in state.eval_losses if at == step]
         return {"loss": state.losses[step - 1], **(losses[-1] if losses else {})}
 
@@ -150,12 +150,12 @@ class Objective(ABC, Generic[Result]):
         return ()
 
     def shown(self, record: StepRecord) -> str:
-        """Return words on a step's metrics for the log."""
+        """Return a step's metrics as text for the log."""
         return ""
 
 
 class Run(Generic[Result]):
-    """A run, from its beginning to its end; it trains once.
+    """A training run; `work` may run once.
 
     Attributes:
         checkpoint: the last checkpoint, or None.
@@ -174,14 +174,13 @@ class Run(Generic[Result]):
         on_step: Callable[[StepRecord], object] | None = None,
         begun: TrainerState | None = None,
     ) -> None:
-        """Find the checkpoint to continue from, and make the adapter and its optimizer.
+        """Find the checkpoint to resume from, and create the adapter and its optimizer.
 
         Args:
-            trajectory: everything that the resulting weights depend on, as JSON values, which has
-                to be equal where a run is resumed.
-            on_step: is called behind each step, once it is evaluated and saved.
-            begun: the state that the run begins with where there is no checkpoint; by default that
-                before the first step.
+            trajectory: all values that the resulting weights depend on, as JSON; equal in a run
+                and its resumed run.
+            on_step: function to call after each step, after evaluation and saving.
+            begun: the initial state without a checkpoint; by default the state before step 1.
         """
         self.objective, self.options, self.total = objective, options, total
         self._rate, self._trajectory, self._config = rate, trajectory, config
@@ -223,7 +222,7 @@ class Run(Generic[Result]):
 
     @property
     def _mark(self) -> tuple[int, int]:
-        """The numbers of steps and evaluations, by which a state is saved once."""
+        """The numbers of steps and evaluations, which identify a state for saving it once."""
         return self.state.step, len(self.state.eval_losses)
 
     @property
@@ -232,7 +231,7 @@ class Run(Generic[Result]):
 
     @property
     def seconds(self) -> float:
-        """The time of the run, the part before it was resumed included."""
+        """The time of the run, including the part before a resume."""
         return self._seconds_before + time.monotonic() - self._started
 
     # ------------------------------------------------------------------------------- the loop
@@ -241,8 +240,8 @@ class Run(Generic[Result]):
         """Yield the units of all steps, until an interrupt.
 
         Raises:
-            FinetuneInterrupted: Ctrl-C, or the objective was interrupted.
-            FinetuneError: numbers are not finite, or a checkpoint cannot be saved.
+            FinetuneInterrupted: Ctrl-C, or an interrupt of the objective.
+            FinetuneError: a number is not finite, or a checkpoint cannot be saved.
             RecordError: the record cannot be written.
         """
         objective = self.objective
@@ -293,7 +292,7 @@ class Run(Generic[Result]):
         )
 
     def _settle(self) -> Work[Numbers | None]:
-        """Evaluate and save if it is time after the last step; not twice when resumed there."""
+        """Evaluate and save if due after the last step, unless done before a resume."""
         options, state = self.options, self.state
         evaluation: Numbers | None = None
         is_due = self._is_due(options.eval_every) if state.step else options.eval_at_start
@@ -304,7 +303,7 @@ class Run(Generic[Result]):
         return evaluation
 
     def _is_due(self, every: int | None) -> bool:
-        """Return True at the last and each `every`-th step; if None, at the end of each epoch."""
+        """Return True at the last and each `every`-th step; for None, at the end of each epoch."""
         if every is None or self.is_done:
             return self.is_done or self.state.position.get("index") == 0
         return self.state.step % every == 0
@@ -331,7 +330,7 @@ class Run(Generic[Result]):
         return numbers
 
     def _save(self) -> None:
-        """Write a checkpoint, unless this state was saved."""
+        """Write a checkpoint, unless this state is already saved."""
         if self._store is None or self._saved == self._mark:
             return
         with deferred_interrupts():
@@ -357,11 +356,11 @@ class Run(Generic[Result]):
 
 _LOG = logging.getLogger("pcg.finetuning")
 _LINE_S = 5.0
-"""Time between lines of the log where no bar is shown, seconds."""
+"""Time between lines of the log without a progress bar, seconds."""
 
 
 class Reports:
-    """The bar, the log and the record of a run, on the first rank."""
+    """The bar, the log and the record of a run, on rank 0."""
 
     def __init__(self, run: Run[Any], config: Callable[[], Mapping[str, Any]]) -> None:
         self._run, self._config = run, config
@@ -374,7 +373,7 @@ class Reports:
 
     @contextlib.contextmanager
     def opened(self) -> Iterator[Reports]:
-        """Open the record and the bar for a block. RecordError: it cannot be written."""
+        """Open the record and the bar for a block. RecordError: the record cannot be written."""
         from rich import progress
         from rich.console import Console
 
@@ -400,7 +399,7 @@ class Reports:
             yield self
 
     def _opened_record(self, folder: str | Path) -> RunRecord:
-        """Open the record, and add the steps of a checkpoint that it does not have."""
+        """Open the record, and add the checkpoint's steps that the record lacks."""
         objective, state = self._objective, self._run.state
         record = RunRecord(
             folder,
@@ -416,7 +415,7 @@ class Reports:
         return record
 
     def evaluated(self, evaluation: Numbers | None) -> None:
-        """Report an evaluation that belongs to no step of this run."""
+        """Report an evaluation outside the steps of this run."""
         state, record = self._run.state, self._record
         if not state.evaluated:
             return
@@ -427,7 +426,7 @@ class Reports:
             _LOG.info("%s before the first step: eval loss %.4f", self._objective.name, loss)
 
     def step(self, record: StepRecord) -> None:
-        """Report a step, once it is evaluated and saved."""
+        """Report a step, after evaluation and saving."""
         if not self._is_first:
             return
         self._log(record)
@@ -464,7 +463,7 @@ class Reports:
         )
 
     def _is_due(self, record: StepRecord) -> bool:
-        """Return whether a step has a line: by its number, or by time where there is no bar."""
+        """Return True if a step is logged: by its number or, without a bar, by time."""
         is_last = self._run.is_done
         every = self._options.log_every
         if every is not None:
@@ -484,13 +483,13 @@ def of_evaluation(evaluation: Numbers | None) -> Numbers:
 
 
 def memory_bytes(device: torch.device) -> int:
-    """Return the most that torch has had on a GPU so far, or the resident set of this process."""
+    """Return torch's peak memory on a GPU, or the resident set of this process."""
     if device.type == "cuda":
         return int(torch.cuda.max_memory_allocated(device))
     try:
         with open("/proc/self/statm", encoding="ascii") as file:
             return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-    except OSError:  # no Linux
+    except OSError:  # not Linux
         import resource
 
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

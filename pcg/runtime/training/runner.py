@@ -1,20 +1,20 @@
-"""Training passes and the runner of an adapter: sequences go through windows, forward and back.
+"""Training passes and the runner of an adapter: forward and backward of sequences in windows.
 
-Token-level finetuning (FlexLLM v2 §6.1, algorithm 2). The tokens of all sequences, one after the
-other, go forward in windows of any size; later windows read the keys and values of earlier ones
-from the KV cache:
+Token-level finetuning (FlexLLM v2 §6.1, algorithm 2). The concatenated tokens of all sequences run
+forward in windows of any size; later windows read the keys and values of earlier windows from the
+KV cache:
 
     forward    for windows j from the first:  for layers l from the first:  save for backward
-    loss       for windows j from the last:   with its gradient by the hidden states; no logits stay
+    loss       for windows j from the last:   loss and gradient of the hidden states; drop logits
     backward   for layers l from the last:    for windows j from the last:
-                   add dK, dV of all tokens that j attended to, to the layer's sums; those of j's
-                   own tokens are then final, as every later window has added its part
+                   add dK, dV of all tokens that j attended to, to the layer's sums; the sums of
+                   j's own tokens are then final, as all later windows have added their parts
 
-Over pipeline stages windows go back stage by stage (`windows.py`).
+Over pipeline stages, the backward of windows runs stage by stage (`windows.py`).
 
-Other work may run between any two (layer, window) pairs, forward and back, and within the loss:
+Other work may run between any two (layer, window) pairs, forward and backward, and within the loss:
 between any tokens or, on CPUs, rows of the head (`pcg/runtime/model/merged_execution.py`). Without
-a cache all sequences are one window, and attention saves keys and values itself.
+a cache, all sequences form a single window, and attention saves keys and values itself.
 """
 
 from __future__ import annotations
@@ -67,11 +67,12 @@ from pcg.runtime.training.work_units import (
 
 
 class TrainingPass(WindowedPass):
-    """A mini-batch, or a part of it, from its first token to its gradients.
+    """The forward, loss and backward of a mini-batch or a part of it.
 
     Attributes:
-        targets: number of target tokens, of those that this rank has.
-        loss_sum: the sum of these target tokens' losses, fp64, on the device, once complete.
+        targets: number of target tokens on this rank.
+        loss_sum: the sum of the losses of this rank's target tokens, fp64, on the device; set when
+            the loss is complete.
         trains: True if gradients are computed.
         is_done: True once the gradients are complete.
     """
@@ -86,14 +87,15 @@ class TrainingPass(WindowedPass):
         tables: Sequence[PageTable] = (),
         numbers: Sequence[int] | None = None,
     ) -> None:
-        """Begin before the first token of whole sequences.
+        """Create a pass over whole sequences.
 
         Args:
-            normaliser: the number of target tokens that the loss is a mean over; None to evaluate
+            normaliser: the number of target tokens by which the loss is divided; None to evaluate
                 without gradients.
-            dropout_seed: the seed of dropout; None drops nothing.
+            dropout_seed: the seed of dropout; None for no dropout.
             cache: the KV cache; None to run all sequences as a single window.
-            numbers: the place of each sequence in its mini-batch; these are all of it by default.
+            numbers: the index of each sequence in its mini-batch; by default the sequences are the
+                whole mini-batch.
         Raises:
             MemoryBudgetError: training on the sequences needs more than the memory budget.
         """
@@ -136,11 +138,11 @@ class TrainingPass(WindowedPass):
         self._link, self._own = runner.link, runner.stage
         self.layers = runner.layers_back if self.trains else 0
         self._order: BackwardOrder | None = None
-        self._sums: dict[int, KvGradients] = {}  # by layer, while windows go back through it
+        self._sums: dict[int, KvGradients] = {}  # by layer, during the layer's backward
 
     @property
     def loss(self) -> float:
-        """`loss_sum`, for which the host waits."""
+        """`loss_sum` as a number; the host waits for the device."""
         return float(self.loss_sum)
 
     def targets_of(self, example: HasTokens) -> list[int]:
@@ -173,7 +175,7 @@ class TrainingPass(WindowedPass):
             return self.window_load(self._begun)
         if self._order is None:
             return Load(max(self._loss_left, 1))
-        # Of what stages run at once, the most.
+        # The largest load among the stages that run simultaneously.
         batches = [self._windows[place].batch for place in self._order.under_way]
         spans = max(batches, key=lambda batch: batch.tokens).spans
         chunks = (Load.of(span.length, span.context) for span in spans)
@@ -197,9 +199,9 @@ class TrainingPass(WindowedPass):
         run_single(self.forward_requests(tokens))
 
     def forward_requests(self, tokens: int) -> ProductRequest[None]:
-        """Take tokens forward, requesting the base's products from the caller.
+        """Run tokens forward, requesting the base's products from the caller.
 
-        Over pipeline stages the tokens are several windows, a different window on each stage.
+        Over pipeline stages, the tokens form several windows, and each stage runs another window.
         """
         windows = 1 if self._link is None or self._cache is None else self._link.parts_of(tokens)
         end = min(self.forwarded + tokens, self.tokens)
@@ -214,7 +216,7 @@ class TrainingPass(WindowedPass):
         self._begun, self._next = tokens, 0
 
     def _layer_forward(self) -> ProductRequest[None]:
-        """Take the window that has begun through its next layer, if that is of this stage."""
+        """Run the current window through its next layer, if this stage has the layer."""
         layer, layers = self._next, self._own.layers
         if layer == layers.start == 0:
             self._open = self.begin(self._begun)
@@ -246,7 +248,7 @@ class TrainingPass(WindowedPass):
 
     @torch.no_grad()
     def begin(self, tokens: int) -> Window:
-        """Make a window of the next tokens, and run its prologue."""
+        """Create a window of the next tokens, and run its prologue."""
         if not self.forwarded:
             self._runner.begin_pass(self.trains)
         end = min(self.forwarded + tokens, self.tokens)
@@ -276,7 +278,7 @@ class TrainingPass(WindowedPass):
 
     @property
     def is_replayed(self) -> bool:
-        """True if recorded layers ran its latest window."""
+        """True if recorded layers ran the latest window."""
         return bool(self._windows) and self._windows[-1].slot is not None
 
     def layer_requests(self, layer: int, window: Window) -> ProductRequest[None]:
@@ -294,7 +296,7 @@ class TrainingPass(WindowedPass):
     def end(self, window: Window) -> None:
         if window.slot is not None:
             window.carried = window.slot.outputs
-            if not self.trains:  # the next window overwrites them
+            if not self.trains:  # the next window overwrites the slot's outputs
                 window.carried = [x.clone() for x in window.carried]
                 window.shared = [None if x is None else x.clone() for x in window.shared]
         self._windows.append(window)
@@ -308,7 +310,7 @@ class TrainingPass(WindowedPass):
     # --------------------------------------------------------------------------------- loss
 
     def _run_loss(self, tokens: int) -> None:
-        """Compute the loss of some tokens, the last window first, on the last stage."""
+        """Compute the loss of some tokens on the last stage, the last window first."""
         self._loss_left = 0
         if self._own.is_last:
             if self._loss is None:
@@ -317,7 +319,7 @@ class TrainingPass(WindowedPass):
                     self._runner.hold_gradients()
             self._loss.run(tokens)
             self._loss_left = self._loss.left
-        # Without a cache no parts run beside it, and stages go on with other passes.
+        # Without a cache the loss is not cut into parts, and other stages run other passes.
         if self._link is not None and self._cache is not None:
             self._loss_left = self._link.told(self._loss_left)
         if self._loss_left:
@@ -336,7 +338,7 @@ class TrainingPass(WindowedPass):
         ]
 
     def end_loss(self, computed: PassLoss) -> None:
-        """Take the losses and gradients of all windows, and begin the backward."""
+        """Store the losses and gradients of all windows, and start the backward."""
         self.loss_sum = computed.total
         losses = [loss for loss in computed.windows if loss.first is None]
         for window, loss in zip(reversed(self._windows), losses, strict=True):
@@ -345,7 +347,7 @@ class TrainingPass(WindowedPass):
         self._begin_backward()
 
     def _begin_backward(self) -> None:
-        """Begin the backward, once the last stage has the loss."""
+        """Start the backward, after the last stage has computed the loss."""
         if not self.trains:
             self._windows.clear()
             self.is_done = True
@@ -360,7 +362,7 @@ class TrainingPass(WindowedPass):
     # --------------------------------------------------------------------------------- backward
 
     def backward_requests(self) -> ProductRequest[None]:
-        """Take the next window back through the next layer, or wait where the other stages do."""
+        """Run this stage's next turn of the backward, requesting the base's products."""
         order = self._order
         assert order is not None
         turn, arriving = order.turn, order.arriving
@@ -409,7 +411,7 @@ class TrainingPass(WindowedPass):
         self.is_done = True
 
     def _restore(self, layer: int, window: Window) -> None:
-        """Recompute a layer's input from that of the nearest layer before it that saved its own."""
+        """Recompute a layer's input from the input of the nearest earlier layer that saved it."""
         first = layer
         while first in self._restored:
             first -= 1
@@ -421,7 +423,7 @@ class TrainingPass(WindowedPass):
             self._put_inputs(i + 1, window, carried)
 
     def _put_inputs(self, layer: int, window: Window, carried: Sequence[Tensor | None]) -> None:
-        """Put a layer's inputs in their places among the tensors that the layer has saved."""
+        """Insert a layer's inputs among the layer's saved tensors."""
         for index, value in zip(self._input_places(layer), carried, strict=True):
             window.saved[layer][index] = value
 
@@ -436,7 +438,7 @@ def check_stages(state: ModelState, training: Training, adapter: Adapter) -> Non
     """Refuse an adapter that the state's pipeline stages cannot train.
 
     Raises:
-        UnsupportedError: names the part that they cannot train.
+        UnsupportedError: names the part that the stages cannot train.
     """
     if state.stages.count == 1:
         return
@@ -469,7 +471,7 @@ Pass = TypeVar("Pass", bound=TrainingPass)
 
 
 class TrainingRunner(BoundTraining):
-    """Computes losses and gradients of an adapter; over ranks each trains its shards of it."""
+    """Computes losses and gradients of an adapter; over ranks, each rank trains its shards."""
 
     def forward_backward(
         self, examples: Sequence[Example], normaliser: float, dropout_seed: int | None = None
@@ -477,17 +479,17 @@ class TrainingRunner(BoundTraining):
         """Add the gradients of sum(loss) / normaliser to each `grad`; return sum(loss).
 
         Args:
-            examples: whole sequences; their labels are shifted here, and the virtual tokens of the
-                adapter's prompt come before them.
-            normaliser: the number of target tokens that the loss is a mean over.
-            dropout_seed: the seed of dropout; None drops nothing.
+            examples: whole sequences with unshifted labels; the adapter's virtual tokens are
+                prepended.
+            normaliser: the number of target tokens by which the loss is divided.
+            dropout_seed: the seed of dropout; None for no dropout.
         """
         with on_device(self.device):
             loss = run_to_end(pass_through(self, examples, normaliser, dropout_seed)).loss_sum
             return float(self.mesh.pp.broadcast(loss.to(self.device)))
 
     def evaluate(self, examples: Sequence[Example]) -> tuple[float, int]:
-        """Return the sum of the target tokens' losses, of all parts of them, and their number."""
+        """Return the sum of the target tokens' losses over all ranks, and their number."""
         with on_device(self.device):
             passed = run_to_end(pass_through(self, examples))
         sums = torch.tensor([passed.loss, passed.targets], dtype=torch.float64, device=self.device)
@@ -495,14 +497,14 @@ class TrainingRunner(BoundTraining):
         return loss, int(targets)
 
     def count_targets(self, examples: Sequence[Example]) -> int:
-        """Count target tokens; a sequence's first token is a target after a prompt, as in peft."""
+        """Count target tokens; after a prompt the first token is a target, too, as in peft."""
         firsts = sum(example.labels[0] != IGNORED for example in examples)
         of_prompt = firsts if self.adapter.recipe.learns_first_token else 0
         return sum(example.targets for example in examples) + of_prompt
 
     @property
     def trained_everywhere(self) -> Mapping[str, Tensor]:
-        """The whole adapter's trained tensors by name, of all pipeline stages."""
+        """The trained tensors of all pipeline stages by name, whole."""
         return {
             f"{path}.{kind}": parameter.weight
             for path, weights in self.adapter.weights.items()
@@ -539,18 +541,18 @@ class TrainingRunner(BoundTraining):
 def training_runner(
     state: ModelState, adapter: Adapter, windows: bool = False, slack: float = SLACK
 ) -> TrainingRunner:
-    """Return a runner that trains an adapter; the state need not serve it.
+    """Return a runner that trains an adapter, which need not be served.
 
-    With `windows`, sequences go through the KV cache window by window, not as wholes. On the CPU,
-    what its steps free goes back to the system, so that memory is as planned: by a budget of 1 once
-    it is too much; by a smaller one, all that this process frees, from now on. A step that would
-    save more than a memory budget in bytes is planned again.
+    With `windows`, sequences run through the KV cache window by window, instead of whole. On the
+    CPU, freed memory returns to the system, so that memory use is as planned: with a memory budget
+    of 1 when freed memory exceeds `slack`; with a smaller budget immediately, for the whole
+    process. A step that would save more than a memory budget in bytes is planned again.
 
     Args:
-        slack: how much is too much; see `FreedMemory`.
+        slack: limit of freed memory that is not returned; see `FreedMemory`.
     Raises:
-        UnsupportedError: the adapter's encoder was not saved with it; or pipeline stages, or ranks
-            that share tokens, cannot train it.
+        UnsupportedError: the adapter was saved without its encoder, or pipeline stages or ranks
+            that share tokens cannot train the adapter.
     """
     budget = state.program.options.budget
     freed = None
@@ -577,7 +579,7 @@ def pass_through(
     dropout_seed: int | None = None,
     numbers: Sequence[int] | None = None,
 ) -> Work[TrainingPass]:
-    """Yield the units of a `TrainingPass` over whole sequences, and return it, done."""
+    """Yield the units of a `TrainingPass` over whole sequences; return the completed pass."""
 
     def begin(pages: Pages) -> TrainingPass:
         place = (pages.cache, pages.tables, numbers)
@@ -587,7 +589,7 @@ def pass_through(
 
 
 def evaluation_pass(runner: BoundTraining, examples: Sequence[Example]) -> Work[TrainingPass]:
-    """Yield the units of a pass without gradients, and return it, done; it may begin again."""
+    """Yield the units of a restartable pass without gradients; return the completed pass."""
     while True:
         try:
             return (yield from pass_through(runner, examples))
@@ -598,7 +600,7 @@ def evaluation_pass(runner: BoundTraining, examples: Sequence[Example]) -> Work[
 def run_pass(
     runner: BoundTraining, lengths: Sequence[int], begin: Callable[[Pages], Pass]
 ) -> Work[Pass]:
-    """Yield the units of a pass, and return it, done."""
+    """Yield the units of a pass; return the completed pass."""
     pages = Pages([runner.adapter.prompt_tokens + length for length in lengths])
     yield pages
     passed = begin(pages)

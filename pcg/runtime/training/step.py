@@ -1,31 +1,31 @@
 """A training step of an adapter: forward, loss, backward, clip, update, publish.
 
     forward    the windows of all sequences of a batch, first to last     (`TrainingPass`)
-    loss       in chunks of tokens, with the gradient of their states
+    loss       in chunks of tokens, with the gradient of their hidden states
     backward   the windows, last to first, layer by layer
-    clip       the gradients of all batches and ranks, scaled down together
+    clip       the gradients of all batches and ranks, by their common norm
     update     the optimizer's step
-    publish    the weights that follow from the trained ones, as an encoder's
+    publish    weights computed from trained weights, such as an encoder's outputs
 
 Supervised jobs and trainers share this step. With the batches b of a step, target tokens t of b and
-N = Σ_b |t(b)| of all of them, a supervised job's loss is
+N = Σ_b |t(b)| target tokens in total, a supervised job's loss is
 
     loss = Σ_b Σ_t ce(t) / N
 
-so how a step is cut into batches, and these over replicas, changes nothing but rounding.
+so that dividing a step into batches and over replicas changes only rounding.
 
-Over pipeline stages several micro-batches run concurrently. Each stage takes them in the same
-order, forward and back in turn (PipeDream's 1F1B): stage i of S holds the activations of at most
-S - i micro-batches, and the last stage begins a backward right after its loss. With M micro-batches
-a stage waits for (S - 1) / (M + S - 1) of the time.
+Over pipeline stages, several micro-batches run concurrently. Each stage takes them in the same
+order and alternates forward and backward (PipeDream's 1F1B): stage i of S holds the activations of
+at most S - i micro-batches, and the last stage starts a backward right after its loss. With M
+micro-batches, a stage waits for (S - 1) / (M + S - 1) of the time.
 
     stage 0    f0 f1 f2 b0 f3 b1 …        3 stages
     stage 1       f0 f1 b0 f2 b1 …
     stage 2          f0 b0 f1 b1 …
 
-A stage that holds as many as it may exchanges activations and gradients with its neighbour in a
-single message each way. The neighbour does the same at that time: b0 of stage 0 runs when f2
-reaches stage 1, which then holds two micro-batches.
+A stage with its maximum number of micro-batches exchanges activations and gradients with its
+neighbour in a single message each way, at the same time as the neighbour: b0 of stage 0 runs when
+f2 reaches stage 1, which then holds two micro-batches.
 """
 
 from __future__ import annotations
@@ -63,8 +63,8 @@ class TrainingStep:
     """The steps of an adapter.
 
     Attributes:
-        parameters: the trained tensors by name; they have a `grad` between a backward and
-            `drop_gradients` only.
+        parameters: the trained tensors by name; they have a `grad` only between a backward and
+            `drop_gradients`.
         beside: the part of the method outside the program, such as AdaLoRA's ranks, or None.
     """
 
@@ -77,12 +77,12 @@ class TrainingStep:
         max_grad_norm: float | None = None,
         mesh: RankMesh = SINGLE_MESH,
     ) -> None:
-        """Make the optimizer.
+        """Create the optimizer.
 
         Args:
-            max_grad_norm: the norm that `clip` scales the gradients down to; None leaves them.
-            mesh: the ranks; ranks with the same shards take other sequences of a step, or other
-                tokens of these.
+            max_grad_norm: the maximum norm for `clip`; None for no clipping.
+            mesh: the ranks; ranks with equal shards process different sequences of a step, or
+                different tokens of the sequences.
         """
         self.runner, self._kind, self._mesh = runner, kind, mesh
         self._max_grad_norm = max_grad_norm
@@ -93,7 +93,7 @@ class TrainingStep:
             mesh.check_no_stages(f"{recipe.method}, which ranks all layers' weights,")
         if self._shards is not None:
             kind.check_parted(runner.ranks.size)
-        # Of other stages, too, so that all refuse the same.
+        # Check parameters of other stages, too, so that all ranks raise the same error.
         check_parameters(runner.trained_everywhere, kind)
         self.optimizer = make_optimizer(self.parameters, kind, rate)
         offloaded = HostStates(self.optimizer) if kind.is_offloaded else None
@@ -105,7 +105,7 @@ class TrainingStep:
 
     @property
     def _shards(self) -> AdapterShards | None:
-        """The shards that the parameters are; None if they are whole."""
+        """The shards that contain the parameters; None for whole parameters."""
         shards = self.runner.shards
         is_whole = shards.is_whole or self.parameters.keys() != shards.tensors.keys()
         return None if is_whole else shards
@@ -115,12 +115,12 @@ class TrainingStep:
     def gradients(
         self, group: Sequence[Sequence[Example]], targets: int, seed: int, step: int
     ) -> Work[list[Tensor]]:
-        """Add the gradients of this rank's part of some batches; return the loss of each part.
+        """Add the gradients of this rank's part of each batch; return the loss of each part.
 
         The losses are on the device, fp64.
 
         Args:
-            seed: the seed of the job, by which dropout is drawn.
+            seed: the seed of the job, for dropout.
         """
         runner, replicas = self.runner, self._mesh.dp
         lengths = [[len(example.ids) for example in batch] for batch in group]
@@ -150,7 +150,7 @@ class TrainingStep:
     # ---------------------------------------------------------------------- clip, update, publish
 
     def clip(self) -> Tensor:
-        """Scale the whole gradients down to the most norm, and return the norm that they had.
+        """Clip the gradients of all ranks to the maximum norm; return the norm before clipping.
 
         Raises:
             UnsupportedError: a weight of the recipe gets no gradient.
@@ -173,12 +173,12 @@ class TrainingStep:
         return norm
 
     def scale(self, norm: Tensor, most: float | None) -> None:
-        """Scale gradients of a norm down to the most norm; None leaves them."""
+        """Clip gradients with a known norm to a maximum norm; None for no clipping."""
         if most is not None:
             torch.nn.utils.clip_grads_with_norm_(self.parameters.values(), most, norm)
 
     def update(self, step: int, rate: float) -> None:
-        """Update the adapter by its gradients, behind `step` steps, and drop them."""
+        """Update the adapter by its gradients, after `step` steps, and drop the gradients."""
         if self._graphs is not None and self._is_recorded:
             self._graphs.step(rate)
         else:
@@ -189,7 +189,7 @@ class TrainingStep:
         self.drop_gradients()
         self.runner.publish()
         if self.runner.link is not None and self.runner.windows:
-            self.runner.link.meet()  # so that the first rank's clock has the time of all
+            self.runner.link.meet()  # so that rank 0's clock includes the time of all stages
 
     # ------------------------------------------------------------------------------------- state
 
@@ -204,7 +204,7 @@ class TrainingStep:
     def load(
         self, steps: int, optimizer: Mapping[str, Tensor], beside: Mapping[str, Tensor]
     ) -> None:
-        """Load the tensors of a checkpoint behind some steps."""
+        """Load the tensors of a checkpoint; `steps` is its number of steps."""
         if steps:
             load_optimizer(self.optimizer, self._kind, self.parameters, optimizer, self._shards)
         if self.beside is not None:
@@ -212,8 +212,8 @@ class TrainingStep:
 
 
 PARTS_PER_STAGE = 4
-"""Micro-batches of a step for each stage, if it has so many sequences: a stage of S waits for about
-a fifth of the time."""
+"""Micro-batches of a step per stage, given enough sequences: a stage waits for about a fifth of the
+time."""
 
 
 @dataclass(frozen=True)
@@ -226,12 +226,12 @@ class BatchPart:
 
 
 def parts_of_batch(batches: int, stages: int) -> int:
-    """Return into how many micro-batches each batch of a step is cut, if it has the sequences."""
+    """Return the number of micro-batches per batch of a step, given enough sequences."""
     return max(1, PARTS_PER_STAGE * stages // max(batches, 1))
 
 
 def micro_batches(parts: Sequence[BatchPart], stages: int) -> list[tuple[int, BatchPart]]:
-    """Cut the parts of a step's batches into micro-batches, with their batch's index."""
+    """Cut the parts of a step's batches into micro-batches, each with its batch's index."""
     cut = []
     each = parts_of_batch(len(parts), stages)
     for index, part in enumerate(parts):
@@ -250,7 +250,7 @@ def run_stages(
     """Add the gradients of the parts of a step's batches.
 
     Returns:
-        The sum of the losses of each part on the last stage, fp64; zeros on the others.
+        The sum of the losses of each part on the last stage, fp64; zeros on other stages.
     """
     losses = [torch.zeros((), dtype=torch.float64, device=runner.device) for _ in parts]
     stage, link = runner.stage, runner.link
