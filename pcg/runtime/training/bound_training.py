@@ -1,8 +1,8 @@
-"""A training program with a bound adapter: its prologue, layers, loss and their backward.
+"""A training program with a bound adapter: prologue, layers, loss and their backward.
 
-The loss is the sum over target tokens divided by a normaliser, such as all target tokens of a
-mini-batch, so that gradients of its parts add up. The epilogue runs forward and backward for a
-chunk of target tokens at a time, so logits never exist for all tokens.
+The loss is the sum over target tokens divided by a normaliser, such as the number of target tokens
+in a mini-batch, so that gradients of parts of the mini-batch add up. The epilogue runs forward and
+backward in chunks of target tokens, so that logits never exist for all tokens.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ class BoundTraining:
     """A training program with the base's weights and an adapter bound.
 
     Attributes:
-        head_rows: rows of the head, if the loss is best computed for some of them at a time: each
-            chunk of tokens reads all, and on CPUs there are few tokens. 0 otherwise.
+        head_rows: rows of the head if the loss is computed in blocks of rows, as on CPUs, where
+            reading the whole head for each small chunk of tokens would dominate; else 0.
     """
 
     def __init__(
@@ -58,12 +58,12 @@ class BoundTraining:
         """Bind an adapter.
 
         Args:
-            mesh: the ranks that have other shards, stages, and parts of each sequence.
-            link: the link of this rank's pipeline stage to the others; None for a single stage.
-            training_for: returns the program for a step of so many sequences of so many tokens;
-                None to train all steps by `training`.
-            freed: returns the memory that steps free to the system; None to keep it.
-            windows: True if it trains window by window within an engine.
+            mesh: the ranks with other shards, stages, and parts of each sequence.
+            link: the link to other pipeline stages; None for a single stage.
+            training_for: returns the program for a step of a number of sequences and of tokens per
+                sequence; None to train all steps by `training`.
+            freed: returns freed memory to the system; None to keep freed memory.
+            windows: True to train by windows within an engine.
         """
         self.training = training
         self._freed = freed
@@ -103,14 +103,15 @@ class BoundTraining:
         self._graphs_of: KvCache | None = None
 
     def plan_for(self, sequences: int, tokens: int, for_all: bool = False) -> None:
-        """Train by a plan that holds the memory budget for a number of sequences and tokens.
+        """Switch to a plan within the memory budget for a number of sequences and tokens.
 
-        Call it between two passes. The model and its bound weights stay.
+        May be called between two passes. The model and its bound weights stay.
 
         Args:
-            for_all: train all further steps by it, so that replicas read layers in the same order.
+            for_all: keep the plan for all further steps, so that replicas read layers in the same
+                order.
         Raises:
-            MemoryBudgetError: they need more than the budget.
+            MemoryBudgetError: the sequences need more than the budget.
         """
         if self._training_for is None:
             return
@@ -122,7 +123,7 @@ class BoundTraining:
             self._training_for = None
 
     def begin_pass(self, trains: bool) -> None:
-        """Begin a pass; its layers' weights are read in the order of the plan."""
+        """Start a pass, which reads layers' weights in the order of the plan."""
         if self.weights.gathered is not None:
             self.weights.gathered.follow(layers_of_pass(self.training, trains))
         if self._encoder is not None:  # which computes the virtual tokens of the pass
@@ -130,13 +131,13 @@ class BoundTraining:
             self.shards.scatter()
 
     def pass_by(self, trains: bool) -> None:
-        """Take part in the gathers of a pass that has no sequence on this replica."""
+        """Join the gathers of a pass without sequences on this replica."""
         if self.weights.gathered is not None:
             self.weights.gathered.pass_by(layers_of_pass(self.training, trains))
 
     @property
     def layers_back(self) -> int:
-        """The layers that a window goes back through; over stages, the most of a stage."""
+        """The number of layers in a window's backward; over stages, the maximum per stage."""
         return max(map(len, layers_back(self.stages, self.training.first_back)), default=0)
 
     @property
@@ -170,7 +171,7 @@ class BoundTraining:
     def prologue(self, batch: Batch) -> tuple[Sequence[Any], Sequence[Tensor | None]]:
         """Run the prologue; return the first layer's inputs, and the values that all layers read.
 
-        A later pipeline stage receives both from the stage before it.
+        A later pipeline stage receives both from the previous stage.
         """
         shared: Sequence[Any]
         if self.link is not None and not self.stage.is_first:
@@ -180,7 +181,7 @@ class BoundTraining:
             outputs = function(weights, self._first, batch, batch.input_ids, batch.positions)
             shared = outputs if isinstance(outputs, tuple) else (outputs,)
         count = self._inputs.carried
-        # The first layer alone reads these, and frees them unless backward needs them.
+        # Only the first layer reads its inputs, and frees them unless backward needs them.
         return shared[:count], (*(None,) * count, *shared[count:])
 
     def layer(
@@ -211,11 +212,11 @@ class BoundTraining:
         return 0
 
     def loss_tokens(self, tokens: int, left: int) -> int:
-        """Return the size of the next loss chunk: up to `tokens` of the `left` ones."""
+        """Return the size of the next loss chunk: up to `tokens` of `left` remaining tokens."""
         return tokens if self._graphs is None else self._graphs.loss.fitting(tokens, left)
 
     def loss(self, window: WindowLoss, chunk: LossChunk) -> ProductRequest[Tensor]:
-        """Return the summed loss of some tokens of a window, fp64, and put their gradients."""
+        """Return the summed loss of a window's chunk, fp64, and add its gradients to the window."""
         batch = window.batch
         shared = self._inputs.of(self.training.model.epilogue, window.shared)
         if self._graphs is not None:
@@ -249,8 +250,8 @@ class BoundTraining:
     def loss_alone(
         self, batch: Batch, part: Sequence[Tensor], targets: Tensor
     ) -> ProductRequest[Tensor]:
-        """Return the losses of some tokens, and train nothing; see `loss_of`."""
-        batch.layer = len(self._layers)  # behind the layers
+        """Return the losses of tokens, without gradients; see `loss_of`."""
+        batch.layer = len(self._layers)  # after the layers
         arguments = (self.weights.epilogue, self._outer, batch, *part, targets)
         loss: Tensor = yield from self._watched(self._functions["epilogue_loss"](*arguments))
         return loss
@@ -258,8 +259,8 @@ class BoundTraining:
     def loss_of(
         self, batch: Batch, part: Sequence[Tensor], targets: Tensor, slopes: Tensor
     ) -> ProductRequest[tuple[Tensor, Sequence[Tensor]]]:
-        """Return the losses of some tokens, and the gradients of their states."""
-        batch.layer = len(self._layers)  # behind the layers
+        """Return the losses of tokens, and the gradients of their hidden states."""
+        batch.layer = len(self._layers)  # after the layers
         arguments = (self.weights.epilogue, self._outer, batch, *part, targets, slopes)
         (loss,), dx, trained = yield from self._watched(
             self._functions["epilogue_train"](*arguments)
@@ -286,12 +287,12 @@ class BoundTraining:
         return list(below)
 
     def trained_in(self, layer: int) -> list[Tensor]:
-        """Return the tensors of a layer that its backward gives gradients of."""
+        """Return the trained tensors of a layer."""
         plan = self.training.plans[self.training.layers[layer]]
         return [] if plan.backward is None else self._trained_of(self._layers[layer], plan.trained)
 
     def trained_in_loss(self) -> list[Tensor]:
-        """Return the tensors behind the layers that the loss gives gradients of."""
+        """Return the trained tensors after the layers."""
         return self._trained_of(self._outer, self.training.epilogue_trained)
 
     def _trained_of(self, bound: object, names: Sequence[str]) -> list[Tensor]:
@@ -299,7 +300,7 @@ class BoundTraining:
         return [weight for weight in weights if id(weight) in self._trained]
 
     def hold_gradients(self) -> None:
-        """Have gradients add up where recorded functions add to them."""
+        """Move gradients into the fixed memory of recorded functions."""
         if self._graphs is None:
             return
         held = [*self.trained_in_loss()]
@@ -312,13 +313,13 @@ class BoundTraining:
     def update_graphs(
         self, optimizer: torch.optim.Optimizer, clip: Callable[[], Tensor]
     ) -> UpdateGraphs | None:
-        """Return the recorded clipping and update; None where nothing is recorded."""
+        """Return graphs for clipping and update; None if nothing is recorded."""
         if self._graphs is None or not self._graphs.records:
             return None
         return UpdateGraphs(optimizer, clip, self._graphs.gradients, self._graphs.recorder)
 
     def window_graphs(self, cache: KvCache) -> WindowGraphs | None:
-        """Return the recorded windows of the adapter over a cache; None where none can be."""
+        """Return the recorded windows of the adapter over a cache; None if not recordable."""
         if self._graphs_of is not cache:
             recorder = None
             if self.ranks.size == 1 and self.link is None and cache.pages is not None:
@@ -332,7 +333,7 @@ class BoundTraining:
 
     @property
     def is_recorded(self) -> bool:
-        """True if it has recorded windows, and always trains by the same program."""
+        """True if the runner has recorded windows, and uses a single program for all steps."""
         return self._graphs is not None and self._training_for is None
 
     def loss_inputs(
@@ -342,11 +343,11 @@ class BoundTraining:
         return [*carried, *self._inputs.of(self.training.model.epilogue, shared)]
 
     def prologue_backward(self, batch: Batch, gradients: list[Tensor]) -> None:
-        """Run the prologue backward, if something in it is trained."""
+        """Run the prologue backward, if it has trained tensors."""
         training = self.training
         if training.prologue is None:
             return
-        batch.layer = 0  # as it was forward
+        batch.layer = 0  # as in the forward
         trained = self._functions[training.prologue.name](
             self.weights.prologue, self._first, batch, gradients, batch.input_ids, batch.positions
         )
@@ -368,10 +369,10 @@ class BoundTraining:
                 sums.append(weight.grad)
                 added.append(gradient)
                 continue
-            # Biases that are added to one sum share one gradient tensor, so it is copied. The
-            # optimizer reads gradients as they lie in memory.
+            # Biases of the same sum share a gradient tensor, which must be copied. Fused optimizers
+            # need contiguous gradients.
             is_taken = gradient.data_ptr() in taken
             weight.grad = gradient.clone() if is_taken else gradient.contiguous()
             taken.add(gradient.data_ptr())
-        if sums:  # on a GPU one launch
+        if sums:  # a single launch on a GPU
             torch._foreach_add_(sums, added)

@@ -4,19 +4,19 @@
     <directory>/step-00000040/
         adapter_config.json                 the adapter in peft's format
         adapter_model.safetensors
-        encoder.safetensors                 the encoder that makes the adapter's weights, if any
+        encoder.safetensors                 the encoder that computes the adapter's weights, if any
         allocation.safetensors              the scores of AdaLoRA's ranks, if any
         optimizer.safetensors               the optimizer's state, "<parameter>/<key>"
         trainer_state.json                  the job's state, and the trajectory of the run
         SHA256SUMS                          the checksums of all of these
-        best/                               the adapter of the best evaluation, if it is restored,
-                                            its encoder, and their SHA256SUMS
+        best/                               the adapter of the best evaluation, if restore_best, its
+                                            encoder, and their SHA256SUMS
 
-A checkpoint is written beside its place and renamed; then `latest` is replaced; then older ones are
-removed. So at any moment `latest` names a complete checkpoint. A run over a trainer keeps its own
-state as the notes of the trainer's, in the entry `position` of trainer_state.json. A damaged
-checkpoint is passed over: a job continues from the last good checkpoint before it, and logs that.
-A lock, which ends with its process, keeps other jobs out of the directory.
+A checkpoint is written under a temporary name and renamed; then `latest` is replaced; then older
+checkpoints are removed, so that `latest` always names a complete checkpoint. A run over a trainer
+stores its state as notes of the trainer's state, in the entry `position` of trainer_state.json. A
+damaged checkpoint is skipped with a warning: a job continues from the last good checkpoint before
+it. A lock, which ends with its process, keeps other jobs out of the directory.
 """
 
 from __future__ import annotations
@@ -71,9 +71,9 @@ ENCODER = "encoder.safetensors"
 OPTIMIZER = "optimizer.safetensors"
 BEST = "best"
 TRAINER = "state"
-"""The folder of the trainer's own state in a checkpoint of reinforcement."""
+"""The folder of the trainer's state in a checkpoint of reinforcement learning."""
 FORMAT = 2
-"""The format of trainer_state.json; one of format 1 has no SHA256SUMS beside it."""
+"""The format of trainer_state.json; checkpoints of format 1 have no SHA256SUMS."""
 
 _LOG = logging.getLogger(__name__)
 Count = Annotated[int, msgspec.Meta(ge=0)]
@@ -114,9 +114,9 @@ class Checkpoint:
     """The contents of a checkpoint.
 
     Attributes:
-        trajectory: all that its weights depend on; equal in the run that resumes it.
-        best: the adapter of the best evaluation, if it is to be restored at the end.
-        beside: tensors trained outside the program, as AdaLoRA's scores; else empty.
+        trajectory: all values that the weights depend on; equal in the run that resumes.
+        best: the adapter of the best evaluation, with `restore_best`; else None.
+        beside: tensors trained outside the program, such as AdaLoRA's scores; else empty.
     """
 
     state: TrainerState
@@ -128,7 +128,7 @@ class Checkpoint:
 
 
 class Resumable(Protocol):
-    """The contents of a checkpoint that a run continues from."""
+    """The contents of a checkpoint for resuming a run."""
 
     @property
     def state(self) -> TrainerState: ...
@@ -139,7 +139,7 @@ class Resumable(Protocol):
 
 @dataclass(frozen=True)
 class TrainerRun:
-    """The notes that a run keeps with its trainer's state, which `Trainer.load_state` loads."""
+    """The notes of a run in its trainer's state, which `Trainer.load_state` loads."""
 
     state: TrainerState
     trajectory: Mapping[str, Any]
@@ -148,7 +148,7 @@ class TrainerRun:
 
     @classmethod
     def read(cls, path: Path) -> TrainerRun:
-        """Read the notes of a state; empty for another kind. FinetuneError: it is damaged."""
+        """Read the notes of a state; empty for other notes. FinetuneError: the state is damaged."""
         check_checkpoint(path)
         with damage_of(str(path), FinetuneError, "; use an older one, or start anew"):
             notes = read_json(path / STATE, FinetuneError)["state"]["position"]
@@ -158,7 +158,7 @@ class TrainerRun:
             evaluations = [(int(at), dict(numbers)) for at, numbers in notes.get("evaluations", ())]
             if len(history) != notes["step"]:
                 raise ValueError(f"{len(history)} numbers of {notes['step']} steps")
-            tokens = history[-1].get("num_tokens", 0) if history else 0  # an older pcg's of GRPO
+            tokens = history[-1].get("num_tokens", 0) if history else 0  # GRPO of older versions
             state = TrainerState(
                 step=int(notes["step"]),
                 position=dict(notes.get("position", {})),
@@ -185,7 +185,7 @@ class TrainerRun:
 
 
 class CheckpointStore:
-    """The checkpoints of a job in a directory; the last `keep_last` stay."""
+    """The checkpoints of a job in a directory; the last `keep_last` are kept."""
 
     def __init__(self, directory: str | os.PathLike[str], keep_last: int = 2) -> None:
         self.directory = expanded(directory)
@@ -195,14 +195,14 @@ class CheckpointStore:
         self.unlock: Callable[[], object] = lambda: None
 
     def check_writable(self) -> None:
-        """Raise a FinetuneError if checkpoints cannot be saved; nothing is left there."""
+        """Raise a FinetuneError if checkpoints cannot be saved; leaves no files."""
         check_writable(self.directory, "checkpoints", FinetuneError)
 
     def lock(self) -> None:
-        """Keep other jobs, of any process, from saving until `unlock` is called.
+        """Lock the directory against other jobs, of any process, until `unlock`.
 
         Raises:
-            FinetuneError: another job has it locked.
+            FinetuneError: another job has locked the directory.
         """
         try:
             self.directory.mkdir(parents=True, exist_ok=True)
@@ -221,7 +221,7 @@ class CheckpointStore:
                 ) from None
 
     def latest(self) -> Path | None:
-        """Return the newest checkpoint, as `candidates` has them first, or None."""
+        """Return the first of `candidates`, the newest checkpoint, or None."""
         return next(iter(self.candidates()), None)
 
     def good_beside(self, path: Path) -> Path | None:
@@ -258,33 +258,33 @@ class CheckpointStore:
         trajectory: Mapping[str, Any],
         total_steps: int,
     ) -> tuple[Path, SavedRun] | None:
-        """Return the checkpoint to resume from, and its contents; None to begin from step 0.
+        """Return the checkpoint to resume from, and its contents; None to start at step 0.
 
         Args:
             resume: "auto", True or False; see `FinetuneOptions`.
-            read: reads a checkpoint; raises a FinetuneError if it is damaged.
+            read: reads a checkpoint; raises a FinetuneError for a damaged checkpoint.
         Raises:
-            FinetuneError: there is none, and one is demanded; all are damaged, or the newest that
-                is not is of another run.
+            FinetuneError: `resume` is True and no checkpoint exists, all checkpoints are damaged,
+                or the newest undamaged checkpoint belongs to another run.
         """
         candidates = [] if resume is False else self.candidates()
         if not candidates:
             if resume is True:
                 raise FinetuneError(
                     f"resume=True, but there is no checkpoint in {self.directory}; give the "
-                    'directory of the run to go on with, or resume="auto" to start one'
+                    'directory of the run to resume, or resume="auto" to start a new run'
                 )
             return None
         path, saved = last_good(candidates, read)
         if not saved.trajectory:
             raise FinetuneError(
-                f"{path} is no checkpoint of such a run; give another checkpoint_dir"
+                f"{path} is not a checkpoint of this kind of run; give another checkpoint_dir"
             )
         different = _differences(saved.trajectory, trajectory)
         if different:
             raise FinetuneError(
-                f"{path} is a checkpoint of another run: {'; '.join(different)}. Give what it had, "
-                "another checkpoint_dir, or resume=False to start anew"
+                f"{path} is a checkpoint of another run: {'; '.join(different)}. Use its values, "
+                "another checkpoint_dir, or resume=False to start at step 0"
             )
         if saved.state.step > total_steps:
             raise FinetuneError(
@@ -312,11 +312,11 @@ class CheckpointStore:
         return Checkpoint(saved[0], saved[1], adapter, best, optimizer, beside)
 
     def save(self, step: int, write: Callable[[Path], object]) -> Path:
-        """Write a checkpoint, make it the latest, and remove those beyond `keep_last`.
+        """Write a checkpoint, point `latest` to it, and remove checkpoints beyond `keep_last`.
 
         Raises:
-            FinetuneError: it cannot be written, as when the disk is full; `latest` still names the
-                one before.
+            FinetuneError: the checkpoint cannot be written, for example because the disk is full;
+                `latest` still names the previous checkpoint.
         """
         beside = self.directory / f"{_UNFINISHED}{secrets.token_hex(4)}"
         try:
@@ -329,7 +329,7 @@ class CheckpointStore:
             self._point_to(path)
         except (OSError, SafetensorError, AdapterError, FinetuneError) as error:
             cause = error.__cause__ if isinstance(error, AdapterError | FinetuneError) else error
-            if isinstance(error, FinetuneError) and cause is None:  # such as a closed trainer's
+            if isinstance(error, FinetuneError) and cause is None:  # e.g. the trainer was closed
                 raise
             reason = getattr(cause, "strerror", None) or str(cause or error)
             last = self.latest()
@@ -360,7 +360,7 @@ class CheckpointStore:
                 path.unlink(missing_ok=True)
 
     def _free_path(self, step: int) -> Path:
-        """Return a free name for the step's checkpoint; another run may have saved that step."""
+        """Return an unused path for a step's checkpoint; another run may have saved the step."""
         path, count = self.directory / f"step-{step:08d}", 0
         while path.exists():
             count += 1
@@ -368,7 +368,7 @@ class CheckpointStore:
         return path
 
     def _point_to(self, path: Path) -> None:
-        """Make a checkpoint the latest. OSError: it cannot be written."""
+        """Point `latest` to a checkpoint. OSError: the file cannot be written."""
         beside = self.directory / f"{_UNFINISHED}{secrets.token_hex(4)}"
         try:
             write_text(beside, f"{path.name}\n")
@@ -381,10 +381,10 @@ class CheckpointStore:
 def last_good(
     candidates: Iterable[Path], read: Callable[[Path], Contents]
 ) -> tuple[Path, Contents]:
-    """Return the first readable checkpoint and its contents; warn of those before it.
+    """Return the first readable checkpoint and its contents; warn about skipped checkpoints.
 
     Raises:
-        FinetuneError: none can be read; why the newest cannot.
+        FinetuneError: no checkpoint can be read; has the error of the newest.
     """
     damage: FinetuneError | None = None
     for path in candidates:
@@ -394,7 +394,7 @@ def last_good(
             damage = damage or error
             continue
         if damage is not None:
-            _LOG.warning("%s. Going on from the last good one, %s", damage, shown_path(path))
+            _LOG.warning("%s. Resuming from the last good one, %s", damage, shown_path(path))
         return path, contents
     raise FinetuneError(f"{damage}; there is no good checkpoint before it") from damage
 
@@ -405,9 +405,9 @@ def check_checkpoint(path: Path) -> None:
     Raises:
         FinetuneError: a file is missing or damaged, or the folder has no checkpoint.
     """
-    fix = "; bring it back from a copy, go on from another checkpoint, or start anew"
+    fix = "; bring it back from a copy, resume from another checkpoint, or start at step 0"
     if is_directory(path / TRAINER):
-        is_whole = is_file(path / SUMS)  # an older pcg wrote none
+        is_whole = is_file(path / SUMS)  # older versions of pcg wrote none
         check_sums(path, (STATE, CONFIG, WEIGHTS), FinetuneError, fix, is_whole=is_whole)
         check_checkpoint(path / TRAINER)
         return
@@ -483,7 +483,7 @@ def _read_state(path: Path) -> tuple[TrainerState, dict[str, Any]]:
 
 
 def _differences(saved: Mapping[str, Any], current: Mapping[str, Any]) -> list[str]:
-    """Describe the differences of this run's trajectory from a saved trajectory."""
+    """Describe the differences between a saved trajectory and this run's trajectory."""
     words = []
     for name in dict.fromkeys([*saved, *current]):
         before, now = saved.get(name), current.get(name)

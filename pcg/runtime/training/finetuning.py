@@ -1,7 +1,7 @@
 """Supervised finetuning: the objective of runs over examples (`run.py`).
 
-A job's work is a generator of units, which `Executor.finetune` runs in turn, and an engine between
-its requests.
+A job's work is a generator of units. `Executor.finetune` runs the units in turn, and an engine runs
+them between its requests.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ _LOG = logging.getLogger("pcg.finetuning")
 _LEFT_OUT = (
     "data", "eval_data", "log_every", "on_step", "peft", "progress", "record", "report_to", "resume"
 )  # fmt: skip
-"""Arguments that are not in a record's configuration, or stand in it as they were resolved."""
+"""Arguments that a record's configuration omits, or contains in resolved form."""
 
 
 def finetune(state: ModelState, arguments: FinetuneArguments) -> FinetuneResult:
@@ -102,7 +102,7 @@ def finetune_run(
     on_step: OnStep | None = None,
     interrupts: Sequence[Interrupt] = (),
 ) -> Run[FinetuneResult]:
-    """Read the data of a job, find the checkpoint to continue from, and make the adapter.
+    """Read the data of a job, find the checkpoint to resume from, and create the adapter.
 
     Args:
         interrupts: the interrupts of this rank; an interrupt of any rank ends the job.
@@ -124,7 +124,7 @@ def finetune_run(
 def data_trajectory(
     options: FinetuneOptions, total: int, batches: Batches, model: ModelState
 ) -> dict[str, Any]:
-    """Return everything that the weights of a run over batches depend on, as JSON values."""
+    """Return all values that the weights of a run over batches depend on, as JSON."""
     position = batches.state_dict()
     return {
         **options.trajectory(total),
@@ -282,7 +282,7 @@ class Supervised(Objective[FinetuneResult]):
         return result
 
     def _compare_first_data(self, losses: Sequence[float]) -> Work[tuple[float, float] | None]:
-        """Return `FinetuneResult.first_data`: batches differ, so a risen loss may be theirs."""
+        """Return `FinetuneResult.first_data`; None if the steps' loss did not rise."""
         change = LossChange.of(losses)
         if change.last <= min(change.first, losses[0]):
             return None
@@ -291,7 +291,7 @@ class Supervised(Objective[FinetuneResult]):
         return losses[0], after
 
     def _settled(self) -> Adapter:
-        """Return the adapter as it is now, with whole tensors."""
+        """Return the current adapter, with whole tensors."""
         self._publisher.settle()
         return self._adapter
 
@@ -306,16 +306,16 @@ class Supervised(Objective[FinetuneResult]):
         return self._batches.state_dict()
 
     def gradients(self, step: int, rate: float) -> Work[None]:
-        """Compute the gradients of the next batches, clipped.
+        """Compute the clipped gradients of the next batches.
 
         Raises:
-            FinetuneError: the loss or the norm is not finite; the adapter is as before.
+            FinetuneError: the loss or the norm is not finite; the adapter is unchanged.
             UnsupportedError: a weight of the recipe gets no gradient.
         """
         options, mesh, device = self.options, self._model.mesh, self._runner.device
         self._step.drop_gradients()
         epoch, first = self._batches.epoch, self._batches.index
-        # Fewer at the end of an epoch.
+        # The last group of an epoch may be smaller.
         group = [*islice(self._batches, options.gradient_accumulation_steps)]
         examples = [example for batch in group for example in batch]
         targets = self._runner.count_targets(examples)
@@ -329,7 +329,7 @@ class Supervised(Objective[FinetuneResult]):
         norm_here = self._step.clip()
         summed = mesh.data.all_reduce(torch.stack(losses).to(device))
         numbers = torch.stack([x.to(device).double() for x in (*summed, norm_here)])
-        # The first rank's numbers decide how the job goes on.
+        # All ranks use rank 0's numbers, so that they take the same decisions.
         reading = Reading(broadcast_from_first(mesh.model, numbers))
         yield reading
         *each, norm = reading.read()
@@ -349,7 +349,7 @@ class Supervised(Objective[FinetuneResult]):
         return self._numbers
 
     def _places(self, epoch: int, index: int) -> list[str]:
-        """Return the places of the examples of a batch."""
+        """Return the places of a batch's examples in the data."""
         places = places_of(self._data)
         return [places[example] for example in self._batches.plan(epoch)[index]]
 
@@ -405,7 +405,7 @@ class Supervised(Objective[FinetuneResult]):
     # ------------------------------------------------------------------------------- the record
 
     def config(self) -> Mapping[str, Any]:
-        """Return the configuration of the job, with its automatic options resolved."""
+        """Return the configuration of the job, with automatic options resolved."""
         options, program = self.options, self._model.program
         optimizer = options.make_optimizer()
         names = [field.name for field in dataclasses.fields(FinetuneOptions)]

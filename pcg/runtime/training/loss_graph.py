@@ -1,7 +1,7 @@
-"""Losses as graphs: functions of tensors as plain data, checked and run on data.
+"""Losses as graphs: functions of tensors as plain data, which are checked and run on data.
 
-A graph is the trace of a function by `torch.fx`, node for node, as Tinker's clients send it: names,
-numbers and texts, and no code.
+A graph is the node-for-node trace of a function by `torch.fx`, as Tinker's clients send it: names,
+numbers and text, without code.
 
     nodes        placeholders in the order of the inputs, calls of functions and methods, an output
     operators    the functions listed in this file; others do not run
@@ -11,12 +11,12 @@ numbers and texts, and no code.
     output       a scalar loss, and metrics by names such as `custom/kl:mean`
 
 No listed operator changes its arguments, draws random numbers, reads memory outside its arguments,
-or makes Python objects but numbers and tensors. The size of a result is known before it is
-computed: from the shapes of the arguments for elementwise operators, by torch's `meta` device for
-others.
+or creates Python objects other than numbers and tensors. The size of a result is known before the
+computation: from the shapes of the arguments for elementwise operators, by torch's `meta` device
+for other operators.
 
-A datum's loss is differentiated before the next datum's loss is computed, so that the values of
-one datum are kept at a time. With the loss C and its gradient g at the log-probabilities l, the
+A datum's loss is differentiated before the next datum's loss is computed, so that values of only a
+single datum are in memory. With the loss C and its gradient g at the log-probabilities l, the
 result is
 
     C + Σ g (l - stop_gradient(l)),
@@ -42,7 +42,7 @@ from pcg.units import shown
 
 Function: TypeAlias = Callable[..., Any]
 NUMBERS = (int, float)
-"""The types of values that are no tensors; a bool is an int."""
+"""The types of numbers; a bool is an int."""
 _MOST_POWER = 64
 _META = torch.device("meta")
 
@@ -53,9 +53,9 @@ class Operator:
 
     Attributes:
         function: the implementation.
-        is_elementwise: a result has the shape that all arguments broadcast to, or less.
-        of_numbers: it takes numbers, and no tensors.
-        makes: it creates a tensor without a tensor argument.
+        is_elementwise: True if a result is at most as large as the arguments' broadcast shape.
+        of_numbers: True if the arguments are numbers, not tensors.
+        makes: True if the operator creates a tensor without a tensor argument.
     """
 
     function: Function
@@ -64,7 +64,7 @@ class Operator:
     makes: bool = False
 
     def planned(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> int:
-        """Return a bound of the size of the result. Bad arguments raise torch's errors."""
+        """Return an upper bound of the result's size. Bad arguments raise torch's errors."""
         if self.of_numbers or self is ATTRIBUTE:
             return 0
         if self.is_elementwise:
@@ -78,7 +78,7 @@ class Operator:
         if self.function is index and isinstance(args[0], tuple):
             return 0
         if self.function is index and isinstance(args[1], Tensor) and args[1].dtype is torch.bool:
-            return int(max(args[0].numel(), args[1].numel()))  # its rows are known only by the mask
+            return int(max(args[0].numel(), args[1].numel()))  # the size depends on the mask
         with torch.no_grad():
             arguments = [_on_meta(argument) for argument in args]
             named = {name: _on_meta(value) for name, value in kwargs.items()}
@@ -105,7 +105,7 @@ def _tensors(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[Tensor]
 
 
 def index(x: Any, at: Any) -> Any:
-    """Return x[at]: of a tensor, or of the numbers of a shape."""
+    """Return x[at], for a tensor or a shape."""
     if isinstance(x, Tensor):
         return x[at]
     if isinstance(x, tuple) and isinstance(at, int | slice):
@@ -114,7 +114,7 @@ def index(x: Any, at: Any) -> Any:
 
 
 def attribute(x: Any, name: str) -> Any:
-    """Return an attribute: a shape, a dtype, or one of several results."""
+    """Return an attribute: a shape, a dtype, or a part of a named tuple."""
     if isinstance(x, Tensor) and name in ("shape", "ndim", "dtype", "device", "T"):
         return getattr(x, name)
     if isinstance(x, tuple) and name in ("values", "indices"):
@@ -181,7 +181,7 @@ _MODULES = {
     "operator": "operator",
     "math": "math",
 }
-"""The lists of the modules by whose names torch.fx knows functions."""
+"""The operator list for each module name that torch.fx writes."""
 _ALIASES = {"log_sigmoid": "logsigmoid", "expit": "sigmoid"}
 
 
@@ -224,7 +224,7 @@ ATTRIBUTE = Operator(attribute)
 
 
 def function_of(target: str) -> Operator | None:
-    """Return the function of a qualified name, as `torch.exp` or `operator.mul`; None without."""
+    """Return a function by qualified name, such as `torch.exp`; None for an unknown name."""
     if target == "getattr":
         return ATTRIBUTE
     module, _, name = target.rpartition(".")
@@ -233,7 +233,7 @@ def function_of(target: str) -> Operator | None:
 
 
 def method_of(target: str) -> Operator | None:
-    """Return the method of tensors of a name; None without."""
+    """Return a tensor method by name; None for an unknown name."""
     return _METHODS.get(target)
 
 
@@ -243,7 +243,7 @@ MOST_NODES = 256
 _MOST_INPUTS = 16
 _MOST_METRICS = 64
 _MOST_VALUES = 4096
-"""The most numbers, texts and references of all arguments."""
+"""Limit of numbers, texts and references in all arguments."""
 _MOST_DEPTH = 8
 _LARGEST = 2**53
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,127}")
@@ -262,13 +262,13 @@ _KEYWORD_NAMES = """
     other _stacklevel
 """
 _KEYWORDS = frozenset(_KEYWORD_NAMES.split())
-"""The names by which arguments may be given; none of them writes, or names memory."""
+"""The allowed keyword arguments; none of them writes to tensors or names memory."""
 _WORD_NAMES = """
     none mean sum batchmean constant floor tanh fro cpu shape ndim dtype device T values indices
 """
 _WORDS = frozenset(_WORD_NAMES.split())
-"""The texts that may be arguments. Rounding by `trunc` is not among them: with it the least int,
-divided by -1, ends the process (torch 2.13)."""
+"""The allowed texts in arguments. Rounding by `trunc` is excluded: dividing the smallest int by -1
+with it ends the process (torch 2.13)."""
 
 
 @dataclass(frozen=True)
@@ -276,7 +276,7 @@ class LossInput:
     """An input of a loss.
 
     Attributes:
-        name: `logprobs`, or the name of an array that each datum has.
+        name: `logprobs`, or the name of an array in each datum.
     """
 
     name: str
@@ -296,7 +296,7 @@ class LossNode:
 
 @dataclass(frozen=True)
 class LossGraph:
-    """A loss of a datum; the losses of several data are added."""
+    """The loss of a datum; losses of several data are added."""
 
     name: str
     inputs: list[LossInput]
@@ -304,18 +304,18 @@ class LossGraph:
 
     @property
     def calls(self) -> list[LossNode]:
-        """The nodes that compute."""
+        """The nodes between the placeholders and the output."""
         return self.nodes[len(self.inputs) : -1]
 
     @property
     def output(self) -> tuple[str, Mapping[str, str]]:
-        """The names of the nodes of the loss, and of the metrics by their names."""
+        """The name of the loss's node, and the names of the metrics' nodes by metric."""
         (returned,) = self.nodes[-1].args
         loss, metrics = returned["tuple"] if isinstance(returned, dict) else returned
         return loss["ref"], {name: item["ref"] for name, item in metrics["dict"].items()}
 
     def check(self) -> None:
-        """Check that it may run. FinetuneError: names the node that may not, and why."""
+        """Check that the graph may run. FinetuneError: names a refused node and the reason."""
         try:
             self._check_inputs()
             self._check_nodes()
@@ -356,7 +356,7 @@ class LossGraph:
                 _check_call(node)
             elif node.op != "output":
                 raise _Refused(f"its last node is {shown(node.op)}, and has to be the output")
-            if place + 1 < len(self.nodes):  # the output's are checked alone
+            if place + 1 < len(self.nodes):  # `_check_output` checks the output's arguments
                 for value in _plain([*node.args, *node.kwargs.values()], node.name):
                     count += 1
                     _check_value(value, node.name, known)
@@ -389,7 +389,7 @@ class LossGraph:
 
 
 class _Refused(Exception):
-    """A rule that a graph breaks."""
+    """A violated rule."""
 
 
 def _check_call(node: LossNode) -> None:
@@ -476,11 +476,11 @@ def keywords(arguments: Mapping[str, Any], values: Mapping[str, Any]) -> dict[st
 
 
 MOST_NUMBERS = 2**23
-"""The most numbers of all results for one datum."""
+"""Limit of numbers in all results for a datum."""
 MOST_OF_CALL = 2**28
-"""The most numbers of all results for the data of one call."""
+"""Limit of numbers in all results for a call's data."""
 MOST_RUNS = 2**18
-"""The most runs of nodes for the data of one call."""
+"""Limit of node runs for a call's data."""
 _MOST_RESULTS = 64
 _MOST_DIMS = 8
 _BAD = (
@@ -493,11 +493,11 @@ _BAD = (
     TypeError,
     ValueError,
 )
-"""What torch and Python raise of bad arguments."""
+"""Errors of torch and Python for bad arguments."""
 
 
 class GraphLoss:
-    """A loss of the log-probabilities of some data, as trainers take a function.
+    """A graph as a loss function of the data's log-probabilities, for trainers.
 
     Attributes:
         metrics: the metrics of the latest call, by name.
@@ -507,8 +507,8 @@ class GraphLoss:
         """Bind a graph to the arrays of each datum.
 
         Raises:
-            FinetuneError: the graph may not run, is too much for so many data, or reads what a
-                datum does not have, or has in another rank.
+            FinetuneError: the graph may not run, needs too many node runs, or reads an array that a
+                datum lacks or has with another rank.
         """
         graph.check()
         runs = len(graph.nodes) * len(data)
@@ -540,7 +540,7 @@ class GraphLoss:
         return inputs
 
     def __call__(self, logprobs: Sequence[Tensor]) -> Tensor:
-        """Return the sum of the losses. FinetuneError: names the node that cannot be computed."""
+        """Return the sum of the losses. FinetuneError: names a node that cannot be computed."""
         self._left = MOST_OF_CALL
         sums = dict.fromkeys(self._metrics, 0.0)
         total = torch.zeros(())
@@ -566,13 +566,13 @@ class GraphLoss:
     def _slope(self, loss: Tensor, logprobs: Tensor, place: str) -> Tensor:
         try:
             (slope,) = torch.autograd.grad(loss, logprobs, materialize_grads=True)
-        except RuntimeError as error:  # some losses have no derivative, as of integers
+        except RuntimeError as error:  # the loss has no derivative, for example of integers
             said = str(error).partition("\n")[0][:200]
             raise self._refused(place, f"it cannot be differentiated: {said}") from None
         return slope
 
     def _run(self, logprobs: Tensor, inputs: Sequence[Tensor], place: str) -> dict[str, Any]:
-        """Return the results of all nodes, by their names."""
+        """Return the results of all nodes, by name."""
         graph = self._graph
         if logprobs.dim() != graph.inputs[0].rank:
             rank = graph.inputs[0].rank
@@ -590,7 +590,7 @@ class GraphLoss:
         return values
 
     def _call(self, node: LossNode, values: dict[str, Any], left: int, place: str) -> int:
-        """Compute a node; returns the numbers of its result."""
+        """Compute a node; return the size of its result."""
         operator = (method_of if node.op == "call_method" else function_of)(node.target)
         assert operator is not None
         try:
@@ -622,7 +622,7 @@ class GraphLoss:
 
 
 def _numbers_of(result: Any) -> int:
-    """Count the numbers of a result. TypeError, ValueError: it is nothing that a loss has."""
+    """Count the numbers of a result. TypeError, ValueError: a result that losses may not have."""
     if isinstance(result, Tensor):
         if result.dim() > _MOST_DIMS:
             raise ValueError(f"its result has {result.dim()} dims; use {_MOST_DIMS} at most")

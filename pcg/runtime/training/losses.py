@@ -1,7 +1,7 @@
 """Losses of the trainer: functions of tokens' log-probabilities, summed and never averaged.
 
-With the log-probability l of a token, the log-probability q that it had when it was sampled, its
-advantage A, its weight w, and r = exp(l - q):
+With a token's log-probability l, its log-probability q at the time of sampling, its advantage A,
+its weight w, and r = exp(l - q):
 
     cross_entropy         -Σ w l
     importance_sampling   -Σ w r A
@@ -9,12 +9,12 @@ advantage A, its weight w, and r = exp(l - q):
     cispo                 -Σ w stop_gradient(clip(r)) l A
     dro                   -Σ w (l A - β (l - q)² / 2)
 
-clip(r) is r within [clip_low_threshold, clip_high_threshold], which are ratios. Over sequences,
-with n the tokens of a sequence with a weight other than 0:
+clip(r) is r clipped to [clip_low_threshold, clip_high_threshold], which are ratios. Over sequences,
+with n the number of a sequence's tokens with a weight other than 0:
 
     gspo   s = exp(Σ (l - q) / n) of each sequence;  -Σ w min(s A, clip(s) A) over all tokens
-    dpo    m = Σ w (l - q) of each sequence, q being the reference's;
-           -Σ log σ(β (m_chosen - m_rejected)) over pairs: a chosen datum, then its rejected one
+    dpo    m = Σ w (l - q) of each sequence, q of the reference;
+           -Σ log σ(β (m_chosen - m_rejected)) over pairs: a chosen datum, then its rejected datum
 
 `preference` is a weighted sum of the terms of TRL's DPOTrainer over pairs. With
 
@@ -28,7 +28,7 @@ and ε the label smoothing, the terms of a pair are
     ipo            (δ - 1 / 2β)²
     robust         (-(1 - ε) log σ(β Δ) + ε log σ(-β Δ)) / (1 - 2ε)
     sigmoid_norm   -log σ(β δ)
-    sft            -Σ l of the chosen one's targets
+    sft            -Σ l of the chosen datum's targets
 
 To add a loss: write its function in this file, and list it in `LOSSES`.
 
@@ -58,10 +58,10 @@ class Columns:
     """The numbers of the tokens of some data, concatenated: [T], fp64.
 
     Attributes:
-        weights: the weight of each token's loss; 0 where nothing is predicted. For tokens with K
-            targets each, which linear losses take, [T, K].
+        weights: the weight of each token's loss; 0 for tokens without a target. [T, K] for tokens
+            with K targets each, which only linear losses support.
         advantages: the advantage of each token.
-        sampled: the log-probability that each token had when it was sampled, or of a reference.
+        sampled: each token's log-probability at the time of sampling, or by a reference.
         places: the number of each token's datum, int64.
         count: the number of data.
     """
@@ -78,7 +78,7 @@ class Columns:
         return 1 if self.weights.dim() == 1 else self.weights.shape[1]
 
     def log_ratios(self, logprobs: Tensor) -> Tensor:
-        """Return log-probabilities less the sampled ones; 0 for tokens without weight, [T]."""
+        """Return logprobs minus sampled logprobs; 0 for tokens without weight, [T]."""
         return (logprobs - self.sampled).where(self.weights != 0, 0.0)
 
     def sums(self, x: Tensor) -> Tensor:
@@ -102,7 +102,7 @@ def _ppo(logprobs: Tensor, columns: Columns, options: Options) -> Tensor:
 
 
 def _ratios(logprobs: Tensor, columns: Columns) -> Tensor:
-    """Return r of each token, [T]; 1 without an advantage, where q may be any padding."""
+    """Return r of each token, [T]; 1 without an advantage, as q may be padding."""
     return columns.log_ratios(logprobs).where(columns.advantages != 0, 0.0).exp()
 
 
@@ -124,7 +124,7 @@ def _dro(logprobs: Tensor, columns: Columns, options: Options) -> Tensor:
 
 
 Term = Callable[[Tensor, Tensor, Options], Tensor]
-"""Returns a term of each pair, [pairs], of Δ, δ and the options."""
+"""A function of Δ, δ and the options that returns a term for each pair, [pairs]."""
 
 
 def _sigmoid(delta: Tensor, _: Tensor, options: Options) -> Tensor:
@@ -137,7 +137,7 @@ def _hinge(delta: Tensor, _: Tensor, options: Options) -> Tensor:
 
 
 def _ipo(_: Tensor, mean_delta: Tensor, options: Options) -> Tensor:
-    # Of a tensor: with β = 0 the loss is not finite, which is refused as of any data.
+    # A tensor, so that β = 0 gives a non-finite loss, which is refused, instead of an exception.
     return (mean_delta - mean_delta.new_tensor(2 * options["beta"]).reciprocal()).square()
 
 
@@ -158,7 +158,7 @@ TERMS: Mapping[str, Term] = {
     "robust": _robust,
     "sigmoid_norm": _sigmoid_norm,
 }
-"""The terms of a pair that read margins, by TRL's names."""
+"""The terms that depend on margins, by TRL's names."""
 SFT = "sft"
 DEFAULTS: Options = {
     "beta": 0.1, "label_smoothing": 0.0, **dict.fromkeys(TERMS, 0.0), "sigmoid": 1.0, SFT: 0.0
@@ -199,16 +199,16 @@ def _dpo(logprobs: Tensor, columns: Columns, options: Options) -> Tensor:
 
 @dataclass(frozen=True)
 class Loss:
-    """A loss of some data.
+    """A loss of data.
 
     Attributes:
-        function: returns the loss, a sum, of log-probabilities [T], columns and options.
+        function: returns the summed loss of log-probabilities [T], columns and options.
         reads: the columns that each datum needs.
-        options: its options, and their defaults.
+        options: the loss's options, with defaults.
         together: the number of consecutive data in a term.
-        is_linear: True if it is linear in the log-probabilities: -Σ w l.
+        is_linear: True if the loss is linear in the log-probabilities: -Σ w l.
         reads_weights: True if data may have weights.
-        skips_zero_advantages: True if a token without an advantage has no weight by default.
+        skips_zero_advantages: True if the default weight of a token without an advantage is 0.
     """
 
     name: str
@@ -221,7 +221,7 @@ class Loss:
     skips_zero_advantages: bool = False
 
     def with_options(self, overrides: Mapping[str, float] | None) -> Options:
-        """Return its options with changes. FinetuneError: names a bad option."""
+        """Return the options with overrides. FinetuneError: names a bad option."""
         if overrides is not None and not isinstance(overrides, Mapping):
             raise FinetuneError(f"loss_options={shown(overrides)}; use a dict of numbers by name")
         options = {
@@ -260,7 +260,7 @@ class Loss:
 _CLIP = {"clip_low_threshold": 0.8, "clip_high_threshold": 1.2}
 CROSS_ENTROPY = Loss("cross_entropy", _cross_entropy, (), is_linear=True)
 OF_A_FUNCTION = Loss("of a function", _cross_entropy, (), is_linear=True, reads_weights=False)
-"""What goes forward for a loss of the caller's own, which reads log-probabilities alone."""
+"""The loss for the forward of a caller's loss function, which reads only log-probabilities."""
 
 LOSSES: Mapping[str, Loss] = {
     loss.name: loss
@@ -275,11 +275,11 @@ LOSSES: Mapping[str, Loss] = {
         Loss("preference", _preference, ("logprobs",), DEFAULTS, together=2),
     )
 }
-"""Every loss by its name. Defaults: Tinker's of ppo, its cookbook's of cispo, TRL's of dpo."""
+"""All losses by name. Sources of defaults: Tinker for ppo, its cookbook for cispo, TRL for dpo."""
 
 
 def loss_of(name: object) -> Loss:
-    """Return a loss by its name. FinetuneError: there is none."""
+    """Return a loss by name. FinetuneError: unknown name."""
     if not isinstance(name, str) or name not in LOSSES:
         raise FinetuneError(f"loss={shown(name)}; use {', '.join(LOSSES)}, or a function")
     return LOSSES[name]

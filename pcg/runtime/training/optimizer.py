@@ -1,6 +1,6 @@
 """An adapter's optimizer, its state as tensors by name, and states in host memory.
 
-Names of states are "<parameter>/<key>", and the key alone for a tensor that all parameters share.
+Names of states are "<parameter>/<key>", or "<key>" for a tensor that all parameters share.
 
 States in host memory are pinned where the parameters are on a GPU. An update takes the parameters
 in turn:
@@ -9,9 +9,9 @@ in turn:
     w, device state = step(w, g, device state)
     host state = copy of device state
 
-All of it is queued on the device's stream, so that the device holds the states of one parameter at
-a time. The numbers are those of the optimizer's own step over all parameters, to the bit: it
-updates each parameter by itself. Scalars and shared tensors stay where they are.
+All operations are queued on the device's stream, so that the device holds the states of a single
+parameter at a time. The results equal the optimizer's own step over all parameters bit for bit, as
+optimizers update each parameter separately. Scalars and shared tensors are not moved.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ class HostStates:
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         self._device: torch.device = parameters[0].device
         for parameter in parameters:
-            self._keep(parameter, {})  # some make their states before the first step
+            self._keep(parameter, {})  # some optimizers create states before the first step
 
     def step(self) -> None:
-        """Update all parameters, with the states of one at a time on the device."""
+        """Update all parameters, with the states of a single parameter on the device at a time."""
         optimizer, groups = self._optimizer, self._optimizer.param_groups
         try:
             for group in groups:
@@ -53,7 +53,7 @@ class HostStates:
             torch.cuda.current_stream(self._device).synchronize()
 
     def _bring(self, parameter: Tensor) -> dict[str, Tensor]:
-        """Put copies of a parameter's states on the device; returns those in host memory."""
+        """Copy a parameter's states to the device; return the states in host memory."""
         state = self._optimizer.state.get(parameter, {})
         held = {key: value for key, value in state.items() if _moves(key, value)}
         for key, value in held.items():
@@ -61,7 +61,7 @@ class HostStates:
         return held
 
     def _keep(self, parameter: Tensor, held: dict[str, Tensor]) -> None:
-        """Put a parameter's states into host memory, into the tensors that they came from."""
+        """Copy a parameter's states to host memory, into the original tensors if any."""
         state = self._optimizer.state.get(parameter, {})
         for key, value in state.items():
             if _moves(key, value):
@@ -78,7 +78,7 @@ def _moves(key: str, value: object) -> bool:
 
 
 def host_copy(value: Tensor, device: torch.device) -> Tensor:
-    """Return a copy in host memory, from which a device copies fast."""
+    """Return a copy in host memory, pinned for a GPU."""
     copied = torch.empty_like(value, device="cpu", pin_memory=device.type == "cuda")
     return copied.copy_(value, non_blocking=True)
 
@@ -86,25 +86,25 @@ def host_copy(value: Tensor, device: torch.device) -> Tensor:
 Parameters = Mapping[str, Tensor]
 
 _FUSED = ("adam", "adamw", "sgd")
-"""Optimizers that have kernels for all parameters at once."""
+"""Optimizers with fused kernels for all parameters."""
 _CAPTURABLE = ("adadelta", "adamax", "asgd", "nadam", "radam", "rmsprop", "rprop")
-"""Optimizers whose steps on a GPU may read the learning rate and the number of steps there."""
+"""Optimizers that can keep the learning rate and the step count on a GPU."""
 _CAPTURED_ON = ("cuda",)
 
 
 def make_optimizer(
     parameters: Parameters, optimizer: Optimizer, learning_rate: float
 ) -> torch.optim.Optimizer:
-    """Make the optimizer of an adapter's parameters.
+    """Create the optimizer of an adapter's parameters.
 
-    Biases do not decay: they would shrink from the base's own.
+    Biases do not decay, as decay would shrink the base's values.
 
     Raises:
-        FinetuneError: an option is out of its range, or it does not take a parameter.
+        FinetuneError: an option is out of range, or the optimizer does not support a parameter.
     """
     check_parameters(parameters, optimizer)
     weights = [tensor for path, tensor in parameters.items() if not _is_bias(path)]
-    # A pipeline stage may train nothing.
+    # A pipeline stage may have no parameters.
     groups: list[dict[str, Any]] = [{"params": weights if parameters else [torch.zeros(0, 0)]}]
     biases = [tensor for path, tensor in parameters.items() if _is_bias(path)]
     if biases:
@@ -112,11 +112,11 @@ def make_optimizer(
         if "weight_decay" in optimizer.options:
             groups[-1]["weight_decay"] = 0.0
     optimizer_class: Any = optimizer.torch_class
-    # The first step of a dampened momentum is unlike the others, and these kernels are recorded.
+    # Fused steps are recorded, but the first step of a dampened momentum differs from later steps.
     is_fused = optimizer.name in _FUSED and not optimizer.options.get("dampening")
     is_fused = is_fused and _is_plain(parameters.values())
     device = _device_of(parameters)
-    # What such a step computes differs in rounding, so steps that are not recorded run alike.
+    # Capturable steps round differently, so steps that are not recorded use them as well.
     is_captured = optimizer.name in _CAPTURABLE and not optimizer.is_offloaded
     is_captured = is_captured and device.type in _CAPTURED_ON
     how = {"fused": True} if is_fused else {}
@@ -128,7 +128,7 @@ def make_optimizer(
         )
     except ValueError as error:
         raise FinetuneError(f"optimizer {optimizer.name!r}: {error}") from error
-    if is_fused and device.type == "cpu":  # whose kernels do not count what they write
+    if is_fused and device.type == "cpu":  # these kernels do not increment tensor versions
         result.register_step_post_hook(_count_versions)
     if has_device_rate(result):
         rate = _rate(learning_rate, device)
@@ -143,12 +143,12 @@ def _count_versions(optimizer: torch.optim.Optimizer, *_: object) -> None:
 
 
 def check_parameters(parameters: Parameters, optimizer: Optimizer) -> None:
-    """Raise a FinetuneError for a parameter that an optimizer does not take."""
+    """Raise a FinetuneError for a parameter that an optimizer does not support."""
     for path, tensor in parameters.items():
         optimizer.check_dtype(tensor.dtype)
         if optimizer.takes_matrices_alone and tensor.ndim != 2:
             raise FinetuneError(
-                f"optimizer {optimizer.name!r} takes matrices alone, and {path} is "
+                f"optimizer {optimizer.name!r} takes only matrices, and {path} is "
                 f"{list(tensor.shape)}; use adamw, or leave it out of the recipe"
             )
 
@@ -158,16 +158,15 @@ def _device_of(parameters: Parameters) -> torch.device:
 
 
 def has_device_rate(optimizer: torch.optim.Optimizer) -> bool:
-    """Return whether an optimizer's rate and numbers of steps lie where its parameters do."""
+    """Return True if an optimizer keeps rate and step counts on the parameters' device."""
     return bool(optimizer.defaults.get("fused") or optimizer.defaults.get("capturable"))
 
 
 def _is_plain(tensors: Iterable[Tensor]) -> bool:
-    """Return whether torch's fused kernels update these tensors.
+    """Return True if torch's fused kernels can update the tensors.
 
-    On CPUs it takes a third of the time of an operator for each step of the formula, and on a GPU
-    it is a few launches. It goes through memory in order, whatever the strides are: parameters,
-    gradients and states need the same strides.
+    A fused step takes a third of the time of separate operators on CPUs, and a few launches on a
+    GPU. Fused kernels ignore strides, so parameters, gradients and states need equal strides.
     """
     return all(
         t.is_contiguous() and (t.is_cuda or (t.is_cpu and t.dtype == torch.float32))
@@ -176,13 +175,13 @@ def _is_plain(tensors: Iterable[Tensor]) -> bool:
 
 
 def _rate(rate: float, device: torch.device) -> Tensor:
-    """Return a learning rate on the device, as an update reads it there."""
+    """Return a learning rate as a tensor on the device."""
     dtype = torch.float32 if device.type == "cuda" else torch.float64
     return torch.full((), rate, dtype=dtype, device=device)
 
 
 def set_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
-    """Set the learning rate of the next update; the host does not wait."""
+    """Set the learning rate of the next update, without waiting for the device."""
     for group in optimizer.param_groups:
         if isinstance(group["lr"], Tensor):
             group["lr"].fill_(rate)
@@ -191,12 +190,12 @@ def set_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
 
 
 def check_optimizer(optimizer: Optimizer, learning_rate: float) -> None:
-    """Raise a FinetuneError, by its library's words, if an option is out of its range."""
+    """Raise a FinetuneError with the library's message if an option is out of range."""
     make_optimizer({"weight": torch.zeros(1, 1)}, optimizer, learning_rate)
 
 
 def _is_bias(path: str) -> bool:
-    return "bias" in path.rpartition(".")[2]  # an LSTM's are bias_ih_l0 and the like
+    return "bias" in path.rpartition(".")[2]  # also an LSTM's, such as bias_ih_l0
 
 
 def optimizer_tensors(
@@ -204,7 +203,7 @@ def optimizer_tensors(
 ) -> dict[str, Tensor]:
     """Return the state of whole tensors by name; empty before the first step.
 
-    `shards` are those that the parameters are; None if they are whole.
+    `shards` are the shards that contain the parameters; None for whole parameters.
     """
     states = {name: optimizer.state.get(tensor, {}) for name, tensor in parameters.items()}
     tensors: dict[str, Tensor] = {}
@@ -215,7 +214,7 @@ def optimizer_tensors(
             continue
         if shards is not None and next(iter(values.values())).ndim:
             values = shards.joined(values)
-        elif shards is not None:  # a scalar, which all shards of a parameter have alike
+        elif shards is not None:  # a scalar, equal in all shards of a parameter
             values = {shards.path_of(name): value for name, value in values.items()}
         tensors |= {f"{path}/{key}": value for path, value in values.items()}
     return tensors if shards is None else shards.united(tensors)
@@ -228,10 +227,10 @@ def load_optimizer(
     saved: Mapping[str, Tensor],
     shards: AdapterShards | None = None,
 ) -> None:
-    """Restore the state of each parameter that `optimizer_tensors` returned after a step.
+    """Load the states that `optimizer_tensors` returned after a step.
 
     Raises:
-        FinetuneError: it is not the state of these parameters.
+        FinetuneError: the state does not fit the parameters.
     """
     left = dict(saved) if shards is None else _cut(saved, shards, parameters)
     on_device = has_device_rate(optimizer)
@@ -248,7 +247,7 @@ def load_optimizer(
                     f"the checkpoint is damaged: its optimizer has no {key} for {path}; {fix}"
                 )
             optimizer.state[tensor][key] = _restored(key, value, expected, kind, device)
-            if on_device and not value.ndim:  # where its kernels read it
+            if on_device and not value.ndim:  # kernels read scalars on the device
                 optimizer.state[tensor][key] = value.to(device)
     if left:
         raise FinetuneError(
@@ -260,10 +259,10 @@ def load_optimizer(
 def _restored(
     key: str, value: Tensor, expected: Tensor | int, kind: Optimizer, device: torch.device
 ) -> Tensor | int:
-    """Return an entry of a state, of a saved value, where the optimizer keeps it."""
+    """Return an entry of a state from a saved value, in the optimizer's type and memory."""
     if isinstance(expected, int):
         return int(value)
-    value = value.contiguous()  # a rank's part of a column-sharded one is a view
+    value = value.contiguous()  # a rank's part of a column-sharded tensor is a view
     if not expected.is_meta:
         return value
     if kind.is_offloaded and value.ndim and key not in SHARED_KEYS:
@@ -274,9 +273,9 @@ def _restored(
 def _cut(
     saved: Mapping[str, Tensor], shards: AdapterShards, names: Iterable[str]
 ) -> dict[str, Tensor]:
-    """Cut the state of a rank's shards out of a whole adapter's; other entries stay.
+    """Cut the state of a rank's shards out of a whole adapter's state; keep other entries.
 
-    Entries of other shapes, such as the number of steps, are the same for all shards.
+    Entries of other shapes, such as the number of steps, are equal for all shards.
     """
     tensors = {entry: value for entry, value in saved.items() if not shards.has(_parted(entry)[0])}
     by_key: dict[str, dict[str, Tensor]] = {}

@@ -1,6 +1,6 @@
-"""The adapter that a job trains, and its versions that are served meanwhile.
+"""The adapter that a job trains, and its published versions.
 
-Training changes tensors in place, so they are shared neither with the caller nor with a file.
+Training changes tensors in place, so the tensors are shared neither with the caller nor with files.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from pcg.runtime.training.warm_jobs import KeptRunners
 def start_adapter(
     state: ModelState, name: str, peft: object, seed: int, saved: Adapter | None, total_steps: int
 ) -> Adapter:
-    """Return the adapter to train: present, new, or from a checkpoint.
+    """Return the adapter to train: existing, new, or from a checkpoint.
 
     Args:
-        peft: the recipe of a new adapter, as `Executor.add_adapter` takes it; None for the one that
-            the program was compiled for under that name, else "lora".
+        peft: the recipe of a new adapter, as for `Executor.add_adapter`; None for the recipe that
+            the program was compiled for under the name, else "lora".
     Raises:
-        FinetuneError: `peft`, the present adapter and the saved one differ in their recipe.
+        FinetuneError: `peft`, the existing adapter and the saved adapter differ in their recipe.
         UnsupportedError: the recipe has a feature that pcg does not support.
     """
     present = state.adapters.get(name)
@@ -62,14 +62,14 @@ def start_adapter(
 
 
 def start_facts(begun: tuple[Any, Adapter]) -> Mapping[str, str]:
-    """Return the texts of a job's start, of its checkpoint and its adapter, that ranks compare."""
+    """Return descriptions of a job's initial checkpoint and adapter, which ranks compare."""
     checkpoint, adapter = begun
     step = "none" if checkpoint is None else f"step {checkpoint.state.step}"
     return {"the checkpoint to go on from": step, **adapter_facts(adapter)}
 
 
 def saved_adapter(state: ModelState, saved: Adapter) -> Adapter:
-    """Return an adapter to train with the values of a checkpoint's, which has to fit the model."""
+    """Return an adapter to train, with the values of a checkpoint's; checks the model's shapes."""
     base = state.program.base
     shapes = base.module_shapes()
     check_fits(saved, shapes, state.program.name, base.output_module)
@@ -102,7 +102,7 @@ def _sites_of_recipe(state: ModelState, recipe: Recipe) -> Sites:
 
 
 def check_same(name: str, what: str, first: Sites, other: str, second: Sites) -> None:
-    """Raise a FinetuneError that says how two recipes of an adapter differ, if they do."""
+    """Raise a FinetuneError with the difference if two recipes of an adapter differ."""
     difference = ""
     before, after = first[1], second[1]
     if before.bias != after.bias:
@@ -130,7 +130,7 @@ _OnPublish: TypeAlias = Callable[[AdapterVersion], None]
 
 
 class InPlacePublisher:
-    """Serves the trained tensors themselves; nothing may be served during a step."""
+    """Publishes the trained tensors themselves; steps must not overlap with requests."""
 
     windows = False
 
@@ -150,14 +150,14 @@ class InPlacePublisher:
             raise
 
     def undo(self) -> None:
-        """Serve the previous adapter again: the job cannot start."""
+        """Serve the previous adapter again, as the job cannot start."""
         if self._before is None:
             self.state.remove_adapter(self._name)
         else:
             self.state.put_adapter(self._before)
 
     def changed(self, adapter: Adapter, settle: Callable[[], None] | None = None) -> None:
-        """Note a step, which changed the adapter's tensors in place; `settle` gathers them."""
+        """Handle a step, which changed the adapter's tensors in place; `settle` gathers them."""
         self.state.refresh_adapter(self._name, settle)
 
     def settle(self) -> None:
@@ -165,20 +165,20 @@ class InPlacePublisher:
         self.state.settle_adapter(self._name)
 
     def finish(self, adapter: Adapter) -> None:
-        """Serve the adapter that the job ends with."""
+        """Serve the final adapter of the job."""
         if adapter is not self._adapter:
             self.state.put_adapter(adapter)
 
     def ended(self) -> None:
-        """Note that the job is over, however it ended."""
+        """Handle the end of the job, after success or failure."""
 
 
 class VersionPublisher:
-    """Serves a copy of the adapter, replaced every few steps, while the job trains on.
+    """Publishes copies of the adapter every few steps while the job trains.
 
     Args:
         every: steps between versions; 0 publishes only the result.
-        kept: runners of other jobs, with recorded windows that it may use.
+        kept: runners of other jobs, with recorded windows for reuse.
     """
 
     windows = True
@@ -199,7 +199,7 @@ class VersionPublisher:
         self._unsettled: Callable[[], None] | None = None
 
     def start(self, adapter: Adapter) -> TrainingRunner:
-        """Return a runner, which may be another job's with the adapter's values."""
+        """Return a runner for the adapter, possibly a kept runner of an ended job."""
         runner = None
         if self._kept is not None:
             runner = self._kept.take(self.state.training(adapter, self.windows), adapter)
@@ -207,7 +207,7 @@ class VersionPublisher:
         return self._runner
 
     def undo(self) -> None:
-        """Keep serving the adapter: nothing changed."""
+        """Do nothing: the served adapter is unchanged."""
 
     def changed(self, adapter: Adapter, settle: Callable[[], None] | None = None) -> None:
         if settle is not None:
@@ -227,7 +227,7 @@ class VersionPublisher:
 
     def ended(self) -> None:
         runner, self._runner = self._runner, None
-        # On a CPU what is served are the very tensors that were trained.
+        # On a CPU the trained tensors themselves are served, so the runner cannot be reused.
         if self._kept is not None and runner is not None and runner.device.type == "cuda":
             self._kept.give(runner)
 
@@ -240,4 +240,4 @@ class VersionPublisher:
 
 
 Publisher = InPlacePublisher | VersionPublisher
-"""Decides what the model serves while a job trains; with `windows`, through the KV cache."""
+"""Decides which versions are served while a job trains; `windows`: the job uses the KV cache."""

@@ -1,11 +1,10 @@
-"""The optimizers that adapters are trained with: their options, and their states and bytes.
+"""The optimizers for adapters: their options, states and memory.
 
-All of torch.optim are supported but LBFGS, whose step evaluates the loss again by a closure, and
-SparseAdam, which takes sparse gradients; and those of bitsandbytes whose states are numbers of 8
-bits, quantized in blocks of a parameter. Options, defaults and states are these libraries' own: a
-step on the meta device makes the tensors of a state without memory. An optimizer is elementwise if
-the update of a number depends on the gradients of that number alone, so that ranks may each train a
-part of a tensor.
+Supported are torch.optim, except LBFGS, which evaluates the loss again in a step, and SparseAdam,
+which needs sparse gradients; and bitsandbytes' optimizers with blockwise quantized states of 8
+bits. Options, defaults and states are those of the libraries: a step on the meta device creates the
+tensors of a state without memory. An optimizer is elementwise if the update of a number depends
+only on the gradients of that number, so that each rank can train a part of a tensor.
 """
 
 from __future__ import annotations
@@ -32,10 +31,10 @@ if TYPE_CHECKING:
     State = Mapping[str, Tensor | int]
 
 FIELDS = ("betas", "eps", "weight_decay")
-"""Options that are fields of `FinetuneOptions`, as most optimizers take them."""
+"""Options of most optimizers, which are also fields of `FinetuneOptions`."""
 
 SHARED_KEYS = ("qmap1", "qmap2")
-"""Entries that are one tensor in the states of all parameters: the values that codes stand for."""
+"""Entries with the same tensor in the states of all parameters: the values of 8-bit codes."""
 
 _TORCH: Mapping[str, str] = {
     name.lower(): name
@@ -58,7 +57,7 @@ _ALIASES: Mapping[str, tuple[str, bool]] = {
     "paged_adamw_8bit": ("adamw8bit", True),
     "paged_lion_8bit": ("lion8bit", True),
 }
-"""Names that transformers has: the optimizer, and whether its states lie in host memory."""
+"""Names in transformers: the optimizer, and True for states in host memory."""
 
 _REFUSED = {
     "lbfgs": "LBFGS evaluates the loss again within a step, which a job's units cannot",
@@ -67,17 +66,17 @@ _REFUSED = {
 }
 _NOT_ELEMENTWISE = ("adafactor", "muon")
 _NO_OPTIONS = ("params", "lr", "foreach", "fused", "maximize", "differentiable", "capturable")
-"""The learning rate, which has a field and a schedule, and how a step is computed."""
+"""Excluded options: the learning rate, which has its own field, and the implementation."""
 _NO_OPTIONS_OF_8BIT = ("params", "lr", "amsgrad", "optim_bits", "args", "is_paged")
-"""Besides, what these classes take and refuse, and paging, for which states are offloaded."""
+"""Excluded options of bitsandbytes: unused ones, and paging, which `is_offloaded` replaces."""
 _DTYPES_OF_8BIT = ("float16", "bfloat16", "float32")
 
-# It warns on standard error, when it is imported, of kernels for products, which pcg does not use.
+# On import, bitsandbytes warns about matrix-product kernels, which pcg does not use.
 logging.getLogger("bitsandbytes").addHandler(logging.NullHandler())
 
 
 def _class(name: str) -> type[torch.optim.Optimizer]:
-    """Import an optimizer's class, which takes seconds; the command line needs only names."""
+    """Import an optimizer's class; lazy, as imports take seconds and the CLI needs only names."""
     found_class: type[torch.optim.Optimizer]
     if name in _TORCH:
         from torch import optim
@@ -108,7 +107,7 @@ def _defaults(name: str) -> Mapping[str, Any]:
         if option not in without:
             options[option] = default
     if name == "adam":
-        del options["decoupled_weight_decay"]  # that is AdamW
+        del options["decoupled_weight_decay"]  # makes Adam AdamW
     return MappingProxyType(options)
 
 
@@ -116,13 +115,13 @@ def _defaults(name: str) -> Mapping[str, Any]:
 def _state(
     name: str, options: tuple[tuple[str, Any], ...], shape: Shape, dtype: torch.dtype
 ) -> State:
-    """Return the state of a parameter after a step, on the meta device but for CPU scalars."""
+    """Return the state of a parameter after a step: meta tensors, and scalars on the CPU."""
     import torch
 
     parameter = torch.empty(shape, dtype=dtype, device="meta")
     parameter.grad = torch.empty_like(parameter)
     optimizer = _class(name)([parameter], **dict(options))
-    # The state is made first; an update may then read numbers, which meta tensors do not have.
+    # The state is created first; the update may fail by reading values of meta tensors.
     with contextlib.suppress(RuntimeError):
         optimizer.step()
     state = optimizer.state.get(parameter, {})
@@ -134,10 +133,10 @@ class StateMemory:
     """The bytes of the states of some parameters.
 
     Attributes:
-        device_bytes: bytes that stay on the device of the parameters; where states are not
-            offloaded, scalars that torch keeps on the CPU are among them.
+        device_bytes: bytes on the device of the parameters; without offloading, including scalars
+            that torch keeps on the CPU.
         host_bytes: bytes in host memory.
-        update_bytes: the most bytes of `host_bytes` that an update has on the device.
+        update_bytes: the maximum of `host_bytes` on the device during an update.
     """
 
     device_bytes: int
@@ -151,8 +150,8 @@ class Optimizer:
 
     Attributes:
         name: a name in `OPTIMIZERS`.
-        options: all of its options but the learning rate.
-        is_offloaded: its states lie in host memory, and on the device only in their update.
+        options: all options except the learning rate.
+        is_offloaded: True if states are in host memory, and on the device only during updates.
     """
 
     name: str
@@ -163,11 +162,11 @@ class Optimizer:
     def of(
         cls, name: str, overrides: Mapping[str, Any] | None = None, is_offloaded: bool = False
     ) -> Self:
-        """Return an optimizer by name, in any case, with its library's defaults but for `given`.
+        """Return an optimizer by case-insensitive name; `overrides` replaces library defaults.
 
         Raises:
-            FinetuneError: an unknown name or option, an option of a wrong type, or an optimizer
-                whose package is not installed.
+            FinetuneError: an unknown name or option, an option of a wrong type, or an optimizer of
+                a package that is not installed.
         """
         if not isinstance(is_offloaded, bool):
             raise FinetuneError(f"offload_optimizer={is_offloaded!r}; use True or False")
@@ -199,7 +198,7 @@ class Optimizer:
 
     @property
     def fields(self) -> tuple[str, ...]:
-        """The names in `FIELDS` that it takes; Adafactor's eps is a pair, and not that field."""
+        """The names in `FIELDS` that are options; not Adafactor's eps, which is a pair."""
         has_pair = isinstance(self.options.get("eps"), tuple)
         return tuple(n for n in FIELDS if n in self.options and not (n == "eps" and has_pair))
 
@@ -210,12 +209,12 @@ class Optimizer:
 
     @property
     def is_elementwise(self) -> bool:
-        """True if ranks may each train a part of a tensor."""
+        """True if each rank can train a part of a tensor."""
         return self.name not in _NOT_ELEMENTWISE and not self.has_8bit_states
 
     @property
     def takes_matrices_alone(self) -> bool:
-        """True if it updates only matrices."""
+        """True if the optimizer updates only matrices."""
         return self.name == "muon"
 
     @property
@@ -224,16 +223,16 @@ class Optimizer:
         return self.name != "rprop"
 
     def check_parted(self, degree: int) -> None:
-        """Raise a FinetuneError if ranks that hold parts of tensors cannot update them."""
+        """Raise a FinetuneError if ranks cannot update their parts of tensors."""
         if degree > 1 and not self.is_elementwise:
             takes = "quantizes blocks of" if self.has_8bit_states else "takes"
             raise FinetuneError(
                 f"optimizer {self.name!r} {takes} whole matrices, of which each of {degree} ranks "
-                f"has a part; use an elementwise one, as adamw, or tp=1"
+                f"has a part; use an elementwise optimizer, such as adamw, or tp=1"
             )
 
     def check_dtype(self, dtype: torch.dtype) -> None:
-        """Raise a FinetuneError if it does not update numbers of a dtype."""
+        """Raise a FinetuneError if the optimizer does not support a dtype."""
         dtype_name = str(dtype).removeprefix("torch.")
         if self.has_8bit_states and dtype_name not in _DTYPES_OF_8BIT:
             raise FinetuneError(
@@ -242,9 +241,9 @@ class Optimizer:
             )
 
     def state(self, shape: Shape, dtype: torch.dtype) -> State:
-        """Return the state of a parameter after a step, by its library's key.
+        """Return the state of a parameter after a step, by the library's keys.
 
-        The tensors are on the meta device; scalars that torch keeps on the CPU are there.
+        Tensors are on the meta device, except scalars that torch keeps on the CPU.
         """
         self.check_dtype(dtype)
         return _state(self.name, tuple(self.options.items()), tuple(shape), dtype)
@@ -268,7 +267,7 @@ class Optimizer:
 
 
 def _checked(name: str, option: str, value: object, default: object) -> Any:
-    """Return a value if it is of the default's type; torch checks its range."""
+    """Return a value after a check of its type against the default; torch checks the range."""
     if isinstance(default, tuple):
         value = tuple(value) if isinstance(value, tuple | list) else ()
         is_good = len(value) == len(default) and all(

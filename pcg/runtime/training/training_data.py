@@ -33,14 +33,14 @@ from pcg.units import counted
 _LOG = logging.getLogger("pcg.finetuning")
 
 Load = Callable[[Gathered, ReadOptions, ModelSizes], Dataset]
-"""Makes examples of files or rows, and checks them."""
+"""A function that creates and checks examples from files or rows."""
 
 
 Given = TypeVar("Given", bound=FinetuneOptions)
 
 
 def with_planned_batch(options: Given, model: ModelState) -> Given:
-    """Return options with the batch that the program was compiled for, unless they have bounds."""
+    """Return options with the program's batch size, unless the options bound batches."""
     planned = model.program.options
     if planned.names_step and not (options.batch_size or options.max_tokens):
         return dataclasses.replace(options, batch_size=planned.batch)
@@ -48,10 +48,10 @@ def with_planned_batch(options: Given, model: ModelState) -> Given:
 
 
 def splits_of(arguments: FinetuneArguments, is_first: bool) -> Splits:
-    """Choose the training and the evaluation data; the first rank logs the choice.
+    """Choose the training and the evaluation data; rank 0 logs the choice.
 
     Raises:
-        DataError: there is no such split.
+        DataError: the data lacks a split.
     """
     splits = choose_splits(arguments.data, arguments.eval_data, arguments.most_rows)
     if splits.chosen and is_first:
@@ -63,15 +63,15 @@ _OF_ONE_RANK = (
     "checkpoint_dir", "data", "eval_data", "log_every", "on_step", "peft", "progress", "record",
     "report_to",
 )  # fmt: skip
-"""Fields that ranks may have their own of, and those whose content is compared."""
+"""Fields that may differ between ranks, or whose content is compared instead."""
 
 
 def job_data(options: FinetuneArguments, model: ModelState) -> tuple[Dataset, Dataset | None]:
-    """Read the data of a job, and that to evaluate on; ranks compare them, and all options.
+    """Read the training and evaluation data of a job; ranks compare the data and all options.
 
     Raises:
-        DataError, FinetuneError: as of `training_data`.
-        ParallelError: on every rank: the data differ, or a rank could not read its own.
+        DataError, FinetuneError: see `training_data`.
+        ParallelError: on every rank: the data differ, or a rank could not read its data.
     """
 
     def read() -> tuple[Dataset, Dataset | None]:
@@ -95,7 +95,7 @@ def job_data(options: FinetuneArguments, model: ModelState) -> tuple[Dataset, Da
 
 
 def _data_text(data: Dataset) -> str:
-    """The number of examples, and the beginning of a digest of their tokens and labels."""
+    """Return the number of examples, and the start of a digest of their tokens and labels."""
     digest = tokens_digest(
         part for example in data.examples for part in (example.ids, example.labels)
     )
@@ -105,7 +105,7 @@ def _data_text(data: Dataset) -> str:
 def load_here(
     tokenizer: Tokenizer, data: Gathered, options: ReadOptions, sizes: ModelSizes
 ) -> Dataset:
-    """Make examples in this process, and check them. DataError: names the row."""
+    """Create and check examples in this process. DataError: names the row."""
     reader = ExampleReader(data, tokenizer, options)
     examples, places = [], []
     for example, place in reader:
@@ -128,12 +128,12 @@ def training_data(
     """Read, tokenize and check examples.
 
     Args:
-        source: files, rows as `sources` has them, or examples, which are tokens already.
-        load: makes examples of files and rows; this process by default.
+        source: files, rows (see `sources`), or tokenized examples.
+        load: creates examples from files and rows; by default in this process.
         pairs: rows have two outputs each (`pcg.runtime.data.formats`), and become two examples.
     Raises:
-        DataError: the data cannot be read, or do not fit the model; the row is named.
-        FinetuneError: text, and no tokenizer.
+        DataError: the data cannot be read, or a row does not fit the model; names the row.
+        FinetuneError: the data is text, and the model has no tokenizer.
     """
     sizes = ModelSizes(model.program.base.vocabulary, model.max_positions)
     gathered = source if isinstance(source, Dataset) else gather(source)
@@ -150,7 +150,7 @@ def training_data(
     else:
         max_length, planned = options.max_length, model.program.options
         if max_length is None and not pairs and holds_documents(gathered):
-            # Documents are cut into examples of that length.
+            # Documents are cut into examples of this length.
             bounds = (planned.seq if planned.names_step else None, model.max_positions)
             max_length = min(filter(None, bounds), default=None)
         read = ReadOptions(
@@ -171,7 +171,7 @@ def places_of(data: Dataset) -> Sequence[str]:
 
 
 def check_with_prompt(data: Dataset, virtual: int, max_positions: int | None) -> None:
-    """Refuse an example that is too long with the adapter's virtual tokens before it.
+    """Refuse an example that is too long together with the adapter's virtual tokens.
 
     Raises:
         DataError: names the first such example by its place.
@@ -199,7 +199,7 @@ def _cut(data: Dataset, max_length: int | None) -> Dataset:
 
 
 def total_steps(batches: Batches, options: FinetuneOptions) -> int:
-    """Count the steps of the job; the last step of an epoch may have fewer batches."""
+    """Return the number of steps of a job; the last step of an epoch may have fewer batches."""
     if options.max_steps is not None:
         return options.max_steps
     size, epochs = options.gradient_accumulation_steps, options.epochs or 1

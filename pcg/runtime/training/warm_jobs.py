@@ -1,13 +1,13 @@
-"""Recorded windows without a job: of jobs that have ended, or have yet to come.
+"""Recorded windows without a job, from warm-ups and ended jobs, for later jobs.
 
-A job is known where the program was compiled for its recipe and step: `compile(model, {"mine":
-LoraConfig(…)}, batch=4, seq=1024)`, or where an engine is given a `WarmJob`. A later job with that
-recipe, whose steps are no larger, finds its windows recorded.
+A job is known in advance if the program was compiled for its recipe and step: `compile(model,
+{"mine": LoraConfig(…)}, batch=4, seq=1024)`, or if the engine received a `WarmJob`. A later job
+with that recipe and steps of at most that size reuses the recorded windows.
 
-A graph reads an adapter where it lies, so a job that takes recorded windows over has its adapter
-there: its weights are copied into that of the runner. Both have the same recipe, and tensors of the
-same sizes. Runners keep what their windows save for backward. Runners of a warm-up last; of others
-one is kept, of the job that ended last, until a job comes that cannot use it, or no job is left.
+A graph reads an adapter at a fixed address. A job that reuses recorded windows therefore copies its
+weights into the runner's adapter, which has the same recipe and tensor sizes. Runners also keep the
+tensors that windows save for backward. Runners of a warm-up are kept for good. Among other runners,
+only that of the job that ended last is kept, until a job cannot use it or the last job ends.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from pcg.runtime.training.runner import TrainingRunner, training_runner
 
 
 class KeptRunners:
-    """Runners without a job, for any thread."""
+    """Runners without a job; for any thread."""
 
     def __init__(self) -> None:
         self._jobs = 0
@@ -45,9 +45,9 @@ class KeptRunners:
         self._lock = Lock()
 
     def begin_job(self) -> Callable[[], None]:
-        """Count a job that is prepared or runs; return a function that ends it.
+        """Count a job under preparation; return a function that counts its end.
 
-        The end of the last job frees the runners that do not last.
+        The end of the last job frees the runners that are not kept for good.
         """
         with self._lock:
             self._jobs += 1
@@ -60,7 +60,7 @@ class KeptRunners:
                 self._drop_others()
 
     def give(self, runner: TrainingRunner, lasts: bool = False) -> None:
-        """Keep a runner, if it has recorded windows; for good if it lasts."""
+        """Keep a runner with recorded windows, for good if `lasts`; ignore other runners."""
         if not runner.is_recorded:
             return
         with self._lock:
@@ -71,9 +71,9 @@ class KeptRunners:
             self._kept.append(runner)
 
     def take(self, training: Training, adapter: Adapter) -> TrainingRunner | None:
-        """Return a runner that trains an adapter by its program; None if none can.
+        """Return a kept runner that can train an adapter by its program; None without one.
 
-        The runner's adapter has other tensors, with the values of `adapter`.
+        The values of `adapter` are copied into the tensors of the runner's adapter.
         """
         with self._lock:
             runner = next((r for r in self._kept if _is_alike(r, training, adapter)), None)
@@ -95,7 +95,7 @@ class KeptRunners:
         return runner
 
     def _drop_others(self) -> None:
-        """Drop the runners that do not last."""
+        """Drop the runners that are not kept for good."""
         self._kept = [runner for runner in self._kept if runner in self._lasting]
 
 
@@ -118,8 +118,8 @@ def _is_alike(runner: TrainingRunner, training: Training, adapter: Adapter) -> b
 
 
 WINDOW = 512
-"""Tokens of the windows, unless a step has fewer. Where the rule of sharing asks for others, they
-are recorded again."""
+"""Tokens of recorded windows, or the step's if fewer. If the rule of sharing chooses another size,
+windows are recorded again."""
 
 
 def record_jobs(
@@ -132,9 +132,9 @@ def record_jobs(
     """Record the windows of known jobs; return the number of graphs.
 
     Args:
-        jobs: jobs that the program was not compiled for.
+        jobs: further jobs, for which the program was not compiled.
     Raises:
-        AdapterError, UnsupportedError: a job's recipe is not for the model.
+        AdapterError, UnsupportedError: a job's recipe does not fit the model.
         FinetuneError: a job does not fit into the cache, or its windows run eagerly.
     """
     count = 0
@@ -166,10 +166,10 @@ def record_jobs(
 
 
 def windows_bytes(state: ModelState, jobs: Sequence[WarmJob]) -> int:
-    """Return the bytes of a GPU that `record_jobs` needs at most; the arguments are the same.
+    """Return an upper bound of the GPU bytes that `record_jobs` needs for the same arguments.
 
-    They are what all windows of a pass save for backward, for each of them the fullest moment of a
-    layer forward or back, and the adapter's tensors with their gradients.
+    The sum of the tensors that all windows of a pass save for backward, for each window the peak of
+    a layer's forward or backward, and the adapter's tensors with gradients.
     """
     size_bytes = 0
     for recipe, batch, seq in _known(state, jobs).values():
@@ -189,7 +189,7 @@ def windows_bytes(state: ModelState, jobs: Sequence[WarmJob]) -> int:
 
 
 def _known(state: ModelState, jobs: Sequence[WarmJob]) -> Mapping[str, tuple[Recipe, int, int]]:
-    """Return the recipe, sequences and tokens of each known job."""
+    """Return recipe, sequences per step and tokens per sequence of each known job."""
     options = state.program.options
     known: dict[str, tuple[Recipe, int, int]] = {}
     if options.names_step:

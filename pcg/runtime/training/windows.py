@@ -1,24 +1,24 @@
-"""Windows of a training pass: tokens of its sequences, their loss, and the order of their backward.
+"""Windows of a training pass: tokens of its sequences, their loss, and the order of the backward.
 
 Sequences. The tokens of all sequences are concatenated; a window is any number of the next tokens.
-Ranks that share the tokens take a window each, of their own pieces.
+Ranks that share the tokens each have a window of their own pieces.
 
-Loss chunks. Target tokens have their loss computed together in chunks, so that not all logits exist
-at once. Which tokens have a target is known on the host, so no chunk waits for the device. Where
-ranks hold parts of the tokens, each puts as many of its own rows into a chunk as any other, so that
-no row moves between ranks: after a rank's last target its rows are padded.
+Loss chunks. The loss of target tokens is computed in chunks, so that logits never exist for all
+tokens. The host knows which tokens have a target, so that no chunk waits for the device. If ranks
+hold parts of the tokens, each rank adds the same number of its own rows to a chunk, so that no row
+moves between ranks: after a rank's last target, its rows are padded.
 
-Backward. A stage with all layers takes all windows through a layer, from the last window, before
-it takes them through the layer below, so only one layer's sums of dK and dV exist. Each of
-several pipeline stages takes a window through all of its layers, and then the window before it,
-while the stage below takes the first one on. In a turn each stage runs a layer, or waits:
+Backward. A single stage runs all windows, from the last, through a layer before the layer below, so
+that the sums of dK and dV exist for a single layer at a time. Each of several pipeline stages runs
+a window through all of its layers, and then the window before it, while the stage below continues
+with the first window. In a turn each stage runs a layer, or waits:
 
     2 stages of 2 layers, 3 windows    turn     0   1   2   3   4   5   6   7
                                        last     w2  w2  w1  w1  w0  w0
                                        first            w2  w2  w1  w1  w0  w0
 
-Later windows go through a layer before earlier ones, so the sums of dK and dV of a window's own
-tokens are final there in both orders.
+Later windows run through a layer before earlier windows, so that in both orders the sums of dK and
+dV of a window's own tokens are final.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ from pcg.runtime.training.recorded.window_graphs import WindowSlot
 
 
 class HasTokens(Protocol):
-    """A sequence of a pass: its tokens, without virtual ones."""
+    """A sequence of a pass: its tokens, without virtual tokens."""
 
     @property
     def ids(self) -> Sequence[int]: ...
@@ -54,15 +54,15 @@ class HasTokens(Protocol):
 
 @dataclass
 class Window:
-    """Some tokens of a pass.
+    """Consecutive tokens of a pass.
 
     Attributes:
         targets: the target of each token, [T], on the host.
         end: number of tokens of the pass up to the window's end.
-        carried: the inputs of the next layer; after the last one, of the loss.
-        saved: the tensors that each layer has saved for backward, by the layer.
-        gradients: gradients of the outputs of the layer whose backward comes next.
-        slot: the graphs that it runs by; None if it runs eagerly.
+        carried: the inputs of the next layer or, after the last layer, of the loss.
+        saved: tensors saved for backward, by layer.
+        gradients: gradients of the outputs of the next layer in the backward.
+        slot: the window's graphs; None if the window runs eagerly.
     """
 
     batch: Batch
@@ -77,7 +77,7 @@ class Window:
 
 @dataclass(frozen=True)
 class PassSequence:
-    """A sequence: its tokens, virtual ones first, their targets, and its number for dropout."""
+    """A sequence: tokens with virtual tokens first, targets, pages, and a number for dropout."""
 
     ids: Sequence[int]
     targets: Sequence[int]
@@ -86,16 +86,16 @@ class PassSequence:
 
 
 class PassSequences:
-    """Concatenated sequences, from which windows are taken.
+    """Concatenated sequences, to be cut into windows.
 
     Attributes:
-        parts: how ranks share them; None where this rank takes all.
+        parts: the division of tokens among ranks; None if this rank has all tokens.
     """
 
     def __init__(
         self, sequences: Sequence[PassSequence], virtual: int, cp: Ranks, device: torch.device
     ) -> None:
-        """Concatenate sequences, each with `virtual` tokens first, and share them among ranks."""
+        """Concatenate sequences, each with `virtual` tokens first, and divide them among ranks."""
         self._virtual = virtual
         self._sequences = sequences
         lengths = [len(sequence.ids) for sequence in sequences]
@@ -105,7 +105,7 @@ class PassSequences:
 
     @property
     def most_tokens(self) -> int:
-        """The most tokens that a rank takes, which all of them plan for."""
+        """The maximum number of tokens of a rank, for which all ranks plan."""
         return self.tokens if self.parts is None else self.parts.rows
 
     @property
@@ -115,7 +115,7 @@ class PassSequences:
 
     @property
     def targets(self) -> int:
-        """Number of target tokens, of those that this rank takes."""
+        """Number of target tokens of this rank."""
         _, _, targets = self.window(0, self.tokens)
         return sum(target >= 0 for target in targets)
 
@@ -138,7 +138,7 @@ class PassSequences:
         return spans, ids, targets
 
     def pieces(self, begin: int, end: int) -> Iterator[Piece]:
-        """Yield the pieces of sequences that the tokens [begin, end) are."""
+        """Yield the pieces of sequences in the tokens [begin, end)."""
         for index, (origin, sequence) in enumerate(
             zip(self._origins, self._sequences, strict=True)
         ):
@@ -149,12 +149,12 @@ class PassSequences:
 
 @dataclass(frozen=True)
 class LossChunk:
-    """Some tokens of a batch.
+    """Target tokens of a batch.
 
     Attributes:
         rows: indices of the tokens, [tokens], in the order of the ranks that hold them.
-        own_rows: this rank's rows of the chunk, in the part of the tokens that it holds.
-        count: number of rows of that part, padded ones included; all tokens if ranks hold all.
+        own_rows: this rank's rows of the chunk, as indices into this rank's tokens.
+        count: number of this rank's rows, including padding; all tokens if each rank holds all.
     """
 
     rows: Tensor
@@ -163,7 +163,7 @@ class LossChunk:
     count: int
 
     def of_whole(self, x: Tensor) -> Tensor:
-        """Return the chunk of a tensor that each rank has for all tokens: [tokens, …]."""
+        """Return the chunk of a tensor of all tokens, which each rank holds: [tokens, …]."""
         return x[self.rows]
 
     def of_own(self, x: Tensor) -> Tensor:
@@ -179,12 +179,12 @@ class LossChunk:
 
 
 class LossChunks:
-    """The tokens of a batch that have a target, from which chunks are taken."""
+    """The target tokens of a batch, to be cut into chunks."""
 
     def __init__(
         self, targets: Tensor, device: torch.device, ranks: Ranks, is_sequence_parallel: bool
     ) -> None:
-        # With sequence parallelism each rank holds a part of the tokens.
+        # With sequence parallelism, each rank holds a part of the tokens.
         rows = torch.nonzero(targets >= 0).squeeze(-1)
         self._targets = targets
         self._device = device
@@ -199,7 +199,7 @@ class LossChunks:
         return sum(map(len, self._own))
 
     def take(self, size: int) -> LossChunk:
-        """Take the next chunk: up to `size` tokens, at least 1 of each rank."""
+        """Return and remove the next chunk: up to `size` tokens, at least 1 of each rank."""
         each = max(1, size // len(self._own))
         taken = [rows_left[:each] for rows_left in self._own]
         self._own = [rows_left[each:] for rows_left in self._own]
@@ -216,16 +216,16 @@ class LossChunks:
 
 @dataclass
 class WindowLoss:
-    """A window for the loss, with a target of each token.
+    """A window for the loss, with a target for each token.
 
     Attributes:
         targets: the target of each token, [T], on the host; negative for none.
-        weight: the weight of each token's loss; None to train nothing.
-        gradients: the gradient of each carried value; none where nothing is trained.
-        slopes: the weight of each token's loss, [T], on the device; None for `weight` of all.
-        losses: where each token's loss is put, [T], on the device; None to keep the sum alone.
-        first: the same window with the first targets of its tokens, where these are further ones;
-            gradients are added to its own.
+        weight: the weight of each token's loss; None for no gradients.
+        gradients: the gradient of each carried value; empty without gradients.
+        slopes: the weight of each token's loss, [T], on the device; None to use `weight`.
+        losses: output for each token's loss, [T], on the device; None to compute only the sum.
+        first: for second and further targets of the tokens, the window with the first targets, to
+            whose gradients this window adds its own; None otherwise.
     """
 
     batch: Batch
@@ -244,7 +244,7 @@ class WindowLoss:
 
 
 class ComputesLoss(Protocol):
-    """A program's loss, as of `BoundTraining`."""
+    """The interface of a program's loss; see `BoundTraining`."""
 
     loss_chunk: int
     head_rows: int
@@ -257,14 +257,14 @@ class ComputesLoss(Protocol):
 
 
 class PassLoss:
-    """The loss of some windows, some of its work at a time.
+    """The loss of windows, computed in pieces.
 
     Attributes:
-        windows: the windows, in the order of their losses; those of further targets come behind
-            those of the first.
+        windows: the windows in order of computation; windows of further targets follow windows of
+            first targets.
         total: the sum of the losses, fp64, on the device; complete once `left` is 0.
-        left: number of tokens whose loss is left; of a chunk that is under way, in proportion. At
-            least 1 before the end.
+        left: number of remaining tokens; of a started chunk, in proportion. At least 1 before the
+            end.
     """
 
     def __init__(self, program: ComputesLoss, windows: Sequence[WindowLoss]) -> None:
@@ -276,7 +276,7 @@ class PassLoss:
                 window.gradients = window.first.gradients
             elif window.weight is not None:
                 window.gradients = [torch.zeros_like(x) for x in window.carried]
-        # A token's numbers: the head's rows, forward and back.
+        # Work per token: the head's rows, forward and backward.
         self._each = program.head_rows * (1 if windows[0].weight is None else 2)
         self._running: CutExecution[Tensor] | None = None
         self._numbers = 0
@@ -303,13 +303,13 @@ class PassLoss:
             tokens -= max(before - self.left, 1)
 
     def _begin(self, size: int) -> None:
-        """Take a chunk of each window until it is enough."""
+        """Start a chunk of up to `size` tokens, collected from the windows in order."""
         functions = []
         for window, chunks in zip(self.windows, self._chunks, strict=True):
             if chunks.left and size > 0:
                 taken = self._program.loss_tokens(size, chunks.left)
                 chunk = chunks.take(taken)
-                # Less than there could be is a size that has a graph: the rest comes next.
+                # A smaller chunk has the size of a graph: leave the rest for the next chunk.
                 size -= len(chunk.rows) if taken >= min(size, chunks.left) else size
                 self._numbers += len(chunk.rows) * self._each
                 functions.append(self._program.loss(window, chunk))
@@ -327,28 +327,28 @@ class PassLoss:
 
 _WIDE = torch.float64
 _ALL = 2**62
-"""More numbers than any chunk has."""
+"""More work than any chunk has."""
 
 
 class Turn(NamedTuple):
-    """A layer that a stage takes a window back through, by its place in the pass."""
+    """The backward of a window through a layer."""
 
     layer: int
     window: int
 
 
 def layers_back(stages: Stages, first: int) -> list[range]:
-    """Return the layers from `first` on by their stages, the last stage first."""
+    """Return the layers from `first` on, by stage, the last stage first."""
     of_stages = (stages[index].layers for index in reversed(range(stages.count)))
     layers = (range(max(x.start, first), x.stop) for x in of_stages)
     return [layer for layer in layers if layer]
 
 
 class BackwardOrder:
-    """The turns of a backward, equal on all stages; `number` counts the past turns."""
+    """The turns of a backward, equal on all stages; `number` counts completed turns."""
 
     def __init__(self, stages: Stages, stage: Stage, first: int, windows: int) -> None:
-        """Begin before the first turn; `first` is the first layer that has a backward."""
+        """Create the order before the first turn; `first` is the first layer with a backward."""
         self._depth = stage.count - 1 - stage.index
         self._layers = layers_back(stages, first)
         self._starts = [stages[index].layers.start for index in reversed(range(stages.count))]
@@ -384,7 +384,7 @@ class BackwardOrder:
 
     @property
     def is_sent(self) -> bool:
-        """True if its gradients go to the stage below."""
+        """True if the stage sends the gradients of this turn to the stage below."""
         return self._leaves(self._depth)
 
     @property
@@ -400,13 +400,13 @@ class BackwardOrder:
 
     @property
     def left(self) -> int:
-        """The layers left up to a stage's own next one; over stages, the most."""
+        """The number of remaining layers of a window in its stage; over stages, the maximum."""
         turns = zip(self._turns[self.number], self._starts, strict=False)
         return max(turn.layer - start + 1 for turn, start in turns if turn is not None)
 
     @property
     def ends_window(self) -> bool:
-        """True if a window goes through its last layer next."""
+        """True if a window runs through its last layer next."""
         below = self._turn(len(self._layers) - 1)
         return below is not None and below.layer == self._layers[-1].start
 
@@ -416,7 +416,7 @@ class BackwardOrder:
         return self._turns[self.number][depth] if is_there else None
 
     def _leaves(self, depth: int) -> bool:
-        """Return whether a window leaves a stage with its next turn."""
+        """Return True if a window leaves a stage with its next turn."""
         turn = self._turn(depth)
         is_above = depth < len(self._layers) - 1
         return is_above and turn is not None and turn.layer == self._layers[depth].start

@@ -1,8 +1,8 @@
 """Work units: the parts of a finetuning job that the engine runs in turn.
 
-A job is a generator of units: it continues when the engine has run the unit that it yielded. Work
-between two units, such as an optimizer's update, runs within the generator. Interrupts (Ctrl-C)
-are deferred while a change must happen as a whole, or on all ranks.
+A job is a generator of units: the generator continues when the engine has run the yielded unit.
+Work between two units, such as an optimizer's update, runs within the generator. Interrupts
+(Ctrl-C) are deferred during changes that must be atomic, or happen on all ranks.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ class Phase(IntEnum):
 
 
 class Stage(NamedTuple):
-    """The place of a part within its pass. Parts at the same stage may run together.
+    """The position of a part within its pass. Parts at the same stage may run together.
 
     Attributes:
-        left: the layers that are left in the phase, the part's own included; 0 in the loss.
+        left: number of remaining layers in the phase, including the part's own; 0 in the loss.
     """
 
     phase: Phase
@@ -47,10 +47,10 @@ class Stage(NamedTuple):
 
 
 class WindowedPass(ABC):
-    """Sequences that go forward window by window, have their loss, and go back layer by layer.
+    """The forward of sequences by windows, their loss, and their backward by layers.
 
     Attributes:
-        layers: the most layers that a window goes back through; 0 without gradients.
+        layers: the maximum number of layers in a window's backward; 0 without gradients.
     """
 
     layers: int
@@ -58,7 +58,7 @@ class WindowedPass(ABC):
     @property
     @abstractmethod
     def remaining(self) -> int:
-        """Number of tokens that have yet to go forward."""
+        """Number of tokens that have not run forward yet."""
 
     @property
     @abstractmethod
@@ -68,17 +68,17 @@ class WindowedPass(ABC):
     @property
     @abstractmethod
     def row(self) -> int:
-        """Mean number of tokens of its sequences."""
+        """Mean number of tokens per sequence."""
 
     @property
     @abstractmethod
     def stage(self) -> Stage | None:
-        """The stage of the next part; None where a window begins."""
+        """The stage of the next part; None if the next window has not started."""
 
     @property
     @abstractmethod
     def load(self) -> Load:
-        """The load of the next part: of its window, or of the loss that is left.
+        """The load of the next part: its window, or the remaining loss.
 
         `ends` is 1 in the backward of a window through the last layer.
         """
@@ -88,16 +88,16 @@ class WindowedPass(ABC):
         """Return the load of a layer of a window of the next tokens."""
 
     def fitting(self, tokens: int) -> int:
-        """Return the size of the next window, which has at most `tokens`."""
+        """Return the size of the next window, at most `tokens`."""
         return tokens
 
     @abstractmethod
     def forward(self, tokens: int) -> None:
-        """Take up to `tokens` next tokens forward, through all layers."""
+        """Run up to `tokens` next tokens forward through all layers."""
 
     @abstractmethod
     def begin_window(self, tokens: int) -> None:
-        """Have up to `tokens` next tokens go forward in parts, a layer each."""
+        """Start a window of up to `tokens` next tokens, whose forward runs in parts of a layer."""
 
     @abstractmethod
     def run_part(self, tokens: int) -> None:
@@ -105,17 +105,17 @@ class WindowedPass(ABC):
 
     @property
     def has_unrecorded(self) -> bool:
-        """True if windows ran eagerly that `record_next` makes graphs of, for later passes."""
+        """True if windows ran eagerly that `record_next` can record for later passes."""
         return False
 
     def record_next(self) -> None:
-        """Record a layer of such a window."""
+        """Record a layer of a window that ran eagerly."""
         raise NotImplementedError
 
 
 @dataclass(frozen=True, eq=False)
 class Forward:
-    """The tokens of a pass that have yet to go forward, as many at a time as the engine wants."""
+    """The forward of a pass's remaining tokens, in windows of sizes that the engine chooses."""
 
     whole: WindowedPass
 
@@ -132,12 +132,12 @@ class Forward:
         return self.whole.layers
 
     def load(self, tokens: int) -> Load:
-        """Return the load of the next tokens as a window that goes forward whole."""
+        """Return the load of the next tokens as a window that runs forward whole."""
         return self.whole.window_load(tokens) + Load(trained=tokens, windows=1)
 
     @property
     def is_over(self) -> bool:
-        """True once no window begins next: all went forward, or a window goes forward in parts."""
+        """True if no new window can start: all tokens ran forward, or a window runs in parts."""
         return self.whole.stage is not None
 
     def run(self, tokens: int) -> None:
@@ -146,10 +146,10 @@ class Forward:
 
 @dataclass(frozen=True, eq=False)
 class Part:
-    """A part of a pass that runs by itself: a layer of a window, forward or back, or some loss.
+    """An independent part of a pass: a layer of a window, forward or backward, or a part of a loss.
 
     Attributes:
-        tokens: the tokens whose loss is computed; None for all that are left.
+        tokens: the number of tokens of a loss; None for all remaining tokens.
     """
 
     whole: WindowedPass
@@ -179,10 +179,10 @@ class Part:
 
 @dataclass
 class Pages:
-    """A request for pages of the KV cache, which the engine fulfils when there are some.
+    """A request for pages of the KV cache, which the engine fulfils when pages are free.
 
     Attributes:
-        cache: the cache of these pages; None if the job itself holds keys and values.
+        cache: the cache of the pages; None if the job holds keys and values itself.
     """
 
     tokens: Sequence[int]
@@ -192,20 +192,20 @@ class Pages:
 
 @dataclass(frozen=True)
 class Release:
-    """Gives the job's pages back."""
+    """Returns the job's pages to the engine."""
 
 
 class Reading:
-    """Numbers on the device that a job reads once the engine lets it.
+    """Numbers on the device, which a job reads when the engine allows it.
 
-    The copy to the host is queued behind their computation, so reading waits for nothing else.
+    The copy to the host is queued after the computation, so that reading waits for nothing else.
 
     Attributes:
-        step: number of the engine's step that computed them; None before the engine saw them.
+        step: number of the engine's step that computed the numbers; None until the engine sets it.
     """
 
     def __init__(self, numbers: Tensor) -> None:
-        """Send the numbers, [n]."""
+        """Start the copy of the numbers, [n], to the host."""
         self.step: int | None = None
         self._numbers = downloaded(numbers)
         self._is_sent = None
@@ -213,7 +213,7 @@ class Reading:
             self._is_sent = torch.cuda.current_stream(numbers.device).record_event()
 
     def read(self) -> list[float]:
-        """Wait for the numbers, and return them."""
+        """Wait for the numbers, and return the numbers."""
         if self._is_sent is not None:
             self._is_sent.synchronize()
         numbers: list[float] = self._numbers.tolist()
@@ -221,7 +221,7 @@ class Reading:
 
 
 class StepBeginsAgain(Exception):  # a signal, as StopIteration is
-    """Thrown into a job: begin the step under way again, from its first token."""
+    """Thrown into a job to restart its current step from the first token."""
 
 
 Unit: TypeAlias = Forward | Part | Pages | Reading | Release
@@ -229,7 +229,7 @@ Work: TypeAlias = Generator[Unit, None, Result]
 
 
 def run_to_end(work: Work[Result]) -> Result:
-    """Run all units of a job in turn, each window a whole pass, without the KV cache."""
+    """Run all units of a job in turn, with a single window per pass, without the KV cache."""
     try:
         unit = next(work)
         while True:
@@ -266,9 +266,9 @@ def deferred_interrupts() -> Iterator[None]:
 
 @contextmanager
 def noted_interrupts(came: list[Interrupt]) -> Iterator[None]:
-    """Append SIGINT within the block to a list, and do nothing else.
+    """Append each SIGINT within the block to a list, and do nothing else.
 
-    Python calls handlers in the main thread alone, so in other threads there is nothing to note.
+    Python calls handlers only in the main thread, so that other threads receive no interrupts.
     """
     if threading.current_thread() is not threading.main_thread():
         yield

@@ -222,9 +222,7 @@ def test_options_that_do_not_go_together(options: dict[str, Any], message: str) 
 
 def test_muon_takes_no_vector(single: Executor) -> None:
     data = [Example(e.ids, e.ids) for e in DATA[:2]]
-    with pytest.raises(
-        FinetuneError, match=r"'muon' takes matrices alone, and .*magnitude.* is \["
-    ):
+    with pytest.raises(FinetuneError, match=r"'muon' takes only matrices, and .*magnitude.* is \["):
         single.finetune(data, "a", peft={**LORA, "use_dora": True}, optimizer="muon")
     assert not single.adapters
 

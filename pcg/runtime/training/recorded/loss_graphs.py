@@ -1,7 +1,7 @@
-"""Loss graphs: the loss of some target tokens and its gradients as CUDA graphs, by their number.
+"""Loss graphs: the loss of target tokens and its gradients as CUDA graphs of a few sizes.
 
-The sharing rule chooses the number of tokens in the loss of a step, so there is a graph for each of
-a few sizes (`window_sizes.py`). A graph reads the hidden states and targets from fixed memory, and
+The sharing rule chooses the number of tokens in the loss of a step, so graphs are recorded for a
+few sizes (`window_sizes.py`). A graph reads the hidden states and targets from fixed memory, and
 writes the sum of the losses and the gradients of the hidden states:
 
     hidden states ──▶ fixed memory ──▶ final norm, head, cross entropy, and back ──▶ gradients
@@ -11,13 +11,13 @@ second use. Evaluation has its own graphs, without gradients.
 
 The end of a step is two CUDA graphs:
 
-    clip      the norm of all gradients, by which they are scaled down
+    clip      the norm of all gradients, and their scaling
     update    the optimizer's step, at a learning rate on the device
 
-The host reads the norm between the two, as a step without finite gradients changes nothing. They
-are recorded at the end of the first step with all gradients in fixed memory, or of the second step
-if the first step's states do not begin with zeros. Recording runs the step, so the tensors that it
-changes are restored.
+The host reads the norm between the two graphs, as a step with non-finite gradients must not update.
+Both are recorded at the end of the first step with all gradients in fixed memory, or of the second
+step if the optimizer's initial states are not zeros. Recording runs the step, so the changed
+tensors are restored.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class ComputedLoss(NamedTuple):
 
     Attributes:
         total: the sum of the losses, fp64.
-        gradients: the gradients of the hidden states; none where nothing is trained.
+        gradients: the gradients of the hidden states; empty without training.
     """
 
     total: Tensor
@@ -93,7 +93,7 @@ class LossGraphs:
         self._came: Counter[tuple[int, bool]] = Counter()
 
     def fitting(self, tokens: int, left: int) -> int:
-        """Return the size of the next loss chunk: up to `tokens` of the `left` ones."""
+        """Return the size of the next loss chunk: up to `tokens` of `left` remaining tokens."""
         if left <= tokens or tokens < SIZES[0]:
             return min(tokens, left, SIZES[-1])
         return SIZES[bisect_right(SIZES, tokens) - 1]
@@ -119,16 +119,16 @@ class LossGraphs:
         slopes: float | Tensor | None,
         batch: Batch | None = None,
     ) -> ComputedLoss | None:
-        """Return the losses of some tokens, and the gradients by their states.
+        """Return the losses of tokens, and the gradients of their hidden states.
 
-        None, having done nothing, if no graph serves them. The next call overwrites both, and not
-        the sum of the losses.
+        Returns None without any effect if no graph fits. The next call overwrites losses and
+        gradients, but not the sum.
 
         Args:
             inputs: the epilogue's inputs for a window, [T, …].
             rows: the tokens, [n].
-            targets: the target of each, [n].
-            slopes: the weight of all tokens' losses, or of each, [n]; None to train nothing.
+            targets: the target of each token, [n].
+            slopes: a weight for all losses, or a weight for each, [n]; None for no gradients.
         """
         count, trains = len(rows), slopes is not None
         place = bisect_left(SIZES, count)
@@ -160,7 +160,7 @@ class LossGraphs:
         return ComputedLoss(total.clone(), losses[:count], [x[:count] for x in gradients])
 
     def _record(self, size: int, trains: bool, inputs: Sequence[Tensor]) -> bool:
-        """Record a size; returns False if the device does not."""
+        """Record a size; return False if recording failed."""
         assert self._recorder is not None
         held = [x.new_zeros((size, *x.shape[1:])) for x in inputs]
         device = held[0].device
@@ -191,11 +191,11 @@ class LossGraphs:
             if self._is_warming:
                 what = f"a loss of {counted(size, 'token')}"
                 check_memory(error, what, self._cache.size_bytes)
-            # Without graphs losses are computed eagerly: slower, but right.
+            # Continue eagerly: slower, but correct.
             self._recorder = None
             warnings.warn(
-                "a loss of finetuning could not be recorded as a CUDA graph, and more of the job "
-                f"are not tried: {error}",
+                "a loss of finetuning could not be recorded as a CUDA graph; the job's losses now "
+                f"run eagerly: {error}",
                 stacklevel=2,
             )
             return False
@@ -214,11 +214,11 @@ class UpdateGraphs:
         gradients: OwnGradients,
         recorder: Recorder,
     ) -> None:
-        """Record nothing yet.
+        """Create the graphs without recording.
 
         Args:
-            optimizer: an optimizer with its learning rate and numbers of steps on the device.
-            clip: scales the gradients down, and returns the norm that they had.
+            optimizer: an optimizer with its learning rate and step counts on the device.
+            clip: clips the gradients, and returns their norm before clipping.
         """
         self.replayed = 0
         self._optimizer = optimizer
@@ -235,22 +235,22 @@ class UpdateGraphs:
 
     @property
     def serves(self) -> bool:
-        """True if graphs end this step; call it with all gradients computed."""
+        """True if graphs can end this step; read after all gradients are computed."""
         if self._recorder is None or not self._gradients.holds(self._parameters):
             return False
         if self._is_capturable and not self._optimizer.state:
-            return False  # which are ones, or the learning rate, as the first step makes them
+            return False  # the first step initialises states with ones or the learning rate
         return self._replay_step is not None or self._record(self._recorder)
 
     def clip(self) -> Tensor:
-        """Scale the gradients down, and return the norm that they had."""
+        """Clip the gradients, and return their norm before clipping."""
         assert self._replay_clip is not None
         self._replay_clip()
         assert self._norm is not None
         return self._norm
 
     def step(self, rate: float) -> None:
-        """Update the parameters by their gradients, at this learning rate."""
+        """Update the parameters by their gradients, at the given learning rate."""
         assert self._replay_step is not None
         self._rate.fill_(rate)
         self._replay_step()
@@ -268,7 +268,7 @@ class UpdateGraphs:
             self._norm = self._clip()
 
         def step() -> None:
-            # Torch asks for this word where a stream is captured, and warns of it elsewhere.
+            # Torch requires this flag during capture, and warns about it otherwise.
             is_captured = self._rate.is_cuda and torch.cuda.is_current_stream_capturing()
             for group in self._optimizer.param_groups:
                 group["capturable"] = is_captured or self._is_capturable
@@ -278,17 +278,17 @@ class UpdateGraphs:
             self._replay_clip = recorder.record(clip)
             self._replay_step = recorder.record(step)
         except Exception as error:
-            # Without graphs steps end eagerly: slower, but right.
+            # Continue eagerly: slower, but correct.
             self._recorder = None
             warnings.warn(
-                "the update of a job could not be recorded as a CUDA graph, and runs without: "
+                "the update of a job could not be recorded as a CUDA graph, and runs eagerly: "
                 f"{error}",
                 stacklevel=2,
             )
         for group in self._optimizer.param_groups:
             group["capturable"] = self._is_capturable
         torch._foreach_copy_(tensors, before)
-        if is_first:  # a state begins with zeros
+        if is_first:  # initial states are zeros
             for value in (value for state in states.values() for value in state.values()):
                 value.zero_()
         return self._recorder is not None

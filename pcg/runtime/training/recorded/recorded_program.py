@@ -1,4 +1,4 @@
-"""The base of recorded functions of training: the program, tokens and gradients in fixed memory."""
+"""The basis of recorded training functions: program, tokens and gradients in fixed memory."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from pcg.runtime.model.batch import Batch
 
 
 class RecordedProgram(Protocol):
-    """The part of `BoundTraining` that recorded functions call."""
+    """The interface of `BoundTraining` for recorded functions."""
 
     training: Training
 
@@ -50,7 +50,7 @@ class RecordedProgram(Protocol):
 
 
 def groups_of(model: ModelGraph) -> frozenset[int]:
-    """Return the numbers of heads that share a KV head."""
+    """Return the numbers of query heads per KV head in the model."""
     groups = set()
     for block in model.blocks:
         for node in block.nodes:
@@ -61,11 +61,11 @@ def groups_of(model: ModelGraph) -> frozenset[int]:
 
 
 class RecordedTokens(Batch):
-    """A fixed number of tokens in fixed memory; at first tokens of no sequence.
+    """A fixed number of tokens in fixed memory; initially padding.
 
     Attributes:
-        work: the lists of attention, by heads that share a KV head and whether they are those of
-            the backward; none where there is no attention.
+        work: the work lists of attention, by query heads per KV head, and True for backward; empty
+            without attention.
     """
 
     def __init__(self, size: int, cache: KvCache, device: torch.device) -> None:
@@ -87,7 +87,7 @@ class RecordedTokens(Batch):
         self._cache = cache
 
     def dropped_tokens(self) -> DroppedTokens:
-        """Return the inputs of dropout on a device; a key of 0 drops nothing."""
+        """Return the inputs of dropout on a device; a key of 0 turns dropout off."""
         return self._dropped
 
     def take_dropped(self, batch: Batch, rows: Tensor) -> None:
@@ -101,7 +101,7 @@ class RecordedTokens(Batch):
         self._dropped.sequences[: len(rows)] = dropped.sequences[rows]
 
     def take(self, batch: Batch) -> None:
-        """Take the tokens of a batch of as many tokens or fewer; the others are of no sequence."""
+        """Copy the tokens of a batch of at most this size; the remaining tokens are padding."""
         count = len(batch.input_ids)
         assert batch.rows is not None
         self.input_ids[:count] = batch.input_ids
@@ -122,13 +122,13 @@ class RecordedTokens(Batch):
 
 
 class OwnGradients:
-    """The memory of the gradients of an adapter's tensors, for as long as it is trained."""
+    """Fixed memory for the gradients of an adapter's tensors during training."""
 
     def __init__(self) -> None:
         self._of: dict[int, Tensor] = {}
 
     def hold(self, weights: Iterable[Tensor]) -> None:
-        """Have gradients add up in fixed memory, from their present values or zeros."""
+        """Move the gradients of weights into fixed memory; missing gradients become zeros."""
         fresh: list[Tensor] = []
         for weight in weights:
             gradient = self._of.get(id(weight))
@@ -145,5 +145,5 @@ class OwnGradients:
             torch._foreach_zero_(fresh)
 
     def holds(self, weights: Iterable[Tensor]) -> bool:
-        """Return whether all of these weights have their gradients there."""
+        """Return True if the gradients of all weights are in fixed memory."""
         return all(w.grad is not None and w.grad is self._of.get(id(w)) for w in weights)

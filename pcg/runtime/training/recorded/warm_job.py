@@ -1,4 +1,4 @@
-"""Jobs that are recorded in advance, and the obstacles to recording."""
+"""Jobs to record in advance, and the obstacles to recording."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ class WarmJob:
     """A job to record in advance.
 
     Attributes:
-        peft: the recipe, as `Executor.finetune` takes it.
-        batch: the most sequences of a step of its own.
-        seq: the most tokens of each.
+        peft: the recipe, as for `Executor.finetune`.
+        batch: the maximum number of sequences per step.
+        seq: the maximum number of tokens per sequence.
     Raises:
         FinetuneError: a number is not an int above 0.
     """
@@ -35,7 +35,7 @@ class WarmJob:
 
 
 def why_not_recorded(model: ModelGraph, restored: Sequence[int], virtual_tokens: int) -> str | None:
-    """Return why a job's windows run eagerly, whatever the device; None if they need not."""
+    """Return why a job's windows run eagerly on every device; None if they can be recorded."""
     if virtual_tokens:
         return "its adapter has virtual tokens"
     if restored:
@@ -48,5 +48,5 @@ def why_not_recorded(model: ModelGraph, restored: Sequence[int], virtual_tokens:
 
 
 def drops_in(graph: Graph) -> bool:
-    """Return whether a graph has dropout."""
+    """Return True if a graph has dropout."""
     return any(OPERATORS[node.op].is_random for node in graph.nodes)

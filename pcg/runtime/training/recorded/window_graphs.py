@@ -1,29 +1,29 @@
-"""Window graphs: layers of a job's windows as CUDA graphs, forward and back.
+"""Window graphs: layers of a job's windows as CUDA graphs, forward and backward.
 
-A layer of a window is some fifty launches, which the host issues more slowly than a device runs
-them for few tokens. A graph is a single launch. Like a graph of a decode step it reads and writes
-fixed memory:
+A layer of a window has about fifty launches; for few tokens, the host issues launches more slowly
+than the device runs them. A graph is a single launch. Like a graph of a decode step, a window graph
+reads and writes fixed memory:
 
-    slot      the place of a window in its pass: its tokens and attention lists, and the inputs and
-              saved tensors of each layer, which need no copy
+    slot      the memory of a window by its index in the pass: tokens, attention lists, and the
+              inputs and saved tensors of each layer, which need no copy
     sums      gradients of the keys and values of all tokens of the pass, for a layer at a time
     grad      the gradients of the adapter's tensors, to which each backward adds
 
 All windows of a slot have the same size (`window_sizes.py`); a shorter window is padded with tokens
-of no sequence. Their attention and their gradients are zeros, so they add nothing.
+of no sequence, whose attention and gradients are zeros.
 
-Graphs are recorded while eager passes run, as many as layers ran: in a step that serves, after its
-launches and while the device runs them. They are recorded with padding tokens only. A slot is used
-once all its layers are recorded; when the size changes, or a pass needs more room, all graphs are
+Graphs are recorded during eager passes, one for each layer that ran: in a serving step, after the
+step's launches, while the device runs them. Recording uses only padding tokens. A slot is used once
+all its layers are recorded. When the window size changes, or a pass needs more room, all graphs are
 recorded again.
 
-Layers go back from the last window to the first, layer by layer, which is another order than slots
-are recorded in. So each slot has its own memory pool: in a shared pool, intermediate results of a
-window's layer would overwrite saved tensors of another window. Losses and updates share a pool, as
-their results are read immediately.
+The backward runs from the last window to the first, layer by layer, while slots are recorded in
+another order. Each slot therefore has its own memory pool: in a shared pool, intermediate results
+of a window's layer would overwrite saved tensors of another window. Losses and updates share a
+pool, as their results are read immediately.
 
-Windows in evaluation go through the first slot in turn, forward only: their saved tensors are not
-read, so the outputs of each are copied before the next window.
+In evaluation, all windows run through the first slot in turn, forward only: saved tensors are not
+read, and the outputs of each window are copied before the next window.
 """
 
 from __future__ import annotations
@@ -81,17 +81,17 @@ class _Layer:
 
 
 class WindowSlot:
-    """The memory and graphs of the windows at a place in their passes.
+    """The memory and graphs of the windows at the same index in their passes.
 
     Attributes:
-        is_complete: True once all its layers are recorded.
-        has_forward: True once all are recorded forward.
+        is_complete: True once the forward and backward of all layers are recorded.
+        has_forward: True once the forward of all layers is recorded.
     """
 
     def __init__(self, graphs: WindowGraphs, batch: RecordedTokens) -> None:
-        """Have memory for the tokens."""
+        """Create a slot with fixed memory for tokens."""
         self._graphs = graphs
-        # What it saves is read once layers of others ran, whichever were recorded first.
+        # Saved tensors are read after layers of other slots ran, in an order unlike recording's.
         self._recorder = graphs.recorder.apart()
         self._batch = batch
         count = len(graphs.program.training.layers)
@@ -128,7 +128,7 @@ class WindowSlot:
         with kept_tables() as kept:
             self._prologue = self._recorder.record(run)
         first.kept = kept
-        self._prologue()  # what it makes is there from now on
+        self._prologue()  # fills the graph's memory
 
     def _record_forward(self, layer: int) -> None:
         graphs, bound, after = self._graphs, self.layers[layer], self.layers[layer + 1]
@@ -140,7 +140,7 @@ class WindowSlot:
         with kept_tables() as kept:
             bound.forward = self._recorder.record(run)
         bound.kept = [*bound.kept, *kept]
-        bound.forward()  # what it makes is there from now on
+        bound.forward()  # fills the graph's memory
 
     def _record_back(self, layer: int) -> None:
         graphs, bound = self._graphs, self.layers[layer]
@@ -162,28 +162,28 @@ class WindowSlot:
         bound.has_below = bool(below)
 
     def begin(self, batch: Batch) -> None:
-        """Take a window's tokens, and run the prologue."""
+        """Copy a window's tokens, and run the prologue."""
         self._tokens = len(batch.input_ids)
         self._batch.take(batch)
         assert self._prologue is not None
         self._prologue()
 
     def forward(self, layer: int) -> None:
-        """Take the window through a layer."""
+        """Run the window forward through a layer."""
         replay = self.layers[layer].forward
         assert replay is not None
         replay()
 
     @property
     def outputs(self) -> list[Tensor]:
-        """The last layer's outputs of the window's tokens."""
+        """The last layer's outputs for the window's tokens."""
         return [x[: self._tokens] for x in self.layers[-1].inputs]
 
     def back(self, layer: int, gradients: Sequence[Tensor]) -> list[Tensor]:
-        """Take the window back through a layer, after all behind it.
+        """Run the window backward through a layer, after the layers above.
 
         Returns:
-            Those of its inputs; none if nothing below is trained.
+            The gradients of the layer's inputs; empty if nothing below is trained.
         """
         bound = self.layers[layer]
         assert bound.back is not None
@@ -225,14 +225,14 @@ class WindowGraphs:
         return self._recorder
 
     def begin_pass(self, sizes: PassSizes) -> None:
-        """Have room for a pass."""
+        """Reserve memory for a pass; if the sizes grow, drop all slots."""
         size = self.sizes.size
         self.sizes.begin_pass()
         needed = PassSizes(*map(max, zip(sizes, self._most, strict=True)))
         is_known = needed == self._most and self.program.training is self._training
         if is_known and self.sizes.size == size:
             return
-        # Rounded up, so that passes that grow little by little seldom move it.
+        # Round up, so that slowly growing passes rarely drop the slots.
         self._most = PassSizes(*(1 << (most - 1).bit_length() for most in needed))
         self._training = self.program.training
         self._slots.clear()
@@ -243,7 +243,7 @@ class WindowGraphs:
 
         Returns the number of graphs.
 
-        DeviceMemoryError: there is no memory for them.
+        DeviceMemoryError: the graphs need more memory than is free.
         """
         self._is_warming = True
         self.sizes.begin_with(window)
@@ -261,10 +261,10 @@ class WindowGraphs:
         return len(self._slots) + self.recorded + self.loss.recorded
 
     def slot(self, place: int, batch: Batch, trains: bool = True) -> WindowSlot | None:
-        """Return the slot of a window, which has begun; None if it runs eagerly.
+        """Return the started slot of a window; None if the window runs eagerly.
 
         Args:
-            place: the windows of the pass before it; 0 if these are done with.
+            place: number of earlier windows of the pass that are still needed.
             trains: False for evaluation.
         """
         if not self.sizes.holds(len(batch.input_ids)):
@@ -308,11 +308,11 @@ class WindowGraphs:
         return next(left, None)
 
     def has_unrecorded(self, trains: bool) -> bool:
-        """Return whether a slot has unrecorded layers."""
+        """Return True if a slot has unrecorded layers."""
         return self._unrecorded(trains) is not None
 
     def record_next(self, trains: bool = True) -> None:
-        """Record a layer, if any is left; only a forward layer unless a pass trains."""
+        """Record the next unrecorded layer, if any; only a forward layer unless a pass trains."""
         slot = self._unrecorded(trains)
         if slot is None:
             return
@@ -322,12 +322,12 @@ class WindowGraphs:
             if self._is_warming:
                 what = f"a window of {counted(self.sizes.size, 'token')}"
                 check_memory(error, what, self._cache.size_bytes)
-            # Without graphs windows run eagerly: slower, but right.
+            # Continue eagerly: slower, but correct.
             self._recorder = None
             self._slots.remove(slot)
             warnings.warn(
-                "a layer of finetuning could not be recorded as a CUDA graph, and more of the job "
-                f"are not tried: {error}",
+                "a layer of finetuning could not be recorded as a CUDA graph; the job's layers now "
+                f"run eagerly: {error}",
                 stacklevel=2,
             )
             return

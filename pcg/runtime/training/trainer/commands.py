@@ -1,11 +1,11 @@
 """The commands of a trainer: the parameters of its methods.
 
-A command runs as a few stages in turn: work, which runs on the engine's thread as any job's does,
-and asides, which run on other threads: checks of data, functions of the caller, files. Commands
-cross processes as they are, except for a loss that is a function.
+A command runs as a sequence of stages: work, which runs on the engine's thread like a job's work,
+and asides, which run on other threads, such as data checks, the caller's functions, and file
+access. Commands can cross processes, except those with a loss function of the caller.
 
-A saved state has the files of a checkpoint, in one directory. It is written under another name and
-renamed, so that a path holds a whole state or none.
+A saved state is a directory with the files of a checkpoint. It is written under a temporary name
+and renamed, so that a path never holds a partial state.
 """
 
 from __future__ import annotations
@@ -49,10 +49,11 @@ _OPTIMIZER = "optimizer"
 
 
 def write_state(path: str | Path, checkpoint: Checkpoint, *, overwrite: bool) -> Path:
-    """Write a state; returns its directory.
+    """Write a state; return its directory.
 
     Raises:
-        FinetuneError: it cannot be written, or the path exists and is left unchanged.
+        FinetuneError: the state cannot be written, or the path exists; an existing path stays
+            unchanged.
     """
     place = expanded(path)
     beside = place.parent / f".{place.name}-{secrets.token_hex(4)}"
@@ -60,7 +61,7 @@ def write_state(path: str | Path, checkpoint: Checkpoint, *, overwrite: bool) ->
     try:
         if place.exists() and not (overwrite and (place / STATE).is_file()):
             fix = "give overwrite=True, or another path" if not overwrite else "give another path"
-            what = "a state" if (place / STATE).is_file() else "something that is no state"
+            what = "a state" if (place / STATE).is_file() else "something other than a state"
             raise FinetuneError(f"there is {what} at {place} already; {fix}")
         inside = (
             [entry.name for entry in place.iterdir() if entry.is_dir()] if place.exists() else []
@@ -89,14 +90,14 @@ def write_state(path: str | Path, checkpoint: Checkpoint, *, overwrite: bool) ->
 def read_state(
     path: str | Path, name: str, facts: Mapping[str, Any], optimizer: bool
 ) -> tuple[Path, Checkpoint]:
-    """Read a state that was written for the same base; returns its directory, too.
+    """Return the directory and contents of a state of the same base.
 
     Args:
-        name: the adapter's name, whatever it was when it was saved.
-        facts: values of the base, and the optimizer's name, that have to be equal.
-        optimizer: the optimizer is wanted, and has to be the same.
+        name: the new name of the adapter.
+        facts: values of the base, and the optimizer's name, that must be equal in the state.
+        optimizer: True if the optimizer's name must be equal, too.
     Raises:
-        FinetuneError: there is none, it is damaged, or it is of another base or optimizer.
+        FinetuneError: no state, a damaged state, or a state of another base or optimizer.
     """
     place = expanded(path)
     if not is_file(place / STATE) and not is_file(place / SUMS):
@@ -111,7 +112,8 @@ def read_state(
     for key, expected in facts.items():
         saved = checkpoint.trajectory.get(key)
         if saved != expected and (optimizer or key != _OPTIMIZER):
-            fix = "load it with optimizer=False" if key == _OPTIMIZER else "load one of this base"
+            is_optimizer = key == _OPTIMIZER
+            fix = "load it with optimizer=False" if is_optimizer else "load a state of this base"
             raise FinetuneError(
                 f"the state {place} has {key} {shown(saved)}, and the trainer {shown(expected)}; "
                 f"{fix}"
@@ -124,11 +126,11 @@ def read_state(
 
 Result = TypeVar("Result", covariant=True)
 CustomLoss: TypeAlias = Callable[[Sequence[Tensor]], Tensor]
-"""Returns the loss of log-probabilities, of each datum as its targets; differentiable."""
+"""A differentiable loss function of each datum's log-probabilities, shaped as its targets."""
 
 
 class GraphOfData(msgspec.Struct, frozen=True, array_like=True, eq=False):
-    """A loss that is a graph, and the arrays of each datum that it reads, by name."""
+    """A loss graph, and the arrays of each datum by name, which the graph reads."""
 
     graph: LossGraph
     data: list[dict[str, Tensor]]
@@ -144,7 +146,7 @@ else:  # the types that messages hold
 
 @dataclass(frozen=True)
 class Aside:
-    """A stage that does not touch the model, and runs on another thread than the engine's."""
+    """A stage that does not use the model, and runs outside the engine's thread."""
 
     act: Callable[[], Any]
     compiles: bool = False
@@ -154,10 +156,10 @@ Stages: TypeAlias = Generator[Aside | Work[Any], Any, Result]
 
 
 class TrainerCommand(msgspec.Struct, Generic[Result], frozen=True, tag=True, eq=False):
-    """A verb of a trainer."""
+    """A command of a trainer."""
 
     def stages(self, trained: TrainedAdapter) -> Stages[Result]:
-        """Yield stages, which receive their results; return the command's result."""
+        """Yield stages, and receive the result of each; return the command's result."""
         raise NotImplementedError
 
 
@@ -167,13 +169,12 @@ class _Pass(TrainerCommand[Scored], frozen=True):
 
 
 class Forward(_Pass, frozen=True, kw_only=True):
-    """Computes a loss without gradients, and without dropout.
+    """Computes a loss without gradients and without dropout.
 
     Attributes:
-        data: the data, each a `pcg.Datum`.
+        data: a list of `pcg.Datum`.
         loss: cross_entropy, importance_sampling, ppo, cispo, dro, gspo, dpo or preference; or a
-            function of the log-probabilities of each datum's targets, [N] each, that returns a loss
-            which torch differentiates.
+            differentiable function of the log-probabilities of each datum's targets, [N] each.
         loss_options: the loss's options by name: clip_low_threshold and clip_high_threshold of ppo,
             cispo and gspo, beta of dro and dpo; of preference beta, label_smoothing and the weights
             of its terms.
@@ -190,7 +191,7 @@ class Forward(_Pass, frozen=True, kw_only=True):
         return dataclasses.replace(scored, loss=total, metrics=_metrics(loss))
 
     def _begin(self, trained: TrainedAdapter) -> tuple[str | CustomLoss, list[ScoredBatch]]:
-        """Return the loss, a graph as a function, and the data as batches."""
+        """Return the loss, with a graph as a function, and the data as batches."""
         loss = self.loss
         if isinstance(loss, GraphOfData):
             loss = GraphLoss(loss.graph, loss.data)
@@ -201,7 +202,7 @@ class Forward(_Pass, frozen=True, kw_only=True):
 
 
 class ForwardBackward(Forward, frozen=True):
-    """Computes a loss, and adds its gradients to those that wait for an update."""
+    """Computes a loss and accumulates its gradients."""
 
     def stages(self, trained: TrainedAdapter) -> Stages[Scored]:
         loss, batches = yield Aside(lambda: self._begin(trained))
@@ -218,9 +219,9 @@ class ForwardBackward(Forward, frozen=True):
 
 
 def _evaluate(function: CustomLoss, scored: Scored) -> tuple[float, list[Tensor]]:
-    """Return the loss by the caller's function, and its gradient by each log-probability."""
+    """Return the loss of the caller's function, and its gradients by the log-probabilities."""
     leaves = [logprob.detach().clone().requires_grad_() for logprob in scored.logprobs]
-    total = function([*leaves])  # its own list, which it may change
+    total = function([*leaves])  # a copy, as the function may change the list
     if not (
         isinstance(total, Tensor)
         and total.numel() == 1
@@ -238,7 +239,7 @@ def _evaluate(function: CustomLoss, scored: Scored) -> tuple[float, list[Tensor]
     ]
     if not all(value.isfinite().all() for value in (total, *gradients)):
         raise FinetuneError(
-            "the loss function, or its gradient, is not finite; look at what it computes"
+            "the loss function, or its gradient, is not finite; check its computation"
         )
     return float(total.detach()), gradients
 
@@ -250,22 +251,24 @@ def _metrics(loss: CustomLoss) -> Mapping[str, float]:
 def _weighted(
     trained: TrainedAdapter, batches: Sequence[ScoredBatch], slopes: Sequence[Tensor]
 ) -> list[ScoredBatch]:
-    """Return batches weighted so that their cross entropy has the function's gradients."""
+    """Return batches with weights for which cross entropy has the function's gradients."""
     read = [datum for batch in batches for datum in batch.data]
     data = [datum.weighted(-slope) for datum, slope in zip(read, slopes, strict=True)]
     return trained.batches(data, CROSS_ENTROPY, {})
 
 
 class OptimStep(TrainerCommand[Stepped], frozen=True, kw_only=True):
-    """Updates the adapter by the gradients that wait, and drops them.
+    """Updates the adapter by the accumulated gradients, and drops the gradients.
+
+    Defaults of betas, eps and weight_decay: the trainer's `optimizer_options`, then the optimizer's
+    defaults, with a weight_decay of 0.
 
     Attributes:
         learning_rate: the learning rate of this update.
-        betas: the two betas of Adam's family; by default those of the trainer's `optimizer_options`
-            or the optimizer's own, as of the next two.
+        betas: the two betas of optimizers of the Adam family.
         eps: the optimizer's epsilon.
-        weight_decay: decay of the weights, 0 by default; trained biases of the base do not decay.
-        grad_clip_norm: the gradients are scaled down to this norm; None leaves them.
+        weight_decay: decay of the weights; trained biases of the base do not decay.
+        grad_clip_norm: maximum norm, to which gradients are clipped; None for no clipping.
     """
 
     learning_rate: float
@@ -303,9 +306,9 @@ class SaveState(_OfState, frozen=True, kw_only=True):
     """Writes the adapter, the optimizer's state and the number of updates.
 
     Attributes:
-        path: the directory, which is made; it is in peft's format, with the optimizer beside.
+        path: the directory to create, in peft's format with additional files for the optimizer.
         overwrite: replace an existing state.
-        notes: values of JSON to keep with it, which `load_state` gives back.
+        notes: JSON values to store with the state, which `load_state` returns.
     """
 
     overwrite: bool = False
@@ -331,8 +334,8 @@ class LoadState(_OfState, frozen=True, kw_only=True):
 
     Attributes:
         path: the state's directory.
-        optimizer: go on with the optimizer's state and the number of updates, too; else with the
-            weights alone.
+        optimizer: True to load the optimizer's state and the number of updates, too; False to load
+            only the weights.
     """
 
     optimizer: bool = True
@@ -348,10 +351,10 @@ class LoadState(_OfState, frozen=True, kw_only=True):
 
 
 class Publish(TrainerCommand[Snapshot], frozen=True):
-    """Serves the adapter as it is now, as the next version of its name.
+    """Publishes the current adapter as the next version of its name.
 
     Attributes:
-        name: another name to serve it by, which nothing trains; None for the trainer's.
+        name: another name for the published adapter, which nothing trains; None for the trainer's.
     """
 
     name: str | None = None

@@ -1,4 +1,4 @@
-"""Values that a trainer takes and returns: its options, data, batches of data, and results."""
+"""Arguments and results of a trainer: options, data, batches of data, and results."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ class TrainerOptions(OptimizerChoice):
     """Options of a trainer.
 
     Attributes:
-        seed: the seed of a fresh adapter's weights, and of dropout.
-        batch_size: sequences that go through the model together; gradients do not depend on it.
-        max_tokens: tokens that go through the model together; both bounds may be given.
-        total_steps: the updates that there will be, which AdaLoRA's schedule needs.
-        dropout: drop what the recipe says in forward_backward. Without, its log-probabilities are
-            those that the adapter samples by.
+        seed: the seed of a new adapter's weights, and of dropout.
+        batch_size: sequences per batch; gradients do not depend on batches.
+        max_tokens: tokens per batch; may be combined with `batch_size`.
+        total_steps: the total number of updates, which AdaLoRA's schedule needs.
+        dropout: apply the recipe's dropout in forward_backward. Without dropout, log-probabilities
+            equal those of sampling.
     """
 
     seed: int = 0
@@ -66,10 +66,10 @@ class TrainerArguments(TrainerOptions):
     """Arguments of `Executor.trainer`.
 
     Attributes:
-        name: the adapter's name. An adapter of that name is trained further; else one is made.
-        peft: the recipe of a new adapter, as `add_adapter` takes it; None for the one that the
-            program was compiled for under that name, else "lora".
-        tenant: of an engine's trainer, as of `JobArguments`.
+        name: the adapter's name; an existing adapter is trained further, a missing one is created.
+        peft: the recipe of a new adapter, as for `add_adapter`; None for the recipe that the
+            program was compiled for under the name, else "lora".
+        tenant: for a trainer of an engine, the tenant; see `JobArguments`.
     """
 
     name: str
@@ -78,7 +78,7 @@ class TrainerArguments(TrainerOptions):
 
 
 MOST_TARGETS = 1024
-"""The most targets of a token; the head runs once for each."""
+"""The maximum number of targets per token; the head runs once for each."""
 
 
 if TYPE_CHECKING:
@@ -86,26 +86,26 @@ if TYPE_CHECKING:
     WideIds: TypeAlias = Sequence[Sequence[int]]
     Numbers: TypeAlias = Sequence[float]
     WideNumbers: TypeAlias = Sequence[Sequence[float]]
-else:  # the type that messages hold
+else:  # the type in messages
     Ids = WideIds = Numbers = WideNumbers = Tensor
 
 
 @dataclass(frozen=True)
 class Datum:
-    """A sequence to train on, with numbers for each of its tokens. Nothing is shifted.
+    """A sequence to train on, with numbers for each token, without shifts.
 
-    Lists, tuples, arrays and tensors will do.
+    Values may be lists, tuples, arrays or tensors.
 
     Attributes:
-        tokens: its tokens, [N].
-        targets: what each token predicts, [N]: `targets[i]` is after `tokens[: i + 1]`; -100 for
-            nothing. By default the next token, and after the last one nothing. Linear losses, which
-            cross_entropy and functions are, also take K targets of each token, [N, K].
-        weights: the weight of each target's loss, [N] or [N, K] as targets are, of either sign; 1
-            by default.
+        tokens: the token ids, [N].
+        targets: the target id of each token, [N]: `targets[i]` follows `tokens[: i + 1]`; -100 for
+            no target. By default the next token, and no target for the last token. Linear losses
+            (cross_entropy and functions) also support K targets per token, [N, K].
+        weights: the weight of each target's loss, shaped as `targets`, of either sign; 1 by
+            default.
         advantages: the advantage of each target, [N].
-        logprobs: the log-probability that each target had when it was sampled, [N]; for dpo that of
-            the reference.
+        logprobs: the log-probability of each target at the time of sampling or, for dpo, by the
+            reference, [N].
     """
 
     tokens: Ids
@@ -117,14 +117,14 @@ class Datum:
 
 @dataclass(frozen=True)
 class CheckedDatum:
-    """A datum that a model can learn; it goes through a pass as an example does.
+    """A checked datum, with the interface of an example for passes.
 
     Attributes:
-        ids: its tokens.
-        targets: the target of each, -100 for none.
-        columns: weights, advantages and sampled log-probabilities; zeros where nothing counts.
-        further: of data with K targets a token the second ones and their weights, the third, ….
-        is_wide: True for targets of the shape [N, K], even with K = 1.
+        ids: the token ids.
+        targets: the target of each token, -100 for none.
+        columns: weights, advantages and sampled log-probabilities; zeros for tokens without target.
+        further: for K targets per token, the second, third, … targets, each with its weights.
+        is_wide: True for targets of the shape [N, K], also with K = 1.
     """
 
     ids: Sequence[int]
@@ -135,12 +135,12 @@ class CheckedDatum:
 
     @property
     def predicted(self) -> int:
-        """The number of its targets."""
+        """The number of targets."""
         rows = (self.targets, *(targets for targets, _ in self.further))
         return sum(target != IGNORED for row in rows for target in row)
 
     def further_targets(self, k: int) -> Sequence[int]:
-        """Return the k-th target of each token, the first being the 0th, [N]."""
+        """Return the k-th target of each token, counted from 0, [N]."""
         return self.further[k - 1][0] if k <= len(self.further) else [IGNORED] * len(self.ids)
 
     def further_weights(self, k: int) -> Sequence[float]:
@@ -148,7 +148,7 @@ class CheckedDatum:
         return self.further[k - 1][1] if k <= len(self.further) else [0.0] * len(self.ids)
 
     def weighted(self, weights: Tensor) -> CheckedDatum:
-        """Return it with other weights, [N] or [N, K] as its targets are."""
+        """Return the datum with other weights, shaped as its targets: [N] or [N, K]."""
         if not self.is_wide:
             return dataclasses.replace(self, columns=(weights.tolist(), *self.columns[1:]))
         first, *rest = weights.T.tolist()
@@ -156,17 +156,17 @@ class CheckedDatum:
         return dataclasses.replace(self, columns=(first, *self.columns[1:]), further=further)
 
     def shaped(self, logprobs: Tensor) -> Tensor:
-        """Return log-probabilities, [N] or [N, K or more], as its targets are."""
+        """Return log-probabilities, [N] or [N, K or more], in the shape of the targets."""
         if not self.is_wide:
             return logprobs if logprobs.dim() == 1 else logprobs[:, 0]
         return logprobs.view(len(self.ids), -1)[:, : 1 + len(self.further)]
 
 
 def checked(data: object, loss: Loss, sizes: ModelSizes, virtual: int) -> list[CheckedDatum]:
-    """Return data as lists, with the defaults of a loss.
+    """Check data and convert it to lists, with the defaults of a loss.
 
     Raises:
-        DataError: a datum that the model or the loss cannot take; it is named by its place.
+        DataError: a datum does not fit the model or the loss; names its place.
     """
     if isinstance(data, Datum | str | bytes) or not hasattr(data, "__iter__"):
         raise DataError(f"the data is a {type(data).__name__}; give a list of pcg.Datum")
@@ -237,7 +237,7 @@ def _checked(
 
 
 def _counted(numbers: Sequence[Any], targets: Sequence[int]) -> list[float]:
-    """Return numbers as floats, 0 where nothing is predicted."""
+    """Return numbers as floats, 0 for tokens without a target."""
     pairs = zip(numbers, targets, strict=True)
     return [0.0 if target == IGNORED else float(x) for x, target in pairs]
 
@@ -245,7 +245,7 @@ def _counted(numbers: Sequence[Any], targets: Sequence[int]) -> list[float]:
 def _columns(
     rows: list[Any] | None, name: str, place: str, loss: Loss
 ) -> tuple[list[Any] | None, list[list[Any]] | None]:
-    """Return the first number of each row and the further ones, [K - 1, N]; None of flat ones."""
+    """Return the first number of each row, and the others, [K - 1, N]; None for flat numbers."""
     if rows is None or not any(hasattr(row, "__iter__") for row in rows):
         return rows, None
     if not loss.is_linear:
@@ -304,7 +304,7 @@ _FIELDS = dataclasses.fields(Datum)
 
 
 def columns_of(data: Sequence[CheckedDatum], device: torch.device) -> Columns:
-    """Concatenate the columns of some data on a device."""
+    """Concatenate the columns of data on a device."""
     weights, advantages, sampled = (
         torch.tensor([x for datum in data for x in datum.columns[i]], dtype=torch.float64)
         for i in range(3)
@@ -324,7 +324,7 @@ def columns_of(data: Sequence[CheckedDatum], device: torch.device) -> Columns:
 
 @dataclass(frozen=True)
 class ScoredBatch:
-    """Data that goes through the model together, with the loss and its columns."""
+    """A batch of data, with the loss and its columns."""
 
     data: Sequence[CheckedDatum]
     loss: Loss
@@ -335,12 +335,12 @@ class ScoredBatch:
 def cut(
     data: Sequence[CheckedDatum], together: int, batch_size: int, max_tokens: int | None
 ) -> list[list[CheckedDatum]]:
-    """Cut data into batches, in its order.
+    """Cut data into batches, in order.
 
     Args:
-        together: the number of consecutive data of a term of the loss, which stay together.
-        batch_size: the most data of a batch, unless a term has more.
-        max_tokens: the most tokens of a batch, likewise; None for any number.
+        together: the number of consecutive data in a term of the loss, which stay together.
+        batch_size: the maximum number of data in a batch, unless a term has more.
+        max_tokens: the maximum number of tokens, unless a term has more; None for no maximum.
     """
     batches: list[list[CheckedDatum]] = []
     tokens = 0
@@ -365,11 +365,11 @@ class Scored:
 
     Attributes:
         loss: the loss, a sum over all data and tokens.
-        logprobs: of each datum, the log-probability of each target, [N] or [N, K] as its targets,
-            in host memory; 0 where nothing is predicted.
-        tokens: tokens that went through the model, virtual ones not counted.
-        targets: targets among them.
-        metrics: further numbers of a loss that is a graph, by name.
+        logprobs: for each datum, the log-probabilities of its targets, [N] or [N, K], in host
+            memory; 0 for tokens without a target.
+        tokens: number of tokens that went through the model, without virtual tokens.
+        targets: number of targets.
+        metrics: metrics of a loss graph, by name.
     """
 
     loss: float
@@ -384,10 +384,10 @@ class Stepped:
     """The result of `optim_step`.
 
     Attributes:
-        step: the number of updates of the adapter, this update included.
-        gradient_norm: the norm of the gradients before they were clipped.
-        tokens: tokens that went through the model, forward and back, since the update before.
-        loss: the sum of the losses since then.
+        step: the number of updates of the adapter, including this update.
+        gradient_norm: the norm of the gradients before clipping.
+        tokens: number of tokens in forward_backward since the previous update.
+        loss: the sum of the losses since the previous update.
     """
 
     step: int
@@ -413,11 +413,11 @@ class Saved:
 
 @dataclass(frozen=True)
 class Snapshot:
-    """The result of `snapshot`: a version of the adapter that is served.
+    """The result of `snapshot`: a served version of the adapter.
 
     Attributes:
-        version: its name and number, `name@number`.
-        adapter: the version itself, which requests may name though later ones replace it.
+        version: the version's name and number, `name@number`.
+        adapter: the version's adapter, which requests may name even after a replacement.
     """
 
     version: AdapterVersion

@@ -1,19 +1,19 @@
-"""The adapter of a trainer, with its optimizer and the gradients that wait for an update.
+"""The adapter of a trainer, with its optimizer and accumulated gradients.
 
-Gradients of each call are computed apart from those of the calls before, and are added to them once
-the call is done: a call that fails or is cancelled leaves them as they were.
+The gradients of a call are computed separately, and added to the accumulated gradients at the end
+of the call, so that a failed or cancelled call leaves the accumulated gradients unchanged.
 
-A scored pass is a training pass whose loss is a function of the tokens' log-probabilities. With the
-log-probabilities l [T] of the targets and a loss C(l),
+A scored pass is a training pass with a loss that is a function of the tokens' log-probabilities.
+With the log-probabilities l [T] of the targets and a loss C(l),
 
     dC/dx = Σ_t (dC/dl_t) dl_t/dx,    and the program's loss of a token is -l_t,
 
-so the program's loss goes back with the weight -dC/dl_t of each token. Where C is linear, the
-weights are known before. Else they are known once all l are; as what goes back to a token's state
-depends on no other token, it is computed with the weight 1, and then multiplied by the weight. Only
-where something behind the layers is trained, whose gradients are sums over tokens, the loss is
-computed twice: first forward alone, then forward and back. Either way it is computed for chunks of
-tokens, and no logits are kept.
+so that the backward of the program's loss runs with the weight -dC/dl_t of each token. If C is
+linear, the weights are known in advance. Otherwise they are known after all l. The gradient of a
+token's hidden state depends on no other token, so it is computed with the weight 1 and then
+multiplied by the weight. Only if weights after the layers are trained, with gradients that are sums
+over tokens, the loss is computed twice: forward, then forward and backward. In each case the loss
+is computed in chunks of tokens, and no logits are kept.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ class ScoredPass(TrainingPass):
 
     Attributes:
         logprobs: the log-probability of each token's target, [T] without virtual tokens, on the
-            device, or [T, K] of K targets each; 0 where nothing is predicted. Set with the loss.
+            device, or [T, K] for K targets each; 0 without a target. Set with the loss.
     """
 
     def __init__(
@@ -86,7 +86,7 @@ class ScoredPass(TrainingPass):
         trains: bool,
         dropout_seed: int | None,
     ) -> None:
-        """Begin before the first token; `trains` computes gradients beside the loss."""
+        """Create a pass; `trains` is True to compute gradients, too."""
         normaliser = 1.0 if trains else None
         super().__init__(runner, batch.data, normaliser, dropout_seed, pages.cache, pages.tables)
         self._batch = batch
@@ -105,7 +105,7 @@ class ScoredPass(TrainingPass):
         return [*[IGNORED] * self._runner.adapter.prompt_tokens, *example.targets]
 
     def _further_targets(self, batch: ScoredBatch) -> list[Tensor]:
-        """Return the second target of each token, the third, …: [T] each, virtual ones included."""
+        """Return the second, third, … target of each token: [T] each, with virtual tokens."""
         virtual = [IGNORED] * self._runner.adapter.prompt_tokens
         columns = []
         for k in range(1, batch.columns.width):
@@ -122,7 +122,7 @@ class ScoredPass(TrainingPass):
         """Return the windows with the k-th target of each token, the last window first.
 
         Args:
-            first: the windows with the first targets, of k > 0.
+            first: for k > 0, the windows with the first targets.
         """
         losses, begin = [], 0
         for index, window in enumerate(self._windows):
@@ -147,7 +147,7 @@ class ScoredPass(TrainingPass):
         losses = [
             torch.cat(kept[begin : begin + count][::-1]) for begin in range(0, len(kept), count)
         ]
-        # Subtracted from 0, so that no log-probability is -0.0.
+        # Subtract from 0, so that no log-probability is -0.0.
         negated = 0.0 - (torch.stack(losses, 1) if len(losses) > 1 else losses[0])
         logprobs = self._without_virtual(negated)
         batch = self._batch
@@ -165,9 +165,9 @@ class ScoredPass(TrainingPass):
         self.loss_sum = total
 
     def _scale(self, windows: Sequence[WindowLoss], slopes: Tensor) -> None:
-        """Multiply the gradients of tokens' states, which are for the weight 1, by the weights."""
+        """Multiply the gradients of hidden states, computed with the weight 1, by the weights."""
         end = self.tokens
-        for window in windows:  # the last one first
+        for window in windows:  # the last window first
             begin = end - len(window.targets)
             weights = slopes[begin:end, None]
             for gradient in window.gradients:
@@ -175,13 +175,13 @@ class ScoredPass(TrainingPass):
             end = begin
 
     def of_data(self, numbers: Tensor) -> list[Tensor]:
-        """Return flat log-probabilities in host memory by data, in the shapes of their targets."""
+        """Split flat log-probabilities in host memory by datum, in the shapes of the targets."""
         rows = numbers.view(self.logprobs.shape).split(self._lengths)
         pairs = zip(self._batch.data, rows, strict=True)
         return [datum.shaped(row).clone() for datum, row in pairs]
 
     def _with_virtual(self, x: Tensor) -> Tensor:
-        """Put zeros for the adapter's virtual tokens before each sequence."""
+        """Insert zeros for the adapter's virtual tokens before each sequence."""
         virtual = self._virtual
         if not virtual:
             return x
@@ -197,11 +197,11 @@ class ScoredPass(TrainingPass):
 
 
 _RATE = 1e-3
-"""The learning rate of an optimizer before its first step, which gives its own."""
+"""A placeholder learning rate: each step sets its own."""
 
 
 class TrainedAdapter:
-    """An adapter that commands train in turn."""
+    """An adapter that is trained by commands."""
 
     def __init__(
         self,
@@ -211,10 +211,10 @@ class TrainedAdapter:
         note_step: Callable[[Stepped], None] = lambda stepped: None,
         note_version: Callable[[AdapterVersion], None] = lambda version: None,
     ) -> None:
-        """Make the adapter, the program that trains it, and the optimizer.
+        """Create the adapter, its training program, and the optimizer.
 
         Args:
-            windows: sequences go through the KV cache, window by window, as in an engine.
+            windows: True to run sequences through the KV cache by windows, as in an engine.
         """
         self._state = state
         self._arguments = arguments
@@ -225,7 +225,7 @@ class TrainedAdapter:
         self._start(None)
 
     def _start(self, saved: Adapter | None) -> None:
-        """Begin with the present, a new or a saved adapter."""
+        """Start from the existing, a new, or a saved adapter."""
         state, arguments = self._state, self._arguments
         name, total = arguments.name, arguments.total_steps
         if saved is None:
@@ -265,14 +265,14 @@ class TrainedAdapter:
     def batches(
         self, data: Sequence[CheckedDatum], loss: Loss, options: Options
     ) -> list[ScoredBatch]:
-        """Cut data into batches, in its order."""
+        """Cut data into batches, in order."""
         bounds = self._arguments.batch_size, self._arguments.max_tokens
         lots = cut(data, loss.together, *bounds)
         device = self._runner.device
         return [ScoredBatch(lot, loss, options, columns_of(lot, device)) for lot in lots]
 
     def forward(self, batches: Sequence[ScoredBatch]) -> Work[Scored]:
-        """Compute the loss of some batches, without gradients and without dropout."""
+        """Compute the loss of batches, without gradients and without dropout."""
         while True:
             try:
                 passes = yield from self._through(batches, trains=False)
@@ -281,7 +281,7 @@ class TrainedAdapter:
                 yield Release()
 
     def forward_backward(self, batches: Sequence[ScoredBatch]) -> Work[Scored]:
-        """Add the gradients of some batches to those that wait for an update.
+        """Add the gradients of batches to the accumulated gradients.
 
         Raises:
             FinetuneError: a loss or a gradient is not finite; accumulated gradients are unchanged.
@@ -323,10 +323,10 @@ class TrainedAdapter:
         passes: Sequence[ScoredPass],
         norm: Tensor | None = None,
     ) -> Work[Scored]:
-        """Return the results, once the host has them.
+        """Return the results, after their copy to the host.
 
         Args:
-            norm: the norm of the gradients, which has to be finite, too.
+            norm: the norm of the gradients, which must be finite, too.
         Raises:
             FinetuneError: a number is not finite.
         """
@@ -344,7 +344,7 @@ class TrainedAdapter:
             if not values.isfinite().all():
                 raise FinetuneError(
                     f"trainer {self.name!r}: log-probabilities of data[{index}] are not finite; "
-                    f"look at it, or load an earlier state: the adapter had {self.steps} updates"
+                    f"check it, or load an earlier state: the adapter had {self.steps} updates"
                 )
         loss = float(numbers[len(flat) :][: len(sums)].sum())
         if not math.isfinite(loss):
@@ -364,7 +364,7 @@ class TrainedAdapter:
     # ----------------------------------------------------------------------------------- gradients
 
     def _norm(self) -> Tensor:
-        """Return the norm of the gradients of a call. UnsupportedError: a weight gets none."""
+        """Return the norm of a call's gradients. UnsupportedError: a weight gets no gradient."""
         gradients = []
         for path, tensor in self._step.parameters.items():
             if tensor.grad is None:
@@ -375,24 +375,24 @@ class TrainedAdapter:
         return torch.nn.utils.get_total_norm(gradients)
 
     def _keep_gradients(self) -> None:
-        # On a GPU recorded windows add to memory that stays theirs.
-        is_theirs = self._runner.device.type == "cuda"
+        # On a GPU, gradients may lie in fixed memory of recorded windows: copy them.
+        is_fixed = self._runner.device.type == "cuda"
         for path, tensor in self._step.parameters.items():
             assert tensor.grad is not None
             if path in self._pending:
                 self._pending[path].add_(tensor.grad)
             else:
-                self._pending[path] = tensor.grad.clone() if is_theirs else tensor.grad
+                self._pending[path] = tensor.grad.clone() if is_fixed else tensor.grad
 
     def optim_step(
         self, rate: float, fields: dict[str, Any], grad_clip_norm: float | None
     ) -> Work[Stepped]:
-        """Update the adapter by the gradients that wait, and drop them.
+        """Update the adapter by the accumulated gradients, and drop the gradients.
 
         Args:
-            fields: betas, eps and weight_decay of this update, where they are given.
+            fields: overrides of betas, eps and weight_decay for this update.
         Raises:
-            FinetuneError: there are none, or their norm is not finite; they wait on.
+            FinetuneError: no gradients, or a norm that is not finite; gradients are kept.
         """
         if not self._pending:
             raise FinetuneError(
@@ -429,10 +429,10 @@ class TrainedAdapter:
                 group["weight_decay"] = 0.0
 
     def _whole_gradients(self) -> Tensor:
-        """Have the parameters have the gradients that wait; returns their norm."""
+        """Set the accumulated gradients as `grad` of the parameters; return their norm."""
         for path, tensor in self._step.parameters.items():
             tensor.grad = self._pending[path]
-        if self._step.beside is not None:  # which adds to them
+        if self._step.beside is not None:  # which changes the gradients in place
             for tensor in self._step.parameters.values():
                 assert tensor.grad is not None
                 tensor.grad = tensor.grad.clone()
@@ -455,7 +455,7 @@ class TrainedAdapter:
     # ----------------------------------------------------------------------------------- versions
 
     def copied(self) -> Work[Adapter]:
-        """Return a copy of the adapter as it is now, in host memory."""
+        """Return a copy of the current adapter, in host memory."""
         yield from ()
         self._runner.settle()
         adapter = self._adapter
@@ -466,11 +466,11 @@ class TrainedAdapter:
         return copy
 
     def program_for(self, adapter: Adapter) -> ServingProgram:
-        """Return a program that serves an adapter; it is compiled if need be."""
+        """Return a program that serves an adapter, compiling a missing program."""
         return self._state.program_for(adapter)
 
     def publish(self, adapter: Adapter, program: ServingProgram) -> Work[Snapshot]:
-        """Serve an adapter from now on, as the next version of its name."""
+        """Serve an adapter as the next version of its name."""
         yield from ()
         served = self._state.put_adapter(adapter, program)
         version = self._state.versions.of(served)
@@ -481,7 +481,7 @@ class TrainedAdapter:
     # ----------------------------------------------------------------------------------- states
 
     def facts(self) -> dict[str, Any]:
-        """Return the values that have to be equal where a state is loaded, as JSON values."""
+        """Return the values that must be equal in a state to load, as JSON."""
         return {
             "optimizer": self._kind.name,
             "base_dtype": self._state.program.dtype,
@@ -491,7 +491,7 @@ class TrainedAdapter:
     def checkpoint(self, facts: dict[str, Any]) -> Work[Checkpoint]:
         """Return copies of the adapter, the optimizer's state and the history.
 
-        Gradients that wait are no part of it, and stay.
+        Accumulated gradients are kept, but not part of the checkpoint.
         """
         yield from ()
         self._runner.settle()
@@ -507,9 +507,9 @@ class TrainedAdapter:
         """Load a checkpoint and drop accumulated gradients.
 
         Args:
-            optimizer: load the optimizer's state and updates, too; else only the weights.
+            optimizer: True to load the optimizer's state and the number of updates, too.
         Raises:
-            FinetuneError: it has another recipe, or another optimizer's state; nothing changed.
+            FinetuneError: another recipe, or another optimizer's state; nothing changes.
         """
         before = dict(vars(self))
         saved = sites_of(checkpoint.adapter)

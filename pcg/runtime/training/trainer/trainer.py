@@ -1,4 +1,4 @@
-"""The trainer: trains an adapter command by command, and waits for each."""
+"""The synchronous trainer: trains an adapter by commands."""
 
 from __future__ import annotations
 
@@ -35,76 +35,76 @@ Result = TypeVar("Result")
 
 
 class Trainer:
-    """Trains an adapter; see `Executor.trainer`.
+    """Trains an adapter by commands; see `Executor.trainer`.
 
-    Each method returns once it is done. A command that fails changes nothing,
-    and the trainer can be used further. A context manager, which closes it.
+    Each method blocks until its result is available. A failed command changes nothing, and the
+    trainer remains usable. The trainer is a context manager that closes the trainer.
 
     Attributes:
-        name: the adapter's name, which nobody else may use before the end.
+        name: the adapter's name, reserved until the trainer is closed.
     """
 
     def __init__(
         self, name: str, run: Callable[[TrainerCommand[Any]], Any], end: Callable[[], None]
     ) -> None:
-        """Make a handle of an existing trainer."""
+        """Create a handle; `run` runs a command, and `end` closes the trainer."""
         self.name = name
         self._run = run
         self._end = end
 
     @takes(Forward, FinetuneError)
     def forward(self, command: Forward) -> Scored:
-        """Compute a loss without gradients, and without dropout.
+        """Compute a loss without gradients and without dropout.
 
         Raises:
-            DataError: a datum that the model or the loss cannot take, by its place.
-            FinetuneError: bad options, or numbers that are not finite.
+            DataError: a datum does not fit the model or the loss; names its place.
+            FinetuneError: bad options, or non-finite numbers.
         """
         return self._did(command)
 
     @takes(ForwardBackward, FinetuneError)
     def forward_backward(self, command: ForwardBackward) -> Scored:
-        """Compute a loss, a sum, and add its gradients to those that wait for `optim_step`.
+        """Compute a summed loss and accumulate its gradients for `optim_step`.
 
         Raises:
-            DataError: a datum that the model or the loss cannot take, by its place.
-            FinetuneError: bad options, or numbers that are not finite.
+            DataError: a datum does not fit the model or the loss; names its place.
+            FinetuneError: bad options, or non-finite numbers.
         """
         return self._did(command)
 
     @takes(OptimStep, FinetuneError)
     def optim_step(self, command: OptimStep) -> Stepped:
-        """Update the adapter by the gradients of all calls since the last update.
+        """Update the adapter by the gradients accumulated since the last update.
 
         Raises:
-            FinetuneError: there are no gradients, or an option is bad.
+            FinetuneError: no accumulated gradients, or a bad option.
         """
         return self._did(command)
 
     @takes(SaveState, FinetuneError)
     def save_state(self, command: SaveState) -> Saved:
-        """Save the adapter and the optimizer's state; gradients that wait stay, and are not saved.
+        """Save the adapter and the optimizer state; accumulated gradients are kept, not saved.
 
         Raises:
-            FinetuneError: something is there already, or it cannot be written.
+            FinetuneError: the path already exists, or cannot be written.
         """
         return self._did(command)
 
     @takes(LoadState, FinetuneError)
     def load_state(self, command: LoadState) -> Saved:
-        """Load a saved state, and drop accumulated gradients; training continues to the same bits.
+        """Load a saved state bit for bit and discard accumulated gradients.
 
         Raises:
-            FinetuneError: there is none, it is damaged, or it is of another base or recipe.
+            FinetuneError: no state, a damaged state, or a state of another base or recipe.
         """
         return self._did(command)
 
     def snapshot(self) -> Snapshot:
-        """Serve the adapter as it is now, as the next version of its name."""
+        """Publish the current adapter as the next version of its name."""
         return self._did(Publish())
 
     def close(self) -> None:
-        """Free all that the trainer holds; versions that it published are served on."""
+        """Free the trainer's memory and name; published versions remain served."""
         self._end()
 
     def _did(self, command: TrainerCommand[Result]) -> Result:
@@ -124,11 +124,11 @@ class Trainer:
 
 
 def trainer_here(state: ModelState, arguments: TrainerArguments) -> Trainer:
-    """Make a trainer that runs commands by themselves on the calling thread.
+    """Create a trainer that runs commands on the calling thread, without an engine.
 
     Raises:
-        AdapterConflictError: something trains an adapter of that name.
-        FinetuneError, UnsupportedError: the recipe or the optimizer cannot be trained.
+        AdapterConflictError: a job or trainer already trains an adapter of that name.
+        FinetuneError, UnsupportedError: training with the recipe or the optimizer is impossible.
     """
     ends = state.begin_training(arguments.name)
     held: list[TrainedAdapter] = []
@@ -156,7 +156,7 @@ def trainer_here(state: ModelState, arguments: TrainerArguments) -> Trainer:
 
 @contextmanager
 def _gradients(device: torch.device) -> Iterator[None]:
-    """Have torch differentiate on a device, whatever mode the caller is in."""
+    """Enable gradients on a device, in any grad mode of the caller."""
     with torch.inference_mode(False), torch.enable_grad(), on_device(device):
         yield
 
@@ -179,7 +179,7 @@ def run_here(command: TrainerCommand[Result], trained: TrainedAdapter) -> Result
 
 
 class TrainerObjective(Objective[Result]):
-    """An objective that trains by the commands of a trainer."""
+    """An objective that trains through a trainer's commands."""
 
     trainer: Trainer
 
