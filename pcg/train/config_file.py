@@ -1,12 +1,12 @@
-"""A configuration file: YAML whose keys are the fields of a few dataclasses; the model and output.
+"""Configuration files: YAML with the fields of dataclasses as keys; the model and output options.
 
-An unknown key is refused with the closest known key, and so is a repeated key.
-Settings `key=value` take the place of the file's values; `peft.r=4` sets a part of an object.
+An unknown key is refused with the closest known key as a hint; a repeated key is refused, too.
+Settings `key=value` override the file's values; `peft.r=4` sets a part of an object.
 
-YAML has numbers, texts, lists and objects. A number may be a text, as YAML 1.1 reads `1e-3`,
-a list may be a single element, and a path is relative to a folder.
+Values are numbers, text, lists and objects. A number may be written as text, as YAML 1.1 reads
+`1e-3` as text; a list may be written as a single element; a path is relative to a folder.
 
-Every run names a model (`ModelOptions`), and an adapter with the folder that it is saved in
+Each configuration names a model (`ModelOptions`), and an adapter with its output folder
 (`OutputOptions`).
 """
 
@@ -43,7 +43,7 @@ def converted(value: Any, hint: Any, folder: Path) -> Any:
     """Convert a value to the type of a field.
 
     Raises:
-        ValueError: it does not fit; the text says what would.
+        ValueError: the value does not fit; the message describes allowed values.
     """
     kinds = _members(hint)
     if Any in kinds or object in kinds or (value is None and type(None) in kinds):
@@ -57,13 +57,13 @@ def converted(value: Any, hint: Any, folder: Path) -> Any:
 
 
 def _members(hint: Any) -> list[Any]:
-    """Return the types of a union, texts last."""
+    """Return the types of a union, with `str` last."""
     is_union = get_origin(hint) in (Union, types.UnionType)
     return sorted(get_args(hint) if is_union else [hint], key=lambda kind: kind is str)
 
 
 def _one(value: Any, kind: Any, folder: Path) -> Any:
-    """Convert a value to a type; None if it does not fit."""
+    """Convert a value to a type; None if the value does not fit."""
     origin, inner = get_origin(kind) or kind, get_args(kind)
     if origin is Literal:
         return value if any(value == word and type(value) is type(word) for word in inner) else None
@@ -133,21 +133,21 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class ConfigFile:
-    """A configuration as it was read, with its settings.
+    """A configuration file with its settings.
 
     Attributes:
-        values: the value of each key that was given, of its field's type.
+        values: the given values by key, converted to the types of the fields.
     """
 
     path: Path
     values: Mapping[str, Any]
 
     def make(self, kind: type[T], **others: object) -> T:
-        """Return a dataclass of the keys for its fields.
+        """Return a dataclass with the values of its fields.
 
         Raises:
             FinetuneError: a field without a default is missing.
-            PcgError: a value is out of its range.
+            PcgError: a value is out of range.
         """
         values_given = {**others, **self.given(kind)}
         missing = [
@@ -171,13 +171,13 @@ def read_config(path: Path, kinds: Sequence[type], settings: Sequence[str] = ())
     """Read a configuration.
 
     Args:
-        path: the YAML file. Its paths are relative to its folder.
-        kinds: the dataclasses whose fields are its keys. Where two have a field of one name, it is
-            one key.
-        settings: `key=value` each, the value in YAML; their paths are relative to the working
-            directory.
+        path: the YAML file. Paths in the file are relative to its folder.
+        kinds: the dataclasses with the keys as fields. Fields of the same name in two dataclasses
+            share a key.
+        settings: texts `key=value`, with values in YAML; paths in settings are relative to the
+            working directory.
     Raises:
-        FinetuneError: the file cannot be read, a key is unknown, or a value is of another type.
+        FinetuneError: the file cannot be read, a key is unknown, or a value has a wrong type.
     """
     hints: dict[str, Any] = {}
     for kind in reversed(kinds):
@@ -196,7 +196,7 @@ def read_config(path: Path, kinds: Sequence[type], settings: Sequence[str] = ())
 def _checked(
     read: Mapping[Any, Any], hints: Mapping[str, Any], folder: Path, where: str
 ) -> dict[str, Any]:
-    """Return values of their fields' types."""
+    """Return values converted to the types of their fields."""
     try:
         check_names(map(str, read), hints, FinetuneError)
     except PcgError as error:
@@ -211,7 +211,7 @@ def _checked(
 
 
 def _set(values: dict[str, Any], setting: str, hints: Mapping[str, Any]) -> None:
-    """Take a setting `key=value` or `key.part=value` over."""
+    """Apply a setting `key=value` or `key.part=value`."""
     name, equals, text = setting.partition("=")
     key, *parts = name.strip().split(".")
     if not equals or not all((key, *parts)):
@@ -234,7 +234,7 @@ class _Loader(yaml.SafeLoader):  # type: ignore[misc]  # yaml is untyped
     """YAML of plain values with unique keys."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        """The object of a node. ConstructorError: a key is repeated, or is no plain value."""
+        """Return the object of a node. ConstructorError: a key is repeated or not plain."""
         seen = set()
         for key, _ in node.value:
             if isinstance(key, yaml.ScalarNode) and key.value != "<<":
@@ -260,13 +260,13 @@ def _parsed(text: str, where: str) -> Any:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelOptions:
-    """The model that is trained over.
+    """The frozen base model.
 
     Attributes:
         model: a directory with a config.json, a hub id, a model that ships with pcg, or the folder
             of a compiled program.
-        device: the device, as torch names it; a GPU where there is one, else the CPU.
-        weights: where the weights of a compiled program lie, if no longer where it found them.
+        device: the device, by torch's name; by default a GPU if available, else the CPU.
+        weights: the new place of a compiled program's weights, if they were moved.
         trust_edits: run a program with edited source.
     """
 
@@ -279,7 +279,7 @@ class ModelOptions:
 
 
 def open_model(config: ConfigFile) -> Executor:
-    """Return an executor of the model that a configuration names, without adapters.
+    """Return an executor of a configuration's model, without adapters.
 
     Raises:
         PcgError: the model, its weights or an option cannot be used.
@@ -300,20 +300,20 @@ def open_model(config: ConfigFile) -> Executor:
     for name in ("weights", "trust_edits"):
         if getattr(place, name):
             raise FinetuneError(f"{name} is for compiled programs, and {model} is none")
-    resolve(model, weights=True)  # a wrong name is an answer in milliseconds
+    resolve(model, weights=True)  # fails fast for a wrong name
     return compiler.compile(model, None, device=place.device, **compiling)
 
 
 def _near(config: ConfigFile, name: str) -> str:
-    """Return the directory of a name in the configuration's folder, or the name where none is."""
+    """Return a directory in the configuration's folder by name; else the name itself."""
     folder = config.path.parent / expanded(name)
     return str(folder) if is_directory(folder) else name
 
 
 CHECKPOINTS = "pcg-checkpoints"
-"""Folder within the output that is removed when the adapter is saved."""
+"""The output's folder of checkpoints, which is removed when the adapter is saved."""
 RECORD = "record"
-"""Folder within the output that has the record of the run."""
+"""The output's folder with the record of the run."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -322,12 +322,12 @@ class OutputOptions:
 
     Attributes:
         adapter: the adapter's name.
-        output: the directory to save it in, and the run's record; checkpoints are there, too,
-            until it is saved.
-        peft: the recipe of a new adapter: lora or another word, or an object with the fields of
-            peft's adapter_config.json; by default that of the program, else lora.
-        start_from: a saved adapter to go on with, instead of a new one.
-        overwrite: replace the adapter that is saved in the output.
+        output: the directory for the adapter and the run's record, and for checkpoints until the
+            adapter is saved.
+        peft: the recipe of a new adapter: lora or another method's name, or an object with the
+            fields of peft's adapter_config.json; by default the program's recipe, else lora.
+        start_from: a saved adapter to train further, instead of a new adapter.
+        overwrite: replace an adapter saved in the output.
     """
 
     title: ClassVar[str] = "Adapter"
@@ -339,13 +339,13 @@ class OutputOptions:
     overwrite: bool = False
 
     def check(self, *, resumes: bool) -> None:
-        """Refuse an output that cannot be written, or has a finished adapter.
+        """Refuse an output that cannot be written, or contains a saved adapter.
 
         Args:
-            resumes: True if a checkpoint is demanded, whose job saved the adapter that is there.
+            resumes: True if the run requires a checkpoint, and may replace the adapter of its job.
         Raises:
-            AdapterError: names the output, and the fix.
-            FinetuneError: options do not go together.
+            AdapterError: names the output and the fix.
+            FinetuneError: two options exclude each other.
         """
         output = self.output
         if is_there(output) and not is_directory(output):
@@ -353,7 +353,7 @@ class OutputOptions:
         if has_adapter(output) and not (self.overwrite or resumes):
             raise AdapterError(
                 f"output {output} has a saved adapter; give another directory, overwrite: true to "
-                "replace it, or resume: true to go on from a checkpoint. "
+                "replace it, or resume: true to resume from a checkpoint. "
                 f"start_from: {output} trains it further"
             )
         check_writable(output, f"adapter {self.adapter!r}", AdapterError)
@@ -361,16 +361,16 @@ class OutputOptions:
             raise FinetuneError("start_from is a saved adapter with a recipe; leave peft out")
 
     def save(self, executor: Executor, checkpoint_dir: object) -> None:
-        """Save the adapter, and remove the checkpoints that are in the output."""
+        """Save the adapter, and remove checkpoints from the output."""
         executor.save_adapter(self.adapter, self.output)
         if not executor.ranks.rank and checkpoint_dir == self.output / CHECKPOINTS:
             shutil.rmtree(self.output / CHECKPOINTS, ignore_errors=True)
 
     def configuration(self, executor: Executor) -> Any:
-        """Return the recipe or the saved adapter to start from, as `add_adapter` takes it.
+        """Return the recipe or the saved adapter to start from, for `add_adapter`.
 
         Raises:
-            UnsupportedError: `peft` is a word that names no method.
+            UnsupportedError: `peft` names no method.
         """
         if self.start_from is not None:
             return self.start_from
@@ -385,12 +385,12 @@ class OutputOptions:
 
 
 def has_adapter(folder: Path) -> bool:
-    """Return whether a folder has a saved adapter."""
+    """Return True if a folder has a saved adapter."""
     return any(is_there(folder / name) for name in (CONFIG, WEIGHTS, PICKLE))
 
 
 def own_recipe(executor: Executor, name: str) -> Any:
-    """Return the program's only recipe for an adapter without its own; None if it has several."""
+    """Return the program's only recipe, for an adapter without its own; None if not unique."""
     recipes = executor.program.recipes
     if name not in recipes and len(recipes) == 1:
         return recipe_of_fields(next(iter(recipes.values())))

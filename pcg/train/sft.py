@@ -1,9 +1,9 @@
-"""Supervised finetuning by a configuration file, which saves the adapter.
+"""Supervised finetuning by a configuration file, with a saved adapter as the result.
 
     config = read_config(Path("sft.yaml"), SFT_KEYS)
     result = train_sft(config)
 
-has the keys of `Executor.finetune`, and ends in the adapter that this call makes.
+The configuration has the keys of `Executor.finetune`, and gives the same adapter as that call.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ class SftOptions(FinetuneOptions):
     """Options of supervised finetuning.
 
     Attributes:
-        data: a file of JSON lines (chat, prompt-completion, alpaca, ShareGPT, text) or a .txt file;
-            several, one after the other, as a list.
-        eval_data: files to measure the loss on.
+        data: a file of JSON lines (chat, prompt-completion, alpaca, ShareGPT, text), a .txt file,
+            or a list of files to concatenate.
+        eval_data: files for evaluation.
     """
 
     title: ClassVar[str] = "Data"
@@ -44,14 +44,14 @@ class SftOptions(FinetuneOptions):
 
 
 SFT_KEYS = (ModelOptions, OutputOptions, SftOptions, CompileOptions)
-"""The dataclasses whose fields are the keys of a configuration."""
+"""The dataclasses with a configuration's keys as fields."""
 
 
 def train_sft(config: ConfigFile) -> FinetuneResult:
-    """Finetune an adapter as a configuration says, and save it in its output.
+    """Finetune an adapter by a configuration, and save the adapter in the output.
 
     Raises:
-        PcgError: the configuration, the model or the data cannot be used, before a step.
+        PcgError: the configuration, the model or the data is unusable; before the first step.
         FinetuneInterrupted: Ctrl-C; the same call continues from the checkpoint.
     """
     files = config.make(OutputOptions)
@@ -72,14 +72,14 @@ def finetune_and_save(
     peft: Any,
     options: Mapping[str, Any],
 ) -> FinetuneResult:
-    """Finetune an adapter, and save it unless it has collapsed; each rank calls this.
+    """Finetune an adapter, and save it unless it has collapsed; a collective call over ranks.
 
     Args:
-        peft: the recipe or the adapter to start from; None for the program's own.
-        options: fields of `FinetuneOptions`. Checkpoints in the output's own folder are removed
-            once the adapter is saved.
+        peft: the recipe or the adapter to start from; None for the program's recipe.
+        options: fields of `FinetuneOptions`. Checkpoints in the output are removed when the adapter
+            is saved.
     Raises:
-        FinetuneError: the adapter collapsed, or as in `Executor.finetune`.
+        FinetuneError: the adapter has collapsed, or see `Executor.finetune`.
     """
     result = executor.finetune(data, adapter=adapter, peft=peft, **options)
     if result.is_collapsed:
@@ -95,6 +95,6 @@ def _collapse(result: FinetuneResult, output: Path) -> str:
     return (
         f"{result.adapter} has collapsed and is not saved in {output}: the loss of the first "
         f"step's data was {before:.4f} before, and is {after:.4f} after {result.steps} steps; "
-        "lower the learning rate (--lr) or warm up longer, and begin anew (resume: false, "
+        "lower the learning rate (--lr) or warm up longer, and start at step 0 (resume: false, "
         f"--no-resume). The adapter is in {result.checkpoint}"
     )

@@ -195,7 +195,7 @@ def test_a_collapsed_adapter_is_not_saved(data: Path, tmp_path: Path) -> None:
     bad = ("--lr", "3", "--schedule", "constant", "--max-steps", "4", "-o", tmp_path / "bad")
     result = run(*command, *bad, "--start-from", tmp_path / "good", "--no-progress")
     assert_one_error(result, f"sums has collapsed and is not saved in {tmp_path / 'bad'}")
-    assert "lower the learning rate (--lr) or warm up longer, and begin anew" in result.stderr
+    assert "lower the learning rate (--lr) or warm up longer, and start at step 0" in result.stderr
     assert {path.name for path in (tmp_path / "bad").iterdir()} == {"pcg-checkpoints", "record"}
     checkpoint = tmp_path / "bad" / "pcg-checkpoints" / "step-00000004"
     assert f"The adapter is in {checkpoint}\n" in result.stderr

@@ -1,4 +1,4 @@
-"""Checkpoints of runs of GRPO: their options, and the values that a resumed run has to share."""
+"""Checkpoints of GRPO runs: options, and the values that must be equal in a resumed run."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ class ResumableOptions(GrpoOptions):
     """Options of GRPO with checkpoints.
 
     Attributes:
-        checkpoint_dir: the directory of the checkpoints; None for none.
-        save_every: updates between checkpoints, which are behind the last update of a generation.
-            The last update is always saved.
-        keep_last: the number of checkpoints that are kept.
-        resume: demand a checkpoint to go on from (True), start anew (False), or go on from the
-            latest one if there is one (auto, the default).
+        checkpoint_dir: the directory of the checkpoints; None for no checkpoints.
+        save_every: updates between checkpoints, rounded up to whole generations. The last update is
+            always saved.
+        keep_last: number of checkpoints to keep.
+        resume: resume from the latest checkpoint and fail without it (True), start from step 0
+            (False), or resume if a checkpoint exists (auto, the default).
     """
 
     title: ClassVar[str] = "Checkpoints"
@@ -50,7 +50,7 @@ class ResumableOptions(GrpoOptions):
 def grpo_trajectory(
     executor: Executor, prompts: Sequence[Prompt], options: ResumableOptions
 ) -> dict[str, Any]:
-    """Return everything but reward functions that the weights depend on, as JSON values."""
+    """Return all values that the weights depend on, except reward functions, as JSON."""
     fields = {field.name for field in dataclasses.fields(GrpoOptions)}
     values = {name: value for name, value in dataclasses.asdict(options).items() if name in fields}
     values["stop"] = list(options.stop)

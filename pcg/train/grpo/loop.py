@@ -1,12 +1,12 @@
 """The loop of GRPO, an objective of `pcg.runtime.training.run`: sample, score, update.
 
-With U updates by each generation and a staleness of s, generation g is submitted once g U - s
-updates are done, with the weights as they are then. So with s = 0 it waits for all updates before
-its own; from s = 1 on, its completions are sampled in the steps that train on those before it.
+With U updates per generation and a staleness of s, generation g is submitted after g U - s updates,
+with the current weights. With s = 0, a generation waits for all earlier updates; with s ≥ 1, its
+completions are sampled in the steps that train on earlier completions.
 
-Prompts, seeds and the schedule follow from the number of updates, so a run that continues from a
-checkpoint has those that it would have had. Completions in flight are not saved: with a staleness
-they are sampled again, by later weights. So checkpoints are written behind whole generations.
+Prompts, seeds and the schedule are functions of the number of updates, so a resumed run has the
+same ones as an uninterrupted run. Completions in flight are not saved, so checkpoints are written
+after whole generations; with a staleness above 0, completions are sampled again by later weights.
 """
 
 from __future__ import annotations
@@ -60,14 +60,14 @@ _SHOWN_SAMPLES = 8
 
 @dataclass(frozen=True)
 class Sample:
-    """A completion and how it was scored.
+    """A completion with its scores.
 
     Attributes:
-        step: the update, from 1, that first read it.
-        prompt: the prompt as the data has it.
-        completion: its text.
-        rewards: the reward of each function by name; None where it did not score.
-        advantage: its advantage.
+        step: number of the first update that used the completion, from 1.
+        prompt: the prompt in the data's form.
+        completion: the text.
+        rewards: the reward of each function by name; None for a function that did not score.
+        advantage: the advantage.
     """
 
     step: int
@@ -78,7 +78,7 @@ class Sample:
 
     @property
     def row(self) -> dict[str, object]:
-        """A row of a record's table; the reward of a single function is the reward."""
+        """The row in a record's table; a single function's reward has the name "reward"."""
         values = list(self.rewards.values())
         rewards = dict(self.rewards) if len(values) > 1 else {"reward": values[0]}
         return {
@@ -94,15 +94,15 @@ OnStep = Callable[[int, Mapping[str, float], Sequence[Sample]], object]
 
 @dataclass(frozen=True)
 class GrpoResult:
-    """A run that has ended.
+    """The result of a run.
 
     Attributes:
         adapter: the adapter's name.
-        steps: updates.
+        steps: number of updates.
         history: the numbers of each update, by TRL's names (docs/finetuning.md).
-        samples: completions of the last generation, a few.
-        snapshot: the version that is served.
-        seconds: its time.
+        samples: a few completions of the last generation.
+        snapshot: the published version.
+        seconds: time of the run.
     """
 
     adapter: str
@@ -115,16 +115,16 @@ class GrpoResult:
 
 @dataclass(frozen=True)
 class Task:
-    """The things that a run learns from.
+    """The task of a run.
 
     Attributes:
         prompts: the prompts.
         rewards: the functions that score completions.
-        reference: the version that the KL divergence is from; None for the base.
-        on_step: called after each update with its number from 1, its numbers, and samples of a
-            generation where it is the first update by it; None for nothing.
-        updates: updates that the adapter has had already, by whole generations; the run goes on
-            as a run from the beginning would have.
+        reference: the reference version of the KL divergence; None for the base.
+        on_step: function to call after each update with its number (from 1), its numbers and, for
+            the first update by a generation, samples; or None.
+        updates: number of earlier updates of the adapter, in whole generations; the run continues
+            as a single run would.
     """
 
     prompts: Sequence[Prompt]
@@ -143,7 +143,7 @@ def grpo_run(
     trajectory: Mapping[str, Any] | None = None,
     config: Mapping[str, Any] | None = None,
 ) -> Run[GrpoResult]:
-    """Make a run of GRPO over an engine on a thread.
+    """Create a run of GRPO over an async engine.
 
     Args:
         run_options: checkpoints and the record; None without them.
@@ -172,10 +172,10 @@ def grpo_run(
 
 
 class GrpoObjective(TrainerObjective[GrpoResult]):
-    """Reinforcement by GRPO: generations are sampled and scored, and update the adapter.
+    """Reinforcement learning by GRPO: samples and scores generations, and updates the adapter.
 
     Attributes:
-        new_samples: samples of a generation, behind the first update by it.
+        new_samples: samples of a generation after the first update by it; else empty.
     """
 
     kind = "grpo"
@@ -245,7 +245,7 @@ class GrpoObjective(TrainerObjective[GrpoResult]):
     # ------------------------------------------------------------------------------- rollouts
 
     def _submit(self) -> None:
-        """Submit the generations that may be sampled by the weights as they are."""
+        """Submit the generations that the staleness allows to sample with the current weights."""
         options = self._options
         each = options.updates_per_generation
         while (first := self._submitted * each) < self.total:
@@ -259,13 +259,13 @@ class GrpoObjective(TrainerObjective[GrpoResult]):
             self._submitted += 1
 
     def _published(self) -> Snapshot:
-        """Return a version of the weights as they are."""
+        """Return a published version of the current weights."""
         if self._snapshot is None:
             self._snapshot = self._trainer.snapshot().wait()
         return self._snapshot
 
     def _begin_generation(self) -> None:
-        """Wait for the next generation, score it, and cut it into the parts of its updates."""
+        """Wait for the next generation, score it, and divide it among its updates."""
         options, generation = self._options, self._waiting.popleft()
         began = time.monotonic()
         rollouts = generation.wait(options.mask_truncated_completions)
@@ -280,7 +280,7 @@ class GrpoObjective(TrainerObjective[GrpoResult]):
         self._parts = deque(parts * options.num_iterations)
 
     def _scored(self, rollouts: list[Rollout]) -> tuple[list[Rollout], dict[str, float]]:
-        """Return rollouts with their advantages, and the numbers of the generation."""
+        """Return rollouts with advantages, and the numbers of the generation."""
         task, options = self._task, self._options
         if options.beta:
             rollouts = with_reference(self._running, task.reference, rollouts)
@@ -294,7 +294,7 @@ class GrpoObjective(TrainerObjective[GrpoResult]):
         rewards = task.rewards.score(scored, state)
         if rewards.isnan().all():
             _LOG.warning(
-                "update %s: no reward function scored any of %s completions, which teach nothing",
+                "update %s: no reward function scored any of %s completions; they have no effect",
                 self._updates + 1,
                 len(rollouts),
             )
@@ -324,7 +324,7 @@ class GrpoObjective(TrainerObjective[GrpoResult]):
     # ------------------------------------------------------------------------------- updates
 
     def gradients(self, step: int, rate: float) -> Work[None]:
-        """Ask for the next update, and wait for its gradients."""
+        """Start the next update, and wait for its gradients."""
         yield from ()
         options = self._options
         self._submit()

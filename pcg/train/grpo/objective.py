@@ -1,20 +1,20 @@
 """The numbers of GRPO: advantages of completions, the loss of an update, and the reported metrics.
 
-Advantages: how much better a completion's reward is than those of its group. With the rewards R
+Advantages compare a completion's reward with the rewards of its group. With the rewards R
 [completions, functions] and their weights w, r = Σ_f w_f R_f of each completion, the mean μ over
-its group and the deviation σ (Bessel's) over the group or the batch:
+its group and the deviation σ (with Bessel's correction) over the group or the batch:
 
     sum_then_normalize   A = (r - μ) / (σ + 1e-4), or r - μ without scaling
     normalize_then_sum   z_f = (R_f - μ_f) / (σ_f + 1e-4) in each group, r = Σ_f w_f z_f,
                          A = (r - mean of the batch) / (deviation of the batch + 1e-4)
 
-NaN is no reward: the function did not score the completion. A completion that no function scored
-has the advantage 0 and is in no mean.
+A reward of NaN means that the function did not score the completion. A completion that no function
+scored has the advantage 0 and is excluded from means.
 
-The loss: with the log-probability l of a token, q when it was sampled, p of the reference, and the
-advantage A of its completion; over the n tokens of the completions of an update:
+The loss: with the log-probability l of a token, q at the time of sampling, p by the reference, and
+the advantage A of its completion; over the n tokens of the completions of an update:
 
-    r = exp(l - q), or exp(mean of l - q over the completion) at the level of sequences
+    r = exp(l - q), or exp(mean of l - q over the completion) at the sequence level
     cispo   t = -stop_gradient(min(r, epsilon_high)) A l
     else    t = -min(min(r, delta) A, clip(r, 1 - epsilon, 1 + epsilon_high) A)
     k = exp(p - l) - (p - l) - 1, times r with use_bias_correction_kl
@@ -28,7 +28,7 @@ and w by `loss_type`, for B completions of n_i tokens each:
     dr_grpo       1 / (B max_completion_length)
 
 Masked completions have n_i = 0 and count in B. Numbers have TRL's names. Source: TRL 1.16,
-GRPOTrainer and its _compute_loss, which tests/train/grpo writes down for autograd.
+GRPOTrainer and its _compute_loss, which tests/train/grpo restates for autograd.
 """
 
 from __future__ import annotations
@@ -51,12 +51,12 @@ _EPSILON = 1e-4
 
 @dataclass(frozen=True)
 class Advantages:
-    """Advantages of completions, with the rewards that they follow from.
+    """Advantages of completions, with their rewards.
 
     Attributes:
         values: the advantage of each completion, [completions], fp64.
-        rewards: the weighted sum of each, NaN where nothing scored it.
-        is_flat: True for completions with a deviation of 0, which teach nothing.
+        rewards: the weighted sum of rewards of each completion; NaN without a score.
+        is_flat: True for completions with a deviation of 0, which have no effect.
     """
 
     values: Tensor
@@ -70,7 +70,7 @@ def advantages_of(
     """Compute the advantages of completions.
 
     Args:
-        rewards: [completions, functions], fp64; those of a group are adjacent.
+        rewards: [completions, functions], fp64; rows of a group are adjacent.
         weights: [functions].
     """
     unscored = rewards.isnan().all(dim=1)
@@ -97,9 +97,9 @@ def advantages_of(
 
 
 def deviation(x: Tensor, dim: int) -> Tensor:
-    """Return the deviation along a dimension, which is kept, with Bessel's correction.
+    """Return the deviation along a kept dimension, with Bessel's correction, ignoring NaN.
 
-    Without NaN; NaN of fewer than two numbers.
+    The deviation of fewer than two numbers is NaN.
     """
     count = (~x.isnan()).sum(dim=dim, keepdim=True)
     squares = (x - x.nanmean(dim=dim, keepdim=True)).square().nansum(dim=dim, keepdim=True)
@@ -114,7 +114,7 @@ class TokenTerms:
     """Numbers of the trained completions' tokens, concatenated: [T], fp64.
 
     Attributes:
-        ratios: r of each token; at the level of sequences, that of its completion.
+        ratios: r of each token; at the sequence level, r of its completion.
         divergences: k of each token; None without a reference.
     """
 
@@ -127,17 +127,17 @@ class UpdateLoss:
     """The loss of the completions of an update.
 
     Attributes:
-        trained: those that can change the adapter: what has no advantage and no KL divergence has
-            a gradient of 0, and does not go through the model.
+        trained: the completions to run through the model; a completion with neither an advantage
+            nor a KL divergence has a gradient of 0, and is left out.
     """
 
     def __init__(
         self, rollouts: Sequence[Rollout], options: GrpoOptions, generation_tokens: int
     ) -> None:
-        """Begin an update.
+        """Create the loss of an update.
 
         Args:
-            generation_tokens: tokens of all completions of the generation, masked ones left out.
+            generation_tokens: tokens of all unmasked completions of the generation.
         """
         self.rollouts = rollouts
         self._options = options
@@ -151,8 +151,8 @@ class UpdateLoss:
     def data(self) -> list[Datum]:
         """Return the data of the update: prompts with their completions.
 
-        Where nothing is to be learnt it is one completion without weight, so that the update, in
-        which Adam's momentum goes on, is taken as any other.
+        Without trained completions, the data is a single completion with weight 0, so that the
+        update still applies Adam's momentum.
         """
         chosen = self.trained or [min(self.rollouts, key=lambda rollout: len(rollout.tokens))]
         return [self._datum(rollout) for rollout in chosen]
@@ -178,7 +178,7 @@ class UpdateLoss:
         )
 
     def loss(self) -> NamedLoss:
-        """Return the trainer's loss that this is, with its options, or a function."""
+        """Return the name and options of the equivalent trainer's loss, or a loss function."""
         options = self._options
         if not self.trained:
             return "cross_entropy", None
@@ -190,7 +190,7 @@ class UpdateLoss:
 
     @property
     def is_function(self) -> bool:
-        """True if the trainer has no such loss, which costs a further forward pass."""
+        """True if the trainer has no equivalent loss; a function needs a second forward."""
         options = self._options
         is_other_cispo = (
             options.loss_type == "cispo" and options.importance_sampling_level == "sequence"
@@ -231,12 +231,12 @@ class UpdateLoss:
         return self._of_each([rollout.advantage for rollout in self.trained])
 
     def of_completions(self, logprobs_of_data: Sequence[Tensor]) -> Tensor:
-        """Return the log-probabilities of trained tokens, [T], from those of data."""
+        """Return the log-probabilities of trained tokens, [T], from log-probabilities of data."""
         parts = zip(logprobs_of_data, self.trained, strict=True)
         return torch.cat([values[-len(rollout.tokens) :] for values, rollout in parts]).double()
 
     def evaluate(self, logprobs_of_data: Sequence[Tensor]) -> Tensor:
-        """Return the loss of the log-probabilities of data, [N] each; differentiable."""
+        """Return the differentiable loss of the log-probabilities of data, [N] each."""
         terms = self.terms(self.of_completions(logprobs_of_data))
         each = terms.losses
         if terms.divergences is not None:
@@ -285,7 +285,7 @@ def reward_numbers(rewards: Tensor, names: Sequence[str], logprobs_of_data: Adva
 def length_numbers(rollouts: Sequence[Rollout]) -> Numbers:
     """Return lengths of the completions of a generation, in tokens, and the entropy.
 
-    The entropy is estimated: the mean of -log p over the tokens that were sampled.
+    The entropy is estimated by the mean of -log p over the sampled tokens.
     """
     lengths = [len(rollout.tokens) for rollout in rollouts]
     ended = [len(rollout.tokens) for rollout in rollouts if rollout.has_ended]
@@ -301,7 +301,7 @@ def length_numbers(rollouts: Sequence[Rollout]) -> Numbers:
 
 
 def update_numbers(loss: UpdateLoss, before: Sequence[Tensor], options: GrpoOptions) -> Numbers:
-    """Return clip ratios and the KL divergence of an update, and how far ratios were from 1."""
+    """Return clip ratios, KL divergence and differences from sampling logprobs of an update."""
     logprobs = loss.of_completions(before)
     terms = loss.terms(logprobs)
     tokens = tokens_of(loss.rollouts)

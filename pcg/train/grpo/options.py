@@ -20,21 +20,21 @@ class RolloutOptions:
     """Options of rollouts: how completions are sampled, and how many.
 
     Attributes:
-        num_generations: completions of each prompt, a group whose rewards are compared.
-        batch_size: completions of an update; TRL's per_device_train_batch_size times its
+        num_generations: completions per prompt: a group, within which rewards are compared.
+        batch_size: completions per update; TRL's per_device_train_batch_size times its
             gradient_accumulation_steps.
-        steps_per_generation: updates that share the completions of one generation, each of which
-            has a part of them.
-        num_iterations: times that the completions of a generation are trained on.
-        max_staleness: updates that may lie between the weights that sampled a completion and the
-            first update by its generation. 0 is on-policy; from 1 on, completions are sampled while
-            earlier ones are trained on.
-        max_completion_length: tokens of a completion at most.
-        temperature: of sampling; log-probabilities of training are those at 1, the only value.
+        steps_per_generation: number of updates among which the completions of a generation are
+            divided.
+        num_iterations: number of passes over the completions of a generation.
+        max_staleness: maximum number of updates between sampling and the first update by a
+            generation. 0 is on-policy; from 1 on, completions are sampled during training on
+            earlier completions.
+        max_completion_length: maximum number of tokens of a completion.
+        temperature: sampling temperature; must be 1, the temperature of training.
         top_p: keep the most likely tokens up to this probability, in (0, 1].
         top_k: keep the k most likely tokens; 0 keeps all.
-        min_p: keep tokens at least this likely relative to the most likely one.
-        repetition_penalty: above 1 discourages tokens that were there before.
+        min_p: keep tokens with at least this probability relative to the most likely token.
+        repetition_penalty: values above 1 discourage repeated tokens.
         stop: texts that end a completion.
     """
 
@@ -82,21 +82,21 @@ class ObjectiveOptions:
     """Options of the objective: advantages of completions, and the loss of their tokens.
 
     Attributes:
-        loss_type: how tokens' losses are weighted (docs/finetuning.md): dapo, grpo, dr_grpo or
-            bnpo; cispo clips the ratio's own weight instead.
-        importance_sampling_level: token, for the ratio of each token, or sequence, for that of the
-            whole completion, as in GSPO.
+        loss_type: weights of tokens' losses (docs/finetuning.md): dapo, grpo, dr_grpo or bnpo;
+            cispo clips the ratio's weight instead.
+        importance_sampling_level: token, for the ratio of each token, or sequence, for the ratio of
+            the whole completion, as in GSPO.
         beta: weight of the KL divergence to the reference: the base without the adapter, or the
-            adapter as it was where one is trained further.
-        epsilon: the ratio is clipped at 1 - epsilon.
-        epsilon_high: the ratio is clipped at 1 + epsilon_high; epsilon by default. With cispo it is
-            the bound itself, and has to be given.
-        delta: a bound of ratios of completions with negative advantages, too; None for none.
-        scale_rewards: divide rewards by the deviation within their group, by that of the batch, or
-            by none.
-        multi_objective_aggregation: sum rewards of several functions and then normalize them, or
-            the other way round, as in GDPO.
-        mask_truncated_completions: leave completions without an end out of the loss.
+            initial version of an adapter that is trained further.
+        epsilon: the lower bound of ratios is 1 - epsilon.
+        epsilon_high: the upper bound of ratios is 1 + epsilon_high; epsilon by default. With cispo,
+            the upper bound itself, without a default.
+        delta: upper bound of ratios of completions with negative advantages; None for none.
+        scale_rewards: divide rewards by the deviation in their group, by that in the batch, or by
+            none.
+        multi_objective_aggregation: sum the rewards of several functions and then normalize, or
+            normalize and then sum, as in GDPO.
+        mask_truncated_completions: exclude truncated completions from the loss.
         use_bias_correction_kl: multiply the KL divergence by the ratio.
     """
 
@@ -132,18 +132,18 @@ class GrpoOptions(ObjectiveOptions, RolloutOptions):
     """Options of GRPO.
 
     Attributes:
-        learning_rate: the learning rate of AdamW; adapters often take 1e-5 to 1e-4.
-        lr_scheduler_type: its schedule, by transformers' name.
+        learning_rate: the learning rate of AdamW; 1e-5 to 1e-4 is usual for adapters.
+        lr_scheduler_type: the learning-rate schedule, by transformers' name.
         warmup_steps: updates of linear warmup.
         weight_decay: decay of the weights.
         adam_beta1, adam_beta2: the betas of AdamW.
-        adam_epsilon: its epsilon.
-        max_grad_norm: the gradients are scaled down to this norm; None leaves them.
-        num_train_epochs: times that the prompts are gone through.
-        max_steps: updates in all, instead of epochs.
-        shuffle: take the prompts in a random order.
-        seed: the seed of the order, of sampling and of a fresh adapter.
-        max_tokens_per_pass: tokens that are trained on together; None for all of a batch.
+        adam_epsilon: the epsilon of AdamW.
+        max_grad_norm: maximum norm, to which gradients are clipped; None for no clipping.
+        num_train_epochs: passes over the prompts.
+        max_steps: total number of updates, instead of epochs.
+        shuffle: shuffle the prompts in each epoch.
+        seed: the seed of the order, of sampling and of a new adapter.
+        max_tokens_per_pass: tokens per forward and backward; None for a whole batch.
     """
 
     title: ClassVar[str] = "Optimizer and schedule"
@@ -172,13 +172,13 @@ class GrpoOptions(ObjectiveOptions, RolloutOptions):
         if self.batch_size * self.steps_per_generation % self.num_generations:
             raise FinetuneError(
                 f"batch_size={self.batch_size} times steps_per_generation="
-                f"{self.steps_per_generation} completions are no whole groups of num_generations="
+                f"{self.steps_per_generation} completions are not a multiple of num_generations="
                 f"{self.num_generations}; use a multiple of it"
             )
         if self.temperature != 1:
             raise FinetuneError(
                 f"temperature={shown(self.temperature)}; training computes log-probabilities at "
-                "temperature 1, and a ratio to those of another is none: use 1.0"
+                "temperature 1, so ratios need samples of that temperature: use 1.0"
             )
         if self.loss_type == "cispo" and self.epsilon_high is None:
             raise FinetuneError(
@@ -232,4 +232,4 @@ _NUMBERS: dict[str, tuple[float, float, bool]] = {
     "max_grad_norm": (_LEAST, _ANY, True),
     "num_train_epochs": (_LEAST, _ANY, False),
 }
-"""The range of each number, and whether None is one."""
+"""The range of each number, and True if None is allowed."""

@@ -1,13 +1,13 @@
-"""Rollouts: prompts, their sampled completions, and the rewards of these.
+"""Rollouts: prompts, sampled completions, and rewards of completions.
 
-Prompts are rows of data, each a text, messages or tokens with columns for the rewards. Completions
-are sampled by the engine that trains. Rewards are functions with TRL's signature:
+Prompts are rows of data: text, messages or tokens, with columns for the rewards. The engine that
+trains also samples the completions. Rewards are functions with TRL's signature:
 
     def reward(prompts, completions, completion_ids, **columns) -> list[float | None]
 
-A function gets all completions of a generation, and each further column of the data as a
-list with a value for each completion. None says that it does not score a completion. Coroutine
-functions run together.
+A function receives all completions of a generation, and each further column of the data as a list
+with a value for each completion. None means that the function does not score a completion.
+Coroutine functions run concurrently.
 """
 
 from __future__ import annotations
@@ -36,19 +36,19 @@ from pcg.units import is_finite, shown
 
 RewardFunction: TypeAlias = Callable[..., Any]
 OWN_COLUMNS = ("prompts", "completions", "completion_ids", "trainer_state", "log_extra")
-"""Names that a column of the data cannot have, as functions get them anyway."""
+"""Reserved names of columns, which are arguments of all reward functions."""
 _MOST = 1e50
-"""The greatest reward and weight: floats hold the squares of their products."""
+"""The limit of rewards and weights, so that squares of their products do not overflow."""
 
 
 @dataclass(frozen=True)
 class Scored:
-    """Completions as reward functions see them.
+    """Completions in the form for reward functions.
 
     Attributes:
-        prompts: the prompt of each completion, as the data has it.
-        completions: its text, or a list with a message of the assistant.
-        completion_ids: its tokens.
+        prompts: the prompt of each completion, in the data's form.
+        completions: for each completion, the text, or a list with an assistant's message.
+        completion_ids: the tokens of each completion.
         columns: the values of the data's other columns, for each completion.
     """
 
@@ -58,7 +58,7 @@ class Scored:
     columns: Mapping[str, Sequence[Any]]
 
     def arguments(self) -> dict[str, Any]:
-        """Return new lists, which a function may change."""
+        """Return copies of the lists, which a function may change."""
         return {
             "prompts": list(self.prompts),
             "completions": list(self.completions),
@@ -71,7 +71,7 @@ class Rewards:
     """Reward functions with their weights.
 
     Attributes:
-        weights: the weight of each, [functions], fp64.
+        weights: the weight of each function, [functions], fp64.
     """
 
     def __init__(
@@ -79,7 +79,7 @@ class Rewards:
         functions: RewardFunction | Sequence[RewardFunction],
         weights: Sequence[float] | None = None,
     ) -> None:
-        """Check functions and weights. FinetuneError: there are none, or they do not fit."""
+        """Check functions and weights. FinetuneError: no functions, or unsuitable weights."""
         listed = [functions] if callable(functions) else functions
         if not isinstance(listed, list | tuple) or not listed or not all(map(callable, listed)):
             raise FinetuneError(f"rewards={shown(functions)}; give a function, or a list of them")
@@ -101,9 +101,9 @@ class Rewards:
         """Return the reward of each completion by each function, [completions, functions].
 
         Args:
-            state: the keyword `trainer_state`, for rewards that change with the step.
+            state: the value of the keyword `trainer_state`, for rewards that depend on the step.
         Raises:
-            FinetuneError: a function failed, or returned something else.
+            FinetuneError: a function failed, or returned a wrong type or number of values.
         """
         returned = asyncio.run(self._all(scored, state))
         columns = [
@@ -153,7 +153,7 @@ def _numbers(returned: Any, name: str, count: int) -> list[float]:
         length = f"{len(values)} values" if isinstance(values, list | tuple) else shown(values)
         raise FinetuneError(
             f"reward function {name!r} returned {length} for {count} completions; return a list "
-            "with a number for each, or None for one that it does not score"
+            "with a number, or None for no score, for each"
         )
     numbers = []
     for place, entry in enumerate(values):
@@ -175,7 +175,7 @@ class Prompt:
     """A prompt of the data.
 
     Attributes:
-        content: as the data has it: a text, a list of messages, or tokens.
+        content: the prompt in the data's form: a text, a list of messages, or tokens.
     """
 
     content: Any
@@ -191,7 +191,7 @@ class Prompt:
         return shown(self.content)
 
     def completion(self, text: str) -> Any:
-        """Return a completion as reward functions get it."""
+        """Return a completion in the form for reward functions."""
         return [{"role": "assistant", "content": text}] if self.is_chat else text
 
 
@@ -199,8 +199,7 @@ def read_prompts(rows: object, tokenizer: Tokenizer | None) -> list[Prompt]:
     """Return the prompts of rows, which are texts, or mappings with a "prompt" and columns.
 
     Raises:
-        DataError: a row is something else, or has not the columns of the first; it is named by its
-            place.
+        DataError: a row has another type, or other columns than the first; names its place.
     """
     if isinstance(rows, str | bytes | Mapping) or not isinstance(rows, Iterable):
         raise DataError(f"the data is {shown(rows)}; give a list of rows with a 'prompt' each")
@@ -225,11 +224,11 @@ def _prompt(row: object, place: str, tokenizer: Tokenizer | None) -> Prompt:
     columns = {name: token for name, token in columns.items() if name not in _DROPPED}
     for name in columns:
         if name in OWN_COLUMNS:
-            raise DataError(f"{place} has a column {name!r}, which rewards get anyway; rename it")
+            raise DataError(f"{place} has a column {name!r}, a reserved name; rename it")
         if name in MEDIA and columns[name]:
             raise DataError(
-                f"{place} has {name!r}, which would not be in the prompt, as only text is; leave "
-                "such rows out, or rename a column that is for rewards alone"
+                f"{place} has {name!r}, but prompts can only contain text; leave "
+                "such rows out, or rename a column that only rewards use"
             )
     return Prompt(prompt, _ids(prompt, place, tokenizer), columns)
 
@@ -250,11 +249,11 @@ def _ids(prompt: object, place: str, tokenizer: Tokenizer | None) -> tuple[int, 
 
 
 _DROPPED = ("completion", "completion_ids")
-"""Columns that rewards get of rollouts instead, as in TRL."""
+"""Ignored columns: rewards receive the values of rollouts instead, as in TRL."""
 
 
 def in_order(prompts: Sequence[Prompt], *, shuffle: bool, seed: int) -> Iterator[Prompt]:
-    """Return the prompts again and again; with `shuffle` in a new order each time."""
+    """Yield the prompts in endless epochs; `shuffle` changes the order in each epoch."""
     draw = random.Random(seed)
     while True:
         order = list(prompts)
@@ -265,17 +264,17 @@ def in_order(prompts: Sequence[Prompt], *, shuffle: bool, seed: int) -> Iterator
 
 @dataclass(frozen=True)
 class Rollout:
-    """A completion that was sampled.
+    """A sampled completion.
 
     Attributes:
-        prompt: the prompt, of which the group has several completions.
-        prompt_ids: its tokens.
-        tokens: the completion's, the end token included.
-        text: its text.
-        logprobs: the log-probability of each token when it was sampled.
-        has_ended: False if it was cut off at the most tokens.
-        counts: False if it is left out of the loss.
-        advantage: its advantage; 0 before rewards are known.
+        prompt: the prompt, common to all completions of the group.
+        prompt_ids: the prompt's tokens.
+        tokens: the completion's tokens, including the end token.
+        text: the completion's text.
+        logprobs: the log-probability of each token at the time of sampling.
+        has_ended: False for a completion truncated at the maximum length.
+        counts: False for a completion excluded from the loss.
+        advantage: the advantage; 0 before scoring.
         reference: the log-probability of each token by the reference, or None.
     """
 
@@ -295,7 +294,7 @@ class Generation:
     """Completions that are sampled together.
 
     Attributes:
-        updates: the updates that the adapter had when they were submitted.
+        updates: the adapter's number of updates at the time of submission.
     """
 
     number: int
@@ -308,7 +307,7 @@ class Generation:
             stream.cancel()
 
     def wait(self, masks_truncated: bool) -> list[Rollout]:
-        """Wait for all completions; those of a group are adjacent."""
+        """Wait for all completions; completions of a group are adjacent."""
         rollouts = []
         for prompt, stream in zip(self.prompts, self.streams, strict=True):
             rollouts += [
@@ -325,10 +324,10 @@ def generate(
     options: GrpoOptions,
     updates: int,
 ) -> Generation:
-    """Submit a generation: a request for each prompt, which samples its group.
+    """Submit a generation: for each prompt, a request that samples a group.
 
     Args:
-        adapter: the version that samples; None for the base.
+        adapter: the version for sampling; None for the base.
     """
     fields = options.sampling()
     streams: list[Stream] = []
@@ -336,7 +335,7 @@ def generate(
     try:
         for place, prompt in enumerate(prompts):
             seed = (first + place * options.num_generations) % _MOST_SEED
-            # A fresh adapter and the trained one are both `adapter`, a version of its own each.
+            # Pass the adapter object: its name may refer to a later version.
             streams.append(running.submit(prompt.ids, adapter, seed=seed, **fields))  # type: ignore[arg-type]
     except BaseException:
         for stream in streams:
@@ -371,7 +370,7 @@ def _rollout(prompt: Prompt, completion: Completion, masks_truncated: bool) -> R
 def with_reference(
     running: AsyncEngine, adapter: Adapter | None, rollouts: Sequence[Rollout]
 ) -> list[Rollout]:
-    """Have rollouts know the log-probabilities of their tokens by a reference.
+    """Return rollouts with the log-probabilities of their tokens by a reference.
 
     Args:
         adapter: the reference: a version of an adapter, or None for the base.

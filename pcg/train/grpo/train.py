@@ -50,28 +50,28 @@ def train_grpo(
     reward_weights: Sequence[float] | None = None,
     on_step: OnStep | None = None,
 ) -> GrpoResult:
-    """Train an adapter by GRPO; it is served from then on, and `save_adapter` saves it.
+    """Train an adapter by GRPO, and serve the result; `save_adapter` saves it.
 
-    Where an engine of the executor runs on a thread, rollouts and updates share its steps with
-    its other requests; else an engine runs until the end.
+    If an engine of the executor runs on a thread, rollouts and updates share its steps with other
+    requests; else an engine runs during the call.
 
     Args:
-        data: rows: each a prompt, or a mapping with "prompt" and columns that rewards get. A prompt
-            is a text, a list of messages, or tokens.
+        data: rows: prompts, or mappings with "prompt" and columns for rewards. A prompt is a text,
+            a list of messages, or tokens.
         rewards: functions `reward(prompts, completions, completion_ids, **columns)` that return a
             number or None for each completion.
-        options: the options; those of `GrpoOptions()` by default. `ResumableOptions` of
-            `pcg.train.grpo.checkpoints` save checkpoints, too.
-        adapter: the adapter's name. One of that name is trained further, and is the reference of
-            the KL divergence; else one is made, and the reference is the base.
-        peft: the recipe of a new adapter, as `add_adapter` takes it.
+        options: the options; `GrpoOptions()` by default. `ResumableOptions` of
+            `pcg.train.grpo.checkpoints` also save checkpoints.
+        adapter: the adapter's name. An existing adapter is trained further, and its initial version
+            is the reference of the KL divergence; for a new adapter the base is the reference.
+        peft: the recipe of a new adapter, as for `add_adapter`.
         reward_weights: the weight of each function; 1 by default.
         on_step: called after each update; see `pcg.train.grpo.loop.Task`.
     Raises:
-        AdapterConflictError: something trains an adapter of that name.
-        DataError: a row is no prompt.
-        FinetuneError: bad options, a reward function failed, or a loss is not finite; or a
-            checkpoint that cannot be saved or is of another run.
+        AdapterConflictError: a job or trainer already trains an adapter of that name.
+        DataError: a row is not a prompt.
+        FinetuneError: bad options, a failed reward function, a non-finite loss, or a checkpoint
+            that cannot be saved or belongs to another run.
         FinetuneInterrupted: Ctrl-C; with checkpoints, the same call continues from the latest.
     """
     options = GrpoOptions() if options is None else options
@@ -95,7 +95,7 @@ def _train(
     """Train as `train_grpo` does, with a record.
 
     Args:
-        record: the folder of the record, and the configuration that it has; None for none.
+        record: the folder and the configuration of the record; None for no record.
     """
     prompts = read_prompts(data, executor.tokenizer)
     task = Task(prompts, rewards, executor.adapters.get(adapter), on_step)
@@ -142,12 +142,12 @@ class TaskOptions:
     """The task: prompts, and the functions that score completions.
 
     Attributes:
-        data: a file of JSON lines, each an object with a "prompt" and columns that rewards get;
-            several, one after the other, as a list.
-        rewards: a reward function as module:function, or file.py:function with the file's path from
-            the configuration's folder, which run in this process; or grader:FILE.json, a grader
-            of docs/serving.md in a file. Several as a list.
-        reward_weights: the weight of each, 1 by default.
+        data: a file of JSON lines, or a list of files to concatenate; each line is an object with a
+            "prompt" and columns for rewards.
+        rewards: a reward function, or a list: module:function, or file.py:function with a path
+            relative to the configuration's folder, which run in this process; or grader:FILE.json,
+            a grader of docs/serving.md in a file.
+        reward_weights: the weight of each function; 1 by default.
     """
 
     title: ClassVar[str] = "Task"
@@ -158,15 +158,15 @@ class TaskOptions:
 
 
 GRPO_KEYS = (ModelOptions, OutputOptions, TaskOptions, ResumableOptions, CompileOptions)
-"""The dataclasses whose fields are the keys of a configuration."""
+"""The dataclasses with a configuration's keys as fields."""
 
 
 def train_grpo_file(config: ConfigFile, on_step: OnStep | None = None) -> GrpoResult:
-    """Train an adapter as a configuration says, and save it in its output, with a record.
+    """Train an adapter by a configuration, and save the adapter and a record in the output.
 
     Raises:
-        PcgError: the configuration, the data, a reward function or the model cannot be used,
-            before a step; or an error of `train_grpo`.
+        PcgError: the configuration, the data, a reward function or the model is unusable, before
+            the first step; or an error of `train_grpo`.
         FinetuneInterrupted: Ctrl-C; the same call continues from the latest checkpoint.
     """
     files, task = config.make(OutputOptions), config.make(TaskOptions)
@@ -176,7 +176,7 @@ def train_grpo_file(config: ConfigFile, on_step: OnStep | None = None) -> GrpoRe
     rewards = [reward_function(name, config.path.parent) for name in task.rewards]
     executor = open_model(config)
     peft = files.configuration(executor)
-    if files.start_from is not None:  # whose version now is the reference, too
+    if files.start_from is not None:  # its initial version is also the reference
         executor.add_adapter(files.adapter, peft)
         peft = None
     result = _train(
@@ -206,11 +206,11 @@ _GRADER = "grader:"
 
 
 def reward_function(name: str, folder: Path) -> RewardFunction:
-    """Return the function of `module:function` or `file.py:function`, or that of a grader.
+    """Return the reward function for `module:function`, `file.py:function` or `grader:FILE.json`.
 
     Raises:
-        FinetuneError: there is none, or its module fails.
-        GraderError: the grader cannot be.
+        FinetuneError: the function is missing, or its module cannot be imported.
+        GraderError: the grader is invalid.
     """
     if name.startswith(_GRADER):
         path = folder / name.removeprefix(_GRADER)
@@ -249,7 +249,7 @@ def _from_file(path: Path) -> ModuleType:
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module  # as dataclasses in it look for their module
+    sys.modules[name] = module  # dataclasses in the module look it up
     try:
         spec.loader.exec_module(module)
     except BaseException:

@@ -1,8 +1,8 @@
-"""Direct preference optimization (Rafailov et al., 2023), by a call, a file or a server's order.
+"""Direct preference optimization (Rafailov et al., 2023), by a call, a file or a server.
 
     result = dpo(executor, DpoArguments("pairs.jsonl", adapter="polite", beta=0.1))
 
-trains in the steps of the executor's engine, if it runs on a thread.
+If the executor's engine runs on a thread, the training shares the engine's steps.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ class DpoFileOptions(DpoOptions):
     """Options of direct preference optimization by a file.
 
     Attributes:
-        data: a file of JSON lines with two outputs a row; several as a list.
-        eval_data: files to measure the loss and the rewards on.
-        reference_adapter: a saved adapter that is the reference, instead of `reference`.
+        data: a file of JSON lines with two outputs per row, or a list of files.
+        eval_data: files for evaluating the loss and the rewards.
+        reference_adapter: a saved adapter as the reference, instead of `reference`.
     """
 
     title: ClassVar[str] = "Data"
@@ -52,27 +52,27 @@ class DpoFileOptions(DpoOptions):
 
 
 DPO_KEYS = (ModelOptions, OutputOptions, DpoFileOptions, CompileOptions)
-"""The dataclasses whose fields are the keys of a configuration."""
+"""The dataclasses with a configuration's keys as fields."""
 
 
 def dpo(executor: Executor, arguments: DpoArguments) -> PreferenceResult:
-    """Train an adapter on preferences, and serve it.
+    """Train an adapter on preferences, and serve the adapter.
 
     Raises:
-        DataError: data that cannot be used, with file and line.
-        FinetuneError: bad options, numbers that are not finite, or a checkpoint that cannot be
-            saved or belongs to another run.
-        FinetuneInterrupted: Ctrl-C; the checkpoint is as after the last complete step.
-        UnsupportedError: the recipe has a feature that pcg does not train; or there are ranks.
+        DataError: unusable data; names file and line.
+        FinetuneError: bad options, non-finite numbers, or a checkpoint that cannot be saved or
+            belongs to another run.
+        FinetuneInterrupted: Ctrl-C; the checkpoint has the state of the last complete step.
+        UnsupportedError: the recipe has a feature that pcg does not train; or several ranks.
     """
     return PreferenceRun(executor, arguments).run()
 
 
 def train_dpo(config: ConfigFile) -> PreferenceResult:
-    """Train an adapter on preferences as a configuration says, and save it in its output.
+    """Train an adapter on preferences by a configuration, and save the adapter in the output.
 
     Raises:
-        PcgError: the configuration, the model or the data cannot be used, before a step.
+        PcgError: the configuration, the model or the data is unusable; before the first step.
         FinetuneInterrupted: Ctrl-C; the same call continues from the checkpoint.
     """
     files = config.make(OutputOptions)
@@ -93,11 +93,11 @@ def train_dpo(config: ConfigFile) -> PreferenceResult:
 
 
 class PreferenceJob:
-    """A job on preferences, from its beginning to its end.
+    """A preference job on its own thread.
 
     Args:
-        end: is called on the job's thread with its result, or its error and whether it goes on when
-            it is ordered again.
+        end: called on the job's thread with the result or None, the error or None, and True if the
+            outcome is final; False if the same job can be resumed.
     """
 
     def __init__(
@@ -115,22 +115,22 @@ class PreferenceJob:
         self._is_stopped = False
 
     def begin(self) -> None:
-        """Begin on a thread."""
+        """Start the job's thread."""
         name = f"pcg preferences of {self._arguments['adapter']}"
         device_thread(self._executor.device, self._work, name).start()
 
     def interrupt(self) -> None:
-        """End after the step under way, with a checkpoint."""
+        """End after the current step, with a checkpoint."""
         with self._lock:
             self._is_stopped = True
             if self._run is not None:
                 self._run.stop()
 
     def cancel(self) -> None:
-        """End now; it does not wait for that."""
+        """End now, without waiting for the end."""
         self._cancelling.cancel()
         with self._lock:
-            if self._run is not None:  # which waits for the unit under way
+            if self._run is not None:  # `cancel` waits for the current unit
                 name = f"pcg end of {self._arguments['adapter']}"
                 device_thread(self._executor.device, self._run.cancel, name).start()
 
@@ -164,7 +164,7 @@ class PreferenceJob:
 
 
 def step_numbers(record: StepRecord) -> dict[str, float]:
-    """Return the numbers of a step that other kinds of jobs do not have."""
+    """Return the numbers of a step that only preference jobs have."""
     evaluation = record.evaluation or {}
     of_evaluation = {f"valid_{name}": x for name, x in evaluation.items() if name != "loss"}
     return {**record.metrics, **of_evaluation}

@@ -1,4 +1,4 @@
-"""The options of direct preference optimization, by TRL's names where it has them."""
+"""The options of direct preference optimization, by TRL's names if TRL has the option."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from pcg.units import is_finite, shown
 
 LossType = Literal["sigmoid", "hinge", "ipo", "robust", "sigmoid_norm", "sft"]
 LEARNING_RATE = 5e-5
-"""The learning rate by default: ten times that of TRL's DPO script without adapters."""
+"""The default learning rate: ten times that of TRL's DPO script for full finetuning."""
 _WITHOUT = {"patience": None, "restore_best": None, "min_delta": 0.0, "data_format": "auto"}
-"""Options of finetuning that preferences do not have, and their defaults."""
+"""Unsupported options of finetuning, and their defaults."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,15 +23,14 @@ class DpoOptions(FinetuneOptions):
     """Options of direct preference optimization; a batch has `batch_size` pairs.
 
     Attributes:
-        beta: how strongly the adapter is held to the reference; of ipo its τ.
-        loss_type: the loss's terms, which are added: sigmoid, hinge, ipo, robust, sigmoid_norm, and
-            sft, the cross entropy of the preferred output.
+        beta: strength of the regularization toward the reference; τ of ipo.
+        loss_type: the terms of the loss, which are added: sigmoid, hinge, ipo, robust,
+            sigmoid_norm, and sft, the cross entropy of the preferred output.
         loss_weights: the weight of each term; 1 by default.
-        label_smoothing: the probability that a preference is the wrong way round, of sigmoid and
-            robust.
-        reference: what the adapter is held to: base, the model without an adapter; start, the
-            adapter as it is before the first step; or the name of an adapter. By default the start
-            where the adapter was trained before, and else the base.
+        label_smoothing: the probability of swapped preferences, for sigmoid and robust.
+        reference: the reference model: base, the model without an adapter; start, the adapter
+            before the first step; or the name of an adapter. By default start for an adapter that
+            was trained before, else base.
         learning_rate: the learning rate at the schedule's peak.
     """
 
@@ -93,10 +92,10 @@ class DpoOptions(FinetuneOptions):
             )
 
     def loss_options(self, pairs: int, chosen_targets: int) -> dict[str, float]:
-        """Return the options of the loss `preference` that make its sum a mean over pairs.
+        """Return options of the loss `preference` for a mean over pairs instead of a sum.
 
         Args:
-            chosen_targets: the targets of the preferred outputs, over which sft is a mean.
+            chosen_targets: number of targets of the preferred outputs, for the mean of sft.
         """
         weights = self.loss_weights or [1.0] * len(self.loss_type)
         counts = {SFT: chosen_targets}
@@ -127,12 +126,12 @@ class DpoArguments(DpoOptions):
 
     Attributes:
         data: .jsonl files, rows, a dataset, a frame or a dict of columns; a row has two outputs
-            (docs/finetuning.md). Of a DatasetDict, `train` is learned, and `validation` is
-            `eval_data` if none is given.
-        adapter: the adapter's name; one that does not exist is made.
-        peft: the recipe of a new adapter, as `add_adapter` takes it; None for the one that the
-            program was compiled for under that name, else "lora".
-        on_step: a function that is called after each step, once it is evaluated and saved.
+            (docs/finetuning.md). In a DatasetDict, `train` is the training data, and `validation`
+            is the default of `eval_data`.
+        adapter: the adapter's name; a missing adapter is created.
+        peft: the recipe of a new adapter, as for `add_adapter`; None for the recipe that the
+            program was compiled for under the name, else "lora".
+        on_step: function to call after each step, after evaluation and saving.
     """
 
     data: Data = field(repr=False, compare=False)

@@ -1,18 +1,18 @@
 """A run on preferences: an objective of `pcg.runtime.training.run` over pairs of outputs.
 
-A step goes forward and back over its pairs by the trainer's loss `preference`, and updates the
-adapter. While an engine runs on a thread, the trainer's and the reference's work share its steps
-with requests. References are log-probabilities that an adapter is held to, computed once a pair:
-those of the base, or of an adapter that is served, are requests of the engine that trains, over the
-same copy of the base, so there is no second model.
+A step runs forward and backward over its pairs with the trainer's loss `preference`, and updates
+the adapter. If an engine runs on a thread, the trainer and the reference share the engine's steps
+with requests. References are log-probabilities by a reference model, computed once per pair. The
+base or a served adapter as the reference needs no second copy of the model: the engine that trains
+computes their log-probabilities as requests.
 
 Metrics have TRL's names. With the sums of a pair's log-probabilities by the adapter, l, and by the
 reference, q, over the targets of each output:
 
     logps/chosen, logps/rejected        l
     rewards/chosen, rewards/rejected    β (l - q)
-    rewards/margins                     the chosen reward less the rejected one
-    rewards/accuracies                  1 where that is above 0
+    rewards/margins                     the chosen reward minus the rejected reward
+    rewards/accuracies                  1 for a margin above 0, else 0
 
 and each is a mean over pairs.
 """
@@ -58,7 +58,7 @@ from pcg.train.preference.options import DpoArguments
 
 @dataclass(frozen=True, slots=True)
 class Pair(Example):
-    """Two outputs to a prompt; its tokens and labels are the concatenation of both."""
+    """Two outputs for a prompt, as an example of their concatenated tokens and labels."""
 
     number: int
     chosen: Example
@@ -70,7 +70,7 @@ class Pair(Example):
 
 
 def pairs_of(data: Dataset) -> list[Pair]:
-    """Return the pairs of data with chosen and rejected examples in turns."""
+    """Return the pairs of data in which chosen and rejected examples alternate."""
     pairs = []
     for number, (chosen, rejected) in enumerate(
         zip(data.examples[::2], data.examples[1::2], strict=True)
@@ -82,16 +82,16 @@ def pairs_of(data: Dataset) -> list[Pair]:
 
 
 def targets_of(example: Example) -> list[int]:
-    """Return the target of each token but the last; -100 where nothing is learned."""
+    """Return the target of each token but the last; -100 for no target."""
     return list(example.labels[1:])
 
 
 def data_of(pairs: Sequence[Pair], references: Sequence[Sequence[float]] | None) -> list[Datum]:
-    """Return the data of pairs, chosen and rejected in turns.
+    """Return the data of pairs, alternating chosen and rejected.
 
     Args:
-        references: the reference's log-probability of each target, of each datum; None for data of
-            a loss that reads none.
+        references: for each datum, the reference's log-probability of each target; None for a loss
+            without a reference.
     """
     examples = [example for pair in pairs for example in pair.examples]
     columns = [None] * len(examples) if references is None else references
@@ -112,17 +112,17 @@ def target_sums(pairs: Sequence[Pair], logprobs: Sequence[Sequence[float]]) -> l
 
 @dataclass(frozen=True)
 class PreferenceResult:
-    """The result of a run, the part before it was resumed included.
+    """The result of a run, including the part before a resume.
 
     Attributes:
         adapter: the adapter's name.
         history: `loss` and the metrics of each step.
         evaluations: (step, `loss` and metrics) of each evaluation.
-        steps: number of steps done.
-        total_steps: number of steps planned.
-        tokens: tokens that went through the model in steps.
-        seconds: time spent.
-        resumed_from: step of the checkpoint that the run resumed from; None if from none.
+        steps: number of completed steps.
+        total_steps: number of planned steps.
+        tokens: number of tokens that went through the model in steps.
+        seconds: time of the run.
+        resumed_from: step of the checkpoint that the run resumed from, or None.
         checkpoint: the last checkpoint.
     """
 
@@ -143,7 +143,7 @@ def metrics_of(
     """Return the metrics of pairs.
 
     Args:
-        policy: the summed log-probability of each output, chosen and rejected in turns.
+        policy: the summed log-probability of each output, alternating chosen and rejected.
     """
     rewards = [beta * (l - q) for l, q in zip(policy, reference, strict=True)]  # noqa: E741
     margins = [chosen - other for chosen, other in zip(rewards[::2], rewards[1::2], strict=True)]
@@ -159,9 +159,9 @@ def metrics_of(
 
 
 _LOT = 8
-"""Pairs that are computed at once."""
+"""Number of pairs per computation of references."""
 _AGAIN_S = 0.2
-"""Time after which an engine that has too much waiting is asked again, seconds."""
+"""Time between retries for an engine with a full queue, seconds."""
 
 
 class References(ABC):
@@ -171,7 +171,7 @@ class References(ABC):
         self._kept: dict[int, tuple[array[float], array[float]]] = {}
 
     def of(self, pairs: Sequence[Pair]) -> list[list[float]]:
-        """Return the log-probability of each target, chosen and rejected outputs in turns."""
+        """Return the log-probability of each target, alternating chosen and rejected outputs."""
         missing = [pair for pair in pairs if pair.number not in self._kept]
         for begin in range(0, len(missing), _LOT):
             lot = missing[begin : begin + _LOT]
@@ -192,7 +192,7 @@ class ServedReferences(References):
     Args:
         adapter: the adapter's name; None for the base.
     Raises:
-        AdapterNotFoundError: there is none of that name.
+        AdapterNotFoundError: no adapter has the name.
     """
 
     def __init__(self, executor: Executor, adapter: str | None, check: Callable[[], None]) -> None:
@@ -220,7 +220,7 @@ class ServedReferences(References):
         return logprobs
 
     def _done(self, prompts: list[list[int]]) -> list[Completion]:
-        """Return the prompts' completions, of no tokens, once the engine takes them."""
+        """Return the prompts' empty completions with logprobs; retry while the queue is full."""
         while True:
             self._check()
             try:
@@ -232,9 +232,9 @@ class ServedReferences(References):
 
 
 class StartReferences(References):
-    """Log-probabilities by the adapter as it is before its first update.
+    """Log-probabilities by the adapter before its first update.
 
-    All pairs are computed in advance, while the trainer still has that adapter.
+    All pairs are computed in advance, before the trainer changes the adapter.
     """
 
     def __init__(self, trainer: Trainer, pairs: Sequence[Pair]) -> None:
@@ -249,14 +249,14 @@ class StartReferences(References):
 
 _LOG = logging.getLogger("pcg.finetuning")
 _EVALUATED = 64
-"""Pairs that are evaluated at once."""
+"""Number of pairs per evaluation call."""
 
 
 class Preferences(TrainerObjective[PreferenceResult]):
     """Preference optimization: pairs, their reference, and the trainer's loss `preference`.
 
     Attributes:
-        stops: set to end the run behind the step under way.
+        stops: event to set to end the run after the current step.
     """
 
     kind = "dpo"
@@ -315,7 +315,7 @@ class Preferences(TrainerObjective[PreferenceResult]):
             offload_optimizer=arguments.offload_optimizer,
         )
         try:
-            # A reference that is the start is computed before a checkpoint is loaded.
+            # The reference "start" must be computed before a checkpoint is loaded.
             self._references = self._references_of(self._pairs), self._references_of(self._eval)
             self.load(checkpoint)
             if checkpoint is not None:
@@ -417,7 +417,7 @@ class Preferences(TrainerObjective[PreferenceResult]):
 
 
 class PreferenceRun:
-    """A run on preferences; it trains once. `stop` and `cancel` are for other threads."""
+    """A run on preferences; call `run` once. `stop` and `cancel` are for other threads."""
 
     def __init__(
         self,
@@ -426,12 +426,12 @@ class PreferenceRun:
         load: Load | None = None,
         limits: DataLimits = UNLIMITED,
     ) -> None:
-        """Read the data, make the trainer, and load a checkpoint, if any.
+        """Read the data, create the trainer, and load a checkpoint, if any.
 
         Args:
-            load: makes examples of files and rows; this process by default.
+            load: creates examples from files and rows; by default in this process.
         Raises:
-            PcgError: as in `dpo`.
+            PcgError: see `dpo`.
         """
         self._objective = objective = Preferences(executor, arguments, load, limits)
         schedule = arguments.make_schedule(objective.total)
@@ -446,11 +446,11 @@ class PreferenceRun:
         )
 
     def run(self) -> PreferenceResult:
-        """Run all steps; at the end the adapter is served.
+        """Run all steps, and serve the adapter.
 
         Raises:
             FinetuneInterrupted: Ctrl-C, or `stop`.
-            FinetuneError: it was cancelled, or numbers are not finite.
+            FinetuneError: the run was cancelled, or a number is not finite.
             RecordError: the record cannot be written.
         """
         try:
@@ -461,10 +461,10 @@ class PreferenceRun:
             raise
 
     def stop(self) -> None:
-        """End after the step under way, with a checkpoint where these are kept."""
+        """End after the current step, with a checkpoint if the run has a `checkpoint_dir`."""
         self._objective.stops.set()
 
     def cancel(self) -> None:
-        """End now; the adapter is not served."""
+        """End now, without serving the adapter."""
         self._objective.cancels.set()
         self._objective.trainer.close()

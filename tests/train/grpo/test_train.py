@@ -63,7 +63,7 @@ def test_completions_that_nothing_scores_are_told_of(
     assert [numbers.get("reward") for numbers in done.history] == [1.0, None]
     assert done.history[1]["grad_norm"] == 0
     (told,) = (one.getMessage() for one in caplog.records if one.levelname == "WARNING")
-    assert told == "update 2: no reward function scored any of 8 completions, which teach nothing"
+    assert told == "update 2: no reward function scored any of 8 completions; they have no effect"
     executor.remove_adapter("policy")
 
 
