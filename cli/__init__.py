@@ -1,8 +1,8 @@
-"""The command `pcg`. Nothing here imports torch before a command needs it."""
+"""Entry point of the command `pcg`; torch is imported only by the commands that need it."""
 
 
 def main() -> None:
-    """Run the command line; exits with its status."""
+    """Run the command line and exit with its status."""
     from .application import app
 
     app(prog_name="pcg")

@@ -1,7 +1,7 @@
-"""The application: its commands, and what becomes of an error.
+"""The typer application: the commands of `pcg`, and the exit status of each error.
 
     PcgError, OSError      error: …     exit 1
-    any other exception    error: …     exit 1, and says that it is a bug
+    any other exception    error: …     exit 1, and the message calls it a bug
     wrong usage            typer's box  exit 2
     Ctrl-C                 interrupted  exit 130
 
@@ -34,24 +34,24 @@ from .serve import check_command, serve_base_command, serve_command
 from .simulate import simulate_command
 from .train import dpo_command, finetune_command, grpo_command, sft_command
 
-INTERRUPTED = 130  # 128 + SIGINT, as shells have it
+INTERRUPTED = 130  # 128 + SIGINT, the shells' convention
 
 
 class LazyGroup(TyperGroup):
-    """Commands whose options are made when one of them is run or asked for help."""
+    """A typer group that builds the options of a command only to run it or to show its help."""
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
-        """The command that is named, with its options."""
+        """Resolve the command name and build the command's options."""
         name, command, rest = super().resolve_command(ctx, args)
         make = getattr(getattr(command, "callback", None), "make", None)
         return name, command if make is None else make(), rest
 
 
 class DefaultGroup(LazyGroup):
-    """Commands of which the first one is run where none is named."""
+    """A group that runs its first command if the command line names no other."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Name the first command, unless another one is named, or help is asked for."""
+        """Insert the name of the first command, unless a command or help is requested."""
         if not args or args[0] not in (*self.commands, *ctx.help_option_names):
             args = [next(iter(self.commands)), *args]
         return super().parse_args(ctx, args)
@@ -61,7 +61,7 @@ MODULES = "--lora-modules"
 
 
 def _repeated_modules(args: Sequence[str]) -> list[str]:
-    """Return arguments with an option for each module: vLLM's takes NAME=PATH several times."""
+    """Repeat `--lora-modules` before each module: vLLM's option accepts several NAME=PATH."""
     words: list[str] = []
     is_list = False
     for arg in args:
@@ -75,10 +75,10 @@ def _repeated_modules(args: Sequence[str]) -> list[str]:
 
 
 class Group(LazyGroup):
-    """The commands, with --debug anywhere on the line, and errors as one line each."""
+    """The root group: --debug at any position, and one line for each error."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Move --debug to the front, where the application takes it."""
+        """Move --debug to the front, where the application reads it."""
         args = _repeated_modules(args)
         end = args.index("--") if "--" in args else len(args)
         if "--debug" in args[:end]:
@@ -87,14 +87,14 @@ class Group(LazyGroup):
         return super().parse_args(ctx, args)
 
     def invoke(self, ctx: Any) -> Any:
-        """Run a command; turn what it raises into a line and an exit status."""
+        """Run a command; convert an exception to one line and an exit status."""
         try:
             return super().invoke(ctx)
         except (KeyboardInterrupt, FinetuneInterrupted) as error:
             fail(str(error) or "interrupted")
             raise typer.Exit(INTERRUPTED) from error
         except Exception as error:
-            # typer's own (a usage error, an exit), and a reader of our output that has gone.
+            # Re-raise typer's exceptions (usage error, exit), and EPIPE from a closed output pipe.
             is_typers = type(error).__module__.partition(".")[0] in ("click", "typer")
             gone = isinstance(error, OSError) and error.errno == errno.EPIPE
             if is_typers or gone or ctx.params.get("debug"):
@@ -108,7 +108,7 @@ def _message(error: Exception) -> str:
         return str(error)
     if isinstance(error, OSError) and error.strerror:
         return f"{error.strerror}" + (f": {error.filename}" if error.filename else "")
-    # torch's; ours is a PcgError. torch is not imported to ask.
+    # torch's class is recognized by name, so that torch is not imported; pcg's is a PcgError.
     if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
         return f"out of memory: {error}; use fewer or shorter sequences at a time"
     return (
@@ -162,9 +162,9 @@ def _add(group: typer.Typer, command: Callable[..., None], *examples: str) -> No
 
 
 bench = typer.Typer(cls=LazyGroup, no_args_is_help=True, rich_markup_mode="rich")
-app.add_typer(bench, name="bench", help="Serve a workload and report how it went.")
+app.add_typer(bench, name="bench", help="Serve a workload and report the results.")
 train = typer.Typer(cls=LazyGroup, no_args_is_help=True, rich_markup_mode="rich")
-app.add_typer(train, name="train", help="Train an adapter as a configuration file says.")
+app.add_typer(train, name="train", help="Train an adapter from a configuration file.")
 data = typer.Typer(cls=LazyGroup, no_args_is_help=True, rich_markup_mode="rich")
 app.add_typer(data, name="data", help="Check and repair the data folder of a server.")
 runs = typer.Typer(cls=DefaultGroup, rich_markup_mode="rich")

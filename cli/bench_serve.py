@@ -1,6 +1,6 @@
-"""`pcg bench serve`: serve a workload, beside finetuning or not, and report how it went.
+"""`pcg bench serve`: serve a workload, with or without finetuning, and report the results.
 
-The options have the names of `vllm bench serve` and `vllm serve` where these have them.
+Options that `vllm bench serve` and `vllm serve` also have keep vLLM's names.
 """
 
 from __future__ import annotations
@@ -37,14 +37,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class AdapterOptions:
-    """Options of the adapters that are served.
+    """Options of the served adapters.
 
     Attributes:
-        adapters: the number of fresh LoRA adapters; 0 serves the base alone. Those of a trace have
-            its names.
-        ranks: the ranks of the adapters, in turn, as 8,16.
-        targets: the modules to adapt, separated by commas; all linear ones by default.
-        popularity: how requests fall to adapters: by S-LoRA's power law (zipf), or as one of
+        adapters: the number of fresh LoRA adapters; 0 serves only the base. A trace's adapters keep
+            their names.
+        ranks: the ranks of the adapters, in turn, for example 8,16.
+        targets: the modules to adapt, separated by commas; all linear modules by default.
+        popularity: the distribution of requests over adapters: S-LoRA's power law (zipf), or one of
             Punica's four.
         zipf_alpha: the exponent of zipf and s-lora.
         tenants: the number of tenants that own the adapters; 0 for none.
@@ -60,7 +60,7 @@ class AdapterOptions:
     tenants: int = 0
 
     def recipe(self, index: int) -> LoraConfig:
-        """The configuration of an adapter."""
+        """Return the configuration of an adapter."""
         from pcg.peft.lora import LoraConfig
 
         rank = self.ranks[index % len(self.ranks)]
@@ -69,21 +69,24 @@ class AdapterOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class WorkloadOptions(AdapterOptions):
-    """Options of the requests that come.
+    """Options of the requests.
 
     Attributes:
-        request_rate: requests a second; inf for all at once. 1 by default, of a trace its own.
+        request_rate: requests a second; inf sends all requests at time 0. 1 by default; a trace
+            keeps
+            its own rate.
         burstiness: shape of the Gamma distribution of intervals, 1/cv²; 1 is Poisson, less is
             burstier.
-        arrivals: how requests come: bursty has a rate that changes, s-lora a process for each
+        arrivals: the arrival process: bursty varies the rate, s-lora has a process for each
             adapter.
         num_prompts: the number of requests; 100 without `duration`.
         duration: seconds of requests, instead of `num_prompts`.
-        input_len: tokens of a prompt: a number, a range as 8-512, or sharegpt.
-        random_prefix_len: tokens that all prompts begin with, before those of `input_len`.
-        output_len: tokens that are generated: a number, a range as 8-512, or sharegpt.
+        input_len: tokens of a prompt: a number, a range such as 8-512, or sharegpt.
+        random_prefix_len: tokens of a common prefix of all prompts, in addition to `input_len`.
+        output_len: generated tokens: a number, a range such as 8-512, or sharegpt.
         trace: a file to replay instead: JSON lines, or the CSV of Azure's and BurstGPT's traces.
-            What it says of times, lengths and adapters holds.
+            Its
+            times, lengths and adapters are kept.
         seed: the seed of the workload, prompts and random weights.
     """
 
@@ -109,13 +112,13 @@ class WorkloadOptions(AdapterOptions):
             at_least("num_prompts", self.num_prompts, 1)
 
     def workload(self, most_positions: int | None) -> Workload:
-        """The requests.
+        """Return the requests.
 
         Args:
             most_positions: the model's positions; ShareGPT's lengths are cut off at half of them.
         Raises:
-            typer.BadParameter: an option that says nothing, or goes against another.
-            BenchmarkError: numbers out of range, or a trace that cannot be used.
+            typer.BadParameter: an invalid option, or incompatible options.
+            BenchmarkError: numbers out of range, or an unusable trace.
         """
         workload = self._read() if self.trace is not None else self._made(most_positions)
         if self.tenants:
@@ -192,7 +195,7 @@ class WorkloadOptions(AdapterOptions):
         return (Bursty if self.arrivals == "bursty" else Gamma)(rate_per_s, self._cv)
 
     def _spread(self, workload: Workload) -> Workload:
-        """Give requests adapters, of those there are."""
+        """Assign the requests to the adapters."""
         if not self.adapters:
             return workload
         from pcg.simulate.synthetic import assign_adapters
@@ -214,7 +217,7 @@ class WorkloadOptions(AdapterOptions):
 
 
 def at_least(name: str, value: float, least: float) -> None:
-    """Refuse a value of an option that is less than another."""
+    """Refuse an option's value below its minimum."""
     if value < least:
         raise typer.BadParameter(f"{value}; use at least {least}", param_hint=flags_of(name)[0])
 
@@ -247,7 +250,7 @@ def _lengths(option: str, value: str, most_positions: int | None) -> Lengths:
 
 
 JOB = "finetuned"
-"""Name of the adapter that is trained."""
+"""Name of the trained adapter."""
 
 _TITLES = {
     "ttft": "time to first token",
@@ -260,15 +263,15 @@ _TITLES = {
 
 @dataclass(frozen=True, kw_only=True)
 class FinetuningOptions:
-    """Options of the finetuning beside requests.
+    """Options of the finetuning job that runs with the requests.
 
     Attributes:
-        finetune: train an adapter meanwhile: a .jsonl or .txt file, or random for random tokens.
+        finetune: also train an adapter, on a .jsonl or .txt file, or on random tokens (random).
         finetune_len: tokens of a random example.
         finetune_batch_size: examples a step.
         finetune_rank: LoRA's rank.
-        sharing: how finetuning goes beside requests, or which of the two runs alone.
-        inference_frequency: with temporal sharing, steps that serve between two that train.
+        sharing: how finetuning and inference share the device, or the only one that runs.
+        inference_frequency: with temporal sharing, inference steps between two training steps.
         finetuning_share: with spatial sharing, finetuning's part of the time.
     """
 
@@ -316,12 +319,13 @@ class ServingOptions:
         ttft_slo_ms: SLO of the time to the first token, ms.
         tpot_slo_ms: SLO of each gap between two output tokens, ms.
         policy: the order in which requests are admitted.
-        max_num_seqs: the most requests at once.
-        max_num_batched_tokens: the most tokens of a step.
-        gpu_memory_utilization: the share of a GPU's memory for the engine, from above 0 to 1.
-        kv_cache_gib: memory of the KV cache and the adapters in it, GiB, in place of what
-            `gpu_memory_utilization` leaves; 4 by default where there is no GPU.
-        enable_prefix_caching: share the KV blocks of prompts that begin alike.
+        max_num_seqs: the maximum number of concurrent requests.
+        max_num_batched_tokens: the maximum number of tokens in a step.
+        gpu_memory_utilization: the engine's share of a GPU's memory, above 0 and at most 1.
+        kv_cache_gib: memory of the KV cache and the adapters in it, GiB; replaces the memory
+            derived
+            from `gpu_memory_utilization`. 4 by default without a GPU.
+        enable_prefix_caching: share the KV blocks of common prompt prefixes.
     """
 
     title: ClassVar[str] = "Engine"
@@ -350,12 +354,12 @@ class ServingOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class BenchOptions:
-    """Options of what is measured, and drawn.
+    """Options of the measurement and its plot.
 
     Attributes:
-        load_format: dummy gives the model random weights: a configuration is enough.
-        plot: a file to draw latencies in, over time, and their distribution, as FILE.svg.
-        device: the device, as torch names it; a GPU where there is one, else the CPU.
+        load_format: dummy gives the model random weights, so that a configuration suffices.
+        plot: an SVG file to plot latencies in, over time and as a distribution.
+        device: the device, as torch names it; by default a GPU if available, else the CPU.
     """
 
     load_format: Literal["auto", "dummy"] = "auto"
@@ -374,10 +378,11 @@ def serve_command(
     ],
     json: Json = False,
 ) -> None:
-    """Serve a workload, beside finetuning or not, and report how it went.
+    """Serve a workload, with or without finetuning, and report the results.
 
-    Prompts are random tokens, and every output has the length that the workload asks for. With --tp
-    so many ranks of this machine serve it together.
+    Prompts are random tokens; every output has the length that the workload requires. With --tp
+    several
+    ranks of this machine serve the workload together.
     """
     degree = degree_of(model, compiling.values, PlaceOptions(device=how.device))
     compiled = {**compiling.values, "tp": degree}
@@ -393,7 +398,7 @@ def measure(
     compiling: Mapping[str, Any],
     json: bool,
 ) -> None:
-    """Serve the workload and report; over ranks each of them does, and the first one reports."""
+    """Serve the workload on this rank; the first rank reports."""
     from pcg.runtime.admission.backlog import UNLIMITED
     from pcg.runtime.admission.policies import POLICIES
 
@@ -419,7 +424,7 @@ def measure(
         )
     if training.finetune is not None:
         if serving.ttft_slo_ms is None and serving.tpot_slo_ms is None:
-            engine.calibrate()  # without SLOs jobs go by the time of an idle step
+            engine.calibrate()  # without SLOs a job's budget follows from the time of an idle step
         with busy("compiling the finetuning job"):
             _finetune(engine, training.finetune, training, requests.seed)
     report = _run(engine, workload, requests, serves=training.sharing != "finetuning-only")
@@ -458,7 +463,7 @@ def _executor(model: str, how: BenchOptions, compiling: Any, seed: int) -> Execu
 
 
 def _finetune(engine: Engine, source: str, training: FinetuningOptions, seed: int) -> None:
-    """Give the engine a job that does not end by itself."""
+    """Submit a finetuning job that never ends by itself."""
     from random import Random
 
     from pcg.peft.lora import LoraConfig
@@ -478,7 +483,7 @@ def _finetune(engine: Engine, source: str, training: FinetuningOptions, seed: in
 def _run(
     engine: Engine, workload: Workload, options: WorkloadOptions, *, serves: bool
 ) -> ServingReport:
-    """Serve, beside the job if there is one; or train for as long as the requests would come."""
+    """Serve the workload with its job, if any; or only train for the workload's duration."""
     from pcg.simulate.replay import replay, train
 
     state = engine.state
@@ -514,7 +519,7 @@ def _print(report: ServingReport, plot: Path | None) -> None:
 
 
 def latency_table(report: ServingReport) -> Table:
-    """Latencies of finished requests, in milliseconds; dashes where there is no sample."""
+    """Return the latencies of finished requests, in milliseconds; dashes without samples."""
     heads = ("mean", "median", "p90", "p99")
     rows = table("ms", "samples", *heads, right=("samples", *heads))
     for name, latency in report.latencies.items():
@@ -527,7 +532,7 @@ def latency_table(report: ServingReport) -> Table:
 
 
 def outcome_table(report: ServingReport) -> Table:
-    """Outcomes of requests, tokens, SLOs, jobs and tenants; lines of nothing are left out."""
+    """Return the outcomes of requests, tokens, SLOs, jobs and tenants; zero rows are omitted."""
     numbers = report.to_json()
     rows = table("serving", "", right=("",))
     rows.add_row("duration", f"{report.duration_s:,.1f} s")

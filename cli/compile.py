@@ -1,4 +1,4 @@
-"""`pcg compile`: a model and a PEFT method to a program; `pcg opt`: passes over text."""
+"""`pcg compile`: compile a model and a PEFT method; `pcg opt`: run passes over text IR."""
 
 from __future__ import annotations
 
@@ -42,9 +42,9 @@ def opt_command(
         bool, typer.Option("--list", help="List the passes and their options.")
     ] = False,
 ) -> None:
-    """Run passes over graphs in text, and print the graphs.
+    """Run passes over graphs in text IR, and print the graphs.
 
-    The verifier looks at the graphs of the file, and at what each pass makes of them.
+    The verifier checks the graphs of the file and the result of each pass.
     """
     if list_passes:
         _list()
@@ -77,7 +77,7 @@ def _list() -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class OutputOptions:
-    """Options of what a compilation writes and prints.
+    """Options of a compilation's outputs.
 
     Attributes:
         output: the folder of the program.
@@ -90,7 +90,7 @@ class OutputOptions:
     dump_dir: Path | None = None
 
     def check(self, json: bool) -> None:
-        """Refuse options that do not go together, and places that cannot be written to."""
+        """Refuse incompatible options and output paths that cannot be written."""
         if self.output is None and not self.print_after and self.dump_dir is None:
             raise typer.BadParameter("say where the program goes", param_hint="-o")
         if json and self.print_after:
@@ -112,9 +112,10 @@ def compile_command(
 ) -> None:
     """Compile a model and a PEFT method to a program.
 
-    A program is a folder: the graphs as text, the emitted source, the plan, a report. Weights are
-    not needed, and not copied: the program remembers where they lie. With a base executor as the
-    model, split://HOST:PORT, it is the program of a client: split://HOST:PORT?program=DIR runs it.
+    A program is a folder with the graphs as text, the emitted source, the plan and a report. It
+    needs
+    no weights and copies none: it records their location. If the model is a base executor,
+    split://HOST:PORT, the program is a client's: split://HOST:PORT?program=DIR runs it.
     """
     to.check(json)
     if model.startswith(SPLIT):
@@ -122,7 +123,7 @@ def compile_command(
         return
     from pcg.source import resolve
 
-    # These know in milliseconds what is wrong, and torch takes seconds.
+    # Report wrong options within milliseconds, before the slow import of torch.
     asked = options.make()
     source = resolve(model)
     peft = method.configuration()
@@ -186,7 +187,7 @@ def _compile_client(
 
 
 def _weights(model: str, source: ModelSource) -> str | None:
-    """The place of the weights: the directory that was given, or the id on the hub."""
+    """Return the location of the weights: the model's directory or its hub id."""
     if is_there(expanded(model)):
         return None if source.directory is None else str(source.directory.resolve())
     return source.name

@@ -1,4 +1,4 @@
-"""`pcg doctor`: the abilities of this machine; `pcg models`: the configs that ship with pcg."""
+"""`pcg doctor`: abilities of this machine; `pcg models`: configs that ship with pcg."""
 
 from __future__ import annotations
 
@@ -25,11 +25,10 @@ from .options.executors import FIELDS
 from .options.fields import Json, complete_model
 
 
-# What the families call one thing.
 def models_command(json: Json = False) -> None:
     """List the models whose configs ship with pcg.
 
-    They explain and compile offline.
+    These models can be explained and compiled offline.
     """
     from pcg.source import ALIASES, SHIPPED, shipped
 
@@ -60,7 +59,7 @@ def _shape(config: Mapping[str, Any]) -> dict[str, Any]:
         name: next((config[key] for key in keys if key in config), None)
         for name, keys in FIELDS.items()
     }
-    # gpt_bigcode's and falcon's flag; falcon's newer architecture goes by the number instead.
+    # gpt_bigcode and falcon have this flag; falcon's newer architecture ignores it.
     if config.get("multi_query") and not config.get("new_decoder_architecture"):
         shape["kv_heads"] = 1
     return shape
@@ -71,7 +70,7 @@ NVIDIA = Path("/proc/driver/nvidia/version")
 
 @dataclass(frozen=True)
 class Requirement:
-    """A package, what it is for, and its versions that pcg takes, as pip writes them."""
+    """A package, its purpose, and the versions that pcg supports, in pip's notation."""
 
     name: str
     purpose: str
@@ -110,7 +109,7 @@ REQUIREMENTS = (
 MaybeModel = Annotated[
     str | None,
     typer.Argument(
-        help="A model whose weights are counted as they would lie in this machine's memory.",
+        help="A model to measure: the size of its weights in this machine's memory.",
         autocompletion=complete_model,
         show_default=False,
         metavar="MODEL",
@@ -119,9 +118,9 @@ MaybeModel = Annotated[
 
 
 def doctor_command(model: MaybeModel = None, json: Json = False) -> None:
-    """Show what this machine can do, and what is missing.
+    """Show the abilities of this machine, and missing packages.
 
-    Exits with 1 if something required is.
+    Exits with 1 if a required package is missing.
     """
     packages = [_package(requirement) for requirement in REQUIREMENTS]
     machine: dict[str, Any] = {}
@@ -129,7 +128,7 @@ def doctor_command(model: MaybeModel = None, json: Json = False) -> None:
     try:
         with busy("asking torch"):
             machine = _torch_machine()
-    except Exception as error:  # a broken torch is what this command is asked about
+    except Exception as error:  # a broken torch is a finding of this command
         problem = f"torch cannot be used ({type(error).__name__}: {error})"
     report = {
         "pcg": __version__,
@@ -208,9 +207,9 @@ def _torch_machine() -> dict[str, Any]:
 
 
 def _ptxas(gpus: list[dict[str, Any]]) -> dict[str, Any] | None:
-    """The assembler of Triton's kernels for Hopper, and how its self-test went, where one is there.
+    """Describe ptxas, Triton's assembler, and the result of its self-test on Hopper.
 
-    None where Triton cannot be imported.
+    None if Triton cannot be imported.
     """
     try:
         from pcg.kernels.triton.ptxas import failure, used_ptxas
@@ -220,7 +219,7 @@ def _ptxas(gpus: list[dict[str, Any]]) -> dict[str, Any] | None:
 
     hopper = next((i for i, gpu in enumerate(gpus) if gpu["capability"] == "9.0"), None)
     wrong = None if hopper is None else failure(torch.device("cuda", hopper))
-    used = used_ptxas(90)  # which the self-test may have chosen
+    used = used_ptxas(90)  # the self-test may have selected it
     return {
         "path": used.path,
         "version": ".".join(map(str, used.version)),
@@ -229,7 +228,7 @@ def _ptxas(gpus: list[dict[str, Any]]) -> dict[str, Any] | None:
 
 
 def _weights(model: str, machine: dict[str, Any]) -> dict[str, Any]:
-    """The bytes of a model's weights on the default device, and the backend that it gets there."""
+    """Return the size of a model's weights on the default device, and the model's backend."""
     with busy(f"tracing {model}"):
         from pcg.explain.explain import explain
 
@@ -251,7 +250,7 @@ def _less(of_machine: str, of_model: str) -> str:
 def _too_large(
     weights: dict[str, Any], gpus: list[dict[str, Any]], memory: dict[str, int | None]
 ) -> list[dict[str, Any]]:
-    """The problem that a model's weights do not fit this machine; none if they do."""
+    """Return a problem if a model's weights do not fit this machine."""
     room = max(gpu["memory_bytes"] for gpu in gpus) if gpus else memory["available"]
     plain, packed = weights["weights_bytes"], weights["packed_bytes"]
     if room is None or plain + packed <= room:
@@ -264,7 +263,7 @@ def _too_large(
 
 
 def _memory() -> dict[str, int | None]:
-    """Memory of the machine, or of the container that we are in where that is less."""
+    """Return the memory of the machine, or of its container if that is less."""
     try:
         text = Path("/proc/meminfo").read_text()
         total, available = (
@@ -282,7 +281,7 @@ def _memory() -> dict[str, int | None]:
 
 
 def _memory_of_machine() -> dict[str, int | None]:
-    """Memory of the machine, without Linux's files."""
+    """Return the machine's memory without Linux's /proc and cgroup files."""
     try:
         page_bytes = os.sysconf("SC_PAGE_SIZE")
         total = page_bytes * os.sysconf("SC_PHYS_PAGES")

@@ -1,4 +1,4 @@
-"""`pcg explain`: what a model needs under a PEFT method, without its weights."""
+"""`pcg explain`: memory and cuts of a model under a PEFT method, without its weights."""
 
 from __future__ import annotations
 
@@ -21,14 +21,15 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class ReportOptions:
-    """Options of how a report is shown.
+    """Options of a report's presentation.
 
     Attributes:
-        tensors: say what becomes of every tensor, and why; over ranks, list all candidates.
+        tensors: list every tensor's decision and its reason; over ranks, list all candidates.
         compare: methods to compare side by side: words of --peft, separated by commas.
         html: a file to write the report to, with figures, as one HTML page.
-        split: show the cut between a base that holds the frozen weights and a client that holds the
-            adapters, instead of memory: what each round trip runs and carries.
+        split: instead of memory, show the cut between a base that holds the frozen weights and a
+            client
+            that holds the adapters: the work and the traffic of each round trip.
     """
 
     title: ClassVar[str] = "Report"
@@ -39,7 +40,7 @@ class ReportOptions:
     split: bool = False
 
     def check(self, json: bool, peers: bool) -> None:
-        """Refuse options that do not go together, before the work."""
+        """Refuse incompatible options before the work."""
         if json and self.tensors:
             raise typer.BadParameter("--json lists every tensor anyway", param_hint="--tensors")
         if self.compare is not None and (self.tensors or peers or self.html is not None):
@@ -73,7 +74,7 @@ def explain_command(
     from pcg.source import resolve
 
     source = resolve(model)
-    # A wrong name is known in milliseconds, and torch takes seconds.
+    # Report a wrong name within milliseconds, before the slow import of torch.
     Optimizer.of(asked.optimizer, asked.optimizer_options, asked.offload_optimizer)
     if show.split:
         configuration = method.configuration()
@@ -106,11 +107,11 @@ def explain_command(
 
 
 SPLIT_STEP = ("batch", "seq", "dtype")
-"""The options of a step that a cut depends on."""
+"""The step's options that a cut depends on."""
 
 
 def _check_split(is_split: bool, options: Collection[str], between: Collection[str]) -> None:
-    """Refuse options that have no effect on what is shown."""
+    """Refuse options that do not affect the chosen report."""
     if not is_split:
         for name in between:
             raise typer.BadParameter(

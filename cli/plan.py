@@ -16,7 +16,7 @@ from .options.method import Method
 
 @dataclass(frozen=True, kw_only=True)
 class PageOptions:
-    """Options of how a plan is shown.
+    """Options of a plan's presentation.
 
     Attributes:
         html: a file to write the plan to, with a figure, as one HTML page.
@@ -36,9 +36,10 @@ def plan_command(
 ) -> None:
     """Find machines for a workload: their memory, times, promises and prices.
 
-    Weights are not needed, and no GPU. Times come from data sheets, unless --costs names a profile.
+    Neither weights nor a GPU are needed. Times come from data sheets, unless --costs names a
+    profile.
     """
-    parse_workload(options.make().workload)  # what is wrong is said before torch is imported
+    parse_workload(options.make().workload)  # reports errors before torch is imported
     if show.html is not None:
         check_page(show.html)
     from pcg.source import resolve

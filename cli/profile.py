@@ -1,4 +1,4 @@
-"""`pcg profile`: measure what operators and collectives take on this device."""
+"""`pcg profile`: measure the times of operators and collectives on this device."""
 
 from __future__ import annotations
 
@@ -29,13 +29,14 @@ class ProfileOptions:
     """Options of a profile.
 
     Attributes:
-        output: the file to write the profile to; it is kept in the user's cache, too.
-        tp: measure collectives over so many ranks, too.
+        output: the file to write the profile to, in addition to the user's cache.
+        tp: also measure collectives over this many ranks.
         dtype: float32, bfloat16, float16 or float64 of the base model; by default bfloat16 on a GPU
-            and float32 on a CPU.
-        device: the device, as torch names it; a GPU where there is one, else the CPU.
+            and
+            float32 on a CPU.
+        device: the device, as torch names it; by default a GPU if available, else the CPU.
         quick: measure a few small shapes, in seconds.
-        fresh: measure again what the cache has.
+        fresh: measure again even if the cache has a profile.
     """
 
     output: Path | None = None
@@ -90,7 +91,7 @@ def _of_machine(where: torch.device, base_dtype: str, options: ProfileOptions) -
 
 
 def _of_ranks(where: torch.device, base_dtype: str, options: ProfileOptions) -> KeptProfile:
-    """The profile of the ranks that torchrun has started, on one machine or on several."""
+    """Return the profile of torchrun's ranks, on one or several machines."""
     from pcg.parallel.costs.catalog import profile_of_ranks
     from pcg.ranks.join import join_group, own_device, started_ranks
     from pcg.ranks.launch import mute_others

@@ -1,4 +1,4 @@
-"""`pcg run`: continue prompts, each with its own adapter, in one batch."""
+"""`pcg run`: generate completions of prompts, each with its own adapter, in one batch."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Prompt:
-    """One prompt, and the adapter to continue it with; None is the base."""
+    """A prompt and the name of its adapter; None selects the base model."""
 
     text: str
     adapter: str | None
 
 
 def wait_completions(chunks: Iterator[Chunk], prompts: Sequence[Prompt]) -> list[Completion]:
-    """Gather the completions."""
+    """Collect the final completion of each prompt, in the order of the prompts."""
     completions = {
         chunk.index: chunk.completion for chunk in chunks if chunk.completion is not None
     }
@@ -44,7 +44,7 @@ def wait_completions(chunks: Iterator[Chunk], prompts: Sequence[Prompt]) -> list
 
 
 def print_completions(chunks: Iterator[Chunk], prompts: Sequence[Prompt]) -> list[Completion]:
-    """Print the completions when all are done."""
+    """Print the completions after the last prompt has finished."""
     completions = wait_completions(chunks, prompts)
     for index, completion in enumerate(completions):
         _head(prompts, index)
@@ -53,12 +53,15 @@ def print_completions(chunks: Iterator[Chunk], prompts: Sequence[Prompt]) -> lis
 
 
 def stream_completions(chunks: Iterator[Chunk], prompts: Sequence[Prompt]) -> list[Completion]:
-    """Print the first completion that is not done as it is made; the others wait for their turn."""
+    """Print each completion's text as it is generated, in the order of the prompts.
+
+    Text of a later prompt is buffered until all earlier prompts have finished.
+    """
     waiting: list[list[str]] = [[] for _ in prompts]
     completions: dict[int, Completion] = {}
     current = 0
     for count, chunk in enumerate(chunks):
-        if not count:  # not before it is known that the prompts can be continued
+        if not count:  # the first chunk shows that the prompts were accepted
             _head(prompts, current)
         waiting[chunk.index].append(chunk.text)
         if chunk.completion is not None:
@@ -76,7 +79,7 @@ def stream_completions(chunks: Iterator[Chunk], prompts: Sequence[Prompt]) -> li
 
 
 def _head(prompts: Sequence[Prompt], index: int) -> None:
-    """The prompt, dim, below a line that says whose it is where there are several."""
+    """Print the prompt, dim; with several prompts, print a title with its adapter first."""
     prompt = prompts[index]
     console = out()
     if len(prompts) > 1:
@@ -92,7 +95,7 @@ def _text(text: str) -> None:
 
 
 def _logprobs(name: str, tokens: Sequence[TokenLogprobs | None] | None) -> dict[str, Any]:
-    """The logprobs of tokens as JSON, if they were asked for; null for those that cannot come."""
+    """Return requested log probabilities as JSON; null marks a token without one."""
     if tokens is None:
         return {}
     return {name: [None if token is None else _as_json(token) for token in tokens]}
@@ -106,7 +109,7 @@ def _as_json(token: TokenLogprobs) -> dict[str, Any]:
 def summary_of(
     model: str, prompts: Sequence[Prompt], completions: list[Completion], seconds: float
 ) -> dict[str, Any]:
-    """The completions as JSON, in the order of the prompts."""
+    """Return the completions as JSON, in the order of the prompts."""
     tokens = sum(len(completion.token_ids) for completion in completions)
     return {
         "model": model,
@@ -132,26 +135,27 @@ def summary_of(
 
 
 FRESH = "default"
-"""The name of the fresh adapter that `--peft` makes."""
+"""Name of the fresh adapter that `--peft` adds."""
 SERVING = (
     "tp", "costs", "tp_plan", "sequence_parallel", "dtype", "backend", "adapter_copies",
     "attention", "packed_weights",
 )  # fmt: skip
-"""The options of compiling that what serves depends on."""
+"""Compile options that also apply to serving."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class PromptOptions:
-    """The prompts, and the adapters that continue them.
+    """The prompts and the adapters of a command.
 
     Attributes:
         prompt: a prompt. Repeatable.
-        prompt_file: a file that is one prompt as a whole; - is standard input. Repeatable.
+        prompt_file: a file whose whole text is a prompt; - is standard input. Repeatable.
         adapter: an adapter to load, in peft's format, as NAME=PATH. Repeatable.
-        use: the adapter of all prompts; or, once for each prompt, of that one. base is none.
-            Needed where several are loaded.
-        chat: a prompt is a message: apply the chat template.
-        stream: print text as it is made.
+        use: the adapter of all prompts, or, given once per prompt, of each prompt; base selects
+            none.
+            Required if several adapters are loaded.
+        chat: treat a prompt as a user message and apply the chat template.
+        stream: print text as it is generated.
     """
 
     prompt: Sequence[str] = ()
@@ -162,12 +166,12 @@ class PromptOptions:
     stream: bool = False
 
     def prompts(self, fresh: bool) -> list[Prompt]:
-        """The prompts, each with the name of its adapter.
+        """Return the prompts, each with the name of its adapter.
 
         Args:
-            fresh: there is a fresh adapter beside those that are loaded.
+            fresh: True if `--peft` adds a fresh adapter to the loaded adapters.
         Raises:
-            typer.BadParameter: there are none, or it is not known which adapter is whose.
+            typer.BadParameter: no prompt, or an ambiguous choice of adapters.
         """
         texts = [*self.prompt, *map(_read, self.prompt_file)]
         if not texts:
@@ -188,9 +192,9 @@ def run_command(
     place: PlaceOptions,
     json: Json = False,
 ) -> None:
-    """Continue prompts, each with its own adapter, in one batch.
+    """Generate completions of prompts, each with its own adapter, in one batch.
 
-    With --peft, a fresh adapter of that method, called default, is there, too.
+    --peft adds a fresh adapter of that method, called default.
     """
     if json and asked.stream:
         raise typer.BadParameter("it does not go with --json", param_hint="--stream")
@@ -217,7 +221,7 @@ def complete(
     place: PlaceOptions,
     json: bool,
 ) -> None:
-    """Continue the prompts and print the text, as a rank; `fresh` is a fresh adapter's method."""
+    """Generate and print the completions on this rank; `fresh` configures the fresh adapter."""
     executor = open_executor(program, asked.adapter, compiling, place)
     if fresh is not None:
         executor.add_adapter(FRESH, fresh)
@@ -228,7 +232,7 @@ def complete(
     generated = executor.generate(inputs, names, stream=True, **sampling)
     count = sampling.get("n", 1)
     chunks = (replace(chunk, index=chunk.index * count + chunk.choice) for chunk in generated)
-    # What is echoed is a part of the text.
+    # With `echo` the completion's text already contains the prompt.
     is_shown_twice = bool(sampling.get("echo")) and not json
     shown = [replace(item, text="") if is_shown_twice else item for item in prompts]
     prompts = [item for item in shown for _ in range(count)]

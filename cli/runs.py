@@ -1,4 +1,4 @@
-"""`pcg runs`: the records of runs below a folder, and how some of them compare."""
+"""`pcg runs`: list, compare and report the recorded runs below a folder."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 Folder = Annotated[
     Path,
-    typer.Argument(help="Folder whose runs are listed, those below it included.", metavar="FOLDER"),
+    typer.Argument(help="Folder to search for runs, with its subfolders.", metavar="FOLDER"),
 ]
 Runs = Annotated[
     list[Path],
@@ -37,10 +37,10 @@ _WIDEST = 4096
 
 @dataclass(frozen=True, kw_only=True)
 class ComparisonPage:
-    """Options of how runs are compared.
+    """Options of a comparison's presentation.
 
     Attributes:
-        html: a file to write the comparison to, with curves over each other, as one HTML page.
+        html: a file to write the comparison to, with overlaid curves, as one HTML page.
     """
 
     html: Path | None = None
@@ -95,7 +95,7 @@ def compare_command(runs: Runs, page: ComparisonPage, json: Json = False) -> Non
 
 
 def report_command(run: OneRun) -> None:
-    """Write the page of a run into its folder, also of one that goes on or was killed."""
+    """Write a run's page into its folder; the run may be active or killed."""
     from pcg.records.page import write_report
 
     print(write_report(_read(run).folder))
@@ -109,7 +109,7 @@ def _print(rows: Table) -> None:
 
 
 def _read(path: Path) -> Run:
-    """Read a run, by the folder of its record or by the output that has it."""
+    """Read a run from the folder of its record, or from its output folder."""
     from pcg.records.run import read_run
     from pcg.records.run_files import has_run
     from pcg.train.config_file import RECORD
@@ -154,7 +154,7 @@ def _cells(run: Run, folder: Path) -> list[str]:
 
 
 def _printable(text: str) -> str:
-    """Return a text of a record without what a terminal would obey."""
+    """Replace characters that would control a terminal."""
     return "".join(
         letter if letter.isprintable() else "\N{REPLACEMENT CHARACTER}" for letter in text
     )

@@ -1,4 +1,4 @@
-"""`pcg serve`: OpenAI's API over a model; `pcg serve-base`: its weights alone; `pcg data check`."""
+"""`pcg serve`: OpenAI's API; `pcg serve-base`: a base executor; `pcg data check`: a data folder."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def serve_command(
 ) -> None:
     """Serve a model and its adapters by OpenAI's API, until SIGTERM or Ctrl-C.
 
-    With --tp, --pp and --cp so many ranks of this machine, their product, serve it together.
+    The product of --tp, --pp and --cp is the number of ranks of this machine that serve the model.
     """
     check_alone("pcg serve")
     degree = degree_of(model, compiling.values, place)
@@ -59,8 +59,8 @@ def serve_command(
         )
     from pcg.serve.listening import Listener
 
-    listener = Listener(options)  # which answers while what follows is imported
-    gc.disable()  # nothing of it becomes garbage; `serve` lets it collect again
+    listener = Listener(options)  # answers while the modules below are imported
+    gc.disable()  # the imports create no garbage; `serve` enables collection
     from pcg.serve.engine.process import process_client
     from pcg.serve.server import serve
 
@@ -77,7 +77,7 @@ def serve_command(
 
 
 BASE = ("tp", "dtype")
-"""Options of compiling that a base has."""
+"""Compile options of a base executor."""
 
 
 def serve_base_command(
@@ -88,8 +88,7 @@ def serve_base_command(
 ) -> None:
     """Run the base's products for clients (pcg.connect), until SIGTERM or Ctrl-C.
 
-    With --tp each of so many ranks, on a GPU of its own where there are GPUs, holds a part of every
-    weight.
+    With --tp each rank holds a part of every weight, on its own GPU if the machine has GPUs.
     """
     if model.startswith(SPLIT):
         raise typer.BadParameter(
@@ -144,14 +143,14 @@ def serve_alone(
 def serve_as_rank(
     model: str, options: BaseOptions, place: PlaceOptions, dtype: str | None, degree: int
 ) -> None:
-    """Serve a base as one of the ranks that it is over."""
+    """Serve a base as a rank of its group."""
     from pcg.split.base.base_executor import tokenizer_files
     from pcg.split.base.serve_base import serve_over_ranks
 
     files = tokenizer_files(files_of(model, place))
     serve_over_ranks(model, dtype, place.device, degree, options, files, _say)
     sys.stderr.flush()
-    os._exit(0)  # a launcher that was told to stop reads no result, for which a rank would wait
+    os._exit(0)  # the stopped launcher never reads the result that a rank would deliver
 
 
 def _say(text: str) -> None:
@@ -167,14 +166,14 @@ def check_command(
         bool,
         typer.Option(
             "--repair",
-            help="Move what is damaged or unknown to quarantine, and bring back from there what "
-            "the database names.",
+            help="Move damaged or unknown paths to quarantine, and restore quarantined paths "
+            "that the database names.",
         ),
     ] = False,
 ) -> None:
     """Compare a server's data folder with its database and checksums, and repair it.
 
-    Each line names a path that is missing, damaged or unknown. Exits 1 if any is left.
+    Each line names a missing, damaged or unknown path. Exits with 1 if a problem remains.
     """
     from pcg.serve.store.check import check_folder
 

@@ -33,19 +33,22 @@ class SimulateOptions:
     """Options of a simulated experiment.
 
     Attributes:
-        model: only this one of the experiment's models: Llama-3.1-8B, Qwen2.5-14B, Qwen2.5-32B;
-            S1, S2, S4. Repeatable.
+        model: simulate only this model of the experiment: Llama-3.1-8B, Qwen2.5-14B, Qwen2.5-32B;
+            S1,
+            S2, S4. Repeatable.
         rate: requests a second of all pipelines or GPUs; flexllm has 4, 8, 12, 16 and 20 by
-            default, s-lora those of its table 2, punica 30. Repeatable with flexllm.
-        duration: seconds that requests come; the paper's own by default: 1200, 300 and 3600.
+            default,
+            s-lora those of its table 2, punica 30. Repeatable with flexllm.
+        duration: seconds of arrivals; by default as in the paper: 1200, 300 and 3600.
         seed: the seed of the workload.
         seeds: with flexllm, the number of workloads, each with the next seed; means and spread.
-        sharing: with flexllm, how finetuning goes beside requests: co-serving, as by default;
+        sharing: with flexllm, how finetuning and inference share the GPUs: co-serving, the default;
             temporal-64, -128 or -512; spatial-25 or -50; separate-25, -50 or -75; inference-only.
             Repeatable.
         fit: with flexllm, let GPUs reach the share of their peak at which 4 requests/s leave the
-            paper's finetuning throughput, in place of the cost model's share.
-        migration: with punica, move running requests between GPUs, so that some can be handed back.
+            paper's finetuning throughput, instead of the cost model's share.
+        migration: with punica, move running requests between GPUs, so that some GPUs can be
+            released.
     """
 
     model: Sequence[str] = ()
@@ -72,9 +75,10 @@ def simulate_command(
 ) -> None:
     """Simulate a paper's serving experiment.
 
-    The engine's own scheduler, pool and policies run by a clock; steps take what the data sheets of
-    the paper's GPUs say. flexllm: finetuning beside inference, co-served or shared otherwise.
-    s-lora: throughput over numbers of adapters. punica: an hour of a cluster, consolidated.
+    The engine's own scheduler, pool and policies run on a simulated clock; step times follow from
+    the
+    data sheets of the paper's GPUs. flexllm: finetuning and inference on shared GPUs. s-lora:
+    throughput for numbers of adapters. punica: an hour of a cluster with consolidation.
     """
     if experiment is Experiment.FLEXLLM:
         _flexllm(options, json)
@@ -92,7 +96,7 @@ def simulate_command(
 
 
 PUNICA_RATE_PER_S = 30.0
-"""Mean of the hour; the paper's curve has no numbers. The peak is twice as much."""
+"""Mean rate of the hour; the paper's curve has no numbers. The peak is twice the mean."""
 
 
 def _chosen(names: Sequence[str], known: Sequence[str], option: str = "--model") -> Sequence[str]:
@@ -171,7 +175,7 @@ def _flexllm_row(
     rate: float,
     reports: Sequence[ServingReport],
 ) -> dict[str, Any]:
-    """Means over the seeds, and how they compare with rows before."""
+    """Return the means over the seeds, and their ratios to earlier rows."""
     tokens = [report.finetuning_throughput for report in reports]
     mean = statistics.fmean(tokens)
     attained = [report.slo_attainment or 0.0 for report in reports]
@@ -282,7 +286,7 @@ def _punica(options: SimulateOptions, json: bool) -> None:
     every = max(1, len(minutes) // 20)
     for minute in minutes[::every]:
         used = [place for place, busy in enumerate(minute.busy) if busy > 0.0]
-        # A GPU that was in use for a part of the minute counts for that part.
+        # Weight a GPU by the part of the minute in which it was in use.
         requests = sum(minute.batch[place] * minute.busy[place] for place in used)
         shown.add_row(
             str(minute.minute),

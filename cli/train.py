@@ -1,4 +1,4 @@
-"""`pcg finetune`: train an adapter on files of data; `pcg train`: as a configuration file says."""
+"""`pcg finetune`: train an adapter on data files; `pcg train`: train from a configuration file."""
 
 from __future__ import annotations
 
@@ -42,13 +42,13 @@ if TYPE_CHECKING:
 
 @contextmanager
 def step_lines(log_every: object) -> Iterator[None]:
-    """Print the lines of the log of steps within the block, on standard error.
+    """Print the training log's step lines on standard error inside the block.
 
     Args:
-        log_every: steps between lines; None for a line every few seconds where there is no bar.
+        log_every: steps between lines; None for a line every few seconds if no bar is shown.
     """
     log, lines = logging.getLogger("pcg.finetuning"), _Lines()
-    if log_every is None:  # an error is the command's to tell
+    if log_every is None:  # the command reports errors itself
         lines.addFilter(lambda record: record.levelno == logging.INFO)
     before = log.level
     log.addHandler(lines)
@@ -71,12 +71,12 @@ class _Lines(logging.Handler):
 def print_result(
     result: FinetuneResult, program: str, output: Path, *, as_json: bool, replaces: bool
 ) -> None:
-    """Print the losses of a job on standard error, or all of its result as one object.
+    """Print a job's losses on standard error, or its whole result as a JSON object.
 
     Args:
         program: the model or the program's folder, as the user named it.
         output: the directory that the adapter is saved in.
-        replaces: True if one was there before.
+        replaces: True if the directory already had an adapter.
     """
     if as_json:
         summary = {**dataclasses.asdict(result), "output": str(output)}
@@ -87,7 +87,7 @@ def print_result(
 
 
 def print_preferences(result: PreferenceResult, output: Path, *, as_json: bool) -> None:
-    """Print the margins of a run on standard error, or all of its result as one object."""
+    """Print a run's margins on standard error, or its whole result as a JSON object."""
     if as_json:
         summary = {**dataclasses.asdict(result), "output": str(output)}
         del summary["checkpoint"]
@@ -154,7 +154,7 @@ _SHOWN = 60
 
 
 def print_update(step: int, numbers: Mapping[str, float], samples: Sequence[Sample]) -> None:
-    """Print an update on standard error, and a completion with the highest advantage."""
+    """Print an update and the completion with the highest advantage on standard error."""
     shown = {
         "reward": numbers.get("reward"),
         "±": numbers.get("reward_std"),
@@ -172,11 +172,11 @@ def print_update(step: int, numbers: Mapping[str, float], samples: Sequence[Samp
 
 
 def print_rewards(result: GrpoResult, output: Path, *, as_json: bool, replaces: bool) -> None:
-    """Print how rewards went on standard error, or all numbers as one object.
+    """Print the rewards on standard error, or all numbers as a JSON object.
 
     Args:
         output: the directory that the adapter is saved in.
-        replaces: True if one was there before.
+        replaces: True if the directory already had an adapter.
     """
     if as_json:
         print_json(
@@ -204,14 +204,15 @@ def print_rewards(result: GrpoResult, output: Path, *, as_json: bool, replaces: 
 
 @dataclass(frozen=True, kw_only=True)
 class AdapterFiles:
-    """The data of a job, and the adapter that it makes.
+    """The data, the adapter and the output of a job.
 
     Attributes:
         data: a file of JSON lines (chat, prompt-completion, alpaca, ShareGPT, text, tokens) or a
-            .txt file; several, one after the other, if the option is repeated.
+            .txt
+            file; repeat the option to concatenate several files.
         adapter: the adapter's name.
-        output: the directory to save it in; checkpoints are there, too, until it is saved.
-        start_from: a saved adapter to go on with, instead of a new one.
+        output: the directory to save the adapter in; it also holds the job's checkpoints.
+        start_from: a saved adapter to train further, instead of a new adapter.
         overwrite: replace the adapter that is saved in the output.
     """
 
@@ -232,10 +233,11 @@ def finetune_command(
     place: PlaceOptions,
     json: Json = False,
 ) -> None:
-    """Finetune an adapter on files of data.
+    """Finetune an adapter on data files.
 
-    It is saved in peft's format; a saved one is replaced only with --overwrite or --resume.
-    Interrupted with Ctrl-C, the same command goes on where it was, to the very same adapter.
+    The adapter is saved in peft's format; --overwrite or --resume permits to replace a saved
+    adapter.
+    After Ctrl-C, the same command resumes the job and yields the identical adapter.
     """
     from pcg.train.config_file import CHECKPOINTS, RECORD
 
@@ -244,14 +246,14 @@ def finetune_command(
     values = {**places, **options.values}
     if not values.get("max_grad_norm", 1.0):
         values["max_grad_norm"] = None
-    job = FinetuneOptions(**values)  # says what is wrong before the model is loaded
+    job = FinetuneOptions(**values)  # checks the options before the model is loaded
     peft = _configuration(method, files)
     compiled = dict(compiling.values)
     tp, dp = shards_and_replicas(program, compiled, place, over.dp)
     if tp > 1 and not is_program_folder(program):
         compiled |= own_step(job, compiled, dp, place.cp)
     if tp == 1:
-        # Which spreads sums over ranks; of the job it is, too.
+        # This is also a job option; the compile option only affects sums over ranks.
         compiled.pop("gradient_accumulation_steps", None)
     compiled["tp"] = tp
     ranks = replace(over, dp=dp)
@@ -269,9 +271,9 @@ def train(
     options: Mapping[str, Any],
     json: bool,
 ) -> None:
-    """Finetune an adapter, save it, and print the losses, as a rank.
+    """Finetune and save an adapter on this rank, and print its losses.
 
-    Without a configuration or an adapter to start from, `peft` is the program's own.
+    If `peft` is None, the adapter uses the program's method.
     """
     from pcg.train.config_file import has_adapter, own_recipe
     from pcg.train.sft import finetune_and_save
@@ -289,13 +291,13 @@ def train(
 def own_step(
     job: FinetuneOptions, compiling: Mapping[str, Any], dp: int = 1, cp: int = 1
 ) -> dict[str, int]:
-    """The batch and the length to plan a job's layouts over ranks for, which are its own.
+    """Return the batch and the length of a job's step, to plan its layouts over ranks.
 
-    Empty where the length of its examples has no bound, or another step is asked for.
+    The result is empty if the examples' length is unbounded, or `compiling` sets batch or seq.
 
     Args:
-        compiling: fields of `CompileOptions` that are given.
-        dp: the number of replicas, over which a batch is divided.
+        compiling: fields of `CompileOptions` that the command line sets.
+        dp: the number of replicas that divide a batch.
         cp: the number of ranks that share the tokens of a sequence.
     """
     if job.max_length is None or not {"batch", "seq"}.isdisjoint(compiling):
@@ -308,10 +310,10 @@ def own_step(
 
 
 def _check_output(files: AdapterFiles, resumes: bool) -> None:
-    """Refuse an output that cannot be written, or has a finished adapter, before anything is read.
+    """Refuse an output that cannot be written or has a finished adapter, before data is read.
 
     Args:
-        resumes: True if a checkpoint is demanded, whose job saved the adapter that is there.
+        resumes: True if the job must resume from a checkpoint; then a saved adapter is expected.
     """
     from pcg.train.config_file import has_adapter
 
@@ -328,7 +330,7 @@ def _check_output(files: AdapterFiles, resumes: bool) -> None:
 
 
 def _configuration(method: Method, files: AdapterFiles) -> Any:
-    """The configuration or the adapter to start from; None where no option says."""
+    """Return the method's configuration or the adapter to start from; None if neither is set."""
     if files.start_from is not None:
         if method.is_given:
             raise typer.BadParameter("a saved adapter has its own", param_hint=method.first_flag)
@@ -348,7 +350,7 @@ Settings = Annotated[
     list[str],
     typer.Option(
         "--set",
-        help="A value in place of the file's, as learning_rate=1e-4 or peft.r=8; repeatable.",
+        help="Override a value of the file, such as learning_rate=1e-4 or peft.r=8. Repeatable.",
         metavar="KEY=VALUE",
         default_factory=list,
         show_default=False,
@@ -357,10 +359,10 @@ Settings = Annotated[
 
 
 def sft_command(config: Config, settings: Settings, json: Json = False) -> None:
-    """Finetune an adapter on examples, as a file says.
+    """Finetune an adapter on examples, from a configuration file.
 
-    Its keys are the arguments of `executor.finetune` and the options of pcg finetune
-    (docs/finetuning.md). Interrupted with Ctrl-C, the same command goes on where it was.
+    The file's keys are the arguments of `executor.finetune` and the options of pcg finetune
+    (docs/finetuning.md). After Ctrl-C, the same command resumes the job.
     """
     check_alone("pcg train sft")
     from pcg.train.config_file import OutputOptions, has_adapter, read_config
@@ -375,11 +377,13 @@ def sft_command(config: Config, settings: Settings, json: Json = False) -> None:
 
 
 def grpo_command(config: Config, settings: Settings, json: Json = False) -> None:
-    """Train an adapter on rewards by GRPO, as a file says.
+    """Train an adapter on rewards by GRPO, from a configuration file.
 
-    Its keys are the options of GRPO (docs/finetuning.md), with data and rewards. Reward functions
-    are your Python code, and run in this process. After Ctrl-C, or if it was killed, the same
-    command resumes from the last checkpoint.
+    The file's keys are the options of GRPO (docs/finetuning.md), data and rewards. Reward functions
+    are
+    your Python code and run in this process. After Ctrl-C or a crash, the same command resumes from
+    the
+    last checkpoint.
     """
     check_alone("pcg train grpo")
     from pcg.train.config_file import OutputOptions, has_adapter, read_config
@@ -393,10 +397,10 @@ def grpo_command(config: Config, settings: Settings, json: Json = False) -> None
 
 
 def dpo_command(config: Config, settings: Settings, json: Json = False) -> None:
-    """Train an adapter to prefer one of two outputs, as a file says.
+    """Train an adapter on preferences between two outputs, from a configuration file.
 
-    Its keys are those of pcg train sft, and the options of direct preference optimization
-    (docs/finetuning.md). Interrupted with Ctrl-C, the same command goes on where it was.
+    The file's keys are those of pcg train sft and the options of direct preference optimization
+    (docs/finetuning.md). After Ctrl-C, the same command resumes the job.
     """
     check_alone("pcg train dpo")
     from pcg.train.config_file import OutputOptions, read_config

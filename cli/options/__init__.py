@@ -1,1 +1,1 @@
-"""Options of the commands, made of the fields of dataclasses."""
+"""Command-line options, built from the fields of dataclasses."""

@@ -1,7 +1,7 @@
-"""Printing of the commands: results on standard output, all else on standard error.
+"""Output of the commands: results on standard output, everything else on standard error.
 
-Consoles are made when they are needed: rich takes a while to import, and tests change the streams.
-The files that --html names are checked before the work, and written as a whole or not at all.
+Consoles are created on first use, as rich is slow to import and tests replace the streams. An
+--html path is checked before the work; its page is written atomically.
 """
 
 from __future__ import annotations
@@ -24,33 +24,33 @@ if TYPE_CHECKING:
 
 
 def out() -> Console:
-    """The console of results."""
+    """Return a console for results, on standard output."""
     from rich.console import Console
 
     return Console(highlight=False, markup=False)
 
 
 def err() -> Console:
-    """The console of progress and messages."""
+    """Return a console for progress and messages, on standard error."""
     from rich.console import Console
 
     return Console(stderr=True, highlight=False, markup=False)
 
 
 def fail(message: str) -> None:
-    """Print why a command ends; as it is, so that a message can be copied and searched for."""
+    """Print the reason for a failure as plain text, so that users can copy and search it."""
     sys.stdout.flush()
     print(message, file=sys.stderr)
 
 
 def print_json(value: object) -> None:
-    """Print the one object of a command with --json."""
+    """Print the JSON object of a command with --json."""
     print(json.dumps(value, indent=2, ensure_ascii=False))
 
 
 @contextmanager
 def busy(what: str) -> Iterator[None]:
-    """Show that something takes a while, on a terminal."""
+    """Show a spinner for a slow operation if standard error is a terminal."""
     console = err()
     if not console.is_terminal:
         yield
@@ -60,7 +60,7 @@ def busy(what: str) -> Iterator[None]:
 
 
 def table(*columns: str, right: tuple[str, ...] = ()) -> Table:
-    """An empty table with these heads; the columns in `right` hold numbers."""
+    """Return an empty table with these columns; the columns in `right` hold numbers."""
     from rich.table import Table
 
     rows = Table(box=None, header_style="bold", pad_edge=False, padding=(0, 2, 0, 0))
@@ -70,7 +70,7 @@ def table(*columns: str, right: tuple[str, ...] = ()) -> Table:
 
 
 def plain(value: Any) -> str:
-    """A value of a table; a dash for none."""
+    """Return a table cell's text; a dash for None."""
     return "–" if value is None else str(value)
 
 
@@ -78,7 +78,7 @@ def plain(value: Any) -> str:
 
 
 def check_page(path: Path) -> None:
-    """Refuse a file that a page cannot be written to, before the work."""
+    """Refuse an --html path that cannot be written, before the work."""
     if is_there(path) and not is_file(path):
         kind = "a directory" if is_directory(path) else "not a regular file"
         raise PcgError(f"--html {path}: it is {kind}; name a file, as report.html")
@@ -91,7 +91,7 @@ def check_page(path: Path) -> None:
 
 
 def show_report(value: Any, text: str, html: Path | None, json: bool) -> None:
-    """Print a report as text or JSON, and write its page."""
+    """Print a report as text or JSON, and write its HTML page."""
     if json:
         print_json(value.to_json())
     else:
@@ -101,7 +101,7 @@ def show_report(value: Any, text: str, html: Path | None, json: bool) -> None:
 
 
 def write_page(path: Path, page: str, json: bool) -> None:
-    """Write a page as a whole or not at all, and say so; with --json on standard error."""
+    """Write a page atomically and report its size; with --json on standard error."""
     target = path.resolve()
     beside = target.with_name(f".{secrets.token_hex(4)}.html")
     data = page.encode()
@@ -115,5 +115,5 @@ def write_page(path: Path, page: str, json: bool) -> None:
         ) from error
     finally:
         beside.unlink(missing_ok=True)
-    # With --json the one object is alone on standard output.
+    # With --json standard output holds only the JSON object.
     print(f"wrote {path} ({size_text(len(data))})", file=sys.stderr if json else sys.stdout)

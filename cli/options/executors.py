@@ -1,4 +1,4 @@
-"""Open what `run` and `finetune` work on: a compiled program, or a model compiled on the spot."""
+"""Opening of executors: a program, a model compiled on the spot, or a base executor."""
 
 from __future__ import annotations
 
@@ -34,31 +34,33 @@ FIELDS: Mapping[str, tuple[str, ...]] = {
     "positions": ("max_position_embeddings", "n_positions", "max_seq_len"),
     "dtype": ("dtype", "torch_dtype"),
 }
-"""The names that families have for one field of their config.json."""
+"""Model families' names for each field of config.json."""
 _CONNECTIONS = ExitStack()
-"""Closes connections to base executors at the end of a command's work."""
+"""Connections to base executors, closed after a command's work."""
 SPLIT = "split://"
-"""A model's name begins so where base executors hold its weights: split://host:port."""
+"""Prefix of a model name that addresses base executors: split://host:port."""
 CLIENT = (
     "curve_key", "curve_server", "dtype", "memory_budget", "plaintext", "privacy", "program",
     "transport",
 )  # fmt: skip
-"""Options that a client of a base executor has: of compiling, or behind the address and a ?."""
+"""Compile options and address parameters (after the ?) that a client of a base executor accepts."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class PlaceOptions:
-    """Options of what runs, and where.
+    """Options of the program, the device and the ranks.
 
     Attributes:
-        device: the device, as torch names it; a GPU where there is one, else the CPU.
-        weights: where the weights of a compiled program lie, if no longer where it found them.
+        device: the device, as torch names it; by default a GPU if available, else the CPU.
+        weights: the location of a compiled program's weights, if they have moved.
         trust_edits: run a program whose emitted source was edited.
-        pp: pipeline stages: so many times the ranks, each group of which has some of the layers
+        pp: pipeline stages: multiplies the ranks; each group of ranks holds some of the layers
             (docs/parallel.md).
-        cp: context-parallel degree: so many ranks, or groups of --tp, share the tokens of each
-            sequence, or of prompts (docs/parallel.md).
-        rank_timeout_s: the longest time that a rank waits for the others, as while these load their
+        cp: context-parallel degree: this many ranks, or groups of --tp ranks, share the tokens of
+            each
+            sequence or prompt (docs/parallel.md).
+        rank_timeout_s: the longest time that a rank waits for the others, for example while they
+            load
             weights, seconds; 300 by default.
     """
 
@@ -78,20 +80,21 @@ class PlaceOptions:
 
     @property
     def groups(self) -> int:
-        """The number of groups of --tp ranks of one replica."""
+        """The number of groups of --tp ranks in a replica."""
         return self.pp * self.cp
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingRanks:
-    """Options of how ranks divide a finetuning step, beside the shards of `tp`.
+    """Options for the division of a finetuning step over ranks, in addition to `tp`.
 
     Attributes:
-        dp: data-parallel degree: so many times --tp processes, of which each group of --tp takes
-            some sequences of every step. Under torchrun the number of processes over those of --tp,
-            --cp and --pp by default, else 1.
-        shard_base: hold 1/dp of the layers' weights on each replica, which gathers every layer
-            before it runs and drops it after: for bases that do not fit otherwise.
+        dp: data-parallel degree: multiplies the ranks; each group takes some sequences of every
+            step.
+            By default torchrun's processes divided by --tp, --cp and --pp, else 1.
+        shard_base: keep 1/dp of the layers' weights on each replica; gather each layer before it
+            runs
+            and drop it afterwards. For bases that do not fit otherwise.
     """
 
     title: ClassVar[str] = PlanOptions.title
@@ -111,10 +114,10 @@ def open_executor(
     place: PlaceOptions,
     over: TrainingRanks = TrainingRanks(),
 ) -> Executor:
-    """An executor of a program, of a model compiled with fields of `CompileOptions`, or of a base.
+    """Return an executor of a program, of a base executor, or of a model compiled with `compiling`.
 
     Raises:
-        PcgError: what is wrong with the folder, the weights or an adapter.
+        PcgError: a fault of the folder, the weights or an adapter.
     """
     if where.startswith(SPLIT):
         return _connected(where, peft, compiling, place)
@@ -139,7 +142,7 @@ def open_executor(
         return executor
     from pcg.source import resolve
 
-    resolve(where, weights=True)  # a wrong name is an answer in milliseconds
+    resolve(where, weights=True)  # reports a wrong name within milliseconds
     with busy(f"compiling and loading {where}"):
         from pcg import compiler
 
@@ -157,11 +160,11 @@ def open_executor(
 def _connected(
     where: str, peft: object, compiling: Mapping[str, Any], place: PlaceOptions
 ) -> Executor:
-    """An executor of a base that other processes hold, by `pcg.connect`.
+    """Return an executor of a base executor's model, by `pcg.connect`.
 
     Raises:
         typer.BadParameter: an option that clients do not have.
-        PcgError: the base is not there, or refuses.
+        PcgError: the base is absent or refuses the connection.
     """
     address, behind = _split_address(where)
     options = {**behind, **compiling}
@@ -187,10 +190,10 @@ def _connected(
 
 
 def _split_address(where: str) -> tuple[str, dict[str, str]]:
-    """Return the address of split://HOST:PORT?NAME=VALUE&…, and what stands behind it.
+    """Return the address and the parameters of split://HOST:PORT?NAME=VALUE&….
 
     Raises:
-        typer.BadParameter: something else stands there, or a name twice.
+        typer.BadParameter: a parameter without name or value, or a repeated name.
     """
     address, _, query = where.removeprefix(SPLIT).partition("?")
     options: dict[str, str] = {}
@@ -207,7 +210,7 @@ def _split_address(where: str) -> tuple[str, dict[str, str]]:
 
 
 def files_of(where: str, place: PlaceOptions) -> Path | None:
-    """The directory with the tokenizer, and what else a model's files say of its use.
+    """Return the directory with the tokenizer and the other files of a model.
 
     Raises:
         PcgError: the model cannot be found.
@@ -215,7 +218,7 @@ def files_of(where: str, place: PlaceOptions) -> Path | None:
     from pcg.source import resolve
 
     if where.startswith(SPLIT):
-        return None  # the base sends them
+        return None  # the base sends the files
     if not is_program_folder(where):
         return resolve(where, weights=True).directory
     folder = expanded(where)
@@ -226,14 +229,14 @@ def files_of(where: str, place: PlaceOptions) -> Path | None:
 
 
 def degree_of(where: str, compiling: Mapping[str, Any], place: PlaceOptions) -> int:
-    """The tensor-parallel degree at which a program's folder or a model runs.
+    """Return the tensor-parallel degree of a program's folder or a model.
 
-    It is that of the processes which torchrun has started, where it has.
+    Under torchrun, a model's degree defaults to the number of processes.
 
     Raises:
-        typer.BadParameter: an option for models alone, or for programs alone; or a program was
-            compiled for another number of ranks, or otherwise; or torchrun has started another
-            number.
+        typer.BadParameter: an option for models only or for programs only, an option that differs
+        from
+            the program's, or a degree that differs from torchrun's number of processes.
     """
     return shards_and_replicas(where, compiling, place, 1)[0]
 
@@ -241,12 +244,12 @@ def degree_of(where: str, compiling: Mapping[str, Any], place: PlaceOptions) -> 
 def shards_and_replicas(
     where: str, compiling: Mapping[str, Any], place: PlaceOptions, dp: int | None
 ) -> tuple[int, int]:
-    """The tensor- and the data-parallel degree that a program's folder or a model runs on.
+    """Return the tensor-parallel and data-parallel degrees of a program's folder or a model.
 
     Args:
-        dp: the data-parallel degree; None for as many replicas as torchrun's processes make.
+        dp: the data-parallel degree; None derives it from torchrun's number of processes.
     Raises:
-        typer.BadParameter: as of `degree_of`.
+        typer.BadParameter: see `degree_of`.
     """
     started, each = torchrun_ranks(), place.groups
     tp = _degree_of(where, compiling, place, max(started // ((dp or 1) * each), 1))
@@ -264,7 +267,7 @@ def shards_and_replicas(
 
 
 def _check_layers(where: str, pp: int) -> None:
-    """Refuse more pipeline stages than layers, before ranks are started for them.
+    """Refuse more pipeline stages than layers, before ranks are started.
 
     Raises:
         typer.BadParameter: names both numbers.
@@ -287,19 +290,19 @@ def _check_layers(where: str, pp: int) -> None:
 
 
 def torchrun_ranks() -> int:
-    """The number of processes that torchrun has started, with this one; 1 without it."""
+    """Return the number of torchrun's processes, including this process; 1 without torchrun."""
     if "RANK" not in os.environ:
-        return 1  # without importing torch
+        return 1  # avoids the import of torch
     from pcg.ranks.join import started_ranks
 
     return started_ranks()
 
 
 def check_alone(command: str) -> None:
-    """Refuse to run a command for one process as copies under torchrun.
+    """Refuse to run copies of a single-process command under torchrun.
 
     Raises:
-        typer.BadParameter: torchrun has started several.
+        typer.BadParameter: torchrun has started several processes.
     """
     started = torchrun_ranks()
     if started > 1:
@@ -348,13 +351,13 @@ def _degree_of(where: str, compiling: Mapping[str, Any], place: PlaceOptions, st
 
 
 def on_ranks(degree: int, act: Callable[[], None], stops: Collection[Signals] = ()) -> None:
-    """Do a command's work here, or on ranks that are started for it.
+    """Run a command's work in this process, or on newly started ranks.
 
-    Under torchrun this process is a rank already.
+    Under torchrun this process is already a rank.
 
     Args:
-        act: a partial of a function of a module, which is pickled.
-        stops: signals that ranks are told, and end by in order.
+        act: a picklable partial of a module-level function.
+        stops: signals to forward to the ranks for an orderly end.
     """
     if degree > 1:
         from pcg.ranks.join import started_ranks

@@ -1,9 +1,9 @@
-"""Options of the command line, made of the fields of dataclasses.
+"""Command-line options from the fields of dataclasses.
 
-A command's function takes dataclasses, as `options: ExplainOptions`. Each of their fields is an
-option with its name, type and default; its help is the field's entry in the docstring of its class,
-and that class's `title`, where it has one, is the head under which help lists it. The library
-declares most of the dataclasses, so that an option is named, documented and checked once.
+A command's function takes dataclasses, for example `options: ExplainOptions`. Each field becomes an
+option with the field's name, type and default. The option's help is the field's entry in the class
+docstring; the class attribute `title` is the option's heading in help. Most of these dataclasses
+belong to the library, so that each option is named, documented and checked in a single place.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from pcg.keywords import field_docs
 
 
 def complete_model(incomplete: str) -> list[str]:
-    """The models that ship with pcg, for shells."""
+    """Complete the name of a model that ships with pcg, for shells."""
     from pcg.source import shipped
 
     return [name for name in shipped() if name.lower().startswith(incomplete.lower())]
@@ -64,7 +64,7 @@ Runnable = Annotated[
         metavar="DIR_OR_MODEL",
     ),
 ]
-Json = Annotated[bool, typer.Option("--json", help="Print one JSON object, and nothing else.")]
+Json = Annotated[bool, typer.Option("--json", help="Print a single JSON object and nothing else.")]
 
 
 # -------------------------------------------------------------------------------------------- types
@@ -72,12 +72,12 @@ Json = Annotated[bool, typer.Option("--json", help="Print one JSON object, and n
 
 @dataclass(frozen=True)
 class Kind:
-    """The way in which an option of a type is given.
+    """The command-line form of a type.
 
     Attributes:
-        reads: the type that typer reads: texts, or the bool of a flag.
+        reads: the type that typer reads: text, or bool for a flag.
         metavar: the value's name in help; None for a flag.
-        is_flag: it has no value.
+        is_flag: True for an option without a value.
     """
 
     reads: Any
@@ -86,10 +86,10 @@ class Kind:
 
 
 def kind_of(hint: Any) -> Kind:
-    """The way in which an option is given: once, repeatedly, as several values, or as a flag."""
+    """Return a type's command-line form: single value, repeated, several values, or flag."""
     kinds = _members(hint)
     plain = [kind for kind in kinds if get_origin(kind) is not Literal]
-    if plain == [bool]:  # also with words for what it is by default
+    if plain == [bool]:  # also for a union of bool and words, whose default is a word
         return Kind(bool, None, True)
     if len(kinds) == 1:
         inner = get_args(kinds[0])
@@ -104,7 +104,11 @@ def kind_of(hint: Any) -> Kind:
 
 
 def convert(value: Any, hint: Any) -> Any:
-    """A field's value from what typer has read. ValueError: it is none, and what would be one."""
+    """Convert a value that typer has read to a field's type.
+
+    Raises:
+        ValueError: the value does not fit; the message names values that do.
+    """
     kinds = _members(hint)
     if isinstance(value, bool):
         return value
@@ -120,7 +124,7 @@ def convert(value: Any, hint: Any) -> Any:
 
 
 def _members(hint: Any) -> list[Any]:
-    """The types of a union, or the one type; without None."""
+    """Return a union's types, or the single type, without None."""
     is_union = get_origin(hint) in (Union, types.UnionType)
     return [kind for kind in (get_args(hint) if is_union else (hint,)) if kind is not type(None)]
 
@@ -190,7 +194,7 @@ def _parsed(text: str, hint: Any) -> Any:
 
 
 def _names(text: str) -> str | tuple[str, ...]:
-    """Modules: names, separated by commas; or a word for many, such as all-linear, or a regex."""
+    """Parse module names separated by commas; a word such as all-linear, or a regex, stays text."""
     names = tuple(name.strip() for name in text.split(",") if name.strip())
     if not names:
         raise ValueError("it names no module")
@@ -200,7 +204,7 @@ def _names(text: str) -> str | tuple[str, ...]:
 
 def _mapping(texts: Sequence[str], hint: Any) -> dict[str, Any]:
     values: dict[str, Any] = {}
-    if hint is float:  # whose values have no commas
+    if hint is float:  # numbers contain no commas
         texts = [part.strip() for text in texts for part in text.split(",")]
     for each in texts:
         name, equals, text = each.partition("=")
@@ -213,7 +217,7 @@ def _mapping(texts: Sequence[str], hint: Any) -> dict[str, Any]:
 
 
 def _json(text: str) -> Any:
-    """JSON, or else a word."""
+    """Parse JSON; other text stays as it is."""
     try:
         return json.loads(text)
     except (RecursionError, ValueError):
@@ -231,28 +235,28 @@ FLAGS: Mapping[str, tuple[str, ...]] = {
     "prompt": ("--prompt", "-p"),
     "target_modules": ("--target-modules", "--targets"),
 }
-"""The options of fields that have another name than theirs, or several."""
+"""Options with a name that differs from their field's, or with several names."""
 
 T = TypeVar("T")
 Collect = Callable[[Mapping[str, Any]], Any]
-"""A maker of a command's argument from the values of options."""
+"""Function that builds a command's argument from the options' values."""
 
 
 def flags_of(name: str) -> tuple[str, ...]:
-    """The option of a field, as it is typed."""
+    """Return a field's option names, as typed on the command line."""
     return FLAGS.get(name, (f"--{name.replace('_', '-')}",))
 
 
 @dataclass(frozen=True)
 class Option:
-    """One option.
+    """A command-line option.
 
     Attributes:
         name: the field's name.
         hint: the field's type.
-        help: the text that help shows.
-        default: the value that help shows as the default; MISSING for an option that is required.
-        title: the head under which help lists it; None for that of all others.
+        help: the text of the option in help.
+        default: the default in help; MISSING for a required option.
+        title: the option's heading in help; None for the general heading.
     """
 
     name: str
@@ -263,7 +267,7 @@ class Option:
 
     @property
     def parameter(self) -> inspect.Parameter:
-        """The option as typer takes it: a parameter, whose default is None."""
+        """The option as a parameter for typer; the parameter's default is None."""
         kind, flags = kind_of(self.hint), flags_of(self.name)
         is_required, help = self.default is dataclasses.MISSING, self.help
         if kind.is_flag and self.default is not False:
@@ -285,7 +289,7 @@ class Option:
         )
 
     def value(self, value: Any) -> Any:
-        """The field's value. BadParameter: what was given is none."""
+        """Convert a command-line value; raise BadParameter if it does not fit the field's type."""
         try:
             return convert(value, self.hint)
         except ValueError as error:
@@ -300,25 +304,25 @@ def _shown(default: Any) -> str:
 
 @dataclass(frozen=True)
 class Given(Generic[T]):
-    """The fields of a dataclass that the command line gives."""
+    """The fields of a dataclass that the command line sets."""
 
     type: type[T]
     values: Mapping[str, Any]
 
     def make(self, **others: object) -> T:
-        """The dataclass of the given fields, and of others where these are not given."""
+        """Build the dataclass; `others` fill fields that the command line does not set."""
         return self.type(**{**others, **self.values})
 
 
 @dataclass(frozen=True)
 class Only:
-    """The fields of a dataclass that a command has options for; it stands in `Annotated`."""
+    """The subset of a dataclass's fields that become a command's options; used in `Annotated`."""
 
     names: Collection[str]
 
 
 class OptionGroup(ABC):
-    """A parameter of a command that other options make than the fields of one dataclass."""
+    """A command's parameter whose options do not correspond to the fields of a single dataclass."""
 
     @classmethod
     @abstractmethod
@@ -327,13 +331,13 @@ class OptionGroup(ABC):
     @classmethod
     @abstractmethod
     def collect(cls, values: Mapping[str, Any]) -> Self:
-        """The group of what is given, as typer has read it."""
+        """Build the group from the values that typer has read."""
 
 
 def with_options(command: Callable[..., None]) -> Callable[..., None]:
-    """Return a command for typer, whose options are the fields of what a function takes.
+    """Wrap a command for typer: the fields of its dataclass parameters become options.
 
-    Options of one name, in two dataclasses, are one option.
+    Dataclasses that share a field name share the option.
     """
     hints = get_type_hints(command, include_extras=True)
     parameters: dict[str, inspect.Parameter] = {}
@@ -364,7 +368,7 @@ def with_options(command: Callable[..., None]) -> Callable[..., None]:
 
 
 def _group(hint: Any) -> tuple[Collect, list[Option]] | None:
-    """The maker of a parameter from options, and these; None if typer takes it as it is."""
+    """Return a parameter's builder and options; None if typer handles the parameter itself."""
     only = next((extra for extra in getattr(hint, "__metadata__", ()) if type(extra) is Only), None)
     plain = get_args(hint)[0] if get_origin(hint) is Annotated else hint
     if isinstance(plain, type) and issubclass(plain, OptionGroup):
@@ -385,7 +389,7 @@ def _group(hint: Any) -> tuple[Collect, list[Option]] | None:
 
 
 def field_options(owner: Any, only: Only | None = None) -> list[Option]:
-    """The options of a dataclass's fields."""
+    """Return an option for each field of a dataclass."""
     hints, docs = get_type_hints(owner), field_docs(owner)
     fields = [f for f in dataclasses.fields(owner) if only is None or f.name in only.names]
     names = [field.name for field in fields]
@@ -409,7 +413,7 @@ def _title(owner: Any, name: str) -> str | None:
 
 
 def help_text(doc: str, names: Collection[str] = ()) -> str:
-    """A field's text as help: a sentence, in which other fields are named by their options."""
+    """Format a field's docstring entry as help: a sentence with option names for field names."""
 
     def called(match: re.Match[str]) -> str:
         return flags_of(match[1])[0] if match[1] in names else match[1]

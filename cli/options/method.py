@@ -1,4 +1,4 @@
-"""The options of PEFT methods: `--peft`, and the fields of all methods' configurations."""
+"""Options of PEFT methods: `--peft`, and the fields of all methods' configurations."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ if TYPE_CHECKING:
 
 TITLE = "Method"
 ALIASES = ("alpha", "dropout", "rank")
-"""Names that the manifest has for fields whose names differ from method to method."""
+"""Manifest names that are shared by fields with different names in different methods."""
 
 
 @dataclass(frozen=True)
 class Method(OptionGroup):
-    """A PEFT method that options name.
+    """A PEFT method chosen by options.
 
     Attributes:
-        peft: what `--peft` says; None where it is not given.
+        peft: the value of `--peft`; None if absent.
         fields: fields of the method's configuration, as typer has read them.
     """
 
@@ -54,12 +54,12 @@ class Method(OptionGroup):
 
     @property
     def first_flag(self) -> str:
-        """The first option that is given."""
+        """The first option that is set."""
         return flags_of("peft" if self.peft is not None else next(iter(self.fields)))[0]
 
     @property
     def words(self) -> tuple[str, ...]:
-        """The options that name the method, as they are typed."""
+        """The options that choose the method, as typed on the command line."""
         words = [] if self.peft is None else [flags_of("peft")[0], self.peft]
         for name, value in self.fields.items():
             flag = flags_of(name)[-1]
@@ -71,7 +71,7 @@ class Method(OptionGroup):
         return tuple(words)
 
     def one(self) -> Any:
-        """The one configuration that is named, as `Executor.add_adapter` takes it."""
+        """Return the single chosen configuration, for `Executor.add_adapter`."""
         from pcg.peft.adapter_files import recipes_of
 
         recipes = recipes_of(self.configuration())
@@ -80,11 +80,11 @@ class Method(OptionGroup):
         return next(iter(recipes.values()))
 
     def configuration(self) -> Any:
-        """The configuration that is named, as `pcg.compile` takes it; LoRA by default.
+        """Return the chosen configuration, for `pcg.compile`; LoRA by default.
 
         Raises:
-            typer.BadParameter: options do not go together.
-            AdapterError: a value is out of its range.
+            typer.BadParameter: incompatible options.
+            AdapterError: a value is out of range.
         """
         from pcg.peft.registry import SHORTHANDS
 
@@ -121,7 +121,7 @@ class Method(OptionGroup):
 
 
 def adapter_or_none(peft: str, option: str = "--peft") -> Any:
-    """No configuration, a word for one, or that of the adapter in a directory, by its name."""
+    """Return no configuration, a method's word, or a directory's adapter keyed by its name."""
     from pcg.peft.registry import SHORTHANDS
 
     if peft.lower() == "none":
@@ -139,16 +139,16 @@ def adapter_or_none(peft: str, option: str = "--peft") -> Any:
 
 
 def _names(field: dataclasses.Field[Any]) -> tuple[str, ...]:
-    """A field's name, and the name that it shares with fields of other methods."""
+    """Return a field's name, and the name that it shares with fields of other methods."""
     saved = field.metadata.get("saved")
     return (field.name, saved) if saved in ALIASES else (field.name,)
 
 
 def _fields() -> Iterator[Option]:
-    """The options of all methods' fields, each name once; of texts where types differ."""
+    """Yield an option per field name of all methods; fields whose types differ read text."""
     from pcg.peft.registry import RECIPES
 
-    first: dict[str, tuple[Any, Any]] = {}  # type and default, which the others may not share
+    first: dict[str, tuple[Any, Any]] = {}  # type and default of the first method with the field
     methods: dict[str, dict[str, list[str]]] = {}
     for recipe in RECIPES.values():
         hints, docs = get_type_hints(recipe), field_docs(recipe)
@@ -162,5 +162,5 @@ def _fields() -> Iterator[Option]:
     for name, by_text in methods.items():
         texts = [f"{help_text(text, methods)} ({', '.join(of)})" for text, of in by_text.items()]
         hint, default = first[name]
-        # Defaults are the methods' and their words' own.
+        # Help shows no other default, as defaults differ between methods.
         yield Option(name, hint, " ".join(texts), False if default is False else None, TITLE)
