@@ -1,1 +1,1 @@
-"""Reports of the memory of a finetuning step, with reasons: accounts, peers, capacity, pages."""
+"""Memory reports of a finetuning step, with reasons: accounts, peers, capacity, pages."""

@@ -1,7 +1,7 @@
-"""The base model in memory, as it lies there after it is loaded.
+"""Memory of the loaded base model.
 
-Each tensor is there once. On a CPU serving multiplies by oneDNN's packed copies, which are there
-beside the plain ones that training reads (`pcg.runtime.model.bound_weights`).
+Each tensor counts once. On a CPU, serving multiplies by oneDNN's packed copies, which exist in
+addition to the plain tensors that training reads (`pcg.runtime.model.bound_weights`).
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from pcg.runtime.model.bound_weights import is_packed, product_weights
 
 @dataclass(frozen=True)
 class _Held:
-    """A tensor of the base as a graph reads it.
+    """A tensor of the base, as a graph reads it.
 
     Attributes:
-        key: equal where graphs read one tensor, as tied ones.
-        layers: the number of layers that have one each.
-        multiplies: True if serving runs a product with it.
-        of_block: True if a layer reads it.
+        key: equal for graphs that read the same tensor, such as tied weights.
+        layers: the number of layers with their own copy.
+        multiplies: True if serving runs a product with the tensor.
+        of_block: True if a layer reads the tensor.
     """
 
     parameter: Parameter
@@ -45,14 +45,14 @@ class _Held:
         return self.elements * DTYPE_BYTES[self.parameter.type.dtype]
 
     def is_packed(self, device: torch.device) -> bool:
-        """Return whether a packed copy of it lies on a device."""
+        """Return whether a device holds a packed copy of the tensor."""
         type_ = self.parameter.type
         dtype = getattr(torch, TORCH_NAMES[type_.dtype])
         return self.multiplies and is_packed(len(type_.features), dtype, device)
 
 
 def parameter_count(model: ModelGraph) -> int:
-    """Return the number of the base's parameters, with tied ones once."""
+    """Return the number of the base's parameters; tied parameters count once."""
     frozen = {tensor.key: tensor for tensor in _held(model) if tensor.parameter.role == "frozen"}
     return sum(tensor.elements for tensor in frozen.values())
 
@@ -61,7 +61,7 @@ def base_bytes(model: ModelGraph, replicas: int = 1) -> int:
     """Return the bytes of a rank's part of the base, each tensor once.
 
     Args:
-        replicas: those that have parts of the layers, which each gathers two at a time.
+        replicas: the number of replicas that shard the layers; each gathers two layers at a time.
     """
     if replicas == 1:
         return sum({tensor.key: tensor.size_bytes for tensor in _held(model)}.values())
@@ -72,9 +72,9 @@ def base_bytes(model: ModelGraph, replicas: int = 1) -> int:
 
 
 def packed_bytes(model: ModelGraph, device: torch.device, replicas: int = 1) -> int:
-    """Return the bytes of the packed copies that a device has unless `packed_weights` is False.
+    """Return the bytes of a device's packed copies, unless `packed_weights` is False.
 
-    Of layers that are gathered there are none.
+    Layers that replicas gather have no packed copies.
     """
     packed = {
         tensor.key: tensor.size_bytes
@@ -85,7 +85,7 @@ def packed_bytes(model: ModelGraph, device: torch.device, replicas: int = 1) -> 
 
 
 def layer_bytes(model: ModelGraph) -> list[int]:
-    """Return the bytes of each layer that replicas may have parts of."""
+    """Return the bytes of each layer that replicas can shard."""
     sizes: dict[str, int] = {}
     for block in model.blocks:
         tensors = {
@@ -100,7 +100,7 @@ def _is_parted(tensor: _Held) -> bool:
 
 
 def _held(model: ModelGraph) -> Iterator[_Held]:
-    """Yield the base's parameters and constants, those of several graphs several times."""
+    """Yield the base's parameters and constants; repeat those of several graphs."""
     for place, block in enumerate(model.blocks):
         yield from _held_by(block, model.layers.count(place), of_block=True)
     for graph in (model.prologue, model.epilogue):

@@ -1,7 +1,7 @@
-"""The stages of a report that other software saves for backward: measured, not modelled.
+"""Stages of a report that other software saves for backward: measured, not modelled.
 
-eager: transformers + peft. peft trains one adapter at a time; of several, the one that saves most
-counts. torch-partitioner: torch.compile, by `pcg explain --peers`.
+eager: transformers + peft. peft trains one adapter at a time; of several adapters, the largest
+account counts. torch-partitioner: torch.compile, by `pcg explain --peers`.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class EagerAccount:
-    """The bytes that eager code saves for the step of a report, and for others.
+    """The bytes that eager code saves for the step of a report, and for other steps.
 
     Attributes:
         memory: the bytes of the step.
-        has_prefix: True if the adapter trains keys and values, with which peft checkpoints nothing.
+        has_prefix: True if the adapter trains keys and values; peft then refuses checkpointing.
     """
 
     memory: EagerMemory
@@ -48,9 +48,9 @@ class EagerAccount:
         return self._model.trainable
 
     def formula(self) -> sympy.Expr:
-        """Return the bytes in B and S: a polynomial through the numbers of steps that are larger.
+        """Return the bytes as a polynomial in B and S, interpolated between larger steps.
 
-        One sequence alone is a case of its own where eager code makes views instead of copies.
+        A single sequence is a separate case if eager code then makes views instead of copies.
         """
         batch = max(self._batch, 2)
         few, more = (self._in_length(size) for size in (batch, batch + 1))
@@ -72,7 +72,7 @@ def eager_account(planned: PlannedModel, notes: list[str]) -> EagerAccount | Non
 
     Args:
         planned: the model, its recipes and the step.
-        notes: the report's notes, which get the reason, and differences from pcg.
+        notes: the report's notes; receives the reason, and differences from pcg.
     """
     setup = planned.setup
     if not planned.use.trainable:
@@ -119,8 +119,8 @@ STAGE = "torch-partitioner"
 
 
 def with_peers(report: Report, setup: Setup) -> Report:
-    """Return the report with torch's partitioner under several budgets, or a note why not."""
-    # It imports functorch and inductor, which takes seconds.
+    """Add torch's partitioner under several budgets to the report, or a note with the reason."""
+    # The import loads functorch and inductor, which takes seconds.
     from pcg.explain.baselines.peers import BUDGETS, MASKLESS, torch_partitioner
 
     if not setup.recipes:
@@ -152,7 +152,7 @@ def with_peers(report: Report, setup: Setup) -> Report:
 
 
 def peer_point(model: PartitionedModel) -> PeerPoint:
-    """Return the entry of a report for a model divided under one budget."""
+    """Return a report's entry for a model partitioned under a budget."""
     inner = model.layer_bytes[1:] or model.layer_bytes
     return PeerPoint(
         model.budget,
@@ -164,7 +164,7 @@ def peer_point(model: PartitionedModel) -> PeerPoint:
 
 
 def _recipe(recipes: Mapping[str, Recipe]) -> Recipe:
-    """Return the one recipe; refuse what torch's run would not follow."""
+    """Return the only recipe; refuse a recipe that torch's run would not follow."""
     if len(recipes) > 1:
         raise UnsupportedError(f"{len(recipes)} adapters train at once; peft trains one")
     (recipe,) = recipes.values()
@@ -177,13 +177,13 @@ def _recipe(recipes: Mapping[str, Recipe]) -> Recipe:
 
 def _note(default: PeerPoint, maskless: PeerPoint) -> str:
     text = (
-        f"{STAGE}: what torch.compile passes from forward to backward of transformers + peft, "
-        "divided a layer at a time; logits and loss as by default"
+        f"{STAGE}: bytes that torch.compile passes from forward to backward of transformers + "
+        "peft, divided layer by layer; logits and loss under the default budget"
     )
     more = default.bytes_per_block - maskless.bytes_per_block
     if not more:
         return text
     return (
-        f"{text}; with the attention mask that transformers makes where it is traced, for which it "
+        f"{text}; with the attention mask that transformers builds when traced, for which it "
         f"repeats keys and values: {more:,} bytes a layer"
     )

@@ -1,8 +1,8 @@
-"""The capacity of an accelerator: the largest steps that fit, and advice for one that does not.
+"""Capacity of an accelerator: the largest steps that fit, and advice if a step does not fit.
 
-A step's total grows with the batch and with the sequence length, so the largest that fits is found
-by interpolation between one that fits and one that does not. Every size is planned anew. Sequences
-are no longer than the positions of the model.
+A step's total grows with the batch and with the sequence length. The largest size that fits is
+interpolated between a size that fits and a size that does not; each size gets its own plan.
+Sequences do not exceed the positions of the model.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ from pcg.parallel.costs.accelerators import ACCELERATORS, RESERVED_BYTES, Accele
 from pcg.parallel.costs.catalog import costs_name, find_cost_model
 
 MOST = 2**20
-"""The largest batch and sequence length that are tried."""
+"""The largest batch and sequence length of the search."""
 _DEGREES = (2, 4, 8, 16)
-"""The degrees of tensor parallelism that advice names."""
+"""Degrees of tensor parallelism for advice."""
 
 
 def usable_bytes(device: Accelerator) -> int:
-    """Return the memory of a device that is not left free."""
+    """Return a device's memory without the reserve."""
     return device.memory_bytes - RESERVED_BYTES
 
 
 def gpus_that_hold(planned: PlannedModel) -> tuple[str, ...]:
-    """Return the names of all known GPUs that a rank's step fits."""
+    """Return the names of all known GPUs that can hold a rank's step."""
     total = memory_bytes(planned)["total"]
     return tuple(name for name, gpu in ACCELERATORS.items() if total <= usable_bytes(gpu))
 
@@ -88,7 +88,7 @@ def _capacity(planned: PlannedModel, device: Accelerator, over_ranks: _OverRanks
 
 
 def _on_these_ranks(planned: PlannedModel, capacity: GpuCapacity) -> Iterator[str]:
-    """Yield options, each of which lets the step fit."""
+    """Yield options, each of which makes the step fit."""
     budget = _budget_that_fits(planned, capacity.usable_bytes)
     if budget is not None:
         yield f"--memory-budget {budget:g}"
@@ -103,12 +103,12 @@ def _on_these_ranks(planned: PlannedModel, capacity: GpuCapacity) -> Iterator[st
 
 
 def _on_more_ranks(planned: PlannedModel, usable: int, over_ranks: _OverRanks) -> Iterator[str]:
-    """Yield the fewest ranks over which the step fits, or else a smaller step over more ranks."""
+    """Yield the fewest ranks over which the step fits, or a smaller step over more ranks."""
     tp = planned.setup.options.tp
     weights = memory_bytes(planned)["weights"]
     smaller = ""
     for degree in (more for more in _DEGREES if more > tp):
-        # A rank has its part of the weights at least.
+        # A rank holds at least its part of the weights.
         parted = over_ranks.at(degree) if weights * tp // degree <= usable else None
         if parted is None:
             continue
@@ -122,7 +122,7 @@ def _on_more_ranks(planned: PlannedModel, usable: int, over_ranks: _OverRanks) -
 
 
 def _smaller_step(planned: PlannedModel, usable: int) -> str:
-    """Return options that let a step fit the memory; empty for none."""
+    """Return options that make a step fit the memory; empty if none do."""
     budget = _budget_that_fits(planned, usable)
     if budget is not None:
         return f"--memory-budget {budget:g}"
@@ -141,7 +141,7 @@ def _largest_seq(planned: PlannedModel, setup: Setup, usable: int) -> int:
 
 
 def _budget_that_fits(planned: PlannedModel, usable_bytes: int) -> float | None:
-    """Return the largest memory budget, in hundredths, at which the step fits; None for none."""
+    """Return the largest memory budget, in hundredths, at which the step fits, or None."""
 
     def fits(hundredths: int) -> bool:
         setup = planned.setup.having(memory_budget=hundredths / 100)
@@ -162,13 +162,13 @@ def _total(planned: PlannedModel, setup: Setup) -> int:
 
 
 def _largest(total: Callable[[int], int], limit: int, most: int) -> int:
-    """Return the largest size, of `most` at most, whose total is within a limit; 0 for none."""
+    """Return the largest size, at most `most`, whose total is within a limit; 0 if none is."""
 
     def over(size: int) -> int:
         try:
             return total(size) - limit
         except MemoryBudgetError:
-            return limit  # no plan is within a budget in bytes
+            return limit  # the budget in bytes is too small for any plan
 
     low, low_over = 0, -limit
     high, high_over = 1, over(1)
@@ -182,10 +182,10 @@ def _largest(total: Callable[[int], int], limit: int, most: int) -> int:
 
 
 def largest_between(over: Callable[[int], int], low: tuple[int, int], high: tuple[int, int]) -> int:
-    """Return the largest size that fits, by interpolation, as bytes are nearly straight in it.
+    """Return the largest size that fits, by interpolation: bytes are nearly linear in the size.
 
     Args:
-        over: returns the bytes of a size beyond the limit; at most 0 where it fits.
+        over: returns the bytes of a size beyond the limit; at most 0 if it fits.
         low: a size that fits, and its `over`.
         high: a size that does not fit, and its `over`.
     """

@@ -23,7 +23,7 @@ _BELOW = "nothing is trained in the layer or below it: it has no backward"
 def decisions(
     kind: LayerKind, plan: TrainingGraph, layers: int, at: Mapping[sympy.Symbol, int]
 ) -> Iterator[SavedTensor]:
-    """Yield the decision on each tensor of a layer, in the graph's order; views are no tensors."""
+    """Yield the decision on each tensor of a layer, in the graph's order, without views."""
     graph = kind.gradients.graph
     storages = Storages.of(graph)
     saved = {storages[name].name for name in plan.saved}
@@ -56,7 +56,7 @@ def decisions(
 def sizes_at(
     type_: TensorType, size_bytes: sympy.Expr, at: Mapping[sympy.Symbol, int]
 ) -> dict[str, Any]:
-    """Return the fields of a `SavedTensor` that are its shape, its dtype and its bytes."""
+    """Return the shape, dtype and bytes fields of a `SavedTensor`."""
     leading: tuple[int, ...] = ()
     if type_.is_token_wise:
         leading = (int(tokens_at(type_.shape[0], at[SEQUENCES] * at[CONTEXT])),)
@@ -73,7 +73,7 @@ def decided_graph(
 ) -> tuple[GraphNode, ...]:
     """Return the inputs and nodes of a layer's forward, in order, with decisions on their tensors.
 
-    Weights are left out, and views: their readers read what they are views of.
+    Weights and views are left out; the reader of a view reads the view's storage.
     """
     graph = plan.forward
     storages = Storages.of(graph)
@@ -97,7 +97,7 @@ def decided_graph(
 
 
 def _readers(backward: Graph | None) -> dict[str, tuple[str, ...]]:
-    """Return the nodes of backward that read each storage; a view reads nothing."""
+    """Return the backward nodes that read each storage; views do not count as readers."""
     if backward is None:
         return {}
     storages = Storages.of(backward)
@@ -129,16 +129,16 @@ def _why_saved(
     if isinstance(entry, Encoder) and plan.backward is not None:
         maker = kind.gradients.graph.producers[storage.name]
         if maker.name != storage.name:
-            return f"what blocks of {maker.name} have in common"
+            return f"the data that blocks of {maker.name} share"
         return f"{entry.error}, max over a block: {', '.join(_bounds(plan.backward, storage.name))}"
     product = _product_behind(kind.gradients.graph, storage.name, saved)
     if product is None:
-        return "fewer bytes than what it would be recomputed from"
+        return "fewer bytes than the tensors that recompute it"
     return f"recomputing it takes {_work(product)}"
 
 
 def _bounds(backward: Graph, codes: str) -> dict[str, None]:
-    """Return how far an error e of a value moves what reads it, from its codes on."""
+    """Return the effect of an error e of an encoded value on each reader of its decoded value."""
     (decoder,) = backward.consumers[codes]
     bounded: dict[str, None] = {}
     for node in backward.consumers[decoder.name]:
@@ -151,7 +151,7 @@ def _bounds(backward: Graph, codes: str) -> dict[str, None]:
 
 
 def _product_behind(graph: Graph, name: str, saved: Container[str]) -> Node | None:
-    """Return the nearest product on the way to a value from what else is saved."""
+    """Return the last product between the saved tensors and a value."""
     node = graph.producers.get(name)
     if node is None or operator(node.op).is_product:
         return node

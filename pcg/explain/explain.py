@@ -1,4 +1,4 @@
-"""`pcg.explain`: runs the pipeline without weights or emitted source, and reports on it."""
+"""`pcg.explain`: run the pipeline without weights or emitted source, and report its memory."""
 
 from __future__ import annotations
 
@@ -38,8 +38,9 @@ class ExplainArguments(ExplainOptions):
     Attributes:
         model: a directory, a hub id, an id that ships with pcg, a config, or a transformers model;
             no weights are needed.
-        peft: None, "lora" or another word of `pcg.peft.registry.SHORTHANDS`, a configuration of
-            peft's, or {name: one of these, or an adapter directory}.
+        peft: None, "lora" or another word of `pcg.peft.registry.SHORTHANDS`, a peft configuration,
+            an
+            adapter directory, or {name: any of these except None}.
     """
 
     model: Any
@@ -71,7 +72,7 @@ class CompareArguments(ExplainOptions):
 
 @takes(CompareArguments)
 def compare(arguments: CompareArguments) -> dict[str, Report]:
-    """Explain several recipes over one model, which is traced once; by their names.
+    """Explain several recipes over a model, which is traced once; return reports by name.
 
     Raises:
         PcgError: the model cannot be read or traced, or a recipe cannot be attached.
@@ -80,7 +81,7 @@ def compare(arguments: CompareArguments) -> dict[str, Report]:
 
 
 def compared(model: Any, pefts: Mapping[str, object], options: ExplainOptions) -> dict[str, Report]:
-    """Compare recipes; the options are one object."""
+    """Explain several recipes over a model, as `compare` does, with an options object."""
     devices = [find_accelerator(name) for name in options.gpus]
     recipes = {name: recipes_of(peft) for name, peft in pefts.items()}
     optimizer = Optimizer.of(
@@ -123,7 +124,7 @@ def compared(model: Any, pefts: Mapping[str, object], options: ExplainOptions) -
 
 
 def _check_parts(options: ExplainOptions) -> None:
-    """Refuse what is not known of sequences whose tokens ranks share."""
+    """Refuse options that reports of context parallelism do not support."""
     for name in ("gpus", "serve_tokens", "find_region", "peers"):
         if getattr(options, name):
             raise UnsupportedError(

@@ -1,4 +1,4 @@
-"""Explain a cut: run the pipeline to the pruned gradients, and place them, for several links."""
+"""Explanation of a cut: place a model's pruned gradients for several links."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ class SplitArguments(SplitOptions):
 
     Attributes:
         model: as for `pcg.explain`.
-        peft: likewise.
+        peft: as for `pcg.explain`.
         batch: sequences of a step.
-        seq: tokens of each.
-        dtype: float32, bfloat16, float16 or float64; the configuration's own by default.
+        seq: tokens of a sequence.
+        dtype: float32, bfloat16, float16 or float64; the configuration's dtype by default.
     """
 
     model: Any
@@ -43,13 +43,13 @@ class SplitArguments(SplitOptions):
 
 @takes(SplitArguments)
 def explain_split(arguments: SplitArguments) -> SplitReport:
-    """Return the cheapest cut of a model between base and client, next to Symbiosis' fixed cut.
+    """Return the cheapest cut of a model between base and client, and Symbiosis' fixed cut.
 
     Raises:
         PcgError: the model or recipe cannot be read, traced, attached or costed.
     """
     options = PlanOptions(batch=arguments.batch, seq=arguments.seq, dtype=arguments.dtype)
-    _ = options.budget  # refuses a batch or a length
+    _ = options.budget  # checks the batch and the length
     link = arguments.between
     base_costs, client_costs = find_cost_model(arguments.base), find_cost_model(arguments.client)
     recipes = recipes_of(arguments.peft)

@@ -1,33 +1,32 @@
-"""The bytes of a step as formulas in the adapters' rank and in the tensor-parallel degree, too.
+"""Formulas of a step's bytes in B and S, the adapters' rank r, and the tensor-parallel degree tp.
 
     bytes(B, S, r)  = bytes(B, S, r0) + (r - r0) · (bytes(B, S, r0 + 1) - bytes(B, S, r0))
     bytes(B, S, tp) = whole + parted / tp
 
-Graphs have concrete ranks. No tensor has more than one dim of a rank's size, so that the bytes of
-the same saved tensors are linear in r: two ranks determine the line, and a third checks it. A sum
-need not be linear, as the workspace if another moment becomes the peak.
+Rank. Graphs have concrete ranks. No tensor has two dims of a rank's size, so the bytes of the same
+saved tensors are linear in r: two ranks determine the line, and a third checks it. The workspace is
+not linear if its peak moves to another moment.
 
-A rank of the group holds each tensor whole or in one of tp equal parts. Over degrees at which the
-same tensors are saved in the same layouts, any sum of bytes is of this form: two degrees determine
-it, and every other degree checks it. Where ranks hold parts of the tokens, `whole` and `parted` are
-formulas in ceil(B S / tp), too.
+Degree. A rank of the group holds each tensor whole or in one of tp equal parts. Over degrees that
+save the same tensors in the same layouts, any sum of bytes has this form: two degrees determine
+it, and every other degree checks it. If ranks hold parts of the tokens, `whole` and `parted` are
+formulas in ceil(B S / tp).
 
-The form changes with the degree where there are fewer KV heads than ranks (each rank then has one
-head), where the vocabulary does not divide (each rank has all of it), where the search chooses
-otherwise, and where another moment is the peak. So a formula has a piece for each run of degrees
-that are alike, and is exact at all degrees that divide the model:
+The form changes with the degree if there are fewer KV heads than ranks (each rank then has one
+head), if the degree does not divide the vocabulary (each rank has all of it), if the search chooses
+another plan, or if the peak moves. A formula therefore has a piece for each run of degrees with the
+same form, and is exact at all degrees that divide the model:
 
     Piecewise((first, tp <= 8), (then, True))
 
 The total is the sum of the formulas.
 
-Formulas in S over a region of lengths: a piece for each moment of the step that is the fullest.
-
-The workspace is that of the fullest moment, which changes with the length: attention's grows with
-S², most else with S, and the loss's chunk does not grow. A formula of a moment is less than the
-workspace, even negative, where another moment is fuller. So pieces are found as an upper envelope
-is: the formulas at both corners are compared where they cross, and there with the moment that is
-the fullest in truth, until every piece gives the very bytes at both of its corners.
+Length. Formulas over a region of lengths have a piece for each moment that is the step's peak. The
+workspace is that of the peak, which changes with the length: attention's grows with S², most others
+with S, and the loss's chunk is constant. Below the peak, the formula of a moment underestimates the
+workspace and may be negative. `lengths_of_pieces` computes an upper envelope: it compares the
+formulas of both ends at their crossing with the true peak, and recurses until every piece is exact
+at both of its ends.
 """
 
 from __future__ import annotations
@@ -55,7 +54,7 @@ _ROWS = sympy.Symbol("rows", integer=True, positive=True)
 
 
 def rank_of(recipes: Mapping[str, Recipe]) -> int | None:
-    """Return the one rank that all recipes have at all modules; None if ranks differ."""
+    """Return the common rank of all recipes at all modules; None if ranks differ."""
     ranks = {recipe.one_rank for recipe in recipes.values()}
     return ranks.pop() if len(ranks) == 1 else None
 
@@ -68,11 +67,11 @@ def with_rank(recipes: Mapping[str, Recipe], rank: int) -> dict[str, Recipe]:
 def in_rank(
     formulas_at: Callable[[int], Mapping[str, sympy.Expr] | None], rank: int
 ) -> dict[str, sympy.Expr] | None:
-    """Return formulas in B, S and r that are exact at the rank; non-linear ones have no r.
+    """Return formulas in B, S and r that are exact at the rank; non-linear formulas omit r.
 
     Args:
         formulas_at: returns the formulas in B and S of each kind of memory, and `total`, at a rank
-            with the same saved tensors; None where there is no such plan.
+            with the same saved tensors; None if no such plan exists.
         rank: the requested rank.
     """
     here, above, further = (formulas_at(rank + more) for more in range(3))
@@ -92,12 +91,12 @@ def in_rank(
 
 @dataclass(frozen=True)
 class AtDegree:
-    """The bytes of a step at one degree.
+    """The bytes of a step at a degree.
 
     Attributes:
         formulas: formulas in B and S by kind of memory, and `total`, their sum.
-        storage_key: equal at degrees at which the same tensors are saved in the same layouts.
-        peak: the label of the moment that needs the most memory, whose workspace counts.
+        storage_key: equal at degrees that save the same tensors in the same layouts.
+        peak: the label of the moment that needs the most memory.
     """
 
     formulas: Mapping[str, sympy.Expr]
@@ -117,14 +116,14 @@ class _Piece:
     degrees: tuple[int, ...]
 
     def holds(self, values: Mapping[int, sympy.Expr], degrees: Iterable[int]) -> bool:
-        """Return whether it gives these values at these degrees."""
+        """Return whether the formula yields these values at these degrees."""
         return all(_is_zero(self.formula.subs(DEGREE, at) - values[at]) for at in degrees)
 
 
 def in_degree(
     at: Callable[[int], AtDegree], degree: int
 ) -> tuple[dict[str, sympy.Expr], dict[str, tuple[int, ...]]]:
-    """Return formulas in tp, too, and the degrees at which each is exact.
+    """Return formulas in B, S and tp, and the degrees at which each is exact.
 
     Args:
         at: returns the bytes at a degree.
@@ -175,9 +174,9 @@ def _pieces(name: str, known: Mapping[int, AtDegree]) -> list[_Piece]:
 
 
 def _lines(values: Mapping[int, sympy.Expr], degrees: Sequence[int]) -> Iterator[_Piece]:
-    """Yield lines through the bytes of degrees that are alike: one through all, if there is one.
+    """Yield lines through the bytes of degrees with equal keys: a single line if possible.
 
-    A line through two degrees counts only if there is no third, which would lie off it.
+    A line through only two degrees counts only if they are the only degrees.
     """
     start = 0
     while start < len(degrees):
@@ -194,7 +193,7 @@ def _lines(values: Mapping[int, sympy.Expr], degrees: Sequence[int]) -> Iterator
 
 
 def _line(values: Mapping[int, sympy.Expr], degrees: Sequence[int]) -> _Piece:
-    """Return the line through two degrees, or the constant through one."""
+    """Return the line through two degrees, or the constant through a single degree."""
     first, last = degrees[0], degrees[-1]
     parted = sympy.Integer(0)
     if first != last:
@@ -205,7 +204,7 @@ def _line(values: Mapping[int, sympy.Expr], degrees: Sequence[int]) -> _Piece:
 
 
 def _sums(kinds: Sequence[Sequence[_Piece]]) -> list[_Piece]:
-    """Return the sum of kinds of memory, with a piece for each run of degrees with one formula."""
+    """Return the sum of kinds of memory; degrees in a row with equal sums share a piece."""
     degrees = [degree for piece in kinds[0] for degree in piece.degrees]
     of_degree: dict[int, sympy.Expr] = {
         degree: sympy.expand(
@@ -235,7 +234,7 @@ def _is_zero(formula: sympy.Expr) -> bool:
 def lengths_of_pieces(
     formula_at: Callable[[int], sympy.Expr], low: int, high: int, batch: int
 ) -> list[tuple[int, int]]:
-    """Return the runs of lengths, from the least on, over each of which one formula is exact.
+    """Return the runs of lengths, in ascending order, over each of which a single formula is exact.
 
     Args:
         formula_at: returns the formula in B and S that is exact at a length.
@@ -276,7 +275,7 @@ def lengths_of_pieces(
 def piecewise_in_length(
     pieces: Mapping[tuple[int, int], Mapping[str, sympy.Expr]],
 ) -> dict[str, sympy.Expr]:
-    """Return the formulas of each run of lengths as one formula of each kind of memory."""
+    """Merge the formulas of all runs of lengths to a piecewise formula for each kind of memory."""
     first = next(iter(pieces.values()))
     piecewise = {}
     for name in first:

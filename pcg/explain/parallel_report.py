@@ -1,12 +1,12 @@
-"""A report's account of ranks: the base's plan, each site's candidates, and the best by tokens.
+"""Report of a model over ranks: the base's plan, each site's candidates, and the best by tokens.
 
-Costs and bytes of sites and of `communication` are of one layer and one rank, for one batch:
-forward, backward, and its share of the sum of copied weights' gradients, which takes place once an
-optimizer step; `step_bytes` are all bytes of that. Coalesced messages count as one. `total` is what
-a rank sends for the whole model, with what the memory plan has backward repeat.
+Costs and bytes of sites and of `communication` are per layer and rank, for one batch: forward,
+backward, and a share of the all-reduce of replicated weights' gradients. That all-reduce runs once
+an optimizer step; `step_bytes` are all of its bytes. Coalesced messages count as one message.
+`total` is the traffic of a rank for the whole model, including operations that backward repeats.
 
-Of ranks that share the tokens of sequences, bytes and messages are those of one for one step of a
-batch: keys and values of the tokens, their gradients, and the sum of the adapters' gradients.
+With context parallelism, bytes and messages are those of a rank for one step of a batch: keys and
+values of the tokens, their gradients, and the sum of the adapters' gradients.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from pcg.passes.memory.joint import Joint
 from pcg.passes.stages import Sharded, TrainedModel
 
 _TOKENS = tuple(4**power for power in range(9))
-"""The numbers of tokens at which the best strategies are searched: 1 to 65,536."""
+"""Numbers of tokens for the search of the best strategies: 1 to 65,536."""
 
 
 def parallel_rows(
@@ -37,8 +37,8 @@ def parallel_rows(
     """Return the `parallel` object of a report, without regions.
 
     Args:
-        device: the type of the device that it runs on; a GPU waits for launches of the host.
-        trained: the graphs of a rank that train the model; None where pcg cannot.
+        device: the type of the device; a GPU waits for kernel launches of the host.
+        trained: a rank's training graphs; None if pcg cannot train the model.
     """
     base, bypass, sent = [], [], []
     for place, (search, best) in enumerate(zip(sharded.searches, sharded.plans, strict=True)):
@@ -84,7 +84,7 @@ def parallel_rows(
 def _total(
     sharded: Sharded, costs: DeviceCosts, trained: TrainedModel | None
 ) -> dict[str, int] | None:
-    """Return the bytes a rank sends for a batch; None for a model that pcg does not train."""
+    """Return the bytes that a rank sends for a batch; None for a model that pcg cannot train."""
     if trained is None:
         return None
     of = partial(Exchange.of, tokens=costs.tokens, degree=costs.degree)
@@ -125,9 +125,9 @@ def _total(
 
 
 def serving_rows(sharded: Sharded, steps: Sequence[DeviceCosts]) -> list[dict[str, Any]]:
-    """Return the `serving` object of a report over ranks: for each block what its sites run.
+    """Return the `serving` object of a report over ranks: each block's sites and step costs.
 
-    With it come a layer's time and messages on a rank at each of the steps that it is planned for.
+    The step costs are a layer's time and messages on a rank, at each planned step.
     """
     rows = []
     for search, plan in zip(sharded.serving_searches, sharded.serving_plans, strict=True):
@@ -148,7 +148,7 @@ def serving_rows(sharded: Sharded, steps: Sequence[DeviceCosts]) -> list[dict[st
 
 
 def _joint(joint: Joint) -> dict[str, Any]:
-    """Return what layouts were chosen together with what is kept, of all layers on one rank."""
+    """Report the joint choice of layouts and saved tensors, of all layers on a rank."""
     best = joint.best
     bound = min(joint.bound_seconds / best.apart_seconds, 1.0)
     return {
@@ -207,7 +207,7 @@ def _why(choice: SiteChoice) -> str:
 
 
 def strategies(searches: Sequence[Search], plans: Iterable[ParallelPlan]) -> dict[str, str]:
-    """Return each site's strategy by its name, and its block's where blocks differ."""
+    """Return each site's strategy, keyed by its name, and by its block if blocks differ."""
     by_site: dict[str, dict[str, str]] = {}
     for search, plan in zip(searches, plans, strict=True):
         for site in search.sites:
@@ -226,9 +226,8 @@ def token_regions(
     """Return the ranges of tokens, of 1, 4, 16, … 65,536, with the same best strategies.
 
     Args:
-        searches_at: returns the blocks' searches, at a number of tokens and of tokens that each
-            attends to.
-        seq: the length of a sequence; fewer tokens are one sequence.
+        searches_at: returns the blocks' searches for a number of tokens and a context length.
+        seq: the length of a sequence; fewer tokens form a single sequence.
     """
     rows: list[dict[str, Any]] = []
     for tokens in _TOKENS:
@@ -262,7 +261,7 @@ def context_rows(planned: PlannedModel, context: ContextStep) -> dict[str, Any]:
                 "backward_messages": backward.messages,
             }
         )
-    # Layers without an input of their own are run again from one before them.
+    # A layer without a saved input recomputes it by the forward of the layer before.
     again = [layers[plan.layers[layer - 1]] for layer in plan.restored]
     total = {
         key: sum(row["layers"] * row[key] for row in layers)

@@ -1,10 +1,10 @@
-"""Formulas in ranks and degrees, and the regions in which plans and strategies stay the best.
+"""Formulas in ranks and degrees, and the regions in which plans and strategies stay optimal.
 
 formulas    in B and S, the rank of adapters, and the tensor-parallel degree
-plans       the sequence lengths, and the ranks, with the same memory plan: it depends on the
-            length, as attention grows with its square and most else with its first power, and on
-            the rank by what bypass networks save and recompute
-strategies  the numbers of tokens with the same parallel strategies, as asked and with another
+plans       the sequence lengths, and the ranks, with the same memory plan. The plan depends on the
+            length, as attention's memory is quadratic in it and most other memory linear, and on
+            the rank, by the tensors that bypass networks save and recompute
+strategies  the numbers of tokens with the same parallel strategies, as requested and with another
             rank, degree or link
 """
 
@@ -88,7 +88,7 @@ def with_formulas(report: Report, planned: PlannedModel) -> Report:
 
 
 def _runs(planned: PlannedModel, low: int, high: int) -> list[tuple[int, int]]:
-    """Return the runs of lengths in each of which one moment of the planned step is the fullest."""
+    """Return the runs of lengths in which the planned step has its peak at the same moment."""
     return lengths_of_pieces(
         lambda seq: step_memory(_at_length(planned, seq))[0]["workspace"],
         low,
@@ -102,7 +102,7 @@ def _at_length(planned: PlannedModel, seq: int) -> PlannedModel:
 
 
 def _within(planned: PlannedModel, run: tuple[int, int]) -> PlannedModel:
-    """Return the same plan at a length of a run; the requested length if the run has it."""
+    """Return the same plan at a length of a run; the requested length if the run contains it."""
     low, high = run
     is_asked = low <= planned.setup.options.seq <= high
     return planned if is_asked else _at_length(planned, isqrt(low * high))
@@ -114,7 +114,7 @@ def _exact_ranks(
     rank: int,
     region: tuple[int, int],
 ) -> tuple[int, int]:
-    """Return the ranks of a region at which formulas give the bytes of the length asked for."""
+    """Return the ranks of a region at which the formulas are exact for the requested length."""
     setup = planned.setup
 
     def is_exact(other: int) -> bool:
@@ -136,11 +136,11 @@ def _with_rank(setup: Setup, rank: int) -> Setup:
 
 
 def _formulas(planned: PlannedModel) -> dict[str, sympy.Expr]:
-    """Return the bytes of a step in B and S, and in the rank if there is one, for one plan."""
+    """Return a plan's bytes in B and S, and in the rank if all recipes share it."""
     rank = rank_of(planned.setup.recipes)
     if rank is None:
         return step_memory(planned)[0]
-    # The plan is given, and need not be within the budget at other ranks.
+    # Keep the plan, even if it exceeds the budget at other ranks.
     setup = planned.setup.having(memory_budget=None)
 
     def at_rank(other: int) -> dict[str, sympy.Expr] | None:
@@ -161,7 +161,7 @@ def _formulas(planned: PlannedModel) -> dict[str, sympy.Expr]:
 def valid_range(plan_at: Callable[[int], MemoryPlan], here: int, most: int) -> tuple[int, int]:
     """Return the least and the largest number, of tokens or a rank, with the same plan.
 
-    They are found by doubling and bisection from the number that was asked for.
+    The search doubles, then bisects, from the requested number.
 
     Args:
         plan_at: returns the plan for a number.
@@ -173,7 +173,7 @@ def valid_range(plan_at: Callable[[int], MemoryPlan], here: int, most: int) -> t
         try:
             plan = plan_at(number)
         except MemoryBudgetError:
-            return None  # no plan is within a budget in bytes
+            return None  # the budget in bytes is too small for any plan
         return plan.layers, [choice.saved for choice in plan.choices], plan.restored
 
     wanted = saved(here)
@@ -194,7 +194,7 @@ def valid_range(plan_at: Callable[[int], MemoryPlan], here: int, most: int) -> t
 
 
 def parallel_regions(setup: Setup) -> dict[str, list[dict[str, Any]]]:
-    """Return the token ranges of the best strategies, as asked and with one thing changed."""
+    """Return the token ranges of the best strategies, as requested and with one setting changed."""
     regions = {"as asked": _token_regions(setup)}
     rank = rank_of(setup.recipes)
     for other in (8, 64, 256):

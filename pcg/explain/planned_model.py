@@ -1,6 +1,6 @@
-"""A model as a report accounts for it: folded, with bypass networks, and planned for training.
+"""Model of a report: folded, with bypass networks, and planned for training.
 
-Beside it are what the recipes train of it, and the costs of its steps.
+The module also counts the tensors that recipes train, and the costs of the model's steps.
 """
 
 from __future__ import annotations
@@ -57,11 +57,11 @@ class AdapterUse:
 def adapter_use(
     model: ModelGraph, recipes: Mapping[str, Recipe], model_type: str, dtype: str
 ) -> AdapterUse:
-    """The use that recipes, by adapter name, make of a folded model without bypass networks.
+    """Return the networks and tensors that recipes, by adapter name, train of a folded model.
 
     Raises:
         AdapterError: a recipe fits no module of the model.
-        UnsupportedError: a feature of a recipe that pcg does not do; it is named.
+        UnsupportedError: names a recipe's feature that pcg does not support.
     """
     shapes = model.module_shapes()
     trained: list[Shape] = []
@@ -117,7 +117,7 @@ class ContextStep:
 
 @dataclass(frozen=True)
 class PipelineStep:
-    """A step of `batch` sequences over `pp` stages, in so many micro-batches."""
+    """A step of `batch` sequences over `pp` stages, in `micro_batches` micro-batches."""
 
     pp: int
     batch: int
@@ -129,16 +129,16 @@ class Setup:
     """A model, recipes and a step; `settings` and `folded` are without bypass networks.
 
     Attributes:
-        source: what was traced: the configuration, or a module.
-        served_tokens: the tokens of requests served beside, whose keys and values are in the total;
-            a formula in B and S.
-        device: where the base lies: cuda or cpu.
-        serves: options of the program that serves the adapters beside; None where none does.
-        context: how ranks share the tokens of sequences, of which `options.seq` are then those of
-            one rank; None where they do not.
-        pipeline: how pipeline stages divide a step, of which `options.batch` are then the sequences
-            of a micro-batch; None where one rank has all layers.
-        parts: the replicas that have parts of the layers; 1 where they are whole.
+        source: the traced configuration or module.
+        served_tokens: tokens of concurrent requests, whose keys and values count in the total; a
+            formula in B and S.
+        device: the base's device: cuda or cpu.
+        serves: options of the program that also serves the adapters; None without serving.
+        context: the context parallelism; `options.seq` then counts a rank's tokens. None without.
+        pipeline: the pipeline parallelism; `options.batch` then counts a micro-batch's sequences.
+            None
+            without.
+        parts: the number of replicas that shard the layers; 1 for whole layers.
     """
 
     config: Mapping[str, Any]
@@ -176,7 +176,7 @@ class Setup:
 
     @property
     def positions(self) -> int | None:
-        """The number of positions of the model; None where it has no bound."""
+        """The number of positions of the model; None if unbounded."""
         return self.traced.trace.positions
 
     @property
@@ -213,17 +213,17 @@ class PlannedModel:
     Attributes:
         use: the networks and tensors that the recipes train.
         whole: the model without bypass networks, raised.
-        base: one rank's part of it.
-        attached: the same with bypass networks; None without adapters.
-        serving: the same that serves adapters of any rank.
-        kinds: its layers, differentiated and pruned; empty where pcg cannot train the model.
-        trained: the model with the graphs that train it; None where pcg cannot.
-        windowed: the plan of sequences that come window by window, through the KV cache; None where
-            it was not asked for.
+        base: a rank's part of `whole`.
+        attached: `base` with bypass networks; None without adapters.
+        serving: `base` with bypass networks for adapters of any rank.
+        kinds: its layers, differentiated and pruned; empty if pcg cannot train the model.
+        trained: the model with its training graphs; None if pcg cannot train it.
+        windowed: the plan for training window by window through the KV cache; None unless
+            requested.
         refusal: the reason why pcg cannot train the model; empty if it can.
         sharded: the model over ranks; None for one rank.
-        copies_bytes: bytes of one rank's copies that the adapters are served from; 0 where they are
-            not served.
+        copies_bytes: bytes of a rank's copies from which the adapters are served; 0 without
+            serving.
     """
 
     setup: Setup
@@ -241,18 +241,18 @@ class PlannedModel:
 
     @property
     def unraised(self) -> ModelGraph:
-        """The folded model, one node an ATen operator."""
+        """The folded model, with a node for each ATen operator."""
         return self.setup.folded.model
 
     @property
     def training(self) -> TrainedModel:
-        """The model with the graphs that train it, where pcg can."""
+        """The model with its training graphs; pcg must be able to train it."""
         assert self.trained is not None
         return self.trained
 
     @cached_property
     def saved(self) -> SavedMemory | None:
-        """The bytes saved for backward; None where pcg cannot train the model."""
+        """The bytes saved for backward; None if pcg cannot train the model."""
         trained = self.trained
         return None if trained is None else saved_memory(trained.model, trained.plan)
 
@@ -266,7 +266,7 @@ def plan_model(setup: Setup, windows: bool = False) -> PlannedModel:
     """Plan a model for a setup.
 
     Args:
-        windows: plan training in windows through the KV cache, too.
+        windows: also plan training in windows through the KV cache.
     """
     passes, base, attached = setup.attached()
     sharded = passes.parallelize.run(attached)
@@ -312,7 +312,7 @@ def _copies_bytes(setup: Setup, serves: CompileOptions, serving: ModelGraph) -> 
 
 
 def fused_serving(serving: ModelGraph) -> ModelGraph:
-    """Return a model that serves, with its products fused as tables of adapters have them."""
+    """Fuse a serving model's products as adapter tables require."""
     return serving.map(lambda graph: FuseLora().run(FuseLinears().run(graph)))
 
 
@@ -327,10 +327,10 @@ def graph_costs(
     *,
     host_bytes_per_s: float,
 ) -> GraphCosts:
-    """Return the costs of one rank's graphs, of `degree` ranks.
+    """Return the costs of a rank's graphs, for a group of `degree` ranks.
 
     Args:
-        training: the graphs that train, with what the plan recomputes in backward; None for none.
+        training: the training graphs, with the plan's recomputation in backward; None for none.
         host_bytes_per_s: bandwidth of copies from the host's memory.
     Raises:
         CostModelError: an operator has no cost.

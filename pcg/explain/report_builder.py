@@ -1,7 +1,7 @@
-"""Builds the report of `pcg.explain` from a planned model.
+"""Builder of the report of `pcg.explain` from a planned model.
 
-Sizes are formulas in B and S; the numbers of a report are these formulas at its batch and sequence
-length, so that they agree to the byte.
+Sizes are formulas in B and S. The numbers of a report evaluate these formulas at its batch and
+sequence length, so that formulas and numbers agree to the byte.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def build_report(planned: PlannedModel) -> Report:
         )
     stages: list[Stage] = []
     untrained: sympy.Expr = sympy.S.Zero
-    # Who else shares tokens among ranks is not measured.
+    # Other software with context parallelism is not measured.
     eager = eager_account(planned, notes) if setup.context is None else None
     if eager:
         stages.append(Stage("eager", eager.memory.total, eager.memory.bytes_per_layer))
@@ -88,7 +88,7 @@ def build_report(planned: PlannedModel) -> Report:
             f"compressed: pcg does not finetune this yet ({planned.refusal}); activations are "
             "eager's, and workspace is of the forward alone"
         )
-    if eager and not eager.has_prefix:  # peft refuses the two together
+    if eager and not eager.has_prefix:  # peft refuses prefixes with checkpointing
         carried = bytes_at(carried_bytes(planned.unraised), at)
         total = eager.memory.outside + carried * len(eager.memory.layers)
         stages.append(Stage("checkpointing", total, carried, 1.0))
@@ -130,7 +130,7 @@ def build_report(planned: PlannedModel) -> Report:
 
 
 def _gathered(planned: PlannedModel) -> dict[str, int]:
-    """Return the sharded layers that a step of one batch gathers, and the bytes a rank sends."""
+    """Return the number of layers that a step of one batch gathers, and the bytes a rank sends."""
     replicas = planned.setup.parts
     if replicas == 1:
         return {}
@@ -144,7 +144,7 @@ def _gathered(planned: PlannedModel) -> dict[str, int]:
 
 
 def host_bytes(planned: PlannedModel) -> dict[str, int]:
-    """Return the bytes in host memory by kind; none of a step on a CPU, which has no other."""
+    """Return the bytes in host memory by kind; empty for a step on a CPU."""
     if planned.setup.device != "cuda":
         return {}
     sizes = {"adapters": version_bytes(planned), "optimizer": state_memory(planned).host_bytes}
@@ -152,9 +152,9 @@ def host_bytes(planned: PlannedModel) -> dict[str, int]:
 
 
 def _allocator_bytes(planned: PlannedModel, memory: Mapping[str, int]) -> int:
-    """Return the bytes of the holes that a CPU's heap may have beside a step's tensors.
+    """Return the bytes of the holes that a CPU's heap may have between a step's tensors.
 
-    A smaller budget than 1 makes each tensor a mapping of its own, and no holes.
+    Under a budget below 1 each tensor has its own mapping, without holes.
     """
     is_in_heap = planned.setup.device == "cpu" and planned.setup.options.budget.share == 1.0
     if not is_in_heap or planned.trained is None:
@@ -163,19 +163,20 @@ def _allocator_bytes(planned: PlannedModel, memory: Mapping[str, int]) -> int:
 
 
 def _kept_bytes(planned: PlannedModel, backend: str, moments: Sequence[Moment]) -> int:
-    """Return the bytes that the recorded windows of a job that has ended may hold.
+    """Return the bytes that the recorded windows of an ended job may hold.
 
-    They are recorded in an engine, on one GPU. Each window has memory for what a layer computes of
-    its tokens; lists and the losses of one window come beside.
+    Windows are recorded in an engine on a single GPU. Each window keeps memory for the values that
+    a
+    layer computes of its tokens; lists and the losses of a window are added.
 
     Args:
-        moments: those of a step that is one window.
+        moments: the moments of a step that is a single window.
     """
     setup, windowed = planned.setup, planned.windowed
     is_recorded = setup.device == "cuda" and backend == "triton" and setup.options.tp == 1
     if setup.serves is None or windowed is None or not is_recorded:
         return 0
-    # A step that a budget in bytes has planned anew has other windows.
+    # A budget in bytes replans each step, which changes its windows.
     if setup.options.budget.size_bytes is not None:
         return 0
     model = planned.training.model
@@ -189,7 +190,7 @@ def _kept_bytes(planned: PlannedModel, backend: str, moments: Sequence[Moment]) 
 
 
 def _compressed(planned: PlannedModel) -> tuple[LayerKind, ...]:
-    """Return the kinds of layers with packed values, and without lossy ones."""
+    """Return the kinds of layers with packed values, and without lossy values."""
     return tuple(
         dataclasses.replace(kind, gradients=Compress().run(kind.gradients))
         for kind in planned.kinds
@@ -197,7 +198,7 @@ def _compressed(planned: PlannedModel) -> tuple[LayerKind, ...]:
 
 
 def _plan_of(planned: PlannedModel, kinds: tuple[LayerKind, ...]) -> MemoryPlan | None:
-    """Return the plan of layers that save no other values; None where it exceeds the budget."""
+    """Return the plan for other kinds of layers; None if it exceeds the budget."""
     setup = planned.setup
     frontiers = planned.training.frontiers.at(setup.options.batch, setup.options.seq, kinds)
     try:
@@ -224,7 +225,7 @@ def _own_stages(planned: PlannedModel, plain: MemoryPlan | None) -> Iterable[Sta
 
 
 def recipes_text(recipes: Mapping[str, Recipe]) -> str | None:
-    """Return the recipes in words; None for none."""
+    """Return the recipes in words; None without recipes."""
     texts = [_recipe_text(recipe) for recipe in recipes.values()]
     if len(texts) == 1:
         return texts[0]
@@ -280,7 +281,7 @@ def _layer_groups(planned: PlannedModel) -> Iterable[LayerGroup]:
 
 
 def _tensors(planned: PlannedModel) -> Iterable[SavedTensor]:
-    """Yield the decisions on all tensors of the layers, and the saved tensors outside them."""
+    """Yield the decisions on all tensors of layers, and the saved tensors outside layers."""
     if planned.saved is None:
         return
     plan, frontiers, at = planned.training.plan, planned.training.frontiers, planned.setup.at
@@ -306,7 +307,7 @@ def _tensors(planned: PlannedModel) -> Iterable[SavedTensor]:
 
 
 def _split(row: SavedTensor, restored: int) -> Iterable[SavedTensor]:
-    """Yield the rows of a layer's input: of layers that save it, and of those that do not."""
+    """Yield a row for the layers that save their input, and a row for those that recompute it."""
     if row.layers > restored:
         yield dataclasses.replace(row, layers=row.layers - restored)
     if restored:

@@ -1,9 +1,9 @@
-"""The memory of each pipeline stage's rank, of which a report shows the largest as its own.
+"""Memory of each pipeline stage's rank; a report shows the largest as its own.
 
     activations = n · saved for a micro-batch by the stage's layers
-    workspace   = the rest of the peak, and the messages to and from the stages beside
+    workspace   = the rest of the peak, and the messages to and from other stages
 
-A stage of S, from 0, has at most n = S - stage micro-batches under way
+Of S stages, numbered from 0, a stage has at most n = S - stage micro-batches in flight
 (`pcg.runtime.training.step`).
 """
 
@@ -27,10 +27,10 @@ from pcg.runtime.training.step import parts_of_batch
 
 
 def pipeline_step(options: ExplainOptions) -> PipelineStep:
-    """Return how stages divide the step of a report.
+    """Return the division of a report's step into pipeline stages.
 
     Raises:
-        UnsupportedError: an option is not known of stages.
+        UnsupportedError: an option that reports of stages do not support.
     """
     for name in ("gpus", "serve_tokens", "find_region", "peers"):
         if value := getattr(options, name):
@@ -55,7 +55,7 @@ def pipeline_step(options: ExplainOptions) -> PipelineStep:
 
 
 def with_stages(report: Report, planned: PlannedModel) -> Report:
-    """Return a report with the memory of each stage; its own is that of the largest."""
+    """Add the memory of each stage to a report; the report's own memory is that of the largest."""
     setup = planned.setup
     assert setup.pipeline is not None
     if planned.trained is None:
@@ -124,7 +124,7 @@ def _memory(planned: PlannedModel, stage: Stage, under_way: int, messages: int) 
     peak = max(bytes_at(moment.saved + moment.workspace, at) for moment in moments)
     peak += (under_way - 1) * batch_bytes + messages
     sizes["activations"] = under_way * batch_bytes
-    # An optimizer in host memory has a parameter's states here in an update.
+    # An optimizer in host memory has a parameter's states on the device during an update.
     sizes["workspace"] = max(peak, state_memory(part).update_bytes) - under_way * batch_bytes
     return sizes | {"total": sum(sizes.values())}
 
@@ -158,6 +158,6 @@ def _of_layers(model: ModelGraph, stage: Stage) -> ModelGraph:
 
 
 def _passing(graph: Graph, inputs: tuple[Value, ...]) -> Graph:
-    """Return a graph that is given its outputs, beside its inputs."""
+    """Return a graph without nodes that takes its outputs as further inputs."""
     outputs = tuple(Value(name, graph.types[name]) for name in graph.outputs)
     return graph.replace(inputs=(*inputs, *outputs), parameters=(), nodes=())

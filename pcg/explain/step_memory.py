@@ -1,19 +1,19 @@
-"""The memory of a finetuning step by kind, and moment by moment: formulas in B and S.
+"""Memory of a finetuning step by kind and by moment: formulas in B and S.
 
     total = weights + adapters + gradients + optimizer + served adapters + KV cache + activations
             + workspace
 
-`pcg.explain.report.report_data.ReportData` defines each. Activations are the bytes saved for
-backward, the workspace the other bytes of the step's peak over its moments:
+`pcg.explain.report.report_data.ReportData` defines each kind. Activations are the bytes saved for
+backward; the workspace is the rest of the peak over the step's moments:
 
     forward i    saved = shared + Σ_{j <= i} layer j    tensors saved by forward i count at its end
-    loss         saved = shared + Σ layers + what the loss reads
+    loss         saved = shared + Σ layers + inputs of the loss
     again i      saved = shared + Σ_{j < i} layer j + recomputed inputs of layers of i's segment
-    backward i   saved = the same; its own tensors are freed as they are read
-    update       saved = 0; of an optimizer in host memory alone, a parameter's states are here
+    backward i   saved = as of again i; its own tensors are freed as they are read
+    update       saved = 0; only for an optimizer in host memory: a parameter's states on the device
 
-Besides, each moment has a workspace: the most bytes of its own values that are alive at once. The
-adapters' gradients are counted for the whole step.
+Each moment adds a workspace: the most bytes of its own values that are alive at the same time. The
+adapters' gradients count for the whole step.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def memory_bytes(planned: PlannedModel) -> dict[str, int]:
 
 
 def storage_key(planned: PlannedModel) -> Hashable:
-    """Return a key, equal at degrees at which ranks save the same tensors in the same layouts."""
+    """Return a key, equal at degrees whose ranks save the same tensors in the same layouts."""
     assert planned.sharded is not None
     plan = planned.training.plan
     layouts = tuple(
@@ -103,14 +103,14 @@ def step_memory(
 
 
 def version_bytes(planned: PlannedModel) -> int:
-    """Return the host bytes of the versions that are served while others are trained."""
+    """Return the host bytes of the adapter versions that are served during training."""
     is_served = planned.setup.serves is not None
     size = DTYPE_BYTES[planned.unraised.adapter_dtype]
     return size * planned.use.trainable if is_served else 0
 
 
 def packed_copies(planned: PlannedModel) -> int:
-    """Return the bytes of the packed copies of one rank's part of the base."""
+    """Return the bytes of the packed copies of a rank's part of the base."""
     packs = planned.setup.options.packed_weights
     if not packs:
         return 0
@@ -118,7 +118,7 @@ def packed_copies(planned: PlannedModel) -> int:
 
 
 def state_memory(planned: PlannedModel) -> StateMemory:
-    """Return the bytes of the optimizer's states of one rank."""
+    """Return the bytes of a rank's optimizer states."""
     dtype: torch.dtype = getattr(torch, TORCH_NAMES[planned.unraised.adapter_dtype])
     return planned.setup.optimizer.state_memory(_trained_shapes(planned), dtype)
 
@@ -138,7 +138,7 @@ def _trained_shapes(planned: PlannedModel) -> Shapes:
 
 @dataclass(frozen=True)
 class _MomentSizes:
-    """The bytes of one moment of a step: formulas in B and S, as `Moment` has them in numbers."""
+    """The bytes of a moment of a step, as formulas in B and S; `Moment` has the numbers."""
 
     label: str
     saved: sympy.Expr
@@ -150,7 +150,7 @@ def timeline(
 ) -> list[_MomentSizes]:
     """Return the moments of a step: forward layer by layer, the loss, backward layer by layer.
 
-    A layer that trains nothing has no backward, and the loss is the last pipeline stage's.
+    A layer that trains nothing has no backward; only the last pipeline stage has the loss.
     """
     model, plan, setup = planned.training.model, planned.training.plan, planned.setup
     workspaces = [
@@ -182,7 +182,7 @@ def timeline(
 
 
 def _recomputed_inputs(model: ModelGraph, plan: MemoryPlan) -> list[sympy.Expr]:
-    """Return the bytes of recomputed inputs that are alive, beside its own, in each backward."""
+    """Return the bytes of other recomputed inputs that are alive in each layer's backward."""
     held: list[sympy.Expr] = []
     for layer in range(len(plan.layers)):
         in_segment = layer in plan.restored and layer - 1 in plan.restored
@@ -195,23 +195,24 @@ def _input_bytes(model: ModelGraph, layer: int) -> sympy.Expr:
 
 
 def _loss_workspace(planned: PlannedModel) -> sympy.Expr:
-    """Return the workspace of the loss: of a chunk of tokens, plus the gradients of all.
+    """Return the loss's workspace: that of a chunk of tokens, plus the gradients of all tokens.
 
-    The last token of a sequence predicts nothing, and neither do virtual tokens, but for the last
-    of them where it predicts the first token.
+    A sequence's last token has no target. Virtual tokens have none either, except for the last if
+    it
+    predicts the first token.
     """
     setup, options = planned.setup, planned.setup.options
     silent = min(
         recipe.prompt_tokens + 1 - recipe.learns_first_token for recipe in setup.recipes.values()
     )
-    if setup.context is not None or silent >= options.seq:  # a rank may have no last token
+    if setup.context is not None or silent >= options.seq:  # a rank may lack the last token
         silent = 0
     targets = options.batch * (options.seq - silent)
     chunk = min(targets, planned.base.loss_chunk)
     symbol = sympy.Integer(chunk)
     if chunk == targets:
         symbol = TOKENS_OF_BATCH - silent * SEQUENCES
-    # A chunk's rows are copies, which the caller holds until the chunk is done.
+    # A chunk's rows are copies, which the caller holds until the chunk ends.
     graph = planned.training.epilogue
     held = graph.replace(outputs=(*graph.outputs, *(value.name for value in graph.inputs)))
     workspace = transient(held, chunk, options.seq)
@@ -241,7 +242,7 @@ def carried_bytes(model: ModelGraph) -> sympy.Expr:
 
 def bytes_at(formula: sympy.Expr, at: Mapping[sympy.Symbol, int]) -> int:
     """Return a formula's value at the values of its symbols."""
-    # Several times as fast as `subs`, which looks for more than symbols.
+    # `xreplace` is several times faster than `subs`.
     return int(formula.xreplace({symbol: sympy.Integer(size) for symbol, size in at.items()}))
 
 

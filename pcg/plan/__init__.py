@@ -1,1 +1,1 @@
-"""`pcg.plan`: machines for a workload, their memory, times and prices, and the best of them."""
+"""`pcg.plan`: machines for a workload, with memory, times and prices, and the cheapest."""

@@ -1,4 +1,4 @@
-"""A machine for a workload: GPUs, how the model lies on them, and how it would do."""
+"""A machine for a workload: GPUs, the model's placement, and predicted performance."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from pcg.plan.rank_plan import TrainingChoice
 
 @dataclass(frozen=True)
 class Machine:
-    """GPUs of one kind, and how a model lies on them: replicas of `tp` ranks each.
+    """GPUs of one kind, and the placement of a model: replicas of `tp` ranks each.
 
     Attributes:
-        shard_base: True if each replica has a part of the layers' weights.
+        shard_base: True if the replicas shard the layers' weights.
     """
 
     gpu: str
@@ -37,7 +37,7 @@ class Machine:
 
 @dataclass(frozen=True)
 class Promise:
-    """A promise, the predicted number, and whether it is kept; in the same unit.
+    """A promised and a predicted number, in the same unit.
 
     Attributes:
         name: memory (GiB a rank), rate (requests/s), finetuning (tokens/s), ttft or tpot (ms).
@@ -53,13 +53,13 @@ class Promise:
 
     @property
     def excess(self) -> float:
-        """The predicted number over the allowed number; above 1 the promise is broken."""
+        """The predicted number relative to the allowed number; above 1 the promise is broken."""
         ratio = self.predicted / self.promised
         return 1 / max(ratio, 1e-12) if self._is_least else ratio
 
     @property
     def _is_least(self) -> bool:
-        """True if as much is wanted at least, and not at most."""
+        """True if the promise is a minimum."""
         return self.name in ("rate", "finetuning")
 
     def __str__(self) -> str:
@@ -77,17 +77,18 @@ class Candidate:
     """A machine with its memory, times, promises and price for the workload.
 
     Attributes:
-        choice: how optimizer steps run; None where nothing is trained.
-        memory_bytes: bytes of one rank by kind, and their total.
+        choice: the execution of optimizer steps; None without training.
+        memory_bytes: bytes of a rank by kind, and their total.
         usable_bytes: bytes of a GPU without the reserve.
-        step_s: seconds of an optimizer step; None where nothing is trained.
-        finetuning_tokens_per_s: tokens that all replicas train on.
-        load: the steady state of a replica; None where nothing is served or it cannot be.
+        step_s: seconds of an optimizer step; None without training.
+        finetuning_tokens_per_s: trained tokens per second, of all replicas.
+        load: the steady state of a replica; None without requests or without a steady state.
         sustained_per_s: the highest rate at which all replicas keep the promises, without
-            finetuning; None where nothing is served.
-        output_tokens_per_s: tokens that all replicas generate, at the workload's rate.
+            finetuning;
+            None without requests.
+        output_tokens_per_s: generated tokens per second, of all replicas, at the workload's rate.
         promises: the promises with the predicted numbers.
-        dollars_per_hour: the price of all GPUs; None where none is known.
+        dollars_per_hour: the price of all GPUs; None if unknown.
     """
 
     machine: Machine
@@ -109,22 +110,22 @@ class Candidate:
 
     @property
     def shortfall(self) -> tuple[bool, float]:
-        """If the memory is too small, then the worst excess of a promise; the less the better."""
+        """Whether the memory is too small, then the largest excess of a promise; less is better."""
         memory = self.memory_bytes["total"] > self.usable_bytes
         return memory, max(promise.excess for promise in self.promises)
 
     @property
     def throughput(self) -> float:
-        """The finetuned tokens a second, as high as can be; 0 where nothing is trained."""
+        """The finetuned tokens a second (more is better); 0 without training."""
         return self.finetuning_tokens_per_s or 0.0
 
     @property
     def latency_s(self) -> float:
-        """The time per output token, or of an optimizer step; as low as can be."""
+        """The time per output token, or of an optimizer step (less is better)."""
         return self.load.tpot_s if self.load is not None else self.step_s or 0.0
 
     def dollars_per_million(self, tokens_per_s: float | None) -> float | None:
-        """Return the dollars of the whole machine for a million tokens at a throughput."""
+        """Return the price of a million tokens on the whole machine, in dollars."""
         if self.dollars_per_hour is None or not tokens_per_s:
             return None
         return self.dollars_per_hour / (tokens_per_s * 3600 / 1e6)
@@ -172,11 +173,13 @@ class Candidate:
 
 
 def pareto_front(candidates: Sequence[Candidate]) -> tuple[Candidate, ...]:
-    """Return the candidates that no other dominates, in order of cost.
+    """Return the candidates that no other candidate dominates, in order of cost.
 
-    One dominates another if it costs no more, trains on no fewer tokens a second and takes no
-    longer, and is better in one of these. Costs are dollars where both have a price. Without, they
-    are numbers of GPUs, and GPUs of different kinds are not compared. Of equals the first stays.
+    A candidate dominates another if it costs no more, trains no fewer tokens a second and takes no
+    longer, and is better in at least one of these. Costs are dollars if both candidates have a
+    price.
+    Otherwise costs are numbers of GPUs, and GPUs of different kinds are not compared. Of equal
+    candidates the first stays.
     """
     ordered = sorted(candidates, key=_order)
     front: list[Candidate] = []
@@ -187,12 +190,12 @@ def pareto_front(candidates: Sequence[Candidate]) -> tuple[Candidate, ...]:
 
 
 def cheapest(candidates: Sequence[Candidate]) -> Candidate | None:
-    """Return the candidate of the fewest dollars, or else GPUs, and of these the best; or None."""
+    """Return the cheapest candidate (by dollars, else GPUs), the best of equal cost; or None."""
     return min(candidates, key=_order, default=None)
 
 
 def _dominates(candidate: Candidate, other: Candidate) -> bool:
-    """Return whether a candidate is as good as another in everything; also of equals."""
+    """Return whether a candidate is at least as good as another in every respect."""
     costs = _costs(candidate, other)
     return (
         costs is not None
@@ -203,7 +206,7 @@ def _dominates(candidate: Candidate, other: Candidate) -> bool:
 
 
 def _costs(candidate: Candidate, other: Candidate) -> tuple[float, float] | None:
-    """Return two comparable costs; None if the candidates have none."""
+    """Return two comparable costs, or None."""
     if candidate.dollars_per_hour is not None and other.dollars_per_hour is not None:
         return candidate.dollars_per_hour, other.dollars_per_hour
     if candidate.machine.gpu == other.machine.gpu:
@@ -212,7 +215,7 @@ def _costs(candidate: Candidate, other: Candidate) -> tuple[float, float] | None
 
 
 def _order(candidate: Candidate) -> tuple[object, ...]:
-    """Return a key that sorts by cost; those with a price first, and the better of equal costs."""
+    """Return a key that sorts by cost, priced candidates first, and by quality at equal cost."""
     machine, dollars = candidate.machine, candidate.dollars_per_hour
     cost = (1, machine.gpus) if dollars is None else (0, dollars)
     place = (machine.gpu, machine.gpus, machine.tp, machine.dtype, machine.shard_base)

@@ -1,4 +1,4 @@
-"""Candidates of one GPU and one degree: their memory, speed and promises."""
+"""Candidates of a GPU and a degree: memory, speed and promises."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ class Wanted:
     """The work that candidates are evaluated for, and its promises.
 
     Attributes:
-        served: the work of a serving replica; None if nothing is served.
+        served: the work of a serving replica; None without requests.
         rank: the rank of the trained adapter; 0 for a method without ranks.
-        tpot_slo_s: promise of the time per output token; None for none.
-        ttft_slo_s: promise of the time to the first token; None for none.
-        tokens_per_s: promise of finetuned tokens a second; None for none.
+        tpot_slo_s: promised time per output token, or None.
+        ttft_slo_s: promised time to the first token, or None.
+        tokens_per_s: promised finetuned tokens per second, or None.
         price: dollars an hour by GPU.
     """
 
@@ -63,7 +63,7 @@ class Replica:
     wanted: Wanted
 
     def candidates(self, max_gpus: int) -> Iterator[Candidate]:
-        """Yield machines of one or more replicas, which share requests or sequences."""
+        """Yield machines of one or more replicas that share the requests or the sequences."""
         workload, most = self.wanted.workload, max_gpus // self.plan.tp
         if workload.serving is None:
             assert workload.training is not None
@@ -135,7 +135,7 @@ class Replica:
         )
 
     def _beside(self, training: Training, choice: TrainingChoice, alone: Load) -> CoServed | None:
-        """Return the steady state with finetuning; None where a promise leaves no time for it."""
+        """Return the steady state with finetuning; None if the promises leave no time for it."""
         serving, bound = self._steps.serving, self.wanted.tpot_slo_s
         if bound is not None and alone.tpot_s > bound:
             return None
@@ -163,10 +163,11 @@ class Replica:
         return self._known_rates[choice]
 
     def _choice(self, training: Training, served_tokens: int) -> tuple[TrainingChoice, bool]:
-        """Return how optimizer steps run, and whether that fits.
+        """Return the execution of optimizer steps, and whether it fits.
 
-        It is the largest batch at which nothing is recomputed that need not be. If there is none,
-        it is a single sequence at the largest memory budget that fits, in tenths.
+        The choice is the largest batch at memory budget 1 that fits. If none fits, the choice is a
+        single
+        sequence at the largest memory budget that fits, in tenths.
         """
         batches = [n for n in range(1, training.batch + 1) if training.batch % n == 0]
 
@@ -243,19 +244,19 @@ class Replica:
     ) -> tuple[Promise, ...]:
         if load is not None:
             return ()
-        # At a rate that cannot be served there is no steady state to promise anything of.
+        # Without a steady state there are no latencies to promise.
         most = min(sustained_per_s, serving.rate_per_s * (1 - 1e-9))
         return (Promise("rate", serving.rate_per_s, most),)
 
 
 def sharing(training: Training, most: int) -> list[int]:
-    """Return the numbers of replicas, up to `most`, that have as many of a step's sequences."""
+    """Return the numbers of replicas, up to `most`, that divide a step's sequences evenly."""
     powers = (2**power for power in range(most.bit_length()))
     return [count for count in powers if training.batch % count == 0]
 
 
 def too_large(machine: Machine, weights: int, usable_bytes: int) -> Candidate:
-    """Return a candidate whose memory is too small for its part of the weights."""
+    """Return a candidate whose memory cannot hold its part of the weights."""
     memory = {**dict.fromkeys(KINDS, 0), "weights": weights, "total": weights}
     promise = Promise("memory", usable_bytes / GIB, weights / GIB)
     return Candidate(machine, None, memory, usable_bytes, promises=(promise,))

@@ -1,40 +1,38 @@
-"""Requests in a steady state on one replica: how many run at once, and how long a step takes.
+"""Steady state of a serving replica, and the speed of finetuning with and without requests.
 
-Every step generates one token of each of n running requests. A prompt of P tokens goes through
-j = ⌈P / most tokens of a step⌉ of these steps, alone or together with q - 1 others:
+Each step generates one token for each of n running requests. A prompt of P tokens takes
+j = ⌈P / most tokens of a step⌉ of these steps; q prompts are read together:
 
     d(n)        seconds of a step that only generates
-    p(n, q)     seconds of one that reads prompts, too
-    r(n, q) = (O - 1) d(n) / n + j (p(n, q) - d(n)) / q         seconds of the device a request
-    λ = 1 / r(n, q)                                             at n requests, it serves so many
+    p(n, q)     seconds of a step that also reads q prompts
+    r(n, q) = (O - 1) d(n) / n + j (p(n, q) - d(n)) / q         device seconds per request
+    λ = 1 / r(n, q)                                             rate served at n requests
     TPOT = n / (λ (O - 1))                                      Little's law
-    ρ = λ j p(n, q) / q                                         steps' share that reads prompts, ≤ 1
-    TTFT = TPOT / 2 + j p(n, q) (1 + ρ / (2 (1 - ρ)))           the running step, M/D/1, its own
-    N = n + λ TTFT                                              requests whose pages are held
+    ρ = λ j p(n, q) / q                                         share of steps with prompts, ≤ 1
+    TTFT = TPOT / 2 + j p(n, q) (1 + ρ / (2 (1 - ρ)))           running step, M/D/1 queue, reading
+    N = n + λ TTFT                                              requests that hold pages
 
-Over ranks d and p are no less than the host takes to launch a step, and windows come on top.
+Over ranks, d and p are at least the host's launch time of a step, and windows are added.
 
-The load of a rate is the fewest n that serves it. Times are those of the cost model at batches of
-`BATCHES`, and lie on straight lines between them; as a roofline is convex, that is no less than its
-own time there. These are means: bursts, and lengths that differ, are not in them.
+The load of a rate is the fewest n that serves the rate. Times are those of the cost model at
+`BATCHES`, interpolated linearly; as a roofline is convex, that is an upper bound. Times are means:
+they exclude bursts and variable lengths.
 
-Finetuning on one replica: alone, and beside requests.
-
-Alone, an optimizer step takes k batches forward and backward, and the update:
+Finetuning alone: an optimizer step takes k batches forward and backward, and the update:
 
     step = k (forward + loss + backward of all layers) + update
 
-Replicas take a part of its sequences each, and sum the adapter's gradients once. With parts of the
-base, a layer is gathered while the one before runs, and waits for what takes longer than that.
+Replicas divide the sequences of a step, and sum the adapter's gradients once. If replicas shard the
+base, the gather of a layer overlaps with the layer before; the excess is waiting time.
 
-Beside requests (co-serving), each step of the engine has a window of w tokens after the requests'
-own, then backward units for as many; requests take the share ρ(τ) of a step of τ seconds, in which
-n = λ (O - 1) τ of them run:
+Finetuning beside requests (co-serving): each engine step adds a window of w tokens to the requests'
+tokens, then backward units of as many tokens. Requests take the share ρ(τ) of a step of τ seconds,
+in which n = λ (O - 1) τ requests run:
 
     forward(n, w) - forward(n, 0) + backward(w) = (1 - ρ(τ)) τ,      w / τ tokens a second
 
-τ is the promised time per token, or shorter where the window reaches the most tokens of a step, or
-the requests' pages the memory.
+τ is the promised time per token, or less if the window reaches the most tokens of a step or the
+requests' pages fill the memory.
 """
 
 from __future__ import annotations
@@ -52,9 +50,9 @@ from pcg.plan.rank_plan import TrainingChoice
 from pcg.plan.workload import Serving, Training
 
 BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 192, 256, 384, 512, 768, 1024)
-"""The batches whose times the cost model is asked for."""
+"""Batches at which the cost model is evaluated."""
 _NEAR = 1e-3
-"""The relative accuracy of rates and of a step's seconds."""
+"""Relative accuracy of rates and of a step's seconds."""
 
 
 @dataclass(frozen=True)
@@ -62,8 +60,8 @@ class Load:
     """A steady state of a replica.
 
     Attributes:
-        running: the mean number of requests that generate.
-        in_flight: the mean number of requests whose pages are held.
+        running: the mean number of generating requests.
+        in_flight: the mean number of requests that hold pages.
         busy: the share of time that requests take.
     """
 
@@ -75,7 +73,7 @@ class Load:
     busy: float = 1.0
 
     def tokens(self, serving: Serving) -> int:
-        """The tokens whose pages are held, if each request holds those of its whole length."""
+        """Return the tokens of all held pages, if requests hold pages for their whole length."""
         pages = -(-serving.tokens // PAGE_TOKENS)
         return math.ceil(self.in_flight) * pages * PAGE_TOKENS
 
@@ -86,9 +84,9 @@ class Served:
 
     Attributes:
         adapters: the number of adapters that requests use.
-        rank: their rank.
-        most_running: the most requests at once.
-        most_tokens: the most tokens of a step.
+        rank: the adapters' rank.
+        most_running: the maximum number of running requests.
+        most_tokens: the maximum number of tokens of a step.
     """
 
     serving: Serving
@@ -99,15 +97,15 @@ class Served:
 
     @property
     def prompt_steps(self) -> int:
-        """The steps in which a prompt is read."""
+        """The number of steps that read a prompt."""
         return -(-self.serving.prompt_tokens // self.most_tokens)
 
 
 class ServingSteps:
-    """The times of one replica's steps that serve."""
+    """Times of a replica's serving steps."""
 
     def __init__(self, costs: StepCosts, served: Served, host_s: float = 0.0) -> None:
-        """Take times of `costs`; a step that serves takes at least `host_s` to launch."""
+        """Use times of `costs`; a serving step takes at least `host_s` to launch."""
         self._costs = costs
         self._host_s = host_s
         self.served = served
@@ -121,9 +119,9 @@ class ServingSteps:
         """Return the seconds of a step.
 
         Args:
-            running: the number of requests that generate; between batches, times are interpolated.
-            prompts: the number of prompts that it reads, or of their chunks.
-            trained: the tokens of a window of finetuning, which it also forwards.
+            running: the number of generating requests; between batches, times are interpolated.
+            prompts: the number of prompts, or of prompt chunks, that the step reads.
+            trained: the tokens of a finetuning window that the step also forwards.
         """
         most = self.served.most_running
         sizes = [size for size in BATCHES if size < most] + [most]
@@ -137,7 +135,7 @@ class ServingSteps:
         return below + (above - below) * (running - low) / (high - low)
 
     def load(self, rate_per_s: float) -> Load | None:
-        """Return the steady state at a rate; None if the replica cannot serve as much."""
+        """Return the steady state at a rate; None if the rate exceeds the replica's capacity."""
         for prompts in self.prompts:
             if self._rate(self.served.most_running, prompts) < rate_per_s:
                 continue
@@ -147,12 +145,12 @@ class ServingSteps:
         return None
 
     def busy(self, rate_per_s: float, running: float) -> float:
-        """Return the share of time that requests take while so many run; 1 or more is too much."""
-        requests = max(1.0, running)  # with less than one, steps pause
+        """Return the share of time that requests take; 1 or more means overload."""
+        requests = max(1.0, running)  # with fewer than one, steps pause
         return rate_per_s * min(self._request_seconds(requests, q) for q in self.prompts)
 
     def most_rate(self, keeps: Callable[[Load], bool]) -> float:
-        """Return the highest rate whose steady state keeps a condition; 0 for none."""
+        """Return the highest rate whose steady state meets a condition; 0 if none does."""
 
         def is_kept(rate_per_s: float) -> bool:
             load = self.load(rate_per_s)
@@ -179,7 +177,7 @@ class ServingSteps:
         return Load(rate_per_s, running, in_flight, tpot_s, ttft_s, busy)
 
     def _running(self, rate_per_s: float, prompts: int) -> float:
-        """Return about the fewest running requests at which a rate is served."""
+        """Return approximately the fewest running requests that serve a rate."""
         low, high = 0.0, float(self.served.most_running)
         while high - low > _NEAR * high:
             middle = (low + high) / 2
@@ -210,7 +208,7 @@ class ServingSteps:
 
 @lru_cache(maxsize=4096)
 def step_shape(served: Served, running: int, prompts: int, trained: int) -> StepShape:
-    """Return the shape of a step, which is the same on all devices; see `ServingSteps.seconds`."""
+    """Return the shape of a step, equal on all devices; see `ServingSteps.seconds`."""
     serving = served.serving
     chunk = -(-serving.prompt_tokens // served.prompt_steps)
     before = (serving.prompt_tokens - chunk) // 2
@@ -227,7 +225,7 @@ def step_shape(served: Served, running: int, prompts: int, trained: int) -> Step
 
 
 def interpolated(points: list[tuple[float, float]], y: float) -> float:
-    """Return where a piecewise straight, increasing line reaches y; its last x if it does not."""
+    """Return the x at which an increasing, piecewise linear function reaches y, or its last x."""
     for (x_0, y_0), (x_1, y_1) in pairwise(points):
         if y <= y_1:
             return x_0 + (x_1 - x_0) * max(0.0, y - y_0) / max(y_1 - y_0, 1e-30)
@@ -238,19 +236,19 @@ def interpolated(points: list[tuple[float, float]], y: float) -> float:
 
 
 _WINDOWS = (64, 256, 1024, 4096)
-"""The tokens of windows whose times the cost model is asked for."""
+"""Window sizes, in tokens, at which the cost model is evaluated."""
 
 
 @dataclass(frozen=True)
 class CoServed:
-    """A steady state with finetuning in it: the requests', and tokens a second that are trained."""
+    """A steady state with finetuning: the requests' load, and trained tokens per second."""
 
     load: Load
     tokens_per_s: float
 
 
 def step_seconds(costs: StepCosts, training: Training, choice: TrainingChoice, rank: int) -> float:
-    """Return the seconds of an optimizer step where nothing is served."""
+    """Return the seconds of an optimizer step without requests."""
     shape = _shape(training, choice, rank)
     batch_s = costs.step_seconds(shape) + behind_seconds(costs, shape)
     return choice.accumulation * batch_s + costs.update_seconds()
@@ -263,7 +261,7 @@ def waiting_seconds(
     rank: int,
     gathers: Sequence[float],
 ) -> float:
-    """Return the seconds for which the layers of a step wait until they are gathered.
+    """Return the seconds that the layers of a step wait for gathers.
 
     Args:
         gathers: the seconds of each gather of a batch, in the order of the layers.
@@ -288,7 +286,7 @@ def _shape(training: Training, choice: TrainingChoice, rank: int) -> StepShape:
 
 
 class CoServing:
-    """Finetuning windows within the steps of a replica that serves."""
+    """Finetuning windows within the steps of a serving replica."""
 
     def __init__(self, steps: ServingSteps, costs: StepCosts, training: Training) -> None:
         self._steps = steps
@@ -304,9 +302,9 @@ class CoServing:
         """Return the steady state with the longest steps that the promise and the memory allow.
 
         Args:
-            alone: the steady state without finetuning, which keeps both.
-            tpot_slo_s: the promise; None for none.
-            fits: says of a steady state if the memory holds it.
+            alone: the steady state without finetuning; it must meet the promise and fit the memory.
+            tpot_slo_s: the promised time per output token, or None.
+            fits: returns whether a steady state fits the memory.
         """
 
         def kept(step_s: float) -> CoServed | None:
@@ -326,12 +324,12 @@ class CoServing:
 
     @property
     def _longest_s(self) -> float:
-        """Seconds that no step exceeds: that of most requests with the longest window."""
+        """Upper bound of a step's seconds: the most requests with the longest window."""
         most = self._steps.served.most_running
         return self._steps.seconds(most) + self._window_seconds(most)[-1][1]
 
     def _at(self, rate_per_s: float, step_s: float) -> CoServed | None:
-        """Return the steady state of steps of some seconds; None if a step does not hold it."""
+        """Return the steady state of steps of `step_s`; None if the work does not fit a step."""
         steps, served = self._steps, self._steps.served
         running = rate_per_s * (steps.serving.output_tokens - 1) * step_s
         if running > served.most_running:
@@ -352,7 +350,7 @@ class CoServing:
         return CoServed(load, window / (step_s + update_s))
 
     def _window_seconds(self, running: float) -> list[tuple[float, float]]:
-        """Return the seconds that windows add to a step of so many requests, by their tokens."""
+        """Return the seconds that windows add to a step of this many requests, by window size."""
         size = next((size for size in BATCHES if size >= running), self._steps.served.most_running)
         size = min(size, self._steps.served.most_running)
         if size not in self._known:

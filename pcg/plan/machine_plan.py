@@ -1,4 +1,4 @@
-"""The plan that `pcg.plan` returns, and its rendering as monospaced text."""
+"""The plan that `pcg.plan` returns, and its text rendering."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from pcg.plan.plan_data import MACHINE, PlanData, front_columns, price_words
 from pcg.units import gib
 
 MOST_ROWS = 16
-"""The most rows of the front that the table has."""
+"""Maximum number of rows of the front in the table."""
 
 
 def plan_text(plan: PlanData) -> str:
-    """Return the plan as monospaced text of at most 100 columns, commands apart."""
+    """Return the plan as text of at most 100 columns, except commands."""
     parts = [_heading(plan)]
     if plan.chosen is None:
         parts.append(_closest(plan))
@@ -65,7 +65,7 @@ def _memory(chosen: Candidate) -> list[str]:
 
 
 def _start(plan: PlanData, chosen: Candidate) -> list[str]:
-    # Replicas of a job alone are one job.
+    # The replicas of a job without requests belong to the same job.
     replicas = 1 if plan.workload.serving is None else chosen.machine.replicas
     each = f"each of {replicas} replicas" if replicas > 1 else "it"
     lines = [f"start {each}:", f"  {plan.command(chosen)}"]
@@ -92,14 +92,14 @@ def _notes(plan: PlanData) -> list[str]:
 
 @dataclass(frozen=True)
 class MachinePlan(PlanData):
-    """A plan as users have it; `to_json` of its data is the third way to render it."""
+    """A plan with its renderings as text and HTML; `to_json` renders its data."""
 
     def to_html(self) -> str:
-        """Return the plan as one HTML page that needs no other file, `pcg plan --html`."""
-        from pcg.plan.page import page  # its templates take a while to import
+        """Return the plan as a self-contained HTML page, `pcg plan --html`."""
+        from pcg.plan.page import page  # the templates are slow to import
 
         return page(self)
 
     def to_text(self) -> str:
-        """Return the plan as monospaced text of about 100 columns, commands apart."""
+        """Return the plan as text of about 100 columns, except commands."""
         return plan_text(self)

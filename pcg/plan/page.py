@@ -1,4 +1,4 @@
-"""The page of a machine plan: `plan.html`, with a figure of the front."""
+"""HTML page of a machine plan: `plan.html`, with a figure of the front."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _COLORS = ("activations", "save", "compress", "recompute", "drop", "workspace", 
 
 
 def front_figure(plan: PlanData) -> Markup:
-    """Return the front: cost across, tokens a second or the time per token up."""
+    """Return a plot of the front: tokens a second, or the time per token, against cost."""
     trains = plan.workload.training is not None
     is_priced = all(candidate.dollars_per_hour is not None for candidate in plan.front)
 
@@ -54,17 +54,17 @@ def _words(candidate: Candidate, trains: bool) -> str:
 KINDS = {
     "weights": "the base model, frozen",
     "adapters": "trainable parameters",
-    "gradients": "one for each of them",
-    "optimizer": "what the optimizer keeps of each",
+    "gradients": "one per trainable parameter",
+    "optimizer": "the optimizer's states",
     "served_adapters": "adapters that requests use",
     "kv_cache": "keys and values of requests in flight",
     "activations": "saved for backward",
-    "workspace": "what the fullest moment needs beside",
+    "workspace": "other memory at the peak",
 }
 
 
 def page(plan: PlanData) -> str:
-    """Return the whole page, which refers to no other file."""
+    """Return the whole page, which needs no other file."""
     columns = dict(front_columns(plan))
     machine = columns.pop(MACHINE)
     sizes = plan.chosen.memory_bytes if plan.chosen is not None else {}

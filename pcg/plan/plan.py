@@ -1,8 +1,7 @@
-"""`pcg.plan`: searches machines for a workload; no weights, and no GPU, are needed.
+"""`pcg.plan`: search for machines that run a workload, without weights and without a GPU.
 
-The search has each GPU with each degree, dtype and number of replicas. A model is traced once for
-each dtype and planned once for each degree of tensor parallelism; each GPU's costs are of the same
-graphs.
+The search covers each GPU with each degree, dtype and number of replicas. A model is traced once
+per dtype and planned once per tensor-parallel degree; all GPUs cost the same graphs.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ from pcg.runtime.training.torch_optimizers import FIELDS, Optimizer
 
 @dataclass(frozen=True)
 class Device:
-    """A GPU with the bytes that are not left free, and its costs."""
+    """A GPU with its usable memory and its costs."""
 
     gpu: Accelerator
     usable_bytes: int
@@ -47,11 +46,11 @@ class Device:
 
 
 class Search:
-    """The search for one model and workload.
+    """The search for a model and a workload.
 
     Attributes:
         name: the model's name.
-        refused: the errors of degrees that cannot be.
+        refused: the errors of impossible degrees.
     """
 
     def __init__(
@@ -75,14 +74,14 @@ class Search:
 
     @property
     def planned_for(self) -> str | None:
-        """The name or file of the costs by which adapters lie on ranks; None if none do."""
+        """The costs that place adapters on ranks; None with one rank or no adapters."""
         if max(self._options.degrees) == 1 or not self._recipes:
             return None
         costs = self._options.costs
         return self._devices[0].gpu.name if costs is None else str(costs)
 
     def candidates(self) -> Iterator[Candidate]:
-        """Yield every machine, whether it keeps the promises or not.
+        """Yield every machine, including those that break promises.
 
         Raises:
             UnsupportedError: the model has too few positions, or pcg cannot train it.
@@ -94,7 +93,7 @@ class Search:
             name = TORCH_NAMES[setup.folded.model.dtype]
             is_checked = self._wanted.workload.training is None
             for degree in self._options.degrees:
-                # A rank has its part of the weights at least.
+                # A rank holds at least its part of the weights.
                 least = -(-weights // (degree * self._most_parts(degree)))
                 holding = [device for device in self._devices if device.usable_bytes >= least]
                 if holding and not is_checked:
@@ -108,7 +107,7 @@ class Search:
                 yield from self._over_ranks(setup, degree, name, holding) if holding else ()
 
     def _most_parts(self, degree: int) -> int:
-        """Return the most replicas of a degree that may have parts of the layers."""
+        """Return the maximum number of replicas of a degree that can shard the layers."""
         workload = self._wanted.workload
         if workload.serving is not None or workload.training is None:
             return 1
@@ -117,7 +116,7 @@ class Search:
     def _over_ranks(
         self, setup: Setup, degree: int, dtype: str, devices: Sequence[Device]
     ) -> list[Candidate]:
-        """Return the machines of a degree; none, and the reason, if it cannot be."""
+        """Return the machines of a degree; if the degree is impossible, record the reason."""
         trains = self._wanted.workload.training is not None
         candidates: list[Candidate] = []
         try:
@@ -169,7 +168,7 @@ class Search:
 
 
 _USUAL_GPUS = ("A10G", "A100-40", "A100-80", "H100", "H200", "L40S")
-"""The GPUs to choose from where none are named."""
+"""Default GPUs of the search."""
 
 
 @dataclass(frozen=True)
@@ -179,8 +178,9 @@ class PlanArguments(MachineOptions):
     Attributes:
         model: a directory, a hub id, an id that ships with pcg, a config, or a transformers model;
             no weights are needed.
-        peft: None, "lora" or another word of `pcg.peft.registry.SHORTHANDS`, a configuration of
-            peft's, or {name: one of these, or an adapter directory}.
+        peft: None, "lora" or another word of `pcg.peft.registry.SHORTHANDS`, a peft configuration,
+            an
+            adapter directory, or {name: any of these except None}.
     """
 
     model: Any
@@ -189,10 +189,10 @@ class PlanArguments(MachineOptions):
 
 @takes(PlanArguments)
 def plan(arguments: PlanArguments) -> MachinePlan:
-    """Find machines for a workload: their memory, times, promises and prices, and the best.
+    """Find machines for a workload: their memory, times, promises and prices, and the cheapest.
 
     Raises:
-        PcgError: what cannot be read, traced, attached, divided or costed is named.
+        PcgError: the model or method cannot be read, traced, attached, sharded or costed.
     """
     workload = parse_workload(arguments.workload)
     _check_options(arguments)
@@ -237,7 +237,7 @@ def plan(arguments: PlanArguments) -> MachinePlan:
 
 
 def _check_options(options: MachineOptions) -> None:
-    """Refuse options of the optimizer that have a field of their own where it trains."""
+    """Refuse optimizer options that are separate fields of a job."""
     for name in FIELDS:
         if name in (options.optimizer_options or {}):
             raise UnsupportedError(

@@ -1,4 +1,4 @@
-"""The data of a plan: machines that do the workload, the best of them, and their table."""
+"""Data of a plan: machines for the workload, the cheapest, and the table of the front."""
 
 from __future__ import annotations
 
@@ -21,20 +21,20 @@ class PlanData:
     Attributes:
         model: the model's name.
         method: the PEFT method in words; None for the base alone.
-        method_options: the options of the command line that name the method; None where it was
-            given as an object, which has no word there.
-        optimizer_options: those that name the optimizer.
+        method_options: the command-line options of the method; None for a method given as an
+            object.
+        optimizer_options: the command-line options of the optimizer.
         costs: the source of each GPU's times, by its name.
-        planned_for: the device by whose costs adapters lie on ranks; None where there is one rank
-            or the base alone.
-        own_costs: the profile by which a GPU is costed; None for data sheets.
-        candidates: the number of machines that were tried.
-        kept: the number of those that keep all promises.
+        planned_for: the device whose costs place adapters on ranks; None with one rank or no
+            adapters.
+        own_costs: the profile with a GPU's costs; None for data sheets.
+        candidates: the number of tried machines.
+        kept: the number of machines that keep all promises.
         front: the Pareto front, in order of cost.
-        chosen: the cheapest that keeps all promises, of these the best; None if none does.
-        closest: the one that breaks its promises least, if none keeps them.
-        refused: reasons why degrees cannot be, by degree.
-        tpot_slo_s: the promise of the time per output token; None for none.
+        chosen: the cheapest machine that keeps all promises, and the best of equal cost; or None.
+        closest: if no machine keeps all promises, the machine that comes closest.
+        refused: reasons why degrees are impossible, by degree.
+        tpot_slo_s: the promised time per output token, or None.
     """
 
     model: str
@@ -54,10 +54,10 @@ class PlanData:
     tpot_slo_s: float | None
 
     def command(self, candidate: Candidate) -> str:
-        """Return the command that starts one replica of a candidate.
+        """Return the command that starts a replica of a candidate.
 
-        It finetunes where nothing is served; else it compiles the program to serve with, whose
-        plan is for the finetuning beside.
+        Without requests the command finetunes; otherwise it compiles the program that serves and
+        finetunes.
         """
         machine, choice, training = candidate.machine, candidate.choice, self.workload.training
         trains_alone = self.workload.serving is None
@@ -146,11 +146,11 @@ class PlanData:
 
 Cell = Callable[[Candidate], str]
 MACHINE = "machine"
-"""The column of names; all others hold numbers."""
+"""The column of machine names; all other columns hold numbers."""
 
 
 def front_columns(plan: PlanData) -> Mapping[str, Cell]:
-    """Return the columns that the plan has anything for, by their heads."""
+    """Return the columns with content for the plan, by their heads."""
     front, workload = plan.front, plan.workload
     columns: dict[str, Cell] = {
         MACHINE: lambda candidate: f"{candidate.machine.gpus}×{candidate.machine.gpu}",
@@ -188,7 +188,7 @@ def front_columns(plan: PlanData) -> Mapping[str, Cell]:
 
 
 def price_words(plan: PlanData) -> str:
-    """Return what a million tokens are; empty without prices."""
+    """Explain the price of a million tokens; empty without prices."""
     if all(candidate.dollars_per_hour is None for candidate in plan.front):
         return ""
     tokens = "finetuned" if plan.workload.training is not None else "generated"
@@ -196,7 +196,7 @@ def price_words(plan: PlanData) -> str:
 
 
 def _made(candidate: Candidate) -> float | None:
-    """Return the tokens a second that the price of a million is of."""
+    """Return the tokens per second that the price of a million tokens refers to."""
     return (
         candidate.output_tokens_per_s
         if candidate.choice is None

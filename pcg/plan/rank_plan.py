@@ -1,4 +1,4 @@
-"""One rank's part of a model at a degree and a dtype: the memory of its steps, and their times."""
+"""A rank's part of a model at a degree and a dtype: the memory and the times of its steps."""
 
 from __future__ import annotations
 
@@ -38,11 +38,11 @@ class TrainingChoice:
 
 
 class RankPlan:
-    """A model that is planned over ranks, for any batch, budget and number of served tokens.
+    """A model planned over ranks, for any batch, budget and number of served tokens.
 
     Args:
         setup: the model and the step; its batch is the largest requested batch.
-        trains: False where requests are all that runs.
+        trains: False for a machine that only serves.
         adapters: the number of adapters that requests use.
     Raises:
         ParallelError: the degree does not divide the model.
@@ -64,11 +64,11 @@ class RankPlan:
 
     @property
     def parts(self) -> int:
-        """The number of replicas that have parts of the layers; 1 where each has them whole."""
+        """The number of replicas that shard the layers; 1 for whole layers."""
         return self.planned.setup.parts
 
     def in_parts(self, replicas: int) -> RankPlan:
-        """Return the plan of a rank of so many replicas that have parts of the layers."""
+        """Return the plan of a rank if this many replicas shard the layers."""
         parted = copy.copy(self)
         setup = dataclasses.replace(self.planned.setup, parts=replicas)
         parted.planned = dataclasses.replace(self.planned, setup=setup)
@@ -76,7 +76,7 @@ class RankPlan:
         return parted
 
     def gathers(self, model: CostModel, choice: TrainingChoice) -> list[float]:
-        """Return the seconds of each gather of a layer in a batch's step, in their order."""
+        """Return the seconds of each layer gather in a batch's step, in order."""
         planned = self._at(choice)
         sizes = layer_bytes(planned.base)
         order = layers_of_pass(planned.training.plan, trains=True)
@@ -87,14 +87,14 @@ class RankPlan:
 
     @cached_property
     def kv_bytes(self) -> int:
-        """Bytes of one token's keys and values on the rank."""
+        """Bytes of a token's keys and values on the rank."""
         return bytes_of_token(self.planned.base)
 
     def memory(self, choice: TrainingChoice | None, served_tokens: int = 0) -> dict[str, int]:
         """Return the bytes of each kind of memory, and their total.
 
         Args:
-            choice: how steps are run; None where nothing is trained.
+            choice: the execution of optimizer steps; None without training.
             served_tokens: tokens of requests in the KV cache.
         """
         if choice not in self._memory:
@@ -112,7 +112,7 @@ class RankPlan:
         """Return the seconds of steps on a device.
 
         Raises:
-            CostModelError: an operator has no cost there.
+            CostModelError: an operator has no cost on the device.
         """
         budget = None if choice is None else choice.budget
         key = (id(model), budget)
@@ -121,7 +121,7 @@ class RankPlan:
             if same is None:
                 planned = self._at(choice)
                 trained = planned.trained if self._trains else None
-                # Windows of the trained adapter, in fp32, are few beside requests' adapters.
+                # The trained adapter's fp32 windows are few compared with requests' adapters.
                 serving = served_in_base(planned) if self._adapters else planned.serving
                 self._costs[key] = graph_costs(
                     model, self.tp, serving, trained, host_bytes_per_s=1.0
@@ -132,7 +132,7 @@ class RankPlan:
 
     @cached_property
     def _adapter_bytes(self) -> int:
-        """Bytes of the pages of one adapter of the method on the rank, in the served dtype."""
+        """Bytes of an adapter's pages on the rank, in the served dtype."""
         setup = self.planned.setup
         serving, whole = fused_serving(self.planned.serving), setup.folded.model
         serves = CompileOptions(backend="triton", tp=self.tp)
@@ -160,7 +160,7 @@ class RankPlan:
 
 
 def served_in_base(planned: PlannedModel) -> ModelGraph:
-    """Return the model that serves LoRA from copies in a base's 16 bits, as on Triton."""
+    """Return the serving model with LoRA factors in a 16-bit base's dtype, as on Triton."""
     dtype = planned.base.dtype
 
     def copied(graph: Graph) -> Graph:
@@ -181,7 +181,7 @@ def served_in_base(planned: PlannedModel) -> ModelGraph:
 
 
 def check_trained(setup: Setup) -> None:
-    """Refuse a model that pcg does not finetune, whatever the number of ranks.
+    """Refuse a model that pcg cannot finetune at any number of ranks.
 
     Raises:
         UnsupportedError: says why.

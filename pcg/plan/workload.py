@@ -1,4 +1,4 @@
-"""The work of a machine (finetuning steps, requests at a rate), and the options of `pcg.plan`."""
+"""Workload of a machine (finetuning steps, requests at a rate), and the options of `pcg.plan`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ MEAN_PROMPT_TOKENS = 161
 MEAN_OUTPUT_TOKENS = 338
 """Means of ShareGPT's single turns (vLLM, SOSP 2023, figure 11)."""
 MOST_SEQUENCES = 2**16
-"""The most sequences of an optimizer step: each of their divisors is tried as a batch."""
+"""Maximum number of sequences of an optimizer step: the search tries each divisor as a batch."""
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ class Serving:
 
 @dataclass(frozen=True)
 class MachineWorkload:
-    """The work of a machine; at least one of the two."""
+    """The work of a machine: training, serving, or both."""
 
     training: Training | None = None
     serving: Serving | None = None
@@ -123,9 +123,9 @@ def _require(what: str, size: int, least: int) -> None:
 
 
 MOST_GPUS = 4096
-"""The most GPUs of a machine: each number of replicas is tried."""
+"""Maximum number of GPUs of a machine: the search tries each number of replicas."""
 MOST_SEQS = 65536
-"""The most requests that a replica may be asked to serve at once."""
+"""Maximum number of concurrent requests of a replica."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -133,24 +133,25 @@ class MachineOptions(OptimizerChoice):
     """Options of a search for machines.
 
     Attributes:
-        workload: what runs, separated by commas: train:4x2048 for finetuning steps of 4 sequences
-            of 2,048 tokens; serve:20req/s for requests, of 161 tokens and 338 generated ones
-            (ShareGPT's means) or as serve:20req/s:512x128 says; both for finetuning beside
+        workload: the work, separated by commas: train:4x2048 for finetuning steps of 4 sequences of
+            2,048 tokens; serve:20req/s for requests of 161 prompt and 338 generated tokens
+            (ShareGPT's
+            means), or serve:20req/s:512x128 for other lengths. Both together finetune beside
             requests.
         gpus: names of the GPUs to choose from, separated by commas or repeated; A10G, A100-40,
             A100-80, H100, H200 and L40S by default.
-        max_gpus: the most GPUs of a machine, all replicas together.
+        max_gpus: the maximum number of GPUs of a machine, in all replicas.
         tp: tensor-parallel degrees to try; the powers of two up to `max_gpus` by default.
         dtypes: formats of the base's weights to try: float32, bfloat16, float16 or float64; the
-            configuration's own by default. Repeatable.
-        price: dollars that a GPU costs an hour, by name. Without it nothing is said of dollars.
-        tpot_slo_ms: promise of the mean time of an output token after the first, ms.
-        ttft_slo_ms: promise of the mean time to the first token, ms.
-        finetuning_tokens_per_s: promise of the tokens a second that all replicas train on.
-        max_num_seqs: the most requests that a replica serves at once.
-        adapters: adapters of the method that requests use, as often as each other; none by default,
-            where the base alone serves.
-        costs: a file of `pcg profile` that has measured the one GPU of `gpus`; data sheets by
+            configuration's dtype by default. Repeatable.
+        price: the price of a GPU in dollars an hour, by name; required for costs in dollars.
+        tpot_slo_ms: promised mean time of an output token after the first, ms.
+        ttft_slo_ms: promised mean time to the first token, ms.
+        finetuning_tokens_per_s: promised finetuned tokens per second, of all replicas.
+        max_num_seqs: the maximum number of concurrent requests of a replica.
+        adapters: the number of adapters, equally popular, that requests use; 0, the default, serves
+            only the base.
+        costs: a profile of `pcg profile` measured on the only GPU of `gpus`; data sheets by
             default.
     Raises:
         UnsupportedError: an option is out of range.
@@ -173,7 +174,7 @@ class MachineOptions(OptimizerChoice):
 
     def __post_init__(self) -> None:
         for name in ("gpus", "tp", "dtypes"):
-            if isinstance(getattr(self, name), str | int):  # one alone
+            if isinstance(getattr(self, name), str | int):  # a single value
                 object.__setattr__(self, name, (getattr(self, name),))
         bounds = (
             ("max_gpus", 1, MOST_GPUS),
@@ -203,7 +204,7 @@ class MachineOptions(OptimizerChoice):
 
     @property
     def optimizer_words(self) -> tuple[str, ...]:
-        """The options of the command line that name the optimizer; none for the default."""
+        """The command-line options of the optimizer; empty for the default."""
         words = [] if self.optimizer == "adamw" else ["--optimizer", self.optimizer]
         for name, value in (self.optimizer_options or {}).items():
             words += ["--optimizer-option", f"{name}={json.dumps(value)}"]
@@ -211,7 +212,7 @@ class MachineOptions(OptimizerChoice):
 
     @property
     def gpu_names(self) -> tuple[str, ...]:
-        """The names of the GPUs, those between commas, too, each once."""
+        """The names of the GPUs, split at commas, each once."""
         names = (name.strip() for text in self.gpus for name in text.split(","))
         return tuple(dict.fromkeys(name for name in names if name))
 

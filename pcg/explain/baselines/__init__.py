@@ -1,1 +1,1 @@
-"""Baselines of an explanation: the bytes PyTorch, transformers and peft save for backward."""
+"""Baselines of an explanation: bytes that PyTorch, transformers and peft save for backward."""

@@ -1,13 +1,13 @@
-"""The bytes that eager transformers + peft save for backward, measured with saved-tensor hooks.
+"""Bytes that eager transformers + peft save for backward, measured with saved-tensor hooks.
 
-    saved = Σ layers saved(layer) + what layers share + what is outside of them
+    saved = Σ layers saved(layer) + tensors shared by layers + tensors outside the layers
 
-The model has its true shapes and no data (`pcg.trace.computed_integers`), so that nothing is
-modelled: whatever autograd holds after a forward with loss is counted, each storage once, without
-parameters and buffers. Of layers that are alike one runs, once for each way in which it is called;
-the others give an output of the same shape, and count as it did.
+The model has true shapes and no data (`pcg.trace.computed_integers`), so nothing is modelled: the
+measurement counts every storage that autograd holds after a forward with loss, once, without
+parameters and buffers. Of equal layers only one runs, once for each distinct call; the others
+return an output of the same shape and count the same bytes.
 
-The base is as pcg trains it, without its own dropout; adapters have theirs.
+The base runs as in pcg's training, without its own dropout; adapters keep their dropout.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ from pcg.trace.export import quiet
 from pcg.trace.layer_kinds import layer_kinds
 
 _TOKEN = 3
-"""The id of every token, which no model takes for padding."""
+"""The id of every token; no model uses it for padding."""
 _MOST_TOKENS = 2**26
-"""The tokens of a step, whose ids have data: half a GiB."""
+"""The maximum number of tokens of a step: the ids have data, half a GiB."""
 
 
 @dataclass(frozen=True)
 class EagerMemory:
-    """The bytes that eager PyTorch saves for one step.
+    """The bytes that eager PyTorch saves for a step.
 
     Attributes:
         layers: the bytes of each layer.
@@ -62,7 +62,7 @@ class EagerMemory:
 
 
 class EagerModel:
-    """A transformers model of fake tensors with an adapter, for measuring steps.
+    """A transformers model of fake tensors with an adapter, for measurements of steps.
 
     Args:
         source: the contents of a config.json, or the module itself.
@@ -70,7 +70,7 @@ class EagerModel:
         recipe: the adapter's recipe.
         at: the networks of the adapter, by module path.
     Raises:
-        PcgError: transformers or peft cannot make it; says why.
+        PcgError: transformers or peft cannot build the model; says why.
     """
 
     def __init__(
@@ -86,14 +86,14 @@ class EagerModel:
         def wrap(model: Any) -> Any:
             path, kinds = layer_kinds(model)
             self._kinds = _numbered(kinds, path, at)
-            if not recipe.trains_beside:  # which may read the parameters of all layers
+            if not recipe.trains_beside:  # such a recipe may read the parameters of all layers
                 _share(model.get_submodule(path), self._kinds)
             return with_adapter(model, recipe, at)
 
         with _reported(), self._fake:
             self._model, self._layers = peer_model(source, dtype, wrap)
         for module in self._model.modules():
-            if hasattr(module, "base_layer"):  # peft's, whose dropout is at work
+            if hasattr(module, "base_layer"):  # only peft's modules apply dropout
                 module.train()
 
     @property
@@ -108,10 +108,9 @@ class EagerModel:
 
         Args:
             batch: the number of sequences.
-            seq: the number of tokens of each, without virtual ones.
+            seq: the number of tokens of a sequence, without virtual tokens.
         Raises:
-            TraceError: the model does not run without data, or so many tokens have ids of half a
-                GiB; says why.
+            TraceError: the model does not run without data, or the ids exceed half a GiB.
         """
         if batch * seq > _MOST_TOKENS:
             raise TraceError(f"{batch * seq:,} tokens are more than {_MOST_TOKENS:,}")
@@ -121,11 +120,11 @@ class EagerModel:
         kinds = dict(zip(self._layers, self._kinds, strict=True))
         with _reported(), self._fake, _StandIns(kinds, numbers) as layers:
             saved = _SavedTensors(numbers)
-            # An LSTM without oneDNN: its workspace is the CPU's own.
+            # An LSTM without oneDNN, as oneDNN's workspace exists only on CPUs.
             without_onednn = torch.backends.mkldnn.flags(enabled=False)
             with without_onednn, saved.hooks(), DropoutOfCuda(), numbers:
                 loss = loss_of(self._model, ids)
-            assert loss.requires_grad  # it holds what is alive
+            assert loss.requires_grad  # the loss keeps the saved tensors alive
             return _account(layers.calls, saved.by_place(tensors), numbers.places)
 
 
@@ -135,7 +134,7 @@ def _trained(parameters: Iterable[nn.Parameter]) -> int:
 
 @contextlib.contextmanager
 def _reported() -> Iterator[None]:
-    """Report errors of transformers, peft and torch as ours, in one line."""
+    """Convert errors of transformers, peft and torch to a TraceError of one line."""
     try:
         with quiet():
             yield
@@ -149,7 +148,7 @@ def _reported() -> Iterator[None]:
 def _numbered(kinds: Sequence[object], path: str, at: Mapping[str, Bypass]) -> list[int]:
     """Return for each layer the first equal layer with the same adapters.
 
-    The first layer is its own kind, as its input may need no gradient.
+    The first layer is always distinct, as its input may need no gradient.
     """
     adapted: list[set[Hashable]] = [set() for _ in kinds]
     for module, bypass in at.items():
@@ -162,7 +161,7 @@ def _numbered(kinds: Sequence[object], path: str, at: Mapping[str, Bypass]) -> l
 
 
 def _share(layers: Any, kinds: Sequence[int]) -> None:
-    """Use one module for all layers of a kind, so that peft adapts it once."""
+    """Use the same module for all layers of a kind, so that peft adapts it once."""
     for index, kind in enumerate(kinds):
         layers[index] = layers[kind]
 
@@ -175,10 +174,10 @@ class _Run:
     """A layer's run.
 
     Attributes:
-        place: the mark of what was allocated and saved in it.
-        hidden: the hidden states that it was given.
-        out: its output.
-        others: its other arguments, held so that no other tensor gets their identity.
+        place: the mark of the storages allocated and saved in the run.
+        hidden: the input hidden states.
+        out: the output.
+        others: the other arguments, held so that no other tensor gets their identity.
     """
 
     place: int
@@ -189,12 +188,12 @@ class _Run:
 
 @dataclass(frozen=True)
 class _Call:
-    """A model's call of one of its layers.
+    """A model's call of a layer.
 
     Attributes:
-        run: the run of the layer in this call, or in an equal call before.
-        hidden: the hidden states that it was given.
-        out: the hidden states that it gave.
+        run: the run of the layer in this call, or in an equal earlier call.
+        hidden: the input hidden states.
+        out: the output hidden states.
     """
 
     run: _Run
@@ -204,7 +203,7 @@ class _Call:
 
 @dataclass
 class _StandIns:
-    """Replaces layers, while entered, by stand-ins that run once for all equal calls."""
+    """Context that replaces layers by stand-ins, which run once for all equal calls."""
 
     kinds: Mapping[nn.Module, int]
     numbers: ComputedIntegers
@@ -246,7 +245,7 @@ def _identity(leaf: Any) -> Hashable:
 
 
 def _like(tensor: Tensor) -> Tensor:
-    """Return a tensor of this type in a storage of its own, which is no leaf."""
+    """Return a non-leaf tensor of the same type with a new storage."""
     other = torch.empty_like(tensor)
     return other.requires_grad_().clone() if tensor.requires_grad else other
 
@@ -259,9 +258,9 @@ def _hidden(out: Any) -> Tensor:
 
 
 class _Saved:
-    """A tensor that autograd holds, as long as it does: DoRA drops some within a forward.
+    """A tensor that autograd saved, until autograd frees it; DoRA frees some in the forward.
 
-    Holding the tensor would also keep the tensor that it was detached from.
+    Holding the tensor itself would also keep the tensor that it was detached from.
     """
 
     def __init__(self, tensor: Tensor, place: int | None) -> None:
@@ -280,7 +279,7 @@ class _SavedTensors:
         return torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
 
     def by_place(self, resident: list[Tensor]) -> dict[int | None, dict[int, int]]:
-        """Return the bytes of the storages saved at each place, but those of resident tensors."""
+        """Return the bytes of the storages saved at each place, without resident tensors."""
         known = {storage_key(tensor) for tensor in resident}
         sizes: dict[int | None, dict[int, int]] = {}
         for saved in self._alive:
@@ -306,7 +305,7 @@ def _account(
     """Return the bytes of each call, as its run saved them, and of the rest.
 
     Args:
-        calls: the calls of layers, in their order.
+        calls: the calls of layers, in order.
         saved: the bytes of storages, by the place where they were saved.
         allocated: the place where each storage was allocated.
     """

@@ -1,15 +1,15 @@
-"""torch's min-cut partitioner, the peer of our memory plan, and the bytes that it saves.
+"""torch's min-cut partitioner, the peer of pcg's memory plan, and the bytes that it saves.
 
-AOTAutograd traces a function and its gradients to one joint graph, with inductor's decompositions,
-and the partitioner divides it under an activation memory budget:
+AOTAutograd traces a function and its gradients to a joint graph, with inductor's decompositions,
+and the partitioner divides the graph under an activation memory budget:
 
-    saved      = storages passed to backward, each once, without parameters; those computed from
-                 shared inputs alone (rotary tables, masks) count apart, once for all layers
+    saved      = storages passed to backward, each once, without parameters; those computed only
+                 from shared inputs (rotary tables, masks) count separately, once for all layers
     recomputed = FLOPs of forward and backward − FLOPs of the joint graph, equal nodes once
 
-so that the FLOPs of attention's backward, the same in both, cancel. FLOPs are those of matrix
-products and attention; a causal query sees (S + 1) / 2 keys on average, also where the scores are a
-product of their own. Parameters count as resident, as torch.compile marks them.
+The FLOPs of attention's backward, equal in both, cancel. FLOPs are those of matrix products and
+attention; a causal query sees (S + 1) / 2 keys on average, even if a separate product computes the
+scores. Parameters count as resident, as torch.compile marks them.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from torch.utils._pytree import tree_leaves
 aten = torch.ops.aten
 CPU_ATTENTION = aten._scaled_dot_product_flash_attention_for_cpu
 PRODUCTS = {aten.mm.default: (0, 1), aten.addmm.default: (1, 2)}
-"""Matrix products and the places of their factors."""
+"""Matrix products, with the argument indices of their factors."""
 BATCHED_PRODUCTS = {aten.bmm.default: (0, 1), aten.baddbmm.default: (1, 2)}
 """The products of attention: [.., S, D] by [.., D, S], or [.., S, S] by [.., S, D]."""
 
@@ -48,7 +48,7 @@ class Partition:
 
     Attributes:
         saved: the bytes passed to backward, by storage.
-        shared: the bytes passed to backward that were computed from shared inputs alone.
+        shared: the bytes passed to backward that were computed only from shared inputs.
         forward_flops: the FLOPs of the forward.
         recomputed_flops: the FLOPs that backward recomputes.
         forward: the graph from inputs to outputs and saved tensors.
@@ -66,23 +66,23 @@ class Partition:
 
     @property
     def size_bytes(self) -> int:
-        """The saved bytes without the shared ones."""
+        """The saved bytes without the shared bytes."""
         return sum(self.saved.values())
 
 
 class _Captured(Exception):
-    """The exception that ends a capture once the joint graph is known."""
+    """Exception that ends a capture after the joint graph is known."""
 
 
 @dataclass(frozen=True)
 class JointGraph:
-    """A function and its gradients as one graph.
+    """A function and its gradients as a joint graph.
 
     Attributes:
         graph: the graph from inputs and the output's gradient to output and inputs' gradients.
         carried: the number of the first inputs, which are saved if backward reads them.
-        parameters: the number of those that follow, which are resident.
-        shared: the number of the last ones, which are resident, too.
+        parameters: the number of the next inputs, which are resident.
+        shared: the number of the last inputs, which are also resident.
     """
 
     graph: fx.GraphModule
@@ -98,7 +98,7 @@ class JointGraph:
         parameters: Sequence[Tensor],
         shared: Sequence[Tensor] = (),
     ) -> JointGraph:
-        """Trace a function of three sequences of tensors, which may be fake ones."""
+        """Trace a function of three sequences of (possibly fake) tensors."""
         graphs: list[fx.GraphModule] = []
         compiled = aot_function(
             function, unchanged, unchanged, capture(graphs), select_decomp_table()
@@ -136,7 +136,7 @@ class JointGraph:
         return Partition(saved, shared, flops, again, forward, backward, resident)
 
     def _sources(self, graph: fx.Graph) -> dict[fx.Node, frozenset[int]]:
-        """Return the places of shared inputs behind each node that has no other source."""
+        """Return the indices of shared inputs of each node that depends on shared inputs only."""
         sources: dict[fx.Node, frozenset[int]] = {}
         if self.shared:
             inputs = graph.find_nodes(op="placeholder")[self.carried + self.parameters :]
@@ -149,7 +149,7 @@ class JointGraph:
 
 
 def unchanged(gm: fx.GraphModule, example_inputs: Any) -> fx.GraphModule:
-    """Return a graph as it is: a compiler that does nothing."""
+    """Return the graph unchanged, as a compiler."""
     return gm
 
 
@@ -164,7 +164,7 @@ def capture(graphs: list[fx.GraphModule]) -> Callable[..., Any]:
 
 
 def copied(graph: fx.GraphModule) -> fx.GraphModule:
-    """Return a copy of a graph over the same constants, as fake ones cannot be copied."""
+    """Copy a graph without its constants, as fake tensors cannot be copied."""
     return fx.GraphModule(graph, copy.deepcopy(graph.graph))
 
 
@@ -202,10 +202,11 @@ def graph_flops(graph: fx.Graph) -> int:
 
 @contextlib.contextmanager
 def attention_as_on_cuda() -> Iterator[None]:
-    """Give the partitioner the CPU's attention as it has CUDA's.
+    """Let the partitioner treat the CPU's attention like CUDA's.
 
-    Its list of expensive operators and its table of FLOPs lack the CPU's attention, which it would
-    recompute as if that were free.
+    The partitioner's list of expensive operators and table of FLOPs lack the CPU's attention, so
+    that
+    the partitioner would treat its recomputation as free.
     """
     known = partitioners.get_default_op_list
 
@@ -215,7 +216,7 @@ def attention_as_on_cuda() -> Iterator[None]:
         return operators
 
     def flops(query: Tensor, key: Tensor, *_: Any, **__: Any) -> int:
-        return 4 * query.numel() * key.shape[-2]  # CUDA's formula, which knows no causal half
+        return 4 * query.numel() * key.shape[-2]  # CUDA's formula, which ignores causality
 
     partitioners.get_default_op_list = with_attention
     flop_counter.flop_registry[CPU_ATTENTION] = flops

@@ -1,7 +1,7 @@
-"""Adapters on a transformers model, as eager PyTorch runs them: peft's, and plain code of others.
+"""Adapters on a transformers model in eager PyTorch: peft's, and plain code for other methods.
 
-peft has no BitFit, which trains the biases that are there, and no bottleneck adapters, which are
-here what their papers draw: a small network behind a module's output, or beside an MLP.
+peft lacks BitFit, which trains the model's biases, and bottleneck adapters, which follow their
+papers' figures: a small network after a module's output, or parallel to an MLP.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from pcg.peft.method import Bypass
 from pcg.peft.recipe import Recipe
 
 _STEPS = 1000
-"""The steps of a job that AdaLoRA schedules its ranks over; no byte depends on them."""
+"""The steps of AdaLoRA's rank schedule; no byte depends on them."""
 
 _FUNCTIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
     "gelu": F.gelu,
@@ -36,7 +36,7 @@ def with_peft(model: nn.Module, adapter: Mapping[str, Any]) -> Any:
     """Return a model with peft's adapter of the contents of an adapter_config.json.
 
     Raises:
-        UnsupportedError: peft has no such method, or is not installed.
+        UnsupportedError: peft does not have the method, or is not installed.
     """
     try:
         import peft
@@ -50,10 +50,10 @@ def with_peft(model: nn.Module, adapter: Mapping[str, Any]) -> Any:
 
 
 class _ParametersStay(TorchFunctionMode):
-    """Lets a parameter that is moved to the meta device stay one, as where the base is on its own.
+    """Mode in which a parameter moved to the meta device stays a parameter.
 
-    peft puts what `to` returns in the parameter's place. A copy is trained there, whatever the
-    parameter said of it (AdaLoRA's `ranknum`); on one device `to` copies only to another dtype.
+    peft replaces a parameter by the result of `to`. A copy would be trained regardless of the
+    parameter's flag (AdaLoRA's `ranknum`); on a single device `to` copies only to another dtype.
     """
 
     def __torch_function__(
@@ -71,7 +71,7 @@ def with_adapter(model: nn.Module, recipe: Recipe, at: Mapping[str, Bypass]) -> 
     Args:
         model: a transformers model.
         recipe: the adapter's recipe.
-        at: the networks of the adapter, by module path; some of these modules may not be there.
+        at: the networks of the adapter, by module path; paths missing in the model are ignored.
     Raises:
         UnsupportedError: peft is needed and not installed.
     """
@@ -94,7 +94,7 @@ def with_adapter(model: nn.Module, recipe: Recipe, at: Mapping[str, Bypass]) -> 
 
 
 class _Bottleneck(nn.Module):
-    """U σ(D x + d) + u, scaled, of the dtype of x."""
+    """U σ(D x + d) + u, scaled, in the dtype of x."""
 
     def __init__(self, features: int, dtype: torch.dtype, bypass: BottleneckBypass) -> None:
         super().__init__()
@@ -112,7 +112,7 @@ class _Bottleneck(nn.Module):
 def _add_bottleneck(modules: Mapping[str, nn.Module], path: str, bypass: BottleneckBypass) -> None:
     module: Any = modules[path]
     features = module.nf if hasattr(module, "nf") else module.out_features  # nf: Conv1D's
-    dtype = torch.promote_types(module.weight.dtype, torch.float32)  # as peft's over half precision
+    dtype = torch.promote_types(module.weight.dtype, torch.float32)  # as peft over half precision
     module.bottleneck = adapter = _Bottleneck(features, dtype, bypass)
     if not bypass.is_parallel:
         module.register_forward_hook(lambda _, __, y: y + adapter(y))

@@ -1,7 +1,7 @@
 """A transformers + peft model of true shapes without weights, as a whole and by layers.
 
-The model is built on meta, then every tensor is replaced by an empty one on the CPU: under a
-FakeTensorMode a fake one, so that the CPU's own operators are chosen and nothing is computed.
+The model is built on meta, then every tensor is replaced by an empty tensor on the CPU. Under a
+FakeTensorMode these are fake: torch selects the CPU's operators and computes nothing.
 """
 
 from __future__ import annotations
@@ -25,23 +25,23 @@ from pcg.trace.model_config import parse_config
 MASKLESS = "sdpa_maskless"
 """SDPA without a mask: `is_causal`, as transformers runs it eagerly over sequences of one length.
 
-When traced, transformers makes a mask, with which it repeats keys and values; an attention without
-a mask function of its name gets none.
+When traced, transformers builds a mask, and repeats keys and values for it. An attention name
+without a registered mask function gets no mask.
 """
 
 UNPADDED = {"pad_token_id": None}
-"""Fields of a config without padding, which some models look for in the values of token ids."""
+"""Config fields without padding, as some models search token ids for the padding id."""
 
 
 @dataclass(frozen=True)
 class LayerCall:
-    """A model's call of one of its layers.
+    """A model's call of a layer.
 
     Attributes:
         layer: the module.
         arguments: the leaves of its arguments; tensors are detached.
         structure: the tree of the leaves.
-        place: the place of the hidden states among the leaves.
+        place: the index of the hidden states among the leaves.
         carries: True if the hidden states need a gradient.
         kind: a key, equal for equal layers.
     """
@@ -55,7 +55,7 @@ class LayerCall:
 
     @property
     def hidden(self) -> Tensor:
-        """The hidden states of the layer before."""
+        """The hidden states of the previous layer."""
         return self.arguments[self.place].clone().requires_grad_(self.carries)  # type: ignore[no-any-return]
 
     @property
@@ -65,14 +65,14 @@ class LayerCall:
 
     @property
     def shared(self) -> list[int]:
-        """The places of the other tensors: positions, rotary tables, masks."""
+        """The indices of the other tensors: positions, rotary tables, masks."""
         tensors = [i for i, a in enumerate(self.arguments) if isinstance(a, Tensor)]
         return [place for place in tensors if place != self.place]
 
     def run(
         self, hidden: Sequence[Tensor], parameters: Sequence[Tensor], shared: Sequence[Tensor]
     ) -> Tensor:
-        """Return the layer's hidden states, from those before it."""
+        """Return the layer's output hidden states."""
         leaves = list(self.arguments)
         (leaves[self.place],) = hidden
         for place, tensor in zip(self.shared, shared, strict=True):
@@ -95,8 +95,9 @@ def peer_model(
         source: the contents of a config.json, or a module, which is copied without its data.
         dtype: torch's name of the dtype.
         wrap: adds adapters to the model in place, on meta.
-        attention: transformers' name of an attention, or `MASKLESS`; transformers' choice by
-            default, and where the architecture does not take this one; a module keeps its own.
+        attention: transformers' name of an attention, or `MASKLESS`. transformers chooses by
+            default,
+            and if the architecture lacks this attention; a module keeps its own.
     """
     with quiet(), unset_fake_temporarily():
         if isinstance(source, nn.Module):
@@ -115,14 +116,14 @@ def tensors_of(module: nn.Module) -> dict[str, Tensor]:
 
 
 def loss_of(model: Any, ids: Tensor) -> Tensor:
-    """Return the loss of predicting each next token; ids: [B, S]."""
+    """Return the loss of next-token prediction; ids: [B, S]."""
     return model(input_ids=ids, labels=ids, use_cache=False).loss  # type: ignore[no-any-return]
 
 
 def layer_calls(
     model: nn.Module, layers: Sequence[nn.Module], ids: Tensor
 ) -> tuple[list[LayerCall], Any]:
-    """Return the calls of the layers of a model of fake tensors, and the last one's output.
+    """Return the calls of the layers of a model of fake tensors, and the last layer's output.
 
     Raises:
         TraceError: a layer takes no hidden states by place or name.
@@ -161,7 +162,7 @@ def layer_calls(
 def without_layers(
     model: nn.Module, layers: Sequence[nn.Module], last: Any
 ) -> tuple[Callable[..., Tensor], Tensor]:
-    """Return the loss of a model without its layers, and hidden states in their place.
+    """Return the loss of a model without its layers, and hidden states as the layers' output.
 
     Args:
         model: a model of fake tensors.
@@ -187,9 +188,9 @@ def without_layers(
 
 @contextlib.contextmanager
 def _standing_in(model: Any, layers: Sequence[nn.Module], out: Any) -> Iterator[None]:
-    """Replace every layer's output by this one, without masks."""
+    """Replace every layer's output by `out`, and disable masks."""
     config = model.config
-    attention = config._attn_implementation_internal  # whose setter refuses what is not registered
+    attention = config._attn_implementation_internal  # the public setter refuses unregistered names
     config._attn_implementation_internal = MASKLESS
     for layer in layers:
         layer.forward = lambda *_, **__: out
@@ -215,7 +216,7 @@ def _on_meta(config: Any, dtype: str, attention: str | None) -> Any:
     options: dict[str, Any] = {"dtype": getattr(torch, dtype)}
     with torch.device("meta"):
         if attention is not None:
-            with contextlib.suppress(ValueError, KeyError):  # it does not take this one
+            with contextlib.suppress(ValueError, KeyError):  # the architecture lacks this attention
                 return AutoModelForCausalLM.from_config(
                     copy.deepcopy(config), attn_implementation=attention, **options
                 )
@@ -249,5 +250,5 @@ def _empty(model: nn.Module) -> None:
             for name, old in tensors.items():
                 if old is not None:
                     tensors[name] = empty(old)
-        if isinstance(module, nn.RNNBase):  # which holds its parameters in a list, too
+        if isinstance(module, nn.RNNBase):  # also holds its parameters in a list
             module._init_flat_weights()

@@ -1,14 +1,14 @@
-"""The peer `torch.compile`: the bytes torch's min-cut partitioner saves for backward.
+"""Peer `torch.compile`: the bytes torch's min-cut partitioner saves for backward.
 
-    saved      = Σ layers saved(layer) + what layers share, once + what the loss saves
+    saved      = Σ layers saved(layer) + shared tensors, once + tensors saved by the loss
     recomputed = Σ layers recomputed(layer) / Σ layers forward FLOPs
 
-The partitioner is given one layer at a time, layers that are alike once, so that its activation
-memory budget counts: within a whole shallow model it is silently ignored. What follows the layers,
-logits and loss, is divided as by default. peft's adapters are as peft makes them, fp32 over half
-precision, and nothing has dropout.
+The partitioner divides one layer at a time, and equal layers once, so that its activation memory
+budget takes effect: for a whole shallow model torch silently ignores it. Logits and loss are
+divided under the default budget. peft's adapters are as peft creates them, fp32 over half
+precision, without dropout.
 
-Importing this module takes seconds (functorch, inductor's decompositions).
+The import of this module takes seconds (functorch, inductor's decompositions).
 """
 
 from __future__ import annotations
@@ -42,13 +42,13 @@ __all__ = ["BUDGETS", "MASKLESS", "torch_partitioner"]
 
 @dataclass(frozen=True)
 class PartitionedModel:
-    """A model's training graphs, divided into forward and backward under one budget.
+    """A model's training graphs, divided into forward and backward under a budget.
 
     Attributes:
         budget: torch's activation memory budget, from 1 to 0.
         layer_bytes: bytes that each layer saves, without shared tensors.
         outside_bytes: bytes of shared tensors, of logits and of the loss.
-        forward_flops: FLOPs of the layers' forward, without what backward recomputes.
+        forward_flops: FLOPs of the layers' forward, without recomputation.
         recomputed_flops: FLOPs that the layers' backward recomputes.
     """
 
@@ -61,7 +61,7 @@ class PartitionedModel:
 
 @dataclass(frozen=True)
 class _TracedModel:
-    """The joint graphs of a model: one for each kind of layer, and the loss's."""
+    """The joint graphs of a model: one per kind of layer, and the loss's."""
 
     calls: Sequence[LayerCall]
     graphs: Mapping[Any, JointGraph]
@@ -85,7 +85,7 @@ class _TracedModel:
 
     @staticmethod
     def _shared(call: LayerCall, layer: Partition) -> dict[Any, int]:
-        """Bytes that a layer saves of what is made of shared inputs alone, by what they are."""
+        """Return a layer's saved bytes of tensors that depend only on shared inputs."""
         inputs = [call.arguments[place].untyped_storage()._cdata for place in call.shared]
         return {
             (operator, shape, frozenset(inputs[place] for place in sources)): size
@@ -110,13 +110,13 @@ def torch_partitioner(
         dtype: torch's name of the base's dtype.
         adapter: the contents of an adapter_config.json.
         batch: the number of sequences of a step.
-        seq: the number of tokens of each.
+        seq: the number of tokens of a sequence.
         budgets: activation memory budgets, from 0 to 1.
-        attention: `MASKLESS`, or what transformers chooses, with the mask that it makes where it is
+        attention: `MASKLESS`, or None for transformers' choice, with the mask that it builds when
             traced.
     Raises:
-        UnsupportedError: the model or the method cannot be followed; says why.
-        TraceError: torch cannot trace it; says why.
+        UnsupportedError: an unsupported model or method; says why.
+        TraceError: torch cannot trace the model; says why.
     """
     try:
         with quiet(), FakeTensorMode():
@@ -127,7 +127,7 @@ def torch_partitioner(
                 return tuple(traced.partition(budget) for budget in budgets)
     except PcgError:
         raise
-    except Exception as error:  # of transformers, peft and torch, in whose code all of this runs
+    except Exception as error:  # any error of transformers, peft or torch
         first = next(iter(str(error).strip().splitlines()), "")
         raise TraceError(f"{type(error).__name__}: {first}") from error
 

@@ -1,1 +1,1 @@
-"""The reports of explanations: their data, text and pages, and the figures of these."""
+"""Reports of explanations: data, text, HTML pages, and figures."""

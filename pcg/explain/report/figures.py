@@ -1,4 +1,4 @@
-"""The plots of a report: memory over one step, bytes saved against operations recomputed."""
+"""Plots of a report: memory over a step, and saved bytes against recomputed operations."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from pcg.units import gib
 
 _WIDTH, _HEIGHT, _LEFT, _RIGHT = 792, 268, 52, 784
 _OWN = ("pruned", "rematerialized", "compressed", "fp8")
-"""The stages of pcg's own, of which the last is the chosen plan."""
+"""pcg's own stages; the last one present is the chosen plan."""
 
 
 def step_plot(moments: Sequence[Moment]) -> Markup:
@@ -41,13 +41,13 @@ def step_plot(moments: Sequence[Moment]) -> Markup:
 
 
 def _layer_labels(moments: Sequence[Moment], x: Axis, bottom: float) -> list[str]:
-    """Return numbers of about four layers of each half, and names of the phases below them."""
+    """Return labels of about four layers of each half, and the phases' names below them."""
     parts = []
     phases: dict[str, list[int]] = {}
     layers = sum(moment.label.startswith("forward") for moment in moments)
     for place, moment in enumerate(moments):
         phase, _, layer = moment.label.partition(" ")
-        if phase != "again":  # which is within backward
+        if phase != "again":  # again is a part of backward
             phases.setdefault(phase, []).append(place)
             if layer and int(layer) % max(1, layers // 4) == 0:
                 parts.append(charts.text(x(place), bottom + 15, layer))
@@ -69,8 +69,8 @@ class Point:
     """A way to train.
 
     Attributes:
-        size_bytes: the bytes that it saves for backward.
-        ratio: the operations that it recomputes, as a share of the forward's.
+        size_bytes: the bytes saved for backward.
+        ratio: the recomputed operations, as a share of the forward's.
     """
 
     name: str
@@ -93,7 +93,7 @@ def front_points(report: ReportData) -> list[Point]:
 
 
 def peer_points(report: ReportData) -> list[Point]:
-    """Return the points of torch's partitioner, those that recompute least first."""
+    """Return the points of torch's partitioner, in ascending order of recomputation."""
     points = [
         Point(
             f"torch's partitioner, budget {peer.budget:g}", peer.bytes, peer.recompute_flops_ratio
@@ -104,7 +104,7 @@ def peer_points(report: ReportData) -> list[Point]:
 
 
 def named_points(report: ReportData) -> list[Point]:
-    """Return the chosen plan, and every way to train that is not pcg's."""
+    """Return the chosen plan, and every other software's way to train."""
     chosen = report.chosen_stage
     return [
         Point(
@@ -118,7 +118,7 @@ def named_points(report: ReportData) -> list[Point]:
 
 
 def front_plot(report: ReportData) -> Markup:
-    """Return pcg's front of plans, and where other ways to train lie."""
+    """Return a plot of pcg's front of plans, and of other ways to train."""
     front, named, peers = front_points(report), named_points(report), peer_points(report)
     every = (*front, *named, *peers)
     most = max(point.size_bytes for point in every)

@@ -1,12 +1,12 @@
-"""The forward graph of one layer, drawn in layers: boxes coloured by what becomes of their tensors.
+"""Drawing of a layer's forward graph by ranks: boxes coloured by the decisions on their tensors.
 
-The layout is ours, as networkx' layered layouts know neither the nodes' widths nor edges over
-several layers, and Graphviz is no Python package.
+The layout is computed here, as networkx' layered layouts support neither nodes of different widths
+nor edges over several ranks, and Graphviz is no Python package.
 
-    1. rank     the longest path from an input; an input stands right above its first reader
-    2. bends    an edge over several ranks goes through a place of its own in each rank between
+    1. rank     the longest path from an input; an input is a rank above its first reader
+    2. bends    an edge over several ranks gets a bend in each rank in between
     3. places   in the graph's order, each as near to its neighbours' mean as the widths allow
-                (isotonic regression); a bend's neighbours are those of its edge
+                (isotonic regression); a bend's neighbours are the edge's other bends
 
 Source: Sugiyama, Tagawa, Toda, "Methods for visual understanding of hierarchical system
 structures", 1981; step 3 is the pool-adjacent-violators algorithm.
@@ -28,7 +28,7 @@ from pcg.pages import charts
 _SWEEPS = 48
 _BEND_WIDTH = 10.0
 _BEND_WEIGHT = 50.0
-"""How much more a long edge wants to be straight than a node to be among its neighbours."""
+"""Weight of a bend in the regression, relative to a node: long edges stay straight."""
 
 
 @dataclass(frozen=True)
@@ -37,8 +37,8 @@ class Layout:
 
     Attributes:
         ranks: the rank of each node, from 0 at the top.
-        centres: the middle of each node, across.
-        paths: for each edge (from, to), its places across, from the first rank to the last.
+        centres: the horizontal centre of each node.
+        paths: for each edge (from, to), its horizontal places, from the first rank to the last.
         width: the width of the whole graph.
     """
 
@@ -108,7 +108,7 @@ def _placed(
 def _apart(
     row: Sequence[str], wanted: Sequence[float], sizes: Mapping[str, float], gap: float
 ) -> list[float]:
-    """Return the places nearest to the wanted ones, in this order and with the gap between them."""
+    """Return the places nearest to the wanted ones, in this order and separated by the gap."""
     offsets = [0.0]
     for left, right in pairwise(row):
         offsets.append(offsets[-1] + (sizes[left] + sizes[right]) / 2 + gap)
@@ -125,12 +125,12 @@ def _apart(
 
 
 _STEP, _HEIGHT, _GAP = 58.0, 30.0, 12.0
-"""The distance of two ranks, the height of a box, and the space between two of them, in pixels."""
+"""Distance between ranks, height of a box, and gap between boxes, in pixels."""
 
 
 def graph_plot(report: ReportData) -> Markup:
     """Return the drawing of a report's graph, from the layer's input down to its output."""
-    # The graph is of the layer that most layers with a backward are like.
+    # The graph shows the most frequent kind of layer with a backward.
     below = {group.name for group in report.layer_groups if not group.has_backward}
     back = (row for row in report.saved if row.tensor.partition(".")[0] not in below)
     ordered = sorted(back, key=lambda row: row.layers)
@@ -158,7 +158,7 @@ def _middle(rank: int) -> float:
 
 
 def _edge(places: tuple[float, ...], rank: int) -> str:
-    """Return a path from below one rank to above the next, then straight past that rank's nodes."""
+    """Return a path that bends from each rank to the next, and is straight past a rank's nodes."""
     top = _middle(rank)
     drawn = f"M{places[0] + 8:.1f} {top:.1f}"
     for left, right in pairwise(place + 8 for place in places):

@@ -1,4 +1,4 @@
-"""The page of a report: the values of the template `page.html`."""
+"""HTML page of a report: the values of the template `page.html`."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from pcg.units import gib, rounded
 KINDS = {
     "weights": "the base model, frozen",
     "adapters": "trainable parameters",
-    "gradients": "one for each of them",
-    "optimizer": "what {optimizer} keeps of each",
+    "gradients": "one per trainable parameter",
+    "optimizer": "the states of {optimizer}",
     "served_adapters": "copies that requests read",
     "kv_cache": "keys and values of served requests",
     "activations": "saved for backward",
-    "workspace": "what the fullest moment needs beside",
+    "workspace": "other memory at the peak",
 }
 DECISIONS = {
     "save": "saved for backward",
@@ -49,7 +49,7 @@ SECTIONS = {
 
 
 def page(report: ReportData) -> str:
-    """Return the whole page, which refers to no other file."""
+    """Return the whole page, which needs no other file."""
     environment = page_environment("pcg.explain.report")
     environment.filters |= {"mib": _mib, "kib": _kib, "count": rounded}
     values = _heading(report) | _memory(report) | _plots(report) | _tensors(report)
@@ -175,7 +175,7 @@ def _group_words(name: str, rows: Sequence[SavedTensor]) -> str:
 
 
 def _readers(row: SavedTensor) -> list[str]:
-    """Return backward's readers, those of one module together: `linear, outer (mlp.up_proj)`."""
+    """Return backward's readers, grouped by module: `linear, outer (mlp.up_proj)`."""
     ops: dict[str, list[str]] = {}
     for reader in row.needed_by:
         op, _, scope = reader.partition(" ")

@@ -1,4 +1,4 @@
-"""The report that `pcg.explain` returns, and its rendering as monospaced text."""
+"""The report of `pcg.explain`, and its text rendering."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pcg.units import gib, number_ranges, rounded, size_text
 
 
 def parallel_lines(parallel: Mapping[str, Any], candidates: bool) -> list[str]:
-    """Return lines of the base's plan, each site's choice, and the bytes between ranks."""
+    """Return lines of the base's plan, each site's choice, and the traffic between ranks."""
     lines = [
         f"parallel plan, costs of {parallel['costs']} for {parallel['tokens']:,} tokens "
         f"in sequences of {parallel['context']:,}"
@@ -152,7 +152,7 @@ def _mib(size: int) -> str:
 
 
 def context_lines(context: Mapping[str, Any], seq: int) -> list[str]:
-    """Return lines of a rank's part of the tokens, and of the bytes between ranks."""
+    """Return lines of a rank's part of the tokens, and of the traffic between ranks."""
     cp, tokens = context["cp"], context["rank_tokens"]
     lines = [
         f"parts of sequences on {cp} ranks, each with {tokens:,} of {seq:,} tokens, and a layer's "
@@ -186,7 +186,7 @@ _BLOCKS = " ▏▎▍▌▋▊▉█"
 
 
 def report_text(report: ReportData, tensors: bool, formulas: bool) -> str:
-    """Return the report as monospaced text of at most 100 columns, formulas apart."""
+    """Return the report as text of at most 100 columns, except formulas."""
     if formulas:
         lines = [*_heading(report), "", *_formulas(report, report.formulas), *_region(report)]
         lines += region_lines(report.parallel)
@@ -345,7 +345,7 @@ def _fit(fit: GpuCapacity) -> list[str]:
 
 def _tensors(report: ReportData) -> list[str]:
     wide = max(len(row.tensor) for row in report.saved)
-    lines = [f"{'tensor':<{wide}}  {'MiB':>9}  layers  what becomes of it, and why"]
+    lines = [f"{'tensor':<{wide}}  {'MiB':>9}  layers  decision and reason"]
     for row in report.saved:
         shape = f"{row.dtype}[{', '.join(map(str, row.shape))}]"
         lines.append(
@@ -370,8 +370,8 @@ def _formulas(report: ReportData, names: Iterable[str]) -> list[str]:
 
 
 def _pieces(formula: str) -> list[str]:
-    """Return a formula as one line, or one that is piecewise, in S or tp, as a line a piece."""
-    from sympy import Piecewise, Symbol, sympify  # takes half a second
+    """Return a formula as a line, or a piecewise formula, in S or tp, as a line per piece."""
+    from sympy import Piecewise, Symbol, sympify  # the import takes half a second
 
     expression = sympify(formula, locals={name: Symbol(name, integer=True) for name in _SYMBOLS})
     if not isinstance(expression, Piecewise):
@@ -408,7 +408,7 @@ def _degrees(report: ReportData) -> list[str]:
 
 
 def comparison(reports: Mapping[str, ReportData]) -> str:
-    """Return reports of one model side by side, as text of a line each."""
+    """Return a text that compares reports of the same model, a line per report."""
     first = next(iter(reports.values()))
     wide = max(len(name) for name in reports)
     lines = [
@@ -440,7 +440,7 @@ def comparison(reports: Mapping[str, ReportData]) -> str:
 
 
 def bar(part: int, whole: int, cells: int = _BAR_CELLS) -> str:
-    """Return a bar as long as the share of the whole, to an eighth of a cell and at least one."""
+    """Return a bar for a share of the whole, in eighths of a cell, and at least an eighth."""
     eighths = round(8 * cells * part / whole) if whole else 0
     if part:
         eighths = max(eighths, 1)
@@ -450,19 +450,19 @@ def bar(part: int, whole: int, cells: int = _BAR_CELLS) -> str:
 
 @dataclass(frozen=True)
 class Report(ReportData):
-    """A report as users have it; `to_json` of its data is the third way to render it."""
+    """A report with its renderings as text and HTML; `to_json` renders its data."""
 
     def to_html(self) -> str:
-        """Return the report as one HTML page that needs no other file, `pcg explain --html`."""
-        from pcg.explain.report.page import page  # its plotting library takes a second to import
+        """Return the report as a self-contained HTML page, `pcg explain --html`."""
+        from pcg.explain.report.page import page  # the plotting library takes a second to import
 
         return page(self)
 
     def to_text(self, tensors: bool = False, formulas: bool = False) -> str:
-        """Return the report as monospaced text of at most 100 columns, formulas apart.
+        """Return the report as text of at most 100 columns, except formulas.
 
         Args:
-            tensors: list every tensor of a layer, and what becomes of it.
+            tensors: list every tensor of a layer with its decision.
             formulas: print formulas of every kind of memory instead of the numbers.
         """
         return report_text(self, tensors, formulas)

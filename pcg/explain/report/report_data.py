@@ -1,4 +1,4 @@
-"""The data of a report: the bytes a model needs under a recipe, with reasons."""
+"""Data of a report: the memory of a model under a recipe, in bytes, with reasons."""
 
 from __future__ import annotations
 
@@ -29,17 +29,17 @@ STAGES = {
     "checkpointing": "transformers' own",
     "torch-partitioner": "torch.compile's default",
 }
-"""The stages, and in words what each of them saves."""
+"""The stages, with a short description of the saved values."""
 LAYOUTS = {"|-2": "column-parallel", "|-1": "row-parallel"}
 """The layouts of weights over ranks, in words."""
 
 
 @dataclass(frozen=True)
 class Stage:
-    """The bytes that one way to train saves for backward.
+    """The bytes that a way to train saves for backward.
 
     Attributes:
-        bytes_per_block: the bytes of one layer, on average over all but the first.
+        bytes_per_block: the bytes of a layer, on average over all but the first.
         recompute_flops_ratio: recomputed floating-point operations, as a share of the forward's.
     """
 
@@ -56,8 +56,9 @@ class ParetoPoint:
     Attributes:
         bytes: the bytes that the whole model saves for backward.
         recompute_flops_ratio: as in `Stage`.
-        restored: the number of layers that save no input, as they share that of a layer before;
-            only a budget in bytes goes there.
+        restored: the number of layers that recompute their input from an earlier layer's saved
+            input;
+            only a budget in bytes permits that.
     """
 
     bytes: int
@@ -88,12 +89,12 @@ class GpuCapacity:
     """The steps that fit a GPU.
 
     Attributes:
-        usable_bytes: its memory without a reserve.
+        usable_bytes: the GPU's memory without the reserve.
         largest_batch: the largest batch at the report's sequence length and budget; 0 for none.
-        largest_seq: the largest sequence length at its batch and budget; 0 for none.
+        largest_seq: the largest sequence length at the report's batch and budget; 0 for none.
         least_largest_batch: the largest batch with a memory budget of 0.
         least_largest_seq: the largest sequence length with a memory budget of 0.
-        advice: options, each of which lets the step fit.
+        advice: options, each of which makes the step fit.
     """
 
     gpu: str
@@ -112,13 +113,13 @@ class SavedTensor:
     """A tensor of the training program, and the decision on it.
 
     Attributes:
-        tensor: its graph and value.
+        tensor: the names of its graph and value.
         shape: its shape in this batch.
-        bytes: its bytes if saved, in one layer.
-        formula: the same in B and S.
-        needed_by: operators of backward that read it.
+        bytes: its bytes if saved, in a layer.
+        formula: `bytes` as a formula in B and S.
+        needed_by: backward operators that read it.
         decision: "save", "compress", "recompute" or "drop".
-        layers: the number of layers that have it.
+        layers: the number of layers with this tensor.
     """
 
     tensor: str
@@ -135,14 +136,14 @@ class SavedTensor:
 
 @dataclass(frozen=True)
 class LayerGroup:
-    """Layers of the training program that save the same.
+    """Layers of the training program that save the same tensors.
 
     Attributes:
-        name: the name of their forward, with which `SavedTensor.tensor` begins.
+        name: the name of their forward, and the prefix of `SavedTensor.tensor`.
         layers: their indices.
-        trained: the number of parameters that each of them trains.
-        bytes: the bytes that each of them saves for backward.
-        has_backward: False below the lowest layer that trains anything: no backward runs there.
+        trained: the number of parameters that each layer trains.
+        bytes: the bytes that each layer saves for backward.
+        has_backward: False below the lowest layer with trained parameters.
     """
 
     name: str
@@ -154,12 +155,12 @@ class LayerGroup:
 
 @dataclass(frozen=True)
 class Moment:
-    """One moment of a finetuning step.
+    """A moment of a finetuning step.
 
     Attributes:
         label: "forward 0" for a layer, "loss", "backward 0".
         kept_bytes: the bytes saved for backward.
-        workspace_bytes: the most bytes of other values that are alive at once.
+        workspace_bytes: the most bytes of other values that are alive at the same time.
     """
 
     label: str
@@ -168,13 +169,13 @@ class Moment:
 
     @property
     def total_bytes(self) -> int:
-        """The bytes of both."""
+        """The sum of saved bytes and workspace."""
         return self.kept_bytes + self.workspace_bytes
 
 
 @dataclass(frozen=True)
 class GraphNode:
-    """A node of a layer's forward graph, or an input of it; weights and views are left out.
+    """A node or an input of a layer's forward graph; weights and views are left out.
 
     Attributes:
         name: the name of its value.
@@ -192,50 +193,54 @@ class GraphNode:
 
 @dataclass(frozen=True)
 class ReportData:
-    """The fields of a report; memory is in bytes of one rank.
+    """The fields of a report; memory is in bytes of a rank.
 
-    `memory_bytes` has, for one finetuning step of `batch` sequences of `seq` tokens:
+    `memory_bytes` counts, for a finetuning step of `batch` sequences of `seq` tokens:
 
-    - weights: the base model's parameters and constants, as they lie in memory after loading: on a
-      CPU with oneDNN's packed copies of them;
-    - adapters: the trainable parameters, in fp32 over half precision as peft has them;
-    - gradients: one for each trainable parameter, in its dtype;
-    - optimizer: the states of `optimizer`, for AdamW two moments and the count of steps; where they
-      are offloaded, what stays of them on the device;
-    - served_adapters: where requests are served beside it, the copies that they read of all the
-      adapters; on a CPU also the tensors of the versions that are served while others are trained;
-    - kv_cache: keys and values of requests that are served beside it; without adapters, those of
-      batch · seq tokens;
+    - weights: the base model's loaded parameters and constants; on a CPU with oneDNN's packed
+    copies;
+    - adapters: the trainable parameters; fp32 over a half-precision base, as in peft;
+    - gradients: a gradient for each trainable parameter, in its dtype;
+    - optimizer: the states of `optimizer`, for AdamW two moments and the step count; with
+    offloading,
+      only the states on the device;
+    - served_adapters: the copies of all adapters that concurrent requests read; on a CPU also the
+      tensors of the versions that are served during training; 0 without serving;
+    - kv_cache: keys and values of concurrent requests; without adapters, of batch · seq tokens;
     - activations: the bytes that pcg's training program saves for backward (stage `compressed`, or
-      `fp8` where lossy activations are asked for; `eager` where pcg cannot train the model);
-    - workspace: the other bytes of the step's peak, which is the loss over one chunk of tokens or
-      one layer's forward or backward; less the saved bytes that were freed by then.
+      `fp8` with lossy activations; `eager` if pcg cannot train the model);
+    - workspace: the other bytes of the step's peak, at the loss over a chunk of tokens or at a
+      layer's forward or backward, less the saved bytes that are freed before it.
 
-    `host_bytes` has the bytes of offloaded kinds in host memory, beside a GPU's, and those of the
-    served versions of the adapters, of which a GPU has copies. `packed_bytes` are
-    those of oneDNN's packed copies, which `memory_bytes` counts among the weights.
-    `allocator_bytes` are those that the allocator of a CPU's process may hold beside the total.
+    `host_bytes` counts offloaded kinds in the host memory of a GPU, and the served versions of the
+    adapters, of which the GPU has copies. `packed_bytes` counts oneDNN's packed copies, which are
+    part
+    of the weights in `memory_bytes`. `allocator_bytes` is the memory that the allocator of a CPU's
+    process may hold in addition to the total.
 
-    `kept_bytes` are those that a job like this one, when it has ended, may hold beside the
-    `memory_bytes` of others that run: what its recorded windows save for backward (stage
-    `token-level`), the workspace of a layer of them, its adapter and gradients. 0 where no windows
-    are recorded.
+    `kept_bytes` is the memory that an ended job of this kind may hold in addition to the
+    `memory_bytes` of running jobs: the saved values of its recorded windows (stage `token-level`),
+    the
+    workspace of a layer of them, its adapter and gradients. 0 without recorded windows.
 
-    `backend` is what `auto` stands for on such a device, and why; GPUs are of capability 8.0 or
-    later here.
+    `backend` is the choice of `auto` on such a device, with the reason, for GPUs of capability 8.0
+    or
+    later.
 
-    Of `cp` ranks that share the tokens of sequences, memory is that of one; `context` says how many
-    it has, and what it sends for one step.
+    With `cp` ranks that share the tokens of sequences, memory is that of a rank; `context` has the
+    rank's tokens, and its traffic for a step.
 
-    `shard_base` are the replicas that have parts of the layers' weights: a rank's weights are its
-    part, two gathered layers, and what is outside the layers. `gathered` has, of a step of one
-    batch, the layers that a rank gathers, and the bytes that it sends for them.
+    `shard_base` is the number of replicas that shard the layers' weights: a rank's weights are its
+    part, two gathered layers, and the weights outside the layers. `gathered` has the number of
+    layers
+    that a rank gathers in a step of one batch, and the bytes that it sends for them.
 
-    Of `pp` pipeline stages, memory is that of the largest one's rank. `stages` says of each its
-    layers, the micro-batches that it has under way, its memory, and what it sends for one step:
-    activations on, and gradients back.
+    With `pp` pipeline stages, memory is that of the largest stage's rank. `stages` has each stage's
+    layers, micro-batches in flight, memory, and traffic for a step: activations to the next stage,
+    and
+    gradients back.
 
-    `gpus` are all known GPUs that a rank fits, `fits` says more of those that were asked for.
+    `gpus` names all known GPUs that hold a rank; `fits` has details of the requested GPUs.
     """
 
     model: str
@@ -279,17 +284,17 @@ class ReportData:
 
     @property
     def ranks(self) -> int:
-        """The number of ranks that a step is over."""
+        """The number of ranks of a step."""
         return self.tp * self.cp * self.pp
 
     @property
     def chosen_stage(self) -> Stage | None:
-        """The stage that the report's activations are of; None where nothing is trained."""
+        """The stage that the report's activations belong to; None without training."""
         return self.trained_stage or self.stage("eager")
 
     @property
     def trained_stage(self) -> Stage | None:
-        """The stage of the program that trains; None where pcg cannot train the model."""
+        """The stage of pcg's training program; None if pcg cannot train the model."""
         return self.stage("fp8") or self.stage("compressed")
 
     def stage(self, name: str) -> Stage | None:
@@ -302,9 +307,9 @@ class ReportData:
         return plain
 
     def saved_bytes_at(self, recompute_flops_ratio: float) -> int | None:
-        """Return the bytes of pcg's front at a share of recomputed operations; None for none.
+        """Return the front's bytes at a share of recomputed operations; None below the front.
 
-        Above the share that the fewest bytes need, these are the fewest bytes.
+        Above the front's largest share, the result is the front's fewest bytes.
         """
         front = [(p.recompute_flops_ratio, p.bytes) for p in self.pareto if not p.restored]
         below = [point for point in front if point[0] <= recompute_flops_ratio]

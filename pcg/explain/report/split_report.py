@@ -1,4 +1,4 @@
-"""The report of a cut between a base and a client: its data, JSON, text and page."""
+"""Report of a cut between a base and a client: data, JSON, text and HTML page."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ STEPS = {
     "prefill": "whole prompts",
     "training": "forward and backward",
 }
-"""The steps, and in words what each is of."""
+"""The steps of a cut, with a short description."""
 
 
 @dataclass(frozen=True)
 class LinkSpeed:
-    """Tokens a second that are predicted over a link, and those of the fixed cut.
+    """Predicted tokens per second over a link, for the chosen and for the fixed cut.
 
-    Those of training are None where nothing is trained.
+    The training fields are None without training.
     """
 
     link: str
@@ -47,18 +47,18 @@ class SplitReport:
 
     Attributes:
         model: the model's name.
-        architecture: its class in transformers.
-        peft: the recipes in words; None for none.
-        layers: the number of its layers.
+        architecture: the model's class in transformers.
+        peft: the recipes in words; None without recipes.
+        layers: the number of layers.
         dtype: torch's name of the activations' dtype.
         batch: sequences of a step.
-        seq: tokens of each.
+        seq: tokens of a sequence.
         base: the name of the base's device.
-        client: that of the client's.
-        link: the link that the cut is for.
-        privacy: True if linear operators alone are sent.
-        steps: the cuts by the words of `STEPS`.
-        links: tokens a second over several links, each with a cut of its own.
+        client: the name of the client's device.
+        link: the link between base and client.
+        privacy: True if only linear operators are sent to the base.
+        steps: the cuts, keyed as `STEPS`.
+        links: tokens per second over several links, each with its own cut.
         notes: further sentences.
     """
 
@@ -87,15 +87,15 @@ class SplitReport:
         return tuple(sizes.items())
 
     def to_text(self) -> str:
-        """Return the report as monospaced text of at most 100 columns, long names apart."""
+        """Return the report as text of at most 100 columns, except long names."""
         return split_text(self)
 
     def to_html(self) -> str:
-        """Return the report as one HTML page that needs no other file."""
+        """Return the report as a self-contained HTML page."""
         return split_page(self)
 
     def to_json(self) -> dict[str, Any]:
-        """Return the report as one object (docs/explain.md)."""
+        """Return the report as a JSON object (docs/explain.md)."""
         return {
             "model": self.model,
             "architecture": self.architecture,
@@ -120,7 +120,7 @@ class SplitReport:
 
 
 def tokens_per_s(step: StepCut, costs: Costs) -> float:
-    """Return the tokens of a step by its seconds."""
+    """Return the tokens per second of a step."""
     return step.tokens / costs.seconds
 
 
@@ -175,7 +175,7 @@ _WIDTH = 98
 
 
 def split_text(report: SplitReport) -> str:
-    """Return the report as text of at most 100 columns, names of values apart."""
+    """Return the report as text of at most 100 columns, except names of values."""
     parts = [_heading(report), _steps(report), _links(report)]
     for name, step in report.steps.items():
         if name != "prefill":
@@ -277,7 +277,7 @@ def _values(values: Crossing, tokens: int) -> str:
 
 
 def split_page(report: SplitReport) -> str:
-    """Return the whole page, which refers to no other file."""
+    """Return the whole page, which needs no other file."""
     facts = {
         "architecture": report.architecture,
         "layers": f"{report.layers}",
