@@ -1,15 +1,15 @@
 """Attach bypass networks: Y = f_B(X) + f_A(X) at named sites (FlexLLM §4.1).
 
 A site is a linear operator of the base, named by its module path with `{layer}` for the layer's
-index; each layer's attention (`EACH_LAYER`); or the token embedding (`WHOLE_MODEL`). A method gives
-the operators of a site (`pcg.peft.method.Bypass`): before the base's operator, where they change
-its input, or behind it. An adapter's bias replaces the base's behind the operator that adds it. The
-base program is unchanged but for reading the bypass networks' outputs.
+index; each layer's attention (`EACH_LAYER`); or the token embedding (`WHOLE_MODEL`). A method
+inserts its operators at a site (`pcg.peft.method.Bypass`), before the base's operator to change its
+input, or after it. An adapter's bias replaces the base's bias after the operator that adds it.
+Otherwise the base program only changes to read the bypass networks' outputs.
 
-A serving program has at a site, in every layer, the operators of all adapters in any layer. A token
-has one adapter, and the others' operators do not change it, so their order does not matter. A
-training program has in each layer what the recipe asks for in that layer; layers of one block with
-different networks, or networks of different ranks, become separate blocks.
+At each site and in every layer, a serving program has the operators of all adapters of any layer. A
+token has a single adapter, and other adapters' operators do not change it, so their order is
+arbitrary. In each layer, a training program has only the networks that the recipe requires there;
+layers of a block with different networks, or networks of different ranks, become separate blocks.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ from pcg.peft.registry import RECIPES
 
 @dataclass(frozen=True)
 class LayerBypasses:
-    """The bypass networks of one layer.
+    """The bypass networks of a layer.
 
     Attributes:
-        at: the networks at each site, in order, one of each kind.
+        at: the networks at each site, in order, at most one per kind.
         biases: sources of the base biases that adapters replace.
     """
 
@@ -55,9 +55,9 @@ class Bypasses:
     """The bypass networks of a model.
 
     Attributes:
-        at: the networks at each site, in order, one of each kind, of all layers together.
+        at: the networks at each site of all layers, in order, at most one per kind.
         biases: sources of the base biases that adapters replace, in any layer.
-        layers: the networks of each layer; empty where every layer has all of them.
+        layers: the networks of each layer; empty if every layer has all networks.
         dtype: dtype of the adapters' parameters.
         dropout: probability that an element of a network's input is dropped in training.
         serving: True if values computed once per adapter are parameters.
@@ -71,7 +71,7 @@ class Bypasses:
     layers: tuple[LayerBypasses, ...] = ()
 
     def of(self, layer: int | None) -> LayerBypasses:
-        """The networks of a layer, or with None those outside the layers."""
+        """Return the networks of a layer, or for None the networks outside the layers."""
         if layer is None or not self.layers:
             return LayerBypasses(self.at, self.biases)
         return self.layers[layer]
@@ -80,7 +80,7 @@ class Bypasses:
         return bool(self.at or self.biases)
 
     def for_serving(self) -> Bypasses:
-        """The networks for serving adapters of any size together, without dropout."""
+        """Return the networks that serve adapters of any size together, without dropout."""
         at = {
             site: _united(each.served() for each in networks) for site, networks in self.at.items()
         }
@@ -102,10 +102,10 @@ def bypasses_of(
 
     Args:
         model: the folded model, without bypass networks.
-        model_type: the one of config.json, for recipes without targets.
+        model_type: `model_type` of config.json, for recipes without targets.
         dtype: the dtype of the adapters' parameters.
     Raises:
-        AdapterError: a recipe fits no module of the model, or trains nothing of it.
+        AdapterError: a recipe fits no module of the model, or trains none of its parameters.
     """
     places = _places(model)
     at_sites: dict[str, list[Bypass]] = {}
@@ -118,7 +118,7 @@ def bypasses_of(
         for path, bypass in adapted.items():
             site, layer = places[path]
             at_sites.setdefault(site, []).append(bypass)
-            # Of a module whose rank was pruned to 0 there is nothing to train.
+            # A module whose rank was pruned to 0 has no parameters to train.
             if layer is not None and getattr(bypass, "rank", None) != 0:
                 layers[layer].networks.setdefault(site, []).append(bypass)
         biased = [
@@ -143,7 +143,7 @@ def bypasses_of(
 
 @dataclass
 class _Layer:
-    """The networks of one layer by site, in the order of the recipes."""
+    """The networks of a layer by site, in the order of the recipes."""
 
     networks: dict[str, list[Bypass]] = field(default_factory=dict)
     biases: set[str] = field(default_factory=set)
@@ -154,7 +154,7 @@ class _Layer:
 
 
 def _places(model: ModelGraph) -> dict[str, tuple[str, int | None]]:
-    """The site and layer of each path that recipes may name; layer None outside the layers."""
+    """Return the site and the layer (None outside the layers) of each path for recipes."""
     layers = {layer_path(layer): (EACH_LAYER, layer) for layer in range(len(model.layers))}
     return {WHOLE_MODEL: (WHOLE_MODEL, None), **layers, **model.linear_places()}
 
@@ -171,15 +171,16 @@ def _base_biases(model: ModelGraph) -> list[tuple[str, int | None]]:
 
 
 VIRTUAL = sympy.Symbol("n", integer=True, positive=True)
-"""Virtual tokens of prompts of any length."""
+"""Number of virtual tokens, for prompts of any length."""
 
 
 def attach(model: ModelGraph, bypasses: Bypasses) -> ModelGraph:
     """Attach bypass networks to a model.
 
     Raises:
-        UnsupportedError: the operator of a trained bias takes no other, or a site has different
-            sizes in two layers.
+        UnsupportedError: an operator cannot replace its trained bias, or a site has different sizes
+            in
+            two layers.
     """
     shapes = model.linear_sites()
     _require_one_size(model, bypasses)
@@ -207,7 +208,7 @@ def attach(model: ModelGraph, bypasses: Bypasses) -> ModelGraph:
 
 
 def _require_one_size(model: ModelGraph, bypasses: Bypasses) -> None:
-    """Refuse a site of other sizes in some layers: the adapters of a batch are stacked tensors."""
+    """Refuse a site whose size differs between layers, as the adapters of a batch are stacked."""
     sizes: dict[str, Shape] = {}
     for graph in model.graphs:
         for site, size in sites_of(graph).items():
@@ -222,7 +223,7 @@ def _require_one_size(model: ModelGraph, bypasses: Bypasses) -> None:
 def _attach_layers(
     model: ModelGraph, bypasses: Bypasses, attached: Callable[[Graph, LayerBypasses], Graph]
 ) -> tuple[tuple[Graph, ...], tuple[int, ...]]:
-    """The distinct layers with their networks, and the index of each layer's."""
+    """Return the distinct layers with their networks, and each layer's index among them."""
     graphs: dict[Hashable, Graph] = {}
     of_layers: list[tuple[int, Graph]] = []
     kinds: list[tuple[int, Graph]] = []
@@ -243,10 +244,11 @@ def _attach_layers(
 
 
 def embeds(prologue: Graph) -> str:
-    """The output of the module that embeds token ids: its last node.
+    """Return the output of the module that embeds token ids: its last node.
 
-    peft hands a model embeddings in place of ids. Some models scale them within that module
-    (Gemma), others behind it, and then a prompt's, too (Granite).
+    peft passes embeddings instead of ids to a model. Some models scale embeddings within that
+    module
+    (Gemma); others scale them after it, including a prompt's (Granite).
     """
     embedding = token_embedding(prologue)
     if embedding is None:
@@ -289,13 +291,13 @@ class _Place:
     def __post_init__(self) -> None:
         self.site = site_of(self._graph, self._node) or ""
         self.serving = self._bypasses.serving
-        # What the names of the site's parameters begin with in the graph.
+        # Prefix of the names of the site's parameters in the graph.
         self._stem = self._node.scope
         if "{layer}" in self.site:
             self._stem = self._node.inputs[1].removesuffix(".weight")
 
     def attach(self, prompted: bool) -> str:
-        """Add the node with its bypass networks; return the value in place of its output.
+        """Add the node with its bypass networks; return the value that replaces its output.
 
         `prompted` is True for the output of the token embedding.
         """
@@ -325,9 +327,9 @@ class _Place:
         return value
 
     def _require_plain(self) -> None:
-        """Refuse a module that computes more than its product, by a hook or in a subclass.
+        """Refuse a module that adds operators to its product, by a hook or in a subclass.
 
-        An adapter would read the module's input and be added to its output, not to the product's.
+        In peft, an adapter reads the module's input and adds to the module's output.
         """
         scope = self._node.scope
         if "{layer}" in self.site and not self.site.endswith(f"{{layer}}.{scope}"):

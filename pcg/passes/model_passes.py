@@ -1,11 +1,12 @@
-"""Passes that lead from one stage of a model's compilation to the next.
+"""Passes between the stages of a model's compilation.
 
-Trace and fold make a base of a configuration, `Attach` adds bypass networks, `AddLoss` and
-`DifferentiateModel` make gradients, `Rematerialize` writes forwards that save and backwards that
-recompute the rest (layers by the memory budget of `pcg.passes.memory.plan`; the prologue's backward
-recomputes all its inputs, which are small; the epilogue's runs behind its forward and saves
-nothing). `ListFunctions`, `ChooseAttention` and `Emit` write the source; attention that no library
-knows stays with the program's own kernels (`pcg.kernels.attention_libraries`).
+`Trace` and `FoldTrace` turn a configuration into a base, `Attach` adds bypass networks, `AddLoss`
+and `DifferentiateModel` add gradients, and `Rematerialize` splits each graph into a forward that
+saves values and a backward that recomputes the rest: layers within the memory budget of
+`pcg.passes.memory.plan`; the prologue's backward recomputes all of its small inputs; the epilogue's
+backward runs directly after its forward and needs no saved values. `ListFunctions`,
+`ChooseAttention` and `Emit` write the source; attention without a library uses the program's own
+kernels (`pcg.kernels.attention_libraries`).
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ class Trace(Pass[ToTrace, Traced]):
 
     Attributes:
         dtype: torch's name of the dtype; None for the model's own.
-        whole: True to trace every layer instead of one of each kind (and one more).
+        whole: True to trace every layer instead of one layer of each kind, plus one.
     """
 
     name = "trace"
@@ -76,7 +77,7 @@ class FoldTrace(Pass[Traced, Base]):
 
 @dataclass(frozen=True)
 class Attach(Pass[Base, Attached]):
-    """Attach bypass networks to the model that serves, and to the one that trains."""
+    """Attach bypass networks to the serving and to the training model."""
 
     name = "attach"
     bypasses: Callable[[ModelGraph], Bypasses]
@@ -93,7 +94,7 @@ class Attach(Pass[Base, Attached]):
 
 
 class AddLoss(Pass[Attached, WithLoss]):
-    """Append the loss of each token to the logits of the model to train."""
+    """Append the loss of each token to the training model's logits."""
 
     name = "add_loss"
 
@@ -104,7 +105,7 @@ class AddLoss(Pass[Attached, WithLoss]):
 
 
 class DifferentiateModel(Pass[WithLoss, Gradients]):
-    """Differentiate the layers, the prologue and the loss of the model to train."""
+    """Differentiate the layers, the prologue and the loss of the training model."""
 
     name = Differentiate.name
 
@@ -136,13 +137,13 @@ def _check_chain(model: ModelGraph) -> None:
 
 
 def with_loss(epilogue: Graph) -> Graph:
-    """The epilogue with the loss of each token: hidden states and `targets` [T] to loss [T]."""
+    """Append each token's loss to the epilogue: hidden states and `targets` [T] to loss [T]."""
     builder = Builder.extending(epilogue)
     targets = builder.input(TARGETS.name, TARGETS.type)
     op, logits = "cross_entropy", epilogue.outputs[0]
     gathered = epilogue.producers.get(logits)
     if gathered is not None and gathered.op == "all_gather" and not gathered.get("tokens"):
-        # Each rank has a part of the vocabulary, and the loss needs no more.
+        # The loss needs only a rank's part of the vocabulary.
         op, logits = "cross_entropy_part", gathered.inputs[0]
     return builder.build([builder.add(op, [logits, targets], name="loss")])
 
@@ -152,12 +153,12 @@ def with_loss(epilogue: Graph) -> Graph:
 
 @dataclass(frozen=True)
 class Rematerialize(Pass[Gradients, Trained]):
-    """Write forwards that save, and backwards that recompute the rest, within a budget.
+    """Split graphs into forwards that save and backwards that recompute the rest, within a budget.
 
     Attributes:
         costs: the seconds of a rank's nodes; None to count operations.
     Raises:
-        MemoryBudgetError: backward needs more than the budget at least.
+        MemoryBudgetError: backward needs more than the budget.
     """
 
     name = "rematerialize"
@@ -195,7 +196,7 @@ class Rematerialize(Pass[Gradients, Trained]):
 
 @dataclass(frozen=True)
 class ChooseAttention(Pass[Functions, Functions]):
-    """Name a library for each attention that it can compute."""
+    """Select a library for each attention that a library can compute."""
 
     name = "choose_attention"
     libraries: tuple[AttentionLibrary, ...] = ()

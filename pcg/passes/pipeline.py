@@ -1,12 +1,12 @@
-"""The pipeline: every pass that runs, in order.
+"""Pipeline of all passes, in order.
 
     trace → fold → raise → attach → parallelize
           → differentiate → prune → place → compress → rematerialize → fuse → emit
 
-The list in `pipeline` is the only place that orders passes, for serving and for training. After
-each pass its graphs and their interfaces are verified (`pcg.passes.graphs.pass_base`).
+Only the list in `pipeline` orders passes, for serving and for training. After each pass, its graphs
+and their interfaces are verified (`pcg.passes.graphs.pass_base`).
 
-`BaseSpecialiser` compiles a program's base again, for adapters at other sites and larger steps.
+`BaseSpecialiser` recompiles a program's base for adapters at other sites and for larger steps.
 """
 
 from __future__ import annotations
@@ -74,19 +74,18 @@ class Settings:
     """The settings of a pipeline.
 
     Attributes:
-        options: the user's options; above tp=1, the graphs after `parallelize` are one rank's.
+        options: the user's options; above tp=1, the graphs after `parallelize` are those of a rank.
         model: the model's name, for the emitted source.
         bypasses: the bypass networks of a base; none by default.
         costs: the device and links that bypass networks are parallelized for, if known.
         backend: the backend of the emitted source: "torch" or "triton".
-        libraries: those that may compute attention.
-        trains: True to make a model to train, if there are bypass networks.
-        windows: True if finetuning takes sequences window by window, through the KV cache.
-        whole: True to trace every layer, not one of each kind.
-        step: (sequences, tokens of each) that the memory budget is planned for; by default the
-            options'.
-        place: cuts the layers between a base and a client; None for one process.
-        parts: ranks that share the tokens of sequences; the options' tokens are those of one.
+        libraries: libraries that may compute attention.
+        trains: True to build a training model, if bypass networks exist.
+        windows: True if finetuning reads sequences window by window, through the KV cache.
+        whole: True to trace every layer instead of one layer of each kind.
+        step: (sequences, tokens of a sequence) of the memory budget; by default the options'.
+        place: cuts the layers between a base and a client; None for a single process.
+        parts: ranks that share the tokens of sequences; the options then count a rank's tokens.
     """
 
     options: PlanOptions = field(default_factory=PlanOptions)
@@ -119,7 +118,7 @@ class Settings:
 
     @property
     def serving_costs(self) -> tuple[DeviceCosts, ...]:
-        """The costs of the steps of a program that serves; empty if unknown."""
+        """The costs of a serving program's steps; empty if unknown."""
         if self.costs is None:
             return ()
         return tuple(self.device_costs_at(self.costs, n, CONTEXT_TOKENS) for n in SERVING_TOKENS)
@@ -135,7 +134,7 @@ class Settings:
 
 @dataclass(frozen=True)
 class Pipeline:
-    """The stages of a compilation, in order; users know a stage's result by the stage's name."""
+    """The stages of a compilation, in order; a stage's name also labels its result for users."""
 
     trace: Stage[ToTrace, Traced]
     fold: Stage[Traced, Base]
@@ -165,7 +164,7 @@ class Pipeline:
         return self.raise_operators.run(folded, observe)
 
     def trained(self, attached: Attached, observe: Observer | None = None) -> Trained:
-        """The graphs of a program before fusion, from models with bypass networks."""
+        """Return a program's graphs before fusion, from models with bypass networks."""
         sharded = self.parallelize.run(attached, observe)
         pruned = self.prune.run(self.differentiate.run(sharded, observe), observe)
         placed = self.place.run(pruned, observe)
@@ -177,11 +176,11 @@ class Pipeline:
 
 
 LAYER_ORDER: tuple[LayerPass, ...] = (CoalesceLayer(), OverlapLayer())
-"""The passes that lead from a memory plan's layers to those that run."""
+"""Passes that order the layers of a memory plan for execution."""
 
 
 def pipeline(settings: Settings) -> Pipeline:
-    """The pipeline for these settings."""
+    """Return the pipeline for these settings."""
     options, triton = settings.options, settings.backend == "triton"
     tp, sequence_parallel = options.tp, options.sequence_parallel
     is_lossy = options.lossy_activations == "fp8"
@@ -272,12 +271,12 @@ def _stage(name: str, *passes: Pass[Any, Any] | Stage[Any, Any]) -> Stage[Any, A
 
 
 def when(condition: bool, *passes: Pass[Any, Any]) -> tuple[Pass[Any, Any], ...]:
-    """The passes where they run; none where not."""
+    """Return the passes if the condition holds, else no passes."""
     return passes if condition else ()
 
 
 def in_order(plan: MemoryPlan) -> MemoryPlan:
-    """A memory plan's layers as they run, in the order that hides collectives."""
+    """Order a memory plan's layers for execution, such that collectives overlap with compute."""
     for layer_pass in LAYER_ORDER:
         plan = plan.map(layer_pass.run)
     return plan
@@ -293,7 +292,7 @@ def settings_of(
     options: CompileOptions,
     place: CallPieces | None = None,
 ) -> Settings:
-    """The settings of a pipeline for a program's own options."""
+    """Return the pipeline settings for a program's options."""
     model_type = str(config["model_type"])
 
     def bypasses(base: ModelGraph) -> Bypasses:
@@ -306,7 +305,7 @@ def settings_of(
 
 @dataclasses.dataclass(frozen=True)
 class BaseSpecialiser:
-    """Compiles a program's base again; `place` cuts its layers between base and client."""
+    """Recompiles a program's base; `place` cuts its layers between base and client."""
 
     place: CallPieces | None = None
 
@@ -321,7 +320,7 @@ class BaseSpecialiser:
         step: tuple[int, int] | None = None,
     ) -> Training:
         training = self._emitted(program, [recipe], windows=windows, step=step).training
-        assert training is not None  # a recipe attaches somewhere, or is refused
+        assert training is not None  # a recipe without a site is refused
         return training
 
     def _emitted(self, program: Program, recipes: Sequence[Recipe], **changed: Any) -> Emitted:

@@ -1,13 +1,13 @@
-"""Place: cut the model between a base and a client, for serving and for training.
+"""Cut of a model between a base and a client, for serving and for training.
 
-`Place` reports the cut of all graphs. `CallPieces` cuts the layers of a program that runs and
-writes the client's graphs: the client's nodes, and a call of the base for each piece. The prologue
-and the epilogue stay as they are, as each of their products is a round trip by itself.
+`Place` reports the cut of all graphs. `CallPieces` cuts the layers of a running program and writes
+the client's graphs: the client's nodes, and a call of the base for each piece. The prologue and the
+epilogue stay unchanged, as each of their products is a separate round trip.
 
-The client's nodes run as soon as they can, and then a call, whose values let further nodes run. The
-nodes before the rest of the model are the new forward, and those behind it the new backward, which
-may make values of the old forward that it did not need. Views, and values of frozen weights alone,
-are made where they are first read.
+The client's nodes run as soon as their inputs are available; each call's outputs enable further
+nodes. Nodes before the rest of the model form the new forward, nodes after it the new backward,
+which may also compute values of the old forward. Views, and values computed only from frozen
+weights, are computed at their first reader.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from pcg.passes.stages import Gradients, ModelGradients
 
 
 def client_graphs(split: SplitGraph, cut: Cut) -> tuple[Graph, Graph | None]:
-    """Return the client's forward, and its backward where the split problem has one.
+    """Return the client's forward, and its backward if the split problem has a backward.
 
     Raises:
         UnsupportedError: a piece reads no matrix of the base, or too many values.
@@ -110,7 +110,7 @@ class _Writer:
         self.parts[-1].append(node)
 
     def _provide(self, name: str) -> None:
-        """Make a value available in the current part, by views and by nodes of weights alone."""
+        """Make a value available in the current part, through views and weight-only nodes."""
         part = self.parts[-1]
         if name in part.values or name in self.parameters:
             return
@@ -178,8 +178,8 @@ class LayerCut:
     """The cut of some layers of a program.
 
     Attributes:
-        trains: True for their forward and backward.
-        cut: None where each product is a call.
+        trains: True for the layers' forward and backward.
+        cut: the cut; None if each product is a call.
         reason: the reason for None; empty otherwise.
     """
 
@@ -191,13 +191,13 @@ class LayerCut:
 
 @dataclass(frozen=True)
 class CallPieces(Pass[Gradients, Gradients]):
-    """Have the client's layers call the base for the pieces of the cheapest cut.
+    """Make the client's layers call the base for the pieces of the cheapest cut.
 
-    A graph without a cut that can be searched and written stays: each of its products is a call.
+    A graph whose cut cannot be searched or written stays unchanged: each of its products is a call.
 
     Attributes:
-        serving: costs of a step that generates.
-        training: costs of a step that trains.
+        serving: costs of a decoding step.
+        training: costs of a training step.
         tell: called with each cut.
     """
 
@@ -256,7 +256,7 @@ def _with(pair: Differentiated, graph: Graph, backward: Graph | None) -> Differe
 
 
 TARGETS = "targets"
-"""The input of a loss that the client keeps to itself."""
+"""The loss's input that never leaves the client."""
 
 
 @dataclass(frozen=True)
@@ -266,7 +266,7 @@ class Placed:
     Attributes:
         decode: a step of one token of each sequence.
         prefill: a step of whole sequences.
-        training: forward and backward of whole sequences; None where nothing is trained.
+        training: forward and backward of whole sequences; None without training.
     """
 
     decode: StepCut
@@ -274,7 +274,7 @@ class Placed:
     training: StepCut | None
 
     def check(self) -> None:
-        """Check nothing: pieces are not of a model's chain."""
+        """Check nothing: pieces have no interfaces to other graphs."""
 
     @property
     def graphs(self) -> Named:
@@ -292,16 +292,16 @@ class Placed:
 class Place(Pass[Gradients, Placed]):
     """Cut the graphs between a base and a client.
 
-    It runs behind `prune`: the client keeps those values of a forward that backward reads, or the
-    base, which keeps nothing, makes them again.
+    The pass runs after `prune`: the client keeps the forward's values that backward reads; the base
+    keeps nothing and recomputes values.
 
     Attributes:
         batch: sequences of a step.
-        seq: tokens of each.
-        privacy: send linear operators alone.
+        seq: tokens of a sequence.
+        privacy: send only linear operators.
     Raises:
         CostModelError: a device has no cost for an operator.
-        UnsupportedError: privacy cannot be kept, or a graph is too wide.
+        UnsupportedError: the privacy is impossible, or a graph is too wide.
     """
 
     name = "place"

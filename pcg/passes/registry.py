@@ -1,12 +1,12 @@
-"""Passes by name, over graphs in text: for `pcg opt`, and for the tests of passes.
+"""Passes by name, over graphs in text IR: for `pcg opt`, and for tests of passes.
 
-    raise,fuse_linears                     passes in order, with commas between
+    raise,fuse_linears                     passes in order, separated by commas
     localize{degree=4}                     options of a pass in braces
     split_cache_append{sizes=(64,128)}     several values of an option in parentheses
 
-A file holds any number of graphs. A pass over a graph runs over each; a pass over a model needs
-graphs named @prologue, @block_… and @epilogue; and `differentiate` makes of each graph a pair with
-its backward, which passes over gradients need. Passes that need more than graphs are refused.
+A file holds any number of graphs. A graph pass runs over each graph. A model pass needs graphs
+named @prologue, @block_… and @epilogue. `differentiate` adds a backward to each graph, which
+gradient passes need. Passes that need more than graphs are refused.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ PASSES: tuple[type[Pass[Any, Any]], ...] = tuple(
         key=operator.attrgetter("name"),
     )
 )
-"""The passes that run over graphs in text, sorted by name; importing the pipeline defines them."""
+"""Passes that run over graphs in text, sorted by name; the import of the pipeline defines them."""
 
 REFUSED: dict[str, str] = {
     "trace": "it needs a model's configuration, not a graph",
@@ -57,18 +57,18 @@ REFUSED: dict[str, str] = {
     "functions": "it needs a model that serves and one that trains",
     "emit": "it needs a model that serves and one that trains",
 }
-"""Passes of the pipeline that need more than graphs, and why."""
+"""Passes of the pipeline that need more than graphs, with the reason."""
 
 
 @dataclass(frozen=True)
 class GraphFile:
-    """The graphs of a file, differentiated ones with their backward."""
+    """The graphs of a file; differentiated graphs include their backward."""
 
     items: tuple[Graph | Differentiated, ...]
 
     @property
     def every(self) -> tuple[Graph, ...]:
-        """All graphs in order, each backward behind its forward."""
+        """All graphs in order, each backward after its forward."""
         pairs = ((i,) if isinstance(i, Graph) else (i.graph, i.backward) for i in self.items)
         return tuple(itertools.chain.from_iterable(pairs))
 
@@ -130,7 +130,7 @@ class OnFile(Pass[GraphFile, GraphFile]):
 
 
 def _model(file: GraphFile) -> ModelGraph | None:
-    """The model that a file's graphs make up, or None."""
+    """Return the model that a file's graphs form, or None."""
     graphs = file.every
     names = [graph.name for graph in graphs]
     if len(names) < 3 or (names[0], names[-1]) != ("prologue", "epilogue"):
@@ -141,11 +141,11 @@ def _model(file: GraphFile) -> ModelGraph | None:
 
 
 def run_text(text: str, passes: str | None) -> str:
-    """Run passes over text IR; None for no passes.
+    """Run passes over text IR; None runs no pass.
 
     Raises:
         PassError: a pass is unknown, refused or failed.
-        IrError: the text is no IR, or breaks its rules.
+        IrError: the text is not valid IR.
     """
     graphs = parse_graphs(text)
     for graph in graphs:
@@ -155,7 +155,7 @@ def run_text(text: str, passes: str | None) -> str:
 
 
 def run_graphs(graphs: Sequence[Graph], passes: str) -> tuple[Graph, ...]:
-    """Graphs after some passes; the arguments and errors are those of `run_text`."""
+    """Run passes over graphs; see `run_text` for arguments and errors."""
     file = GraphFile(tuple(graphs))
     for step in parse_passes(passes):
         file = run_pass(OnFile(step), file)
@@ -169,10 +169,10 @@ _OPTION = re.compile(r"\s*(\w+)\s*=\s*(\([^()]*\)|[^,()\s]+)\s*(,|$)")
 
 
 def parse_passes(text: str) -> tuple[Pass[Any, Any], ...]:
-    """Parse the passes of a text such as `fold,raise,localize{degree=4}`.
+    """Parse a list of passes such as `fold,raise,localize{degree=4}`.
 
     Raises:
-        PassError: a name, an option or a value is wrong; lists the right ones.
+        PassError: a wrong name, option or value; lists the right ones.
     """
     passes: list[Pass[Any, Any]] = []
     position = 0
@@ -229,7 +229,7 @@ def _options(kind: type[Pass[Any, Any]], text: str) -> dict[str, Any]:
 
 
 def options_of(kind: type[Pass[Any, Any]]) -> dict[str, Any]:
-    """The types of a pass's options by name."""
+    """Return the types of a pass's options by name."""
     hints = typing.get_type_hints(kind)
     return {field.name: hints[field.name] for field in dataclasses.fields(kind)}
 

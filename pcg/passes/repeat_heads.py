@@ -1,11 +1,11 @@
-"""Repeat KV heads, so that each rank has whole ones for its own query heads.
+"""Repetition of KV heads, so that each rank has whole KV heads for its own query heads.
 
     k = x Wᵀ: [T, kv d]  →  k = x (W, each head's rows n / kv times)ᵀ: [T, n d],   n = ranks
 
-A KV head serves a run of heads; repeated in place, each copy serves a shorter run. If n is a
-multiple of kv, the repetition moves up from attention to weights, through operators that treat
-heads alike, bypass networks included: rank r holds the rows of KV head r kv / n only. Otherwise
-each rank makes all KV heads, and attention reads them repeated, n = lcm(kv, ranks).
+A KV head serves a run of query heads; after repetition, each copy serves a shorter run. If n is a
+multiple of kv, the repetition moves up from attention to the weights, through operators that treat
+all heads equally, including bypass networks: rank r holds only the rows of KV head r kv / n.
+Otherwise each rank computes all KV heads, and attention reads them repeated, n = lcm(kv, ranks).
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class RepeatHeads(GraphPass):
                 wanted = lcm(kv_heads, self.degree)
                 wanted = wanted if heads % wanted == 0 else heads
                 if wanted != kv_heads:
-                    # Named after the attention, as a bypass network may stand before them.
+                    # Named after the attention, as a bypass network may precede its inputs.
                     inputs = list(node.inputs)
                     for place, kind in ((1, "keys"), (2, "values")):
                         inputs[place] = builder.add(
@@ -64,7 +64,7 @@ class RepeatHeads(GraphPass):
 
 
 class RepeatedRows:
-    """The values and weights of a layer that repeat when its attentions' KV heads do.
+    """The values and weights of a layer that repeat with its attentions' KV heads.
 
     Attributes:
         copies: number of copies of each KV head.
@@ -77,7 +77,7 @@ class RepeatedRows:
         self._reads: set[tuple[str, int]] = set()
 
     def take(self, attentions: Iterable[str]) -> bool:
-        """Repeat the inputs of these attentions; False if that cannot move up to weights."""
+        """Repeat the weights behind these attentions' inputs; return False if impossible."""
         for node in self.graph.nodes:
             if node.name in attentions:
                 for place in (1, 2):
@@ -93,7 +93,7 @@ class RepeatedRows:
         return not others and self._dims.keys().isdisjoint(self.graph.outputs)
 
     def _moves(self, name: str, dim: int) -> bool:
-        """Return whether a value is repeated along a dim if weights are."""
+        """Return whether the repetition of weights can repeat a value along a dim."""
         if name in self._dims:
             return self._dims[name] == dim
         self._dims[name] = dim
@@ -110,7 +110,7 @@ class RepeatedRows:
         return all(self._moves(node.inputs[place], at) for place, at in dims.items())
 
     def _dims_of_inputs(self, node: Node, dim: int) -> Mapping[int, int] | None:
-        """The dims of inputs, by index, that make up a dim of the output."""
+        """Return the dims of inputs, by index, that form a dim of the output."""
         types = tuple(self.graph.types[name] for name in node.inputs)
         if node.op == "reshape":
             *_, width = types[0].features
@@ -122,7 +122,7 @@ class RepeatedRows:
 
     @property
     def parameters(self) -> Mapping[str, Layout]:
-        """The layouts of the weights with repeated rows: parts of them."""
+        """The partitioned layouts of the weights with repeated rows."""
         types = self.graph.types
         return {
             name: partitioned(-len(types[name].dims))
@@ -163,7 +163,7 @@ class RepeatedRows:
 class RepeatHeadsOfModels(Pass[Prepared, Prepared]):
     """Repeat the KV heads of attentions that the base's plan shares by heads, in each model.
 
-    `moves` is False where a user's plan gives the weights' layouts.
+    `moves` is False if a user's plan fixes the weights' layouts.
     """
 
     name = RepeatHeads.name
@@ -189,9 +189,9 @@ class RepeatHeadsOfModels(Pass[Prepared, Prepared]):
     def _repeats(
         self, prepared: Prepared, place: int
     ) -> tuple[Callable[[Graph], Graph], Mapping[str, Layout]]:
-        """The change of a block of the base and of its models, and layouts of the base's weights.
+        """Return the transformation of a base block and its models' blocks, and layouts of weights.
 
-        All models hold the weights alike, so rows are repeated in all of them or in none.
+        All models share the base's weights, so rows are repeated in all models or in none.
         """
         plain, layouts = prepared.base.blocks[place], prepared.layouts[place]
         attentions = tuple(sorted(partitioned_attentions(plain, layouts)))
@@ -216,6 +216,6 @@ class RepeatHeadsOfModels(Pass[Prepared, Prepared]):
 
 
 def _copies(graph: Graph, attention: Node, degree: int) -> int:
-    """The copies of a KV head that give each rank one; 1 where rows are not repeated."""
+    """Return the copies of a KV head that give each rank one; 1 if rows are not repeated."""
     kv_heads = int(graph.types[attention.inputs[1]].features[_HEADS])
     return degree // kv_heads if degree % kv_heads == 0 else 1

@@ -1,4 +1,4 @@
-"""Shard: plan a model over ranks, and write the layouts into the types of its graphs.
+"""Parallel plan of a model over ranks, written as layouts into the types of its graphs.
 
 The base's plan comes first and does not depend on adapters; bypass networks are sharded under it
 (dependent parallelization, FlexLLM §5.1). A parallelization operator changes a value's layout; a
@@ -46,7 +46,7 @@ _SUFFIX = {
 
 
 def shard(graph: Graph, degree: int, plan: ParallelPlan) -> Graph:
-    """The graph with layouts in its types, and the operators that change them."""
+    """Return the graph with layouts in its types, and with the operators that change layouts."""
     return _Sharder(graph, degree, plan).run()
 
 
@@ -78,7 +78,7 @@ class _Sharder:
         for name, layout in zip(node.inputs, node_plan.rule.inputs, strict=True):
             parameter = self.graph.parameters_by_name.get(name)
             if parameter is not None and parameter.role != "adapter":
-                # It has no gradient, so that whole and replicated are one.
+                # Without a gradient, whole and replicated are equal.
                 layout = REPLICATED if layout == WHOLE else layout
                 if layout not in self.versions.get(name, {}):
                     self._hold(parameter, layout)
@@ -120,11 +120,11 @@ class _Sharder:
 
 @dataclass(frozen=True)
 class PlanBase(Pass[Attached, Prepared]):
-    """Choose the layouts of the base's weights, from each layer's graph or by the user's plan.
+    """Choose the layouts of the base's weights, from each layer's graph or from the user's plan.
 
     Attributes:
         degree: the number of ranks.
-        styles: the user's plan, a style by module path; empty to derive Megatron's from the graph.
+        styles: the user's plan, a style by module path; if empty, Megatron's styles are derived.
     Raises:
         ParallelError: the degree divides neither heads nor products; names the degrees that do.
     """
@@ -144,12 +144,11 @@ class Shard(Pass[Prepared, Sharded]):
 
     Attributes:
         degree: the number of ranks.
-        costs: costs for bypass networks to train; bytes between ranks by default.
-        steps: costs of the steps of a program that serves, for one layout that is best for all of
-            them together; `costs` by default.
+        costs: costs of training bypass networks; bytes between ranks by default.
+        steps: costs of a serving program's steps, all of which share a layout; `costs` by default.
         sequence_parallel: True if ranks hold parts of the tokens between the base's products.
-        budget: what a training step may save for backward; a binding number of bytes has layouts
-            chosen together with the saved values (`pcg.passes.memory.joint`).
+        budget: the memory budget of a training step; under a binding number of bytes, layouts and
+            saved values are chosen together (`pcg.passes.memory.joint`).
         rank_costs: the seconds of a rank's nodes, if known.
         is_lossy: True if values may be saved in codes (`pcg.passes.graphs.lossy`).
     """
@@ -181,7 +180,7 @@ class Shard(Pass[Prepared, Sharded]):
     def _joint(
         self, prepared: Prepared, base: ModelGraph, searches: tuple[Search, ...]
     ) -> Joint | None:
-        """Layouts chosen with the saved values; None where no number of bytes binds."""
+        """Choose layouts together with the saved values; None unless a number of bytes binds."""
         model = prepared.training
         if model is None or self.rank_costs is None or self.budget.size_bytes is None:
             return None
@@ -202,14 +201,14 @@ class Shard(Pass[Prepared, Sharded]):
         try:
             return search.find()
         except UnsupportedError:
-            return None  # it is not trained
+            return None  # pcg cannot train the model
 
     def search(
         self, block: Graph, plain: Graph, layouts: Mapping[str, Layout], trains: bool = True
     ) -> Search:
-        """The search for a layer's bypass networks, under the plan of the base's layer.
+        """Return the search for a layer's bypass networks, under the plan of the base's layer.
 
-        `plain` is the same layer without bypass networks, `layouts` are those of its weights.
+        `plain` is the layer without bypass networks, `layouts` has the layouts of its weights.
         """
         sequence, degree = self.sequence_parallel, self.degree
         rules = base_rules(plain, degree, tuple(layouts.items()), sequence)
@@ -221,7 +220,7 @@ class Shard(Pass[Prepared, Sharded]):
     def _mixed(
         self, plain: Graph, layouts: Mapping[str, Layout], rules: Mapping[str, Sharding]
     ) -> MixedCosts:
-        """The costs of all steps that serve, each relative to the base alone."""
+        """Return the costs of all serving steps, each relative to the base alone."""
         weighed = []
         for costs in self.steps:
             search = Search(
@@ -277,9 +276,9 @@ class Shard(Pass[Prepared, Sharded]):
 def base_rules(
     plain: Graph, degree: int, layouts: tuple[tuple[str, Layout], ...], sequence_parallel: bool
 ) -> Mapping[str, Sharding]:
-    """The cheapest rule of each node of a layer without bypass networks, in bytes between ranks.
+    """Return the cheapest rule of each node of a base layer, by bytes between ranks.
 
-    It is cached, as it is the same for every attachment.
+    The result is cached, as all attachments share it.
     """
     ends = token_sharded_ends(plain) if sequence_parallel else Constraints()
     fixed = dataclasses.replace(ends, layouts=dict(layouts))
@@ -289,7 +288,7 @@ def base_rules(
 
 
 def _carried_layouts(model: ModelGraph, *, is_first: bool) -> Constraints:
-    """Parts of the tokens for the prologue's carried outputs, or the epilogue's inputs."""
+    """Return token shards for the prologue's carried outputs, or the epilogue's inputs."""
     count = len(model.blocks[0].outputs)
     if is_first:
         types, outputs = model.prologue.types, model.prologue.outputs[:count]
@@ -298,7 +297,7 @@ def _carried_layouts(model: ModelGraph, *, is_first: bool) -> Constraints:
 
 
 def _vocabulary(base: ModelGraph, degree: int, *, is_first: bool) -> dict[str, Layout]:
-    """Rows of the token embedding, or of the output's weight, if the ranks divide them."""
+    """Return row shards of the token embedding or the output weight, if ranks divide the rows."""
     if is_first:
         graph, node = base.prologue, token_embedding(base.prologue)
         weights = [] if node is None else [node.inputs[0]]

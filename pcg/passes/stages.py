@@ -1,9 +1,9 @@
-"""The stages of a compilation: the state of a model after some of the passes.
+"""Stages of a compilation: the state of a model after some of the passes.
 
     Traced → Base → Attached → Sharded → Gradients → Trained → Functions → Emitted
 
-A stage has all of its fields. Without training, the fields of training are None in every stage. The
-pass `On` changes parts of a stage by the names of their fields.
+All fields of a stage are set; without training, its training fields are None. The pass `On` changes
+parts of a stage by the names of their fields.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from pcg.trace import TracedModel
 
 @dataclass(frozen=True)
 class Traced:
-    """A model as transformers runs it, in one graph."""
+    """A model as transformers runs it, as a single graph."""
 
     trace: TracedModel
 
@@ -43,7 +43,7 @@ class Traced:
         return {self.trace.graph.name: self.trace.graph}
 
     def check(self) -> None:
-        """Check nothing: one graph has no interfaces."""
+        """Check nothing: a single graph has no interfaces."""
 
 
 @dataclass(frozen=True)
@@ -65,9 +65,9 @@ class Attached:
     """A model with bypass networks.
 
     Attributes:
-        base: the model without them.
+        base: the model without bypass networks.
         serving: the model that serves adapters of any rank.
-        training: the model that trains one adapter; None where nothing is trained.
+        training: the model that trains an adapter; None without training.
     """
 
     base: ModelGraph
@@ -86,7 +86,7 @@ class Attached:
         check_logits((self.base, self.serving, self.training))
 
     def base_blocks(self, model: ModelGraph) -> tuple[int, ...]:
-        """The index of the base's block that each block of a model comes from."""
+        """Return the index of the base's block for each block of a model."""
         base_of = dict(zip(model.layers, self.base.layers, strict=True))
         return tuple(base_of[block] for block in range(len(model.blocks)))
 
@@ -95,7 +95,7 @@ class Attached:
 class Prepared(Attached):
     """Models with the base planned over ranks, and with products and heads that ranks divide.
 
-    `layouts` has the layouts of the weights by name for each block of the base.
+    `layouts` has the layouts of the weights, by name, for each block of the base.
     """
 
     layouts: tuple[Mapping[str, Layout], ...]
@@ -107,11 +107,12 @@ class Prepared(Attached):
 
 @dataclass(frozen=True)
 class Sharded(Prepared):
-    """Models over ranks: first with layouts in their types, then the graphs of one rank.
+    """Models over ranks: with layouts in their types, and as the graphs of a rank.
 
-    `typed` is the model with layouts that trains, or serves where none trains, with `searches` and
-    `plans` of its blocks. `joint` has the plans chosen with the saved values; None where no number
-    of bytes binds. `serving_searches` and `serving_plans` are those of the model that serves.
+    `typed` is the training model with layouts, or the serving model without training; `searches`
+    and
+    `plans` belong to its blocks. `joint` has the plans chosen with the saved values; None unless a
+    number of bytes binds. `serving_searches` and `serving_plans` belong to the serving model.
     """
 
     typed: ModelGraph
@@ -129,7 +130,7 @@ class Sharded(Prepared):
 
 @dataclass(frozen=True)
 class WithLoss(Attached):
-    """Models before differentiation; `loss` is the epilogue to train with the loss."""
+    """Models before differentiation; `loss` is the epilogue with the loss."""
 
     loss: Graph | None
 
@@ -146,11 +147,11 @@ class WithLoss(Attached):
 
 @dataclass(frozen=True)
 class ModelGradients:
-    """A model to train, differentiated.
+    """A differentiated training model.
 
     Attributes:
         kinds: the model's layers, grouped by equal gradients.
-        prologue: the prologue and its backward; None where it trains nothing.
+        prologue: the prologue and its backward; None if it has no trained parameters.
         loss: the epilogue with the loss, and its backward.
     """
 
@@ -185,17 +186,17 @@ class ModelGradients:
 
 @dataclass(frozen=True)
 class TrainedModel:
-    """A model to train, with the values that its forward saves.
+    """A training model, with the values that its forward saves.
 
     Attributes:
-        frontiers: the ways in which its layers can save and recompute.
+        frontiers: the possible save and recompute plans of its layers.
         plan: the chosen plan, with its graphs.
         prologue: backward of the prologue, from its inputs and the gradients of the first layer's
-            inputs; None where it trains nothing.
-        prologue_trained: the parameters that it trains.
-        epilogue: hidden states and targets to loss and gradients, in one graph.
-        epilogue_trained: the parameters that it trains.
-        loss: hidden states and targets to the loss alone.
+            inputs; None if it has no trained parameters.
+        prologue_trained: the parameters that the prologue trains.
+        epilogue: hidden states and targets to loss and gradients, as a single graph.
+        epilogue_trained: the parameters that the epilogue trains.
+        loss: hidden states and targets to the loss only.
     """
 
     model: ModelGraph
@@ -237,7 +238,7 @@ TrainingPart = TypeVar("TrainingPart", ModelGradients, TrainedModel)
 
 @dataclass(frozen=True)
 class ServedAndTrained(Generic[TrainingPart]):
-    """A model that serves, and one that trains; None where nothing is trained."""
+    """A serving model and a training model; the latter is None without training."""
 
     serving: ModelGraph
     training: TrainingPart | None
@@ -255,7 +256,7 @@ class ServedAndTrained(Generic[TrainingPart]):
 
 
 class Gradients(ServedAndTrained[ModelGradients]):
-    """Models with the backward of the one to train."""
+    """Models with the training model's backward."""
 
 
 class Trained(ServedAndTrained[TrainedModel]):
@@ -264,7 +265,7 @@ class Trained(ServedAndTrained[TrainedModel]):
 
 @dataclass(frozen=True)
 class Functions:
-    """The functions that serve and train; `trained` has the graphs that the program keeps."""
+    """The serving and training functions; `trained` has the graphs that the program keeps."""
 
     trained: Trained
     serving: tuple[Function, ...]
@@ -287,7 +288,7 @@ class Functions:
 
 @dataclass(frozen=True)
 class Emitted:
-    """The result of a compilation: programs that serve and train, and their functions."""
+    """The result of a compilation: serving and training programs, and their functions."""
 
     functions: Functions
     serving: Serving
@@ -302,7 +303,7 @@ class Emitted:
 
 
 def functions_of(trained: Trained) -> tuple[tuple[Function, ...], tuple[Function, ...]]:
-    """The functions that serve, and those that train, of a program's graphs."""
+    """Return the serving functions and the training functions of a program's graphs."""
     training: tuple[Function, ...] = ()
     if (trained_model := trained.training) is not None:
         plans, layers = trained_model.plan.plans, trained_model.plan.layers

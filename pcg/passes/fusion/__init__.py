@@ -1,1 +1,1 @@
-"""Passes that fuse nodes: products, losses, gradients, and groups that one kernel runs."""
+"""Passes that fuse nodes: products, losses, gradients, and groups for a single kernel."""

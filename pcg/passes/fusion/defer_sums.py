@@ -1,30 +1,30 @@
-"""Move appends and sums into the kernels around them, in programs for Triton.
+"""Moves of appends and sums into neighbouring kernels, in programs for Triton.
 
-**Split cache append.** The kernel that makes keys stores them at their place in the cache:
+**Split cache append.** The kernel that computes keys stores them directly in the cache:
 
     out = attention(q, k, v)      keys = append(k), values = append(v)
                                   out = attention(q, keys, values)
 
-Where no such kernel makes keys, as in models without rotary embedding, attention appends both.
+If no such kernel computes keys, as in models without rotary embedding, attention appends both.
 
 **Defer residual sums.** A layer returns two summands, and the next norm's kernel adds them:
 
     x' = a + b                  a, b                      of each layer
     n = norm(x')                x' = a + b;  n = norm(x')     of the next, and of the epilogue
 
-A separate kernel would be one more launch a layer, which reads and writes the norm's input again.
-The first layer is given x and zeros. Serving programs only: backward would save both summands.
+A separate kernel would add a launch per layer, and would write and read the norm's input again. The
+first layer gets x and zeros. Only serving programs defer: backward would save both summands.
 
-**Defer LoRA.** The kernel that reads a product with its LoRA adds LoRA's summand:
+**Defer LoRA.** The kernel that reads a product with LoRA adds LoRA's summand:
 
     z = lora_linear(x, W, A, B)         y, d = lora_linear(x, W, A, B) {deferred=True}
     n = norm(a + z)                     z = add_deferred(y, d);  n = norm(a + z)
 
-A separate kernel would read and write y again, at a launch for each site. The sum is deferred where
-all its readers, through views, are nodes of groups, or attention behind the kernel that appends v.
-The next layer, and the epilogue, make a sum that a layer returns, if all of them can; the first
-layer is given an empty summand. The operator stays where a collective or another adapter's operator
-reads the sum, or no group does. The runtime defers for few tokens only
+A separate kernel would read and write y again, with a launch per site. The sum is deferred if all
+its readers, also through views, are nodes of groups, or attention after the kernel that appends v.
+A sum that a layer returns moves to the next layer and to the epilogue if all of them can add it;
+the first layer gets an empty summand. The sum stays if a collective or another adapter's operator
+reads it, or if no group does. The runtime defers for few tokens only
 (`pcg.kernels.triton.adapters`).
 """
 
@@ -51,8 +51,8 @@ class SplitCacheAppend(GraphPass):
     """Append keys and values to the cache by nodes before attention.
 
     Attributes:
-        sizes: sizes of heads that attention's kernels take; other attention appends for itself.
-        dtypes: dtypes that they take.
+        sizes: head sizes that attention's kernels support; other attention appends itself.
+        dtypes: dtypes that these kernels support.
     """
 
     name = "split_cache_append"
@@ -78,7 +78,7 @@ class SplitCacheAppend(GraphPass):
         return before.replace(nodes=tuple(nodes))
 
     def splits(self, graph: Graph, node: Node) -> bool:
-        """Return whether the kernel that makes an attention's keys appends them."""
+        """Return whether the kernel that computes an attention's keys appends them."""
         q, k, v = (graph.types[name] for name in node.inputs[:3])
         sizes = {q.features[-1], v.features[-1]}
         known = sizes.issubset(self.sizes) and q.dtype in self.dtypes
@@ -97,13 +97,13 @@ def _is_made_by_a_kernel(graph: Graph, value: str) -> bool:
 
 
 class DeferResidualAdd(ModelPass):
-    """Move the sum that ends every layer to its readers."""
+    """Move the sum at the end of every layer to its readers."""
 
     name = "defer_residual_add"
 
     def run(self, before: ModelGraph) -> ModelGraph:
         sums = [_last_sum(block) for block in before.blocks]
-        # Where ranks hold parts of the tokens, a layer's input is gathered: once, not twice.
+        # If ranks hold parts of the tokens, gather a layer's input once, not both summands.
         if before.epilogue.inputs[0].type.shape[0] != TOKENS:
             return before
         blocks = []
@@ -125,7 +125,7 @@ class DeferResidualAdd(ModelPass):
 
 
 def _last_sum(block: Graph) -> Node | None:
-    """The sum that is a layer's only output; None if a kernel makes its summands anyway."""
+    """Return the sum that is a layer's only output; None unless both summands are in memory."""
     if len(block.outputs) != 1:
         return None
     last = block.producers.get(block.outputs[0])
@@ -138,13 +138,13 @@ def _last_sum(block: Graph) -> Node | None:
 
 
 def _is_there(block: Graph, name: str) -> bool:
-    """Return whether a value is in memory, whatever kernel adds it."""
+    """Return whether a value is in memory, regardless of the kernel that adds it."""
     maker = block.producers.get(name)
     return maker is None or not is_fusible(block, maker) or len(block.consumers[name]) > 1
 
 
 def _summed(graph: Graph) -> Graph:
-    """Replace the input that was the sum by the sum of two inputs."""
+    """Replace the first input by the sum of two inputs."""
     x = graph.inputs[0]
     names = (unused_name(name, graph.types) for name in ("residual", "branch"))
     summands = [Value(name, x.type) for name in names]
@@ -156,7 +156,7 @@ def _summed(graph: Graph) -> Graph:
 
 
 class DeferLora(ModelPass):
-    """Move the sums of products and their LoRA to their readers, where these are groups."""
+    """Move the sums of products and their LoRA to readers that are groups."""
 
     name = "defer_lora"
 
@@ -189,7 +189,7 @@ class DeferLora(ModelPass):
 
 
 def _carried(model: ModelGraph) -> list[int]:
-    """Indices of the layers' outputs with LoRA that the next layer, and the epilogue, can add."""
+    """Return indices of layer outputs whose LoRA the next layer and the epilogue can add."""
     count = len(model.blocks[0].outputs)
     graphs = (*model.blocks, model.epilogue)
     return [
@@ -200,7 +200,7 @@ def _carried(model: ModelGraph) -> list[int]:
 
 
 def _of_one_lora(graph: Graph) -> Iterator[str]:
-    """Outputs of LoRA products that the graph returns once, and reads nowhere."""
+    """Yield outputs of LoRA products that the graph returns once and does not read."""
     for node in graph.nodes:
         if node.op == "lora_linear" and len(node.outputs) == 1:
             name = node.outputs[0].name
@@ -209,7 +209,7 @@ def _of_one_lora(graph: Graph) -> Iterator[str]:
 
 
 def _is_read_by_groups(graph: Graph, name: str) -> bool:
-    """Return whether all readers of a value, also by views, are nodes of groups."""
+    """Return whether all readers of a value, also through views, are nodes of groups."""
     if name in graph.outputs or not graph.consumers.get(name):
         return False
     return all(_is_of_a_group(graph, name, reader) for reader in graph.consumers[name])
@@ -264,7 +264,7 @@ def _deferred(graph: Graph, returned: Collection[str]) -> _Deferred:
 
 @dataclasses.dataclass(frozen=True)
 class _Deferred:
-    """A graph, and the names of the summands that its outputs do not include."""
+    """A graph, and the names of the summands missing in its outputs."""
 
     graph: Graph
     summands: Mapping[str, str]
@@ -275,7 +275,7 @@ def _adapted(node: Node) -> list[str]:
 
 
 def _returned(left: _Deferred, before: Graph, carried: Collection[int]) -> Graph:
-    """Return the summands, too; an empty one where an output has none."""
+    """Add the summands to the outputs; an empty summand for outputs without LoRA."""
     graph = left.graph
     nodes, outputs = [*graph.nodes], [*graph.outputs]
     for index in carried:
@@ -307,7 +307,7 @@ def _received(graph: Graph, carried: Collection[int], count: int) -> Graph:
 
 
 def _with_nothing(graph: Graph, place: int, like: str) -> Graph:
-    """Return an empty summand at a place among the outputs."""
+    """Insert an empty summand into the outputs."""
     nothing = Value(unused_name("nothing", graph.types), graph.types[like])
     outputs = (*graph.outputs[:place], nothing.name, *graph.outputs[place:])
     nodes = (*graph.nodes, Node("nothing_deferred", (like,), (nothing,)))

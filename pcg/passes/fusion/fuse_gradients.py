@@ -1,19 +1,19 @@
-"""Fuse gradients of adapters, so that the runtime computes them together for several jobs.
+"""Fusion of adapters' gradients, so that the runtime computes them together for several jobs.
 
     ds = scale · dz B        dB = scale · dzᵀ s                           LoRA, and its base's
     dx = … + dz W + … + ds A + …                      each of the dtype of dx
 
 become the operator `lora_linear_backward`. Its dx is a summand of the remaining sum: LoRA's part is
-added to the base's in place. LoRA's products stay separate if an operator lies between A and the
-sum, such as dropout or a collective, or if dB hides a collective.
+added to the base's part in place. LoRA's products stay separate if an operator lies between A and
+the sum, such as dropout or a collective, or if dB overlaps a collective.
 
     h = σ(s + scale · d)     dU = scale · dzᵀ h                           a bottleneck adapter
     ds = σ' ⊙ (scale · dz U)     dd = scale · Σ ds
 
-become the operator `bottleneck_backward`. Such an operator cannot read a value that is recomputed
-from its own outputs, as s over ranks at a small budget.
+become the operator `bottleneck_backward`. A fused operator cannot read a value that is recomputed
+from its own outputs, such as s over ranks at a small budget.
 
-Functions then also request dA = dsᵀ x from their caller, and everywhere the gradients of vectors:
+Functions then also request dA = dsᵀ x from their caller, and in all cases the gradients of vectors:
 Σ dz ⊙ (y - b) of (IA)³ and DoRA, and scale · Σ dz of biases.
 """
 
@@ -29,7 +29,7 @@ from pcg.passes.graphs.pass_base import GraphPass
 
 
 class FuseGradients(GraphPass):
-    """Fuse the gradients of a layer's backward that one operator can compute."""
+    """Fuse the gradients of a layer's backward that a single operator can compute."""
 
     name = "fuse_gradients"
 
@@ -46,7 +46,7 @@ class FuseGradients(GraphPass):
 
 
 def in_order(nodes: Sequence[Node]) -> tuple[Node, ...]:
-    """The nodes, each behind its inputs, otherwise in the same order."""
+    """Order nodes after their inputs, and otherwise keep their order."""
     makers = {value.name: node for node in nodes for value in node.outputs}
     placed: dict[str, Node] = {}
 
@@ -79,7 +79,7 @@ _VECTORS = {"inner": "asked_inner", "sum_tokens": "asked_sum_tokens"}
 
 
 def _asked(graph: Graph, node: Node) -> Node:
-    """The node as a request to the caller, for the gradient of a vector or of a fused A."""
+    """Turn a vector's or a fused A's gradient into a request to the caller."""
     of = ("of", node.name)
     if node.op in _VECTORS:
         return dataclasses.replace(node, op=_VECTORS[node.op], attributes=(*node.attributes, of))
@@ -113,9 +113,9 @@ def _fused(graph: Graph, base: Node) -> Graph:
 
 
 def _path(graph: Graph, base: Node, down: Node) -> tuple[str, Sequence[Node]] | None:
-    """The sums from LoRA's summand, or the base's, to the sum of both.
+    """Return the sums from LoRA's summand, and the base's, to their common sum.
 
-    None where no sum has both, or where another node reads a part of it on the way.
+    None if no sum has both, or if another node reads an intermediate sum.
     """
     lora = down.name
     reader, *others = graph.consumers[lora]
@@ -131,7 +131,7 @@ def _path(graph: Graph, base: Node, down: Node) -> tuple[str, Sequence[Node]] | 
 
 
 def sums_of(graph: Graph, name: str) -> list[Node]:
-    """The sums that a value is a summand of, from the inmost."""
+    """Return the nested sums that contain a value as summand, innermost first."""
     sums: list[Node] = []
     while len(readers := graph.consumers.get(name, ())) == 1 and name not in graph.outputs:
         (reader,) = readers
@@ -154,7 +154,7 @@ def _with_operator(
     outputs = (expand.output, outer.output, base.output)
     inputs = (*base.inputs, down.inputs[1], expand.inputs[1], outer.inputs[1])
     fused = Node("lora_linear_backward", inputs, outputs, (), base.scope)
-    # The sum that LoRA's part was added in is the other summand.
+    # `other` is the other summand of the sum that added LoRA's part.
     (last,) = [node for node in sums if lora in node.inputs]
     (other,) = [name for name in last.inputs if name != lora]
     gone = {expand.name, outer.name, down.name, lora, last.name}

@@ -1,21 +1,21 @@
-"""Fuse products: of one input, with the LoRA beside them, and the head with its loss.
+"""Fusion of products: those of the same input, with their LoRA, and the head with its loss.
 
     q = x Wqᵀ,  k = x Wkᵀ,  v = x Wvᵀ                          q, k, v = x [Wq; Wk; Wv]ᵀ
     y = x Wᵀ,  s = shrink(x, A),  z = expand_add(y, s, B)      z = lora_linear(x, W, A, B)
 
-The runtime joins the base's weights once at load, and the adapters' when they enter a batch.
-Training and serving fuse alike, so that both can run a product together. Of joined linear
-operators, some may have LoRA and others none, as q and v beside k.
+The runtime joins the base's weights once at load, and the adapters' weights when they enter a
+batch. Training and serving fuse the same products, so that both can share a product. Only some of
+the joined linear operators may have LoRA, for example q and v, but not k.
 
-A frozen head and its loss become `linear_cross_entropy`, which computes and frees logits some
-tokens at a time:
+A frozen head and its loss become `linear_cross_entropy`, which computes and frees logits in chunks
+of tokens:
 
     z = x Wᵀ (+ b)                      dl = dloss (softmax(l) - onehot)
-    l = scale · z, or                   dz = the same factors back
+    l = scale · z, or                   dz = dl by the factors' derivatives
     l = cap · tanh(z · scale / cap)     dx = dz W
     loss = -log softmax(l)[target]
 
-A head with a bypass network, or with other operators on its logits, stays as it is.
+A head with a bypass network, or with other operators on its logits, stays unchanged.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ from pcg.passes.graphs.pass_base import GraphPass
 
 
 class FuseLinears(GraphPass):
-    """Join linear operators of one input, at the place of the first."""
+    """Join linear operators of the same input, at the place of the first."""
 
     name = "fuse_linears"
 
     def run(self, before: Graph) -> Graph:
         groups: dict[tuple[str, int], list[Node]] = {}
-        # A weight of two products stays where it is.
+        # A weight that two products read is not joined.
         products = Counter(node.inputs[1] for node in before.nodes if node.op == "linear")
         for node in before.nodes:
             if (
@@ -73,7 +73,7 @@ def _common_scope(nodes: list[Node]) -> str:
 
 
 class FuseLora(GraphPass):
-    """Join the LoRA of linear operators to them, where any output has one."""
+    """Fuse linear operators with their LoRA, if any of their outputs has LoRA."""
 
     name = "fuse_lora"
 
@@ -90,7 +90,7 @@ class FuseLora(GraphPass):
             count = len(node.outputs)
             biased = len(node.inputs) == 1 + 2 * count
             adapted = (("adapted", tuple(pairs)),) if len(pairs) < count else ()
-            # At the place of the base's product, whose inputs are all there.
+            # At the place of the base's product, where all inputs are available.
             new[node.name] = Node(
                 "lora_linear",
                 (*node.inputs, *(n.inputs[1] for n in shrinks), *(n.inputs[2] for n in expands)),
@@ -104,14 +104,14 @@ class FuseLora(GraphPass):
 
 
 def _loras_of(graph: Graph, node: Node) -> dict[int, tuple[Node, Node]]:
-    """The shrink and expand_add of each output with LoRA, if no other node reads the s."""
+    """Return the shrink and expand_add of each output with LoRA, if no other node reads the s."""
     pairs = {
         i: pair
         for i, value in enumerate(node.outputs)
         if (pair := _lora_of(graph, node.inputs[0], value.name)) is not None
     }
     expands = {expand.name for _, expand in pairs.values()}
-    # Outputs that were split over ranks share one s, and collectives may lie before some.
+    # Outputs split over ranks share s, and collectives may precede some of them.
     return {
         i: (shrink, expand)
         for i, (shrink, expand) in pairs.items()
@@ -120,7 +120,7 @@ def _loras_of(graph: Graph, node: Node) -> dict[int, tuple[Node, Node]]:
 
 
 def _lora_of(graph: Graph, x: str, y: str) -> tuple[Node, Node] | None:
-    """The shrink of x and the expand_add onto y, if y has no other reader."""
+    """Return the shrink of x and the expand_add onto y, if y has no other reader."""
     readers = graph.consumers.get(y, ())
     if y in graph.outputs or len(readers) != 1:
         return None
@@ -136,7 +136,7 @@ def _lora_of(graph: Graph, x: str, y: str) -> tuple[Node, Node] | None:
 
 
 class FuseLoss(GraphPass):
-    """Join a head and its loss, with the gradient if there is one."""
+    """Fuse a head with its loss, and with the gradient if any."""
 
     name = "fuse_loss"
 
@@ -162,13 +162,14 @@ class FuseLoss(GraphPass):
         operands = (tuple(inputs), tuple(outputs))
         fused = Node("linear_cross_entropy", *operands, attributes, head.scope)
         kept = [node for node in before.nodes if node.output not in outputs]
-        # At the head's place, whose inputs are all there; what only the old ones read is dead.
+        # At the head's place, where all inputs are available; old nodes without readers are
+        # dropped.
         nodes = [new for node in kept for new in ((fused, node) if node is head else (node,))]
         return before.replace(nodes=tuple(nodes)).without_dead_code()
 
 
 def _chain(graph: Graph, value: str, through: tuple[str, ...]) -> Iterator[Node]:
-    """The nodes behind a value, through unary operators to the first of another kind."""
+    """Yield the nodes before a value, through unary operators to the first other operator."""
     while True:
         node = graph.producers[value]
         yield node
@@ -178,7 +179,7 @@ def _chain(graph: Graph, value: str, through: tuple[str, ...]) -> Iterator[Node]
 
 
 def _scale_and_cap(factors: Iterable[Node]) -> tuple[float, float] | None:
-    """Scale and soft cap of the logits; None for other operators than these."""
+    """Return scale and soft cap of the logits; None for other operators."""
     before, after, tanhs = 1.0, 1.0, 0
     for node in factors:
         if node.op == "tanh":
@@ -203,7 +204,7 @@ def _is_frozen(graph: Graph, head: Node) -> bool:
 
 
 def _linear_backward(graph: Graph, back: Node, logits: str, head: Node) -> Node | None:
-    """The node that makes the gradient of the head's input, if of the loss alone; else None."""
+    """Return the node that computes the head's input gradient, if only the loss contributes."""
     if back.inputs[1] != logits:
         return None
     for node in graph.nodes:

@@ -1,24 +1,24 @@
-"""Group the nodes that one kernel runs: norms, rotary embedding, and elementwise chains.
+"""Grouping of nodes that a single kernel runs: norms, rotary embedding, elementwise chains.
 
-**Group.** Groups begin with one node each. Going through the graph, a node's group and the group
-that made its input become one where
+**Group.** Initially each node is a group. In graph order, a node's group merges with the group that
+computes the node's input if
 
-    tokens and features      all outputs of the new group have the same number of each,
-    rows                     all that is summed over rows has the rows of the outputs,
+    tokens and features      all outputs of the new group have equal numbers of each,
+    rows                     every value summed over rows has the rows of the outputs,
     order                    no path leads from it through another node back into it.
 
-Finally, groups that both load two or more tensors of the size of their outputs join, too. A value
-that a memory plan recomputes in backward is a node like any other, so it stays in registers beside
-its readers. Views at a group's border cost nothing, and stay outside.
+Finally, groups that both load two or more tensors of the size of their outputs merge, too. A value
+that a memory plan recomputes in backward is an ordinary node, so it stays in registers for its
+readers. Views at a group's border cost nothing, and stay outside.
 
-**Side by side.** Around one attention other tensors go the same way at the same time: queries and
-keys, which have other numbers of heads, are normed and rotated, and values go to the cache beside
-the keys. Two groups share a kernel, each run by its own programs, where
+**Side by side.** Tensors around an attention are independent: queries and keys, with different
+numbers of heads, are normed and rotated, and values are appended to the cache with the keys. Two
+groups share a kernel, each run by its own programs, if
 
-    attention    reads the outputs of both, or makes an input of both,
-    order        no path leads from one to the other, through whatever runs together.
+    attention    reads the outputs of both, or computes an input of both,
+    order        no path connects them, through any nodes that run together.
 
-**Order** puts the nodes of a kernel together, each behind its inputs.
+**Order** puts the nodes of a kernel next to each other, each after its inputs.
 """
 
 from __future__ import annotations
@@ -40,13 +40,13 @@ if TYPE_CHECKING:
 
 
 MOST_COLUMNS = 32768
-"""The longest row that one program holds: 32 elements a thread of 32 warps are in registers."""
+"""Longest row of a program: its 32 elements per thread of 32 warps stay in registers."""
 MOST_VALUES = 24
-"""The most values that a kernel reads and writes: addresses take registers, too."""
+"""Maximum number of values that a kernel reads and writes, as addresses also take registers."""
 
 
 class GroupKernels(GraphPass):
-    """Group the nodes of a graph that one kernel runs."""
+    """Group the nodes of a graph that a single kernel runs."""
 
     name = "group_kernels"
 
@@ -57,14 +57,14 @@ class GroupKernels(GraphPass):
 
 
 def grouped(graph: Graph, name: str) -> KernelGraph:
-    """The graph with its groups. PassError: `group_kernels` has not run."""
+    """Return the graph with its groups; raise PassError if `group_kernels` has not run."""
     if not isinstance(graph, KernelGraph):
         raise PassError(f"pass {name!r} runs behind 'group_kernels'; put that before it")
     return graph
 
 
 class _Grouping:
-    """Groups under construction; a group is known by the index of one of its nodes."""
+    """Groups under construction; the index of any of its nodes identifies a group."""
 
     def __init__(self, graph: Graph) -> None:
         self._graph = graph
@@ -93,7 +93,7 @@ class _Grouping:
         return KernelGroup(self._graph, tuple(self._graph.nodes[i] for i in sorted(members)))
 
     def _join(self, i: int, j: int) -> None:
-        """Join the groups of two nodes, if one kernel can run both."""
+        """Merge the groups of two nodes, if a single kernel can run both."""
         first, second = self._owner[j], self._owner[i]
         both = self._members[first] + self._members[second]
         if first != second and _fits(self._group(both)) and not self._has_detour(first, second):
@@ -102,7 +102,7 @@ class _Grouping:
                 self._owner[k] = first
 
     def _reading_the_same(self) -> Iterator[tuple[int, int]]:
-        """Pairs of nodes for kernels, a later and the first, that read one token-wise value."""
+        """Yield pairs of fusible nodes, a later and the first, with the same token-wise input."""
         graph = self._graph
         for name, readers in graph.consumers.items():
             if graph.types[name].is_token_wise:
@@ -120,7 +120,7 @@ class _Grouping:
                 for reader in self._graph.consumers.get(value.name, ())
             }
 
-        # An edge from the second to the first would be a way back, too.
+        # An edge from the second group to the first would also be a way back.
         waiting = list((readers(first) | readers(second)) - {first, second})
         seen = set(waiting)
         while waiting:
@@ -151,7 +151,7 @@ def _loads_in_common(group: KernelGroup, other: KernelGroup) -> bool:
 
 
 def _fits(group: KernelGroup) -> bool:
-    """Return whether one kernel can run a group, by its types."""
+    """Return whether a single kernel can run a group, by its types."""
     types: Mapping[str, TensorType] = group.graph.types
     leaving = [types[name] for name in group.outputs]
     if len(leaving) + len(group.inputs) > MOST_VALUES:
@@ -177,8 +177,8 @@ def _row(type_: TensorType) -> tuple[int, int]:
 def _without_views_at_borders(group: KernelGroup) -> KernelGroup:
     """Drop views that read from outside, or that only outside nodes read.
 
-    A view that the group also reads stays: outside, it would wait for the group, and the group for
-    it.
+    A view that the group also reads stays inside: outside, it and the group would wait for each
+    other.
     """
     while True:
         read = {name for node in group.nodes for name in node.inputs}
@@ -194,12 +194,12 @@ def _without_views_at_borders(group: KernelGroup) -> KernelGroup:
 
 
 def _is_worth_a_kernel(group: KernelGroup) -> bool:
-    """Return whether PyTorch would run several kernels for a group, and pcg has none for it."""
+    """Return whether PyTorch needs several kernels for a group, and pcg has no kernel for it."""
     computing = [node for node in group.nodes if not operator(node.op).is_view]
     if len(computing) != 1:
         return bool(computing)
     node = computing[0]
-    # What is a function of ours there is several of PyTorch's; it does not append to the cache.
+    # A function of pcg takes several PyTorch kernels; PyTorch's `append` does not fill the cache.
     return node.op == "append" or (
         operator(node.op).source(node.inputs, dict(node.attributes)).startswith("K.")
         and not operator(node.op).has_kernel
@@ -210,12 +210,12 @@ def _is_worth_a_kernel(group: KernelGroup) -> bool:
 
 
 class OrderKernels(GraphPass):
-    """Put the nodes of a kernel together; otherwise the order stays."""
+    """Put the nodes of a kernel next to each other, and otherwise keep the order."""
 
     name = "order_kernels"
 
     def run(self, before: Graph) -> KernelGraph:
-        import networkx  # 11 MiB, which a process that loads a program does without
+        import networkx  # 11 MiB, not needed in a process that loads a program
 
         graph = grouped(before, self.name)
         groups = [group_of(graph, parts) for parts in graph.kernels]
@@ -229,7 +229,7 @@ class OrderKernels(GraphPass):
 
 
 def dependencies(graph: Graph, groups: Iterable[KernelGroup]) -> networkx.DiGraph[str]:
-    """The groups and other nodes, by their first node, with edges to their readers."""
+    """Return the graph of groups and other nodes, by first node, with edges to their readers."""
     import networkx
 
     first = {value.name: node.name for node in graph.nodes for value in node.outputs}
@@ -246,7 +246,7 @@ def dependencies(graph: Graph, groups: Iterable[KernelGroup]) -> networkx.DiGrap
 
 
 class SideBySide(GraphPass):
-    """Let groups around one attention share a kernel."""
+    """Let groups around an attention share a kernel."""
 
     name = "side_by_side"
 
@@ -262,7 +262,7 @@ class SideBySide(GraphPass):
 
 
 def _with_shared(groups: list[KernelGroup], around: Sequence[KernelGroup]) -> list[KernelGroup]:
-    """Join the groups around one attention that can share a kernel."""
+    """Merge the groups around an attention that can share a kernel."""
     if len(around) < 2:
         return groups
     import networkx
@@ -283,7 +283,7 @@ def _with_shared(groups: list[KernelGroup], around: Sequence[KernelGroup]) -> li
 def _of_values(
     values: Sequence[str], groups: Sequence[KernelGroup], side: str
 ) -> list[KernelGroup]:
-    """The groups that read, or make, some of the values, in the order of the values."""
+    """Return the groups that read, or compute, some of the values, in the order of the values."""
     places = []
     for group in groups:
         indices = [values.index(name) for name in getattr(group, side) if name in values]

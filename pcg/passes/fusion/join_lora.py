@@ -1,14 +1,14 @@
-"""Join LoRA of sites with the same input in training, so that a launch takes several sites.
+"""Joining of LoRA of sites with the same input in training, so that sites share a launch.
 
     s_q = shrink(x, A_q), s_k = …          shrink_group(x, A…)
     z_q = expand_add(q, s_q, B_q), …       expand_add_group(q…, s…, B…)
     dx = dx_q + dx_k + …                   lora_group_backward(dz…, W…, A…, B…, s…)
     dA_q = asked_outer(ds_q, x), …         asked_outer_group(ds…, x)
 
-q, k and v then take the launches of a single site, and the gradients of their input are summed in
-place of the first, including those by weights without LoRA, such as k's if q and v have some. Sites
-of an operator have equal ranks and are independent; if collectives are in flight, the order of
-nodes hides them, and stays.
+q, k and v then take the launches of a single site. The gradients of their input are summed in place
+of the first, including those through weights without LoRA, such as k's if only q and v have LoRA.
+Sites of an operator have equal ranks and are independent. If the graph has collectives in flight,
+the pass does nothing, as the order of nodes hides the collectives.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from pcg.passes.graphs.pass_base import GraphPass
 
 
 class JoinLora(GraphPass):
-    """Join LoRA operators of one input."""
+    """Join LoRA operators of the same input."""
 
     name = "join_lora"
 
@@ -52,7 +52,7 @@ Order = Callable[[Sequence[Node]], tuple[Node, ...]]
 def _groups(graph: Graph, key: Key) -> Iterator[list[str]]:
     """Yield the names of nodes with equal keys: two or more, up to an operator's limit."""
     groups: dict[object, list[str]] = {}
-    # Gradients come in the opposite order; so each s is found where forward put it.
+    # Gradients are in reverse order; reversing them finds each s where forward put it.
     for node in reversed(graph.nodes) if key in _OF_GRADIENTS else graph.nodes:
         group_key = key(graph, node)
         if group_key is not None:
@@ -70,7 +70,7 @@ def _are_free(graph: Graph, nodes: Sequence[Node]) -> bool:
 
 
 def _joined(graph: Graph, nodes: Sequence[Node], new: Node, order: Order = in_order) -> Graph:
-    """Replace nodes by one at the place of the last, and order the result."""
+    """Replace nodes by a single node at the place of the last, and order the result."""
     names = {node.name for node in nodes}
     last = next(node for node in reversed(graph.nodes) if node.name in names)
     kept = (
@@ -82,7 +82,7 @@ def _joined(graph: Graph, nodes: Sequence[Node], new: Node, order: Order = in_or
 
 
 def _delayed(nodes: Sequence[Node]) -> tuple[Node, ...]:
-    """Delay nodes until their inputs are made; the others stay in order."""
+    """Delay nodes until their inputs are computed; other nodes stay in order."""
     missing = {value.name for node in nodes for value in node.outputs}
     ordered: list[Node] = []
     waiting: list[Node] = []
@@ -129,7 +129,7 @@ def _expands(graph: Graph, nodes: Sequence[Node]) -> Graph:
 
 
 def _backward_key(graph: Graph, node: Node) -> object:
-    """The sum that its dx is a summand of, and the type of its s."""
+    """Return the sum that contains the operator's dx, and the type of its s."""
     if node.op != "lora_linear_backward":
         return None
     sums = sums_of(graph, node.outputs[-1].name)
@@ -153,12 +153,12 @@ def _backwards(graph: Graph, nodes: Sequence[Node]) -> Graph:
     for summand in (*dx[1:], *(node.output for node in plain)):
         graph = _without_summand(graph, summand)
     nodes = [*nodes, *plain]
-    # What reads one site's gradients waits; other products stay before those of the last site.
+    # Readers of a site's gradients wait; other products stay before those of the last site.
     return _joined(graph, [graph.producers[node.name] for node in nodes], new, _delayed)
 
 
 def _plain(graph: Graph, nodes: Sequence[Node]) -> list[Node]:
-    """Products by frozen weights without LoRA, in the same sum as some with it."""
+    """Return products by frozen weights without LoRA, in the same sum as the nodes' dx."""
     of_lora = nodes[0].outputs[-1].name
     whole = sums_of(graph, of_lora)[-1]
     products: list[Node] = []
@@ -179,7 +179,7 @@ PLAIN = "linear_backward"
 
 
 def _without_summand(graph: Graph, summand: Value) -> Graph:
-    """Drop a summand, which is part of another one, from its sum."""
+    """Drop a summand from its sum, as another summand includes it."""
     (last,) = graph.consumers[summand.name]
     (other,) = [name for name in last.inputs if name != summand.name]
 

@@ -1,1 +1,1 @@
-"""Passes over one graph, or over a graph and its backward."""
+"""Passes over a graph, or over a graph and its backward."""

@@ -1,29 +1,29 @@
 """Passes over the collectives of a rank's graph: coalesce, overlap, and mark logits.
 
-**Coalesce** joins neighbouring collectives in one message (`pcg.parallel.coalescing` has the rule):
+**Coalesce** joins neighbouring collectives into a single message (rule: `pcg.parallel.coalescing`):
 
     s_q = all_gather(x_q), s_k = all_gather(x_k)      s_q, s_k = all_gathers(x_q, x_k)
 
-The message takes the place of the last of them; readers of the others move behind it, and nothing
-else moves.
+The message replaces the last of the collectives. Readers of the others move after it; no other node
+moves.
 
-**Overlap** moves nodes so that those independent of a collective run while it is in flight:
+**Overlap** moves nodes so that nodes independent of a collective run while it is in flight:
 
-    p = f(x)                      s = all_reduce(x)    begins
-    w = g(z)                      w = g(z)             runs meanwhile
-    s = all_reduce(x)      →      u = h(z)             runs meanwhile
+    p = f(x)                      s = all_reduce(x)    starts
+    w = g(z)                      w = g(z)             overlaps
+    s = all_reduce(x)      →      u = h(z)             overlaps
     t = neg(s)                    t = neg(s)           waits for s
     u = h(z)
 
-In backward these are the gradients of weights, beside the all-reduce of an input's gradient
-(Megatron-LM: Narayanan et al. 2021), and nodes that a memory plan recomputes. A collective moves up
-to the maker of its input; nodes that it need not wait for move behind it, and independent nodes
-move before its first reader until they take as long as it (`Collective.flops`). No node moves past
-another collective, so these stay in order. No move may add more than `MORE` of the peak's bytes a
-token.
+In backward, the overlapping nodes are gradients of weights, next to the all-reduce of an input's
+gradient (Megatron-LM: Narayanan et al. 2021), and nodes that a memory plan recomputes. A collective
+moves up to the maker of its input. Independent nodes before it move after it, and independent nodes
+after its first reader move before that reader, until they take as long as the collective
+(`Collective.flops`). No node moves past another collective, so collectives stay in order. The moves
+may add at most the share `MORE` to the peak's bytes per token.
 
-**Mark logits**: the gather that ends the epilogue may go to the first rank alone, which chooses
-requests' tokens and sends them to the others: n - 1 parts of the vocabulary travel instead of
+**Mark logits**: the gather that ends the epilogue may send only to the first rank, which samples
+the requests' tokens and sends them to the others: n - 1 parts of the vocabulary are sent instead of
 n (n - 1).
 """
 
@@ -47,7 +47,7 @@ from pcg.passes.graphs.pass_base import GraphPass, LayerPass
 
 
 class CoalesceCollectives(GraphPass):
-    """Join neighbouring collectives of one kind in one node."""
+    """Join neighbouring collectives of the same kind into a single node."""
 
     name = "coalesce_collectives"
 
@@ -75,7 +75,7 @@ class CoalesceCollectives(GraphPass):
 
 
 class CoalesceLayer(LayerPass):
-    """Coalesce the collectives of a layer that trains."""
+    """Coalesce the collectives of a training layer."""
 
     name = CoalesceCollectives.name
 
@@ -101,7 +101,7 @@ def _joined(nodes: list[Node]) -> Node:
 
 
 class MarkLogits(GraphPass):
-    """Mark the gather that makes a graph's first output, if any, as one of logits."""
+    """Mark the gather that produces a graph's first output, if any, as a gather of logits."""
 
     name = "mark_logits"
 
@@ -117,17 +117,17 @@ class MarkLogits(GraphPass):
 
 
 MANY_TOKENS = 2**24
-"""A number of tokens at which only bytes a token count, as one order is for any number of them."""
+"""Number of tokens at which only bytes per token matter, as the order serves any number."""
 MORE = 0.02
-"""The share of the peak that a move may add: an s of rank 64 beside 4,096 columns is less."""
+"""Share that moves may add to the peak: s of rank 64 next to 4,096 columns is less."""
 
 
 @dataclass(frozen=True)
 class Overlap(GraphPass):
-    """Order a rank's nodes so that others run while a collective is in flight.
+    """Order a rank's nodes so that other nodes run while a collective is in flight.
 
-    A graph with symbolic sizes, such as a served prompt's, stays. The memory of `counted` values is
-    counted elsewhere.
+    A graph with symbolic sizes, such as a served prompt's, stays unchanged. The memory of `counted`
+    values is counted elsewhere.
     """
 
     name = "overlap"
@@ -141,9 +141,9 @@ class Overlap(GraphPass):
 
 
 class OverlapLayer(LayerPass):
-    """Overlap the collectives of a layer that trains.
+    """Overlap the collectives of a training layer.
 
-    Saved values, and those that all layers share, are counted elsewhere.
+    The memory of saved values, and of values that all layers share, is counted elsewhere.
     """
 
     name = Overlap.name
@@ -184,7 +184,7 @@ class _Order:
             self.nodes = before
 
     def _begin_early(self, collective: Node) -> None:
-        """Move a collective up past nodes that it does not read, but no other collective."""
+        """Move a collective up past nodes that it does not read, but past no collective."""
         place = to = self.nodes.index(collective)
         while not self._is_enough(collective):
             to -= 1
@@ -195,7 +195,7 @@ class _Order:
                 place = to
 
     def _run_behind(self, collective: Node) -> None:
-        """Move nodes behind it that it does not read, except those that overlap the one before."""
+        """Move nodes that it does not read after it, except nodes that overlap the previous one."""
         at = self.nodes.index(collective)
         others = [i for i in range(at) if collective_of(self.nodes[i]) is not None]
         start = max((first_reader(self.nodes, i, self.nodes[i]) for i in others), default=-1)
@@ -207,7 +207,7 @@ class _Order:
                 at -= self._move(place, at)
 
     def _run_before_reader(self, collective: Node) -> None:
-        """Move independent nodes before its first reader."""
+        """Move independent nodes before the collective's first reader."""
         at = self.nodes.index(collective)
         first = first_reader(self.nodes, at, collective)
         for place in range(first + 1, len(self.nodes)):
@@ -238,7 +238,7 @@ class _Order:
 
 
 def _flops(graph: Graph, node: Node) -> int:
-    """Operations of a product, or the equivalent of a collective's time; 0 for other nodes."""
+    """Return a product's operations, or a collective's time in operations; 0 for other nodes."""
     entry = collective_of(node)
     if entry is None:
         return node_flops(graph, node, MANY_TOKENS, 1)

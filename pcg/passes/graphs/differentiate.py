@@ -1,10 +1,10 @@
-"""Differentiate a graph: its backward graph, which reads values of the forward one.
+"""Differentiation of a graph: its backward graph, which reads values of the forward graph.
 
-Gradients flow to the adapters' parameters, to the inputs asked for, and to the frozen weights of
+Gradients flow to the adapters' parameters, to the requested inputs, and to the frozen weights of
 matrix products, as in reverse-mode differentiation without freezing (FlexLLM algorithm 1, line 3);
-`pcg.passes.graphs.gradients` prunes the unwanted ones. Backward reads the values that the operator
-table's rules ask for (its UPDATEINPUT), and nothing else; `pcg.passes.memory` decides whether
-forward saves them or backward recomputes them.
+`pcg.passes.graphs.gradients` prunes the unwanted gradients. Backward reads exactly the values that
+the operator table's rules require (FlexLLM's UPDATEINPUT). `pcg.passes.memory` decides whether
+forward saves these values or backward recomputes them.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ class Differentiated:
             gradients of `wrt`, of `trained`, and of `frozen`.
         wrt: inputs with a gradient.
         trained: adapter parameters with a gradient.
-        frozen: frozen weights with a gradient; none once pruned.
-        wanted: the inputs of `wrt` that pruning leaves.
+        frozen: frozen weights with a gradient; empty after pruning.
+        wanted: the inputs of `wrt` that pruning keeps.
     """
 
     graph: Graph
@@ -47,16 +47,16 @@ class Differentiated:
         return tuple(v.name for v in self.backward.inputs if v.name in self.graph.types)
 
     def check(self) -> None:
-        """Check that graph and backward fit. TypeCheckError: they do not; names both."""
+        """Check that graph and backward match; raise TypeCheckError with both names otherwise."""
         check_backward(self.graph, self.backward, (*self.wrt, *self.trained, *self.frozen))
 
 
 @dataclass(frozen=True)
 class LayerKind:
-    """Layers with equal gradients: those of one block, except for the first that trains.
+    """Layers with equal gradients: the layers of a block, except for the first trained layer.
 
-    `block` is the index of their block in the model, `shared` are inputs from the prologue, which
-    all layers read.
+    `block` is the index of their block in the model; `shared` are the prologue's outputs that all
+    layers read.
     """
 
     name: str
@@ -71,7 +71,7 @@ class GradientPass(Pass[Differentiated, Differentiated]):
 
 
 def with_nodes(graph: Graph, nodes: Sequence[Node], inputs: Iterable[Value]) -> Graph:
-    """Replace the nodes, and keep those inputs that they read."""
+    """Replace the nodes, and keep only inputs that the nodes read."""
     read = {name for node in nodes for name in node.inputs} | set(graph.outputs)
     return graph.replace(nodes=tuple(nodes), inputs=tuple(v for v in inputs if v.name in read))
 
@@ -82,10 +82,10 @@ class Differentiate(Pass[Graph, Differentiated]):
 
     Attributes:
         wrt: inputs to differentiate by; every float input by default.
-        outputs: outputs that gradients come from; all by default.
-        wanted: inputs whose gradients survive pruning; all of `wrt` by default.
+        outputs: outputs with an incoming gradient; all by default.
+        wanted: inputs whose gradients pruning keeps; all of `wrt` by default.
     Raises:
-        UnsupportedError: an operator on the way has no gradient; names it.
+        UnsupportedError: an operator on the path has no gradient; names it.
     """
 
     name = "differentiate"
@@ -137,7 +137,7 @@ def _backpropagate(
 
 
 def _gradient_names(backward: Graph, gradients: dict[str, str]) -> dict[str, str]:
-    """`d_x` for the gradient of x, unless another value has that name."""
+    """Return `d_x` for the gradient of x, unless another value has that name."""
     names: dict[str, str] = {}
     for name, gradient in gradients.items():
         new = gradient_name(name)
@@ -149,7 +149,7 @@ def _gradient_names(backward: Graph, gradients: dict[str, str]) -> dict[str, str
 def layer_kinds(model: ModelGraph) -> tuple[LayerKind, ...]:
     """Differentiate the layers of a model.
 
-    The first layer that trains passes no gradient on, and those below it have no backward.
+    The first trained layer passes no gradient on, and the layers below it have no backward.
     """
     groups: dict[tuple[int, bool], list[int]] = {}
     trained_below = bool(trained(model.prologue))

@@ -1,7 +1,7 @@
-"""Fold a traced model to prologue · block × N · epilogue.
+"""Folding of a traced model to prologue · block × N · epilogue.
 
-A layer's nodes are known by their module path. Values of positions and constants alone belong to
-the prologue (tables of the rotary embedding), except views and work on weights, which each reading
+A node's module path determines its layer. Values that depend only on positions and constants, such
+as rotary tables, belong to the prologue, except views and functions of weights, which each reading
 block computes itself. The layers are then renamed to a canonical form, in which layers of the same
 kind are equal graphs.
 
@@ -35,9 +35,8 @@ class Fold(Pass[Graph, ModelGraph]):
         schedule: for each layer of the model, the equal traced layer; by default each traced layer
             once.
     Raises:
-        TraceError: there are no layers, or a layer reads a value of an earlier one than its
-            neighbour.
-        UnsupportedError: a layer has two attentions, or there is one outside the layers.
+        TraceError: no layers, or a layer reads a value of a layer other than the previous.
+        UnsupportedError: a layer has two attentions, or an attention is outside the layers.
     """
 
     name = "fold"
@@ -49,7 +48,7 @@ class Fold(Pass[Graph, ModelGraph]):
 
 
 def _numbered(graph: Graph) -> str:
-    """The path of the outermost numbered modules of a graph."""
+    """Return the path of a graph's outermost numbered modules."""
     matches = (re.match(r"(.+?)\.\d+(\.|$)", node.scope) for node in graph.nodes)
     return min((match[1] for match in matches if match), key=len, default="layers")
 
@@ -69,7 +68,7 @@ class _Folder:
         self._check_attention()
 
     def _check_attention(self) -> None:
-        """Refuse a model that needs more than one entry of the KV cache a layer."""
+        """Refuse a model that needs more than one KV cache entry per layer."""
         scopes: dict[int, list[str]] = {}
         for node in self.graph.nodes:
             if node.op == "attention":
@@ -90,7 +89,7 @@ class _Folder:
 
     def run(self, schedule: Sequence[int]) -> ModelGraph:
         schedule = schedule or range(self._count)
-        # The region behind the last layer that computes something is the epilogue's.
+        # The region after the last layer with nodes is the epilogue.
         working = {self._region[node.name] for node in self.graph.nodes} - {self._count}
         idle = sorted({*range(self._count), *schedule} - working)
         if idle:
@@ -130,7 +129,7 @@ class _Folder:
                 blocks.append(block)
             block_of.append(blocks.index(block))
         layers = [block_of[traced] for traced in schedule]
-        # One layer may be traced for the sake of the one before it alone.
+        # A traced layer may serve only the trace of the layer before it.
         taken = sorted(set(layers))
         used = [name for name in invariants if name in reads[-1]]
         inputs = self._values([*carried[-1], *used])
@@ -144,7 +143,7 @@ class _Folder:
         )
 
     def _depend_on(self, inputs: set[str], *roles: str) -> set[str]:
-        """Values that depend on these inputs and on parameters of these roles alone."""
+        """Return the values that depend only on these inputs and on parameters of these roles."""
         names = inputs | {p.name for p in self.graph.parameters if p.role in roles}
         for node in self.graph.nodes:
             if all(name in names for name in node.inputs):
@@ -152,7 +151,7 @@ class _Folder:
         return names
 
     def _find_regions(self) -> dict[str, int]:
-        """The region of each value: the prologue, a layer, or the epilogue."""
+        """Return the region of each value: the prologue, a layer, or the epilogue."""
         regions: dict[str, int] = {}
         for node in self.graph.nodes:
             match = self._pattern.match(node.scope)
@@ -171,13 +170,13 @@ class _Folder:
         return self._region.get(name, PROLOGUE)
 
     def _is_recomputed(self, node: Node) -> bool:
-        """Return whether each reading region computes a node: positional views, work on weights."""
+        """Return whether each reading region recomputes the node: a view or weight function."""
         if all(name in self._weights for name in node.inputs):
             return True
         return node.name in self._positional and operator(node.op).is_view
 
     def _with_recomputed(self, region: int) -> list[Node]:
-        """The region's nodes, with recomputed nodes before each reader."""
+        """Return the region's nodes, with recomputed nodes before each reader."""
         nodes: list[Node] = []
         for node in self.graph.nodes:
             if self._region[node.name] == region:
@@ -195,7 +194,7 @@ class _Folder:
         return views
 
     def _reads(self, nodes: Iterable[Node]) -> list[str]:
-        """Values that nodes read and do not make, except parameters, in order of first use."""
+        """Return the values that nodes read but do not compute, in order, without parameters."""
         defined: set[str] = set()
         reads: dict[str, None] = {}
         for node in nodes:
@@ -204,7 +203,7 @@ class _Folder:
         return [name for name in reads if name not in self.graph.parameters_by_name]
 
     def _carried(self, reads: Sequence[str], region: int) -> list[str]:
-        """A region's reads of the region before; in the first, values that no other one reads."""
+        """Return a region's reads of the previous region; for the first, its exclusive reads."""
         if region > 0:
             return [name for name in reads if self._region_of(name) == region - 1]
         others = {
@@ -247,7 +246,7 @@ class _Folder:
 
 
 def _readable(graph: Graph, carried: Sequence[str], shared: Mapping[str, str]) -> Graph:
-    """Name values readably; the values that layers carry are x, x_1, …."""
+    """Name values readably; the carried values of layers are x, x_1, …."""
     names = {name: f"x_{i}" if i else "x" for i, name in enumerate(carried)}
     return graph.renamed(readable_names(graph, {**shared, **names}))
 

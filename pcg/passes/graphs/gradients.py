@@ -1,34 +1,34 @@
 """Passes over a graph and its backward: prune, compress, window attention.
 
-**Prune** drops the gradients that nothing trained needs. FlexLLM §5.2, algorithm 1, step 1, over
-the backward graph that `differentiate` made (its line 3):
+**Prune** drops the gradients that no trained parameter needs: FlexLLM §5.2, algorithm 1, step 1,
+over the backward graph of `differentiate` (its line 3):
 
-    5–10   drop the unwanted outputs: gradients of frozen weights, and of inputs below which nothing
-           is trained; queue the nodes that make them
-    11–17  while the queue is not empty, take a node; if none of its outputs is read any more,
-           drop it, and queue the nodes that made its inputs
+    5–10   drop the unwanted outputs: gradients of frozen weights, and of inputs below which no
+           parameter is trained; queue the nodes that compute them
+    11–17  while the queue is not empty, take a node; if no node reads any of its outputs, drop the
+           node, and queue the nodes that compute its inputs
     18–22  the forward values that the remaining nodes read are `Differentiated.needed`
 
-A gradient rule gives each gradient a node of its own, or several that read the same; so
-UPDATEINPUT(n, O(n)) of a node is all its inputs while one of its outputs is read, and none after.
+A gradient rule gives each gradient its own node, or several nodes that read the same values; so
+UPDATEINPUT(n, O(n)) of a node is all its inputs while any of its outputs is read, and empty after.
 
-**Compress** lets backward read less than a value where that is enough, without loss:
+**Compress** lets backward read part of a value where that suffices, without loss:
 
-    relu_backward(dy, y)  needs the signs of y alone: one bit an element, packed
+    relu_backward(dy, y)  needs only the signs of y: one bit an element, packed
                           as pack_signs(y) [.., n / 8], u8
 
 The packed value is a value of the forward graph that the save problem may save
-(`pcg.passes.memory.save_problem`); where it is not saved, `uncompressed` has backward read y. Other
-lossless savings need no operator: an fp32 copy of an exact bf16 value is recomputed from that, and
-a dropout mask is drawn again from its seed. Both are cheap nodes for the cut.
+(`pcg.passes.memory.save_problem`); if it is not saved, `uncompressed` lets backward read y. Other
+lossless savings need no operator: an fp32 copy of an exact bf16 value is recomputed from that
+value, and a dropout mask is redrawn from its seed. Both are cheap nodes for the cut.
 
-**Window attention** has backward read keys and values from the KV cache, where windows left them:
+**Window attention** lets backward read the keys and values that windows left in the KV cache:
 
     attention_backward(dout, out, lse, q, k, v)   →   window_attention_backward(dout, out, lse, q)
 
-Token-level finetuning (`pcg.runtime.training.runner`) keeps all keys and values of its
-sequences in the cache for later windows, so they need not be saved a second time. Where one product
-makes queries, keys and values, these are views of one tensor, which is saved whole for the queries.
+Token-level finetuning (`pcg.runtime.training.runner`) keeps all keys and values of its sequences in
+the cache for later windows, so they need not be saved again. If a single product computes queries,
+keys and values, they are views of a tensor that is saved whole for the queries.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ from pcg.passes.graphs.differentiate import Differentiated, GradientPass, with_n
 
 
 class Prune(GradientPass):
-    """Drop all gradients but those of adapters' parameters and of wanted inputs."""
+    """Drop all gradients except those of adapters' parameters and of wanted inputs."""
 
     name = "prune"
 
@@ -64,7 +64,7 @@ class Prune(GradientPass):
 
 
 def _without(graph: Graph, unwanted: Iterable[str]) -> Graph:
-    """Drop the makers of these values that nothing else reads."""
+    """Drop these values' makers, and nodes before them, if no other node reads their outputs."""
     readers = Counter([*graph.outputs, *(name for node in graph.nodes for name in node.inputs)])
     queue = deque(graph.producers[name] for name in unwanted if name in graph.producers)
     gone = set()
@@ -91,7 +91,7 @@ SIGNS_PER_BYTE = 8
 
 
 class Compress(GradientPass):
-    """Make packed values in forward, for backward to read."""
+    """Compute packed values in forward, for backward to read."""
 
     name = "compress"
 
@@ -116,7 +116,7 @@ class Compress(GradientPass):
 
 
 def uncompressed(gradients: Differentiated, saved: Container[str]) -> Graph:
-    """Read plain values in backward instead of packed ones that are not saved."""
+    """Read plain values in backward instead of packed values that are not saved."""
     backward = gradients.backward
     nodes, inputs = [], {value.name: value for value in backward.inputs}
     for node in backward.nodes:
@@ -137,7 +137,7 @@ def _packs(name: str, inputs: Mapping[str, Value]) -> bool:
 
 
 class WindowAttention(GradientPass):
-    """Take keys and values of attention from backward's inputs."""
+    """Read attention's keys and values from the KV cache in backward, instead of saved copies."""
 
     name = "window_attention"
 

@@ -1,7 +1,7 @@
-"""Localize: from a sharded graph to the graph of one rank, with the rank's sizes.
+"""Conversion of a sharded graph to the graph of a rank, with the rank's sizes.
 
-Ranks hold different parts of the same size, so one graph serves all. Parameters name their part;
-the parallelization operators become collectives (`pcg.ir.operators.collectives`).
+Ranks hold different parts of the same size, so the same graph serves all ranks. Parameters name
+their part; parallelization operators become collectives (`pcg.ir.operators.collectives`).
 """
 
 from __future__ import annotations

@@ -1,17 +1,17 @@
-"""Lossy: let backward read approximations of saved values, with a bound on its error.
+"""Lossy saving: backward reads approximations of saved values, with a bounded error.
 
     outer(ds, h)     h = mul(silu(g), u)      reads mul(silu(ĝ), û)
     ĝ = dequantize_fp8(codes, scale)          codes, scale = quantize_fp8(g), in forward
 
-A value has an approximation in backward if the operator table bounds the effect of its error on the
-result (`Operator.bounded_in`); statistics of a softmax or a norm, masks, integers and compared
+Backward reads an approximation of a value if the operator table bounds the effect of its error on
+the result (`Operator.bounded_in`). Statistics of a softmax or a norm, masks, integers and compared
 values have no bound, and stay exact. Inputs and results of matrix products are approximated by
-their codes; a value recomputed from such by operators with bounds is recomputed from
+their codes; a value recomputed from them by operators with bounds is recomputed from
 approximations. A norm is differentiated from its result x̂ in codes, and its exact rstd.
 
 Codes are additional values of the forward graph, and the save problem decides whether they are
-saved (`pcg.passes.memory.save_problem`); if not, `exact_where_unsaved` has backward read the values
-themselves.
+saved (`pcg.passes.memory.save_problem`); if not, `exact_where_unsaved` lets backward read the exact
+values.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from pcg.ir.operators.lossy import Decoder
 from pcg.passes.graphs.differentiate import Differentiated, GradientPass, with_nodes
 
 LEAST_FEATURES = 32
-"""The shortest last dim that is saved in codes: a scale for fewer elements hardly spares bytes."""
+"""Shortest last dim that is saved in codes: a scale for fewer elements saves hardly any bytes."""
 _NORMS = {"rms_norm": False, "layer_norm": True}
 _NORM_GRADIENTS = {"rms_norm_backward": False, "layer_norm_backward": True}
-"""Norms, and their gradients: True where they subtract the mean."""
+"""Norms, and their gradients: True if they subtract the mean."""
 
 
 class Quantize(GradientPass):
-    """Make fp8 codes in forward, and read their values in backward."""
+    """Compute fp8 codes in forward, and read their values in backward."""
 
     name = "quantize"
 
@@ -74,7 +74,7 @@ class _Approximations:
         self._summed: set[str] = set()
 
     def require(self, nodes: Iterable[Node], available: Container[str]) -> None:
-        """Note the values whose codes backward needs in any case."""
+        """Record the values whose codes backward always needs."""
         for node in nodes:
             if node.op in _NORM_GRADIENTS and node.inputs[1] in available:
                 self._coded_leaves.add(_before_weight(node.inputs[1]))
@@ -89,7 +89,7 @@ class _Approximations:
                     self._coded_leaves.update(leaves if len(leaves) == 1 else ())
 
     def read_by(self, node: Node, available: Container[str]) -> Node:
-        """The backward node with approximations of the available values."""
+        """Return the backward node with approximations of the available values."""
         if node.op in _NORM_GRADIENTS and node.inputs[1] in available:
             return self._norm_gradient(node)
         entry, inputs = operator(node.op), [*node.inputs]
@@ -129,7 +129,7 @@ class _Approximations:
         return self.builder.add(node.op, inputs, name=approximate, scope=node.scope, **attributes)
 
     def _leaves(self, name: str) -> dict[str, int]:
-        """The values whose codes approximate a value, with their elements per token."""
+        """Return the values whose codes approximate a value, with their elements per token."""
         types, node = self._graph.types, self._graph.producers.get(name)
         if name in self._graph.parameters_by_name or not types[name].is_token_wise:
             return {}
@@ -147,7 +147,7 @@ class _Approximations:
         return leaves
 
     def _coded(self, name: str) -> str:
-        """A value from its codes: those of rows, if others read these anyway."""
+        """Decode a value from its codes; use the codes of rows if another reader needs them."""
         if name in self._summed:
             return self._of_rows(name)
         type_ = self.builder.types[name]
@@ -161,7 +161,7 @@ class _Approximations:
         )
 
     def _of_rows(self, name: str) -> str:
-        """A value from 8 bits an element, with an error relative to its block's greatest."""
+        """Decode a value from 8 bits an element, with an error relative to its block's maximum."""
         type_ = self.builder.types[name]
         if type_.features[-1] < LEAST_FEATURES:
             return name
@@ -170,7 +170,7 @@ class _Approximations:
         return self.builder.add("dequantize_int8", codes, **again)
 
     def _packed(self, name: str) -> str:
-        """A bf16 value from 12 bits an element, with almost no error."""
+        """Decode a bf16 value from 12 bits an element, with almost no error."""
         type_ = self.builder.types[name]
         is_wide = type_.dtype == "bf16" and type_.features[-1] >= LEAST_FEATURES
         if not is_wide or type_.features[-1] % 2:
@@ -179,7 +179,7 @@ class _Approximations:
         return self.builder.add("unpack_bf16", codes, name=f"{name}_unpacked")
 
     def _normed(self, node: Node) -> str:
-        """A norm's result from codes of the value before its weight."""
+        """Compute a norm's result from codes of the value before its weight."""
         add, attributes = self.builder.add, dict(node.attributes)
         weights = [*node.inputs[1:]]
         standardized, _ = self._standardized(node.inputs[0], node, _NORMS[node.op])
@@ -197,7 +197,7 @@ class _Approximations:
         return y
 
     def _norm_gradient(self, node: Node) -> Node:
-        """The gradient of a norm from codes of the value before its weight, and rstd."""
+        """Compute a norm's gradient from codes of the value before its weight, and rstd."""
         dy, x, *weight = node.inputs
         centered = _NORM_GRADIENTS[node.op]
         standardized, rstd = self._standardized(x, node, centered)
@@ -217,7 +217,7 @@ class _Approximations:
 
 
 def _early(graph: Graph, nodes: Sequence[Node]) -> tuple[Node, ...]:
-    """A graph's nodes with the added ones right behind the values that they read."""
+    """Return a graph's nodes with the added nodes directly after the values that they read."""
     added = nodes[len(graph.nodes) :]
     available = {value.name for value in graph.inputs} | set(graph.parameters_by_name)
     placed: list[Node] = []
@@ -239,19 +239,19 @@ def _early(graph: Graph, nodes: Sequence[Node]) -> tuple[Node, ...]:
 
 
 def _before_weight(x: str) -> str:
-    """A key for the value of a norm before its weight, which no node makes."""
+    """Return a key for a norm's value before its weight, which no node computes."""
     return f"{x} standardized"
 
 
 def _bounded(node: Node) -> tuple[int, ...]:
-    """The inputs whose error moves a node's result by a known bound."""
+    """Return the inputs whose error changes a node's result by a known bound."""
     entry = operator(node.op)
     return (0,) if entry.is_view else tuple(entry.bounded_in)
 
 
 def _propagates(node: Node) -> bool:
     entry = operator(node.op)
-    if node.op == "slice":  # codes of the part are fewer than those of all
+    if node.op == "slice":  # a part has fewer codes than the whole
         return False
     if entry.is_product or not node.output.type.is_float:
         return False
@@ -259,7 +259,7 @@ def _propagates(node: Node) -> bool:
 
 
 def exact_where_unsaved(gradients: Differentiated, saved: Container[str]) -> Differentiated:
-    """Read values themselves where their codes are not saved."""
+    """Read exact values instead of codes that are not saved."""
     exact = {}
     for node in gradients.graph.nodes:
         if isinstance(operator(node.op), Decoder) and node.inputs[0] not in saved:

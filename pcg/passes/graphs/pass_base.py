@@ -1,14 +1,14 @@
-"""Passes and stages: named objects that make a new graph, run in order, timed and verified.
+"""Passes and stages: named objects that build a new graph, run in order, timed and verified.
 
-A pass is a frozen dataclass. Its class has the name that users know it by; its fields are its
-options. It changes nothing in place. Most passes take one of four things and return the same:
+A pass is a frozen dataclass; its fields are its options, and `name` is its name for users. A pass
+never modifies its input. Most passes map one of four kinds of input to the same kind:
 
     GraphPass       any graph
-    ModelPass       the prologue, blocks and epilogue of a model together
-    GradientPass    a graph and its backward, before the saved values are chosen
-    LayerPass       a layer's forward and backward, after that
+    ModelPass       the prologue, blocks and epilogue of a model
+    GradientPass    a graph and its backward, before the choice of saved values
+    LayerPass       a layer's forward and backward, after that choice
 
-The others lead from one stage of the pipeline to the next (`pcg.passes.stages`).
+Other passes convert a stage of the pipeline to the next (`pcg.passes.stages`).
 """
 
 from __future__ import annotations
@@ -35,17 +35,17 @@ Whole = TypeVar("Whole")
 
 @dataclass(frozen=True)
 class Pass(ABC, Generic[Before, After]):
-    """One step of a compilation."""
+    """A step of a compilation."""
 
     name: ClassVar[str]
 
     @abstractmethod
     def run(self, before: Before) -> After:
-        """The result; `before` itself if nothing changes."""
+        """Return the result; `before` itself if nothing changes."""
 
 
 class GraphPass(Pass[Graph, Graph]):
-    """A pass over one graph."""
+    """A pass over a graph."""
 
 
 class ModelPass(Pass[ModelGraph, ModelGraph]):
@@ -60,8 +60,9 @@ class LayerPass(Pass[TrainingGraph, TrainingGraph]):
 class On(Pass[Any, Any]):
     """A pass over parts of a stage, such as `serving.prologue training.plan.plans`.
 
-    A path names fields; it goes through tuples and stops at None. A pass over a graph runs over
-    each graph of a model.
+    A path names fields; it descends into tuples and stops at None. A pass over a graph runs over
+    each
+    graph of a model.
     """
 
     paths: str
@@ -104,7 +105,7 @@ def with_parts(whole: Whole, paths: str, change: Callable[[Any], Any]) -> Whole:
 Middle = TypeVar("Middle")
 
 Named: TypeAlias = Mapping[str, Graph]
-"""Graphs by what they are for and their own name, as `training.block_0_backward`."""
+"""Graphs by purpose and name, such as `training.block_0_backward`."""
 
 
 class State(Protocol):
@@ -114,15 +115,15 @@ class State(Protocol):
     def graphs(self) -> Named: ...
 
     def check(self) -> None:
-        """Check the interfaces between the graphs. TypeCheckError: two do not fit; names both."""
+        """Check the interfaces between the graphs; raise TypeCheckError with both names."""
 
 
 @dataclass(frozen=True)
 class PassRecord:
-    """The record of one pass that ran: its time with verification, and the graphs behind it.
+    """Record of a pass: its time, including verification, and the resulting graphs.
 
-    `labels` are the names of the state after it: the pass's name, unless a stage of the same name
-    continues, and those of the stages that end with it.
+    `labels` are the names of the resulting state: the pass's name, unless a stage of the same name
+    continues, and the names of the stages that end with the pass.
     """
 
     name: str
@@ -139,17 +140,17 @@ class PassRecord:
 
 
 Observer: TypeAlias = Callable[[PassRecord], None]
-"""A function that is told of each pass as it ends."""
+"""Function that receives the record of each finished pass."""
 
 
 def text_of(graphs: Named) -> str:
-    """Graphs as text IR, each under its full name, as `training.block_0_backward`."""
+    """Print graphs as text IR with full names, such as `training.block_0_backward`."""
     return print_graphs(graph.replace(name=name) for name, graph in graphs.items())
 
 
 @dataclass(frozen=True)
 class Stage(Generic[Before, After]):
-    """Passes, and stages, that lead from one state of a compilation to another, in order."""
+    """A sequence of passes and stages between two states of a compilation."""
 
     name: str
     passes: tuple[Pass[Any, Any] | Stage[Any, Any], ...]
@@ -157,9 +158,9 @@ class Stage(Generic[Before, After]):
     def flat(
         self, within: tuple[str, ...] = (), ends: tuple[str, ...] = ()
     ) -> Iterator[tuple[Pass[Any, Any], tuple[str, ...]]]:
-        """The passes in order, each with the names of the state after it.
+        """Yield the passes in order, each with the names of the state after it.
 
-        `within` names the stages around this one, `ends` those of them that end with it.
+        `within` names the enclosing stages, `ends` those that end with this stage.
         """
         within = (*within, self.name)
         for number, item in enumerate(self.passes, 1):
@@ -180,8 +181,7 @@ class Stage(Generic[Before, After]):
 
         Raises:
             PassError: a pass failed; names the pass, and carries the graphs before it.
-            BrokenGraphError: a pass made a graph that breaks a rule of the IR, or two that do not
-                fit.
+            BrokenGraphError: a pass built an invalid graph, or graphs that do not match.
             PcgError: a pass refuses the model.
         """
         state: Any = before
@@ -193,7 +193,7 @@ class Stage(Generic[Before, After]):
 def run_pass(
     step: Pass[Any, Any], before: Any, labels: tuple[str, ...] = (), observe: Observer | None = None
 ) -> Any:
-    """Run and verify one pass; arguments and errors are those of `Stage.run`."""
+    """Run and verify a pass; see `Stage.run` for arguments and errors."""
     started = time.perf_counter()
     graphs: Named = getattr(before, "graphs", {})
     try:
@@ -230,7 +230,7 @@ def _verify(step: Pass[Any, Any], name: str, graph: Graph, graphs: Named) -> Non
 
 
 def dump_to(directory: str | Path) -> Observer:
-    """An observer that writes each pass's text IR to `<n>-<pass>.pcg` in a directory."""
+    """Return an observer that writes each pass's text IR to `<n>-<pass>.pcg` in a directory."""
     folder = Path(directory)
     folder.mkdir(parents=True, exist_ok=True)
     numbers = itertools.count()
@@ -249,7 +249,7 @@ _NAMED_BY_MODULE = {"embedding", "experts", "layer_norm", "linear", "rms_norm"}
 
 
 def readable_names(graph: Graph, inputs: Mapping[str, str] | None = None) -> dict[str, str]:
-    """A new name for each node's outputs, and for the inputs in `inputs`.
+    """Return a new name for each node's outputs, and for the inputs in `inputs`.
 
     `q_proj` for the linear operator of module `self_attn.q_proj`, `add_1` for the second addition.
     """
@@ -273,7 +273,7 @@ def readable_names(graph: Graph, inputs: Mapping[str, str] | None = None) -> dic
 
 
 def unused_name(stem: str, taken: Container[str]) -> str:
-    """The stem, else the first of `stem_1`, `stem_2`, … that is not taken."""
+    """Return the stem, or the first of `stem_1`, `stem_2`, … that is not taken."""
     if stem not in taken:
         return stem
     return next(name for n in count(1) if (name := f"{stem}_{n}") not in taken)

@@ -1,4 +1,4 @@
-"""Raise elementary arithmetic to the table's model operators.
+"""Raising of elementary arithmetic to the operator table's model operators.
 
     x · rsqrt(mean(x²) + eps) · w                 rms_norm, with its roundings and offset
     (x - mean) · rsqrt(var + eps) · w             layer_norm
@@ -7,9 +7,9 @@
     linear(x, W) + b                              linear with a bias
     attention over repeated KV heads              attention over the KV heads themselves
 
-Rules go by the arithmetic, never by the model's name. A rule matches the old graph from a root node
-down and adds the replacement to the new one; superfluous nodes die. Rules see the old graph only,
-so of two rules that match one root the first wins.
+Rules match arithmetic, never the model's name. A rule matches the old graph from a root node down
+and adds the replacement to the new graph; unused nodes are removed. Rules see only the old graph,
+so if two rules match the same root, the first applies.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ from pcg.passes.graphs.pass_base import ModelPass, readable_names
 
 
 class NewName(str):
-    """A value's name in the new graph, accepted in place of names of the old one."""
+    """A value's name in the new graph, accepted where names of the old graph are."""
 
     __slots__ = ()
 
 
 class Rewriter:
-    """The old graph as rules see it, and the new one under construction."""
+    """The old graph, as rules see it, and the new graph under construction."""
 
     def __init__(self, graph: Graph) -> None:
         self.graph = graph
@@ -44,7 +44,7 @@ class Rewriter:
         self._scope = ""
 
     def producer(self, name: str, *ops: str) -> Node | None:
-        """The node that makes a value, if its operator is one of `ops`."""
+        """Return the node that computes a value, if its operator is one of `ops`."""
         node = self.graph.producers.get(name)
         return node if node is not None and node.op in ops else None
 
@@ -52,7 +52,7 @@ class Rewriter:
         return len(self.graph.consumers.get(name, ())) == 1 and name not in self.graph.outputs
 
     def through(self, name: str, *ops: str) -> str:
-        """The value behind a chain of these one-input operators."""
+        """Return the source of a chain of these single-input operators."""
         while (node := self.producer(name, *ops)) is not None:
             name = node.inputs[0]
         return name
@@ -91,7 +91,7 @@ Rule: TypeAlias = Callable[[Rewriter, Node], NewName | None]
 
 
 def rewrite(graph: Graph, rules: Sequence[Rule]) -> Graph:
-    """Replace every match of the rules, until none is left."""
+    """Apply the rules until no rule matches."""
     while True:
         new = Rewriter(graph).run(rules)
         if len(new.nodes) == len(graph.nodes):
@@ -100,7 +100,7 @@ def rewrite(graph: Graph, rules: Sequence[Rule]) -> Graph:
 
 
 def orders(node: Node | None) -> tuple[tuple[str, str], ...]:
-    """The two inputs of a node, in both orders; empty for another number of inputs."""
+    """Return a node's two inputs in both orders; empty for other numbers of inputs."""
     if node is None or len(node.inputs) != 2:
         return ()
     a, b = node.inputs
@@ -111,7 +111,7 @@ def orders(node: Node | None) -> tuple[tuple[str, str], ...]:
 
 
 def _normalised(rewriter: Rewriter, name: str) -> tuple[str, float] | None:
-    """(x before its cast to fp32, eps) of a value x / sqrt(mean(x²) + eps), else None."""
+    """Match x / sqrt(mean(x²) + eps): return (x before its cast to fp32, eps), or None."""
     for wide, scale in orders(rewriter.producer(name, "mul")):
         eps = _inverse_root_mean_square(rewriter, scale, wide)
         if eps is not None:
@@ -120,7 +120,7 @@ def _normalised(rewriter: Rewriter, name: str) -> tuple[str, float] | None:
 
 
 def _inverse_root_mean_square(rewriter: Rewriter, name: str, wide: str) -> float | None:
-    """The eps of a value rsqrt(mean(wide²) + eps), else None."""
+    """Match rsqrt(mean(wide²) + eps): return eps, or None."""
     root = rewriter.producer(name, "rsqrt")
     total = root and rewriter.producer(root.inputs[0], "add")
     mean = total and rewriter.producer(total.inputs[0], "mean")
@@ -140,7 +140,7 @@ def _before_widening(rewriter: Rewriter, name: str) -> str:
 
 
 def rms_norm(rewriter: Rewriter, node: Node) -> NewName | None:
-    """W · normalised(x), whatever is rounded when."""
+    """Match W · normalised(x), with any order of roundings."""
     types = rewriter.graph.types
     for weight, value in _factors(rewriter, node):
         rounding = rewriter.producer(value, "cast")
@@ -151,7 +151,7 @@ def rms_norm(rewriter: Rewriter, node: Node) -> NewName | None:
         (x, eps), (parameter, offset) = normalised, scale
         if types[x] != node.output.type or types[parameter].shape != types[x].shape[-1:]:
             return None
-        # Without a cast in between nothing is rounded, so either order is the same.
+        # Without a cast in between, nothing is rounded, so both orders are equal.
         first = rounding is not None or (node.op == "mul" and node.output.type.dtype == "f32")
         return rewriter.add("rms_norm", x, parameter, eps=eps, offset=offset, round_first=first)
     return None
@@ -162,7 +162,7 @@ def _factors(rewriter: Rewriter, node: Node) -> tuple[tuple[str, str], ...]:
 
 
 def _norm_weight(rewriter: Rewriter, name: str) -> tuple[str, float] | None:
-    """The parameter and the offset of w or (offset + w), cast or not."""
+    """Return the parameter and the offset of w or (offset + w), with or without a cast."""
     offset = 0.0
     if (shifted := rewriter.producer(name, "add")) and len(shifted.inputs) == 1:
         offset, name = float(cast("float", shifted.attribute("scalar"))), shifted.inputs[0]
@@ -171,7 +171,7 @@ def _norm_weight(rewriter: Rewriter, name: str) -> tuple[str, float] | None:
 
 
 def plain_rms_norm(rewriter: Rewriter, node: Node) -> NewName | None:
-    """normalised(x) that no weight follows."""
+    """Match normalised(x) without a weight."""
     name = node.inputs[0] if node.op == "cast" else node.name
     normalised = _normalised(rewriter, name)
     if normalised is None or rewriter.graph.types[normalised[0]] != node.output.type:
@@ -180,7 +180,7 @@ def plain_rms_norm(rewriter: Rewriter, node: Node) -> NewName | None:
 
 
 def layer_norm(rewriter: Rewriter, node: Node) -> NewName | None:
-    """W · (x - mean(x)) · rsqrt(mean((x - mean(x))²) + eps), as Cohere writes it out."""
+    """Match W · (x - mean(x)) · rsqrt(mean((x - mean(x))²) + eps), Cohere's elementary form."""
     for weight, value in _factors(rewriter, node):
         parameter = rewriter.through(weight, "cast")
         if not rewriter.is_parameter(parameter):
@@ -197,7 +197,7 @@ def layer_norm(rewriter: Rewriter, node: Node) -> NewName | None:
 
 
 def _centred(rewriter: Rewriter, name: str) -> str | None:
-    """The x of a value x - mean(x), else None."""
+    """Match x - mean(x): return x, or None."""
     node = rewriter.producer(name, "sub")
     mean = node and len(node.inputs) == 2 and rewriter.producer(node.inputs[1], "mean")
     if node and mean and mean.inputs[0] == node.inputs[0] and mean.get("dim") == -1:
@@ -209,7 +209,7 @@ def _centred(rewriter: Rewriter, name: str) -> str | None:
 
 
 def rope(rewriter: Rewriter, node: Node) -> NewName | None:
-    """X · cos + rotate(x) · sin over the whole of x."""
+    """Match X · cos + rotate(x) · sin over the whole of x."""
     if node.op != "add" or len(node.output.type.dims) != 3:
         return None
     for plain, turned in orders(node):
@@ -228,7 +228,7 @@ def rope(rewriter: Rewriter, node: Node) -> NewName | None:
 
 
 def _keeps_dtype(rewriter: Rewriter, node: Node, x: str) -> bool:
-    """Return whether a node has the dtype of x, or all its readers round it to that."""
+    """Return whether a node has the dtype of x, or all its readers cast it to that dtype."""
     dtype = rewriter.graph.types[x].dtype
     readers = rewriter.graph.consumers.get(node.name, ())
     return node.output.type.dtype == dtype or (
@@ -238,7 +238,7 @@ def _keeps_dtype(rewriter: Rewriter, node: Node, x: str) -> bool:
 
 
 def _rotation(rewriter: Rewriter, name: str) -> tuple[str, str] | None:
-    """Style and x of a value rotate(x), else None."""
+    """Match rotate(x): return style and x, or None."""
     pairs = rewriter.producer(name, "reshape")
     joined = rewriter.producer(pairs.inputs[0] if pairs else name, "concat")
     if joined is None:
@@ -258,7 +258,7 @@ def _rotation(rewriter: Rewriter, name: str) -> tuple[str, str] | None:
 
 
 def _slice_of(rewriter: Rewriter, name: str) -> tuple[str, bool, int, int, int] | None:
-    """(x, negated, start, stop, step) of a value ± x[..., start:stop:step], else None."""
+    """Match ± x[..., start:stop:step]: return (x, negated, start, stop, step), or None."""
     negative = rewriter.producer(name, "neg")
     node = rewriter.producer(negative.inputs[0] if negative else name, "slice")
     if node is None or node.get("dim") != -1:
@@ -269,7 +269,7 @@ def _slice_of(rewriter: Rewriter, name: str) -> tuple[str, bool, int, int, int] 
 
 
 def _table(rewriter: Rewriter, name: str) -> str:
-    """A [T, 1, n] table of cosines as [T, n]."""
+    """Return a [T, 1, n] table of cosines as [T, n]."""
     view = rewriter.producer(name, "reshape")
     shape = rewriter.graph.types[name].shape
     if view and rewriter.graph.types[view.inputs[0]].shape == (TOKENS, shape[-1]):
@@ -278,7 +278,7 @@ def _table(rewriter: Rewriter, name: str) -> str:
 
 
 def partial_rope(rewriter: Rewriter, node: Node) -> NewName | None:
-    """The first dims of each head turned, the rest as they are."""
+    """Match a rope over the first dims of each head, with the other dims unchanged."""
     if node.op != "concat" or len(node.inputs) != 2 or node.get("dim") != -1:
         return None
     rope = rewriter.producer(node.inputs[0], "rope")
@@ -298,7 +298,7 @@ def partial_rope(rewriter: Rewriter, node: Node) -> NewName | None:
 
 
 def activation(rewriter: Rewriter, node: Node) -> NewName | None:
-    """A product that is gelu(x) or silu(x) by value, though written out."""
+    """Match an expanded product that equals gelu(x) or silu(x) by value."""
     if node.op != "mul" or len(node.inputs) != 2:
         return None
     nodes, leaves = _elementwise_cone(rewriter, node)
@@ -308,7 +308,7 @@ def activation(rewriter: Rewriter, node: Node) -> NewName | None:
     (leaf,) = leaves
     if rewriter.graph.types[leaf] != node.output.type:
         return None
-    # BLOOM has √(2/π) to eight digits: gelu in fp32, a function of its own in fp64.
+    # BLOOM has √(2/π) to eight digits: gelu in fp32, a different function in fp64.
     tolerance = 1e-13 if node.output.type.dtype == "f64" else 1e-7
     for name, attributes in _ACTIVATIONS:
         if _same_function(tuple(nodes), leaf, node.name, name, attributes, tolerance):
@@ -325,7 +325,7 @@ _ARITHMETIC = ("add", "div", "mul", "neg", "pointwise", "pow", "sigmoid", "tanh"
 
 
 def _elementwise_cone(rewriter: Rewriter, root: Node) -> tuple[list[Node], set[str]]:
-    """The arithmetic between a node and its leaves, within one activation."""
+    """Return the arithmetic between a node and its leaves, within a single activation."""
     nodes: list[Node] = []
     leaves: set[str] = set()
 
@@ -370,7 +370,7 @@ def _same_function(
 
 
 class RaiseOperators(ModelPass):
-    """Write a model in fewer, larger operators, with readable names."""
+    """Rewrite a model with fewer, larger operators and readable names."""
 
     name = "raise"
 
@@ -386,7 +386,7 @@ class RaiseOperators(ModelPass):
 
 
 def raise_graph(graph: Graph, inputs: Mapping[str, str] | None = None) -> Graph:
-    """A graph of the same function in fewer, larger operators; `inputs` gives inputs new names."""
+    """Rewrite a graph with fewer, larger operators; `inputs` renames inputs."""
     graph = rewrite(graph, (_drop_identity, _join_reshapes))
     graph = rewrite(graph, (layer_norm, rms_norm, _linear_bias, rope, activation))
     graph = rewrite(graph, (plain_rms_norm, partial_rope, _drop_identity, _join_reshapes))
@@ -428,7 +428,7 @@ def _linear_bias(rewriter: Rewriter, node: Node) -> NewName | None:
 
 
 def _unrepeat_heads(rewriter: Rewriter, node: Node) -> NewName | None:
-    """Let attention read each KV head once, if the model repeats it for its heads."""
+    """Let attention read each KV head once if the model repeats KV heads."""
     if node.op != "attention":
         return None
     k, v = (_before_repeat(rewriter, name) for name in node.inputs[1:3])
@@ -441,7 +441,7 @@ def _unrepeat_heads(rewriter: Rewriter, node: Node) -> NewName | None:
 
 
 def _before_repeat(rewriter: Rewriter, name: str) -> str | None:
-    """The x [T, K, d] of a value x with each head repeated; through rope, which commutes."""
+    """Match x [T, K, d] with each head repeated, also through rope, which commutes: return x."""
     node = rewriter.producer(name, "reshape", "rope")
     if node is None:
         return None

@@ -3,9 +3,9 @@
     q = (x Wᵀ)[.., a:b]                   q = x W[a:b]ᵀ
     q = reshape(y, [T, n, d])[.., a:b, :]  q = reshape(y[.., a d : b d], [T, b - a, d])
 
-The slice moves up through operators that treat the entries of its dim alike (bypass networks,
-biases, activations) to weights, and takes rows of them. Models that concatenate q, k and v in one
-weight can only then be sharded by heads: equal parts of the fused rows belong to no head.
+The slice moves up to the weights and takes rows of them, through operators that treat all entries
+of its dim equally (bypass networks, biases, activations). Only then can models that concatenate q,
+k and v in a single weight be sharded by heads: equal parts of the fused rows match no head.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class _Splitter:
                     self.builder.parameter(self.graph.parameters_by_name[name])
             source = self._rows_of(node)
             if source is not None:
-                # The slice's own value is the product, in the shape that the slice had.
+                # The slice's value becomes the product, in the slice's shape.
                 shape = (("shape", node.output.type.reshape_sizes),)
                 inputs = (self._sliced(*source),)
                 node = dataclasses.replace(node, op="reshape", inputs=inputs, attributes=shape)
@@ -54,7 +54,7 @@ class _Splitter:
         return self.builder.build(self.graph.outputs)
 
     def _rows_of(self, node: Node) -> tuple[str, int, int] | None:
-        """The product that a slice is of, and the entries of its last dim."""
+        """Return the sliced product, and the range of its last dim."""
         if node.op != "slice" or node.get("step", 1) != 1:
             return None
         name, dim = node.inputs[0], cast("int", node.attribute("dim"))
@@ -75,14 +75,14 @@ class _Splitter:
         return None
 
     def _is_split(self, name: str) -> bool:
-        """Return whether a value is a weight, or comes from rows of weights alone."""
+        """Return whether a value is a weight, or depends only on rows of weights."""
         if name in self.graph.parameters_by_name:
             return True
         behind = self._behind(name) or {}
         return bool(behind) and all(map(self._is_split, behind.values()))
 
     def _behind(self, name: str) -> Mapping[int, str] | None:
-        """The inputs of a value's node, by index, that a slice of it slices."""
+        """Return the inputs, by index, that a slice of the value slices."""
         node = self.graph.producers.get(name)
         if node is None or len(node.outputs) > 1:
             return None
@@ -96,7 +96,7 @@ class _Splitter:
         return {place: node.inputs[place] for place in dims}
 
     def _sliced(self, name: str, start: int, stop: int) -> str:
-        """Entries of a value's last dim, or rows of a weight."""
+        """Return a range of a value's last dim, or rows of a weight."""
         parameter = self.graph.parameters_by_name.get(name)
         if parameter is not None:
             return self.builder.parameter(rows_of(parameter, start, stop))
@@ -122,12 +122,12 @@ class _Splitter:
 
 
 def _dim(type_: TensorType) -> int:
-    """The sliced dim: the last of a token-wise value, and a weight's rows."""
+    """Return the sliced dim: the last dim of a token-wise value, or a weight's rows."""
     return -1 if type_.is_token_wise else -len(type_.dims)
 
 
 def rows_of(parameter: Parameter, start: int, stop: int) -> Parameter:
-    """Rows of a weight, or entries of a vector, as a parameter of its own."""
+    """Return rows of a weight, or entries of a vector, as a separate parameter."""
     sizes = (stop - start, *parameter.type.shape[1:])
     first = parameter.rows[0] if parameter.rows else 0
     return Parameter(

@@ -1,1 +1,1 @@
-"""Passes that choose what forward saves and what backward recomputes."""
+"""Passes that choose the values that forward saves and backward recomputes."""

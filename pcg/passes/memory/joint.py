@@ -1,25 +1,25 @@
-"""Choose layouts together with saved and recomputed values: the least time of a layer at a memory.
+"""Joint choice of layouts and saved values: the least time of the layers within a memory limit.
 
     minimise    Σ layers  plan(a) + recompute(a, c)         seconds: compute, messages, recompute
     such that   Σ layers  saved(a, c)                       <= limit
 
 a are the layouts of a block's adapters, c the saved values of each of its layers. At fixed layouts
-c is a minimum cut (`pcg.passes.memory.save_problem`), spread over the layers. Over the layouts it
-is a branch and bound, with the bound at a rate of λ seconds a byte
+c is a minimum cut (`pcg.passes.memory.save_problem`), spread over the layers. Over the layouts the
+search is a branch and bound, with the bound, at a rate of λ seconds a byte,
 
     Σ blocks  priced plan(a, λ)  +  Σ layers  base cut(λ)  -  λ limit
 
-The planner's dynamic program gives the first term for partially fixed layouts, with the values of
-bypass networks that backward reads priced at their least (`pcg.parallel.search`). The cut of the
-second term is of the layer without bypass networks, which backward needs in any case: a cut with
-them has room for both flows. So no layouts are better once the bound reaches the best step. Values
-saved in codes have fewer bytes than these prices assume, so the bound is then that of the plans, at
-λ = 0. Each message is by itself here, as in the planner; of all plans with a computed cut, the
-result is the least with neighbouring messages coalesced.
+The planner's dynamic program computes the first term for partially fixed layouts, where the values
+of bypass networks that backward reads have their least price (`pcg.parallel.search`). The second
+term is the cut of the layer without bypass networks, a lower bound: a cut with them has room for
+both flows. Once the bound reaches the best step, no other layouts are better. Values saved in codes
+have fewer bytes than these prices assume; the bound is then that of the plans, at λ = 0. The
+planner counts messages separately; of all plans with a computed cut, the result is the fastest with
+neighbouring messages coalesced.
 
 For the base cut, the layer is differentiated by its inputs, and by the values that the networks add
-to. Backward also reads those base values that the networks' gradients read, each in some layout, at
-least a rank's part; recomputing a value that a network adds to repeats the sum, in the least time.
+to. Backward also reads the base values that the networks' gradients read, in at least a rank's
+part; recomputing a value that a network adds to repeats the sum, at its least time.
 """
 
 from __future__ import annotations
@@ -51,10 +51,11 @@ from pcg.passes.memory.save_problem import Choice, SaveProblem
 def base_cut(
     base: Graph, search: Search, kind: LayerKind, step: tuple[int, int, RankCosts, int]
 ) -> Callable[[float], Choice] | None:
-    """The least that such a layer saves and recomputes, by a rate of picoseconds a byte.
+    """Return the least saved and recomputed values of a base layer, by picoseconds per byte.
 
-    `step` has its sequences, the tokens of each, costs, and the ranks that share these tokens. None
-    for a layer without a backward.
+    `step` has the sequences, the tokens of a sequence, the costs, and the ranks that share the
+    tokens.
+    None for a layer without a backward.
     """
     if not kind.gradients.backward.outputs:
         return None
@@ -75,7 +76,7 @@ def base_cut(
 
 
 def _with_parts(base: Graph, search: Search, degree: int) -> tuple[Graph, list[str]]:
-    """The layer with each rank's part of the values that gradients of networks read, and these."""
+    """Add each rank's part of the values that networks' gradients read; also return these parts."""
     builder, read = Builder.extending(base), []
     computed = base.producers.keys() - search.graph.parameters_by_name.keys()
     for name in _read_by_sites(search):
@@ -104,9 +105,9 @@ def _read_by_sites(search: Search) -> list[str]:
 
 
 _MOST_PLANS = 128
-"""Plans that a search makes; where they are not enough, its bound is below what it found."""
+"""Maximum number of plans of a search; if reached, the bound is below the best step."""
 _MOST_STEPS = 8
-"""Steps whose cuts a search makes, which take longest."""
+"""Maximum number of steps with computed cuts, the slowest part of a search."""
 _NEARLY = 1 - 1e-9
 
 Plans = tuple[ParallelPlan, ...]
@@ -114,12 +115,12 @@ Plans = tuple[ParallelPlan, ...]
 
 @dataclass(frozen=True)
 class Step:
-    """A model's sharded layers, and what they save and recompute within a budget.
+    """A model's sharded layers, with saved and recomputed values within a budget.
 
     Attributes:
         seconds: forward and backward of all layers on a rank, neighbouring messages coalesced.
-        apart_seconds: the same with each message by itself.
-        again_seconds: the part of it that backward recomputes.
+        apart_seconds: `seconds` without coalescing.
+        again_seconds: the recomputation's part of `seconds`.
         kept_bytes: bytes that the layers save.
     """
 
@@ -133,13 +134,12 @@ class Step:
 
 @dataclass(frozen=True)
 class Joint:
-    """The best step of a search, and values to compare it with.
+    """The best step of a search, and steps to compare it with.
 
     Attributes:
         limit_bytes: bytes that the layers may save.
         sequential: the step with the layouts that are cheapest alone.
-        sequential_seconds: the time of the same layouts, with recomputed values chosen by
-            operations.
+        sequential_seconds: the time of these layouts, with recomputed values chosen by operations.
         bound_seconds: a lower bound of `apart_seconds`.
     """
 
@@ -164,9 +164,9 @@ class JointSearch:
     """The search over a model's layouts at a budget.
 
     Attributes:
-        base: one rank's model without bypass networks.
+        base: a rank's model without bypass networks.
         searches: the searches of its blocks; `blocks` has the base's block of each.
-        local: one rank's model with bypass networks, by plans of its blocks.
+        local: returns a rank's model with bypass networks, for plans of its blocks.
         is_lossy: True if values are saved in codes.
     """
 
@@ -179,7 +179,7 @@ class JointSearch:
     is_lossy: bool
 
     def find(self) -> Joint | None:
-        """The best step; None if the budget does not bind, or is below one input a layer."""
+        """Return the best step; None if the budget does not bind or is below an input a layer."""
         first = self._step(tuple(search.plan() for search in self.searches))
         if first is None or not self._binds(first.frontiers):
             return None
@@ -207,7 +207,7 @@ class JointSearch:
     # --------------------------------------------------------------------------------- one block
 
     def _block(self, index: int, steps: list[Step], least: float, rate: float) -> float:
-        """Search one block's layouts, others as in the first step; return a bound of all steps.
+        """Search a block's layouts, with the first step's layouts elsewhere; return a lower bound.
 
         Appends every step with a computed cut.
         """
@@ -229,7 +229,7 @@ class JointSearch:
             try:
                 plan = planner.plan(search.holding(part.layouts, part.gathered))
             except TypeCheckError:
-                return  # no way to run it so
+                return  # these layouts are impossible
             heapq.heappush(waiting, (rest + count * plan.cost, next(numbers), part))
 
         add(_Part(0, {}, frozenset()))
@@ -245,7 +245,7 @@ class JointSearch:
         return min([_best(steps), *(bound for bound, _, _ in waiting)])
 
     def _add(self, steps: list[Step], index: int, plan: ParallelPlan) -> None:
-        """Add the step with one block's plan, if it is new and fits the budget."""
+        """Append the step with another plan of a block, if it is new and fits the budget."""
         first = steps[0].plans
         plans = (*first[:index], plan, *first[index + 1 :])
         if all(plans != step.plans for step in steps):
@@ -255,7 +255,7 @@ class JointSearch:
     # ---------------------------------------------------------------------------------- the cuts
 
     def _step(self, plans: Plans) -> Step | None:
-        """The step of plans; None if it does not fit the budget."""
+        """Return the step of plans; None if it does not fit the budget."""
         model = self.local(plans)
         kinds = [replace(kind, gradients=self._ready(kind)) for kind in layer_kinds(model)]
         budget = self.budget
@@ -273,12 +273,12 @@ class JointSearch:
         return Step(plans, ways, coalesced + again, apart + again, again, kept)
 
     def _ready(self, kind: LayerKind) -> Differentiated:
-        """A kind's gradients after the passes before its plan."""
+        """Return a kind's gradients after the passes that precede its plan."""
         gradients = Prune().run(kind.gradients)
         return Compress().run(Quantize().run(gradients) if self.is_lossy else gradients)
 
     def _least_of_base(self, ways: Frontiers, rate: float) -> float:
-        """A bound of the seconds for recomputed and saved values of all layers, at a rate."""
+        """Return a lower bound of all layers' price of recomputed and saved values, in seconds."""
         total = 0.0
         for kind in ways.kinds:
             cut = base_cut(
@@ -307,7 +307,7 @@ def _priced(choice: Choice, rate: float) -> float:
 
 
 def _rate(ways: Frontiers, limit_bytes: int) -> float:
-    """The picoseconds a byte at which the bound of a step's recomputing is the highest."""
+    """Return the picoseconds per byte at which the bound of a step's recomputation is highest."""
     hulls = [front[1:] if len(front) > 1 else front for front in ways.of_kind]
     rates = {
         (then.cost - now.cost) / (now.size_bytes - then.size_bytes)

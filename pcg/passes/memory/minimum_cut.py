@@ -1,11 +1,11 @@
-"""The minimum cut of a network between its source and its sink, by augmenting along short paths.
+"""Minimum cut of a network between its source and its sink, by augmentation along short paths.
 
-Nodes are numbers; 0 is the source and 1 the sink. Of the cuts of the least capacity it is the one
-with the fewest nodes on the sink's side: those that reach the sink in what a maximum flow leaves
-free, which are the same whatever the flow.
+Nodes are numbers; 0 is the source and 1 the sink. Among cuts of minimum capacity, the result has
+the fewest nodes on the sink's side: the nodes with a path to the sink in the residual network of a
+maximum flow, which are equal for all maximum flows.
 
 Source: Y. Dinitz, Algorithm for solution of a problem of maximum flow in networks with power
-estimation, 1970: each phase finds the levels from the sink, and fills all shortest paths.
+estimation, 1970: each phase computes the levels from the sink, and fills all shortest paths.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ SOURCE, SINK = 0, 1
 
 
 class Network:
-    """A network; its edges hold for every cut, their capacities for one.
+    """A network: its edges are fixed, the capacities differ between cuts.
 
     Args:
-        nodes: the number of nodes, source and sink included.
+        nodes: the number of nodes, including source and sink.
         edges: pairs of nodes.
     """
 
@@ -27,13 +27,13 @@ class Network:
         self._from: list[list[int]] = [[] for _ in range(nodes)]
         self._ends: list[int] = []
         for before, after in edges:
-            # Edge 2 i is the i-th that is given, and 2 i + 1 is the way back.
+            # Edge 2 i is the i-th given edge, edge 2 i + 1 its reverse.
             self._from[before].append(len(self._ends))
             self._from[after].append(len(self._ends) + 1)
             self._ends += (after, before)
 
     def sink_side(self, capacities: Iterable[int | None]) -> set[int]:
-        """The nodes on the sink's side, by the capacity of each edge; None is unbounded.
+        """Return the nodes on the sink's side, for the capacity of each edge; None is unbounded.
 
         Every path from the source to the sink has a bounded edge.
         """
@@ -49,7 +49,7 @@ class Network:
             self._fill(free, levels)
 
     def _levels(self, free: list[int]) -> list[int]:
-        """Each node's number of free edges to the sink; -1 without a path."""
+        """Return each node's number of free edges to the sink; -1 without a path."""
         levels = [-1] * len(self._from)
         levels[SINK] = 0
         reached = [SINK]
@@ -62,7 +62,7 @@ class Network:
         return levels
 
     def _fill(self, free: list[int], levels: list[int]) -> None:
-        """Send as much as possible along edges that lead a level nearer to the sink."""
+        """Send as much as possible along edges that lead a level closer to the sink."""
         ends, untried = self._ends, [list(edges) for edges in self._from]
         path: list[int] = []
         node = SOURCE
@@ -72,7 +72,7 @@ class Network:
                 for edge in path:
                     free[edge] -= sent
                     free[edge ^ 1] += sent
-                # Go on where the first edge was filled.
+                # Continue at the first filled edge.
                 place = next(i for i, edge in enumerate(path) if not free[edge])
                 node = ends[path[place] ^ 1]
                 del path[place:]

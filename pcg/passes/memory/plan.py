@@ -1,26 +1,26 @@
-"""Plan the memory of training: the saved values of each layer, within a budget over all of them.
+"""Memory plan of training: the saved values of each layer, within a budget over all layers.
 
-**Spread.** Each layer has the lower convex hull of its (saved bytes, cost of recomputing). Steps
-along the hulls, from "no product recomputed" on, are taken in the order of bytes spared per cost,
-over all layers; so after every step no other mix of hull vertices saves fewer bytes at as little
-cost. Among equal layers the first take theirs first: backward reaches them last, when the others'
-saved values are gone and there is room for recomputed ones.
+**Spread.** Each layer has the lower convex hull of its (saved bytes, cost of recomputation). Steps
+along the hulls, from "no product recomputed" on, are taken in the order of saved bytes per cost,
+over all layers; so after every step, no other mix of hull vertices saves fewer bytes at an equal or
+lower cost. Among equal layers, earlier layers step first: backward reaches them last, when the
+other layers' saved values are freed and leave memory for recomputed values.
 
 A value that layers share counts once for all layers that read it in backward, so a step along the
-hulls may add bytes; only mixes of fewer bytes than all before them are taken. Costs in seconds
-include other operators than products, so a hull may begin with more bytes than "no product
-recomputed", which is taken if it fits the budget.
+hulls may add bytes; only mixes of fewer bytes than all earlier mixes are taken. Costs in seconds
+include operators other than products, so a hull may begin with more bytes than "no product
+recomputed", which is chosen if it fits the budget.
 
-**Segments** of layers share one saved input, for budgets below an input per layer.
+**Segments** of layers share a saved input, for budgets below an input per layer.
 
     save x_i;   backward of layer i+k:   x_{i+1} = layer i(x_i), …, x_{i+k} = layer i+k-1(x_{i+k-1})
 
-Where every layer saves only its input, a layer with a recomputed input saves nothing. That spares
-an input's bytes and costs another forward of the layer before, wherever the segments lie; so every
-recomputed input moves along one line of bytes against operations. The length g of a segment changes
-what backward holds: up to g - 1 recomputed inputs, against L / g saved ones. The longest segment is
-as short as possible, and at most sqrt(L), where the two are equal; the first layers share first, as
-their recomputed inputs are held after the others' saved inputs are gone.
+If every layer saves only its input, a layer with a recomputed input saves nothing. Each recomputed
+input saves the same bytes and costs another forward of the previous layer, for any placement of the
+segments. The length g of a segment changes the memory of backward: up to g - 1 recomputed inputs,
+and L / g saved inputs. The longest segment is as short as possible, and at most sqrt(L), where both
+are equal. Earlier layers share first, as their recomputed inputs are alive after the other layers'
+saved inputs are freed.
 
 Source: the square root is that of Chen et al. 2016, Training Deep Nets with Sublinear Memory Cost.
 """
@@ -62,9 +62,9 @@ SharedBytes = Mapping[str, int]
 def spread(
     frontiers: LayerFrontiers, budget: MemoryBudget, outside_bytes: int, shared: SharedBytes
 ) -> Mix | None:
-    """The mix of the least cost within a budget, or None.
+    """Return the mix of the least cost within a budget, or None.
 
-    `outside_bytes` are saved outside the layers in any case.
+    `outside_bytes` are always saved outside the layers.
     """
     steps = list(_sized_mixes(frontiers, shared))
     (most, _), (least, _) = steps[0], steps[-1]
@@ -77,15 +77,15 @@ def spread(
 
 
 def mixes(frontiers: LayerFrontiers, shared: SharedBytes) -> Iterator[Mix]:
-    """Every mix from no recomputed product to the fewest bytes, one layer's step each.
+    """Return the mixes from no recomputed product to the fewest bytes, a layer's step each.
 
-    Each saves fewer bytes than the one before, at the best rate of bytes for cost.
+    Each mix saves fewer bytes than the mix before, at the best ratio of bytes to cost.
     """
     return (mix for _, mix in _sized_mixes(frontiers, shared))
 
 
 def _sized_mixes(frontiers: LayerFrontiers, shared: SharedBytes) -> Iterator[tuple[int, Mix]]:
-    """Every mix on the way, with the bytes of all its layers and of shared values."""
+    """Yield every mix, with the bytes of all its layers and of shared values."""
     mix = [0] * len(frontiers)
     least = mixed(frontiers, mix, shared).size_bytes
     yield least, tuple(mix)
@@ -108,7 +108,7 @@ def _sized_mixes(frontiers: LayerFrontiers, shared: SharedBytes) -> Iterator[tup
 
 
 def _start(frontier: Sequence[Choice]) -> int:
-    """The index where a frontier's hull begins: the first choice, or a larger one behind it."""
+    """Return the start of a frontier's hull: the first choice, or a larger second choice."""
     return int(len(frontier) > 1 and frontier[1].size_bytes >= frontier[0].size_bytes)
 
 
@@ -118,7 +118,7 @@ def _steps(frontier: Sequence[Choice], layer: int) -> Iterator[tuple[Fraction, i
 
 
 def mixed(frontiers: LayerFrontiers, mix: Sequence[int], shared: SharedBytes) -> Choice:
-    """Bytes, operations and cost of all layers together, and their shared values."""
+    """Return the bytes, operations and cost of all layers together, and their shared values."""
     choices = _chosen(frontiers, mix)
     read = tuple(dict.fromkeys(name for choice in choices for name in choice.shared))
     size = sum(c.size_bytes for c in choices) + sum(shared.get(name, 0) for name in read)
@@ -136,17 +136,18 @@ def _chosen(frontiers: LayerFrontiers, mix: Sequence[int]) -> list[Choice]:
 def restorable(
     model: ModelGraph, plans: Sequence[TrainingGraph], layers: Sequence[int]
 ) -> list[bool]:
-    """For each layer, True if the layer before can recompute its input.
+    """Return for each layer whether the previous layer can recompute its input.
 
-    Both must save their one carried input, and nothing else that is not shared. `layers` has the
-    index of each layer's plan.
+    Both layers must save their single carried input, and nothing else except shared values.
+    `layers`
+    has the index of each layer's plan.
     """
     alone = [_saves_its_input_alone(model, plan) for plan in plans]
     return [False, *(alone[before] and alone[layer] for before, layer in pairwise(layers))]
 
 
 def shared_inputs(restorable: Sequence[bool], count: int) -> tuple[int, ...] | None:
-    """The first layers to recompute the inputs of, `count` of them; None if fewer can."""
+    """Return the first `count` layers with recomputed inputs; None if fewer are possible."""
     for longest in range(1, max(isqrt(len(restorable)), 1) + 1):
         recomputed = _in_segments(restorable, longest)
         if len(recomputed) >= count:
@@ -155,7 +156,7 @@ def shared_inputs(restorable: Sequence[bool], count: int) -> tuple[int, ...] | N
 
 
 def most_shared(restorable: Sequence[bool]) -> tuple[int, ...]:
-    """The layers with recomputed inputs, if as many as possible are."""
+    """Return the layers with recomputed inputs, for the most recomputed inputs."""
     return tuple(_in_segments(restorable, max(isqrt(len(restorable)), 1)))
 
 
@@ -184,14 +185,14 @@ def _saves_its_input_alone(model: ModelGraph, plan: TrainingGraph) -> bool:
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """A plan of what the layers of a model save and recompute.
+    """A plan of the values that a model's layers save and recompute.
 
     Attributes:
-        plans: the distinct ways in which layers are trained.
+        plans: the distinct training graphs of layers.
         layers: the index of each layer's plan.
         choices: the choice of each plan.
         layer_flops: operations of each layer's matrix products and attention, forward.
-        restored: layers whose input backward recomputes by the layer before.
+        restored: layers whose input backward recomputes by the previous layer.
     """
 
     plans: tuple[TrainingGraph, ...]
@@ -213,20 +214,20 @@ class MemoryPlan:
 
 @dataclass(frozen=True)
 class Frontiers:
-    """The layers' choices of what to save and recompute, at one batch.
+    """The layers' choices of saved and recomputed values, at a batch.
 
-    Frontiers take many cuts and are computed when first read; a share of 1 needs one cut of each
-    kind of layers.
+    Frontiers take many cuts and are computed when first read; a share of 1 needs a single cut per
+    kind
+    of layers.
 
     Attributes:
         layers: the index of each layer's kind.
         layer_flops: operations of each layer's matrix products and attention.
-        outside_bytes: bytes saved outside the layers in any case.
-        shared_bytes: bytes of the other values that layers share, each counted where backward reads
-            it.
+        outside_bytes: bytes that are always saved outside the layers.
+        shared_bytes: bytes of other values that layers share; each counts if backward reads it.
         model: the model with bypass networks attached.
         batch: number of sequences of the step.
-        seq: number of tokens of each, on one rank.
+        seq: number of tokens of a sequence, on a rank.
         parts: ranks that share the tokens of a sequence.
         costs: the seconds of a rank's nodes; None to count operations.
     """
@@ -248,9 +249,9 @@ class Frontiers:
 
     @cached_property
     def by_flops(self) -> tuple[tuple[Choice, ...], ...]:
-        """The frontiers by operations alone; empty if those of the kinds are by operations.
+        """The frontiers by operations; empty if the kinds' frontiers are by operations.
 
-        As layers are whole, a mix of these may be within a budget at less cost.
+        As layers are indivisible, a mix of these may fit a budget at a lower cost.
         """
         if self.costs is None:
             return ()
@@ -276,11 +277,11 @@ class Frontiers:
         return [self.of_kind[kind] for kind in self.layers]
 
     def at(self, batch: int, seq: int, kinds: Sequence[LayerKind] | None = None) -> Frontiers:
-        """The choices at another step, or for other gradients."""
+        """Return the choices at another step, or for other gradients."""
         return frontiers(self.model, kinds or self.kinds, batch, seq, self.costs, self.parts)
 
     def points(self) -> list[tuple[int, float, int]]:
-        """(saved bytes, share of the forward that is recomputed, recomputed inputs of layers).
+        """Return (saved bytes, recomputed share of the forward, recomputed layer inputs).
 
         Consecutive layers with the same step count as one.
         """
@@ -303,7 +304,7 @@ class Frontiers:
         return points
 
     def plan(self, budget: MemoryBudget) -> MemoryPlan:
-        """The plan with the fewest recomputed operations. MemoryBudgetError: none is in budget."""
+        """Return the plan with the fewest recomputed operations; MemoryBudgetError if none fits."""
         choices = self.choices(budget)
         if choices is not None:
             return self.planned(choices)
@@ -311,7 +312,7 @@ class Frontiers:
         return self._sharing_inputs(budget, budget.size_bytes - self.outside_bytes)
 
     def choices(self, budget: MemoryBudget) -> list[Choice] | None:
-        """Each layer's choice within a budget, at the least cost, or None."""
+        """Return each layer's choice within a budget, at the least cost, or None."""
         if budget.share == 1:
             return [self.firsts[kind] for kind in self.layers]
         best = self.within(self.of_kind, budget)
@@ -329,7 +330,7 @@ class Frontiers:
     def within(
         self, of_kind: Sequence[Sequence[Choice]], budget: MemoryBudget
     ) -> list[Choice] | None:
-        """Each layer's choice on these frontiers of the kinds, within a budget, or None."""
+        """Return each layer's choice on these frontiers of the kinds, within a budget, or None."""
         of_layers = [of_kind[kind] for kind in self.layers]
         mix = spread(of_layers, budget, self.outside_bytes, self.shared_bytes)
         if mix is None:
@@ -337,7 +338,7 @@ class Frontiers:
         return [front[index] for front, index in zip(of_layers, mix, strict=True)]
 
     def _sharing_inputs(self, budget: MemoryBudget, limit: int) -> MemoryPlan:
-        """The plan in which layers save the least, with the fewest recomputed inputs."""
+        """Return the plan whose layers save the least, with the fewest recomputed inputs."""
         least = self._least()
         can_be = restorable(self.model, least.plans, least.layers)
         size = self._running_again(least)
@@ -354,7 +355,7 @@ class Frontiers:
         return dataclasses.replace(least, restored=restored)
 
     def _running_again(self, least: MemoryPlan) -> int:
-        """Bytes of a plan's layers, and of shared values that a repeated forward reads."""
+        """Return the bytes of a plan's layers, and of shared values for a repeated forward."""
         layers = sum(least.choices[index].size_bytes for index in least.layers)
         return layers + sum(self.shared_bytes.values())
 
@@ -392,11 +393,11 @@ def frontiers(
     costs: RankCosts | None = None,
     parts: int = 1,
 ) -> Frontiers:
-    """The frontier of every kind of layer, at a step of `batch` sequences of `seq` tokens.
+    """Return the frontier of every kind of layer, at a step of `batch` sequences of `seq` tokens.
 
     Args:
         costs: the seconds of a rank's nodes; None to count operations.
-        parts: ranks that share the tokens of a sequence; `seq` are those of one.
+        parts: ranks that share the tokens of a sequence; `seq` counts a rank's tokens.
     """
     tokens = batch * seq
     of_block = [graph_flops(block, tokens, parts * seq) for block in model.blocks]
@@ -415,13 +416,13 @@ def frontiers(
 
 
 def _read_of_shared(kind: LayerKind) -> set[str]:
-    """Shared values that backward reads, directly or by a view."""
+    """Return shared values that backward reads, directly or through a view."""
     storages = Storages.of(kind.gradients.graph)
     return {storages[name].name for name in kind.gradients.needed} & {*kind.shared}
 
 
 def replanned(plan: MemoryPlan, ways: Frontiers) -> MemoryPlan | None:
-    """A plan's choices for layers of other sizes; None if these have no such tensor."""
+    """Return a plan's choices for layers of other sizes; None if a saved tensor is missing."""
     plans = []
     for index, choice in enumerate(plan.choices):
         kind = ways.kinds[ways.layers[plan.layers.index(index)]]
@@ -433,7 +434,7 @@ def replanned(plan: MemoryPlan, ways: Frontiers) -> MemoryPlan | None:
 
 
 def save_all(kinds: Sequence[LayerKind]) -> MemoryPlan:
-    """The plan in which every layer saves all that its backward reads."""
+    """Return the plan in which every layer saves all values that its backward reads."""
     plans = [plan_layer(kind, kind.gradients.needed, kind.name) for kind in kinds]
     nothing = Choice((), (), 0, 0, 0)
     return MemoryPlan(tuple(plans), _kind_of_layers(kinds), (nothing,) * len(plans), ())

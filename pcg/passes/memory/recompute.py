@@ -1,4 +1,4 @@
-"""Write forwards that save values, and backwards that recompute the others."""
+"""Forwards that save values, and backwards that recompute the others."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from pcg.passes.graphs.lossy import exact_where_unsaved
 
 
 def plan_layer(kind: LayerKind, saved: tuple[str, ...], name: str) -> TrainingGraph:
-    """A layer's forward that saves values, and its backward that recomputes the others.
+    """Return a layer's forward that saves values, and its backward that recomputes the others.
 
     `saved` are values that own their storage: their views are recomputed.
     """
@@ -27,7 +27,7 @@ def plan_layer(kind: LayerKind, saved: tuple[str, ...], name: str) -> TrainingGr
     available = {value.name for value in backward.inputs}
     inputs = tuple(v.name for v in graph.inputs if v.name in available)
     made_values = tuple(n for n in saved if n in available and n not in inputs)
-    # A saved part of a rank is a copy, so that the whole tensor can be freed.
+    # A rank's saved part is a copy, so that the whole tensor can be freed.
     parts = {OwnPart.name, TakenPart.name}
     nodes = tuple(
         node.changed(attributes={"kept": True})
@@ -44,9 +44,9 @@ def plan_layer(kind: LayerKind, saved: tuple[str, ...], name: str) -> TrainingGr
 
 
 def _recomputing(gradients: Differentiated, kept: set[str], name: str) -> Graph:
-    """Insert the nodes that make backward's missing inputs, each right before its first reader.
+    """Insert the nodes of backward's missing inputs, each directly before its first reader.
 
-    So recomputed values are alive as short as possible.
+    This minimizes the lifetime of recomputed values.
     """
     graph, plain = gradients.graph, uncompressed(gradients, kept)
     types = graph.types
@@ -78,9 +78,9 @@ def _recomputing(gradients: Differentiated, kept: set[str], name: str) -> Graph:
 
 
 def prologue_backward(gradients: Differentiated, carried: Sequence[str]) -> Graph:
-    """The prologue's backward, which recomputes all its forward values: these are few.
+    """Return the prologue's backward, which recomputes all of its few forward values.
 
-    It takes the prologue's inputs, then the gradients of the first layer's inputs.
+    Its inputs are the prologue's inputs, then the gradients of the first layer's inputs.
     """
     graph = gradients.graph
     backward = _recomputing(gradients, set(), f"{graph.name}_backward")
@@ -89,10 +89,11 @@ def prologue_backward(gradients: Differentiated, carried: Sequence[str]) -> Grap
 
 
 def loss_and_gradients(gradients: Differentiated) -> Graph:
-    """The epilogue's forward and backward in one graph.
+    """Return the epilogue's forward and backward as a single graph.
 
-    It takes the hidden states, `targets` [T] and the gradient of each token's loss, and returns the
-    loss [T], the hidden states' gradient, and the trained parameters'.
+    Its inputs are the hidden states, `targets` [T] and the gradient of each token's loss; its
+    outputs
+    the loss [T], the hidden states' gradient, and the trained parameters' gradients.
     """
     forward, (loss,) = gradients.graph, gradients.graph.outputs
     builder = Builder.extending(forward)

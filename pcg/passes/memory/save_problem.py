@@ -1,11 +1,11 @@
-"""The save problem: the values that forward saves for backward, and those that backward recomputes.
+"""The save problem: the values that forward saves for backward or that backward recomputes.
 
 For a layer's forward graph and the values N that its backward reads, choose the set S of storages
-to save and the set R of nodes to run again:
+to save and the set R of nodes to repeat:
 
     minimise    w_b Σ_{s in S} bytes(s) + w_c Σ_{n in R} cost(n)
     such that   every value of N, and every input of a node of R, is resident (a weight, or shared
-                by all layers), lies in a storage of S, or is made by a node of R.
+                by all layers), lies in a storage of S, or is computed by a node of R.
 
 This is a minimum cut (a project selection with storages as capacities), so the optimum is exact and
 the cut is its certificate. Each storage s is an edge s_in -> s_out of capacity w_b bytes(s). With
@@ -18,15 +18,16 @@ the sink side T read as "available in backward", s_out in T and s_in not in T is
     x_out from the source  w_b bytes(x)    a graph input cannot be recomputed
     v_out  -> sink         infinite        backward's inputs are available
 
-Views of a value share its storage and count as one node. Decoded values are not saved but decoded
-again: at their size the value itself could be saved. On one rank the cost is operations, counted
+Views of a value share its storage and count as one node. Decoded values are decoded again instead
+of saved: at their size the value itself could be saved. On one rank the cost is operations, counted
 for matrix products and attention only; among optima, fewer elements recomputed by other operators
-win. Over ranks with known device and links, it is the time of every operator and of every message
-that a recompute repeats.
+win. Over ranks with known device and links, the cost is the time of every repeated operator and
+message.
 
-Sweeping w_b : w_c over the edges of the lower convex hull of (bytes, cost) finds every vertex of it
-(`frontier`), from "no product recomputed" to the fewest bytes. Layers may take different vertices,
-so a model meets any budget between two of them to within a layer's step (`pcg.passes.memory.plan`).
+Sweeping w_b : w_c over the edges of the lower convex hull of (bytes, cost) finds all of its
+vertices (`frontier`), from "no product recomputed" to the fewest bytes. Layers may take different
+vertices, so a model meets any budget between two of them to within a layer's step
+(`pcg.passes.memory.plan`).
 
 Source: FlexLLM §5.2, algorithm 1, which this generalises; its step 2 depends on the order of its
 work queue and does not reach a minimum.
@@ -50,7 +51,7 @@ from pcg.passes.memory.minimum_cut import Network
 
 _SOURCE, _SINK = "source", "sink"
 _TIE = 2**40
-"""More than the elements of a layer's activations, so that other operators only break ties."""
+"""Exceeds the elements of a layer's activations, so that other operators only break ties."""
 
 
 class _Edge(NamedTuple):
@@ -66,7 +67,7 @@ class _Edge(NamedTuple):
 
 @dataclass(frozen=True)
 class Choice:
-    """A choice of what one layer saves and recomputes.
+    """A choice of the values that a layer saves and recomputes.
 
     Attributes:
         saved: the value that owns each saved storage, in the graph's order.
@@ -86,14 +87,14 @@ class Choice:
 
 
 class SaveProblem:
-    """The cut of one layer, at a step of `batch` sequences of `seq` tokens.
+    """The cut of a layer, at a step of `batch` sequences of `seq` tokens.
 
     Args:
         graph: the layer's forward graph.
-        needed: values of it that backward reads.
-        resident: inputs available in backward in any case, as all layers share them.
+        needed: the graph's values that backward reads.
+        resident: inputs that are always available in backward, as all layers share them.
         costs: the seconds of a rank's nodes; None to count operations.
-        parts: ranks that share the tokens of a sequence; `seq` are those of one.
+        parts: ranks that share the tokens of a sequence; `seq` counts a rank's tokens.
     """
 
     def __init__(
@@ -127,7 +128,7 @@ class SaveProblem:
         self._bytes = {storage.name: int(storage.size_bytes(self._tokens)) for storage in kept}
 
     def choose(self, byte_weight: int, cost_weight: int | None) -> Choice:
-        """The best choice at these weights; a cost weight of None forbids products."""
+        """Return the best choice at these weights; a cost weight of None forbids products."""
         if not self._needed:
             return Choice((), (), 0, 0, 0)
         capacities = [self._price(edge.price, byte_weight, cost_weight) for edge in self._edges]
@@ -167,9 +168,9 @@ class SaveProblem:
         return self.choose(1, None)
 
     def frontier(self) -> tuple[Choice, ...]:
-        """No product recomputed, then the lower convex hull's vertices to the fewest bytes.
+        """Return the choice without recomputed products, then the hull's further vertices.
 
-        Where every operator has a cost, the hull begins where nothing is recomputed.
+        If every operator has a cost, the hull begins with the choice that recomputes nothing.
         """
         first = self.first
         last = self.choose(sum(self._costs.values()) + 1, 1)
@@ -194,13 +195,13 @@ class SaveProblem:
         return [*self._between(left, middle), middle, *self._between(middle, right)]
 
     def add_cost(self, value: str, seconds: float) -> None:
-        """Add to the time of recomputing the node that makes a value."""
+        """Add to the cost of recomputing the node that computes a value."""
         node = self.graph.producers.get(value)
         if node is not None and node.name in self._costs:
             self._costs[node.name] += round(seconds / PICOSECOND)
 
     def in_costs(self, choices: Iterable[Choice]) -> tuple[Choice, ...]:
-        """The same choices, with their cost in this problem."""
+        """Return the choices with their cost in this problem."""
         return tuple(replace(choice, cost=self._cost_of(choice.saved)) for choice in choices)
 
     def _cost_of(self, saved: Sequence[str]) -> int:
@@ -223,7 +224,7 @@ class SaveProblem:
         return self._stored(value.name for value in node.outputs)
 
     def _makers(self) -> list[Node]:
-        """The nodes behind needed values, excluding views."""
+        """Return the nodes that needed values depend on, without views."""
         live = {storage.name for storage in self._needed}
         nodes = []
         for node in reversed(self.graph.nodes):

@@ -1,1 +1,1 @@
-"""The cut between a base that holds frozen weights and a client that holds everything private."""
+"""Cut between a base that holds the frozen weights and a client that holds all private data."""

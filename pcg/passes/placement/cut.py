@@ -1,4 +1,4 @@
-"""The cut of a model: the base's calls with their nodes, and the values that cross.
+"""The cut of a model: the base's calls with their nodes, and the transferred values.
 
 Sizes are those of a step of a number of tokens; times are in seconds.
 """
@@ -16,20 +16,20 @@ from pcg.passes.placement.split_graph import SplitGraph
 from pcg.passes.placement.split_problem import bits
 
 Crossing = tuple[tuple[str, int], ...]
-"""Values that cross, by name, with their bytes."""
+"""Transferred values, by name, with their bytes."""
 
 
 @dataclass(frozen=True)
 class Piece:
-    """Nodes that one call runs at the base.
+    """Nodes that the base runs in a single call.
 
     Attributes:
         nodes: names of the nodes.
-        repeated: names of nodes that also run elsewhere, instead of being sent.
+        repeated: names of nodes that also run elsewhere, which avoids the transfer of their values.
         inputs: the values that the client sends.
         outputs: the values that the base returns.
-        seconds: time of the round trip, latency and transfers included.
-        graph: its nodes as a graph, from the inputs to the outputs.
+        seconds: time of the round trip, including latency and transfers.
+        graph: the nodes as a graph, from the inputs to the outputs.
     """
 
     is_backward: bool
@@ -76,8 +76,8 @@ class GraphCut:
         pieces: the calls of the base, in order.
         client: names of the nodes that the client runs.
         held: frozen weights of two dims and more that the client needs, with their bytes.
-        costs: the costs of one such graph, with both sides' seconds.
-        fixed: the costs where each product is a call (Symbiosis).
+        costs: the costs of a single graph, with both sides' seconds.
+        fixed: the costs if each product is a call (Symbiosis).
     """
 
     name: str
@@ -112,7 +112,7 @@ class StepCut:
 
 
 def cut_graph(name: str, count: int, graph: SplitGraph, cut: Cut | None = None) -> GraphCut:
-    """Describe a cut, by default the cheapest. UnsupportedError: the graph is too wide."""
+    """Describe a cut, by default the cheapest; raise UnsupportedError if the graph is too wide."""
     problem = graph.problem
     best = exact_cut(problem) if cut is None else cut
     elsewhere = 0

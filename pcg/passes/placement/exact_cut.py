@@ -1,32 +1,32 @@
 """The cheapest cut of a split problem, by a shortest path over the states of its execution.
 
 The base keeps nothing between calls, so a state consists of the nodes that ran (an ideal of the
-graph's order), and their values that the client did not fetch. A move is a round trip, or a node
-that the client runs though the base could. Nodes that only the client can run do so as soon as they
-can. A round trip's values that only a later piece reads may stay behind: that piece repeats the
-nodes that make them. A minimum cut for each round trip (`cheapest_transfer`) chooses the values to
-send and the nodes to repeat.
+graph's order), and the values that the client did not fetch from the base. A move is a round trip,
+or a client's run of a node that the base could also run. Nodes that only the client can run do so
+as soon as possible. A round trip need not return values that only a later piece reads: that piece
+repeats the nodes that compute them. A minimum cut for each round trip (`cheapest_transfer`) chooses
+the values to send and the nodes to repeat.
 
-A plain minimum cut over all nodes would price bytes and times, but no round trips, and could put
-nodes before and behind the client's attention in one piece. Copies of each node for each phase of
-the execution do not help: a value that the client keeps costs nothing in later phases, and nothing
-in the same phase either, which is no submodular function of two phases. A layer is narrow, so its
-states are few.
+A plain minimum cut over all nodes would price bytes and times, but no round trips, and could merge
+nodes before and after the client's attention into the same piece. Copies of each node for each
+phase of the execution do not help: a value that the client keeps is free in later phases and in
+the same phase, which is not a submodular function of two phases. A layer is narrow, so its states
+are few.
 
-Two round trips without a client's node between them are one, at no higher cost: its values are sent
-at most once, and need not return. A state with more values at the client, at no higher cost, is
-never worse.
+Two round trips without a client's node in between merge into one, at no higher cost: values are
+sent at most once, and need not return. A state with more values at the client, at no higher cost,
+is never worse.
 
-The minimum cut of a transfer: some values are wanted on one side. Each is sent there, or its node
-runs there (again) over values that are wanted in turn:
+Minimum cut of a transfer: a side wants some values. Each value is sent to that side, or its node
+runs there (again), whose inputs are then wanted as well:
 
     source -> n             time(n)        a repeated node costs its time on that side
     n      -> v             send(v)        a sent value costs its time on the link
     v      -> n reads v     infinite       a repeated node needs its inputs
     v      -> sink          infinite       a wanted value is present
 
-The sink's side is the present: a present value with an absent maker is sent. A value without a
-maker that may run there is linked to the source at its price.
+The sink's side is present: a present value with an absent maker is sent. A value whose maker cannot
+run on that side has an edge from the source at its price.
 """
 
 from __future__ import annotations
@@ -61,11 +61,12 @@ def cheapest_transfer(
     unsendable: int,
     is_up: bool,
 ) -> Transfer:
-    """The cheapest way to have values on a side.
+    """Return the cheapest transfer that provides values on a side.
 
     Args:
-        present: values that are on that side anyway.
-        may_repeat: nodes that may run on that side; each of their values is sent or made by such.
+        present: values that the side already has.
+        may_repeat: nodes that may run on that side; each of their values is sent or computed by
+            them.
         unsendable: values that the other side does not have.
         is_up: True if the side is the base.
     """
@@ -145,20 +146,20 @@ def _cut(
 
 
 MOST_STATES = 200_000
-"""States that a search looks at; a layer of the families that pcg knows has some hundreds."""
+"""Maximum number of states of a search; layers of known model families have some hundreds."""
 
 
 @dataclass(frozen=True)
 class RoundTrip:
-    """One call of the base, as masks of nodes and of values.
+    """A call of the base, as masks of nodes and of values.
 
     Attributes:
-        nodes: nodes that run there for the first time.
-        repeated: nodes of earlier pieces, or of the client, that run there again.
+        nodes: nodes that run for the first time.
+        repeated: nodes of earlier pieces, or of the client, that run again.
         sent: values that the client sends.
         returned: values that the base returns.
         again: nodes of the piece that the client also runs, instead of receiving their values.
-        cost_ps: total time, latency and the nodes included.
+        cost_ps: total time, including latency and nodes.
     """
 
     nodes: int
@@ -178,12 +179,12 @@ class Cut:
 
 
 def exact_cut(problem: SplitProblem) -> Cut:
-    """The cheapest cut. UnsupportedError: the graph is too wide; says how wide."""
+    """Return the cheapest cut; raise UnsupportedError if the graph is too wide."""
     return _Search(problem).run()
 
 
 def fixed_cut(problem: SplitProblem) -> Cut:
-    """Symbiosis' cut: each node of the base is a call, and the client runs all others."""
+    """Return Symbiosis' cut: each node of the base is a call; the client runs all others."""
     trips = []
     for number, node in enumerate(problem.nodes):
         if node.side is Side.BASE:
@@ -198,9 +199,9 @@ def fixed_cut(problem: SplitProblem) -> Cut:
 
 @dataclass(frozen=True)
 class _State:
-    """The nodes that ran, the values missing at the client, and whether a round trip may be next.
+    """The nodes that ran, the values missing at the client, and whether a round trip may follow.
 
-    It may be next if the client ran a node since the last one.
+    A round trip may follow if the client ran a node after the previous round trip.
     """
 
     ran: int
@@ -295,11 +296,13 @@ class _Search:
         return sum(self.problem.nodes[number].client_ps for number in bits(nodes))
 
     def _bound(self, ran: int) -> int:
-        """A lower bound of the time from a state with these nodes run to the end.
+        """Return a lower bound of the time from a state with these nodes run to the end.
 
-        Each other node runs once, on its faster side. The base makes its nodes' inputs from sent
-        values, and the client makes its wanted values from returned ones: at least the minimum cut
-        with free nodes and pieces that keep each other's values.
+        Each remaining node runs once, on its faster side. The base computes its nodes' inputs from
+        sent
+        values, and the client its wanted values from returned values: at least the minimum cut with
+        free
+        nodes and pieces that keep each other's values.
         """
         problem, left = self.problem, self.every & ~ran
         time = self._trips_left(ran) * problem.latency_ps
@@ -318,7 +321,7 @@ class _Search:
         return time + up.cost_ps + down.cost_ps
 
     def _trips_left(self, ran: int) -> int:
-        """The least number of round trips behind these nodes, at any cost."""
+        """Return the least number of further round trips, at any cost."""
         problem = self.problem
         at_client, at_base = [0] * len(problem.values), [1] * len(problem.values)
         for number in bits(self.every & ~ran):
@@ -338,15 +341,16 @@ class _Search:
         return any(not before[number] & ~ran for number in bits(self.either & ~ran))
 
     def _later(self, ran: int) -> int:
-        """The inputs of nodes that have not run, and all values that they may be made of."""
+        """Return the inputs of nodes that have not run, and all values that may compute them."""
         nodes = self.problem.nodes
         return self._behind(mask_of(v for n in bits(self.every & ~ran) for v in nodes[n].reads))
 
     def _worth_returning(self, piece_values: int, ran: int) -> tuple[int, ...]:
-        """The values of a piece that the client may want for later pieces alone.
+        """Return the values of a piece that the client may fetch for later pieces.
 
         A value that only nodes of the piece read is no better than their results, if these cost no
-        more to return and to send.
+        more to
+        return and to send.
         """
         problem, later = self.problem, self._used_later(ran)
         prices: dict[int, tuple[int, int]] = {}
@@ -368,7 +372,7 @@ class _Search:
         return tuple(returned)
 
     def _made_of(self, values: int) -> int:
-        """The values, and all that the base may read to make them."""
+        """Return the values, and all values that the base may read to compute them."""
         problem, waiting = self.problem, list(bits(values))
         while waiting:
             maker = problem.makers.get(waiting.pop())
@@ -388,12 +392,12 @@ class _Search:
         for number in bits(piece & self.either):
             if not mask_of(problem.nodes[number].reads) & lost:
                 may |= 1 << number
-        # What the piece did not make, the client has.
+        # The client has all values from outside the piece.
         others = ((1 << len(problem.values)) - 1) & ~piece_values
         return cheapest_transfer(problem, fetched, others, may, 0, False)
 
     def _pieces_behind(self, ran: int) -> tuple[int, ...]:
-        """Sets of nodes that the base can run next, each closed under its inputs."""
+        """Return the sets of nodes that the base can run next, each closed under its inputs."""
         before, pieces, waiting = self.problem.before, {0}, [0]
         for piece in waiting:
             for number in bits(self.at_base & ~ran & ~piece):

@@ -1,7 +1,7 @@
-"""A piece: the graph that one call runs at the base, and its text, equal for all clients.
+"""A piece: the graph that a call runs at the base, and its text, equal for all clients.
 
-In the text values have numbers for names, inputs are in the order in which nodes read them, and
-outputs in that in which nodes make them, so that clients with the same computation send one text.
+In the text, values are numbered, inputs are in the order of their readers, and outputs in the order
+of their makers, so that clients with the same computation send the same text.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def piece_graph(
     inputs: Iterable[str],
     outputs: Iterable[str],
 ) -> Graph:
-    """The graph of some nodes, with the views and parameters that they read.
+    """Return the graph of some nodes, with the views and parameters that they read.
 
     Args:
         graphs: a graph, or a forward and its backward, with the nodes.
@@ -74,7 +74,7 @@ class PieceText:
 
 
 def piece_text(graph: Graph) -> PieceText:
-    """Return a piece's text."""
+    """Return a piece's text, with the names of its inputs and outputs."""
     live = graph.without_dead_code()
     read = {name: None for node in live.nodes for name in node.inputs}
     inputs_by_name = {value.name: value for value in live.inputs}

@@ -1,11 +1,11 @@
 """The split problem of a graph, or of a layer's forward and backward together.
 
-Between a layer's forward and its backward the rest of the model runs: a node of the client, from
-the layer's outputs to their gradients. So no piece of the base spans both, and a forward value that
-a piece of the backward reads is sent again, or made again at the base.
+Between a layer's forward and its backward, the rest of the model runs: a node of the client, from
+the layer's outputs to their gradients. No piece of the base spans both, so a forward value that a
+backward piece reads is sent again, or recomputed at the base.
 
-A view with all elements counts as its source. A value computed from frozen weights alone counts as
-these weights.
+A view with all elements counts as its source. A value computed only from frozen weights counts as a
+weight.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from pcg.parallel.costs.work import is_free
 from pcg.passes.placement.split_problem import Side, SplitCosts, SplitNode, SplitProblem, SplitValue
 
 LINEAR = ("linear", "linear_backward")
-"""Operators that are sent where only linear ones may be."""
+"""Operators that may be sent under privacy."""
 PIECE_OPERATORS = frozenset((
     *LINEAR, "add", "cast", "clamp", "clamp_backward", "concat", "div", "exp", "expand", "gelu",
     "gelu_backward", "layer_norm", "layer_norm_backward", "mean", "mul", "neg", "permute", "pow",
@@ -30,7 +30,7 @@ PIECE_OPERATORS = frozenset((
     "rope", "rope_backward", "rsqrt", "sigmoid", "sigmoid_backward", "silu", "silu_backward",
     "slice", "slice_backward", "sqrt", "sub", "sum", "tanh", "tanh_backward",
 ))  # fmt: skip
-"""Operators that a base runs for its clients; a token's result depends on that token alone."""
+"""Operators that a base runs for its clients; a token's result depends on that token only."""
 REST = "rest of the model"
 
 
@@ -42,13 +42,13 @@ def split_problem(
     linear_only: bool = False,
     private: Iterable[str] = (),
 ) -> SplitGraph:
-    """The split problem of a graph and, if there is one, its backward.
+    """Return the split problem of a graph and its backward, if any.
 
     Args:
-        linear_only: the base runs products alone, as noise hides the sent values.
+        linear_only: the base runs only linear operators, as noise hides the sent values.
         private: inputs that never leave the client.
     Raises:
-        UnsupportedError: the base has to run an operator that is not linear.
+        UnsupportedError: the base would have to run an operator that is not linear.
         CostModelError: a device has no cost for an operator.
     """
     builder = _Builder(costs, linear_only, set(private))
@@ -69,9 +69,9 @@ class SplitGraph:
     """A split problem, and its nodes in the graph.
 
     Attributes:
-        graphs: the graph, and its backward if it has one.
+        graphs: the graph, and its backward if any.
         nodes: the graph's nodes by their number in the problem; None for the rest of the model.
-        first_backward: the number of the first node behind the forward.
+        first_backward: the number of the first node after the forward.
         held: frozen weights of at least two dims that the client's nodes read, with their bytes.
     """
 
@@ -93,7 +93,7 @@ class _Builder:
     graphs: list[Graph] = field(default_factory=list)
     numbers: dict[str, int] = field(default_factory=dict)
     weights: set[str] = field(default_factory=set)
-    """What frozen weights alone make, which both sides have; of two dims, the base."""
+    """Values computed only from frozen weights: vectors are on both sides, matrices at the base."""
     matrices: set[str] = field(default_factory=set)
     aside: set[str] = field(default_factory=set)
     """Values without a row for each token."""
@@ -106,7 +106,7 @@ class _Builder:
             if value.name not in self.numbers:
                 self._value(value.name, value.type)
         norms = [node for node in graph.nodes if node.op.startswith(("layer_norm", "rms_norm"))]
-        of_norms = {name for node in norms for name in node.inputs}  # of heads, two dims
+        of_norms = {name for node in norms for name in node.inputs}  # heads' norms have two dims
         for parameter in graph.parameters:
             name = parameter.name
             if parameter.role == "adapter":
@@ -119,7 +119,7 @@ class _Builder:
             self._node(graph, node)
 
     def rest(self, outputs: Iterable[str], gradients: Iterable[tuple[str, TensorType]]) -> None:
-        """Put the rest of the model between a forward and its backward."""
+        """Insert the rest of the model between a forward and its backward."""
         reads = tuple(dict.fromkeys(self.numbers[name] for name in outputs))
         values = tuple(self._value(name, type_) for name, type_ in gradients)
         self.nodes.append(SplitNode(REST, Side.CLIENT, 0, 0, reads, values))
@@ -175,18 +175,18 @@ class _Builder:
     def _side(self, node: Node) -> Side:
         entry = operator(node.op)
         if self.hidden.intersection(node.inputs):
-            # Of hidden values, results for tokens may be sent: they hold what an adapter adds.
+            # Token-wise results of hidden values may be sent: they include an adapter's addition.
             names = (value.name for value in node.outputs if not value.type.is_token_wise)
             self.hidden.update(names)
             return Side.CLIENT
         if entry.sees_sequences or entry.sees_rows or entry.is_random:
             return Side.CLIENT
         if not all(value.type.is_token_wise for value in node.outputs):
-            return Side.CLIENT  # the gradient of an adapter, a sum over tokens
+            return Side.CLIENT  # an adapter's gradient, a sum over tokens
         if node.op == "embedding":
-            return Side.CLIENT  # nobody is told a user's tokens
+            return Side.CLIENT  # the user's tokens stay private
         if self.aside.intersection(node.inputs):
-            return Side.CLIENT  # what is sent has a row for each token
+            return Side.CLIENT  # sent values have a row for each token
         is_product = bool(self.matrices.intersection(node.inputs))
         if not self.linear_only and (is_product or node.op in PIECE_OPERATORS):
             return Side.BASE if is_product else Side.EITHER

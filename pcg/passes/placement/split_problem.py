@@ -1,24 +1,24 @@
-"""The split problem: which node of a graph runs at the base, and in which round trip.
+"""The split problem: the side and the round trip of each node of a graph.
 
 A base executor holds the frozen weights and keeps nothing between two calls; a client holds the
-rest (Symbiosis §3). A *piece* is what one call runs at the base, over values that the client sends,
-and returns values to the client. With A the values that the client has, a round trip is
+rest (Symbiosis §3). A call runs a *piece* at the base, over values that the client sends, and
+returns values to the client. With A the values at the client, a round trip is
 
     A -> A + F      latency + Σ up(s), s in S  +  Σ base(n), n in P  +  Σ down(f), f in F
 
-where every value that P reads is made in P, sent (S ⊆ A), or a frozen weight's, and F is made in P.
-The client runs a node whose values it has: A -> A + n at client(n). A node may run more than once:
-in several pieces, or on both sides, where that is cheaper than to send its result. The cut is the
+where P computes F, and each value that P reads is computed in P, sent (S ⊆ A), or a frozen weight.
+The client runs a node whose inputs it has: A -> A + n at client(n). A node may run several times,
+in several pieces or on both sides, if that is cheaper than a transfer of its result. The cut is the
 cheapest way from the graph's inputs to its outputs.
 
-    client   reads an adapter or what is computed from adapters alone, sees sequences (attention and
-             its cache), draws numbers, or reads targets
-    base     reads a frozen weight of at least two dims, and is none of those
-    either   the others: norms, activations, sums; both sides hold their vectors
+    client   reads an adapter or values computed only from adapters, sees sequences (attention and
+             its cache), draws random numbers, or reads targets
+    base     reads a frozen weight of at least two dims, and is not a client's node
+    either   all others: norms, activations, sums; both sides hold their vectors
 
-The values on both sides are numbered, and sets of nodes and of values are masks of bits.
+Values are numbered; sets of nodes and of values are bit masks.
 
-Times of a split step are those of two devices, each with its cost model, and of their link.
+Times of a split step combine two devices, each with its cost model, and their link.
 """
 
 from __future__ import annotations
@@ -49,9 +49,9 @@ class SplitNode:
     """A node, with its times on both sides in picoseconds.
 
     Attributes:
-        side: where it may run.
+        side: the side or sides that can run the node.
         reads: the numbers of the values that it reads, except weights.
-        makes: the numbers of the values that it makes.
+        makes: the numbers of the values that it computes.
     """
 
     name: str
@@ -74,11 +74,11 @@ class SplitValue:
 
 @dataclass(frozen=True)
 class SplitProblem:
-    """Nodes in order over values; the client has values without a maker from the start.
+    """Nodes in order, over values; values without a maker are at the client from the start.
 
     Attributes:
         outputs: the numbers of the values that the client wants.
-        latency_ps: time of each round trip besides transfers and nodes.
+        latency_ps: time of each round trip, without transfers and nodes.
     """
 
     nodes: tuple[SplitNode, ...]
@@ -111,7 +111,7 @@ class SplitProblem:
 
     @cached_property
     def wanted(self) -> int:
-        """The values that the client needs in any case: outputs, and inputs of its own nodes."""
+        """The values that the client always needs: outputs, and inputs of its own nodes."""
         client_nodes = (node for node in self.nodes if node.side is Side.CLIENT)
         return mask_of(self.outputs) | mask_of(
             value for node in client_nodes for value in node.reads
@@ -121,9 +121,11 @@ class SplitProblem:
     def eager(self) -> int:
         """The nodes that the client runs as soon as it can.
 
-        These are the nodes that no base can run, and nodes that make a value needed in any case,
-        from values that it has in any case, in less time than its return takes. The base may also
-        run those.
+        These are the nodes that the base cannot run, and nodes that compute values that the client
+        always
+        needs, from values that it always has, in less time than a return takes. The base may also
+        run the
+        latter.
         """
         makers, eager = self.makers, self.client_only
         for number, node in enumerate(self.nodes):
@@ -140,12 +142,12 @@ class SplitProblem:
         return mask_of(value for n in bits(nodes) for value in self.nodes[n].makes)
 
     def read_by(self, nodes: int) -> int:
-        """The inputs of some nodes that none of them makes."""
+        """Return the inputs of some nodes that none of them computes."""
         read = mask_of(value for n in bits(nodes) for value in self.nodes[n].reads)
         return read & ~self.made_by(nodes)
 
     def closed(self, ran: int) -> int:
-        """The nodes with all eager ones that can run behind them."""
+        """Add all eager nodes that can run after the given nodes."""
         for number in bits(self.eager & ~ran):
             if not self.before[number] & ~ran:
                 ran |= 1 << number
@@ -153,7 +155,7 @@ class SplitProblem:
 
 
 def mask_of(numbers: Iterable[int]) -> int:
-    """The mask of some numbers."""
+    """Return the mask of some numbers."""
     mask = 0
     for number in numbers:
         mask |= 1 << number
@@ -161,7 +163,7 @@ def mask_of(numbers: Iterable[int]) -> int:
 
 
 def bits(mask: int) -> Iterator[int]:
-    """The numbers of a mask, ascending."""
+    """Yield the numbers of a mask in ascending order."""
     while mask:
         low = mask & -mask
         yield low.bit_length() - 1
@@ -173,7 +175,7 @@ def bits(mask: int) -> Iterator[int]:
 
 @dataclass(frozen=True)
 class SplitCosts:
-    """Picoseconds of nodes on either side, and of values between them.
+    """Picoseconds of nodes on both sides, and of transfers.
 
     Attributes:
         tokens: the number of tokens of a step.
@@ -197,10 +199,10 @@ class SplitCosts:
         return round(size_bytes / self.link.bytes_per_s / PICOSECOND)
 
     def node_ps(self, graph: Graph, node: Node, side: Side) -> tuple[int, int]:
-        """Times of a node at the base and at the client; 0 for a view, and for a side without it.
+        """Return a node's times at the base and at the client; 0 for views and excluded sides.
 
         Raises:
-            CostModelError: a device has no cost for it.
+            CostModelError: a device has no cost for the node.
         """
         if is_free(node.op):
             return 0, 0
