@@ -1,1 +1,1 @@
-"""Emit programs as readable Python source."""
+"""Emitters of programs as readable Python source."""

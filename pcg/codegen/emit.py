@@ -1,13 +1,13 @@
-"""Emit the functions of a program as one readable Python file, for PyTorch or for Triton.
+"""Emission of a program's functions as a readable Python file, for PyTorch or for Triton.
 
 A function takes the layer's weights `w`, its adapters' weights `a`, the `batch` (for attention) and
-the graph's inputs, and returns the graph's outputs. Nodes of one module stand together under the
+the graph's inputs, and returns the graph's outputs. Nodes of a module are adjacent under the
 module's path. In training functions a value is deleted after its last use. Each statement is a node
-in PyTorch, or the launch of a kernel that runs several; a collective that overlaps others is one
-statement that begins it, and one that waits for it.
+in PyTorch, or the launch of a kernel that runs several nodes. A collective that overlaps other
+nodes takes a statement that starts it, and a statement that waits for it.
 
-For Triton a kernel stands before the function that launches it, one for each group of nodes that a
-kernel can run. A node in no group is PyTorch, or a template kernel behind a function of
+For Triton, each group of nodes that a kernel can run gets a kernel before the function that
+launches it. A node in no group is PyTorch, or a template kernel behind a function of
 `pcg.kernels.triton.ops`.
 """
 
@@ -32,7 +32,7 @@ from pcg.ir.program.program import python_name
 
 
 Item: TypeAlias = Node | GroupKernel
-"""A node, or the launch of the kernel of several."""
+"""A node, or the launch of a kernel for several nodes."""
 
 
 def emit_function(function: Function, items: Sequence[Item] | None = None) -> str:
@@ -117,7 +117,7 @@ def _statement(node: Node, expressions: Mapping[str, str], yields: bool = False)
 
 
 def _beginning(node: Node, expressions: Mapping[str, str]) -> list[str]:
-    """Begin a collective; its first output's name holds the pending result."""
+    """Start a collective; its first output's name holds the pending result."""
     entry = collective_of(node)
     assert entry is not None
     source = entry.begun_source([expressions[n] for n in node.inputs], dict(node.attributes))
@@ -127,7 +127,7 @@ def _beginning(node: Node, expressions: Mapping[str, str]) -> list[str]:
 def _waiting(
     items: Sequence[Item], waited: Mapping[int, int], index: int, expressions: Mapping[str, str]
 ) -> list[str]:
-    """Wait for the collectives that the item at an index is the first to read."""
+    """Wait for the collectives whose first reader is the item at an index."""
     lines = []
     for begun in (items[place] for place, first in waited.items() if first == index):
         assert isinstance(begun, Node)
@@ -139,7 +139,7 @@ def _waiting(
 def _last_uses(
     graph: Graph, items: Sequence[Item], waited: Mapping[int, int]
 ) -> dict[int, list[str]]:
-    """For each item's index, the values that no later one reads; outputs and parameters stay."""
+    """Return for each item's index the values without later readers, except kept values."""
     lasting = {*graph.outputs, *graph.parameters_by_name}
     last: dict[str, int] = {value.name: -1 for value in graph.inputs}
     for index, item in enumerate(items):
@@ -186,13 +186,13 @@ TRITON_SERVING = (
     return K.keep(logits, limits)
 ''',
 )
-"""Functions of a serving program that choose tokens."""
+"""A serving program's functions that sample tokens."""
 _MOST_NAMED = 3
-"""The most operators that a kernel's name has."""
+"""Maximum number of operators in a kernel's name."""
 
 
 def emit_with_kernels(function: Function) -> str:
-    """Emit a function behind its kernels. CodegenError: its nodes are not grouped."""
+    """Emit a function after its kernels; raise CodegenError if its nodes are not grouped."""
     graph = function.graph
     if not isinstance(graph, KernelGraph):
         raise CodegenError(f"the nodes of graph @{graph.name} are not grouped to kernels")
@@ -212,7 +212,7 @@ def emit_with_kernels(function: Function) -> str:
 
 
 def _operators(group: KernelGroup) -> list[str]:
-    """The operators in a kernel's name, without views and deferred adds."""
+    """Return the operators in a kernel's name, without views and deferred adds."""
     operators = dict.fromkeys(node.op for node in group.nodes)
     named = [op for op in operators if op != "add_deferred" and not operator(op).is_view]
     every = named or list(operators)
@@ -236,14 +236,14 @@ from pcg.kernels.torch import ops as K"""
 
 
 def emit_serving(name: str, functions: Sequence[Function], backend: str) -> str:
-    """Emit the functions that serve, and the sampling functions that serving calls."""
+    """Emit the serving functions, and the sampling functions that serving calls."""
     others = TRITON_SERVING if backend == "triton" else ()
     note = "It generates, for adapters of any rank in one batch."
     return emit_module(name, note, functions, backend, others)
 
 
 def emit_training(name: str, functions: Sequence[Function], backend: str) -> str:
-    """Emit the functions that train."""
+    """Emit the training functions."""
     return emit_module(name, "It finetunes one adapter at a time.", functions, backend)
 
 
@@ -262,7 +262,7 @@ def emit_module(
 
 
 def _pieces(functions: Sequence[Function]) -> Iterator[str]:
-    """The texts of the pieces that functions request from a base executor, each once."""
+    """Yield the texts of the pieces that functions request from a base executor, each once."""
     called = (n for function in functions for n in function.graph.nodes if n.op == BasePiece.name)
     for text in dict.fromkeys(str(node.attribute("text")) for node in called):
         escaped = text.replace("\\", "\\\\").replace("'", "\\'")
@@ -270,5 +270,5 @@ def _pieces(functions: Sequence[Function]) -> Iterator[str]:
 
 
 def _quoted(title: str) -> str:
-    """A title that cannot end its docstring: a model's name is untrusted, and the file runs."""
+    """Sanitize a title so that it cannot end its docstring: a model's name is untrusted code."""
     return "".join(c if c.isprintable() and c not in '"\\' else "_" for c in title)

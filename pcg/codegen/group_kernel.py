@@ -1,7 +1,7 @@
-"""Write the Triton kernel of a group of nodes, and the decorator that launches it.
+"""Emission of the Triton kernel of a group of nodes, and of the decorator that launches it.
 
-A group is one function, of a grid of row blocks and column blocks. Where groups stand side by side
-each is a function of its own, and the kernel calls one of them:
+A group is a function over a grid of row blocks and column blocks. Groups that run side by side are
+separate functions, and the kernel calls one of them:
 
     program = program_id        part i runs where first_i <= program < first_(i + 1)
 """
@@ -27,11 +27,11 @@ from pcg.ir.program.program import python_name
 
 @dataclass(frozen=True)
 class GroupKernel:
-    """A kernel's Triton source, with that of its parts, and facts for its launch.
+    """A kernel's Triton source, including its parts, and data for its launch.
 
     Attributes:
         scope: path of the innermost module that holds all nodes.
-        appends: True if some outputs go to the KV cache; it then reads the batch, too.
+        appends: True if some outputs go to the KV cache; it then also reads the batch.
     """
 
     name: str
@@ -43,7 +43,7 @@ class GroupKernel:
 
 
 def group_kernel(group: KernelGroup, name: str) -> GroupKernel:
-    """The kernel of a group, under a name."""
+    """Return the kernel of a group, under a name."""
     write = _side_by_side if group.parts else _alone
     levels = zip(*(node.scope.split(".") for node in group.nodes), strict=False)
     scope = ".".join(level[0] for level in takewhile(lambda level: len(set(level)) == 1, levels))
@@ -115,7 +115,7 @@ def _outputs(part: KernelGroup, group: KernelGroup) -> str:
 
 
 def _output(name: str, group: KernelGroup) -> str:
-    """An output's type without tokens; an appended one with its cache and source."""
+    """Return an output's type without tokens; for an appended output, with its cache and source."""
     whole = group.graph.types[name]
     type_ = f"{whole.dtype}[{', '.join(map(str, whole.features))}]"
     node = group.appended(name)

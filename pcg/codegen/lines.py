@@ -1,4 +1,4 @@
-"""Break emitted Python into lines of a readable width."""
+"""Line breaking of emitted Python to a readable width."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from collections.abc import Sequence
 WIDTH = 100
 
 _OPERATORS = (("&", "|"), ("+", "-"), ("*", "/", "//", "%"))
-"""Binary operators, the loosest first."""
+"""Binary operators, in ascending precedence."""
 
 
 def statement(text: str, indent: int = 4) -> str:
-    """A statement on one line, or with the contents of its first parentheses on further lines.
+    """Return a statement on one line, or with its first parentheses' contents on further lines.
 
-    Targets that are longer than a line are in parentheses, too.
+    Targets longer than a line also get parentheses.
     """
     space = " " * indent
     begin = text.find("(", text.find(" = ") + 1)
@@ -32,7 +32,7 @@ def statement(text: str, indent: int = 4) -> str:
 
 
 def _parts(inner: str) -> list[str]:
-    """Arguments, or else the operands of the loosest operator, which begins each but the first."""
+    """Split into arguments, or else into operands at the operator of lowest precedence."""
     operands = _arguments(inner)
     words = inner.split(" ")
     for kind in _OPERATORS:
@@ -59,12 +59,12 @@ def _arguments(inner: str) -> list[str]:
         else:
             parts[-1] += character
     words = [f"{part.strip()}," for part in parts]
-    # A comma at the end, as of a tuple of one, stays.
+    # A trailing comma stays, for example of a tuple of one.
     return words[:-1] if words[-1] == "," else [*words[:-1], words[-1].removesuffix(",")]
 
 
 def wrapped(words: Sequence[str], opening: str, closing: str, indent: int = 4) -> list[str]:
-    """`opening words closing` on one line if it fits, else the words filled over lines."""
+    """Return `opening words closing` on one line if it fits, else the words filled over lines."""
     space = " " * indent
     line = f"{space}{opening}{' '.join(words)}{closing}"
     if len(line) <= WIDTH:
@@ -73,7 +73,7 @@ def wrapped(words: Sequence[str], opening: str, closing: str, indent: int = 4) -
 
 
 def filled(words: Sequence[str], indent: int = 4) -> list[str]:
-    """Words on lines; a word that is too long for a line is broken like a statement."""
+    """Fill words into lines; break a word that is longer than a line like a statement."""
     space = " " * indent
     lines: list[str] = []
     for word in words:

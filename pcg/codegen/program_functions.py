@@ -1,4 +1,4 @@
-"""The functions of a program, each of one graph: those that serve, and those that train."""
+"""The functions of a program, one per graph: serving and training functions."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ class Function:
             function empties them, so that no other reference keeps the inputs alive.
         free: True to delete each value after its last use.
         yields_products: True for a generator that requests products by frozen weights from its
-            caller, so that functions that run together run these together.
+            caller,
+            so that concurrent functions share them.
     """
 
     graph: Graph
@@ -35,7 +36,7 @@ class Function:
 
 
 def serving_functions(model: ModelGraph) -> tuple[Function, ...]:
-    """The functions of prologue, blocks and epilogue, and of the epilogue without its head."""
+    """Return the functions of prologue, blocks, epilogue, and epilogue without its head."""
     functions = [
         Function(graph, graph.name, _role(model, graph), yields_products=graph in model.blocks)
         for graph in model.graphs
@@ -45,7 +46,7 @@ def serving_functions(model: ModelGraph) -> tuple[Function, ...]:
 
 
 def without_head(epilogue: Graph) -> Graph:
-    """The epilogue up to the head's input, before adapters of the head change it."""
+    """Return the epilogue up to the head's input, without the head's adapters."""
     parameters = epilogue.parameters_by_name
 
     def is_matrix(name: str) -> bool:
@@ -74,14 +75,15 @@ def training_functions(
     loss: Graph,
     prologue: Graph | None,
 ) -> Iterator[Function]:
-    """The functions of each plan's forward and backward, and of the epilogue's both in one.
+    """Yield the functions of each plan's forward and backward, and of the combined epilogue.
 
     Args:
         model: the model with bypass networks.
-        plans: the ways in which layers are trained.
+        plans: the distinct training plans of layers.
         layers: for each layer, the index of its plan.
-        epilogue: the graph of loss and gradients; `loss` is that of the loss alone.
-        prologue: the backward graph of the prologue; None where it trains nothing.
+        epilogue: the graph of loss and gradients.
+        loss: the graph of the loss only.
+        prologue: the backward graph of the prologue; None if it has no trained parameters.
     """
     yield Function(model.prologue, "prologue", _role(model, model.prologue))
     if prologue is not None:

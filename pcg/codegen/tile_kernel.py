@@ -1,12 +1,12 @@
-"""Write the Triton function of a group of nodes: a kernel, or a part of one.
+"""Emission of the Triton function of a group of nodes: a kernel, or a part of a kernel.
 
 Each value is an expression over a position, (group, column) among its features, so a reader of
 another column (rotary embedding) or with other features (a reshape) recomputes it there. Arithmetic
-is in fp32 at least; each operator's result is rounded to its dtype, as in PyTorch. An append to the
-KV cache stores at its token's row there, slots[token], unless that is negative.
+is at least in fp32; each operator's result is rounded to its dtype, as in PyTorch. An append to the
+KV cache stores at its token's row, slots[token], unless that is negative.
 
-A program has a tile of ROWS rows and COLUMNS columns. Where nothing is summed a row is a token,
-with all its features side by side; else it is the run that is summed, and a token has several:
+A program has a tile of ROWS rows and COLUMNS columns. Without sums, a row is a token with all its
+features; otherwise a row is a summed run of features, and a token has several rows:
 
     row = token · R + group          R rows a token
 """
@@ -31,15 +31,15 @@ from pcg.kernels.sizes import DEFERRED_NUMBERS, DEFERRED_POINTERS
 
 
 _TILE = 2048
-"""Elements of a tile where rows are short: four warps load 16 bytes of bf16 a thread, twice."""
+"""Elements of a tile with short rows: four warps load 16 bytes of bf16 a thread, twice."""
 _MOST_ROWS = 16
 _WARP_ELEMENTS = 512
-"""Elements of a tile that a warp holds: 16 registers a thread for each value in fp32."""
+"""Elements of a tile per warp: 16 registers a thread for each value in fp32."""
 
 
 @dataclass(frozen=True)
 class TilePosition:
-    """A position among a value's features: expressions of row and column, "0" for the only one.
+    """A position among a value's features: expressions of row and column, "0" for a single one.
 
     The mask is the condition of existing elements; empty if all exist.
     """
@@ -61,7 +61,7 @@ class TileShape:
 
     @classmethod
     def of(cls, group: KernelGroup, elements: int = _TILE) -> TileShape:
-        """The shape for a group; `elements` is the size of a tile with shorter rows."""
+        """Return the shape for a group; `elements` is the size of a tile with shorter rows."""
         features = group.type.features
         if group.sums_rows:
             rows, columns = prod(features[:-1]), features[-1]
@@ -94,7 +94,7 @@ def _power_of_two(size: int) -> int:
 def position_read(
     read: TensorType, output: TensorType, place: TilePosition, op: str
 ) -> TilePosition:
-    """The position at which an operator reads an input to make its output at a position."""
+    """Return the position of the input element that an operator needs for an output position."""
     features, of_output = read.features, output.features
     if op == "reshape" and features[-1:] != of_output[-1:]:
         linear = _linear(place, of_output[-1])
@@ -111,7 +111,7 @@ def position_read(
 
 
 def _broadcast_group(input_rows: tuple[int, ...], output_rows: tuple[int, ...], group: str) -> str:
-    """The row of an input that is repeated along some dims of rows."""
+    """Return the row of an input that is repeated along some dims of rows."""
     terms, stride, own_stride = [], 1, 1
     padded = (1,) * (len(output_rows) - len(input_rows)) + input_rows
     for size, size_made in zip(reversed(padded), reversed(output_rows), strict=True):
@@ -148,9 +148,9 @@ _OWN_NAMES = (
 
 
 def arguments_of(group: KernelGroup) -> list[str]:
-    """The arguments of a group's kernel: pointers, then strides of tokens, heads and the cache.
+    """Return a group kernel's arguments: pointers, then strides of tokens, heads and the cache.
 
-    In place of its pointer and strides a deferred LoRA has those of `DEFERRED_POINTERS`, and the
+    Instead of its pointer and strides, a deferred LoRA has those of `DEFERRED_POINTERS`, and the
     numbers of `DEFERRED_NUMBERS`.
     """
     types, deferred = group.graph.types, set(group.deferred)
@@ -171,19 +171,19 @@ def arguments_of(group: KernelGroup) -> list[str]:
 
 
 def deferred_numbers(group: KernelGroup) -> list[str]:
-    """The numbers of a group's deferred LoRA, which kernels are not specialised for."""
+    """Return the numbers of a group's deferred LoRA; kernels are not specialised for them."""
     names = map(python_name, group.deferred)
     return [f"{name}_{number}" for name in names for number in DEFERRED_NUMBERS]
 
 
 def constants_of(group: KernelGroup) -> list[str]:
-    """The constants of a group's kernel: the cache's page, and parts of deferred LoRA."""
+    """Return the constants of a group's kernel: the cache's page, and parts of deferred LoRA."""
     page = ["PAGE"] * any(group.appended(name) for name in group.outputs)
     return [*page, *(f"{python_name(name)}_PARTS" for name in group.deferred)]
 
 
 def unspecialised(arguments: Sequence[str]) -> str:
-    """The decorator of a kernel that is not specialised for values of some arguments."""
+    """Return the decorator of a kernel that is not specialised for some arguments' values."""
     names = [f'"{name}",' for name in arguments]
     names[-1] = names[-1].removesuffix(",")
     return "\n".join(wrapped(names, "@triton.jit(do_not_specialize=[", "])", 0))
@@ -191,12 +191,12 @@ def unspecialised(arguments: Sequence[str]) -> str:
 
 @dataclass
 class TileWriter:
-    """Writes one function.
+    """Writes a function.
 
     Attributes:
         is_part: True if a kernel calls it with the number of one of its programs.
         lines: lines of its body so far.
-        variables: variables by what they hold: a value at a position, or an expression.
+        variables: variables by their content: a value at a position, or an expression.
         taken: names in use.
         flat: columns of a token by expressions of a row's number and a place in it.
     """
@@ -298,7 +298,7 @@ class TileWriter:
         ]
 
     def main(self, type_: TensorType) -> TilePosition:
-        """The position of a program's own elements among a value's features."""
+        """Return the position of a program's own elements among a value's features."""
         rows, size = prod(type_.features[:-1]), type_.features[-1]
         if self.shape.rows_a_token > 1:
             return TilePosition("group", "column")
@@ -306,7 +306,7 @@ class TileWriter:
             return TilePosition("0", "column")
         which = self.let("which", f"column // {size}")
         within = self.let("within", f"column % {size}")
-        # Loads are wide where addresses are seen to be side by side.
+        # Loads are wide if adjacent addresses are recognizable.
         self.flat[f"({which} * {size} + {within})"] = "column"
         return TilePosition(which, within)
 
@@ -357,7 +357,7 @@ class TileWriter:
         return variable
 
     def _mask(self, type_: TensorType, place: TilePosition) -> str:
-        """The condition of existing elements at a position; empty if all exist."""
+        """Return the condition of existing elements at a position; empty if all exist."""
         has_rows, is_flat = place.group != "0", self.shape.rows_a_token == 1
         by_row = type_.is_token_wise or (has_rows and not is_flat)
         by_column = self.shape.is_padded and (place.column != "0" or (has_rows and is_flat))
@@ -386,7 +386,7 @@ class TileWriter:
         return variable
 
     def let(self, name: str, expression: str) -> str:
-        """A variable with an expression's value; equal expressions share one."""
+        """Return a variable with an expression's value; equal expressions share a variable."""
         key = ("let", expression)
         if key not in self.variables:
             self.variables[key] = self.assign(name, expression)

@@ -88,7 +88,7 @@ def _capacity(planned: PlannedModel, device: Accelerator, over_ranks: _OverRanks
 
 
 def _on_these_ranks(planned: PlannedModel, capacity: GpuCapacity) -> Iterator[str]:
-    """Yield options, each of which makes the step fit."""
+    """Yield options that make the step fit, each by itself."""
     budget = _budget_that_fits(planned, capacity.usable_bytes)
     if budget is not None:
         yield f"--memory-budget {budget:g}"
@@ -162,7 +162,7 @@ def _total(planned: PlannedModel, setup: Setup) -> int:
 
 
 def _largest(total: Callable[[int], int], limit: int, most: int) -> int:
-    """Return the largest size, at most `most`, whose total is within a limit; 0 if none is."""
+    """Return the largest size, up to `most`, with a total within a limit; 0 if none fits."""
 
     def over(size: int) -> int:
         try:

@@ -49,7 +49,7 @@ class ExplainArguments(ExplainOptions):
 
 @takes(ExplainArguments)
 def explain(arguments: ExplainArguments) -> Report:
-    """Account for the memory of a finetuning step: what is saved for backward, and why.
+    """Account for the memory of a finetuning step: the saved tensors, with reasons.
 
     Raises:
         PcgError: the model cannot be read or traced, or a recipe cannot be attached.
@@ -63,7 +63,7 @@ class CompareArguments(ExplainOptions):
 
     Attributes:
         model: as for `explain`.
-        pefts: what `explain` takes as `peft`, by name.
+        pefts: values for `peft` of `explain`, by name.
     """
 
     model: Any

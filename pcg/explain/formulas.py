@@ -67,7 +67,7 @@ def with_rank(recipes: Mapping[str, Recipe], rank: int) -> dict[str, Recipe]:
 def in_rank(
     formulas_at: Callable[[int], Mapping[str, sympy.Expr] | None], rank: int
 ) -> dict[str, sympy.Expr] | None:
-    """Return formulas in B, S and r that are exact at the rank; non-linear formulas omit r.
+    """Return exact formulas in B, S and r at the rank; non-linear formulas omit r.
 
     Args:
         formulas_at: returns the formulas in B and S of each kind of memory, and `total`, at a rank
@@ -104,7 +104,7 @@ class AtDegree:
     peak: str
 
     def piece_key(self, name: str) -> Hashable:
-        """Return a key, equal at degrees whose bytes of a kind are sums over the same tensors."""
+        """Return a key, equal at degrees where a kind's bytes are sums over the same tensors."""
         return (self.storage_key, self.peak) if name == "workspace" else self.storage_key
 
 
@@ -234,7 +234,7 @@ def _is_zero(formula: sympy.Expr) -> bool:
 def lengths_of_pieces(
     formula_at: Callable[[int], sympy.Expr], low: int, high: int, batch: int
 ) -> list[tuple[int, int]]:
-    """Return the runs of lengths, in ascending order, over each of which a single formula is exact.
+    """Return the maximal runs of lengths with a common exact formula, in ascending order.
 
     Args:
         formula_at: returns the formula in B and S that is exact at a length.

@@ -109,7 +109,7 @@ def shaped_adapters(
 
 @dataclass(frozen=True)
 class ContextStep:
-    """A step whose sequences of `seq` tokens are shared by `cp` ranks."""
+    """A step where `cp` ranks share the `seq` tokens of each sequence."""
 
     cp: int
     seq: int

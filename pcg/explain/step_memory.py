@@ -47,7 +47,7 @@ def memory_bytes(planned: PlannedModel) -> dict[str, int]:
 
 
 def storage_key(planned: PlannedModel) -> Hashable:
-    """Return a key, equal at degrees whose ranks save the same tensors in the same layouts."""
+    """Return a key, equal at degrees where ranks save the same tensors in the same layouts."""
     assert planned.sharded is not None
     plan = planned.training.plan
     layouts = tuple(
@@ -103,7 +103,7 @@ def step_memory(
 
 
 def version_bytes(planned: PlannedModel) -> int:
-    """Return the host bytes of the adapter versions that are served during training."""
+    """Return the host bytes of the served adapter versions during training."""
     is_served = planned.setup.serves is not None
     size = DTYPE_BYTES[planned.unraised.adapter_dtype]
     return size * planned.use.trainable if is_served else 0
@@ -182,7 +182,7 @@ def timeline(
 
 
 def _recomputed_inputs(model: ModelGraph, plan: MemoryPlan) -> list[sympy.Expr]:
-    """Return the bytes of other recomputed inputs that are alive in each layer's backward."""
+    """Return the bytes of other live recomputed inputs during each layer's backward."""
     held: list[sympy.Expr] = []
     for layer in range(len(plan.layers)):
         in_segment = layer in plan.restored and layer - 1 in plan.restored

@@ -1,4 +1,4 @@
-"""The laws of synthetic workloads: arrivals, lengths, and the popularity of adapters."""
+"""Distributions of synthetic workloads: arrivals, lengths, and the popularity of adapters."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Arrivals(ABC):
 
     @abstractmethod
     def times_s(self, random: Random) -> Iterator[float]:
-        """Yield the times of arrival from 0 on, in seconds, without end."""
+        """Yield arrival times from 0 on, in seconds, without end."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class Constant(Arrivals):
 
 @dataclass(frozen=True)
 class Poisson(Arrivals):
-    """A Poisson process, as vLLM's benchmarks and Punica's cluster have it."""
+    """A Poisson process, as in vLLM's benchmarks and in Punica's cluster."""
 
     def times_s(self, random: Random) -> Iterator[float]:
         time_s = 0.0
@@ -57,7 +57,8 @@ class Poisson(Arrivals):
 class Gamma(Arrivals):
     """A renewal process of Gamma intervals: shape 1/cv², scale cv²/rate.
 
-    The process began long ago: 0 lies anywhere in an interval, more often in a longer one (whose
+    The process is stationary: 0 lies anywhere in an interval, more often in a longer interval
+    (whose
     length is a Gamma of shape 1/cv² + 1). With a request at 0, the mean number in T seconds would
     exceed rate · T by up to (cv² - 1)/2 for each adapter.
 
@@ -83,15 +84,16 @@ class Gamma(Arrivals):
 
 @dataclass(frozen=True)
 class Bursty(Arrivals):
-    """A Poisson process whose rate is drawn from a Gamma distribution for every `period_s`.
+    """A Poisson process with a new rate, drawn from a Gamma distribution, in every `period_s`.
 
-    The number of requests in a period has mean n = rate · period and variance n + (cv · n)², that
-    of Poisson and of the rate. BurstGPT, the trace of Azure's GPT services that FlexLLM v2 §8
+    The number of requests in a period has mean n = rate · period and variance n + (cv · n)², the
+    sum of
+    the Poisson's and the rate's. BurstGPT, the trace of Azure's GPT services that FlexLLM v2 §8
     replays, has calm and busy times; the papers give neither `cv` nor `period_s`.
 
     Attributes:
         cv: the coefficient of variation of the rate.
-        period_s: the seconds that a rate holds.
+        period_s: the duration of a rate, seconds.
     """
 
     cv: float
@@ -115,12 +117,12 @@ class Bursty(Arrivals):
 
 @dataclass(frozen=True)
 class RateCurve(Arrivals):
-    """A Poisson process whose rate follows straight lines between points, periodically.
+    """A Poisson process with a periodic, piecewise linear rate.
 
     Attributes:
         period_s: the period of the curve, seconds.
         heights: rates relative to each other, at equal distances from 0 to `period_s`; (0, 1, 0)
-            rises and falls as Punica's cluster hour does (§7.3).
+            rises and falls like Punica's cluster hour (§7.3).
     """
 
     period_s: float
@@ -149,7 +151,7 @@ class RateCurve(Arrivals):
         return self.rate_per_s * (len(self.heights) - 1) / areas
 
     def times_s(self, random: Random) -> Iterator[float]:
-        # Thinning: of the requests of the highest rate, each stays with probability rate / highest.
+        # Thinning: keep each request of the highest rate with probability rate / highest.
         highest = self._scale * max(self.heights)
         time_s = 0.0
         while True:
@@ -169,7 +171,7 @@ class Lengths(ABC):
 
     @abstractmethod
     def draw(self, random: Random) -> int:
-        """Return one length, in tokens."""
+        """Return a length, in tokens."""
 
 
 @dataclass(frozen=True)
@@ -187,7 +189,7 @@ class Fixed(Lengths):
 
 @dataclass(frozen=True)
 class Between(Lengths):
-    """The uniform distribution from `least` to `most`, both included, as S-LoRA's U[8, 512]."""
+    """The uniform distribution from `least` to `most`, inclusive, such as S-LoRA's U[8, 512]."""
 
     least: int
     most: int
@@ -254,16 +256,16 @@ SHAREGPT_OUTPUTS = LogNormal(415, 834)
 """ShareGPT's multi-turn chats, where the prompt is the conversation so far.
 
 Median and 90th percentile are those of Sarathi-Serve's table 2 (OSDI 2024, openchat_sharegpt4),
-which FlexLLM v2 §8 follows. That lengths are log-normal, and prompts and outputs independent, is
-our assumption. A model with a short context needs `replace(…, most=…)`.
+which FlexLLM v2 §8 follows. Log-normal lengths, and independent prompts and outputs, are
+assumptions of pcg. A model with a short context needs `replace(…, most=…)`.
 """
 
 SHAREGPT_FIRST_PROMPTS = LogNormal(98, 353, 2048)
 SHAREGPT_FIRST_OUTPUTS = LogNormal(278, 618, 2048)
 """ShareGPT's chats cut into single turns: means of 161 and 338 tokens (vLLM, SOSP 2023, figure 11).
 
-That lengths are log-normal, ln(length) with standard deviations of 1 and 0.625, and prompts and
-outputs independent, is our assumption.
+Log-normal lengths, ln(length) with standard deviations of 1 and 0.625, and independent prompts and
+outputs are assumptions of pcg.
 """
 
 
@@ -271,14 +273,14 @@ outputs independent, is our assumption.
 
 
 class Popularity(ABC):
-    """A law by which requests choose adapters."""
+    """A distribution of requests over adapters."""
 
     @abstractmethod
     def shares(self, requests: int) -> tuple[float, ...]:
         """Return each adapter's share of the requests, the largest first; they sum to 1."""
 
     def counts(self, requests: int) -> tuple[int, ...]:
-        """Return whole numbers of requests that are nearest to the shares (largest remainders).
+        """Return the numbers of requests nearest to the shares (largest remainders).
 
         Raises:
             BenchmarkError: `requests` is not a whole number of at least 1.
@@ -286,14 +288,14 @@ class Popularity(ABC):
         require_count("requests", requests)
         exact = [share * requests for share in self.shares(requests)]
         counts = [int(number) for number in exact]
-        # Rounding may leave a share of 1/n a hair below one request; the remainders mend that.
+        # Rounding may leave a share of 1/n slightly below one request; the remainders correct that.
         by_remainder = sorted(range(len(exact)), key=lambda i: (counts[i] - exact[i], i))
         for index in by_remainder[: requests - sum(counts)]:
             counts[index] += 1
         return tuple(counts)
 
     def order(self, requests: int, random: Random) -> list[int]:
-        """Return each request's adapter, by its place from the most popular: `counts`, shuffled."""
+        """Return each request's adapter, as its rank by popularity: `counts`, shuffled."""
         drawn = [index for index, many in enumerate(self.counts(requests)) for _ in range(many)]
         random.shuffle(drawn)
         return drawn
@@ -301,7 +303,7 @@ class Popularity(ABC):
 
 @dataclass(frozen=True)
 class Distinct(Popularity):
-    """Each request has an adapter of its own."""
+    """Each request has its own adapter."""
 
     def shares(self, requests: int) -> tuple[float, ...]:
         return (1 / requests,) * requests
@@ -330,8 +332,8 @@ class Uniform(Popularity):
 class Skewed(Popularity):
     """Each adapter has `ratio` times the requests of the next: a geometric sequence.
 
-    There are as many adapters as leave at least one request for the last. Punica calls this Zipf-α;
-    Zipf's own law is `PowerLaw`.
+    The number of adapters is the largest that leaves the last adapter at least one request. Punica
+    calls this distribution Zipf-α; Zipf's own law is `PowerLaw`.
 
     Attributes:
         ratio: Punica's α, above 1.
@@ -356,7 +358,7 @@ class Skewed(Popularity):
 
 @dataclass(frozen=True)
 class Identical(Popularity):
-    """All requests are for one adapter."""
+    """All requests use the same adapter."""
 
     def shares(self, requests: int) -> tuple[float, ...]:
         return (1.0,)

@@ -1,18 +1,18 @@
-"""FlexLLM v2 §8.1 and §8.2, figures 10 and 11: finetuning beside inference, four pipelines.
+"""FlexLLM v2 §8.1 and §8.2, figures 10 and 11: finetuning and inference on four pipelines.
 
-co-serving     FlexLLM's own                                                  both figures
-temporal-n     n steps that serve, then one mini-batch (§8.2)                 figure 11
+co-serving     FlexLLM's own rule                                             both figures
+temporal-n     n serving steps, then one mini-batch (§8.2)                    figure 11
 spatial-p      p % of the time for finetuning (§8.2)                          figure 11
 separate-p     p % of the pipelines serve, the others train (§8.1)            figure 10
 
-Rules of sharing that co-serving is compared with (FlexLLM v2 §2 and §8.2, figure 11).
+Sharing rules for comparison with co-serving (FlexLLM v2 §2 and §8.2, figure 11):
 
-    TemporalSharing   nothing for n steps, then one whole mini-batch and no requests
-    SpatialSharing    a fixed share of the time, whatever the SLOs
-    InferenceOnly     nothing
+    TemporalSharing   no finetuning for n steps, then a whole mini-batch and no requests
+    SpatialSharing    a fixed share of the time for finetuning, regardless of the SLOs
+    InferenceOnly     no finetuning
 
-While nothing is served, the first two train. In the paper the two of spatial sharing run at once on
-parts of a GPU; here a share of each step's time stands for a part of the device.
+Without requests, the first two train. In the paper's spatial sharing, inference and finetuning run
+concurrently on parts of a GPU; here a share of each step's time represents a part of the device.
 """
 
 from __future__ import annotations
@@ -43,9 +43,9 @@ from pcg.simulate.workload import Workload
 
 
 class TemporalSharing(Sharing):
-    """Alternates steps that serve with steps that run a whole mini-batch, forward and backward.
+    """Alternates serving steps with steps that run a whole mini-batch, forward and backward.
 
-    `frequency` serving steps lie between two that train; FlexLLM v2 figure 11 has 64 to 512.
+    `frequency` serving steps separate two training steps; FlexLLM v2 figure 11 has 64 to 512.
     """
 
     def __init__(self, frequency: int = 128) -> None:
@@ -70,7 +70,7 @@ class TemporalSharing(Sharing):
 
 
 class SpatialSharing(CoServing):
-    """Gives finetuning a fixed share of the time of steps that serve, whatever the SLOs."""
+    """Gives finetuning a fixed share of the time of serving steps, regardless of the SLOs."""
 
     def __init__(self, share: float = 0.5) -> None:
         super().__init__()
@@ -99,7 +99,7 @@ class InferenceOnly(Sharing):
 PIPELINES = 4
 RATES = (4.0, 8.0, 12.0, 16.0, 20.0)
 TRAINED_TOKENS = 8192
-"""The length to which sequences of the reasoning data set are cut; here all have it."""
+"""The length to which sequences of the reasoning data set are cut; here all are that long."""
 
 TTFT_SLO_S = 5.0
 TPOT_SLO_S: Mapping[str, float] = MappingProxyType(
@@ -145,8 +145,8 @@ class Arrangement:
     """The rule by which pipelines share serving and finetuning.
 
     Attributes:
-        sharing: the rule of a pipeline that does both.
-        serving: the number of pipelines that serve; if fewer than all, only the others train.
+        sharing: the rule of a pipeline that serves and trains.
+        serving: the number of serving pipelines; if fewer than all, only the others train.
     """
 
     sharing: Callable[[], Sharing] = CoServing
@@ -154,7 +154,7 @@ class Arrangement:
 
     @property
     def is_separate(self) -> bool:
-        """True if no pipeline does both."""
+        """True if no pipeline both serves and trains."""
         return self.serving < PIPELINES
 
 
@@ -170,7 +170,7 @@ ARRANGEMENTS: Mapping[str, Arrangement] = MappingProxyType(
         "inference-only": Arrangement(InferenceOnly),
     }
 )
-"""The arrangements by name. The shares of spatial sharing are not in the paper."""
+"""The arrangements by name. The paper does not state the shares of spatial sharing."""
 
 
 def co_serving_program(setting: CoServed, product_share: float | None = None) -> SimulatedProgram:
@@ -192,12 +192,13 @@ def co_serving_program(setting: CoServed, product_share: float | None = None) ->
 def fitted_share(setting: CoServed, *, seed: int = 0, duration_s: float = 240.0) -> float:
     """Return the share of the peak at which co-serving trains as in the paper at its lowest rate.
 
-    It takes one number from the paper; all other rates and arrangements can be compared with it.
-    Throughput is nearly in proportion to the share, so that a few corrections find it.
+    The fit uses a single number of the paper; all other rates and arrangements remain comparable.
+    Throughput is nearly proportional to the share, so a few corrections suffice.
 
     Returns:
-        A share whose throughput is within 2 % of the paper's, or within a mini-batch of each
-        pipeline, as throughput counts whole ones.
+        A share with a throughput within 2 % of the paper's, or within a mini-batch of each
+        pipeline, as
+        throughput counts whole mini-batches.
     Raises:
         BenchmarkError: no share is found.
     """
@@ -225,7 +226,7 @@ def bursty_workload(
     prompts: Lengths = SHAREGPT_FIRST_PROMPTS,
     outputs: Lengths = SHAREGPT_FIRST_OUTPUTS,
 ) -> Workload:
-    """Return bursty arrivals that stand in for the parts of BurstGPT that the paper replays.
+    """Return bursty arrivals in place of the parts of BurstGPT that the paper replays.
 
     `read_public_trace(…).part(…).at_rate(…)` replays BurstGPT's own file. The paper does not give
     `cv`, the coefficient of variation of the rate.
@@ -248,11 +249,11 @@ def co_serving(
     """Serve the base model and train an adapter on each of four pipelines.
 
     Args:
-        rate_per_s: the rate of all pipelines, to which arrivals are scaled, as the paper's are.
+        rate_per_s: the rate of all pipelines, to which arrivals are scaled, as in the paper.
         arrangement: a name of `ARRANGEMENTS`.
         duration_s: the duration of the arrivals before scaling; twenty minutes in the paper.
     Returns:
-        The report up to the last arrival, where finetuning ends; requests go on to their end.
+        The report up to the last arrival, where finetuning ends; requests run to their end.
     Raises:
         BenchmarkError: no arrangement has the name.
     """
@@ -261,7 +262,7 @@ def co_serving(
     chosen = ARRANGEMENTS[arrangement]
     slo = Slo(TTFT_SLO_S, TPOT_SLO_S[setting.name])
     limits = Limits(ttft_slo_s=slo.ttft_s, tpot_slo_s=slo.tpot_s)
-    # A pipeline that only trains takes whole mini-batches, as no request waits for it.
+    # A training-only pipeline runs whole mini-batches, as no request waits.
     apart = TemporalSharing if chosen.is_separate else chosen.sharing
     engines = [program.engine(limits, sharing=apart()) for _ in range(PIPELINES)]
     for place, engine in enumerate(engines):

@@ -1,9 +1,9 @@
-"""Plots the latencies of a serving report as one SVG: over time, and their distribution.
+"""Plot of a serving report's latencies as SVG: over time, and their distribution.
 
-There is a row for each of TTFT, TPOT and ITL. On the left are the median and the 99th percentile of
-the samples in each sixtieth of the time; TTFT and TPOT count at their request's submission, an ITL
-at the end of its gap. On the right is the share of samples up to a latency. A dashed line is the
-SLO, where all requests have the same.
+TTFT, TPOT and ITL have a row each. The left plot shows the median and the 99th percentile of the
+samples in each sixtieth of the time; TTFT and TPOT count at their request's submission, an ITL at
+the end of its gap. The right plot shows the share of samples up to a latency. A dashed line marks
+the SLO, if all requests have the same.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _DASH = "6 3"
 
 
 def serving_svg(report: ServingReport, title: str) -> str:
-    """Return the plot as a file, with a title at its top."""
+    """Return the plot as an SVG file with a title."""
     rows = _rows(report)
     height = 60 + _ROW * max(len(rows), 1)
     parts = [charts.text(14, 18, title, "start", "ink")]
@@ -72,7 +72,7 @@ def _gaps(finished: Sequence[Timeline]) -> Samples:
 
 
 def _common(finished: Sequence[Timeline], name: str) -> float | None:
-    """Return the SLO of all requests; None where they differ or have none."""
+    """Return the common SLO of all requests; None if SLOs differ or are missing."""
     slos = {getattr(timeline.slo, name) for timeline in finished}
     return slos.pop() if len(slos) == 1 else None
 
@@ -82,7 +82,7 @@ def _over_time(
 ) -> list[str]:
     scale, unit = _unit(samples[:, 1], slo)
     width = report.duration_s / _PARTS
-    # What ends after the report's span counts to its last part.
+    # Samples after the report's span count in its last part.
     parts = np.minimum((samples[:, 0] - report.start_s) / width, _PARTS - 1).astype(int)
     present = np.unique(parts)
     lines = {}

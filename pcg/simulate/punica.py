@@ -1,4 +1,4 @@
-"""Punica §7.3, figure 13: sixteen GPUs, whose requests are consolidated on the fullest."""
+"""Punica §7.3, figure 13: sixteen GPUs with requests consolidated on the fullest."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from pcg.simulate.workload import Workload
 
 PUNICA_GPUS = 16
 PUNICA_BATCH = 32
-"""The largest number of a GPU's requests (§5.1)."""
+"""Maximum number of requests of a GPU (§5.1)."""
 
 
 @dataclass(frozen=True)
@@ -34,9 +34,9 @@ class ClusterMinute:
     Attributes:
         minute: its number from 0.
         busy: the share of the minute that each GPU computed.
-        batch: the mean number of requests in a step of each GPU; 0 where it had none.
-        moved: the number of requests that left a GPU for another.
-        freed: the number of GPUs that were emptied so.
+        batch: the mean number of requests in a step of each GPU; 0 for an idle GPU.
+        moved: the number of requests that moved between GPUs.
+        freed: the number of GPUs that became empty by such moves.
     """
 
     minute: int
@@ -49,7 +49,7 @@ class ClusterMinute:
 
     @property
     def used(self) -> float:
-        """The mean number of GPUs in use: a GPU that has requests computes."""
+        """The mean number of GPUs in use: a GPU with requests is always computing."""
         return sum(self.busy)
 
 
@@ -68,8 +68,9 @@ def hour_workload(
 ) -> Workload:
     """Return Punica's hour: a rate that rises and falls, adapters Zipf-1.5.
 
-    The paper shows the rate's curve without numbers: here it rises from 0 to twice the mean at
-    half-time and falls to 0, on straight lines.
+    The paper shows the rate's curve without numbers: here it rises linearly from 0 to twice the
+    mean at
+    half-time and falls to 0.
     """
     arrivals = RateCurve(rate_per_s, duration_s, (0.0, 1.0, 0.0))
     workload = synthetic(arrivals, prompts, outputs, seed=seed, duration_s=duration_s)
@@ -86,7 +87,7 @@ def cluster_hour(
     outputs: Lengths = SHAREGPT_FIRST_OUTPUTS,
     migrates: bool = True,
 ) -> tuple[tuple[ClusterMinute, ...], float]:
-    """Serve Punica's hour: each request goes to the fullest GPU that has room.
+    """Serve Punica's hour: each request goes to the fullest GPU with room.
 
     Returns:
         The minutes, and the mean time to the first token in seconds.
@@ -96,7 +97,7 @@ def cluster_hour(
     )
     adapters = {name: program.adapter(name, 16) for name in workload.adapters}
     limits = Limits(running=PUNICA_BATCH)
-    # An hour has tens of millions of tokens: the log counts them and keeps none.
+    # An hour has tens of millions of tokens: the log counts events but keeps none.
     engines = [program.engine(limits, log=EventLog(0)) for _ in range(PUNICA_GPUS)]
     simulation = Simulation(engines, FullestFirst(PUNICA_BATCH), adapters)
     if migrates:
@@ -134,7 +135,7 @@ class _Tally:
         """Count a step."""
         engine = self._engines[place]
         if not engine.worked:
-            return  # it was emptied
+            return  # it became empty
         where = int(engine.clock.now_s() // 60), place
         self._steps[where] += 1
         self._batch[where] += len(engine.scheduler.running)
@@ -142,7 +143,7 @@ class _Tally:
         self._busy_before[place] = engine.device.busy_s
 
     def moved(self, place: int, sequence: Served) -> None:
-        """Count a request that leaves, and its GPU if it was the last one there."""
+        """Count a request that moves, and its GPU if it becomes empty."""
         engine = self._engines[place]
         minute = int(engine.clock.now_s() // 60)
         self._moved[minute] += 1

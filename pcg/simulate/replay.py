@@ -1,9 +1,9 @@
-"""Replay a workload on an engine: submit requests when their time has come, and report.
+"""Replay of a workload on an engine: submit requests at their times, and report.
 
-Prompts are random tokens of the lengths that the workload asks for; every output runs to its
-length, whatever the model samples. Times are those of the engine's clock. A request that comes
-during a step is submitted after it, and its latencies count from when it came; a step that serves
-nothing ends then, as it does for an engine on a thread.
+Prompts are random tokens of the workload's lengths; every output runs to its length, regardless of
+the sampled tokens. Times are those of the engine's clock. A request that arrives during a step is
+submitted after the step, and its latencies count from its arrival; an arrival ends a step without
+requests early, as for an engine on a thread.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from pcg.runtime.sampling.sampling_params import SamplingParams
 from pcg.simulate.workload import Workload, require_positive
 
 _STUCK_S = 0.001
-"""The time between a step that found nothing to run and the next."""
+"""Time between a step without runnable work and the next step."""
 _MOST_STUCK = 10_000
-"""The number of such steps in a row, with no request to come, after which nothing will change."""
+"""Maximum number of such steps in a row without a future arrival; then the replay is stuck."""
 
 
 def replay(
@@ -42,15 +42,15 @@ def replay(
 
     Args:
         engine: an engine; its jobs continue after the end.
-        adapters: the adapters by the names that the workload uses.
-        prefix_tokens: the number of tokens that all prompts have in front of their own.
+        adapters: the adapters by the workload's names.
+        prefix_tokens: the number of tokens of a common prefix of all prompts.
         most_positions: the model's positions; None for any number.
-        wait: lets some seconds pass on the engine's clock while the engine is idle.
+        wait: advances the engine's clock by some seconds while the engine is idle.
     Returns:
         The report from the first submission to the end of the last request; refused requests count.
     Raises:
-        BenchmarkError: a request names an adapter that is missing, is longer than the model's
-            positions, or none can run any more.
+        BenchmarkError: a request names a missing adapter, exceeds the model's positions, or the
+            remaining requests cannot run.
     """
     requests = _requests(workload, adapters, vocabulary, seed, prefix_tokens, most_positions)
     log, end_recording = engine.log.recording()
@@ -83,7 +83,7 @@ def _replay(
         while next_ < len(requests) and start_s + workload.requests[next_].time_s <= now_s:
             with suppress(
                 OutOfMemoryError, QueueFullError
-            ):  # the log has the refusal, with its reason
+            ):  # the log records the refusal with its reason
                 engine.submit(requests[next_], start_s + workload.requests[next_].time_s)
             next_ += 1
         if not engine.is_idle:
@@ -107,7 +107,7 @@ def train(engine: EngineLoop, seconds: float) -> ServingReport:
     """Run an engine's jobs without requests for some seconds, or to their end.
 
     Raises:
-        BenchmarkError: the time is not above 0, or there is no job.
+        BenchmarkError: the time is not above 0, or the engine has no job.
     """
     require_positive("seconds", seconds)
     if not engine.jobs:

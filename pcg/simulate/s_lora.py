@@ -57,7 +57,7 @@ S_LORA_RATES_PER_S = MappingProxyType({"S1": 10.0, "S2": 10.0, "S4": 6.0})
 
 
 def many_adapters_program(name: str) -> SimulatedProgram:
-    """Return a model of table 3 on one A100 of 80 GB, with adapters at q, k, v and o.
+    """Return a model of table 3 on a single A100 of 80 GB, with adapters at q, k, v and o.
 
     Raises:
         BenchmarkError: no setting has the name.
@@ -77,7 +77,7 @@ def many_adapters(
     seed: int = 0,
     duration_s: float = 300.0,
 ) -> ServingReport:
-    """Serve requests for many adapters, all of them to the end.
+    """Serve requests for many adapters, each to its end.
 
     Args:
         rate_per_s: the rate of the requests; table 2's by default.

@@ -1,11 +1,10 @@
-"""A device that takes simulated time: the engine's steps without tensors.
+"""A device in simulated time: the engine's steps without tensors.
 
-Requests get an arbitrary token whenever one is due, until their limit. A step takes the time that
-its costs predict; the engine sees the clock move, as on a machine, and nothing else. Adapters are
-copied from the host's memory one after the other, beside what runs; a step waits for the copies of
-the adapters that it uses.
+Requests get an arbitrary token in each step, until their limit. A step advances the clock by its
+predicted time; the engine sees no other difference from a machine. Adapters are copied from host
+memory sequentially, concurrently with steps; a step waits for the copies of its adapters.
 
-Finetuning jobs have no tensors, either: their units of work come in the order of a real job's.
+Finetuning jobs also lack tensors: their units of work have the order of a real job's.
 """
 
 from __future__ import annotations
@@ -41,14 +40,14 @@ from pcg.runtime.training.work_units import (
 )
 
 _JOBS = itertools.count(-1, -1)
-"""Numbers of the adapters that jobs train; versions of those that are served are positive."""
+"""Numbers of the adapters that jobs train; versions of served adapters are positive."""
 
 
 class SimulatedPass(WindowedPass):
     """A forward in windows of tokens, the loss, and a backward layer by layer over the windows.
 
     Attributes:
-        windows: the windows that went forward, each as the chunks of its sequences.
+        windows: the windows of the forward so far, each as the chunks of its sequences.
     """
 
     def __init__(
@@ -59,11 +58,11 @@ class SimulatedPass(WindowedPass):
         rank: int,
         sizes: WindowSizes | None = None,
     ) -> None:
-        """Begin before the first token.
+        """Start before the first token.
 
         Args:
-            adapter: a number that nothing else has.
-            sizes: the sizes of windows where they are recorded; None where they have any.
+            adapter: a unique number.
+            sizes: the sizes of recorded windows; None for any size.
         """
         self._sizes = sizes
         if sizes is not None:
@@ -98,7 +97,7 @@ class SimulatedPass(WindowedPass):
 
     @property
     def is_done(self) -> bool:
-        """True if all layers of all windows went back."""
+        """True if all layers of all windows have run backward."""
         return self.layer < 0
 
     @property
@@ -125,7 +124,7 @@ class SimulatedPass(WindowedPass):
         return sum(chunks, Load(ends=int(not self._begun and self.layer == 0)))
 
     def _tokens(self, tokens: int) -> tuple[list[SequenceChunk], int, int]:
-        """Return a window of the next tokens, and the place and the context behind it."""
+        """Return a window of the next tokens, and the place and the context after it."""
         window: list[SequenceChunk] = []
         place, context = self._place, self._context
         while tokens and place < len(self._lengths):
@@ -186,8 +185,8 @@ def simulated_steps(
     Args:
         batches: the lengths of each step's sequences.
         update: runs an optimizer's update, between units.
-        on_step: a function called with each step's number of tokens.
-        sizes: the sizes of windows where they are recorded; None where they have any.
+        on_step: called with each step's number of tokens.
+        sizes: the sizes of recorded windows; None for any size.
     Returns:
         The number of steps.
     """
@@ -214,14 +213,14 @@ def simulated_steps(
 
 @dataclass(frozen=True, eq=False)
 class SimulatedAdapter:
-    """An adapter without tensors; one of the same name is another version.
+    """An adapter without tensors; another adapter of the same name is a new version.
 
     Attributes:
         name: the name that requests use.
         size_bytes: the bytes of its tensors.
-        rank: its rank; 0 for a method without ranks, which costs nothing but its copy.
+        rank: its rank; 0 for a method without ranks, which costs only its copy.
         prompt_tokens: the number of virtual tokens before each sequence.
-        version: as of `Adapter`.
+        version: as in `Adapter`.
     """
 
     name: str
@@ -244,9 +243,9 @@ class SimulatedDevice:
         most_positions: the model's positions; None for any number.
 
     Attributes:
-        cache: None, as there are no keys and values.
-        side: None, as parts of jobs do not run beside the forward.
-        busy_s: the seconds that it computed.
+        cache: None, without keys and values.
+        side: None, as parts of jobs do not overlap with the forward.
+        busy_s: the seconds of computation.
         waited_s: the seconds that steps waited for adapters.
     """
 
@@ -265,7 +264,7 @@ class SimulatedDevice:
         self._link_free_s = 0.0
 
     def open(self, request: Request, number: int) -> Sequence:
-        """Return a request's state before anything ran.
+        """Return a request's initial state.
 
         Raises:
             GenerationError: the prompt is empty, or longer than the model's positions.
@@ -296,16 +295,16 @@ class SimulatedDevice:
 
     @property
     def late(self) -> dict[str, int]:
-        """Nothing: a simulated device compiles nothing."""
+        """Return an empty dict: a simulated device compiles nothing."""
         return {}
 
     @property
     def copies_bytes(self) -> int:
-        """Nothing: adapters have no tensors."""
+        """Return 0: adapters have no tensors."""
         return 0
 
     def copy_page(self, page: int, to: int) -> None:
-        """Do nothing: there are no keys and values."""
+        """Do nothing: the device has no keys and values."""
 
     def prefetch(self, adapters: List[ServedAdapter]) -> None:
         """Start to copy adapters to the device, after the copies in progress."""
@@ -320,7 +319,7 @@ class SimulatedDevice:
         return self._copied_s.get(adapter.version, 0.0) > self._clock.now_s()
 
     def evict(self, adapter: ServedAdapter) -> None:
-        """Forget the copy of an adapter that gave its pages up."""
+        """Forget the copy of an adapter that released its pages."""
         self._copied_s.pop(adapter.version, None)
 
     def reset(self) -> None:
@@ -330,10 +329,10 @@ class SimulatedDevice:
     def start(
         self, chunks: List[tuple[Sequence, int]], windows: List[tuple[Forward, int]]
     ) -> Finished:
-        """Run sequences' next tokens, and windows of jobs, as one batch.
+        """Run sequences' next tokens, and windows of jobs, as a batch.
 
         Returns:
-            The step, with a token for each sequence without pending ones.
+            The step, with a token for each sequence without pending tokens.
         """
         pieces: list[SequenceChunk] = []
         there_s = 0.0
@@ -362,7 +361,7 @@ class SimulatedDevice:
         return Finished(lambda: Results(dict.fromkeys(ready, SAMPLED_TOKEN)))
 
     def run_parts(self, parts: List[Part]) -> None:
-        """Run parts of one stage together."""
+        """Run parts of the same stage together."""
         phase, left = parts[0].stage
         pieces: list[SequenceChunk] = []
         for part in parts if phase is not Phase.LOSS else ():

@@ -1,10 +1,10 @@
 """The engine over a simulated device: the scheduler, pool and policies are the real ones.
 
-A simulated device that runs asynchronously to its host, as a GPU does.
+A simulated device that runs asynchronously to its host, like a GPU.
 
-What is started runs behind what was started before, and the clock stands still: the host's own work
-takes no time. It moves when the host waits, for the results of a step or for parts of jobs. Parts
-beside a forward take their time behind it, as two things at once on a device that one fills.
+Started work runs after earlier work without advancing the clock: the host's own work takes no time.
+The clock advances when the host waits, for the results of a step or for parts of jobs. Parts
+concurrent with a forward take their time after it, as on a device that the forward fills.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class _AheadStep(Finished):
 
 
 class AheadSide(SideStream):
-    """The second stream of such a device; it runs parts of jobs after the started work."""
+    """The second stream of an `AheadDevice`; it runs parts of jobs after the started work."""
 
     def __init__(self, device: AheadDevice) -> None:
         self._device = device
@@ -70,7 +70,7 @@ class AheadSide(SideStream):
         self._seconds.append(self._device.busy_s - busy_s)
 
     def join(self) -> list[float]:
-        """Wait until all that was started is done; returns the seconds of each measurement."""
+        """Wait for all started work; return the seconds of each measurement."""
         self._device.ahead_clock.wait_until(self._device.free_s)
         seconds, self._seconds = self._seconds, []
         return seconds
@@ -111,15 +111,15 @@ class SimulatedArguments(EngineOptions):
     Attributes:
         costs: the costs of the device's steps.
         pages: pages of the pool.
-        page_bytes: bytes of a page; adapters take pages by it.
+        page_bytes: bytes of a page; determines the pages of an adapter.
         limits: the limits of a step, and the SLOs; those of `Limits()` by default.
-        log: the event log to write to; by default one that keeps all events.
-        queue: the most that may wait; without it, everything may.
-        latencies: what the engine plans by and corrects; without it, it keeps no SLO.
+        log: the event log; by default a log that keeps all events.
+        queue: limits of the queue; unlimited by default.
+        latencies: the engine's predicted latencies; without them, the engine keeps no SLO.
         most_positions: positions of the model; None for any number.
-        prefix_caching: let requests share the blocks of common prefixes; off by default, as the
-            requests of workloads have lengths and no tokens.
-        is_ahead: whether the device works beside its host, so that steps overlap.
+        prefix_caching: let requests share the blocks of common prefixes; off by default, as a
+            workload's requests have lengths but no tokens.
+        is_ahead: True if the device runs asynchronously to its host, so that steps overlap.
     """
 
     costs: StepCosts
@@ -166,11 +166,11 @@ class SimulatedEngine(EngineLoop):
 
         Args:
             name: the name of the adapter, and of the job.
-            batches: the lengths of each step's sequences; may have no end.
+            batches: the lengths of each step's sequences; may be infinite.
             rank: the adapter's rank.
-            sizes: the sizes of its windows, as of a GPU that records them; None for any.
+            sizes: the sizes of its windows, as on a GPU that records windows; None for any size.
         Raises:
-            PcgError: a job has the name.
+            PcgError: a job already has the name.
         """
         steps = 0
 

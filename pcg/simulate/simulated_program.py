@@ -34,9 +34,9 @@ from pcg.simulate.simulated_engine import SimulatedEngine
 from pcg.source import resolve
 
 _STATE_BYTES = 16
-"""Bytes of a trained number: it, its gradient and AdamW's two moments, all in fp32."""
+"""Bytes of a trained parameter with its gradient and AdamW's two moments, all in fp32."""
 USED_MEMORY = 0.9
-"""The share of a device's memory that is used, as vLLM's gpu_memory_utilization."""
+"""The used share of a device's memory, like vLLM's gpu_memory_utilization."""
 
 
 @dataclass(frozen=True)
@@ -44,12 +44,13 @@ class SimulatedProgram:
     """A model on a machine.
 
     Attributes:
-        device: the name of the device that each rank has.
-        page_bytes: the bytes of a page on one rank.
-        pages: the pages that fit beside weights, what is trained, and what finetuning saves for
-            backward.
-        shapes: (out, in) of the linear modules that have adapters, of all layers.
-        element_bytes: the bytes of an element of the copies that adapters are served from.
+        device: the name of each rank's device.
+        page_bytes: the bytes of a page on a rank.
+        pages: the pages that fit in addition to weights, trained parameters, and values that
+            finetuning
+            saves for backward.
+        shapes: (out, in) of the adapted linear modules, of all layers.
+        element_bytes: the bytes of an element of the served adapter copies.
     """
 
     name: str
@@ -83,7 +84,7 @@ class SimulatedProgram:
         sharing: Sharing | None = None,
         is_ahead: bool = False,
     ) -> SimulatedEngine:
-        """Return an engine of it, at 0 s; `SimulatedEngine` documents the options."""
+        """Return an engine of the program, at 0 s; see `SimulatedEngine` for the options."""
         return SimulatedEngine(
             self.costs,
             self.pages,
@@ -110,16 +111,17 @@ def simulated_program(
     """Compile a model for a machine, without weights.
 
     Args:
-        model: a model as `pcg.explain` takes it.
-        device: the name of a device with a data sheet, as A100-80.
-        targets: the modules that have LoRA adapters, of any rank where they only serve, in the
-            base's precision, as the papers have them.
-        rank: the rank of the adapter that is trained.
-        finetuning_tokens: the tokens of the longest mini-batch that is trained; 0 for none.
+        model: a model, as for `pcg.explain`.
+        device: the name of a device with a data sheet, such as A100-80.
+        targets: the modules with LoRA adapters; served adapters have any rank and the base's
+            precision,
+            as in the papers.
+        rank: the rank of the trained adapter.
+        finetuning_tokens: the tokens of the longest trained mini-batch; 0 for none.
         product_share: the share of the device's peak that large matrix products reach; the cost
             model's own by default.
     Raises:
-        CostModelError: the device has no sheet, or an operator no cost.
+        CostModelError: the device has no data sheet, or an operator no cost.
         OutOfMemoryError: the device cannot hold the model.
     """
     options = PlanOptions(tp=tp, seq=finetuning_tokens or 1024)

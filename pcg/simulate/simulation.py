@@ -1,24 +1,23 @@
-"""Replay a workload on simulated engines: one, several side by side, or a cluster.
+"""Replay of a workload on simulated engines: one, several side by side, or a cluster.
 
-Engines have clocks of their own. The engine that is furthest behind goes on, so that a request
-finds every engine as it is when it comes, up to the step that each is in. A router chooses the
-engine of a request:
+Each engine has its own clock. The engine with the earliest clock runs next, so that a request meets
+every engine in its state at the arrival, up to the step in progress. A router chooses the engine of
+a request:
 
-    RoundRobin    engines in turn: pipelines behind a plain load balancer; or some of them, where
+    RoundRobin    engines in turn: pipelines behind a plain load balancer; or only some engines, if
                   the others only train (separate instances, FlexLLM v2 §8.1)
-    FullestFirst  the engine with the largest batch below its limit that has pages for the request;
-                  where there is none it waits, first come, first served (Punica §5.1)
+    FullestFirst  the engine with the largest batch below its limit and pages for the request;
+                  otherwise the request waits, first come, first served (Punica §5.1)
 
-Requests that move between simulated engines (Punica §5.3, figure 5).
-
-A request that moves is cancelled at one engine and added to another like a new one, which
-recomputes keys and values of its prompt and of its tokens so far. Two kinds move:
+Requests may move between simulated engines (Punica §5.3, figure 5). A moved request is cancelled
+at an engine and added to another as a new request, which recomputes the keys and values of its
+prompt and generated tokens. Two kinds of requests move:
 
     preempted      the newest request of an engine that is out of pages
-    consolidated   periodically, all requests of the engine with the fewest, if the others have room
-                   for all; it is idle then, and can be handed back
+    consolidated   periodically, all requests of the engine with the fewest, if the other engines
+                   have room for all; the idle engine can then be released
 
-The paper gives neither the period nor the load of a lightly loaded GPU; both are ours.
+The paper gives neither the period nor the load of a lightly loaded GPU; both are assumptions.
 """
 
 from __future__ import annotations
@@ -46,8 +45,8 @@ class Migration:
     """The rule by which requests leave an engine.
 
     Attributes:
-        most: the largest number of an engine's requests.
-        light: the largest number of requests of an engine that may be emptied.
+        most: the maximum number of requests of an engine.
+        light: the maximum number of requests of an engine that may be emptied.
         period_s: the seconds between two searches for such an engine.
     """
 
@@ -59,7 +58,7 @@ class Migration:
     def consolidated(
         self, engines: List[SimulatedEngine], place: int, now_s: float
     ) -> list[Sequence]:
-        """Return all requests of an engine that is about to step, if they leave; oldest first."""
+        """Return all requests, oldest first, of an engine before its step if they leave it."""
         if now_s < self._next_s:
             return []
         sizes = {i: working_set(engine) for i, engine in enumerate(engines) if working_set(engine)}
@@ -74,7 +73,7 @@ class Migration:
 
     @staticmethod
     def preempted(engine: SimulatedEngine) -> list[Sequence]:
-        """Return requests that lost their pages in the step that ended; oldest first."""
+        """Return the requests, oldest first, that lost their pages in the previous step."""
         waiting = engine.scheduler.waiting
         return [
             sequence
@@ -83,7 +82,7 @@ class Migration:
         ]
 
     def _fit(self, leaving: List[Sequence], others: List[SimulatedEngine]) -> bool:
-        """Return whether the other engines in use have room for all, the fullest first."""
+        """Return whether the other engines in use have room for all requests, fullest first."""
         slots = [self.most - working_set(engine) for engine in others]
         pages = [free_pages(engine) for engine in others]
         brought: set[tuple[int, int]] = set()
@@ -110,14 +109,14 @@ def working_set(engine: SimulatedEngine) -> int:
 
 
 def free_pages(engine: SimulatedEngine) -> int:
-    """Return the pages for new requests, less those that the present ones will soon need."""
+    """Return the free pages, less the pages that present requests will soon need."""
     scheduler = engine.scheduler
     taken = sum(pages_for(sequence.length) for sequence in scheduler.waiting) + working_set(engine)
     return engine.pool.free + scheduler.adapters.idle_pages - taken
 
 
 def continued(sequence: Sequence) -> Request:
-    """Return the rest of a request: its tokens so far become a part of the prompt."""
+    """Return the rest of a request: its generated tokens become a part of the prompt."""
     request, count = sequence.request, len(sequence.generated)
     params = replace(request.params, max_new_tokens=sequence.limit - count)
     return replace(request, prompt_ids=(*request.prompt_ids, *sequence.generated), params=params)
@@ -127,7 +126,7 @@ class Router(Protocol):
     """Chooses an engine for a request."""
 
     def choose(self, engines: List[SimulatedEngine], request: Request) -> int | None:
-        """Return the place of the engine that gets it; None to have it wait."""
+        """Return the index of the request's engine; None to let the request wait."""
 
 
 @dataclass
@@ -135,7 +134,7 @@ class RoundRobin:
     """Chooses engines in turn.
 
     Attributes:
-        serving: the number of engines that serve, the first ones; None for all.
+        serving: the number of serving engines, which are the first engines; None for all.
     """
 
     serving: int | None = None
@@ -149,7 +148,7 @@ class RoundRobin:
 
 @dataclass(frozen=True)
 class FullestFirst:
-    """Chooses the engine with the largest batch that has room; of equals the last.
+    """Chooses the engine with the largest batch that has room; the last of equal engines.
 
     Attributes:
         most: the largest batch, in requests.
@@ -167,7 +166,7 @@ class FullestFirst:
 
 
 def _has_room(engine: SimulatedEngine, request: Request) -> bool:
-    """Return whether there are pages for the prompt, and a page for each present request."""
+    """Return whether pages suffice for the prompt and a page for each present request."""
     adapters, need = engine.scheduler.adapters, pages_for(request.length)
     if not adapters.has(request.adapter):
         need += adapters.pages_of(request.adapter)
@@ -185,16 +184,17 @@ class _Waiting:
 
 @dataclass
 class Simulation:
-    """Engines that serve one workload.
+    """Engines that serve a workload.
 
     Attributes:
         engines: the engines, with their jobs.
         router: the rule that chooses among them.
-        on_step: a function called with an engine's place after each of its steps.
+        on_step: called with an engine's index after each of its steps.
         migration: the rule by which requests leave engines; None for none.
-        on_move: a function called with an engine's place and a request that leaves it.
-        resumed: (place, id) of requests that began at another engine; in the engines' logs they are
-            two requests, one that was cancelled and one that came.
+        on_move: called with an engine's index and a request that leaves it.
+        resumed: (index, id) of requests that started at another engine; the engines' logs list them
+            as
+            a cancelled request and a new request.
     """
 
     engines: List[SimulatedEngine]
@@ -206,12 +206,12 @@ class Simulation:
     resumed: set[tuple[int, str]] = field(default_factory=set)
 
     def run(self, workload: Workload, jobs_end_s: float = math.inf) -> tuple[Event, ...]:
-        """Serve a workload until nothing is left to do.
+        """Serve a workload until no work remains.
 
         Args:
             jobs_end_s: the time at which the remaining jobs are cancelled.
         Returns:
-            The events of all engines in order of time; subjects begin with their engine's place.
+            The events of all engines in order of time; subjects start with their engine's index.
         Raises:
             BenchmarkError: an adapter is missing, or a request fits no engine.
         """
@@ -244,7 +244,7 @@ class Simulation:
                 return self._events()
 
     def _move(self, place: int, leaving: List[Sequence], waiting: deque[_Waiting]) -> None:
-        """Take requests out of an engine and queue them before the waiting ones."""
+        """Move requests from an engine to the front of the waiting requests."""
         for sequence in reversed(leaving):
             has_begun = (place, sequence.id) in self.resumed or bool(sequence.generated)
             self.on_move(place, sequence)
@@ -266,7 +266,7 @@ class Simulation:
             try:
                 request_id = engine.submit(first.request, first.came_s)
             except OutOfMemoryError:
-                continue  # the log says so
+                continue  # the log records it
             if first.has_begun:
                 self.resumed.add((place, request_id))
 

@@ -1,7 +1,7 @@
-"""Synthetic workloads: arrivals, lengths and adapters put together.
+"""Synthetic workloads: arrivals, lengths and adapters combined.
 
-Times, prompts, outputs and adapters have generators of their own, so that a seed gives the same
-times for any lengths, and the same requests for any adapters.
+Times, prompts, outputs and adapters have separate generators, so that a seed yields the same times
+for any lengths, and the same requests for any adapters.
 """
 
 from __future__ import annotations
@@ -26,10 +26,11 @@ def synthetic(
     duration_s: float | None = None,
     requests: int | None = None,
 ) -> Workload:
-    """Return requests for the base model, up to a time or to a number of them.
+    """Return requests for the base model, up to a time or to a number of requests.
 
     Raises:
-        BenchmarkError: neither or both of `duration_s` and `requests` are given, or none comes.
+        BenchmarkError: neither or both of `duration_s` and `requests` are given, or no request
+            arrives.
     """
     times = arrivals.times_s(Random(f"{seed} arrivals"))
     if (duration_s is None) == (requests is None):
@@ -55,9 +56,9 @@ def s_lora(
     duration_s: float = 300.0,
     adapters: Sequence[str] | None = None,
 ) -> Workload:
-    """Return S-LoRA's synthetic trace: a Gamma process for each adapter, their rates a power law.
+    """Return S-LoRA's synthetic trace: a Gamma process per adapter, with power-law rates.
 
-    λ_i ∝ i^-α with Σ λ_i = rate, as the paper's text has it. (S-LoRA's public code has one Gamma
+    λ_i ∝ i^-α with Σ λ_i = rate, as in the paper's text. (S-LoRA's public code has a single Gamma
     process for all requests, with adapters drawn by `numpy.random.power`.)
 
     Args:
@@ -67,7 +68,7 @@ def s_lora(
         duration_s: the duration; five minutes in the paper.
         adapters: names, the most popular first; None for `adapter-0`, `adapter-1` …
     Raises:
-        BenchmarkError: a parameter is out of its range, names are too few, or no request comes.
+        BenchmarkError: a parameter is out of range, names are too few, or no request arrives.
     Source: S-LoRA §7.2.
     """
     require_positive("rate_per_s", rate_per_s)
@@ -89,11 +90,11 @@ def assign_adapters(
     """Return the workload with adapters assigned to its requests.
 
     Args:
-        workload: requests, whose adapters are replaced.
-        popularity: the law of the adapters' shares.
+        workload: requests; their adapters are replaced.
+        popularity: the distribution of requests over adapters.
         adapters: names as in `s_lora`.
     Raises:
-        BenchmarkError: there are too few names.
+        BenchmarkError: too few names.
     """
     places = popularity.order(len(workload), Random(f"{seed} adapters"))
     names = _names(max(places) + 1, adapters)
@@ -102,12 +103,12 @@ def assign_adapters(
 
 
 def assign_tenants(workload: Workload, tenants: Sequence[str]) -> Workload:
-    """Return a workload whose adapters belong to tenants, in turn by each adapter's first request.
+    """Assign adapters to tenants, in turn by each adapter's first request; return the workload.
 
     Requests for the base model belong to the first tenant.
 
     Raises:
-        BenchmarkError: there are no tenants.
+        BenchmarkError: no tenants.
     """
     if not tenants:
         raise BenchmarkError("no tenants; give at least one name")

@@ -1,12 +1,12 @@
-"""A workload: timed requests in order of time, and its trace file: a request a line, as JSON.
+"""Workload of timed requests in order of time, and its trace file: a JSON object per line.
 
     {"time_s": 0.25, "adapter": "adapter-3", "prompt_tokens": 310, "output_tokens": 64}
     {"time_s": 0.31, "prompt_tokens": 12, "output_tokens": 200, "tenant": "b"}
 
-A request without `adapter` is for the base model. Blank lines are skipped. Numbers are read back
-exactly as they were.
+A request without `adapter` is for the base model. Blank lines are skipped. Numbers survive a round
+trip exactly.
 
-Public traces are read, too: the CSV of Azure's LLM inference traces and of BurstGPT.
+Public traces can also be read: the CSV of Azure's LLM inference traces and of BurstGPT.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ def require_count(name: str, value: int, least: int = 1) -> None:
 
 @dataclass(frozen=True, slots=True)
 class TimedRequest:
-    """A request, without its text; one without an adapter is for the base model.
+    """A request without its text; without an adapter, it is for the base model.
 
     Attributes:
         time_s: the time of its arrival from the workload's start, seconds.
     Raises:
-        BenchmarkError: a value is out of its range.
+        BenchmarkError: a value is out of range.
     """
 
     time_s: float
@@ -66,10 +66,10 @@ _NEEDED = ("time_s", "prompt_tokens", "output_tokens")
 
 @dataclass(frozen=True)
 class Workload:
-    """Requests in order of time; those of the same time are in the order given.
+    """Requests in order of time; requests of equal time keep their given order.
 
     Raises:
-        BenchmarkError: there are none, or they are out of order.
+        BenchmarkError: no requests, or requests out of order.
     """
 
     requests: tuple[TimedRequest, ...]
@@ -105,12 +105,12 @@ class Workload:
         )
 
     def at_rate(self, rate_per_s: float) -> Workload:
-        """Return the same requests with times scaled to a mean rate, requests / duration.
+        """Return the requests with times scaled to a mean rate, requests / duration.
 
-        FlexLLM v2 §8 replays a trace so.
+        FlexLLM v2 §8 scales its trace in this way.
 
         Raises:
-            BenchmarkError: the rate is not above 0, or all requests come at 0 s.
+            BenchmarkError: the rate is not above 0, or all requests arrive at 0 s.
         """
         require_positive("rate_per_s", rate_per_s)
         if self.duration_s == 0:
@@ -121,10 +121,10 @@ class Workload:
         )
 
     def part(self, start_s: float, end_s: float) -> Workload:
-        """Return the requests from `start_s` up to `end_s`, with times from `start_s` on.
+        """Return the requests from `start_s` up to `end_s`, with times relative to `start_s`.
 
         Raises:
-            BenchmarkError: there are none.
+            BenchmarkError: no request is in the range.
         """
         inside = [request for request in self if start_s <= request.time_s < end_s]
         if not inside:
@@ -148,7 +148,7 @@ class Workload:
 
         Raises:
             BenchmarkError: the file is missing, a line is not a request, or its time precedes the
-                last.
+                previous time.
         """
         path = Path(path)
         if not is_file(path):
@@ -205,7 +205,7 @@ def _request(value: dict[str, Any], where: str) -> TimedRequest:
 
 @dataclass(frozen=True)
 class _Form:
-    """The columns of a trace, and the reader of its times, in whole microseconds."""
+    """The columns of a trace, and a function that reads its times, in whole microseconds."""
 
     time: str
     prompt: str
@@ -229,11 +229,11 @@ _FORMS = (
 
 
 def read_public_trace(path: str | Path) -> Workload:
-    """Read a trace; its times start at 0 with the earliest request.
+    """Read a public trace; its times start at 0 with the earliest request.
 
     Raises:
-        BenchmarkError: the file is missing, its header is of neither trace, a row has no number
-            where one belongs, or no request is left.
+        BenchmarkError: the file is missing, its header matches neither trace, a row has no number
+            where a number is required, or no request is left.
     """
     path = Path(path)
     if not is_file(path):
