@@ -1,1 +1,1 @@
-"""Partition a program over a device mesh."""
+"""Partitioning of a program over a device mesh."""

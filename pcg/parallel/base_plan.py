@@ -4,13 +4,13 @@
     row       y = x [W_1, W_2]ᵀ    columns of W: x sharded, y a sum over the ranks
 
 A product of a whole value is column-parallel if its result reaches another product, through
-operators that treat its shards alike, before it meets a whole value; that other product is
-row-parallel. These are q, k, v and o of attention, and up (gate) and down of an MLP, by whatever
-names. Experts are cut as MLPs, as by transformers' `packed_colwise` and `rowwise`, with a whole
-router. Heads stay whole, as shards of q, k and v consist of heads; if the ranks do not divide the
-KV heads, `pcg.passes.repeat_heads` gives each rank those it needs.
+operators that treat all shards equally, before it meets a whole value; that other product is
+row-parallel. These are q, k, v and o of attention, and up (gate) and down of an MLP, under any
+names. Experts are sharded like MLPs, as by transformers' `packed_colwise` and `rowwise`, with a
+whole router. Heads stay whole, as shards of q, k and v consist of heads; if the ranks do not divide
+the KV heads, `pcg.passes.repeat_heads` gives each rank the heads that it needs.
 
-A user's plan, in transformers' terms (`base_model_tp_plan`), replaces this.
+A user's plan, in transformers' terms (`base_model_tp_plan`), replaces the derived plan.
 
 Source: Shoeybi et al. 2019, Megatron-LM, section 3.
 """
@@ -36,14 +36,14 @@ _LAYOUTS = dict(zip(STYLES, (COLUMN, ROW, REPLICATED), strict=True))
 def base_plan(
     graph: Graph, degree: int, styles: Mapping[str, str] | None = None
 ) -> dict[str, Layout]:
-    """Layouts of the weights of a layer's matrix products, by parameter; others stay whole.
+    """Return layouts of the weights of a layer's matrix products, by parameter; others stay whole.
 
     Args:
         graph: a layer's graph without bypass networks.
         styles: the user's plan, `PlanOptions.styles`; products without a style are replicated.
     Raises:
-        ParallelError: the degree divides neither heads nor products, and names those that do; or a
-            path in `styles` is no linear operator of the layer.
+        ParallelError: the degree divides neither heads nor products (the message names degrees that
+            do), or a path in `styles` is not a linear operator of the layer.
     """
     plan = _given(graph, styles) if styles else _pairs(graph, degree)
     sizes = list(_sizes(graph, plan))
@@ -58,7 +58,7 @@ def base_plan(
 
 
 def _way_out(graph: Graph, degree: int, plan: Mapping[str, Layout]) -> str:
-    """A hint with the plan of the pairs of products that the degree divides; empty without any."""
+    """Return a hint with a plan of the product pairs that the degree divides; may be empty."""
     fitting: dict[str, str] = {}
     paths = _paths(graph)
     for pair in _plans_of_pairs(graph, plan):
@@ -121,9 +121,9 @@ def _sizes(graph: Graph, plan: Mapping[str, Layout]) -> Iterator[tuple[str, int]
 
 
 def partitioned_attentions(graph: Graph, plan: Mapping[str, Layout]) -> frozenset[str]:
-    """Names of attentions with queries of a column-parallel product: ranks share their heads.
+    """Return names of attentions with column-parallel queries: ranks share their heads.
 
-    `graph` is a layer's without bypass networks, `plan` has the layouts of its weights.
+    `graph` is a layer without bypass networks, `plan` has the layouts of its weights.
     """
     has_part: set[str] = set()
     attentions = set()
@@ -146,14 +146,14 @@ def _pairs(graph: Graph, degree: int) -> dict[str, Layout]:
         behind = frozenset().union(*(makers.get(name, ()) for name in node.inputs))
         makers_of_output = behind
         if node.op == "experts":
-            # Each rank has a part of every expert, and so all that the router says.
+            # Each rank has a part of every expert, and so needs the router's whole output.
             plan |= dict.fromkeys(behind, REPLICATED)
             makers_of_output = frozenset()
         elif weight is None:
             values = [name for name in node.inputs if name not in graph.parameters_by_name]
             adds_whole = node.op in ("add", "sub") and not all(makers.get(n) for n in values)
             if behind and (adds_whole or not carried.isdisjoint(node.inputs)):
-                # A shard meets a whole value: those products are no pairs with a later one.
+                # A shard meets a whole value: those products form no pair with a later product.
                 for name in behind:
                     plan.pop(name, None)
                 makers_of_output = frozenset()

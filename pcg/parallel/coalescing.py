@@ -1,13 +1,13 @@
 """Collectives that share a message, and the messages that a plan sends.
 
-Consecutive collectives of a graph with one kind and dtype share a message if none reads the result
-of another. So the gathers of q's, k's and v's s = x Aᵀ are one message, and its readers run behind
-the last of them. Messages of shards of tokens are never shared, and may lie between others that
-are.
+Consecutive collectives of a graph with the same kind and dtype share a message if none reads the
+result of another. For example, the gathers of q's, k's and v's s = x Aᵀ are a single message, and
+their readers run after the last of them. Messages of token shards are never shared, and may lie
+between others that are shared.
 
 `pcg.passes.graphs.collectives` makes a node of each such run. A plan's messages are known before
-its graphs: its reshards in order are those of the forward, and in reverse, where gradients flow,
-those of the backward.
+its graphs: its reshards in order are the forward's messages, and in reverse, where gradients flow,
+the backward's.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _COALESCED = ("all_gather", "all_reduce")
 
 @dataclass(frozen=True, slots=True)
 class Access:
-    """The values that one node reads and makes, and its message.
+    """The values that a node reads and computes, and its message.
 
     `key` is the kind and the dtype of the message; None if the node joins no message.
     """
@@ -37,7 +37,7 @@ class Access:
 
 
 def accesses_of(graph: Graph) -> list[Access]:
-    """The accesses of a rank's graph, in the order of its nodes."""
+    """Return the accesses of a rank's graph, in the order of its nodes."""
     accesses = []
     for node in graph.nodes:
         is_shared = node.op in _COALESCED and not node.get("tokens")
@@ -47,7 +47,7 @@ def accesses_of(graph: Graph) -> list[Access]:
 
 
 def coalesced_runs(accesses: Sequence[Access]) -> list[list[int]]:
-    """The indices of the collectives that share a message, for each message."""
+    """Return for each message the indices of the collectives that share it."""
     runs: list[list[int]] = []
     key: tuple[str, str] | None = None
     waiting: set[object] = set()
@@ -65,11 +65,11 @@ def coalesced_runs(accesses: Sequence[Access]) -> list[list[int]]:
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """One message between the ranks.
+    """A message between the ranks.
 
     Attributes:
         kind: all_reduce, all_gather or reduce_scatter.
-        types: types of its whole tensors; for shards of tokens, with all ranks' rows.
+        types: types of its whole tensors; for token shards, with all ranks' rows.
     """
 
     kind: str
@@ -85,7 +85,7 @@ class _Event:
     """A node of a plan, or a reshard, with values in layouts.
 
     Attributes:
-        active: those of `reads` that a gradient may flow back to through it.
+        active: the values of `reads` to which a gradient may flow back through the event.
         reshard: the reshard with its value's type; None for a node.
     """
 
@@ -96,13 +96,13 @@ class _Event:
 
 
 _Sent = tuple[_Event, _Versions, _Versions]
-"""An event in one direction, with what it reads and what it makes there."""
+"""An event in one direction, with the values that it reads and computes."""
 
 
 def plan_messages(
     graph: Graph, plan: ParallelPlan, degree: int, active: Container[str]
 ) -> tuple[tuple[Message, ...], tuple[Message, ...]]:
-    """The messages of a plan's forward and backward, in order, with neighbours coalesced.
+    """Return the messages of a plan's forward and backward, in order, with neighbours coalesced.
 
     A gradient may flow back to the `active` values; without a backward there are none.
     """
@@ -138,7 +138,7 @@ def _backward(events: Sequence[_Event], reached: set[tuple[str, Layout]]) -> Ite
     for event in reversed(events):
         reads = tuple(value for value in event.makes if value in reached)
         if event.reshard and event.reshard[0].op == "regather" and event.active:
-            # Its value was not saved, so that backward gathers it with or without a gradient.
+            # Its value is not saved, so backward gathers it with or without a gradient.
             yield event, (), ()
         elif reads and event.active:
             reached.update(event.active)

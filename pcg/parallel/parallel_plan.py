@@ -14,12 +14,12 @@ from pcg.ir.types import TOKENS, TensorType, part_of_tokens
 
 
 def saved(layout: Layout) -> Layout:
-    """The mark for a layout in which backward has a value: saved, or recomputed there."""
+    """Return the mark for a layout in which backward has a value, saved or recomputed."""
     return Layout(layout.state, 1 - layout.dim)
 
 
 def is_saved(layout: Layout) -> bool:
-    """True for a mark, which is no layout of the graph."""
+    """Return whether a layout is a mark, which is no layout of the graph."""
     return layout.dim > 0
 
 
@@ -29,10 +29,10 @@ SAVED_COPY = saved(REPLICATED)
 
 @dataclass(frozen=True, slots=True)
 class Reshard:
-    """One transition of a value between two layouts, by an operator.
+    """A transition of a value between two layouts, by an operator.
 
     Between marks it is work of backward, not a node of the graph: `regather` gathers a copy again,
-    and `recompute` repeats the node that made the value.
+    and `recompute` repeats the node that computed the value.
     """
 
     op: str
@@ -56,7 +56,7 @@ class Reshard:
         return self.dim < 0 and type_.shape[self.dim] == TOKENS
 
     def message(self, type_: TensorType, degree: int) -> TensorType:
-        """The type of its collective's tensor, with equally many rows of tokens for each rank."""
+        """Return the type of the collective's tensor, with equal token rows for each rank."""
         if not self.is_of_tokens(type_):
             return type_
         return type_.with_shape((degree * part_of_tokens(degree), *type_.shape[1:]))
@@ -79,13 +79,13 @@ _BACKWARD = {
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """The cost of a layer on one rank, or of a part of it.
+    """The cost of a layer on a rank, or of a part of it.
 
     Attributes:
-        value: the number that plans are compared by: operations, or seconds.
+        value: the number by which plans are compared: operations, or seconds.
         forward_bytes: bytes that a rank sends in the forward.
-        backward_bytes: bytes that it sends in the backward.
-        step_bytes: bytes that it sends once an optimizer step, to sum gradients.
+        backward_bytes: bytes that a rank sends in the backward.
+        step_bytes: bytes that a rank sends once an optimizer step, to sum gradients.
     """
 
     value: float = 0.0
@@ -102,13 +102,13 @@ class Cost:
 
 @dataclass(frozen=True, slots=True)
 class NodePlan:
-    """The way in which ranks run one node, or bring a graph's outputs into their layouts.
+    """The execution of a node on ranks, or the final layouts of a graph's outputs.
 
     Attributes:
         rule: the sharding of its operator; of outputs, their final layouts.
         reshards: transitions of its inputs, by value, in order.
         held: layouts of the adapters' weights that no earlier node has read.
-        cost: the cost of the node and the transitions, each message by itself.
+        cost: the cost of the node and the transitions, without coalescing of messages.
         step_bytes: bytes that a rank sends once an optimizer step, to sum gradients.
     """
 
@@ -137,16 +137,17 @@ class ParallelPlan:
 
     @property
     def cost(self) -> float:
-        """The cost of all nodes and of the outputs' transitions, each message by itself."""
+        """The cost of all nodes and of the outputs' transitions, without coalescing of messages."""
         return sum(node.cost for node in self.nodes.values()) + self.outputs.cost
 
 
 @dataclass(frozen=True)
 class Constraints:
-    """Layouts and rules that a plan has to keep to.
+    """Layouts and rules that a plan must respect.
 
     Attributes:
-        layouts: layouts of parameters by name. A frozen parameter without one takes the cheapest.
+        layouts: layouts of parameters by name. A frozen parameter without a layout takes the
+            cheapest.
         rules: rules of nodes by name.
         inputs: layouts of the graph's inputs; whole by default.
         outputs: layouts of the graph's outputs; whole by default.

@@ -1,11 +1,11 @@
-"""Plan how ranks hold every tensor of a graph: the cheapest typed way, exactly.
+"""Planner of the layouts of a graph's tensors over ranks: the exact cheapest typed plan.
 
-Nodes are taken in order. Ranks can run each in several ways (`Operator.shardings`), each with the
-layouts of its inputs. A value that was brought into a layout has it for all later readers, so the
-cheapest way of one node depends on the others. A state is the layouts of the values that are still
-read. Dynamic programming keeps the cheapest way to each state, and drops a state only where another
-one costs no more, including the reshards to the layouts that it does not have. So the result is the
-least of all assignments of ways and layouts.
+The planner visits nodes in order. Ranks can run each node by several rules (`Operator.shardings`),
+each with layouts of its inputs. A value brought into a layout has it for all later readers, so the
+cheapest rule of a node depends on other nodes. A state is the layouts of the values with later
+readers. Dynamic programming keeps the cheapest path to each state, and drops a state only if
+another costs no more, including the reshards to the layouts that it lacks. The result is therefore
+the least of all assignments of rules and layouts.
 
 Reshards of a value, forward and backward:
 
@@ -16,14 +16,14 @@ Reshards of a value, forward and backward:
     + → |d   a reduce-scatter, then an all-gather       |d → =   an all-gather, a reduce-scatter
 
 and paths of these: - → + is - → |d → +, and = → - is = → |d → -, of the cheapest dim. The last two
-are of tokens (sequence parallelism); such a gathered copy is gathered again in the backward, one
-all-gather more, where backward reads it or a shard that was taken of it. Where gradients flow back
-to shards of tokens, these are not combined: the whole would be saved for backward.
+apply to tokens (sequence parallelism). Such a gathered copy is gathered again in the backward, with
+another all-gather, if backward reads it or a shard taken from it. If gradients flow back to token
+shards, these are not combined: backward would save the whole value.
 
-An adapter's weight is held in the layout that its reader takes, or in parts that are gathered where
-it is read; a copy of which each rank has a part of the gradient (=) costs an all-reduce of it once
-an optimizer step. The base's weights, and the ways of the base's nodes, may be fixed: the search
-for bypass networks does so (dependent parallelization).
+Ranks hold an adapter's weight in the layout that its reader takes, or in parts that are gathered
+for each reader. A copy whose gradient is split over ranks (=) costs an all-reduce of the weight
+once an optimizer step. The base's weights, and the rules of the base's nodes, may be fixed: the
+search for bypass networks fixes them (dependent parallelization).
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ Path = tuple[float, tuple[Reshard, ...]]
 
 
 class ReshardPaths:
-    """Cheapest paths between layouts, cached; with `shards_tokens` also to shards of tokens."""
+    """Cheapest paths between layouts, cached; with `shards_tokens` also to token shards."""
 
     def __init__(self, degree: int, costs: LayerCosts, shards_tokens: bool) -> None:
         self.degree = degree
@@ -71,7 +71,7 @@ class ReshardPaths:
         self._known: dict[object, Path | None] = {}
 
     def where_free(self, free: frozenset[tuple[str, str]]) -> ReshardPaths:
-        """The paths if some messages, by direction and kind, cost nothing to start."""
+        """Return the paths if some messages, by direction and kind, have no startup cost."""
         other = copy.copy(self)
         other._free, other._known = free, {}
         return other
@@ -81,7 +81,7 @@ class ReshardPaths:
     def fits(self, type_: TensorType, layout: Layout) -> bool:
         """Return whether a layout has equal parts of a number or a symbolic rank.
 
-        Shards of the tokens also fit with `shards_tokens`.
+        Token shards also fit with `shards_tokens`.
         """
         if not layout.dim:
             return True
@@ -99,12 +99,12 @@ class ReshardPaths:
         return self._parts[type_]
 
     def is_marked(self, type_: TensorType, layout: Layout) -> bool:
-        """True if a mark says that backward has it; it always has wholes and shards of tokens."""
+        """Return whether backward's layouts have marks; wholes and token shards need none."""
         always = (WHOLE, token_part(type_))
         return self.shards_tokens and type_.is_token_wise and layout not in always
 
     def made(self, type_: TensorType, layout: Layout) -> frozenset[Layout]:
-        """The layouts of a value that a node makes; a value that was not gathered is saved."""
+        """Return the layouts of a value that a node computes; an ungathered value is saved."""
         return frozenset([layout, saved(layout)] if self.is_marked(type_, layout) else [layout])
 
     def after(
@@ -130,7 +130,7 @@ class ReshardPaths:
     def cheapest(
         self, type_: TensorType, is_active: bool, have: Iterable[Layout]
     ) -> dict[Layout, Path]:
-        """The cheapest path from the layouts of a value to every other.
+        """Return the cheapest path from the layouts of a value to every other layout.
 
         `is_active` is True if a gradient flows back to the value.
         """
@@ -158,7 +158,7 @@ class ReshardPaths:
         return cost
 
     def send(self, reshard: Reshard, type_: TensorType, is_active: bool) -> float:
-        """The cost of a reshard's messages, forward and backward."""
+        """Return the cost of a reshard's messages, forward and backward."""
         cost = 0.0
         message = reshard.message(type_, self.degree)
         may_coalesce = not reshard.is_of_tokens(type_)
@@ -174,9 +174,10 @@ class ReshardPaths:
 def reshards_from(
     layout: Layout, parts: tuple[Layout, ...], tokens: Layout | None = None
 ) -> tuple[Reshard, ...]:
-    """The reshards from a layout.
+    """Return the reshards from a layout.
 
-    `parts` are the partitioned layouts of the tensor, `tokens` the one that shards its tokens, if
+    `parts` are the partitioned layouts of the tensor, `tokens` the layout that shards its tokens,
+    if
     allowed.
     """
     steps: list[tuple[str, Layout]]
@@ -205,14 +206,14 @@ def reshards_from(
 _FREE = Constraints()
 
 Versions = dict[str, frozenset[Layout]]
-"""The layouts of the values that are still read, by name."""
+"""The layouts of the values with later readers, by name."""
 
 
 @dataclass(frozen=True, slots=True)
 class _State:
-    """The layouts of values behind a node, with the cheapest way there: previous state, and plan.
+    """The layouts of values after a node, with the cheapest path: previous state, and plan.
 
-    `cost` is the way's cost, and its number of reshards.
+    `cost` is the path's cost, and its number of reshards.
     """
 
     versions: Versions
@@ -236,7 +237,7 @@ class _NodePlanBuilder:
     def state_after(
         self, state: _State, versions: Versions, rule: Sharding, work: float = 0.0
     ) -> _State:
-        """The state after a node that runs by a rule, at the cost of its own work."""
+        """Return the state after a node that runs by a rule, at the cost of its own work."""
         count = sum(len(some) for _, some in self.reshards)
         total = (state.cost[0] + work + self.cost, state.cost[1] + count)
         parts = (tuple(self.reshards), tuple(self.held), work + self.cost, self.step_bytes)
@@ -244,11 +245,11 @@ class _NodePlanBuilder:
 
 
 class Planner:
-    """Plans one graph of whole tensors; its cached costs serve further plans.
+    """Plans a graph of whole tensors; its cached costs serve further plans.
 
     Args:
-        trains: True if there is a backward.
-        token_nodes: names of nodes that ranks may run on shards of the tokens.
+        trains: True for a graph with a backward.
+        token_nodes: names of nodes that ranks may run on token shards.
     """
 
     def __init__(
@@ -276,7 +277,7 @@ class Planner:
         self._last = _last_readers(graph)
 
     def where_free(self, free: frozenset[tuple[str, str]]) -> Planner:
-        """The planner if some messages, by direction and kind, cost nothing to start."""
+        """Return the planner if some messages, by direction and kind, have no startup cost."""
         other = copy.copy(self)
         other.paths = self.paths.where_free(free)
         return other
@@ -289,7 +290,7 @@ class Planner:
         return other
 
     def with_prices(self, prices: Mapping[str, Mapping[Sharding, float]]) -> Planner:
-        """The planner with extra costs of some ways of nodes, by the node's name."""
+        """Return the planner with extra costs of some rules of nodes, by the node's name."""
         other = copy.copy(self)
         other._ways = {
             name: {rule: cost + prices.get(name, {}).get(rule, 0.0) for rule, cost in ways.items()}
@@ -301,17 +302,17 @@ class Planner:
         return self._ways[name].keys()
 
     def of(self, graph: Graph) -> Planner:
-        """The planner of a graph with the same nodes, or fewer, and inputs of the same types."""
+        """Return the planner of a graph with at most these nodes, and inputs of the same types."""
         other = copy.copy(self)
         other._read(graph)
         return other
 
     def plan(self, fixed: Constraints = _FREE) -> ParallelPlan:
-        """The cheapest plan under constraints, with each message by itself.
+        """Return the cheapest plan under constraints, without coalescing of messages.
 
         Raises:
             TypeCheckError: no rule of an operator takes its inputs in reachable layouts; names the
-                operator, the layouts, and those that it takes.
+                operator, the layouts, and its possible layouts.
         """
         versions = {
             value.name: self.paths.made(value.type, fixed.inputs.get(value.name, WHOLE))
@@ -345,7 +346,7 @@ class Planner:
     # ------------------------------------------------------------------------------------- a node
 
     def _rules(self, node: Node) -> dict[Sharding, float]:
-        """The rules of a node with equal parts, at the cost of its work on a rank."""
+        """Return the rules of a node with equal parts, with the cost of its work on a rank."""
         types, outputs = self.graph.types_of(node)
         needs = tuple(name in self.active for name in node.inputs)
         takes_all = node.name not in self._token_nodes
@@ -407,7 +408,7 @@ class Planner:
                 yield versions, built
 
     def _wanted(self, node: Node, rule: Sharding) -> tuple[Sequence[str], Sequence[Layout]]:
-        """The inputs of a node, with the layout that it takes of each."""
+        """Return the inputs of a node, with the required layout of each."""
         if not self._saved_reads:
             return node.inputs, rule.inputs
         names, layouts = list(node.inputs), list(rule.inputs)
@@ -448,11 +449,11 @@ class Planner:
         return self.paths.path(self.graph.types[name], name in self.active, have, wanted)
 
     def _holdings(self, parameter: Parameter, wanted: Layout, fixed: Constraints) -> list[Layout]:
-        """Layouts of an adapter's weight that a node can read in a wanted one."""
+        """Return an adapter weight's layouts from which a node can read the wanted layout."""
         name = parameter.name
         only = fixed.layouts.get(name)
         if wanted == PRE_REDUCE:
-            return []  # a part among zeros is the part
+            return []  # a part among zeros equals the part
         if only is not None:
             is_reached = self._path(name, frozenset([only]), wanted, fixed) is not None
             return [only] if is_reached else []
@@ -519,13 +520,13 @@ def _may_be(fixed: Layout | None, layout: Layout) -> bool:
 
 
 def _with_gradient(graph: Graph) -> frozenset[str]:
-    """Values with a gradient: carried inputs of a layer, and values that adapters reach."""
+    """Return values with a gradient: carried inputs of a layer, and values that adapters reach."""
     carried = (value.name for value in graph.inputs[: len(graph.outputs)])
     return reachable(graph, (*carried, *trained(graph)))
 
 
 def _last_readers(graph: Graph) -> dict[int, list[str]]:
-    """Values by the index of their last reader; the last index for outputs."""
+    """Return values by the index of their last reader; the last index for outputs."""
     last: dict[str, int] = {}
     for place, node in enumerate(graph.nodes):
         last |= dict.fromkeys((*node.inputs, *(value.name for value in node.outputs)), place)

@@ -1,15 +1,15 @@
-"""Search how to parallelize bypass networks under a base with a fixed parallelization.
+"""Search for the parallelization of bypass networks under a fixed parallelization of the base.
 
-The base's nodes run as they do without adapters; between them all bypass networks together are
-planned at the least cost (`pcg.parallel.planner`), so that several sites read a gathered value. A
-candidate of a site holds its weights in given layouts, with all other sites as chosen and the rest
-planned at the least cost. A bypass network costs the layer with it less the layer without: the same
-layer with the network's input to the sum in place of the sum, and all other nodes run equally.
+The base's nodes run as without adapters; all bypass networks together are planned at the least cost
+(`pcg.parallel.planner`), so that several sites share a gathered value. A candidate of a site holds
+its weights in given layouts, with all other sites as chosen and the rest planned at the least cost.
+The cost of a bypass network is the layer with the network less the layer without it, where the
+network's input to the sum replaces the sum, and all other nodes run equally.
 
-The planner takes each message by itself; a plan's cost is then counted with neighbouring messages
-coalesced. So more plans are made with some kinds of messages free to start, as if they were always
-coalesced; the search replaces the planner's choices by theirs at a site, at the sites of one input,
-or everywhere, as long as that costs less.
+The planner counts messages separately; a plan's cost is then counted with neighbouring messages
+coalesced. The search therefore also plans with some kinds of messages free of startup cost, as if
+always coalesced, and replaces the planner's choices by these at a site, at the sites of an input,
+or everywhere, as long as the cost decreases.
 
 Backward needs some values that only a site's nodes read, such as s = x Aᵀ, in the layout that a
 node's gradient reads. Such a value is saved, gathered again from saved parts, or recomputed:
@@ -17,10 +17,10 @@ node's gradient reads. Such a value is saved, gathered again from saved parts, o
     price(v, l) = min over layouts m   λ bytes(v, m) + messages(m → l)
                   min over rules w     seconds(w) + messages(w's layout → l)
 
-λ are seconds a byte, the worth of memory at a budget. The inputs of the recomputed node are free in
-this price, so a plan's least cost with these prices is a lower bound of any way to save and
-recompute: the cut of the layer's graph (`pcg.passes.memory.save_problem`) has room for these flows
-and those of the base's values.
+λ is the price of memory at a budget, in seconds per byte. The inputs of the recomputed node are
+free in this price, so a plan's least cost with these prices is a lower bound of any choice of saved
+and recomputed values: the cut of the layer's graph (`pcg.passes.memory.save_problem`) has room for
+these flows and those of the base's values.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class KeptValues:
                     self._reads.setdefault(name, []).append((place, value))
 
     def size_bytes(self, plan: ParallelPlan, site: BypassSite) -> int:
-        """Bytes of a site's values on a rank, if none is recomputed."""
+        """Return the bytes of a site's values on a rank, if none is recomputed."""
         return sum(
             self._local_bytes(value, plan.nodes[name].rule.inputs[place])
             for name in site.nodes
@@ -74,7 +74,7 @@ class KeptValues:
         )
 
     def planner(self, byte_seconds: float) -> Planner:
-        """The planner with their least price at so many seconds a byte."""
+        """Return the planner with the values' least price, at a price per byte in seconds."""
         prices = {
             name: {rule: self._price(name, rule, byte_seconds) for rule in self._planner.ways(name)}
             for name in self._reads
@@ -88,7 +88,7 @@ class KeptValues:
         )
 
     def _least(self, value: str, layout: Layout, byte_seconds: float) -> float:
-        """The least seconds to have a value in a layout, with its node's inputs for free."""
+        """Return the least seconds to have a value in a layout, with its node's inputs for free."""
         paths, type_ = self._planner.paths, self._planner.graph.types[value]
         costs = []
         for other in (layout, *paths.parts(type_)):
@@ -113,7 +113,7 @@ class KeptValues:
 
 
 def _private(graph: Graph, nodes: set[str]) -> set[str]:
-    """Token-wise values of these nodes that no other node reads."""
+    """Return token-wise values of these nodes that no other node reads."""
     outputs = {value.name for node in _those(graph, nodes) for value in node.outputs}
     inner = {name for node in _those(graph, nodes) for name in node.inputs}
     outer = {name for node in graph.nodes if node.name not in nodes for name in node.inputs}
@@ -129,7 +129,7 @@ def _those(graph: Graph, names: set[str]) -> Iterator[Node]:
 
 
 class PlanCosts:
-    """The costs of one layer's plans under constraints."""
+    """The costs of a layer's plans under constraints."""
 
     def __init__(self, planner: Planner, constraints: Constraints) -> None:
         self.planner = planner
@@ -141,7 +141,7 @@ class PlanCosts:
         return _cost(self.planner, plan)
 
     def without(self, plan: ParallelPlan, nodes: Collection[str]) -> Cost:
-        """The cost of a plan without the bypass networks of these nodes."""
+        """Return the cost of a plan without the bypass networks of these nodes."""
         left_out = frozenset(nodes)
         known = self._without.get((id(plan), left_out))
         if known is None or known[0] is not plan:
@@ -203,25 +203,25 @@ def _without(graph: Graph, nodes: Collection[str]) -> Graph:
 
 
 _MOST_LISTED = 64
-"""Candidates of a site of which all are listed; of more, those that differ in one weight."""
+"""Maximum number of listed candidates of a site; beyond, those that differ in a single weight."""
 _FREE = (
     frozenset({("forward", "all_reduce")}),
     frozenset({("backward", "all_reduce")}),
     frozenset({("forward", "all_reduce"), ("backward", "all_reduce")}),
     frozenset(itertools.product(("forward", "backward"), ("all_gather", "all_reduce"))),
 )
-"""Messages that may be coalesced: sums meet the base's, which has some each way; then all."""
+"""Messages that may be coalesced: sums, as the base has some in both directions; then all."""
 _Holding = tuple[Layout, bool]
-"""The layout that a weight is held in, and True if it is gathered where it is read."""
+"""The layout in which ranks hold a weight, and whether its readers gather it."""
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """One way to parallelize a site.
+    """A candidate parallelization of a site.
 
     Attributes:
         strategy: the name of its algorithm; see `strategy_name`.
-        gathered: weights that are gathered where they are read.
+        gathered: weights that their readers gather.
         added: its cost, added to the layer's.
         kept_bytes: bytes on a rank of the site's values that backward reads.
     """
@@ -239,7 +239,7 @@ class Candidate:
 
 @dataclass(frozen=True)
 class SiteChoice:
-    """A site's candidates, cheapest first, and the chosen one."""
+    """A site's candidates, cheapest first, and the chosen candidate."""
 
     site: BypassSite
     chosen: Candidate
@@ -255,15 +255,16 @@ class SearchResult:
 
 
 class Search:
-    """The search over one layer; its cached costs serve all plans.
+    """The search over a layer; its cached costs serve all plans.
 
     Args:
         graph: the layer's graph with bypass networks, of whole tensors.
         layouts: layouts of the base's weights.
         base: rules of the base's nodes, by name.
-        trains: True if there is a backward, and each adapter's weight is one tensor, which ranks
-            may gather; those of a batch's many adapters are not gathered.
-        sequence_parallel: True if ranks hold shards of the tokens between the base's products.
+        trains: True for a training layer: it has a backward, and ranks may gather adapter weights.
+            The
+            weights of a serving batch's many adapters are not gathered.
+        sequence_parallel: True if ranks hold token shards between the base's products.
     """
 
     def __init__(
@@ -278,7 +279,7 @@ class Search:
     ) -> None:
         self.graph = graph
         self.base = {node.name: base[node.name] for node in graph.nodes if node.name in base}
-        # What ranks share a part of is cut by rows, as they hold no more.
+        # A parameter whose parts ranks share is sharded by rows, as ranks hold no more.
         shared = (p for p in graph.parameters if p.copies > 1)
         self.fixed = {p.name: partitioned(-len(p.type.dims)) for p in shared}
         self.layouts = layouts = {**layouts, **self.fixed}
@@ -294,7 +295,7 @@ class Search:
     # ---------------------------------------------------------------------------- the best plan
 
     def plan(self) -> ParallelPlan:
-        """The cheapest plan of the search, with neighbouring messages coalesced."""
+        """Return the cheapest plan of the search, with neighbouring messages coalesced."""
         return self._cheapest
 
     @cached_property
@@ -314,7 +315,7 @@ class Search:
         return best
 
     def proposals(self, byte_seconds: float) -> Iterator[ParallelPlan]:
-        """The cheapest plans at a price a byte of the sites' values that backward reads."""
+        """Yield the cheapest plans at a price per byte of the sites' values that backward reads."""
         priced = self.kept.planner(byte_seconds)
         for planner in (priced, *map(priced.where_free, _FREE)):
             plan = self._with(self._cheapest, planner.plan(self._given), self.sites)
@@ -322,7 +323,7 @@ class Search:
                 yield plan
 
     def least_cost(self, byte_seconds: float) -> float:
-        """The least cost of a plan at such a price, each message by itself."""
+        """Return the least cost of a plan at such a price, without coalescing of messages."""
         return self.kept.planner(byte_seconds).plan(self._given).cost
 
     @cached_property
@@ -330,14 +331,14 @@ class Search:
         return KeptValues(self.planner, self.sites)
 
     def at(self, costs: LayerCosts, plan: ParallelPlan) -> Cost:
-        """The cost of a plan by other costs, such as those of another step size."""
+        """Return the cost of a plan by other costs, such as those of another step size."""
         layouts = {**self.layouts, **plan.held}
         planner = self.planner.by(costs)
         fixed = replace(self._given, layouts=layouts, rules=plan.rules)
         return PlanCosts(planner, fixed).of(planner.plan(fixed))
 
     def _of_one_input(self) -> list[tuple[BypassSite, ...]]:
-        """Groups of sites that read the same value of the base."""
+        """Return groups of sites that read the same value of the base."""
         inputs = {node.name: node.inputs[0] for node in self.graph.nodes}
         groups: dict[str, list[BypassSite]] = {}
         for site in self.sites:
@@ -347,7 +348,7 @@ class Search:
     def _with(
         self, best: ParallelPlan, other: ParallelPlan, some: Iterable[BypassSite]
     ) -> ParallelPlan | None:
-        """`best` with some sites as in `other`; None if that changes nothing or is impossible."""
+        """Return `best` with some sites as in `other`; None if equal to `best` or impossible."""
         rules, held = best.rules, best.held
         for site in some:
             rules |= {name: other.nodes[name].rule for name in site.nodes}
@@ -365,9 +366,9 @@ class Search:
     def hold(
         self, layouts: Mapping[str, Layout], gathered: frozenset[str] = frozenset()
     ) -> ParallelPlan:
-        """The cheapest plan with adapters' weights in the given layouts; other weights are free.
+        """Return the cheapest plan with adapters' weights in the given layouts, others free.
 
-        Readers gather those in `gathered`. TypeCheckError: no rule takes them.
+        Readers gather the weights in `gathered`. TypeCheckError: no rule takes the layouts.
         """
         return self.planner.plan(self.holding(layouts, gathered))
 
@@ -383,10 +384,10 @@ class Search:
         layouts: Mapping[str, Layout],
         gathered: frozenset[str] = frozenset(),
     ) -> ParallelPlan:
-        """The cheapest plan with one site's weights in layouts, and other sites as in `best`.
+        """Return the cheapest plan with a site's weights in layouts, and other sites as in `best`.
 
         Raises:
-            TypeCheckError: no rule takes them.
+            TypeCheckError: no rule takes the layouts.
         """
         rules = {name: rule for name, rule in best.rules.items() if name not in site.nodes}
         return self.planner.plan(self._fixed(best.held, layouts, gathered, rules))
@@ -410,7 +411,7 @@ class Search:
     # ------------------------------------------------------------------------------- candidates
 
     def find(self, plan: ParallelPlan | None = None) -> SearchResult:
-        """A plan, by default the cheapest, with each site's candidates."""
+        """Return a plan, by default the cheapest, with each site's candidates."""
         best = self.plan() if plan is None else plan
         return SearchResult(best, tuple(self._choice(best, site) for site in self.sites))
 
@@ -435,7 +436,7 @@ class Search:
             try:
                 plan = self.force(best, site, layouts, gathered)
             except TypeCheckError:
-                continue  # no way to run it so
+                continue  # these layouts are impossible
             candidate = self._candidate(plan, best, site, gathered)
             candidates.setdefault(candidate.key, candidate)
         ordered = sorted(candidates.values(), key=lambda candidate: candidate.added.value)
@@ -452,7 +453,7 @@ class Search:
     def ways(
         self, site: BypassSite, chosen: Candidate
     ) -> Iterator[tuple[Mapping[str, Layout], frozenset[str]]]:
-        """Layouts of a site's weights, and those of them that readers gather."""
+        """Yield layouts of a site's weights, with the weights that readers gather."""
         options = {name: self._options(name) for name in site.weights}
         ways: Iterable[tuple[_Holding, ...]] = itertools.product(*options.values())
         if math.prod(map(len, options.values())) > _MOST_LISTED:
@@ -472,7 +473,7 @@ class Search:
     def _neighbours(
         self, options: Mapping[str, Sequence[_Holding]], chosen: Candidate
     ) -> Iterator[tuple[_Holding, ...]]:
-        """Equal layouts of all weights, and ways that differ from the chosen one in one weight."""
+        """Yield equal layouts of all weights, and the chosen ones with one weight changed."""
         now = [(chosen.layouts[name], name in chosen.gathered) for name in options]
         for same in (WHOLE, REPLICATED):
             yield tuple((self.fixed.get(name, same), False) for name in options)

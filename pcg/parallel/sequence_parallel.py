@@ -1,4 +1,4 @@
-"""Sequence parallelism: the nodes that run on shards of the tokens, and a layer's ends.
+"""Sequence parallelism: the nodes that run on token shards, and a layer's ends.
 
 A value gathered from the ranks' tokens is not saved for backward, but gathered again (Korthikanti
 et al. 2022, §4.2.2) if backward reads it, or reads a value recomputed from it without a matrix
@@ -20,13 +20,13 @@ from pcg.parallel.parallel_plan import Constraints
 def token_sharded_nodes(
     graph: Graph, many_adapters: bool, outputs: Sequence[str] | None = None
 ) -> frozenset[str]:
-    """Names of nodes that ranks may run on shards of the tokens.
+    """Return names of nodes that ranks may run on token shards.
 
     Args:
         graph: a graph of whole tensors.
         many_adapters: True if each token has its own adapter; readers of adapters' weights then run
             on all tokens.
-        outputs: outputs, one of which has to depend on a node; all by default.
+        outputs: outputs, any of which must depend on a node; all by default.
     """
     adapter = {p.name for p in graph.parameters if p.role == "adapter"} if many_adapters else set()
     behind = graph if outputs is None else graph.replace(outputs=tuple(outputs))
@@ -35,7 +35,7 @@ def token_sharded_nodes(
 
 
 def token_sharded_ends(graph: Graph) -> Constraints:
-    """The constraints of a layer that takes shards of the tokens, and returns them."""
+    """Return the constraints of a layer that takes and returns token shards."""
     carried = [value.name for value in graph.inputs[: len(graph.outputs)]]
     return Constraints(
         inputs={name: token_part(graph.types[name]) for name in carried},
@@ -44,7 +44,7 @@ def token_sharded_ends(graph: Graph) -> Constraints:
 
 
 def saved_reads(graph: Graph, active: Container[str]) -> frozenset[tuple[str, int]]:
-    """Inputs of nodes that backward needs, as (node's name, index).
+    """Return the inputs of nodes that backward needs, as (node's name, index).
 
     A gradient may flow back to the `active` values.
     """
@@ -62,7 +62,7 @@ def saved_reads(graph: Graph, active: Container[str]) -> frozenset[tuple[str, in
 
 
 def gradient_reads(graph: Graph, node: Node, active: Container[str]) -> tuple[set[int], set[int]]:
-    """Indices of the inputs and of the outputs that a node's gradient reads."""
+    """Return indices of the inputs and of the outputs that a node's gradient reads."""
     needs = tuple(name in active for name in node.inputs)
     if not any(needs) or not node.output.type.is_float:
         return set(), set()
@@ -70,7 +70,7 @@ def gradient_reads(graph: Graph, node: Node, active: Container[str]) -> tuple[se
     try:
         backward = backward_of(node.op, types, outputs, dict(node.attributes), needs)
     except UnsupportedError:
-        return set(), set()  # it is not trained
+        return set(), set()  # not trained
     read = {name for reader in backward.nodes for name in reader.inputs}
     return (
         {index for index in range(len(types)) if f"i{index}" in read},

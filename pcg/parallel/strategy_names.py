@@ -1,10 +1,11 @@
-"""The bypass networks of a layer, and the names of what ranks do at a site.
+"""The bypass networks of a layer, and the names of the ranks' algorithms at a site.
 
-A name is the algorithm that ranks run, and the layouts that they hold where these differ. For LoRA,
-with s = x Aᵀ, an algorithm is known by the layouts in which A, s and B are read: FlexLLM's four
-(v1 figure 5, v2 figure 4), Punica's (§7), S-LoRA's (§6). Each holds its weights in some layouts; a
-candidate that runs it and holds them otherwise adds that to its name, as ranks that hold copies of
-A may take their columns of them and run FlexLLM's second all the same.
+A name has the algorithm that ranks run, and the layouts that they hold if these differ. For LoRA,
+with s = x Aᵀ, the layouts in which A, s and B are read identify the algorithm: FlexLLM's four
+(v1 figure 5, v2 figure 4), Punica's (§7), S-LoRA's (§6). Each algorithm holds its weights in
+certain
+layouts; the name of a candidate that holds other layouts includes these. For example, ranks that
+hold copies of A may take their columns of A and run FlexLLM's second algorithm.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from pcg.parallel.parallel_plan import ParallelPlan
 
 @dataclass(frozen=True)
 class BypassSite:
-    """One bypass network of a layer: its module's path and the names of its nodes and weights.
+    """A bypass network of a layer: its module's path and the names of its nodes and weights.
 
     `is_row` is True if it adds to a sum over ranks; None if to a whole value.
     """
@@ -35,8 +36,8 @@ class BypassSite:
 
 
 def bypass_sites(graph: Graph, base: Mapping[str, Sharding]) -> tuple[BypassSite, ...]:
-    """The bypass networks of a layer of whole tensors, by the rules of the base's nodes."""
-    import networkx  # 11 MiB, which a process that loads a program does without
+    """Return the bypass networks of a layer of whole tensors, by the rules of the base's nodes."""
+    import networkx  # 11 MiB, not needed in a process that loads a program
 
     added = [node for node in graph.nodes if node.name not in base]
     makers = {value.name: node.name for node in added for value in node.outputs}
@@ -69,8 +70,10 @@ def bypass_sites(graph: Graph, base: Mapping[str, Sharding]) -> tuple[BypassSite
 
 
 _Named = Mapping[tuple[Layout, Layout, Layout], tuple[str, tuple[Layout, Layout]]]
-"""Algorithms by the layouts in which A, s and B are read, copies as wholes; names, and layouts in
-which A and B are held."""
+"""Algorithms by the layouts in which A, s and B are read, with copies as wholes.
+
+The values are names, and the layouts in which A and B are held.
+"""
 _OF_COLUMN: _Named = {
     (WHOLE, WHOLE, COLUMN): (
         "FlexLLM 1, Punica: replicate A, partition B",
@@ -101,7 +104,7 @@ _LORA = ["lora_A", "lora_B"]
 def strategy_name(
     graph: Graph, site: BypassSite, plan: ParallelPlan, gathered: Collection[str]
 ) -> str:
-    """The name of a plan's algorithm at a site; readers gather the weights in `gathered`."""
+    """Return the name of a plan's algorithm at a site; readers gather the weights in `gathered`."""
     held = {name: plan.held[name] for name in site.weights}
     if [_end(name) for name in held] == _LORA and site.is_row is not None:
         return _of_lora(graph, site, plan, gathered)
@@ -120,7 +123,7 @@ def strategy_name(
 
 
 def algorithm(strategy: str) -> str:
-    """The short name of a strategy's algorithm, without the layouts of its weights."""
+    """Return the short name of a strategy's algorithm, without the layouts of its weights."""
     return strategy.partition(";")[0].partition(":")[0]
 
 
@@ -167,7 +170,7 @@ def _reads(graph: Graph, site: BypassSite, plan: ParallelPlan) -> dict[str, list
 
 
 def _plain(layout: Layout) -> Layout:
-    """The layout as a forward sees it, where a copy is a whole."""
+    """Return the layout as a forward sees it, where a copy equals a whole."""
     return WHOLE if layout == REPLICATED else layout
 
 

@@ -1,7 +1,7 @@
-"""The data sheets of accelerators: peaks, memory, links between ranks, and driver names.
+"""Data sheets of accelerators: peaks, memory, links between ranks, and driver names.
 
-Numbers are those of the vendor, each with its source. A value that no vendor gives is an
-assumption, and named so: a PCIe card's server has eight of them, and 100 Gbit/s between servers.
+Numbers are the vendor's, each with its source. Values that no vendor gives are marked as
+assumptions: a PCIe card's server has eight cards, and 100 Gbit/s between servers.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Link:
     """The connection between the ranks of a group.
 
     Attributes:
-        latency_s: α, the latency of one step of a ring.
+        latency_s: α, the latency of a ring's step.
         bytes_per_s: β, the bandwidth of a rank in one direction.
         source: the source of both.
         is_measured: True if programs reach β; False if it is a peak.
@@ -54,7 +54,8 @@ class DeviceSheet:
         launch_s: time added by the launch of each operator.
         links: links within a node by name; the first is the device's own.
         source: source of the peaks and the bandwidth.
-        network: the link between nodes, with one rank's part of its node's bandwidth; None for one
+        network: the link between nodes, with a rank's part of its node's bandwidth; None for a
+            single
             node.
     """
 
@@ -84,13 +85,15 @@ nccl-tests' bus bandwidth are commonly reported at about these shares on A100 an
 
 
 def link_between(sheet: DeviceSheet, near: Link, degree: int, node_ranks: int | None) -> Link:
-    """The link of a ring of `degree` ranks.
+    """Return the link of a ring of `degree` ranks.
 
-    Within `near`'s ranks it is `near`; else the first of the sheet's links with enough ranks on one
-    node. Over nodes, a ring enters and leaves each of them once: its latency is the mean of its
-    steps, within nodes and between them. Rings begin at all ranks of a node, each over its own
-    network card, so together they have the node's whole bandwidth, or the near link's if that is
-    less.
+    Within `near`'s ranks the result is `near`, else the first of the sheet's links with enough
+    ranks on
+    a node. Over nodes, a ring enters and leaves each node once: its latency is the mean of its
+    steps,
+    within nodes and between nodes. Rings start at all ranks of a node, each over its own network
+    card,
+    so together they have the node's whole bandwidth, or the near link's if that is less.
 
     Args:
         node_ranks: the ranks of a node, if fewer than the sheet's links reach.
@@ -126,7 +129,7 @@ GLOO_LOOPBACK = Link(
     "pcg profile --quick --tp 2, all_reduce: torch 2.13.0+cpu, two cores of an AMD EPYC",
     is_measured=True,
 )
-# One socket of an Intel Xeon Platinum 8480+: cores · base clock.
+# A socket of an Intel Xeon Platinum 8480+: cores · base clock.
 _CYCLES_PER_S = 56 * 2.0e9
 CPU = DeviceSheet(
     product_flops_per_s={
@@ -143,12 +146,12 @@ CPU = DeviceSheet(
     "and add 64 in fp32 and 32 in fp64 (Intel 64 and IA-32 Optimization Reference Manual)",
     launch_source="an addition of 8 numbers: torch 2.13.0+cpu, one thread of an AMD EPYC",
 )
-"""A server's socket, for models that are split over CPUs."""
+"""A server's socket, for models split over CPUs."""
 
 
 @dataclass(frozen=True)
 class Accelerator:
-    """One kind of accelerator, with the total of memory that the driver reports."""
+    """A kind of accelerator, with the total memory that the driver reports."""
 
     name: str
     memory_bytes: int
@@ -204,11 +207,11 @@ SHEETS: Mapping[str, DeviceSheet] = {
 }
 """Data sheets by the names of devices."""
 RESERVED_BYTES = 2**30
-"""Memory left free on a device, for the CUDA context, libraries' workspaces and fragmentation."""
+"""Free memory of a device, for the CUDA context, libraries' workspaces and fragmentation."""
 
 
 def of_driver(called: str) -> Accelerator | None:
-    """The accelerator with a driver's name; None without a sheet, as for a part of a GPU."""
+    """Return the accelerator with a driver's name; None without a sheet, as for a part of a GPU."""
     words = called.split(maxsplit=1)
     if words[0] in ("AMD", "NVIDIA", "Tesla") and len(words) > 1:
         called = words[1]
@@ -216,7 +219,7 @@ def of_driver(called: str) -> Accelerator | None:
 
 
 def find_accelerator(name: str) -> Accelerator:
-    """The accelerator of a name in any case. UnsupportedError: unknown; lists the names."""
+    """Return an accelerator by its case-insensitive name; UnsupportedError lists the names."""
     known = known_name(name, ACCELERATORS)
     if known is not None:
         return ACCELERATORS[known]
@@ -227,5 +230,5 @@ def find_accelerator(name: str) -> Accelerator:
 
 
 def known_name(name: str, among: Iterable[str]) -> str | None:
-    """The known spelling of a name in any case, or None."""
+    """Return the known spelling of a case-insensitive name, or None."""
     return next((known for known in among if known.lower() == name.lower()), None)

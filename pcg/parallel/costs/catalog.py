@@ -1,8 +1,8 @@
-"""The cost models of a name or a path: data sheets of accelerators, and profiles.
+"""Cost models by name or path: data sheets of accelerators, and profiles.
 
-Profiles lie in the user's cache, by device, dtype, ranks and versions. Ranks without a profile of
-their device measure one together: all of them the links, the first the operators; all have the same
-costs then.
+Profiles are in the user's cache, by device, dtype, ranks and versions. Ranks without a profile of
+their device measure it together: all ranks the links, the first rank the operators; afterwards all
+ranks have the same costs.
 """
 
 from __future__ import annotations
@@ -33,10 +33,11 @@ from pcg.version import __version__
 
 
 def find_cost_model(name_or_path: str | os.PathLike[str], link: str | None = None) -> CostModel:
-    """The cost model of a data sheet, or of a profile.
+    """Return the cost model of a data sheet, or of a profile.
 
     Args:
-        name_or_path: a name of `SHEETS` in any case, with `:4` for nodes of 4 ranks, or a file of
+        name_or_path: a case-insensitive name of `SHEETS`, with `:4` for nodes of 4 ranks, or a file
+            of
             `pcg profile`.
         link: the name of one of the sheet's links, its first by default; a profile has its own.
     Raises:
@@ -70,7 +71,7 @@ def find_cost_model(name_or_path: str | os.PathLike[str], link: str | None = Non
 
 
 def costs_name(costs: str | os.PathLike[str] | None, gpus: Sequence[str] = ()) -> str:
-    """The name of the data sheet, or the path of the profile, in `costs`.
+    """Return the data sheet's name, or the profile's path, for an option `costs`.
 
     None means the first of `gpus`, else an H100.
     """
@@ -81,10 +82,10 @@ def costs_name(costs: str | os.PathLike[str] | None, gpus: Sequence[str] = ()) -
 
 
 def own_sheet(device: torch.device, degree: int = 1) -> str:
-    """The name of the data sheet of a present device, with its node's ranks under torchrun.
+    """Return the data sheet's name of a present device, with its node's ranks under torchrun.
 
     Raises:
-        CostModelError: it has none.
+        CostModelError: the device has no data sheet.
     """
     if device.type == "cpu":
         return "CPU"
@@ -115,13 +116,13 @@ class KeptProfile:
 
 
 def kept_path(device: torch.device, dtype: str, tp: int, *, quick: bool) -> Path:
-    """The file of a device's profile in the cache."""
+    """Return the file of a device's profile in the cache."""
     parts = (device_name(device), dtype, f"tp{tp}", "quick" if quick else "full", __version__)
     return cache_folder("profiles") / f"{_slug(*parts, torch.__version__)}.json"
 
 
 def kept_profile(path: Path) -> DeviceProfile | None:
-    """The profile in a file of the cache, if it can be read."""
+    """Return the profile in a file of the cache, if readable."""
     try:
         return DeviceProfile.load(path) if path.is_file() else None
     except CostModelError:
@@ -137,10 +138,10 @@ def profile_of_ranks(
     fresh: bool = False,
     on_case: Callable[[str], None] = lambda op: None,
 ) -> KeptProfile:
-    """The profile of the ranks' device; all ranks call this and return the first one's.
+    """Return the profile of the ranks' device; all ranks call this and get the first rank's.
 
     Args:
-        dtype: the base model's, by its short name.
+        dtype: the base model's dtype, by its short name.
         quick: measure a few small shapes, in seconds.
         fresh: ignore the first rank's cache.
         on_case: called with the name of each operator before it is measured.
@@ -167,10 +168,10 @@ def profile_of_ranks(
 
 
 def own_profile(ranks: Ranks, dtype: object, config: Mapping[str, Any]) -> str:
-    """The file of the profile of the ranks' devices, which they measure if they have none yet.
+    """Return the file of the profile of the ranks' devices, which they measure if missing.
 
     Args:
-        dtype: the base model's, as torch or its name; None for that of the model's configuration.
+        dtype: the base model's dtype, as torch's dtype or its name; None for the configuration's.
     """
     known = dtype_name(dtype or config.get("dtype") or config.get("torch_dtype"))
     dtypes = {name: short for short, name in TORCH_NAMES.items()}

@@ -1,7 +1,7 @@
-"""Measure collectives between ranks: NCCL on GPUs, else gloo.
+"""Measurement of collectives between ranks: NCCL on GPUs, else gloo.
 
-Ranks of one machine are started for the measurement; ranks that torchrun has started measure
-between themselves. On several machines, the ranks of each machine are also measured by themselves.
+Ranks of a single machine are started for the measurement; ranks of torchrun measure between
+themselves. On several machines, the ranks of each machine are also measured separately.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _REPEATS = 10
 def measure_collectives(
     degree: int, device: torch.device, *, quick: bool = False
 ) -> tuple[tuple[CollectiveTime, ...], str]:
-    """Times of collectives over `degree` processes, and their backend.
+    """Measure the times of collectives over `degree` processes; also return their backend.
 
     Raises:
         CostModelError: fewer GPUs than ranks.
@@ -57,7 +57,7 @@ def measure_collectives(
 
 
 def _rank(rank: int, degree: int, backend: str, directory: str, sizes: tuple[int, ...]) -> None:
-    """Measure as one rank; the first writes the times."""
+    """Measure as a rank; the first rank writes the times."""
     torch.set_num_threads(1)
     device = torch.device("cuda", rank) if backend == "nccl" else torch.device("cpu")
     if device.type == "cuda":
@@ -77,10 +77,9 @@ def _rank(rank: int, degree: int, backend: str, directory: str, sizes: tuple[int
 def exchanges_between(
     ranks: Ranks, device: torch.device, *, quick: bool = False
 ) -> tuple[tuple[CollectiveTime, ...], str]:
-    """Times of collectives between running ranks, all of which call this, and their backend.
+    """Measure collectives between running ranks, all of which call this; also return the backend.
 
-    Those within a machine of torchrun's `LOCAL_WORLD_SIZE` ranks come first, if there are more
-    ranks.
+    With several machines, times within a machine of torchrun's `LOCAL_WORLD_SIZE` ranks come first.
     """
     sizes = QUICK_SIZES if quick else SIZES
     node = int(os.environ.get("LOCAL_WORLD_SIZE", ranks.size))
@@ -96,7 +95,7 @@ def exchanges_between(
 def _times(
     degree: int, device: torch.device, sizes: tuple[int, ...], group: dist.ProcessGroup | None
 ) -> list[CollectiveTime]:
-    """Times of collectives over a group of `degree` ranks; None for all ranks."""
+    """Measure collectives over a group of `degree` ranks; None for all ranks."""
     times = []
     for size in sizes:
         # Whole parts of fp32 for each rank.
@@ -123,7 +122,7 @@ def _calls(
 def _seconds(
     call: Callable[[], Any], device: torch.device, group: dist.ProcessGroup | None
 ) -> float:
-    """Seconds of one call, the median of three rows of calls."""
+    """Return the seconds of a call, the median of three rows of calls."""
     for _ in range(_WARM):
         call()
     rows = []

@@ -27,7 +27,7 @@ _ROUNDS = {"all_gather": 1, "all_reduce": 2, "reduce_scatter": 1}
 
 
 class CostModel(ABC):
-    """Seconds of operators and collectives on one kind of device, by its name."""
+    """Seconds of operators and collectives on a kind of device, which has a name."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -35,11 +35,11 @@ class CostModel(ABC):
 
     @abstractmethod
     def work_seconds(self, work: Work) -> float:
-        """Seconds of one call of an operator that moves bytes."""
+        """Return the seconds of a call of an operator that moves bytes."""
 
     @abstractmethod
     def _link(self, kind: str, degree: int) -> Link:
-        """The link of `degree` ranks, with the bandwidth that they reach."""
+        """Return the link of `degree` ranks, with its achieved bandwidth."""
 
     def operator_seconds(
         self,
@@ -50,11 +50,12 @@ class CostModel(ABC):
         tokens: int,
         context: int,
     ) -> float:
-        """Seconds of an operator on one rank; 0 for a view.
+        """Return the seconds of an operator on a rank; 0 for a view.
 
         Args:
-            op: an operator of a rank's graph, no collective.
-            inputs: types of one rank, in `T` and `S` alone; `outputs` likewise.
+            op: an operator of a rank's graph, not a collective.
+            inputs: a rank's types, with no symbols except `T` and `S`.
+            outputs: as `inputs`.
             tokens: T, the number of tokens of the step.
             context: S, the number of tokens of a sequence.
         Raises:
@@ -67,7 +68,7 @@ class CostModel(ABC):
         return self._known[key]
 
     def collective_seconds(self, kind: str, size_bytes: int, degree: int) -> float:
-        """Seconds of an all_reduce, all_gather or reduce_scatter; 0 for one rank.
+        """Return the seconds of an all_reduce, all_gather or reduce_scatter; 0 for one rank.
 
         `size_bytes` is the size of the summed tensor, or of the gathered whole.
 
@@ -123,17 +124,17 @@ class SheetModel(CostModel):
 
 
 def ring_seconds(kind: str, size_bytes: float, degree: int, link: Link) -> float:
-    """Seconds of a collective: `(n - 1) (α + size / (n β))`, twice that of an all_reduce."""
+    """Return a collective's seconds: `(n - 1) (α + size / (n β))`, twice that for all_reduce."""
     step = link.latency_s + size_bytes / (degree * link.bytes_per_s)
     return _ROUNDS[kind] * (degree - 1) * step
 
 
 def roofline_seconds(work: Work, sheet: DeviceSheet, achieved: Achieved, name: str) -> float:
-    """The least seconds of a call, with its launch. CostModelError: no peak for the dtype."""
+    """Return the least seconds of a call with its launch; CostModelError without a peak."""
     if work.is_product:
         peaks, share, dtype = sheet.product_flops_per_s, achieved.product, work.dtype
     else:
-        # Half precision is computed in fp32; integers are as wide at most.
+        # Half precision is computed in fp32; integers have at most its width.
         peaks, share = sheet.vector_flops_per_s, achieved.vector
         dtype = "f64" if work.dtype == "f64" else "f32"
     if dtype not in peaks:
@@ -154,13 +155,13 @@ PICOSECOND = 1e-12
 
 @dataclass(frozen=True)
 class RankCosts:
-    """The costs of one rank's nodes, of `degree` ranks on a device."""
+    """The costs of a rank's nodes, for a group of `degree` ranks on a device."""
 
     model: CostModel
     degree: int
 
     def node_seconds(self, graph: Graph, node: Node, tokens: int, context: int) -> float:
-        """Seconds of a node of a rank's graph, with its own message; 0 for a view.
+        """Return the seconds of a node of a rank's graph, including its message; 0 for a view.
 
         Args:
             tokens: the number of tokens of the step.
@@ -180,14 +181,14 @@ class RankCosts:
         return self.model.operator_seconds(node.op, inputs, outputs, attributes, tokens, context)
 
     def graph_seconds(self, graph: Graph, tokens: int, context: int) -> float:
-        """Seconds of a rank's graph, without overlap of its messages."""
+        """Return the seconds of a rank's graph, without overlap of its messages."""
         return sum(self.node_seconds(graph, node, tokens, context) for node in graph.nodes)
 
 
 def message_of(node: Node, inputs: Types, outputs: Types) -> tuple[str, Types] | None:
-    """The kind and the whole tensors of a node's message, or None.
+    """Return the kind and the whole tensors of a node's message, or None.
 
-    Several tensors are one message, and a gathered copy counts as any gather.
+    Several tensors form a single message, and a gathered copy counts as any gather.
     """
     entry = operator(node.op)
     if not isinstance(entry, Collective) or not entry.rounds:

@@ -32,17 +32,17 @@ from pcg.parallel.costs.work import Work
 from pcg.units import shown
 
 FORMAT = 1
-"""The file's format; another one is refused."""
+"""The file's format version; other versions are refused."""
 
 NEAREST = 4
-"""Number of measured points that a shape between them is estimated from."""
+"""Number of measured points for the estimate of another shape."""
 
 _ALL = Achieved(1.0, 1.0, 1.0, 1.0)
 
 
 @dataclass(frozen=True)
 class OperatorTime:
-    """A measured operator: the work and the seconds of one call."""
+    """A measured operator: the work and the seconds of a call."""
 
     work: Work
     seconds: float
@@ -60,7 +60,7 @@ class CollectiveTime:
 
 @dataclass(frozen=True)
 class DeviceProfile:
-    """Measurements of one device, with the versions of pcg and torch that made them.
+    """Measurements of a device, with the versions of pcg and torch that measured them.
 
     `exchanges` are times of collectives over a backend of torch.distributed; empty for one rank.
     """
@@ -138,7 +138,7 @@ class DeviceProfile:
 
     @classmethod
     def load(cls, path: Path) -> DeviceProfile:
-        """Read a saved profile. CostModelError: the file is none, or of another version."""
+        """Read a saved profile; CostModelError for another kind of file or another version."""
         fix = f"make it again with pcg profile -o {path}"
         return cls.read(read_text(path, CostModelError, f"; {fix}"), path)
 
@@ -166,7 +166,7 @@ class DeviceProfile:
 
 
 def fitted_link(exchanges: Sequence[CollectiveTime], backend: str) -> Link:
-    """The link with α and β of the least squares above, both at least 0."""
+    """Return the link whose α and β minimize the errors above, both at least 0."""
     rows = []
     for exchange in exchanges:
         steps = ring_seconds(exchange.kind, 0, exchange.degree, Link(1.0, 1.0, ""))
@@ -176,10 +176,10 @@ def fitted_link(exchanges: Sequence[CollectiveTime], backend: str) -> Link:
     a, b = (sum(r[i] for r in rows) for i in (0, 1))
     determinant = aa * bb - ab * ab
     latency, per_byte = 0.0, 0.0
-    if determinant > 1e-9 * aa * bb:  # of at least two sizes
+    if determinant > 1e-9 * aa * bb:  # at least two sizes
         latency, per_byte = (a * bb - b * ab) / determinant, (b * aa - a * ab) / determinant
     if latency <= 0 or per_byte <= 0:
-        # The better of the two with one of them alone; their errors are the squares not explained.
+        # Keep the better fit of α or β alone: a²/aa and b²/bb are the explained squares.
         only_bytes = bb > 0 and b * b / bb >= a * a / aa
         latency, per_byte = (0.0, b / bb) if only_bytes else (a / aa, 0.0)
     speed = 1 / per_byte if per_byte else math.inf

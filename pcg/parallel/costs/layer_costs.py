@@ -1,16 +1,16 @@
 """Costs of a layer's nodes and messages on ranks: bytes, seconds on a device, or a mix of steps.
 
 A serving program decodes a token of each sequence and reads prompts with the same layouts. The
-cheapest plan for thousands of tokens of a prompt, such as one more sum over the ranks in place of a
-product, may cost a third of a decode step. So a plan that serves is made for a mix of steps:
+cheapest plan for a prompt of thousands of tokens, for example with a sum over the ranks in place of
+a product, may cost a third of a decode step. A serving plan is therefore chosen for a mix of steps:
 
     cost = Σ over steps   seconds of the plan there / seconds of the base alone there
 
-Each step's part is a share of its own time, so that none outweighs the others by its size.
+Each term is relative to the step's own time, so that no step dominates by its size.
 
-`Exchange` counts the messages of a rank's graph. These are not estimates: they are the collectives
-that the emitted program runs, including those that a memory plan repeats in backward, and messages
-that operators exchange internally.
+`Exchange` counts the messages of a rank's graph. The counts are exact: the collectives of the
+emitted program, including those that a memory plan repeats in backward, and messages that operators
+exchange internally.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from pcg.parallel.costs.work import OPEN_RANK, size_bytes, with_rank
 
 
 CONTEXT_TOKENS = 1024
-"""Tokens that a token attends to in steps that serve, and where no device is known."""
+"""Tokens that a token attends to, in serving steps and without a known device."""
 
 
 class LayerCosts(ABC):
@@ -48,24 +48,24 @@ class LayerCosts(ABC):
 
     @abstractmethod
     def node(self, node: Node, graph: Graph, rule: Sharding, needs: tuple[bool, ...]) -> float:
-        """Cost on one rank of a node of a graph of whole tensors, and of its gradients.
+        """Return the cost on a rank of a node of a graph of whole tensors, and of its gradients.
 
         `needs` marks the inputs that need a gradient.
         """
 
     @abstractmethod
     def send(self, kind: str, *types: TensorType) -> float:
-        """Cost of one message: a sum of tensors, or a gather to the wholes.
+        """Return the cost of a message: a sum of tensors, or a gather to whole tensors.
 
-        Without tensors it is the cost of an empty message.
+        Without tensors, the message is empty.
         """
 
     def place(self, type_: TensorType, dim: int) -> float:
-        """Cost of writing a rank's part of a whole tensor among zeros."""
+        """Return the cost of writing a rank's part of a whole tensor among zeros."""
         return 0.0
 
     def sum_gradient(self, type_: TensorType) -> float:
-        """A batch's share of summing an adapter weight's gradient over the ranks."""
+        """Return a batch's share of summing an adapter weight's gradient over the ranks."""
         return 0.0
 
     def message_bytes(self, types: Iterable[TensorType]) -> int:
@@ -76,14 +76,16 @@ class LayerCosts(ABC):
 
 
 class ByteCosts(LayerCosts):
-    """Bytes between ranks for one token, and a byte for every FLOPS_PER_BYTE operations.
+    """Bytes between ranks per token, and a byte for every FLOPS_PER_BYTE operations.
 
-    Operations count, as all ranks do a product on whole tensors. No device is known: the base's
-    plan is the same on all. The unit is an operation of all ranks, so that sums are whole numbers,
-    and ways of equal cost compare as equal.
+    Operations count, as all ranks run a product of whole tensors. No device is known: the base's
+    plan
+    is the same on all devices. The unit is an operation of all ranks, so that sums are integers,
+    and
+    plans of equal cost compare as equal.
 
-    With shards of the tokens, costs are those of a token on each rank, and all operators count:
-    otherwise a norm on all tokens would be as good.
+    With token shards, costs are those of a token on each rank, and all operators count: otherwise a
+    norm over all tokens would cost the same.
     """
 
     def __init__(self, degree: int, shards_tokens: bool = False) -> None:
@@ -104,7 +106,7 @@ class ByteCosts(LayerCosts):
 
 
 class DeviceCosts(LayerCosts):
-    """Seconds of a layer's forward and backward on one rank.
+    """Seconds of a layer's forward and backward on a rank.
 
     Args:
         context: the number of tokens that a token attends to.
@@ -146,7 +148,7 @@ class DeviceCosts(LayerCosts):
         return self._seconds("placed_part", (part,), (whole,), {"dim": dim, "degree": self.degree})
 
     def sum_gradient(self, type_: TensorType) -> float:
-        """A batch's share of its bytes' time; the message is that of all gradients together."""
+        """Return a batch's share of the bytes' time; all gradients share a single message."""
         size = size_bytes(type_, self.tokens)
         seconds = self.model.collective_seconds
         once, twice = (seconds("all_reduce", times * size, self.degree) for times in (1, 2))
@@ -181,7 +183,7 @@ def _number(formula: sympy.Expr, tokens: int) -> float:
 def backward_of(
     op: str, ins: Types, outs: Types, attributes: Attributes, needs: tuple[bool, ...]
 ) -> Graph:
-    """An operator's gradient, a graph of inputs `i0`, …, outputs `o0`, … and gradient `d`."""
+    """Return an operator's gradient: a graph of inputs `i0`, …, outputs `o0`, …, gradient `d`."""
     values = tuple(Value(f"i{i}", type_) for i, type_ in enumerate(ins))
     outputs = tuple(Value(f"o{i}", type_) for i, type_ in enumerate(outs))
     pairs: tuple[tuple[str, Attribute], ...] = tuple(sorted(attributes.items()))
@@ -198,9 +200,9 @@ def backward_of(
 
 
 DECODE_TOKENS = (1, 4, 16, 64, 256)
-"""Tokens of the steps that decode: one of each sequence."""
+"""Tokens of the decode steps: one of each sequence."""
 PREFILL_TOKENS = 2048
-"""Tokens of the step that reads prompts."""
+"""Tokens of the prefill step."""
 SERVING_TOKENS = (*DECODE_TOKENS, PREFILL_TOKENS)
 
 
@@ -230,12 +232,12 @@ _WITHIN: Mapping[str, tuple[str, ...]] = {
     "cross_entropy_part": ("all_reduce", "all_gather"),
     "cross_entropy_part_backward": ("all_gather",),
 }
-"""Kinds of the messages that operators send themselves, of one number a token, or a row."""
+"""Kinds of operators' internal messages, of one number a token or a row."""
 _OF_PARTS: Mapping[str, tuple[str, ...]] = {
     "attention": ("all_gather",),
     "attention_backward": ("all_gather", "reduce_scatter"),
 }
-"""Kinds of those that they send, of keys and values, where ranks have parts of the tokens."""
+"""Kinds of operators' internal messages of keys and values, if ranks have parts of the tokens."""
 
 
 @dataclass(frozen=True)
@@ -252,7 +254,7 @@ class Exchange:
     def of(
         cls, graph: Graph, tokens: int, degree: int, among: Collection[str] | None = None
     ) -> Exchange:
-        """The messages of a rank's graph; with `among`, only the share that makes these values."""
+        """Return the messages of a rank's graph; `among` restricts them to these values."""
         exchange = cls()
         for node in graph.nodes:
             for kind, sizes in _messages(graph, node, tokens, degree):
@@ -263,7 +265,7 @@ class Exchange:
 
     @classmethod
     def of_parts(cls, graph: Graph, rows: int, degree: int) -> Exchange:
-        """The messages of a graph among `degree` ranks with at most `rows` tokens of sequences."""
+        """Return the messages of a graph between `degree` ranks with at most `rows` tokens each."""
         exchange = cls()
         for node in graph.nodes:
             inputs = tuple(graph.types[name] for name in node.inputs)
@@ -277,7 +279,7 @@ class Exchange:
 def _messages(
     graph: Graph, node: Node, tokens: int, degree: int
 ) -> Iterator[tuple[str, dict[str, int]]]:
-    """The messages of a node: the kind, and bytes of the whole tensors by resulting value."""
+    """Yield a node's messages: the kind, and bytes of the whole tensors by resulting value."""
     inputs, outputs = graph.types_of(node)
     names = [value.name for value in node.outputs]
     message = message_of(node, inputs, outputs)
@@ -285,7 +287,7 @@ def _messages(
         kind, wholes = message
         yield kind, {n: size_bytes(type_, tokens) for n, type_ in zip(names, wholes, strict=True)}
     for kind in _WITHIN.get(node.op, ()):
-        # The gradient of a loss is of as many numbers as the loss.
+        # The gradient of a loss has as many numbers as the loss.
         row = inputs[0] if node.op.endswith("_backward") else outputs[0]
         whole = degree if kind == "all_gather" else 1
         yield kind, {names[0]: whole * size_bytes(row, tokens)}

@@ -1,13 +1,13 @@
-"""Measure operators on the device at hand, each as the operator table writes it for PyTorch.
+"""Measurement of operators on the present device, each in the operator table's PyTorch form.
 
-A case, over tokens, widths and ranks, has types in `T`. Elementwise operators go by class, with one
-case each; products have the shapes of a block: square, up and down by four. `embedding` and its
-successors have the vocabulary's size. Carried operators (`pointwise`, `rowwise`) are measured by
-ELU and the maximum, which stand for all of their kind.
+A case, over tokens, widths and ranks, has types in `T`. Elementwise operators are measured by
+class, with a case each; products have the shapes of a block: square, up and down by four.
+`embedding` and its successors have the vocabulary's size. ELU and the maximum represent all carried
+operators (`pointwise`, `rowwise`).
 
-An operator is called in a row for the grid's time, thrice, and the fastest row counts; of one that
-takes longer than that, the fastest of three calls. Its inputs are the same each time, so that small
-ones are found in caches. Attention sees one sequence.
+An operator is called in a row for the grid's time, three times, and the fastest row counts; of a
+slower operator, the fastest of three calls. Its inputs are the same in each call, so that small
+inputs are cached. Attention sees a single sequence.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class Case:
 
 
 def cases(grid: Grid, dtype: str, adapter_dtype: str) -> Iterator[Case]:
-    """All cases of one dtype, with adapters of another or the same."""
+    """Yield all cases of a dtype, with adapters of the same or another dtype."""
     for width in grid.widths:
         for shape in (_elementwise, _shapes, _norms, _heads, _base_products):
             yield from shape(width, dtype)
@@ -243,7 +243,7 @@ HALVES = ("bf16", "f16")
 
 
 class _OneOfTwo(Ranks):
-    """One rank of two without the other: only its own work is measured."""
+    """One rank of two without the other, to measure only its own work."""
 
     size = 2
 
@@ -253,7 +253,7 @@ class _OneOfTwo(Ranks):
 
 @dataclass
 class _Step:
-    """A batch for operators: one sequence whose first tokens are virtual."""
+    """A batch for operators: a sequence that starts with virtual tokens."""
 
     tokens: int
     device: torch.device
@@ -293,8 +293,8 @@ def measure_operators(
     """Measure the times of all operators.
 
     Args:
-        dtype: the base model's; in half precision adapters are measured in it and in f32.
-        quick: measure a small grid, in seconds, for trying out.
+        dtype: the base model's dtype; if half precision, adapters are measured in it and in f32.
+        quick: measure a small grid, in seconds, for trials.
         on_case: called with the name of each operator before it is measured.
     Raises:
         CostModelError: the dtype is no float.
@@ -380,7 +380,7 @@ def _wait(device: torch.device) -> None:
 
 
 def device_name(device: torch.device) -> str:
-    """The device's name by its driver or the machine; a CPU's with its threads."""
+    """Return the device's name by its driver or the machine; a CPU's with its threads."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     count = torch.get_num_threads()

@@ -1,13 +1,13 @@
 """Rates that this machine's CPU reaches, measured in some hundredths of a second.
 
-A CPU's data sheet is that of a whole socket, of which a process has some threads. So a cost model
-that compares it with a link has the sheet's kinds of arithmetic at the rates that were measured:
+A CPU's data sheet describes a whole socket, but a process has only some threads. A cost model that
+compares the CPU with a link therefore has the sheet's kinds of arithmetic at measured rates:
 
     products   [64, 1024] by [1024, 1024] in fp32 and in the model's dtype; others in proportion
     vectors    in proportion to fp32's products
     memory     a copy of 16 MiB, read and written
 
-A rate is rounded to a power of two, so that processes of one machine find the same.
+A rate is rounded to a power of two, so that processes of the same machine agree.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ class OwnRates:
     """Rates of a CPU.
 
     Attributes:
-        product_flops_per_s: of matrix products, by the IR's dtype, f32 included.
-        memory_bytes_per_s: of memory, read and written.
+        product_flops_per_s: rates of matrix products, by the IR's dtype, including f32.
+        memory_bytes_per_s: rate of memory, read and written.
     """
 
     product_flops_per_s: Mapping[str, float]
@@ -59,7 +59,7 @@ def own_rates(device: torch.device, dtype: torch.dtype) -> OwnRates | None:
 
 
 def rated_model(sheet: str, rates: OwnRates | None) -> CostModel:
-    """A data sheet's cost model, at measured rates if given. CostModelError: no such sheet."""
+    """Return a data sheet's cost model, at measured rates if given; CostModelError if unknown."""
     model = find_cost_model(sheet)
     if rates is None or not isinstance(model, SheetModel):
         return model

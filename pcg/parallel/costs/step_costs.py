@@ -1,18 +1,18 @@
 """Times of an engine's steps on a device, from a program's graphs and a cost model.
 
     step      Σ nodes of prologue · layers · epilogue
-    part      Σ nodes of one layer, forward or back, for one window; of the loss, for some tokens
+    part      Σ nodes of a layer, forward or backward, for a window; of the loss, for some tokens
 
 A token-wise operator costs the cost model's time for the number of tokens. Two kinds of operators
-depend on more; their operations f and bytes b are sums over the chunks of a step, and the sum is
-one call:
+depend on more sizes; their operations f and bytes b are sums over the chunks of a step, and the sum
+is a single call:
 
     attention       f = pairs · f₁       b = tokens · b₁ + cached · b₂
     a bypass        f = Σ tokens · rank · f₁, b = Σ over adapters of b(tokens, rank)
 
 pairs: keys that tokens attend to, summed over tokens. cached: keys and values, read once for each
-chunk, as one kernel's blocks do (FlashAttention). A sliding window of w keys bounds both: a token
-in position p has min(p, w) pairs, and c tokens behind others read at most w + c - 1 keys.
+chunk, as by the blocks of a kernel (FlashAttention). A sliding window of w keys bounds both: a
+token in position p has min(p, w) pairs, and c tokens after others read at most w + c - 1 keys.
 """
 
 from __future__ import annotations
@@ -42,20 +42,24 @@ from pcg.parallel.costs.work import (
 )
 
 HOST_LAUNCH_S = 29e-6
-"""Seconds of the host for a launch of a step that is not recorded: 0.53 ms of processor time for a
-layer of 18 launches that decodes, the program's Python included, on an AMD EPYC without a GPU."""
+"""Host seconds per launch of an unrecorded step.
+
+0.53 ms of processor time for a decoding layer of 18 launches, including the program's Python, on an
+AMD EPYC without a GPU.
+"""
 _LAUNCHES = 15
-"""Launches of a layer that decodes with adapters over ranks: 13 of Llama-3.1-8B, as
-`benchmarks/roofline.py` counts them, and two collectives."""
+"""Launches of a decoding layer with adapters over ranks: 13 of Llama-3.1-8B, as counted by
+`benchmarks/roofline.py`, and two collectives.
+"""
 
 
 def host_seconds(layers: int) -> float:
-    """The seconds of the host to launch an unrecorded step over ranks."""
+    """Return the host seconds to launch an unrecorded step over ranks."""
     return layers * _LAUNCHES * HOST_LAUNCH_S
 
 
 class SequenceChunk(NamedTuple):
-    """Tokens of one sequence in a step, behind `context` others.
+    """Tokens of a sequence in a step, after `context` others.
 
     Sampled chunks need logits of their last token; trained tokens have their loss later. `adapter`,
     of rank `rank`, is None for the base.
@@ -116,7 +120,7 @@ class StepShape:
         return cls(tokens, pairs, cached, sampled, trained, *adapters, tuple(spans))
 
     def seen(self, window: int) -> tuple[int, int]:
-        """`cached` and `pairs` of attention to a window of keys; 0 for all keys.
+        """Return `cached` and `pairs` of attention to a window of keys; 0 for all keys.
 
         Raises:
             CostModelError: the chunks of the step are not known.
@@ -131,7 +135,7 @@ class StepShape:
         cached = pairs = 0
         for count, context in self.spans:
             cached += min(context + count, window + count - 1)
-            short = min(max(window - context, 0), count)  # tokens that see all before them
+            short = min(max(window - context, 0), count)  # tokens that see all earlier tokens
             pairs += short * context + short * (short + 1) // 2 + (count - short) * window
         return cached, pairs
 
@@ -139,33 +143,33 @@ class StepShape:
 class StepCosts(Protocol):
     """Seconds of a device's work for an engine.
 
-    `layers` is the number of the model's layers; layers below all trained ones have a backward,
-    too.
+    `layers` is the number of the model's layers; layers below all trained layers also have a
+    backward.
     """
 
     layers: int
 
     def step_seconds(self, shape: StepShape) -> float:
-        """Seconds of a forward."""
+        """Return the seconds of a forward."""
 
     def layer_seconds(self, layer: int, shape: StepShape) -> float:
-        """Seconds of one layer's forward of a window by itself."""
+        """Return the seconds of a layer's forward of a window, without requests."""
 
     def loss_seconds(self, tokens: int) -> float:
-        """Seconds of the loss of so many tokens, with its gradient."""
+        """Return the seconds of the loss of this many tokens, with its gradient."""
 
     def backward_seconds(self, layer: int, shape: StepShape) -> float:
-        """Seconds of one layer's backward of a window."""
+        """Return the seconds of a layer's backward of a window."""
 
     def update_seconds(self) -> float:
-        """Seconds of an optimizer's update."""
+        """Return the seconds of an optimizer's update."""
 
     def copy_seconds(self, size_bytes: int) -> float:
-        """Seconds of a copy from the host's memory."""
+        """Return the seconds of a copy from the host's memory."""
 
 
 class GraphCosts:
-    """The costs of one rank's graphs, of `degree` ranks.
+    """The costs of a rank's graphs, for a group of `degree` ranks.
 
     Args:
         serving: the model with bypass networks of symbolic rank.
@@ -208,7 +212,7 @@ class GraphCosts:
         self._host_bytes_per_s = host_bytes_per_s
 
     def on(self, model: CostModel) -> GraphCosts:
-        """The costs of the same graphs on another device; copies from the host stay."""
+        """Return the costs of the same graphs on another device, except copies from the host."""
         by_graph: dict[int, GraphSeconds] = {}
 
         def moved(graph: GraphSeconds) -> GraphSeconds:
@@ -253,7 +257,7 @@ class GraphCosts:
 
 
 class GraphSeconds:
-    """Seconds of a rank's graph, of `degree` ranks, for any step."""
+    """Seconds of a rank's graph, for a group of `degree` ranks and any step."""
 
     def __init__(self, graph: Graph, model: CostModel, degree: int) -> None:
         self._model = model
@@ -269,7 +273,7 @@ class GraphSeconds:
         self._known: dict[int, float] = {}
 
     def on(self, model: CostModel) -> GraphSeconds:
-        """The seconds of the same graph on another device, with its work counted once."""
+        """Return the seconds of the same graph on another device, reusing the counted work."""
         seconds = copy.copy(self)
         seconds._model, seconds._known = model, {}
         return seconds
@@ -290,7 +294,7 @@ class GraphSeconds:
         return total
 
     def _plain_seconds(self, tokens: int) -> float:
-        """Seconds that depend on the number of tokens alone."""
+        """Return the seconds that depend only on the number of tokens."""
         total = sum(self._message_seconds(kind, types, tokens) for kind, types in self._messages)
         if tokens not in self._works:
             self._works[tokens] = [
@@ -320,7 +324,7 @@ class GraphSeconds:
             self._plain[node.op, ins, outs, node.attributes] += 1
 
     def _message_seconds(self, kind: str, types: Types, tokens: int, ranks: int = 0) -> float:
-        """Seconds of a message; `ranks` are those of all tokens' adapters, summed."""
+        """Return the seconds of a message; `ranks` are all tokens' adapter ranks, summed."""
         by_token = sum(size_bytes(type_, tokens, 1) for type_ in types if not _is_open(type_))
         by_rank = ranks * sum(size_bytes(type_, 1, 1) for type_ in types if _is_open(type_))
         size = by_token + by_rank
@@ -346,7 +350,7 @@ class _Bilinear:
 
 
 def _coefficients(at: Callable[[int, int], float], what: str) -> _Coefficients:
-    """Coefficients of a bilinear function. CostModelError: it is not bilinear."""
+    """Return the coefficients of a bilinear function; CostModelError if it is not bilinear."""
     a, x, y, xy = at(1, 1), at(2, 1), at(1, 2), at(2, 2)
     both = xy - x - y + a
     f = (a - (x - a) - (y - a) + both, x - a - both, y - a - both, both)
@@ -357,7 +361,7 @@ def _coefficients(at: Callable[[int, int], float], what: str) -> _Coefficients:
 
 
 def _bypass(op: str, ins: Types, outs: Types, attributes: Attributes) -> _Bilinear:
-    """The work of an operator of symbolic rank: x tokens, y ranks."""
+    """Return the work of an operator of symbolic rank: x tokens, y ranks."""
 
     def at(tokens: int, rank: int) -> Work:
         inputs, outputs = (tuple(with_rank(t, rank) for t in types) for types in (ins, outs))
@@ -368,16 +372,16 @@ def _bypass(op: str, ins: Types, outs: Types, attributes: Attributes) -> _Biline
 
 
 def _attention(op: str, ins: Types, outs: Types, attributes: Attributes) -> _Bilinear:
-    """The work of attention: x tokens, y keys and values to read, x · y pairs."""
+    """Return the work of attention: x tokens, y keys and values to read, x · y pairs."""
     shorter, longer = (work_of(op, ins, outs, attributes, 1, keys) for keys in (1, 2))
     cached = longer.moved_bytes - shorter.moved_bytes
-    # A token's own keys and values are among those that are read.
+    # A token's own keys and values are among the read ones.
     bytes_ = (0.0, shorter.moved_bytes - cached, cached, 0.0)
     return _Bilinear(shorter, (0.0, 0.0, 0.0, shorter.flops), bytes_)
 
 
 def _update(count: int) -> Work:
-    """The work of AdamW, which reads weight, gradient and two moments, and writes all but one."""
+    """Return AdamW's work: read weight, gradient, two moments; write all but the gradient."""
     return Work("add", False, "f32", "", count, 12.0 * count, 7 * 4.0 * count)
 
 

@@ -1,7 +1,7 @@
-"""The work of an operator on one rank in numbers: operations, bytes, and shapes.
+"""The work of an operator on a rank in numbers: operations, bytes, and shapes.
 
-The operator table has the formulas (`flops`, `moved_bytes`). They are turned into functions of the
-tokens and the context once for an operator's types, so that a search can ask at any sizes.
+The operator table has the formulas (`flops`, `moved_bytes`). They are compiled to functions of the
+tokens and the context once per operator and types, so that a search can evaluate them at any sizes.
 """
 
 from __future__ import annotations
@@ -29,22 +29,22 @@ from pcg.ir.operators.lora import (
 from pcg.ir.types import CONTEXT, TOKENS, Size, TensorType
 
 OPEN_RANK = 16
-"""The rank that stands for an adapter's where programs serve any."""
+"""Rank that stands for a symbolic rank, in programs that serve any rank."""
 _NAMED = {"activate": "function", "gelu": "approximate", "rope": "style"}
 """Operators with the name of the attribute that chooses their kernel."""
 _FLAGS = ("alibi", "sinks", "softcap", "window")
-"""Attributes of attention that choose the kernel where they are not 0."""
+"""Attributes of attention that choose the kernel if they are not 0."""
 
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """The work of one call of an operator.
+    """The work of a call of an operator.
 
     Attributes:
         kernel: the operator's name, with the attributes that choose its kernel.
         is_product: True for a matrix product or attention.
         dtype: the dtype of its arithmetic.
-        shapes: types of inputs and outputs, as text; of attention the context, too.
+        shapes: types of inputs and outputs, as text; for attention also the context.
         rows: the leading size of its first output.
         flops: the number of operations.
         moved_bytes: bytes read and written.
@@ -62,7 +62,7 @@ class Work:
 def work_of(
     op: str, inputs: Types, outputs: Types, attributes: Attributes, tokens: int, context: int
 ) -> Work:
-    """The work of a call; arguments and errors are those of `CostModel.operator_seconds`."""
+    """Return the work of a call; see `CostModel.operator_seconds` for arguments and errors."""
     if tokens < 1 or context < 1:
         raise CostModelError(
             f"{op} of {tokens} tokens in a context of {context} has no cost; use at least 1"
@@ -91,13 +91,13 @@ def work_of(
 def works_of(
     op: str, inputs: Types, outputs: Types, attributes: Attributes, tokens: int, context: int
 ) -> tuple[Work, ...]:
-    """The work of each operator of a call that may be fused; empty for a view."""
+    """Return the work of each operator of a (possibly fused) call; empty for a view."""
     parts = () if is_free(op) else parts_of(op, inputs, outputs, attributes)
     return tuple(work_of(*part, tokens, context) for part in parts)
 
 
 def kernel_of(op: str, attributes: Attributes) -> str:
-    """The operator's name, with the attributes that choose another kernel."""
+    """Return the operator's name, with the attributes that choose another kernel."""
     family = op.removesuffix("_backward")
     if family == "attention":
         return "+".join([op, *(flag for flag in _FLAGS if attributes.get(flag))])
@@ -111,7 +111,7 @@ def is_free(op: str) -> bool:
     """Return whether an operator is a view, or does no work of its own.
 
     Raises:
-        CostModelError: the operator is not one that a rank computes.
+        CostModelError: ranks do not compute the operator.
     """
     entry = _entry(op)
     if entry.is_view:
@@ -126,7 +126,7 @@ def is_free(op: str) -> bool:
 def parts_of(
     op: str, inputs: Types, outputs: Types, attributes: Attributes
 ) -> Iterator[tuple[str, Types, Types, Attributes]]:
-    """The operator itself, or the operators that a fused or sharded one replaces."""
+    """Yield the operator itself, or the operators that a fused or sharded operator replaces."""
     match op:
         case "column_norm_part":
             yield "column_norm", inputs, outputs, {}
@@ -234,7 +234,7 @@ def _entry(op: str) -> Operator:
 def _numbers(
     op: str, inputs: Types, outputs: Types, pairs: tuple[tuple[str, Attribute], ...]
 ) -> Callable[[int, int], Sequence[float]]:
-    """Operations, bytes, and the sizes of all dims, as a function of T and S."""
+    """Return operations, bytes, and the sizes of all dims, as a function of T and S."""
     entry, attributes = _entry(op), dict(pairs)
     types = (*inputs, *outputs)
     for type_ in types:
@@ -253,7 +253,7 @@ def _numbers(
             f"{op} of {', '.join(map(str, inputs))} has no cost while {names} is open; put a "
             "number in its place"
         )
-    # As `sympy.lambdify` does, in half of its time.
+    # As `sympy.lambdify`, but twice as fast.
     printer = PythonCodePrinter({"fully_qualified_modules": True})
     texts = (f"{f}" if isinstance(f, int) else printer.doprint(f) for f in formulas)
     source = f"lambda {TOKENS}, {CONTEXT}: ({', '.join(texts)},)"
@@ -263,7 +263,7 @@ def _numbers(
 
 @lru_cache(maxsize=16384)
 def with_rank(type_: TensorType, rank: int = OPEN_RANK) -> TensorType:
-    """The type with a number in place of a symbolic rank."""
+    """Return the type with a number in place of a symbolic rank."""
     sizes: list[Size] = []
     for size in type_.shape:
         if not isinstance(size, int):
@@ -275,6 +275,6 @@ def with_rank(type_: TensorType, rank: int = OPEN_RANK) -> TensorType:
 
 @lru_cache(maxsize=65536)
 def size_bytes(type_: TensorType, tokens: int, rank: int = OPEN_RANK) -> int:
-    """Bytes of a tensor of `tokens`, with a number in place of a symbolic rank."""
+    """Return the bytes of a tensor of `tokens`, with a number in place of a symbolic rank."""
     size = with_rank(type_, rank).size_bytes
     return int(size if isinstance(size, int) else size.subs({TOKENS: tokens}))
