@@ -73,8 +73,7 @@ class WorkloadOptions(AdapterOptions):
 
     Attributes:
         request_rate: requests a second; inf sends all requests at time 0. 1 by default; a trace
-            keeps
-            its own rate.
+            keeps its own rate.
         burstiness: shape of the Gamma distribution of intervals, 1/cv²; 1 is Poisson, less is
             burstier.
         arrivals: the arrival process: bursty varies the rate, s-lora has a process for each
@@ -85,8 +84,7 @@ class WorkloadOptions(AdapterOptions):
         random_prefix_len: tokens of a common prefix of all prompts, in addition to `input_len`.
         output_len: generated tokens: a number, a range such as 8-512, or sharegpt.
         trace: a file to replay instead: JSON lines, or the CSV of Azure's and BurstGPT's traces.
-            Its
-            times, lengths and adapters are kept.
+            Its times, lengths and adapters are kept.
         seed: the seed of the workload, prompts and random weights.
     """
 
@@ -323,8 +321,7 @@ class ServingOptions:
         max_num_batched_tokens: the maximum number of tokens in a step.
         gpu_memory_utilization: the engine's share of a GPU's memory, above 0 and at most 1.
         kv_cache_gib: memory of the KV cache and the adapters in it, GiB; replaces the memory
-            derived
-            from `gpu_memory_utilization`. 4 by default without a GPU.
+            derived from `gpu_memory_utilization`. 4 by default without a GPU.
         enable_prefix_caching: share the KV blocks of common prompt prefixes.
     """
 
@@ -381,8 +378,7 @@ def serve_command(
     """Serve a workload, with or without finetuning, and report the results.
 
     Prompts are random tokens; every output has the length that the workload requires. With --tp
-    several
-    ranks of this machine serve the workload together.
+    several ranks of this machine serve the workload together.
     """
     degree = degree_of(model, compiling.values, PlaceOptions(device=how.device))
     compiled = {**compiling.values, "tp": degree}

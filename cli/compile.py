@@ -113,8 +113,7 @@ def compile_command(
     """Compile a model and a PEFT method to a program.
 
     A program is a folder with the graphs as text, the emitted source, the plan and a report. It
-    needs
-    no weights and copies none: it records their location. If the model is a base executor,
+    needs no weights and copies none: it records their location. If the model is a base executor,
     split://HOST:PORT, the program is a client's: split://HOST:PORT?program=DIR runs it.
     """
     to.check(json)

@@ -28,8 +28,7 @@ class ReportOptions:
         compare: methods to compare side by side: words of --peft, separated by commas.
         html: a file to write the report to, with figures, as one HTML page.
         split: instead of memory, show the cut between a base that holds the frozen weights and a
-            client
-            that holds the adapters: the work and the traffic of each round trip.
+            client that holds the adapters: the work and the traffic of each round trip.
     """
 
     title: ClassVar[str] = "Report"

@@ -32,8 +32,7 @@ class ProfileOptions:
         output: the file to write the profile to, in addition to the user's cache.
         tp: also measure collectives over this many ranks.
         dtype: float32, bfloat16, float16 or float64 of the base model; by default bfloat16 on a GPU
-            and
-            float32 on a CPU.
+            and float32 on a CPU.
         device: the device, as torch names it; by default a GPU if available, else the CPU.
         quick: measure a few small shapes, in seconds.
         fresh: measure again even if the cache has a profile.

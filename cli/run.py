@@ -152,8 +152,7 @@ class PromptOptions:
         prompt_file: a file whose whole text is a prompt; - is standard input. Repeatable.
         adapter: an adapter to load, in peft's format, as NAME=PATH. Repeatable.
         use: the adapter of all prompts, or, given once per prompt, of each prompt; base selects
-            none.
-            Required if several adapters are loaded.
+            none. Required if several adapters are loaded.
         chat: treat a prompt as a user message and apply the chat template.
         stream: print text as it is generated.
     """

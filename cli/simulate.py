@@ -34,11 +34,9 @@ class SimulateOptions:
 
     Attributes:
         model: simulate only this model of the experiment: Llama-3.1-8B, Qwen2.5-14B, Qwen2.5-32B;
-            S1,
-            S2, S4. Repeatable.
+            S1, S2, S4. Repeatable.
         rate: requests a second of all pipelines or GPUs; flexllm has 4, 8, 12, 16 and 20 by
-            default,
-            s-lora those of its table 2, punica 30. Repeatable with flexllm.
+            default, s-lora those of its table 2, punica 30. Repeatable with flexllm.
         duration: seconds of arrivals; by default as in the paper: 1200, 300 and 3600.
         seed: the seed of the workload.
         seeds: with flexllm, the number of workloads, each with the next seed; means and spread.
@@ -76,8 +74,7 @@ def simulate_command(
     """Simulate a paper's serving experiment.
 
     The engine's own scheduler, pool and policies run on a simulated clock; step times follow from
-    the
-    data sheets of the paper's GPUs. flexllm: finetuning and inference on shared GPUs. s-lora:
+    the data sheets of the paper's GPUs. flexllm: finetuning and inference on shared GPUs. s-lora:
     throughput for numbers of adapters. punica: an hour of a cluster with consolidation.
     """
     if experiment is Experiment.FLEXLLM:

@@ -208,8 +208,7 @@ class AdapterFiles:
 
     Attributes:
         data: a file of JSON lines (chat, prompt-completion, alpaca, ShareGPT, text, tokens) or a
-            .txt
-            file; repeat the option to concatenate several files.
+            .txt file; repeat the option to concatenate several files.
         adapter: the adapter's name.
         output: the directory to save the adapter in; it also holds the job's checkpoints.
         start_from: a saved adapter to train further, instead of a new adapter.
@@ -236,8 +235,7 @@ def finetune_command(
     """Finetune an adapter on data files.
 
     The adapter is saved in peft's format; --overwrite or --resume permits to replace a saved
-    adapter.
-    After Ctrl-C, the same command resumes the job and yields the identical adapter.
+    adapter. After Ctrl-C, the same command resumes the job and yields the identical adapter.
     """
     from pcg.train.config_file import CHECKPOINTS, RECORD
 
@@ -380,10 +378,8 @@ def grpo_command(config: Config, settings: Settings, json: Json = False) -> None
     """Train an adapter on rewards by GRPO, from a configuration file.
 
     The file's keys are the options of GRPO (docs/finetuning.md), data and rewards. Reward functions
-    are
-    your Python code and run in this process. After Ctrl-C or a crash, the same command resumes from
-    the
-    last checkpoint.
+    are your Python code and run in this process. After Ctrl-C or a crash, the same command resumes
+    from the last checkpoint.
     """
     check_alone("pcg train grpo")
     from pcg.train.config_file import OutputOptions, has_adapter, read_config

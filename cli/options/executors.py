@@ -57,11 +57,9 @@ class PlaceOptions:
         pp: pipeline stages: multiplies the ranks; each group of ranks holds some of the layers
             (docs/parallel.md).
         cp: context-parallel degree: this many ranks, or groups of --tp ranks, share the tokens of
-            each
-            sequence or prompt (docs/parallel.md).
+            each sequence or prompt (docs/parallel.md).
         rank_timeout_s: the longest time that a rank waits for the others, for example while they
-            load
-            weights, seconds; 300 by default.
+            load weights, seconds; 300 by default.
     """
 
     title: ClassVar[str] = "Program or model"
@@ -90,11 +88,9 @@ class TrainingRanks:
 
     Attributes:
         dp: data-parallel degree: multiplies the ranks; each group takes some sequences of every
-            step.
-            By default torchrun's processes divided by --tp, --cp and --pp, else 1.
+            step. By default torchrun's processes divided by --tp, --cp and --pp, else 1.
         shard_base: keep 1/dp of the layers' weights on each replica; gather each layer before it
-            runs
-            and drop it afterwards. For bases that do not fit otherwise.
+            runs and drop it afterwards. For bases that do not fit otherwise.
     """
 
     title: ClassVar[str] = PlanOptions.title

@@ -22,8 +22,7 @@ class Function:
             function empties them, so that no other reference keeps the inputs alive.
         free: True to delete each value after its last use.
         yields_products: True for a generator that requests products by frozen weights from its
-            caller,
-            so that concurrent functions share them.
+            caller, so that concurrent functions share them.
     """
 
     graph: Graph

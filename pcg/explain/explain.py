@@ -39,8 +39,7 @@ class ExplainArguments(ExplainOptions):
         model: a directory, a hub id, an id that ships with pcg, a config, or a transformers model;
             no weights are needed.
         peft: None, "lora" or another word of `pcg.peft.registry.SHORTHANDS`, a peft configuration,
-            an
-            adapter directory, or {name: any of these except None}.
+            an adapter directory, or {name: any of these except None}.
     """
 
     model: Any

@@ -136,8 +136,7 @@ class Setup:
         serves: options of the program that also serves the adapters; None without serving.
         context: the context parallelism; `options.seq` then counts a rank's tokens. None without.
         pipeline: the pipeline parallelism; `options.batch` then counts a micro-batch's sequences.
-            None
-            without.
+            None without.
         parts: the number of replicas that shard the layers; 1 for whole layers.
     """
 

@@ -166,8 +166,7 @@ def _kept_bytes(planned: PlannedModel, backend: str, moments: Sequence[Moment]) 
     """Return the bytes that the recorded windows of an ended job may hold.
 
     Windows are recorded in an engine on a single GPU. Each window keeps memory for the values that
-    a
-    layer computes of its tokens; lists and the losses of a window are added.
+    a layer computes of its tokens; lists and the losses of a window are added.
 
     Args:
         moments: the moments of a step that is a single window.

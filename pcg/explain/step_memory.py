@@ -198,8 +198,7 @@ def _loss_workspace(planned: PlannedModel) -> sympy.Expr:
     """Return the loss's workspace: that of a chunk of tokens, plus the gradients of all tokens.
 
     A sequence's last token has no target. Virtual tokens have none either, except for the last if
-    it
-    predicts the first token.
+    it predicts the first token.
     """
     setup, options = planned.setup, planned.setup.options
     silent = min(

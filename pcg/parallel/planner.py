@@ -177,8 +177,7 @@ def reshards_from(
     """Return the reshards from a layout.
 
     `parts` are the partitioned layouts of the tensor, `tokens` the layout that shards its tokens,
-    if
-    allowed.
+    if allowed.
     """
     steps: list[tuple[str, Layout]]
     if layout == SAVED_COPY:

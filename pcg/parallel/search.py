@@ -262,8 +262,7 @@ class Search:
         layouts: layouts of the base's weights.
         base: rules of the base's nodes, by name.
         trains: True for a training layer: it has a backward, and ranks may gather adapter weights.
-            The
-            weights of a serving batch's many adapters are not gathered.
+            The weights of a serving batch's many adapters are not gathered.
         sequence_parallel: True if ranks hold token shards between the base's products.
     """
 

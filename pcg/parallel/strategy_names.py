@@ -1,9 +1,8 @@
 """The bypass networks of a layer, and the names of the ranks' algorithms at a site.
 
 A name has the algorithm that ranks run, and the layouts that they hold if these differ. For LoRA,
-with s = x Aᵀ, the layouts in which A, s and B are read identify the algorithm: FlexLLM's four
-(v1 figure 5, v2 figure 4), Punica's (§7), S-LoRA's (§6). Each algorithm holds its weights in
-certain
+with s = x Aᵀ, the layouts in which A, s and B are read identify the algorithm: FlexLLM's four (v1
+figure 5, v2 figure 4), Punica's (§7), S-LoRA's (§6). Each algorithm holds its weights in certain
 layouts; the name of a candidate that holds other layouts includes these. For example, ranks that
 hold copies of A may take their columns of A and run FlexLLM's second algorithm.
 """

@@ -179,8 +179,7 @@ def attach(model: ModelGraph, bypasses: Bypasses) -> ModelGraph:
 
     Raises:
         UnsupportedError: an operator cannot replace its trained bias, or a site has different sizes
-            in
-            two layers.
+            in two layers.
     """
     shapes = model.linear_sites()
     _require_one_size(model, bypasses)
@@ -247,8 +246,7 @@ def embeds(prologue: Graph) -> str:
     """Return the output of the module that embeds token ids: its last node.
 
     peft passes embeddings instead of ids to a model. Some models scale embeddings within that
-    module
-    (Gemma); others scale them after it, including a prompt's (Granite).
+    module (Gemma); others scale them after it, including a prompt's (Granite).
     """
     embedding = token_embedding(prologue)
     if embedding is None:

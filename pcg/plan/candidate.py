@@ -84,8 +84,7 @@ class Candidate:
         finetuning_tokens_per_s: trained tokens per second, of all replicas.
         load: the steady state of a replica; None without requests or without a steady state.
         sustained_per_s: the highest rate at which all replicas keep the promises, without
-            finetuning;
-            None without requests.
+            finetuning; None without requests.
         output_tokens_per_s: generated tokens per second, of all replicas, at the workload's rate.
         promises: the promises with the predicted numbers.
         dollars_per_hour: the price of all GPUs; None if unknown.
@@ -177,9 +176,8 @@ def pareto_front(candidates: Sequence[Candidate]) -> tuple[Candidate, ...]:
 
     A candidate dominates another if it costs no more, trains no fewer tokens a second and takes no
     longer, and is better in at least one of these. Costs are dollars if both candidates have a
-    price.
-    Otherwise costs are numbers of GPUs, and GPUs of different kinds are not compared. Of equal
-    candidates the first stays.
+    price. Otherwise costs are numbers of GPUs, and GPUs of different kinds are not compared. Of
+    equal candidates the first stays.
     """
     ordered = sorted(candidates, key=_order)
     front: list[Candidate] = []

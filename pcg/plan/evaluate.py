@@ -166,8 +166,7 @@ class Replica:
         """Return the execution of optimizer steps, and whether it fits.
 
         The choice is the largest batch at memory budget 1 that fits. If none fits, the choice is a
-        single
-        sequence at the largest memory budget that fits, in tenths.
+        single sequence at the largest memory budget that fits, in tenths.
         """
         batches = [n for n in range(1, training.batch + 1) if training.batch % n == 0]
 

@@ -135,9 +135,8 @@ class MachineOptions(OptimizerChoice):
     Attributes:
         workload: the work, separated by commas: train:4x2048 for finetuning steps of 4 sequences of
             2,048 tokens; serve:20req/s for requests of 161 prompt and 338 generated tokens
-            (ShareGPT's
-            means), or serve:20req/s:512x128 for other lengths. Both together finetune beside
-            requests.
+            (ShareGPT's means), or serve:20req/s:512x128 for other lengths. Both together finetune
+            beside requests.
         gpus: names of the GPUs to choose from, separated by commas or repeated; A10G, A100-40,
             A100-80, H100, H200 and L40S by default.
         max_gpus: the maximum number of GPUs of a machine, in all replicas.

@@ -58,9 +58,8 @@ class Gamma(Arrivals):
     """A renewal process of Gamma intervals: shape 1/cv², scale cv²/rate.
 
     The process is stationary: 0 lies anywhere in an interval, more often in a longer interval
-    (whose
-    length is a Gamma of shape 1/cv² + 1). With a request at 0, the mean number in T seconds would
-    exceed rate · T by up to (cv² - 1)/2 for each adapter.
+    (whose length is a Gamma of shape 1/cv² + 1). With a request at 0, the mean number in T seconds
+    would exceed rate · T by up to (cv² - 1)/2 for each adapter.
 
     Attributes:
         cv: the coefficient of variation of the intervals; 1 is Poisson, more is burstier.
@@ -87,9 +86,8 @@ class Bursty(Arrivals):
     """A Poisson process with a new rate, drawn from a Gamma distribution, in every `period_s`.
 
     The number of requests in a period has mean n = rate · period and variance n + (cv · n)², the
-    sum of
-    the Poisson's and the rate's. BurstGPT, the trace of Azure's GPT services that FlexLLM v2 §8
-    replays, has calm and busy times; the papers give neither `cv` nor `period_s`.
+    sum of the Poisson's and the rate's. BurstGPT, the trace of Azure's GPT services that FlexLLM v2
+    §8 replays, has calm and busy times; the papers give neither `cv` nor `period_s`.
 
     Attributes:
         cv: the coefficient of variation of the rate.

@@ -197,8 +197,7 @@ def fitted_share(setting: CoServed, *, seed: int = 0, duration_s: float = 240.0)
 
     Returns:
         A share with a throughput within 2 % of the paper's, or within a mini-batch of each
-        pipeline, as
-        throughput counts whole mini-batches.
+        pipeline, as throughput counts whole mini-batches.
     Raises:
         BenchmarkError: no share is found.
     """

@@ -69,8 +69,7 @@ def hour_workload(
     """Return Punica's hour: a rate that rises and falls, adapters Zipf-1.5.
 
     The paper shows the rate's curve without numbers: here it rises linearly from 0 to twice the
-    mean at
-    half-time and falls to 0.
+    mean at half-time and falls to 0.
     """
     arrivals = RateCurve(rate_per_s, duration_s, (0.0, 1.0, 0.0))
     workload = synthetic(arrivals, prompts, outputs, seed=seed, duration_s=duration_s)

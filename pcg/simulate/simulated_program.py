@@ -47,8 +47,7 @@ class SimulatedProgram:
         device: the name of each rank's device.
         page_bytes: the bytes of a page on a rank.
         pages: the pages that fit in addition to weights, trained parameters, and values that
-            finetuning
-            saves for backward.
+            finetuning saves for backward.
         shapes: (out, in) of the adapted linear modules, of all layers.
         element_bytes: the bytes of an element of the served adapter copies.
     """
@@ -114,8 +113,7 @@ def simulated_program(
         model: a model, as for `pcg.explain`.
         device: the name of a device with a data sheet, such as A100-80.
         targets: the modules with LoRA adapters; served adapters have any rank and the base's
-            precision,
-            as in the papers.
+            precision, as in the papers.
         rank: the rank of the trained adapter.
         finetuning_tokens: the tokens of the longest trained mini-batch; 0 for none.
         product_share: the share of the device's peak that large matrix products reach; the cost

@@ -193,8 +193,7 @@ class Simulation:
         migration: the rule by which requests leave engines; None for none.
         on_move: called with an engine's index and a request that leaves it.
         resumed: (index, id) of requests that started at another engine; the engines' logs list them
-            as
-            a cancelled request and a new request.
+            as a cancelled request and a new request.
     """
 
     engines: List[SimulatedEngine]

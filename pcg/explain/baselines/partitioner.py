@@ -205,8 +205,7 @@ def attention_as_on_cuda() -> Iterator[None]:
     """Let the partitioner treat the CPU's attention like CUDA's.
 
     The partitioner's list of expensive operators and table of FLOPs lack the CPU's attention, so
-    that
-    the partitioner would treat its recomputation as free.
+    that the partitioner would treat its recomputation as free.
     """
     known = partitioners.get_default_op_list
 

@@ -96,8 +96,7 @@ def peer_model(
         dtype: torch's name of the dtype.
         wrap: adds adapters to the model in place, on meta.
         attention: transformers' name of an attention, or `MASKLESS`. transformers chooses by
-            default,
-            and if the architecture lacks this attention; a module keeps its own.
+            default, and if the architecture lacks this attention; a module keeps its own.
     """
     with quiet(), unset_fake_temporarily():
         if isinstance(source, nn.Module):

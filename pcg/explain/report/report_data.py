@@ -57,8 +57,7 @@ class ParetoPoint:
         bytes: the bytes that the whole model saves for backward.
         recompute_flops_ratio: as in `Stage`.
         restored: the number of layers that recompute their input from an earlier layer's saved
-            input;
-            only a budget in bytes permits that.
+            input; only a budget in bytes permits that.
     """
 
     bytes: int
@@ -214,31 +213,26 @@ class ReportData:
 
     `host_bytes` counts offloaded kinds in the host memory of a GPU, and the served versions of the
     adapters, of which the GPU has copies. `packed_bytes` counts oneDNN's packed copies, which are
-    part
-    of the weights in `memory_bytes`. `allocator_bytes` is the memory that the allocator of a CPU's
-    process may hold in addition to the total.
+    part of the weights in `memory_bytes`. `allocator_bytes` is the memory that the allocator of a
+    CPU's process may hold in addition to the total.
 
     `kept_bytes` is the memory that an ended job of this kind may hold in addition to the
     `memory_bytes` of running jobs: the saved values of its recorded windows (stage `token-level`),
-    the
-    workspace of a layer of them, its adapter and gradients. 0 without recorded windows.
+    the workspace of a layer of them, its adapter and gradients. 0 without recorded windows.
 
     `backend` is the choice of `auto` on such a device, with the reason, for GPUs of capability 8.0
-    or
-    later.
+    or later.
 
     With `cp` ranks that share the tokens of sequences, memory is that of a rank; `context` has the
     rank's tokens, and its traffic for a step.
 
     `shard_base` is the number of replicas that shard the layers' weights: a rank's weights are its
     part, two gathered layers, and the weights outside the layers. `gathered` has the number of
-    layers
-    that a rank gathers in a step of one batch, and the bytes that it sends for them.
+    layers that a rank gathers in a step of one batch, and the bytes that it sends for them.
 
     With `pp` pipeline stages, memory is that of the largest stage's rank. `stages` has each stage's
     layers, micro-batches in flight, memory, and traffic for a step: activations to the next stage,
-    and
-    gradients back.
+    and gradients back.
 
     `gpus` names all known GPUs that hold a rank; `fits` has details of the requested GPUs.
     """

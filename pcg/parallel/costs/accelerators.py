@@ -55,8 +55,7 @@ class DeviceSheet:
         links: links within a node by name; the first is the device's own.
         source: source of the peaks and the bandwidth.
         network: the link between nodes, with a rank's part of its node's bandwidth; None for a
-            single
-            node.
+            single node.
     """
 
     product_flops_per_s: Mapping[str, float]
@@ -88,12 +87,10 @@ def link_between(sheet: DeviceSheet, near: Link, degree: int, node_ranks: int | 
     """Return the link of a ring of `degree` ranks.
 
     Within `near`'s ranks the result is `near`, else the first of the sheet's links with enough
-    ranks on
-    a node. Over nodes, a ring enters and leaves each node once: its latency is the mean of its
-    steps,
-    within nodes and between nodes. Rings start at all ranks of a node, each over its own network
-    card,
-    so together they have the node's whole bandwidth, or the near link's if that is less.
+    ranks on a node. Over nodes, a ring enters and leaves each node once: its latency is the mean of
+    its steps, within nodes and between nodes. Rings start at all ranks of a node, each over its own
+    network card, so together they have the node's whole bandwidth, or the near link's if that is
+    less.
 
     Args:
         node_ranks: the ranks of a node, if fewer than the sheet's links reach.

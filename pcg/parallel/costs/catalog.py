@@ -37,8 +37,7 @@ def find_cost_model(name_or_path: str | os.PathLike[str], link: str | None = Non
 
     Args:
         name_or_path: a case-insensitive name of `SHEETS`, with `:4` for nodes of 4 ranks, or a file
-            of
-            `pcg profile`.
+            of `pcg profile`.
         link: the name of one of the sheet's links, its first by default; a profile has its own.
     Raises:
         CostModelError: unknown; the message has the closest names.

@@ -79,10 +79,8 @@ class ByteCosts(LayerCosts):
     """Bytes between ranks per token, and a byte for every FLOPS_PER_BYTE operations.
 
     Operations count, as all ranks run a product of whole tensors. No device is known: the base's
-    plan
-    is the same on all devices. The unit is an operation of all ranks, so that sums are integers,
-    and
-    plans of equal cost compare as equal.
+    plan is the same on all devices. The unit is an operation of all ranks, so that sums are
+    integers, and plans of equal cost compare as equal.
 
     With token shards, costs are those of a token on each rank, and all operators count: otherwise a
     norm over all tokens would cost the same.

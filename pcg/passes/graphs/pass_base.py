@@ -61,8 +61,7 @@ class On(Pass[Any, Any]):
     """A pass over parts of a stage, such as `serving.prologue training.plan.plans`.
 
     A path names fields; it descends into tuples and stops at None. A pass over a graph runs over
-    each
-    graph of a model.
+    each graph of a model.
     """
 
     paths: str

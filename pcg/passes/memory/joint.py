@@ -54,8 +54,7 @@ def base_cut(
     """Return the least saved and recomputed values of a base layer, by picoseconds per byte.
 
     `step` has the sequences, the tokens of a sequence, the costs, and the ranks that share the
-    tokens.
-    None for a layer without a backward.
+    tokens. None for a layer without a backward.
     """
     if not kind.gradients.backward.outputs:
         return None

@@ -139,8 +139,7 @@ def restorable(
     """Return for each layer whether the previous layer can recompute its input.
 
     Both layers must save their single carried input, and nothing else except shared values.
-    `layers`
-    has the index of each layer's plan.
+    `layers` has the index of each layer's plan.
     """
     alone = [_saves_its_input_alone(model, plan) for plan in plans]
     return [False, *(alone[before] and alone[layer] for before, layer in pairwise(layers))]
@@ -217,8 +216,7 @@ class Frontiers:
     """The layers' choices of saved and recomputed values, at a batch.
 
     Frontiers take many cuts and are computed when first read; a share of 1 needs a single cut per
-    kind
-    of layers.
+    kind of layers.
 
     Attributes:
         layers: the index of each layer's kind.

@@ -92,8 +92,7 @@ def loss_and_gradients(gradients: Differentiated) -> Graph:
     """Return the epilogue's forward and backward as a single graph.
 
     Its inputs are the hidden states, `targets` [T] and the gradient of each token's loss; its
-    outputs
-    the loss [T], the hidden states' gradient, and the trained parameters' gradients.
+    outputs the loss [T], the hidden states' gradient, and the trained parameters' gradients.
     """
     forward, (loss,) = gradients.graph, gradients.graph.outputs
     builder = Builder.extending(forward)

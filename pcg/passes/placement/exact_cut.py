@@ -299,10 +299,8 @@ class _Search:
         """Return a lower bound of the time from a state with these nodes run to the end.
 
         Each remaining node runs once, on its faster side. The base computes its nodes' inputs from
-        sent
-        values, and the client its wanted values from returned values: at least the minimum cut with
-        free
-        nodes and pieces that keep each other's values.
+        sent values, and the client its wanted values from returned values: at least the minimum cut
+        with free nodes and pieces that keep each other's values.
         """
         problem, left = self.problem, self.every & ~ran
         time = self._trips_left(ran) * problem.latency_ps
@@ -349,8 +347,7 @@ class _Search:
         """Return the values of a piece that the client may fetch for later pieces.
 
         A value that only nodes of the piece read is no better than their results, if these cost no
-        more to
-        return and to send.
+        more to return and to send.
         """
         problem, later = self.problem, self._used_later(ran)
         prices: dict[int, tuple[int, int]] = {}

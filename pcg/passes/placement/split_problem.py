@@ -122,10 +122,8 @@ class SplitProblem:
         """The nodes that the client runs as soon as it can.
 
         These are the nodes that the base cannot run, and nodes that compute values that the client
-        always
-        needs, from values that it always has, in less time than a return takes. The base may also
-        run the
-        latter.
+        always needs, from values that it always has, in less time than a return takes. The base may
+        also run the latter.
         """
         makers, eager = self.makers, self.client_only
         for number, node in enumerate(self.nodes):
