@@ -110,9 +110,9 @@ class Sharded(Prepared):
     """Models over ranks: with layouts in their types, and as the graphs of a rank.
 
     `typed` is the training model with layouts, or the serving model without training; `searches`
-    and
-    `plans` belong to its blocks. `joint` has the plans chosen with the saved values; None unless a
-    number of bytes binds. `serving_searches` and `serving_plans` belong to the serving model.
+    and `plans` belong to its blocks. `joint` has the plans chosen with the saved values; None
+    unless a number of bytes binds. `serving_searches` and `serving_plans` belong to the serving
+    model.
     """
 
     typed: ModelGraph

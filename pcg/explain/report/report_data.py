@@ -196,13 +196,11 @@ class ReportData:
 
     `memory_bytes` counts, for a finetuning step of `batch` sequences of `seq` tokens:
 
-    - weights: the base model's loaded parameters and constants; on a CPU with oneDNN's packed
-    copies;
+    - weights: the base model's loaded parameters and constants; on a CPU with packed copies;
     - adapters: the trainable parameters; fp32 over a half-precision base, as in peft;
     - gradients: a gradient for each trainable parameter, in its dtype;
     - optimizer: the states of `optimizer`, for AdamW two moments and the step count; with
-    offloading,
-      only the states on the device;
+      offloading, only the states on the device;
     - served_adapters: the copies of all adapters that concurrent requests read; on a CPU also the
       tensors of the versions that are served during training; 0 without serving;
     - kv_cache: keys and values of concurrent requests; without adapters, of batch · seq tokens;
