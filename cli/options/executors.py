@@ -231,8 +231,7 @@ def degree_of(where: str, compiling: Mapping[str, Any], place: PlaceOptions) -> 
 
     Raises:
         typer.BadParameter: an option for models only or for programs only, an option that differs
-        from
-            the program's, or a degree that differs from torchrun's number of processes.
+            from the program's, or a degree that differs from torchrun's number of processes.
     """
     return shards_and_replicas(where, compiling, place, 1)[0]
 
