@@ -69,10 +69,7 @@ def bypass_sites(graph: Graph, base: Mapping[str, Sharding]) -> tuple[BypassSite
 
 
 _Named = Mapping[tuple[Layout, Layout, Layout], tuple[str, tuple[Layout, Layout]]]
-"""Algorithms by the layouts in which A, s and B are read, with copies as wholes.
-
-The values are names, and the layouts in which A and B are held.
-"""
+"""Names, and held layouts of A and B, by the layouts in which A, s and B are read (copy: whole)."""
 _OF_COLUMN: _Named = {
     (WHOLE, WHOLE, COLUMN): (
         "FlexLLM 1, Punica: replicate A, partition B",
