@@ -109,7 +109,7 @@ class Candidate:
 
     @property
     def shortfall(self) -> tuple[bool, float]:
-        """Whether the memory is too small, then the largest excess of a promise; less is better."""
+        """The key of the distance from the promises: memory too small, then the largest excess."""
         memory = self.memory_bytes["total"] > self.usable_bytes
         return memory, max(promise.excess for promise in self.promises)
 
