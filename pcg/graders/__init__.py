@@ -1,5 +1,5 @@
-"""Graders: OpenAI's, which score the output of a model; as rewards and behind HTTP.
+"""OpenAI's graders, which score the output of a model; used as rewards and behind HTTP.
 
-A grader is read by `reader.grader_from` and scores a `sample.Sample` by `Grader.grade`. A
-`grader.GradingHost` asks judges and runs source for it.
+`reader.grader_from` reads a grader, and `Grader.grade` scores a `sample.Sample`. A
+`grader.GradingHost` calls judges and runs source code for graders.
 """

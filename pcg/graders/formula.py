@@ -1,8 +1,8 @@
-"""Formulas of multi graders: arithmetic on the rewards of others, and nothing else.
+"""Formulas of multi graders: arithmetic on the rewards of other graders.
 
 A formula has numbers, the names of graders, + - * / and ^ (or **), parentheses, and the functions
-in `FUNCTIONS`. It is parsed to Python's syntax tree, of which every node has to be on a list, and
-computed here in floating point: nothing of it is ever run.
+in `FUNCTIONS`. The formula is parsed to Python's syntax tree; each node must be on a list, and is
+evaluated in floating point by this file, without running Python code.
 """
 
 from __future__ import annotations
@@ -41,15 +41,15 @@ FUNCTIONS: dict[str, tuple[Callable[..., float], int | None]] = {
     "min": (lambda *values: min(values), None),
     "sqrt": (math.sqrt, 1),
 }
-"""The functions, and the arguments that each takes; None for one or more."""
+"""The functions with their number of arguments; None for any number of at least 1."""
 
 
 @dataclass(frozen=True)
 class Formula:
-    """A formula that was checked.
+    """A checked formula.
 
     Attributes:
-        names: the names in it.
+        names: the names in the formula.
     """
 
     text: str
@@ -61,10 +61,10 @@ class Formula:
         """Read a formula.
 
         Args:
-            where: its field, which errors name.
-            known: the names that it may have.
+            where: name of the field, for errors.
+            known: the allowed names.
         Raises:
-            GraderError: it is not a formula, or too large.
+            GraderError: the text is not a formula, or too large.
         """
         if len(text) > MOST_CHARACTERS:
             raise GraderError(f"{where} has {len(text)} characters; use at most {MOST_CHARACTERS}")
@@ -95,10 +95,10 @@ class Formula:
         return cls(text, tree, frozenset(names))
 
     def compute(self, values: Mapping[str, float]) -> float:
-        """Return its value.
+        """Return the value for the given rewards.
 
         Raises:
-            GradingError: the value is undefined, as a division by zero, or too large.
+            GradingError: the value is undefined, for example by a division by 0, or too large.
         """
         try:
             value = _value(self.tree, values)

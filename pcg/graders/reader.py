@@ -56,9 +56,9 @@ def grader_from(fields: Any, where: str = "grader") -> Grader:
     """Return the grader of some JSON.
 
     Args:
-        where: its place, which errors name.
+        where: the grader's place, for errors.
     Raises:
-        GraderError: it cannot be; which field, and why.
+        GraderError: the grader is invalid; names the field and the reason.
     """
     kind = _kind(fields, where)
     return _multi(fields, where) if kind is Multi else _converted(fields, kind, where)
@@ -93,7 +93,7 @@ def _multi(fields: dict[str, Any], where: str) -> Grader:
     inner, place = fields.get("graders"), f"{where}.graders"
     if not isinstance(inner, dict):
         raise GraderError(f"{place} has to be an object of graders by name")
-    if isinstance(inner.get("type"), str):  # one grader, by its own name
+    if isinstance(inner.get("type"), str):  # a single grader with its own name
         graders = {str(inner.get("name", ""))[:_MOST_KEY]: _single(inner, place)}
     else:
         if not 0 < len(inner) <= MOST_GRADERS:

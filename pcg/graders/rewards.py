@@ -1,4 +1,4 @@
-"""Rewards by graders, of the completions of a policy, for reinforcement learning."""
+"""Rewards of a policy's completions by graders, for reinforcement learning."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")
 
 _AT_ONCE = 8
-"""Samples that are graded at once: each may ask judges."""
+"""Number of samples graded concurrently, as each may call judges."""
 
 
 async def rewards_of(grader: Grader, samples: Sequence[Sample], host: GradingHost) -> list[float]:
     """Return the reward of each sample; 0 for a sample that cannot be graded.
 
     Raises:
-        GraderError: none of them can be graded; why the first cannot.
+        GraderError: no sample can be graded; has the first sample's reason.
     """
     turns = asyncio.Semaphore(_AT_ONCE)
 
@@ -37,7 +37,7 @@ async def rewards_of(grader: Grader, samples: Sequence[Sample], host: GradingHos
 
 
 class GraderReward:
-    """A reward function with TRL's signature, which `pcg.train.grpo` takes.
+    """A reward function with TRL's signature, for `pcg.train.grpo`.
 
     The columns of a row, and its `prompt`, are `item.*` of the grader's templates.
 

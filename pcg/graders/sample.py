@@ -1,7 +1,7 @@
-"""The graded sample, and templates that are filled with its values.
+"""The graded sample, and templates for its values.
 
 A template is text with names such as `{{item.x}}` and `{{sample.output_text}}`. A name is a path of
-keys and places in lists; nothing is computed, and inserted text is not searched for further names.
+keys and list indices, without expressions; inserted text is not searched for further names.
 Strings are inserted unchanged, every other value as JSON.
 """
 
@@ -17,11 +17,11 @@ from typing import Any
 from pcg.errors import GradingError
 
 MOST_TEXT = 2**16
-"""Characters of a text of a grader."""
+"""Maximum number of characters of a grader's text."""
 MOST_CHARACTERS = 2**18
-"""Characters of a text that a template makes."""
+"""Maximum number of characters of a filled template."""
 MOST_NAMES = 256
-"""Names in a template."""
+"""Maximum number of names in a template."""
 _NAME = re.compile(r"\{\{([^{}]{0,256})\}\}")
 _STEP = re.compile(r"[\w-]+|\[\d+\]")
 _OF_SAMPLE = ("output_text", "output_json", "output_tools")

@@ -1,11 +1,11 @@
-"""The program inside the sandbox: shuts itself in, then runs a grader's source.
+"""The program inside the sandbox: restricts itself, then runs a grader's source.
 
-It is started by path with `-I -S` and an empty environment, so it imports the standard library
-alone. Its input is JSON: `source`, `sample`, `item`, and limits. It loads the modules that a source
-may use, and gives up for good, in this order: resources beyond the limits; where the machine lets
-it, the network, mounts and processes of others, by namespaces of its own; and every system call
-that is not on a short list, by a seccomp filter, without which it ends. No list has a call that
-opens a file or a socket, starts a program or a thread, or reaches another process.
+The program is started by path with `-I -S` and an empty environment, so that only the standard
+library can be imported. Its input is JSON: `source`, `sample`, `item`, and limits. After loading
+the modules that a source may use, the program irrevocably gives up, in this order: resources beyond
+the limits; the network, mounts and other processes, by own namespaces, if the machine allows them;
+and all system calls outside a short list, by a seccomp filter, which is mandatory. No call on the
+list opens a file or a socket, starts a program or a thread, or reaches another process.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class _Program(ctypes.Structure):
 
 
 def limit(cpu_s: int, memory_bytes: int) -> None:
-    """Bound the resources of this process, for good."""
+    """Limit the resources of this process irrevocably."""
     bounds = (
         (resource.RLIMIT_CPU, cpu_s),
         (resource.RLIMIT_AS, memory_bytes),
@@ -77,7 +77,7 @@ def limit(cpu_s: int, memory_bytes: int) -> None:
 
 
 def shut() -> None:
-    """Give up system calls, for good. OSError: the machine has no such filter."""
+    """Give up system calls irrevocably. OSError: the machine has no seccomp filter."""
     if sys.platform != "linux" or platform.machine() not in _CALLS:
         raise OSError(f"no filter of system calls for {sys.platform} on {platform.machine()}")
     libc = ctypes.CDLL(None, use_errno=True)
@@ -101,7 +101,7 @@ def shut() -> None:
 
 
 def grade(job: dict[str, Any]) -> dict[str, Any]:
-    """Run a source's `grade`; returns its `score`, or the `error` that it ended with."""
+    """Run a source's `grade`; return its `score`, or the `error` that was raised."""
     try:
         space: dict[str, Any] = {"__name__": "grader"}
         exec(compile(job["source"], "grader.py", "exec"), space)

@@ -1,7 +1,7 @@
-"""Runs of python graders: a process for each, which is ended when it lasts too long.
+"""Runs of python graders, each in its own process with a time limit.
 
-The process has an empty environment, its input in memory, and a pipe for its outcome; what it may
-do is in `inside`.
+The process has an empty environment, its input in memory, and a pipe for the outcome;
+`sandbox_inside` restricts the process.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def grade(sample, item):
 
 
 def check_sandbox() -> None:
-    """Raise an UnsupportedError where this machine has no sandbox."""
+    """Raise an UnsupportedError if this machine has no sandbox."""
     reason = "a source in it could open files"
     try:
         if run_grader(_PROBE, Sample("")) == 1:
@@ -49,9 +49,9 @@ def run_grader(source: str, sample: Sample, wall_s: float = WALL_S) -> float:
     """Run `grade(sample, item)` of a source in a sandbox and return its value.
 
     Args:
-        wall_s: time after which it is ended, seconds.
+        wall_s: time limit, seconds.
     Raises:
-        GradingError: it fails, exceeds its limits, or this machine has no sandbox.
+        GradingError: the source fails or exceeds its limits, or this machine has no sandbox.
     """
     try:
         output_json = sample.output_json
@@ -136,5 +136,5 @@ def _score(outcome: bytes) -> float:
 
 
 def _sendable(text: str) -> str:
-    """Return a text that UTF-8 can hold: half a character becomes a "?"."""
+    """Return a text that UTF-8 can encode: lone surrogates become "?"."""
     return text.encode(errors="replace").decode()

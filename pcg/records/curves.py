@@ -15,14 +15,14 @@ from pcg.records.run import Point
 _WIDTH, _HEIGHT = 520, 230
 _LEFT, _RIGHT, _TOP, _BOTTOM = 62, 510, 10, 204
 _MOST_POINTS = 400
-"""Points of a line; its peaks stay."""
+"""Maximum number of points per line; thinning keeps peaks."""
 _SMOOTHED_FROM = 100
-"""Points from which a line is drawn faint, below the mean over stretches of it."""
+"""Number of points above which a line is drawn faint, with a line of means over it."""
 _MEANS = 50
 COLORS = (
     "save", "activations", "compress", "optimizer", "kv_cache", "gradients", "recompute", "other",
 )  # fmt: skip
-"""Colours of lines, by the names of the page's variables."""
+"""Colours of lines, as names of the page's CSS variables."""
 _DASHES = ("", "6 3", "2 3")
 
 
@@ -31,9 +31,9 @@ class Curve:
     """A line of a figure.
 
     Attributes:
-        label: its name in the legend.
-        place: its place among the lines; it gives the colour.
-        is_marked: True to mark each point, as of evaluations.
+        label: the name in the legend.
+        place: the index among the lines, which determines the colour.
+        is_marked: True to mark each point, for example of evaluations.
     """
 
     label: str
@@ -76,7 +76,7 @@ def _line(curve: Curve, x: Axis, y: Axis) -> str:
 
 
 def thinned(points: Sequence[Point]) -> list[Point]:
-    """Return at most some hundred points: the least and the greatest of each stretch."""
+    """Return at most some hundred points: the minimum and the maximum of each interval."""
     if len(points) <= _MOST_POINTS:
         return list(points)
     kept = [points[0]]
@@ -89,7 +89,7 @@ def thinned(points: Sequence[Point]) -> list[Point]:
 
 
 def smoothed(points: Sequence[Point]) -> list[Point]:
-    """Return the means of equal stretches, each at its middle."""
+    """Return the means of equal intervals, each at the interval's middle."""
     means = []
     for place in range(_MEANS):
         part = points[place * len(points) // _MEANS : (place + 1) * len(points) // _MEANS]

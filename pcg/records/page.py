@@ -1,4 +1,4 @@
-"""The pages: one of a run, and one of several over each other; neither refers to another file."""
+"""Self-contained HTML pages: the page of a run, and the comparison of several runs."""
 
 from __future__ import annotations
 
@@ -86,11 +86,11 @@ def comparison_page(comparison: Comparison) -> str:
 
 def _rendered(template: str, **values: Any) -> str:
     page = page_environment("pcg.records").get_template(template).render(**values)
-    return page.encode("utf-8", "replace").decode()  # half a character of a name or a sample
+    return page.encode("utf-8", "replace").decode()  # names and samples may have lone surrogates
 
 
 def _figures_of(runs: Sequence[Run], *, merged: bool = True) -> list[str]:
-    """Return the names to draw; an evaluation stands in the figure of what it evaluates."""
+    """Return the names to draw; an evaluation shares the figure of the number it evaluates."""
     names = dict.fromkeys(name for run in runs for name, points in run.series.items() if points)
     shown = [name for name in names if name not in _UNSEEN]
     if merged:
@@ -151,10 +151,10 @@ def _columns(samples: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 def write_report(folder: Path) -> Path:
-    """Write the page of the run in a folder; returns the file.
+    """Write the page of a recorded run; return the file.
 
     Raises:
-        RecordError: there is no record, it is damaged, or the page cannot be written.
+        RecordError: the record is missing or damaged, or the page cannot be written.
     """
     path = folder / REPORT
     write_whole(path, run_page(read_run(folder)))

@@ -1,7 +1,7 @@
-"""The record of a run while it is written.
+"""The writer of a run's record.
 
-<folder>/run.json         the run's name, its kind, its status, when it began and ended
-<folder>/config.json      its configuration, as it was resolved
+<folder>/run.json         the run's name, kind, status, start and end
+    <folder>/config.json      the resolved configuration
 <folder>/metrics.jsonl    a row for each step: {"step": 1, "time": 1.7e9, "loss": 2.1, …}
 <folder>/samples.jsonl    a row for each sample: {"step": 1, "prompt": "…", "reward": 1.0, …}
 """
@@ -41,7 +41,7 @@ from pcg.units import shown, size_text
 
 _LOG = logging.getLogger("pcg.records")
 MOST_BYTES = 2**24
-"""Bytes of metrics.jsonl, some 70,000 steps, from which no page is written where others wait."""
+"""Size of metrics.jsonl, about 70,000 steps, above which no page is written if others wait."""
 _OWN = ("step", "time")
 _LONGEST_NAME = 128
 
@@ -53,13 +53,13 @@ class RunRecord:
             record.log(1, reward=0.2, length=31.5)
             record.samples(1, [{"prompt": "2 + 2 =", "completion": " 4", "reward": 1.0}])
 
-    The block ends the record, with the status by which it is left; without a block, `end` does. A
-    run that is killed leaves all steps that were logged. Methods may be called on any thread.
+    The end of the block ends the record, with a status by the exception, if any; without a block,
+    call `end`. A killed run leaves all logged steps. Methods may be called on any thread.
 
     Attributes:
         folder: the folder.
         last_step: the last step with a row; 0 without rows.
-        names_of_last: the names of that step's numbers.
+        names_of_last: the names of the last step's numbers.
     """
 
     def __init__(
@@ -73,23 +73,23 @@ class RunRecord:
         report_to: Sequence[str] = (),
         waits_for_page: bool = True,
     ) -> None:
-        """Make the folder, or continue the run that has its record there.
+        """Create the folder, or continue the run that is recorded in it.
 
-        With no step `done`, that is one of this configuration that did not reach its end. Another
-        run's record is set aside, in the folder's `earlier-1`, `earlier-2` and so on.
+        With `done` of 0, a run is continued if it has this configuration and did not complete.
+        Another run's record is moved to the folder's `earlier-1`, `earlier-2` and so on.
 
         Args:
-            folder: the folder, of this run alone.
-            config: the run's configuration; values that JSON cannot hold are kept as text.
+            folder: the folder, used only by this run.
+            config: the run's configuration; values that JSON cannot hold become text.
             name: the displayed name; by default the folder's name.
             kind: the kind of run: finetune, grpo, dpo, sft, …
-            done: the steps that the run has done before, as its checkpoint says. Rows behind them
-                are removed, as these steps are run again.
-            report_to: where else the numbers go: tensorboard, wandb.
-            waits_for_page: False to write the page on a thread of its own at the end, as where
+            done: the number of steps in the run's checkpoint. Rows of later steps are removed, as
+                these steps run again.
+            report_to: further destinations of the numbers: tensorboard, wandb.
+            waits_for_page: False to write the page on another thread at the end, for example while
                 requests are served.
         Raises:
-            RecordError: the folder cannot be written, or another run writes it now; or a library of
+            RecordError: the folder cannot be written, another run is writing it, or a library of
                 `report_to` is not installed.
         """
         check_sinks(report_to)
@@ -137,15 +137,15 @@ class RunRecord:
     def log(self, step: int, **numbers: object) -> None:
         """Add numbers of a step, under any names: `log(3, loss=2.1, **{"reward/length": 0.5})`.
 
-        A step may be logged in several parts, of different names. A number that is not finite is
-        kept as none.
+        A step may be logged in several parts with different names. A non-finite number is stored as
+        null.
 
         Args:
-            step: the step's number, from 0; not less than the last one.
-            numbers: numbers, or tensors of one element.
+            step: the step's number, from 0; at least the last step.
+            numbers: numbers, or tensors with a single element.
         Raises:
-            RecordError: the step is past, it has a number of the name, or one is no number; or it
-                cannot be written, as when the disk is full.
+            RecordError: the step is before the last step, already has a number of the name, or a
+                value is not a number; or the row cannot be written, for example on a full disk.
         """
         with self._lock:
             self._check_open()
@@ -170,20 +170,20 @@ class RunRecord:
         """Add rows to the table of samples: texts and numbers under any names.
 
         Raises:
-            RecordError: they cannot be written.
+            RecordError: the rows cannot be written.
         """
         with self._lock:
             self._check_open()
             self._samples.append([{"step": step, **plain(row)} for row in rows])
 
     def end(self, status: Status | str = Status.COMPLETED, error: str | None = None) -> None:
-        """End the record; a second time changes nothing.
+        """End the record; further calls have no effect.
 
         Args:
             status: completed, failed, interrupted or cancelled.
             error: the message of a run that did not complete.
         Raises:
-            RecordError: its end cannot be written.
+            RecordError: the end cannot be written.
         """
         with self._lock:
             if self._facts.status is not Status.RUNNING:
@@ -202,7 +202,7 @@ class RunRecord:
             threading.Thread(target=self._write_page, name="pcg page").start()
 
     def _write_page(self) -> None:
-        from pcg.records.page import write_report  # its templates take a while to import
+        from pcg.records.page import write_report  # slow import of templates
 
         path = self.folder.absolute()
         try:
@@ -210,7 +210,7 @@ class RunRecord:
             if size > MOST_BYTES:
                 raise RecordError(f"{shown_path(path / METRICS)} is long ({size_text(size)})")
             write_report(path)
-        except Exception as failure:  # the run is none the worse
+        except Exception as failure:  # must not fail the run
             _LOG.warning("%s; `pcg runs report` writes the page", failure)
 
     def __enter__(self) -> Self:
@@ -230,7 +230,7 @@ class RunRecord:
             status = Status.INTERRUPTED
         elif isinstance(error, Exception):
             status = Status.FAILED
-        with contextlib.suppress(RecordError):  # the error of the run is the one to tell
+        with contextlib.suppress(RecordError):  # raise the run's own error instead
             self.end(status, str(error) or type(error).__name__)
 
     def _check_open(self) -> None:
@@ -239,7 +239,7 @@ class RunRecord:
 
 
 def _number(name: str, value: object) -> float | int | None:
-    """Return a number of a step as JSON has it. RecordError: it is none, or its name is no name."""
+    """Return a number of a step for JSON. RecordError: not a number, or an unsuitable name."""
     if name in _OWN or not 0 < len(name) <= _LONGEST_NAME:
         raise RecordError(
             f"{shown(name)} is no name of a number; use up to {_LONGEST_NAME} characters, and "

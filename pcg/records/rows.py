@@ -1,7 +1,7 @@
 """Files of JSON lines that a run appends to; readable after a crash at any instant.
 
-A row is a line that ends. What a crash left behind the last of them is no row: readers leave it
-out, and the next writer cuts it off.
+A row is a complete line. After a crash, an incomplete last line is ignored by readers, and removed
+by the next writer.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ from pcg.files import json_object, read_bytes, shown_path
 
 _TRIES = 20
 _PAUSE_S = 0.01
-"""A reader that asks whether the file is written has its lock for an instant."""
+"""Pause before a second try to lock: `is_written` holds the lock for an instant."""
 
 
 class RowWriter:
-    """Appends rows to a file that nobody else writes meanwhile.
+    """Appends rows to a file, under an exclusive lock.
 
-    A row goes to the system before `append` returns, so the death of the process loses none. One
-    for which there is no room leaves the file as it was.
+    A row is passed to the system before `append` returns, so that killing the process loses no row.
+    If the disk is full, the file is left unchanged.
     """
 
     def __init__(self, path: Path) -> None:
-        """Open a file, or make it. RecordError: it cannot be written, or another run writes it."""
+        """Open or create a file. RecordError: not writable, or another run is writing it."""
         self._path = path
         self._size = 0
         try:
@@ -46,10 +46,10 @@ class RowWriter:
             )
 
     def cut(self, stays: Callable[[Mapping[str, Any]], bool]) -> list[dict[str, Any]]:
-        """Remove the first row that may not stay, and all behind it; returns those before it.
+        """Remove the first row for which `stays` is False, and all later rows; return the rest.
 
         Raises:
-            RecordError: the file is damaged elsewhere than at its end, or cannot be cut.
+            RecordError: the file is damaged before its end, or cannot be cut.
         """
         kept = []
         self._size = 0
@@ -65,12 +65,12 @@ class RowWriter:
         return kept
 
     def append(self, rows: list[Mapping[str, Any]]) -> None:
-        """Append rows, all of them or none. RecordError: there is no room, or no disk."""
+        """Append all rows or none. RecordError: the rows cannot be written."""
         lines = [json.dumps(row, separators=(",", ":"), allow_nan=False) for row in rows]
         data = "".join(f"{line}\n" for line in lines).encode()
         try:
             written = os.write(self._handle, data)
-            while written < len(data):  # then the next one says why
+            while written < len(data):  # after a partial write, the next one raises the error
                 written += os.write(self._handle, data[written:])
         except OSError as error:
             with contextlib.suppress(OSError):
@@ -79,22 +79,22 @@ class RowWriter:
         self._size += len(data)
 
     def close(self) -> None:
-        """Close the file, which others may write then."""
+        """Close the file and release its lock."""
         if self._handle >= 0:
             os.close(self._handle)
             self._handle = -1
 
 
 def read_rows(path: Path) -> list[dict[str, Any]]:
-    """Return the rows of a file; none where there is no file. RecordError: it is damaged."""
+    """Return the rows of a file; empty without a file. RecordError: the file is damaged."""
     return [row for row, _ in _rows(path)] if path.exists() else []
 
 
 def is_written(path: Path) -> bool:
-    """Return whether a running run has the file open; False on file systems without locks.
+    """Return True if a running run has the file open; False on file systems without locks.
 
     Raises:
-        RecordError: it cannot be read.
+        RecordError: the file cannot be read.
     """
     try:
         handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
@@ -112,7 +112,7 @@ def is_written(path: Path) -> bool:
 
 
 def _rows(path: Path) -> Iterator[tuple[dict[str, Any], int]]:
-    """Yield each row with the place where it ends, without a last one that is torn."""
+    """Yield each complete row with the offset of its end."""
     data = read_bytes(path, RecordError)
     start, number = 0, 0
     while (end := data.find(b"\n", start)) >= 0:
@@ -128,7 +128,7 @@ def _rows(path: Path) -> Iterator[tuple[dict[str, Any], int]]:
 
 
 def _locked(handle: int) -> bool:
-    """Lock a file that is open; returns False if another process, or this one, has it."""
+    """Lock an open file; return False if this or another process has locked it."""
     for _ in range(_TRIES):
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)

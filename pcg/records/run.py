@@ -1,4 +1,4 @@
-"""Runs as recorded, running or ended, and their comparison."""
+"""Recorded runs, running or ended, and their comparison."""
 
 from __future__ import annotations
 
@@ -51,11 +51,11 @@ def time_text(seconds: float) -> str:
 
 
 EVALUATION = "eval_"
-"""Names that begin so are measured on the evaluation's data: `eval_loss` is the loss there."""
+"""The prefix of numbers of the evaluation data, such as `eval_loss`."""
 _DEEPEST = 8
 
 Point = tuple[int, float]
-"""A step and a number of it."""
+"""A step and a number of the step."""
 
 
 @dataclass(frozen=True)
@@ -63,14 +63,13 @@ class Run:
     """A run.
 
     Attributes:
-        folder: the folder of its record.
-        facts: its name, its kind, and when it began and ended.
-        status: as `facts` have it, but for a run that nobody writes: that one is `stopped`.
-        config: its configuration.
-        series: the points of each number by its name, in the order of the steps; none for those
-            that were not finite.
+        folder: the folder of the record.
+        facts: the name, kind, start and end.
+        status: the status in `facts`; `stopped` for a run that was killed while running.
+        config: the configuration.
+        series: the finite points of each number by name, in order of steps.
         last_step: the last step; 0 without steps.
-        last_s: when that was logged, in seconds of Unix time.
+        last_s: the time of the last step's row, in seconds of Unix time.
     """
 
     folder: Path
@@ -87,17 +86,17 @@ class Run:
         return points[-1][1] if points else None
 
     def least(self, name: str) -> Point | None:
-        """Return the least value of a number, with its step; None without values."""
+        """Return the minimum of a number, with its step; None without values."""
         return min(self.series.get(name, ()), key=lambda point: point[1], default=None)
 
     @property
     def seconds(self) -> float:
-        """Time from its beginning to its last row, pauses included."""
+        """Time from the start to the last row, including pauses."""
         return max(0.0, (self.facts.ended_s or self.last_s) - self.facts.begun_s)
 
     @cached_property
     def samples(self) -> list[dict[str, Any]]:
-        """The rows of its table of samples. RecordError: they are damaged."""
+        """The rows of the table of samples. RecordError: the table is damaged."""
         return read_rows(self.folder / SAMPLES)
 
 
@@ -105,7 +104,7 @@ def read_run(folder: str | Path) -> Run:
     """Read the record of a run.
 
     Raises:
-        RecordError: there is none, or it is damaged elsewhere than in its last line.
+        RecordError: the record is missing, or damaged before its last line.
     """
     path = expanded(folder)
     if not has_run(path):
@@ -127,10 +126,10 @@ def read_run(folder: str | Path) -> Run:
 
 
 def find_runs(folder: str | Path) -> Iterator[Path]:
-    """Yield the folders of records below a folder, itself included, in the order of their names.
+    """Yield the folders of records in a folder and below, in order of names.
 
     Raises:
-        RecordError: there is no such folder.
+        RecordError: the folder does not exist.
     """
     top = expanded(folder)
     if not top.is_dir():
@@ -145,7 +144,7 @@ def find_runs(folder: str | Path) -> Iterator[Path]:
 
 
 def flat(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Return a configuration without objects in objects: `{"peft.r": 8}`."""
+    """Return a configuration with nested objects flattened: `{"peft.r": 8}`."""
     values: dict[str, Any] = {}
     for name, value in config.items():
         if isinstance(value, Mapping) and value:
@@ -166,16 +165,16 @@ def _step(value: object) -> int:
 
 LOSSES = ("loss", f"{EVALUATION}loss")
 _MINOR = ("epoch", "tokens", "learning_rate", "gradient_norm", "memory_bytes", "tokens_per_second")
-"""Numbers whose last value says nothing about how good a run is."""
+"""Numbers that do not measure the quality of a run."""
 _ABSENT = object()
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """Some runs, in the order in which they were named.
+    """Runs to compare, in the given order.
 
     Attributes:
-        names: a name for each, which no other has.
+        names: a unique name of each run.
     """
 
     runs: Sequence[Run]
@@ -183,7 +182,7 @@ class Comparison:
 
     @property
     def differing(self) -> dict[str, list[Any]]:
-        """The options that differ, with the value of each run; None for a missing option."""
+        """The options that differ, with each run's value; None for a missing option."""
         configs = [flat(run.config) for run in self.runs]
         differing = {}
         for name in dict.fromkeys(name for config in configs for name in config):
@@ -194,7 +193,7 @@ class Comparison:
 
     @property
     def results(self) -> dict[str, list[Any]]:
-        """The results by name, with the value of each run."""
+        """The results by name, with each run's value."""
         rows: dict[str, list[Any]] = {
             "status": [str(run.status) for run in self.runs],
             "steps": [run.last_step for run in self.runs],

@@ -1,4 +1,4 @@
-"""The files of a record that are written as a whole: its facts and its configuration."""
+"""The files of a record that are written atomically: facts and configuration."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ TENSORBOARD = "tensorboard"
 FILES = (METRICS, SAMPLES, CONFIG, REPORT, TENSORBOARD, RUN)
 FORMAT = 1
 MOST_STEPS = 2**53
-"""Steps that a float tells apart."""
+"""The limit of steps, below which floats are exact."""
 _MOST_DIGITS = 4000
 
 
 class Status(StrEnum):
-    """The state of a run; one that is killed stays `running`, and its reader finds it `stopped`."""
+    """The state of a run; readers report a killed run, whose file says `running`, as `stopped`."""
 
     RUNNING = "running"
     COMPLETED = "completed"
@@ -47,8 +47,8 @@ class RunFacts:
 
     Attributes:
         name: the displayed name.
-        kind: the kind of run, as `finetune`.
-        begun_s: when it began, in seconds of Unix time; `ended_s` is None for one that has not.
+        kind: the kind of run, such as `finetune`.
+        begun_s, ended_s: start and end, in seconds of Unix time; `ended_s` is None before the end.
         error: the message of a failed run.
     """
 
@@ -61,7 +61,7 @@ class RunFacts:
     pcg: str = __version__
 
     def ended(self, status: Status, error: str | None) -> Self:
-        """Return the facts of the run that ends now."""
+        """Return the facts with the present time as the end."""
         return dataclasses.replace(self, status=status, error=error, ended_s=time.time())
 
     @property
@@ -70,12 +70,12 @@ class RunFacts:
 
 
 def has_run(folder: Path) -> bool:
-    """Return whether a folder has the record of a run."""
+    """Return True if a folder has the record of a run."""
     return is_file(folder / RUN)
 
 
 def set_aside(folder: Path) -> None:
-    """Move the record in a folder into one within it. RecordError: it cannot be moved."""
+    """Move a folder's record into a subfolder. RecordError: the record cannot be moved."""
     try:
         number = 1
         while (place := folder / f"earlier-{number}").exists():
@@ -92,7 +92,7 @@ def set_aside(folder: Path) -> None:
 
 
 def read_facts(folder: Path) -> RunFacts:
-    """Read run.json. RecordError: it is damaged, or of another version."""
+    """Read run.json. RecordError: the file is damaged, or of another version."""
     path = folder / RUN
     fields = read_json(path, RecordError)
     if fields.pop("format", None) != FORMAT:
@@ -107,17 +107,17 @@ def read_facts(folder: Path) -> RunFacts:
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """Read config.json. RecordError: it is missing or damaged."""
+    """Read config.json. RecordError: the file is missing or damaged."""
     return read_json(folder / CONFIG, RecordError)
 
 
 def write_json(path: Path, content: Mapping[str, Any]) -> None:
-    """Write an object as a whole or not at all. RecordError: it cannot be written."""
+    """Write an object as JSON, atomically. RecordError: the file cannot be written."""
     write_whole(path, json.dumps(content, indent=1, allow_nan=False) + "\n")
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Write a file as a whole or not at all. RecordError: it cannot be written."""
+    """Write a file atomically. RecordError: the file cannot be written."""
     beside = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
     try:
         beside.write_text(text, encoding="utf-8")

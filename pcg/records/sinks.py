@@ -1,4 +1,4 @@
-"""Sinks: other people's libraries that the numbers of a run are written to, too."""
+"""Sinks: third-party libraries as further destinations of a run's numbers."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from pcg.units import shown
 
 
 class Sink(ABC):
-    """Takes the numbers of a run."""
+    """Receives the numbers of a run."""
 
     @abstractmethod
     def log(self, step: int, numbers: Mapping[str, float | int | None]) -> None: ...
@@ -30,7 +30,7 @@ class Sink(ABC):
 
 
 class TensorBoardSink(Sink):
-    """Writes scalars under their names; those behind the steps that are done are purged."""
+    """Writes scalars by name; scalars after the `done` steps of a resumed run are purged."""
 
     def __init__(self, folder: Path, config: Mapping[str, Any], done: int) -> None:
         import tensorboard  # noqa: F401  torch's writer is made of it
@@ -58,7 +58,7 @@ class TensorBoardSink(Sink):
 class WandbSink(Sink):
     """Logs to a run with the id of the record, so that a resumed run stays the same run.
 
-    Weights & Biases leave out steps that a run has already. Its own variables hold, as WANDB_MODE.
+    Weights & Biases ignores steps that a run already has. Its variables, such as WANDB_MODE, apply.
     """
 
     def __init__(self, folder: Path, facts: RunFacts, config: Mapping[str, Any]) -> None:
@@ -83,11 +83,11 @@ class WandbSink(Sink):
 
 
 SINKS = ("tensorboard", "wandb")
-"""Names of sinks, which are those of their libraries and of the extras that install these."""
+"""Names of sinks, which are also names of their libraries and of pcg's extras."""
 
 
 def check_sinks(names: Sequence[str]) -> None:
-    """Raise a RecordError for an unknown sink, or one without its library installed."""
+    """Raise a RecordError for an unknown sink, or a sink without its library installed."""
     for name in names:
         if name not in SINKS:
             raise RecordError(f"report_to={shown(name)}; use some of {', '.join(SINKS)}")
@@ -104,9 +104,9 @@ def open_sinks(
     """Open the sinks of a run.
 
     Args:
-        folder: the folder of its record.
-        facts: its name and start, which identify a resumed run.
-        done: the steps that it has done.
+        folder: the folder of the record.
+        facts: the name and start, which identify a resumed run.
+        done: the number of completed steps.
     Raises:
         RecordError: a sink is unknown, not installed, or cannot be opened.
     """
@@ -118,7 +118,7 @@ def open_sinks(
                 sinks.append(TensorBoardSink(folder, config, done))
             else:
                 sinks.append(WandbSink(folder, facts, config))
-        except Exception as error:  # the library's own, of a network or a login
+        except Exception as error:  # libraries raise own errors of networks and logins
             for sink in sinks:
                 sink.end(is_completed=False)
             raise RecordError(f"{kind} cannot be written: {error}") from error

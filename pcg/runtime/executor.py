@@ -1,7 +1,4 @@
-"""Logits of whole sequences, without a KV cache.
-
-The executor: a compiled program with weights, adapters and a tokenizer, ready to use.
-"""
+"""The executor: a compiled program with weights, adapters and a tokenizer."""
 
 from __future__ import annotations
 
@@ -52,9 +49,9 @@ def whole_logits(
     sequences: Sequence[Sequence[int]],
     adapter: NamedAdapter | Sequence[NamedAdapter],
 ) -> list[Tensor]:
-    """Compute the logits of all tokens of some sequences; see `Executor.logits`.
+    """Compute the logits of all tokens of whole sequences; see `Executor.logits`.
 
-    Ranks that share the tokens compute those of their own, and gather all.
+    Ranks that share the tokens compute their own tokens' logits, and gather all logits.
     """
     adapters = state.adapters_of(len(sequences), adapter)
     check_same(state.world, "logits", sequence_facts(sequences, adapters))
@@ -83,8 +80,8 @@ Result = TypeVar("Result")
 class Executor:
     """Serves and finetunes many adapters over one frozen base model.
 
-    `pcg.compile` and `pcg.load` return an executor. Over ranks each rank has one, and all receive
-    the same calls in the same order.
+    `pcg.compile` and `pcg.load` return an executor. Each rank of a group has an executor, and all
+    executors receive the same calls in the same order.
     """
 
     def __init__(self, state: ModelState) -> None:
@@ -96,7 +93,7 @@ class Executor:
 
     @property
     def serving(self) -> ServingProgram:
-        """The program that serves now, with its weights."""
+        """The current serving program, with its weights."""
         return self.state.serving
 
     @property
@@ -165,25 +162,25 @@ class Executor:
         stream: bool = False,
         **sampling: Unpack[SamplingFields],
     ) -> Completion | list[Completion] | Iterator[Chunk]:
-        """Continue prompts, each with its own adapter, in one batch without padding.
+        """Continue prompts, each with its own adapter, in a batch without padding.
 
-        While an engine runs on a thread, that engine serves them, and chunks are ordered by prompt.
+        If an engine runs on a thread, that engine serves the prompts, and chunks are ordered by
+        prompt.
 
         Args:
-            prompts: one text, texts, or lists of token ids.
-            adapter: one name for all, a name for each prompt, or None for the base.
+            prompts: a text, texts, or lists of token ids.
+            adapter: a name for all prompts, a name for each prompt, or None for the base.
             stream: return an iterator over chunks of text.
             sampling: the fields of `SamplingParams` (max_new_tokens, temperature, top_k, top_p,
-                seed, stop, …); a list gives each prompt its own. With a seed, prompt i of several
+                seed, stop, …); a list gives each prompt its own parameters. With a seed, prompt i
                 samples with seed + i.
         Returns:
-            A completion for one text, else a list of them in the order of the prompts; with n above
-            1 a
-                list of the n continuations of the first prompt, then of the second.
+            A completion for a single text, else a list of completions in order of prompts; with n
+                above 1, the n continuations of the first prompt, then those of the second, ….
         Raises:
             GenerationError: an empty prompt, a prompt longer than the model's positions, bad
-                options, or logits that are not finite.
-            EngineError: a callback of a running engine calls this, and would wait for itself.
+                options, or non-finite logits.
+            EngineError: the caller is a callback of a running engine, which would wait for itself.
             AdapterError: no adapter has that name.
         """
         single = isinstance(prompts, str)
@@ -203,24 +200,25 @@ class Executor:
         normalize: bool = False,
         truncate_prompt_tokens: int | None = None,
     ) -> Tensor:
-        """Compute the last hidden state of prompts, each with its own adapter, in one batch.
+        """Compute the last hidden states of prompts, each with its own adapter, in a batch.
 
-        It is the head's input, behind the last norm: transformers' `last_hidden_state`. While an
-        engine runs on a thread, that engine computes it together with its requests.
+        The last hidden state is the head's input after the last norm, as transformers'
+        `last_hidden_state`. If an engine runs on a thread, that engine computes the states together
+        with its requests.
 
         Args:
-            prompts: one text, texts, or lists of token ids.
-            adapter: one name for all, a name for each prompt, or None for the base.
+            prompts: a text, texts, or lists of token ids.
+            adapter: a name for all prompts, a name for each prompt, or None for the base.
             pooling: "last" for the state of the last token, "mean" for the mean over the prompt's
                 tokens; virtual tokens of the adapter do not count.
-            normalize: divide each by its norm.
-            truncate_prompt_tokens: keep this number of a longer prompt's last tokens.
+            normalize: divide each state by its norm.
+            truncate_prompt_tokens: keep only this number of a prompt's last tokens.
         Returns:
-            [hidden] for one text, else [prompts, hidden]; fp32, in host memory.
+            [hidden] for a single text, else [prompts, hidden]; fp32, in host memory.
         Raises:
-            GenerationError: as of `generate`, and states that are not finite.
+            GenerationError: see `generate`; or non-finite states.
             AdapterError: no adapter has that name.
-            ProgramError: the program was compiled by a pcg without embeddings.
+            ProgramError: the program was compiled by an older pcg without embeddings.
         """
         several = [prompts] if isinstance(prompts, str) else prompts
         if not several:
@@ -257,8 +255,8 @@ class Executor:
         """Create an engine, which serves requests and trains adapters at the same time.
 
         Raises:
-            EngineError, UnsupportedError: an engine runs on a thread already; or there are
-                replicas.
+            EngineError: an engine already runs on a thread.
+            UnsupportedError: the mesh has replicas.
         """
         self.state.mesh.check_no_replicas("an engine")
         self.state.check_no_engine("a second engine", "close the first one, or use that")
@@ -288,8 +286,8 @@ class Executor:
 
         Args:
             prompt: text, or token ids.
-            adapter: the adapter's name, with the present version for the whole request; or an
-                adapter of `adapters`, even if it was replaced; None for the base.
+            adapter: the adapter's name, for its current version; or an adapter object of
+                `adapters`, even if it was replaced; None for the base.
             fields: the tenant and the times of `Request`, and the fields of `SamplingParams`.
         Raises:
             GenerationError: an empty prompt, text without a tokenizer, or bad options.
@@ -305,9 +303,9 @@ class Executor:
         Args:
             input_ids: [S] or [B, S], or lists of tokens of any lengths. The adapter adds virtual
                 tokens, which get no logits.
-            adapter: one name for all, a name for each sequence, or None for the base.
+            adapter: a name for all sequences, a name for each, or None for the base.
         Returns:
-            [S, V] for one sequence, [B, S, V] for a tensor of them, else a list of [S_i, V].
+            [S, V] for a single sequence, [B, S, V] for a tensor [B, S], else a list of [S_i, V].
         """
         if isinstance(input_ids, Tensor):
             rows = input_ids.reshape(-1, input_ids.shape[-1]).tolist()
@@ -333,13 +331,13 @@ class Executor:
 
         Args:
             path_or_config: a directory, "lora", a peft LoraConfig, or a dict of its fields.
-            replace: replace an adapter of that name, as its next version; running requests keep
-                theirs. If the new adapter cannot be loaded, the old one stays.
-            expected_version: replace only that version, by its number; 0 for a new name.
+            replace: replace an existing adapter by the next version; running requests keep their
+                version. If the new adapter cannot be loaded, the old adapter stays.
+            expected_version: number of the only version to replace; 0 for a new name.
         Raises:
-            AdapterConflictError: the name is taken, or has another version than expected, or a job
-                trains an adapter of that name.
-            AdapterError: the files are damaged, or it fits another base.
+            AdapterConflictError: the name is in use, has another version than expected, or a job
+                trains the adapter.
+            AdapterError: the files are damaged, or the adapter fits another base.
             UnsupportedError: the adapter has a feature that pcg does not support.
         """
         if (driving := self._driving) is not None:
@@ -357,7 +355,7 @@ class Executor:
         return self._between_steps(add)
 
     def remove_adapter(self, name: str) -> None:
-        """Forget an adapter. AdapterError: there is none of that name."""
+        """Remove an adapter. AdapterError: no adapter has the name."""
         if (driving := self._driving) is not None:
             driving.remove_adapter(name).result()
             return
@@ -375,7 +373,7 @@ class Executor:
         run_on_first(self.ranks, lambda: write_adapter(adapter, path))
 
     def refresh_adapter(self, name: str) -> None:
-        """Serve an adapter's tensors as they are now, after they were changed in place."""
+        """Serve an adapter's tensors after a change in place, as the next version."""
 
         def refresh() -> None:
             adapter = partial(self.state.adapter, name)
@@ -388,15 +386,15 @@ class Executor:
 
     @takes(FinetuneArguments, FinetuneError)
     def finetune(self, arguments: FinetuneArguments) -> FinetuneResult:
-        """Train an adapter over the frozen base; the executor serves it as it changes.
+        """Train an adapter over the frozen base; the executor serves the adapter as it changes.
 
         Returns:
-            The losses and other facts of the whole job, also if it was resumed.
+            The losses and other facts of the job, including the part before a resume.
         Raises:
-            DataError: unusable data, with file and line.
-            FinetuneError: bad options, a loss that is not finite, or a checkpoint that cannot be
-                saved or belongs to another job.
-            FinetuneInterrupted: Ctrl-C; the adapter is as after the last complete step.
+            DataError: unusable data; names file and line.
+            FinetuneError: bad options, a non-finite loss, or a checkpoint that cannot be saved or
+                belongs to another job.
+            FinetuneInterrupted: Ctrl-C; the adapter has the state of the last complete step.
             UnsupportedError: the recipe has a feature that pcg does not train.
             EngineError: an engine runs on a thread; call its `finetune`.
         """
@@ -406,16 +404,15 @@ class Executor:
 
     @takes(TrainerArguments, FinetuneError)
     def trainer(self, arguments: TrainerArguments) -> Trainer:
-        """Create a trainer: an adapter that is trained command by command.
+        """Create a trainer, which trains an adapter by commands.
 
-        It is not served before `Trainer.snapshot`. While an engine runs on a thread, its commands
-        run together with the engine's requests; `AsyncEngine.trainer` returns a trainer that does
-        not wait.
+        `Trainer.snapshot` publishes the adapter. If an engine runs on a thread, commands run
+        together with the engine's requests; `AsyncEngine.trainer` returns an asynchronous trainer.
 
         Raises:
-            AdapterConflictError: an adapter of that name is trained already.
+            AdapterConflictError: a job or trainer already trains an adapter of that name.
             FinetuneError: bad options.
-            UnsupportedError: the recipe has a feature that pcg does not train; or there are ranks.
+            UnsupportedError: the recipe has a feature that pcg does not train; or several ranks.
         """
         self.state.mesh.check_alone("trainers")
         running = cast("AsyncEngine | None", self.state.engine_thread)
