@@ -1,11 +1,11 @@
-"""The frozen base's weights, as a rank's graphs read them, each shard read once; and their digests.
+"""The frozen base's weights for a rank's graphs, with each shard read once, and their digests.
 
 SHA-256 digests are equal for a process with whole tensors and for ranks with parts. All ranks of a
-group have to have the same base weights, though each reads a part of them. Ranks with the same
-files, by machine and inode, have the same weights, and nothing is read. Otherwise ranks with the
-same files divide the tensors, each digests its share, and the digests of all groups are compared:
-8B in bf16 on two machines of 8 ranks is 2 GB a rank, a second at 2 GB/s a core. A rank digests all
-weights of a module in its memory.
+group must have the same base weights, although each rank reads only a part. Ranks with the same
+files, by machine and inode, need no comparison. Otherwise, ranks with the same files divide the
+tensors, each rank digests its share, and the digests of all groups are compared: 8B in bf16 on two
+machines of 8 ranks is 2 GB per rank, a second at 2 GB/s per core. For a module in memory, each rank
+digests all weights.
 """
 
 from __future__ import annotations
@@ -65,8 +65,8 @@ class _Read:
     """A tensor that a graph reads.
 
     Attributes:
-        parameter: the graph's parameter, of the shape of a rank's part.
-        whole: the parameter of the whole tensor.
+        parameter: the graph's parameter, with the shape of a rank's part.
+        whole: the parameter with the shape of the whole tensor.
         layer: the index of the graph's layer.
     """
 
@@ -104,8 +104,8 @@ class WeightStore:
 
         Args:
             ranks: ranks with the other shards of each matrix.
-            replicas: ranks with the other parts of this rank's layers; a single rank holds them
-                whole.
+            replicas: ranks with the other parts of this rank's layers; a single rank holds whole
+                layers.
         """
         self._program = program
         self._source = source
@@ -128,8 +128,8 @@ class WeightStore:
         """Return a model's weights, read once. WeightsError: a weight is missing or damaged.
 
         Args:
-            serves: return the weights of each product as one, in place of the first of them, and
-                None for the others.
+            serves: True to return the joined weights of each product in place of the first weight,
+                and None for the others.
         """
         layers = tuple(SimpleNamespace() for _ in model.layers)
         weights = BaseWeights(SimpleNamespace(), layers, SimpleNamespace())
@@ -173,10 +173,9 @@ class WeightStore:
     def _places(
         self, layer: int, reads: Mapping[str, _Read], products: Sequence[ProductWeights]
     ) -> Mapping[str, FlatPlace]:
-        """Return the places of a layer's tensors in its shard, which is read once.
+        """Read a layer's shard once; return the places of the layer's tensors in it.
 
-        Weights of a product lie side by side. Tensors that the first program did not read are
-        whole.
+        Weights of a product are adjacent. Tensors that the first program did not read stay whole.
         """
         if layer not in self._shards:
             first = [name for product in products for name in (*product.weights, *product.biases)]
@@ -207,7 +206,7 @@ class WeightStore:
     ) -> Mapping[str, Tensor]:
         """Return stand-ins for the matrices that another process holds and multiplies by.
 
-        A matrix that the graph also reads in other operators, such as an embedding, is local.
+        A matrix that other operators of the graph also read, such as an embedding, is local.
         """
         names = [name for name in multiplied(graph) if name in reads]
         remote = {
@@ -222,9 +221,9 @@ class WeightStore:
         return self._loaded[read.key]
 
     def _lay_side_by_side(self, reads: Sequence[_Read]) -> None:
-        """Load tensors as views of one tensor, unless a packed copy joins them.
+        """Load tensors as views of a single tensor, unless a packed copy joins them.
 
-        Loaded tensors are laid out again; programs that were bound before keep the old ones.
+        Tensors that are already loaded are copied; programs bound earlier keep the old tensors.
         """
         if len(reads) < 2:
             return
@@ -243,7 +242,7 @@ class WeightStore:
     def _side_by_side(
         self, reads: Sequence[_Read], shapes: Sequence[Sequence[int]], dtype: torch.dtype
     ) -> Sequence[Tensor]:
-        """Read tensors into one tensor, or copy loaded tensors; return its parts."""
+        """Read or copy tensors into a single tensor; return its parts."""
         rows = [shape[0] for shape in shapes]
         size = (sum(rows), *shapes[0][1:])
         joined = torch.empty(size, dtype=dtype, device=self.device)
@@ -256,13 +255,13 @@ class WeightStore:
         return parts
 
     def _leave(self, memory: Collection[int]) -> None:
-        """Copy the other tensors in the memory of moved tensors, so that it is freed."""
+        """Copy the remaining tensors out of the memory of moved tensors, to free that memory."""
         for key, tensor in self._loaded.items():
             if tensor.untyped_storage().data_ptr() in memory:
                 self._loaded[key] = tensor.clone()
 
     def _shared(self, reads: Sequence[_Read]) -> Sequence[Tensor]:
-        """Return tensors that the source has in memory as they are read; none if it has not all."""
+        """Return the tensors in the source's memory, if all have the required layout; else none."""
         tensors = []
         for read in reads:
             if is_sharded(read.parameter) or read.parameter.role == "constant":
@@ -276,7 +275,7 @@ class WeightStore:
     def _lay_out(
         self, product: ProductWeights, reads: Mapping[str, _Read], holder: SimpleNamespace
     ) -> None:
-        """Put the joined or packed weight of a product in place of its weights."""
+        """Replace the weights of a product by the joined or packed weight."""
         names = [python_name(name) for name in product.weights]
         weights = [getattr(holder, name) for name in names]
         # The holder keeps each bias, which other operators may read.
@@ -316,7 +315,7 @@ class WeightStore:
         return self._source.load(name, *_place(whole), device, ranges, out)
 
     def frozen(self) -> Iterator[tuple[str, Parameter]]:
-        """Yield the base's frozen tensors by their names in a checkpoint, in each graph's order."""
+        """Yield the base's frozen tensors by name in a checkpoint, in each graph's order."""
         for parameter, layer in self._program.base.parameters():
             if parameter.role == "frozen":
                 yield parameter.source.format(layer=layer), parameter
@@ -324,7 +323,7 @@ class WeightStore:
     def whole(self, name: str, parameter: Parameter) -> Tensor:
         """Return a whole frozen tensor, or the stand-in for a tensor of another process.
 
-        It is read again if this rank keeps only a shard of it.
+        The tensor is read again if this rank keeps only a shard.
         """
         loaded = self._loaded.get((name, parameter.transposed, None))
         if loaded is None:
@@ -332,10 +331,10 @@ class WeightStore:
         return self._read(parameter, name) if loaded is None else loaded
 
     def is_own(self, module: str, tensor: Tensor) -> bool:
-        """Return whether a tensor is the base's weight of a module, by its path.
+        """Return True if a tensor equals the base's weight of a module, by path.
 
-        They are compared in the dtype of the two that is less precise. A weight that another
-        process holds is not compared, and so not own.
+        The comparison uses the less precise of both dtypes. A weight that another process holds is
+        not compared, and counts as different.
         """
         weight = self.linear().get(module)
         if weight is None:
@@ -347,7 +346,7 @@ class WeightStore:
         return torch.equal(weight.to("cpu", least), tensor.to("cpu", least))
 
     def linear(self) -> Mapping[str, Tensor]:
-        """Return the whole weight [out, in] of each linear module, by its path, read on demand."""
+        """Return the whole weight [out, in] of each linear module by path, read on demand."""
         return _Linear(self)
 
 
@@ -389,7 +388,7 @@ _MOST_THREADS = 8
 
 
 def base_digest(weights: WeightStore, dtype: torch.dtype | None = None) -> str:
-    """Return `sha256:` and the SHA-256 of the `weight_digests` of a base, computed once."""
+    """Return "sha256:" and the SHA-256 of a base's `weight_digests`, computed once."""
     if dtype not in weights.digests:
         text = json.dumps(weight_digests(weights, dtype), sort_keys=True)
         weights.digests[dtype] = f"sha256:{hashlib.sha256(text.encode()).hexdigest()}"
@@ -397,10 +396,10 @@ def base_digest(weights: WeightStore, dtype: torch.dtype | None = None) -> str:
 
 
 def weight_digests(weights: WeightStore, dtype: torch.dtype | None = None) -> dict[str, str]:
-    """Return the SHA-256 of the `row_digests` of each frozen tensor, as it is computed with.
+    """Return the SHA-256 of the `row_digests` of each frozen tensor, in the dtype of computation.
 
     Args:
-        dtype: the floating type that tensors in this process are rounded to before.
+        dtype: floating type to which tensors in this process are rounded first.
     """
 
     def digest(item: tuple[str, Parameter]) -> str:
@@ -417,9 +416,9 @@ def weight_digests(weights: WeightStore, dtype: torch.dtype | None = None) -> di
 
 
 def row_digests(tensor: Tensor) -> bytes:
-    """Return the SHA-256 of each row of a tensor, one behind the other; a vector is one row.
+    """Return the concatenated SHA-256 of each row of a tensor; a vector is a single row.
 
-    So the digests of ranks with some rows each add up to the digest of the whole tensor.
+    The concatenated digests of ranks with parts of the rows equal those of the whole tensor.
     """
     rows = torch.atleast_2d(tensor.detach()).flatten(0, -2).to("cpu").contiguous()
     return b"".join(hashlib.sha256(row).digest() for row in rows.view(torch.uint8).numpy())
@@ -429,7 +428,7 @@ def hashing_threads(device: torch.device) -> ThreadPoolExecutor:
     """Return threads for `row_digests`, which runs without the interpreter's lock.
 
     Args:
-        device: that of the tensors.
+        device: the device of the tensors.
     """
     threads = max(1, min(_MOST_THREADS, torch.get_num_threads()))
     return device_pool(device, threads, "pcg digests")
@@ -441,10 +440,10 @@ _DIGEST_BYTES = 32
 
 
 def check_same_weights(ranks: Ranks, weights: TensorSource) -> None:
-    """Refuse base weights that differ between ranks; all ranks call this.
+    """Refuse base weights that differ between ranks; a collective call.
 
     Raises:
-        ParallelError: on every rank; names the ranks that differ from the first, and the tensors.
+        ParallelError: on every rank; names the ranks that differ from rank 0, and the tensors.
     """
     if ranks.size == 1:
         return
@@ -486,7 +485,7 @@ def _digests(weights: Weights, names: Sequence[str]) -> Mapping[str, bytes]:
 
 
 def _joined(parts: Sequence[bytes]) -> list[str]:
-    """Join the ranks' digests; each tensor has one from one rank."""
+    """Join the ranks' digests; for each tensor exactly a single rank has a digest."""
     pieces = [
         [part[at : at + _DIGEST_BYTES] for part in parts]
         for at in range(0, len(parts[0]), _DIGEST_BYTES)

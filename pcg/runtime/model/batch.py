@@ -1,19 +1,19 @@
-"""A token-flat batch: the tokens of one step, of all its sequences one after the other.
+"""A token-flat batch: the concatenated tokens of all sequences of a step.
 
-Decode groups: sequences with one new token each, in groups for one call of attention. Sequences
-with rows at equal distances in the cache are one call; so are sequences with scattered rows, which
-are gathered. A group's longest sequence may be at most twice as long as its mean: reading masked
+Decode groups: sequences with a single new token each, grouped by calls of attention. Sequences with
+rows at equal distances in the cache share a call; so do sequences with scattered rows, which are
+gathered. A group's longest sequence may be at most twice as long as the mean, as reading masked
 rows costs less than another call. Masked rows are read, too, and a NaN in them would reach the
-result, so they never belong to another sequence: shorter sequences read on into free pages that are
-kept for them, which hold zeros, or read their own first row again.
+result, so they never belong to another sequence: shorter sequences read their reserved free pages,
+which hold zeros, or their own first row again.
 
-Latest tokens: the tokens of the step before stay in the device's memory, for the next step to read
-before the host. Such a token has the id -1 - its place among the tokens of the step before:
+Latest tokens: the tokens of the previous step stay in the device's memory, so that the next step
+can read them before the host does. The id of such a token is -1 - its index in the previous step:
 
-    id = ids[i]                       where ids[i] ≥ 0
+    id = ids[i]                       if ids[i] ≥ 0
        = max(latest[-1 - ids[i]], 0)  else
 
-The maximum is for a sequence without a drawn token, which fails once that is read.
+The maximum is for a sequence without a drawn token, which fails when the result is read.
 
 Source: mini-sglang's and SGLang's map of future tokens.
 """
@@ -50,13 +50,13 @@ from pcg.runtime.memory.kv_cache import KvCache
 
 @dataclass(frozen=True, slots=True)
 class Singles:
-    """Sequences with one new token each, by column.
+    """Sequences with a single new token each, by column.
 
     Attributes:
-        tokens: their indices in the batch, [n].
-        first_rows: the cache's row of the first token of each if its pages are a run, else -1, [n].
-        stop_rows: the row after those of a run and of the free pages that are kept for it, [n].
-        lengths: length of each, the new token included, [n].
+        tokens: indices of the tokens in the batch, [n].
+        first_rows: the cache row of each first token if the pages are a run, else -1, [n].
+        stop_rows: the row after each run and its reserved free pages, [n].
+        lengths: length of each sequence, including the new token, [n].
     """
 
     tokens: NDArray[np.int64]
@@ -72,7 +72,7 @@ def decode_groups(
     """Group sequences.
 
     Args:
-        window: the most rows that a token attends to; 0 for all.
+        window: the maximum number of rows that a token attends to; 0 for all.
     """
     if not len(singles.tokens):
         return []
@@ -94,7 +94,7 @@ def decode_groups(
     for run, group_tokens, hidden in zip(runs, tokens, hides, strict=True):
         longest, mask, gathered = run.longest, None, None
         if run.total < longest * run.size:
-            # Row i of these shows its first most - i places. They are windows of one line; copying
+            # Row i of these shows its first most - i places. They are windows of a line; copying
             # them takes a tenth of the time of comparing places with counts.
             windows = line.as_strided((most, longest), (1, 1))
             mask = windows.index_select(0, hidden).view(run.size, 1, 1, longest)
@@ -111,7 +111,7 @@ def decode_groups(
 
 
 class _Run(NamedTuple):
-    """Neighbours that are one group.
+    """Neighbouring sequences of the same group.
 
     Attributes:
         row: the first row that the first sequence attends to; -1 if they are gathered.
@@ -132,7 +132,7 @@ def _runs(rows: Sequence[int], counts: Iterable[int], rooms: Sequence[int]) -> I
     least = rooms[0]
     for row, count, room in zip(rows, counts, rooms, strict=True):
         step, most = row - before, max(longest, count)
-        # The group takes this one if its distance is that of those before, or all are gathered.
+        # Add the sequence if it has the group's distance, or the group is gathered.
         if before < 0:
             is_reached = row < 0
         else:
@@ -162,10 +162,10 @@ def _gathered(
 
 
 class LatestTokens:
-    """The tokens of the latest step, in memory that stays.
+    """The tokens of the latest step, in fixed memory.
 
     Args:
-        most: the most tokens of a step.
+        most: the maximum number of tokens of a step.
     """
 
     def __init__(self, most: int, device: torch.device) -> None:
@@ -173,26 +173,26 @@ class LatestTokens:
         self._places: dict[str, int] = {}
 
     def put(self, owners: Sequence[str], tokens: Tensor) -> None:
-        """Keep the token [n] of each owner, which is a sequence's id, in place of those before."""
+        """Replace the kept tokens by [n] new ones; the owners are ids of sequences."""
         self._memory[: len(tokens)].copy_(tokens)
         self._places = {owner: place for place, owner in enumerate(owners)}
 
     def id_of(self, owner: str) -> int:
-        """Return the number that stands for an owner's token in the ids of the next step."""
+        """Return the placeholder id of an owner's token in the next step."""
         return -1 - self._places[owner]
 
     def resolved(self, ids: Tensor) -> Tensor:
-        """Return ids [T] with the tokens that they stand for."""
+        """Return ids [T] with placeholders replaced by tokens."""
         latest = self._memory[(-1 - ids).clamp(min=0)].clamp(min=0)
         return torch.where(ids < 0, latest, ids)
 
 
 ANY_TOKEN = 0
-"""The id that stands for a virtual token; every vocabulary has it."""
+"""The placeholder id of a virtual token, valid in every vocabulary."""
 
 
 class Batch(ProgramBatch):
-    """Tokens, positions and spans of one step; see `ProgramBatch` for what programs read.
+    """Tokens, positions and spans of a step; see `ProgramBatch` for the interface of programs.
 
     Attributes:
         positions: position of each token in its sequence, [T], int64.
@@ -222,7 +222,7 @@ class Batch(ProgramBatch):
         self._cache = cache
         self._groups: dict[int, list[DecodeGroup]] = {}
         self._seen: dict[int, slice | Tensor] = {}
-        # One call for all sequences each, as they change every step.
+        # A single call for all sequences, as the lists change every step.
         columns: list[tuple[Any, ...]] = list(zip(*self.spans, strict=True)) or [()] * 7
         starts, lengths, contexts, tables, virtual, _, _ = columns
         self._tables: Sequence[BlockTable] = tables
@@ -245,7 +245,7 @@ class Batch(ProgramBatch):
 
     @property
     def tokens(self) -> int:
-        """Number of tokens that run: all, or those that the epilogue reads."""
+        """Number of tokens to run: all, or the tokens that the epilogue reads."""
         return len(self.input_ids if self.chosen is None else self.chosen)
 
     def _on_device(self, numbers: Numbers) -> Tensor:
@@ -260,9 +260,9 @@ class Batch(ProgramBatch):
         return rows
 
     def dropped_parts(self, key: int) -> list[DroppedPart]:
-        """Return the parts of all tokens that a random operator draws for, by its key in the layer.
+        """Return the parts of all tokens for a random operator, by the operator's key in the layer.
 
-        There are none if nothing is dropped.
+        The result is empty without dropout.
         """
         parts: list[DroppedPart] = []
         if self.dropout_seed is None:
@@ -280,7 +280,7 @@ class Batch(ProgramBatch):
         return parts
 
     def dropped_tokens(self) -> DroppedTokens | None:
-        """Return the numbers that a device draws dropout by; None if nothing is dropped."""
+        """Return the inputs of dropout on a device; None without dropout."""
         if self.dropout_seed is None:
             return None
         if "dropped" not in self.known:
@@ -292,15 +292,15 @@ class Batch(ProgramBatch):
         return dropped
 
     def last_tokens(self, places: Sequence[int]) -> Tensor:
-        """Return the index of the last token of each of some spans, [places]."""
+        """Return the index of the last token of each given span, [places]."""
         chosen = _column(places)
         return self._on_device(self._starts[chosen] + self._lengths[chosen] - 1)
 
     def decode_groups(self, window: int) -> list[DecodeGroup]:
-        """Return the spans of one token, in groups for one call of attention each.
+        """Return the spans of a single token, in groups for a call of attention each.
 
         Args:
-            window: the most rows that a token attends to; 0 for all.
+            window: the maximum number of rows that a token attends to; 0 for all.
         """
         if window not in self._groups:
             assert self._cache is not None
@@ -318,7 +318,7 @@ class Batch(ProgramBatch):
         return self._groups[window]
 
     def seen(self, span: Span) -> slice | Tensor:
-        """Return the rows of the cache that hold a sequence up to the end of its span."""
+        """Return the cache rows of a sequence up to the end of its span."""
         seen = self._seen.get(span.start)
         if seen is None:
             rows = _rows(span, 0, span.context + span.length)
@@ -337,9 +337,9 @@ class Batch(ProgramBatch):
         return self._cache.keys[self.layer], self._cache.values[self.layer]
 
     def append(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor] | None:
-        """Write this layer's keys and values of the tokens; returns all rows, or None uncached.
+        """Write this layer's keys and values of the tokens; return all rows, or None uncached.
 
-        Tokens that ranks share are written by all of them.
+        Each rank writes all tokens that ranks share.
         """
         if self.cached is None:
             return None
@@ -379,7 +379,7 @@ def whole_sequences(
     Args:
         virtual: number of virtual tokens before each sequence; none by default.
         keeps: True for training.
-        cp: ranks that share the tokens; the batch has this rank's.
+        cp: ranks that share the tokens; the batch has this rank's tokens.
     """
     before = virtual or (0,) * len(sequences)
     lengths = [count + len(sequence) for sequence, count in zip(sequences, before, strict=True)]

@@ -1,9 +1,10 @@
-"""The frozen weights that emitted functions read, bound to one program, and joined by product.
+"""The frozen weights that emitted functions read, bound to a program, and joined by product.
 
-Serving multiplies the weights of one product as one: they lie side by side, so that the joined
-weight is a view of them, and training reads its rows. On CPUs oneDNN packs a copy of them, whose
-products are faster for the few tokens of a decode step (`benchmarks/bench_generation.py`), unless
-`packed_weights=False` asks for one copy; then training reads the original.
+Serving multiplies by the joined weights of a product: the weights are adjacent in memory, so that
+the joined weight is a view, and training reads its rows. On CPUs, oneDNN packs a copy of the joined
+weights for faster products with the few tokens of a decode step
+(`benchmarks/bench_generation.py`), and training reads the original; `packed_weights=False` avoids
+the copy.
 
 Layers that are sharded over replicas are gathered into two rooms, in the order of
 `pcg.ir.program.layer_order`.
@@ -30,14 +31,14 @@ from pcg.ranks.shards import FlatPlace
 
 @dataclass(frozen=True)
 class ProductWeights:
-    """The names of the weights [out, in] of one product, and of their biases."""
+    """The names of the weights [out, in] of a product, and of their biases."""
 
     weights: tuple[str, ...]
     biases: tuple[str, ...]
 
 
 def product_weights(graph: Graph) -> Iterator[ProductWeights]:
-    """Yield the weights of each product of a graph; not those that other operators read, too."""
+    """Yield the weights of each product of a graph, except weights that other operators read."""
     products = [n for n in graph.nodes if n.op in ("linear", "linear_group", "lora_linear")]
     others = {name for node in graph.nodes if node not in products for name in node.inputs}
     for node in products:
@@ -69,14 +70,14 @@ def multiplied(graph: Graph) -> list[str]:
 
 
 def is_packed(dims: int, dtype: torch.dtype, device: torch.device) -> bool:
-    """Return whether oneDNN packs weights of `dims` dims on this device."""
+    """Return True if oneDNN packs weights of `dims` dims on the device."""
     return dims == 2 and device.type == "cpu" and has_onednn(dtype)
 
 
 class ProductLayout:
-    """Joins the weights of each product into the one weight that serving multiplies by.
+    """Joins the weights of each product into a single weight for serving.
 
-    All programs over one base share packed weights while one of the programs exists.
+    All programs over a base share packed weights, as long as any of the programs exists.
 
     Args:
         packs: False to pack nothing, even where oneDNN could.
@@ -87,11 +88,11 @@ class ProductLayout:
         self._packed: WeakValueDictionary[Hashable, Tensor] = WeakValueDictionary()
 
     def packs(self, dims: int, dtype: torch.dtype, device: torch.device) -> bool:
-        """Return whether a weight of `dims` dims is packed."""
+        """Return True if a weight of `dims` dims is packed."""
         return self._packs and is_packed(dims, dtype, device)
 
     def lay_out(self, key: Hashable, weights: Sequence[Tensor], biases: Sequence[Tensor]) -> Tensor:
-        """Return the weights of one product as one, with their sizes and the joined biases.
+        """Return the joined weights of a product, with their sizes and the joined biases.
 
         Args:
             key: identifies the weights and biases.
@@ -108,14 +109,14 @@ class ProductLayout:
 
 
 def as_group(whole: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor]) -> Tensor:
-    """Note on the joined weights of a product their sizes and the joined biases."""
+    """Attach the sizes and the joined biases to the joined weights of a product."""
     whole.group_sizes = [tensor.shape[0] for tensor in weights]  # type: ignore[attr-defined]
     whole.group_bias = joined(biases) if biases else None  # type: ignore[attr-defined]
     return whole
 
 
 def joined(tensors: Sequence[Tensor]) -> Tensor:
-    """Return tensors joined in their first dim: a view where they lie side by side."""
+    """Return tensors joined along their first dim: a view if the tensors are adjacent."""
     if not lie_side_by_side(tensors):
         return torch.cat(tuple(tensors))
     first, rows = tensors[0], sum(tensor.shape[0] for tensor in tensors)
@@ -123,7 +124,7 @@ def joined(tensors: Sequence[Tensor]) -> Tensor:
 
 
 def lie_side_by_side(tensors: Sequence[Tensor]) -> bool:
-    """Return whether each tensor begins at the end of the tensor before, in the same memory."""
+    """Return True if each tensor starts at the end of the previous tensor in the same memory."""
     return all(_follows(*pair) for pair in pairwise(tensors))
 
 
@@ -138,12 +139,12 @@ def _follows(first: Tensor, other: Tensor) -> bool:
 
 @dataclass(frozen=True)
 class BoundLayer:
-    """The weights of a layer as one program reads them.
+    """The weights of a layer for a program.
 
     Attributes:
         whole: weights that every replica has.
-        places: the places of the others, by the names that emitted functions read.
-        products: products with weights that are read as one.
+        places: the places of sharded weights, by the names in emitted functions.
+        products: products with joined weights.
     """
 
     whole: SimpleNamespace
@@ -166,7 +167,7 @@ class BoundLayer:
 
 
 class LayerGathers:
-    """The two rooms for gathered layers, which all programs over one base share."""
+    """The two buffers for gathered layers, which all programs over a base share."""
 
     def __init__(self, replicas: Ranks) -> None:
         self._replicas = replicas
@@ -177,18 +178,18 @@ class LayerGathers:
 
     @property
     def size_bytes(self) -> int:
-        """The bytes of the parts and of the rooms."""
+        """The bytes of the parts and of the buffers."""
         return sum(tensor.nbytes for tensor in (*self._shards.values(), *self._rooms))
 
     def put(self, shards: Mapping[int, Tensor]) -> None:
-        """Hold the parts of all layers, by the layer, and make rooms for them."""
+        """Store the parts of all layers, by layer, and allocate the buffers."""
         self._shards = dict(shards)
         most = max(self._shards.values(), key=len)
         size = len(most) * self._replicas.size
         self._rooms = [most.new_empty(size) for _ in range(ROOMS)]
 
     def follow(self, order: Iterable[int]) -> None:
-        """Begin a pass, which takes these layers in order; all replicas begin it."""
+        """Start a pass over layers in the given order; a collective call of replicas."""
         self._order.follow(order)
 
     def take(self, layer: int) -> Tensor:
@@ -199,7 +200,7 @@ class LayerGathers:
         """
         room, gathered = self._order.take(layer)
         for next_layer, place in gathered:
-            self._wait(place)  # an abandoned pass may have left it under way
+            self._wait(place)  # an abandoned pass may have left a pending gather
             shard = self._shards[next_layer]
             whole = self._rooms[place][: len(shard) * self._replicas.size]
             self._pending[place] = self._replicas.begin_gather_into(whole, shard)
@@ -214,13 +215,13 @@ class LayerGathers:
 
 @dataclass(frozen=True)
 class GatheredLayers:
-    """The layers of one program with sharded weights."""
+    """The layers of a program with sharded weights."""
 
     gathers: LayerGathers
     layers: Sequence[BoundLayer]
 
     def follow(self, order: Iterable[int]) -> None:
-        """Begin a pass, which takes these layers in order; all replicas begin it."""
+        """Start a pass over layers in the given order; a collective call of replicas."""
         self.gathers.follow(order)
 
     def take(self, layer: int) -> SimpleNamespace:
@@ -228,7 +229,7 @@ class GatheredLayers:
         return self.layers[layer].of(self.gathers.take(layer))
 
     def pass_by(self, order: Sequence[int]) -> None:
-        """Take part in the gathers of a pass that other replicas run."""
+        """Join the gathers of a pass that other replicas run."""
         self.gathers.follow(order)
         for layer in order:
             self.gathers.take(layer)
@@ -239,7 +240,7 @@ class BaseWeights:
     """The frozen weights and constants, which emitted functions read as `w`.
 
     Attributes:
-        layers: of each layer; with `gathered`, the part that every replica has.
+        layers: the weights of each layer; with `gathered`, only the part that every replica has.
         gathered: the layers with weights sharded over replicas; None if they are whole.
     """
 
@@ -249,7 +250,7 @@ class BaseWeights:
     gathered: GatheredLayers | None = None
 
     def follow(self, order: Iterable[int]) -> None:
-        """Begin a pass that takes these layers in order; over replicas, all of them begin it."""
+        """Start a pass over layers in the given order; a collective call of replicas."""
         if self.gathered is not None:
             self.gathered.follow(order)
 

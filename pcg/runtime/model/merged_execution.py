@@ -1,14 +1,14 @@
 """Merged execution: concurrent functions share the products by the base's weights.
 
-Emitted functions are generators. Each part of a step, such as some requests or a finetuning window,
-runs its adapters, attention and saving for backward, and yields requests for products by the base's
-weights; a product that several parts request at the same time runs once, over the tokens of all of
-them.
+Emitted functions are generators. Each part of a step, such as a batch of requests or a finetuning
+window, runs its adapters, attention and saving for backward, and yields requests for products by
+the base's weights. A product that several parts request at the same time runs once, over the tokens
+of all parts.
 
-Cut execution: a product by a weight of many rows, such as the head's, takes longer than the time
-that a step may have left. It runs for some of the rows, and continues in a later step: x Wᵀ row by
-row of W, and dy W as a sum over them. Work between two products is not cut. Rows run in blocks, as
-oneDNN compiles a product for each shape of a weight; a product that runs whole is one block.
+Cut execution: a product by a weight of many rows, such as the head's, may take longer than the
+remaining time of a step. The product runs for some of the rows, and continues in a later step: x Wᵀ
+row by row of W, and dy W as a sum over rows. Work between two products is not cut. Rows run in
+blocks, as oneDNN compiles a product for each shape of a weight; an uncut product is a single block.
 
 Source: Symbiosis (split execution: a base executor shared by clients).
 """
@@ -35,9 +35,9 @@ def run_single(function: ProductRequest[Result]) -> Result:
 class MergedExecution(Generic[Result]):
     """Functions that run concurrently.
 
-    Functions that request products of their own go first, while the others wait at a product by the
-    base's weights: so all reach their next common product together. A sum over weights, of which
-    another function requests some, runs in parts.
+    Functions that request unshared products run first, while the others wait at a product by the
+    base's weights, so that all functions reach their next common product together. A sum over
+    several weights runs in parts if another function requests only some of the weights.
 
     Attributes:
         results: the functions' return values, once they have returned.
@@ -47,12 +47,12 @@ class MergedExecution(Generic[Result]):
         self.results: list[Any] = [None] * len(functions)
         self._left = dict(enumerate(functions))
         self._asked: dict[int, Product] = {}
-        # Parts of what is asked that are left, and those that run now.
+        # Remaining parts of split requests, and the parts that run now.
         self._parts: dict[int, list[Product]] = {}
         self._running: dict[int, Product] = {}
 
     def next_groups(self) -> list[list[Product]]:
-        """Advance to the next products; return groups to run together, none at the end."""
+        """Advance to the next products; return groups to run together, empty at the end."""
         self._add_parts()
         for index, function in list(self._left.items()):
             if index in self._asked:
@@ -71,7 +71,7 @@ class MergedExecution(Generic[Result]):
         return list(by_key.values())
 
     def _of_base(self) -> dict[int, Product]:
-        """Return the next product of each function: its request, or a part that others share."""
+        """Return the next product of each function: its request, or a shared part of it."""
         if not self._parts and len({product.key for product in self._asked.values()}) < 2:
             return dict(self._asked)
         self._split()
@@ -81,7 +81,7 @@ class MergedExecution(Generic[Result]):
         for index, product in self._asked.items():
             products[index] = product
             if parts := self._parts.get(index):
-                # One that a function waits for, else one that most have; the same for all of them.
+                # A part that a function waits for, else the most common part; equal for all functions.
                 part = max(parts, key=lambda p: (p.key in single, counts[p.key], p.key))
                 parts.remove(part)
                 products[index] = self._running[index] = part
@@ -92,7 +92,7 @@ class MergedExecution(Generic[Result]):
         return keys | {index: {part.key for part in some} for index, some in self._parts.items()}
 
     def _split(self) -> None:
-        """Begin the parts of products that share some, but not all, with another function's."""
+        """Split products that share some, but not all, weights with another function's product."""
         keys, begun = self._keys(), {*self._parts}
         for index in keys.keys() - begun:
             mine = keys[index]
@@ -110,7 +110,7 @@ class MergedExecution(Generic[Result]):
 
 
 def run_together(first: Product, others: Sequence[Product]) -> None:
-    """Run products with equal keys as one."""
+    """Run products with equal keys as a single product."""
     if others:
         first.run_with(others)
     else:
@@ -127,15 +127,15 @@ def run_merged(functions: Sequence[ProductRequest[Any]]) -> list[Any]:
 
 
 BLOCK = 1024
-"""Rows that run at once: of 32,000, with the 131 tokens of a chunk, the loss of two tokens. In
-larger blocks they take as long (hidden size 512, one core of an AMD EPYC)."""
+"""Rows per block: of 32,000 rows, with the 131 tokens of a chunk, the loss of two tokens. Larger
+blocks are not faster (hidden size 512, a core of an AMD EPYC)."""
 
 
 class CutExecution(Generic[Result]):
-    """Functions that run in parts, those of each with the others'.
+    """Functions that run in parts, merged with each other.
 
     Attributes:
-        is_done: True once all have returned.
+        is_done: True once all functions have returned.
     """
 
     def __init__(self, functions: Sequence[ProductRequest[Result]]) -> None:
@@ -146,14 +146,14 @@ class CutExecution(Generic[Result]):
 
     @property
     def results(self) -> list[Result]:
-        """The results of the functions, once all have returned."""
+        """The results of the functions, after all have returned."""
         return self._merged.results
 
     def run(self, numbers: int) -> int:
-        """Run until about `numbers` numbers were multiplied by weights, rows times tokens.
+        """Run about `numbers` units of work, each a weight's row times a token.
 
         Returns:
-            Their number, at least a block's; products that cannot be cut do not count.
+            The units of work done, at least a block; products that cannot be cut do not count.
         """
         ran = 0
         while not self.is_done:

@@ -28,7 +28,7 @@ Functions = Mapping[str, Callable[..., Any]]
 
 
 def load_functions(source: str, name: str) -> Functions:
-    """Execute emitted source, with lines in tracebacks. ProgramError: it cannot be loaded."""
+    """Execute emitted source, with lines in tracebacks. ProgramError: the source fails."""
     # Triton reads a kernel's source when it first runs, so each source needs its own file name.
     digest = hashlib.sha256(source.encode()).hexdigest()[:12]
     filename = f"<pcg {name} {digest}>"
@@ -58,12 +58,12 @@ class LayerInputs:
 
 
 def is_sequence_parallel(model: ModelGraph) -> bool:
-    """Return True if layers pass on a rank's part of the tokens instead of all of them."""
+    """Return True if layers exchange a rank's part of the tokens instead of all tokens."""
     return bool(model.epilogue.inputs[0].type.shape[0] != TOKENS)
 
 
 def _drawing(functions: Functions) -> Drawing | None:
-    """The kernels of a program that choose tokens; None where PyTorch's operators do."""
+    """Return a program's sampling kernels; None to sample by PyTorch's operators."""
     if not {"greedy", "draw", "keep"} <= functions.keys():
         return None
     return Drawing.by_kernels(functions["greedy"], functions["draw"], functions["keep"])
@@ -72,11 +72,11 @@ def _drawing(functions: Functions) -> Drawing | None:
 class ModelRunner:
     """The serving program with weights bound: tokens in, hidden states and logits out.
 
-    Over ranks all of them run the same batches, and have the same logits.
+    All ranks of a group run the same batches, and compute the same logits.
 
     Attributes:
         ranks: ranks with the other shards of each matrix.
-        alike: ranks that run the same steps, by tokens that rank 0 of them chooses.
+        alike: ranks that run the same steps, with tokens drawn by the group's rank 0.
     """
 
     def __init__(
@@ -91,7 +91,7 @@ class ModelRunner:
 
         Args:
             weights: the base's weights, bound to serve.
-            alike: `ranks` by default.
+            alike: see `alike` above; `ranks` by default.
             link: this stage's link to its neighbours; None with a single stage.
         """
         self.model = serving.model
@@ -117,14 +117,14 @@ class ModelRunner:
     def hidden(self, batch: Batch, adapters: BoundAdapters) -> list[Tensor]:
         """Return the inputs of the epilogue for all tokens, and fill the cache.
 
-        Only the last pipeline stage has them.
+        Only the last pipeline stage returns the epilogue's inputs.
         """
         return run_single(self.hidden_requests(batch, adapters))
 
     def hidden_requests(
         self, batch: Batch, adapters: BoundAdapters
     ) -> ProductRequest[list[Tensor]]:
-        """Do as `hidden` does, requesting the base's products from the caller."""
+        """Compute `hidden`, requesting the base's products from the caller."""
         batch.ranks = self.ranks
         batch.chosen = None
         shared = self._begun(batch, adapters)
@@ -147,18 +147,18 @@ class ModelRunner:
         return self.link is None or self.link.stage.is_last
 
     def parts_of(self, tokens: int) -> int:
-        """Return the number of parts of a step, so that pipeline stages work concurrently.
+        """Return the number of parts of a step, for concurrent work of pipeline stages.
 
-        If ranks hold parts of the tokens between layers, a step stays whole.
+        A step stays whole if ranks hold parts of the tokens between layers.
         """
         if self.link is None or self._is_sequence_parallel:
             return 1
         return self.link.parts_of(tokens)
 
     def shares(self, batch: Batch) -> bool:
-        """Return whether ranks of context parallelism share a batch, which has long prompts.
+        """Return True if ranks of context parallelism share a batch with long prompts.
 
-        Batches are not shared either if ranks hold parts of the tokens between layers.
+        Batches are not shared if ranks hold parts of the tokens between layers.
         """
         of_prompts = sum(span.length for span in batch.longer_spans)
         return of_prompts >= LEAST_TOKENS and not self._is_sequence_parallel
@@ -181,7 +181,7 @@ class ModelRunner:
         rows: Tensor | None = None,
         row_adapters: BoundAdapters | None = None,
     ) -> Tensor:
-        """Compute logits [rows, V] of these tokens, or of all.
+        """Compute logits [rows, V] of the tokens `rows`, or of all tokens.
 
         `row_adapters` are bound to the rows, for bypass networks of the epilogue.
         """
@@ -196,7 +196,7 @@ class ModelRunner:
         rows: Tensor | None = None,
         row_adapters: BoundAdapters | None = None,
     ) -> Tensor:
-        """Compute logits from the epilogue's inputs; the other arguments are as in `logits`."""
+        """Compute logits from the epilogue's inputs; see `logits` for the other arguments."""
         return self._ended("epilogue", inputs, batch, adapters, rows, row_adapters)
 
     @torch.inference_mode()
@@ -208,9 +208,9 @@ class ModelRunner:
         rows: Tensor | None = None,
         row_adapters: BoundAdapters | None = None,
     ) -> Tensor:
-        """Compute the last hidden state, which the head reads, [rows, hidden]; as `logits_of`.
+        """Compute the last hidden state, the head's input, [rows, hidden]; see `logits_of`.
 
-        ProgramError: the program was compiled before there was such a function.
+        ProgramError: the program was compiled by an older pcg without this function.
         """
         if "last_hidden" not in self._functions:
             raise ProgramError(
@@ -228,7 +228,7 @@ class ModelRunner:
         rows: Tensor | None,
         row_adapters: BoundAdapters | None,
     ) -> Tensor:
-        batch.ranks = self.ranks  # it may have gone through the layers in parts
+        batch.ranks = self.ranks  # the batch may have run through the layers in parts
         if rows is not None:
             batch.chosen = rows
         if self.link is not None and not self.is_last:
@@ -244,7 +244,7 @@ class ModelRunner:
         return result if self.link is None else self.link.tell_end(result, batch.logits_on_first)
 
     def _chosen(self, x: Tensor, rows: Tensor) -> Tensor:
-        """Return rows of a layer's output; this rank's part of them if it holds a part."""
+        """Return rows of a layer's output, or this rank's part of them."""
         if not self._is_sequence_parallel:
             return x[rows]
         size = self.ranks.size

@@ -1,11 +1,11 @@
 """The model state that an executor, its engines and its finetuning jobs share.
 
-Programs are compiled for adapters at new sites, and for steps larger than planned: a memory budget
-in bytes holds for every step, and the bytes that a plan saves grow with the step's tokens, so a
-step that would save more than the budget is planned for its own size, or refused:
+Programs are compiled for adapters at new sites, and for steps larger than planned. A memory budget
+in bytes holds for every step, and the bytes that a plan saves grow with the step's tokens, so that
+a step that would save more than the budget is planned for its own size, or refused:
 
-    saved(plan, tokens) <= budget    that plan runs
-    otherwise                        the budget is planned for that number of tokens
+    saved(plan, tokens) <= budget    the plan runs
+    otherwise                        a new plan for this number of tokens
 """
 
 from __future__ import annotations
@@ -71,8 +71,8 @@ from pcg.units import shown
 class Specialiser(Protocol):
     """Compiles a program for other sites or steps; provided by the compiler.
 
-    `step` is the number of sequences, and the tokens of each, that the memory budget is planned
-    for; those of the program's options by default.
+    `step` is the number of sequences and of tokens per sequence for which the memory budget is
+    planned; by default the program's options.
     """
 
     def serving(self, program: Program, recipes: Sequence[Recipe]) -> Serving: ...
@@ -88,9 +88,9 @@ class Specialiser(Protocol):
 
 @dataclass(frozen=True)
 class ServingProgram:
-    """A program that serves adapters at some sites, ready to run.
+    """A program for serving, ready to run.
 
-    `sources` are the adapter parameters that it reads.
+    `sources` are the adapter parameters that the program reads.
     """
 
     serving: Serving
@@ -117,7 +117,7 @@ class _SizedTraining:
 
 
 class TrainingPrograms:
-    """Training programs by adapter sites and step, each compiled when it is first needed."""
+    """Training programs by adapter sites and step, compiled on first use."""
 
     def __init__(self, program: Program, specialiser: Specialiser, ranks: Ranks) -> None:
         self._program = program
@@ -134,10 +134,10 @@ class TrainingPrograms:
         """Return the program for an adapter's sites, for windows or for whole sequences.
 
         Args:
-            step: the sequences of a step and the tokens of each, for which a memory budget in bytes
-                has to hold; the step that the program was compiled for by default.
+            step: the number of sequences in a step and of tokens per sequence, for a memory budget
+                in bytes; by default the step that the program was compiled for.
         Raises:
-            MemoryBudgetError: such a step needs more than the budget.
+            MemoryBudgetError: the step needs more than the budget.
         """
         key = trained_sources(adapter) | _dropouts(adapter.recipe.dropout)
         if windows:
@@ -179,14 +179,14 @@ class StateListener(Protocol):
     """Receives changes of the state; every engine over it is a listener."""
 
     def use_program(self, program: ServingProgram) -> None:
-        """Serve by another program from now on."""
+        """Switch to another serving program."""
 
     def forget(self, adapter: Adapter, *, is_gone: bool) -> None:
         """Drop data of a changed adapter; if `is_gone`, no later request can name it."""
 
 
 class EngineThread(Protocol):
-    """A thread that runs an engine's steps; nothing else may run the model meanwhile."""
+    """The thread of an engine's steps, which has exclusive use of the model."""
 
     def run(self, act: Callable[[], Result]) -> Result:
         """Run a function between two steps, and wait for it."""
@@ -194,24 +194,23 @@ class EngineThread(Protocol):
 
 _LOG = logging.getLogger("pcg.adapters")
 NamedAdapter: TypeAlias = str | Adapter | None
-"""An adapter by its name, or one that was served; None for the base."""
+"""An adapter's name, or a served adapter; None for the base."""
 
 
 class ModelState:
     """A program with weights, adapters, a tokenizer, and the programs specialised for adapters.
 
-    Over ranks each rank has one, and all receive the same calls in the same order; adapters are
-    whole in each rank's memory.
+    Each rank of a group has a state, and all states receive the same calls in the same order;
+    adapters are whole in each rank's memory.
 
     Attributes:
         mesh: this rank's groups of ranks.
-        stages: the layers of each pipeline stage; `stage` is this rank's.
-        free_before: memory of a GPU that other processes did not use before the weights were read,
-            bytes; 0 for other devices.
+        stages: the layers of each pipeline stage; `stage` is this rank's stage.
+        free_before: free memory of a GPU before the weights were read, bytes; 0 for other devices.
         adapter_dtype: the dtype of adapters in training.
         grammars: compiles the guides of requests.
-        versions: of the adapters.
-        most_rank: the greatest rank of adapters that are created or read; None for any.
+        versions: the versions of adapters.
+        most_rank: the maximum rank of created or loaded adapters; None for no maximum.
         engine_thread: the thread that runs an engine over this state; None without a thread.
     """
 
@@ -258,13 +257,13 @@ class ModelState:
         runner = ModelRunner(serving, weights, self.ranks, self.mesh.alike, link)
         kind: Callable[..., PaddedTables] = PaddedTables
         if self.program.options.backend == "triton":
-            layers = model  # stages agree on an adapter's pages
+            layers = model  # stages count equal pages for an adapter
             kind = partial(RaggedTables, defers=self.mesh.sizes.pp == self.mesh.sizes.cp == 1)
         tables = kind(layers, self._served, self.device, self.ranks, lora_dtype=self._copies_dtype)
         return ServingProgram(serving, model_sources(model), runner, tables)
 
     def add_listener(self, listener: StateListener) -> None:
-        """Tell a listener, as long as it lives, of other programs and changed adapters."""
+        """Notify a weakly referenced listener of new programs and changed adapters."""
         self._listeners.add(listener)
 
     def check_no_engine(self, what: str, fix: str) -> None:
@@ -279,7 +278,7 @@ class ModelState:
 
     @property
     def ranks(self) -> Ranks:
-        """The ranks that have the other shards of the weights."""
+        """The ranks with the other shards of the weights."""
         return self.mesh.tp
 
     @property
@@ -293,7 +292,7 @@ class ModelState:
 
     @property
     def vocabulary(self) -> int:
-        """The number of tokens that the model has logits of."""
+        """The number of logits per token."""
         return self.program.base.vocabulary
 
     @property
@@ -306,7 +305,7 @@ class ModelState:
     # ------------------------------------------------------------------------------- adapters
 
     def adapter(self, name: str) -> Adapter:
-        """Return an adapter. AdapterNotFoundError: there is none of that name."""
+        """Return an adapter. AdapterNotFoundError: no adapter has the name."""
         check_name(name)
         self.settle_adapter(name)
         try:
@@ -343,7 +342,7 @@ class ModelState:
         """Check that an adapter may be added; see `Executor.add_adapter`.
 
         Raises:
-            AdapterConflictError: the name has an adapter, or another version, or a job trains it.
+            AdapterConflictError: the name is in use or has another version, or a job trains it.
         """
         check_name(name)
         self._check_untrained(name)
@@ -369,7 +368,7 @@ class ModelState:
             )
 
     def make_adapter(self, name: str, path_or_config: object = "lora", *, seed: int = 0) -> Adapter:
-        """Load or make an adapter without serving it; see `Executor.add_adapter`."""
+        """Load or create an adapter without serving it; see `Executor.add_adapter`."""
         check_name(name)
         try:
             adapter = self._made_adapter(name, path_or_config, seed)
@@ -381,13 +380,13 @@ class ModelState:
             return adapter
         except PcgError:
             raise
-        except Exception as error:  # which, a stranger's recipe or file decides
+        except Exception as error:  # recipes and files of others may raise any error
             raise as_pcg_error(error, f"making adapter {name!r}", AdapterError) from error
 
     def _warn_of_other_base(self, adapter: Adapter) -> None:
-        """Warn of an adapter that fits but names another base: its outputs may be meaningless.
+        """Warn if an adapter fits but names another base, as outputs may then be meaningless.
 
-        The last parts of names are compared, as a model may lie in a folder of its name.
+        Only the last parts of the names are compared, as a model may be in a folder of its name.
         """
         config = self.program.config
         bases = {self.program.name, str(config.get("_name_or_path") or "")}
@@ -441,7 +440,7 @@ class ModelState:
     def put_adapter(self, adapter: Adapter, program: ServingProgram | None = None) -> Adapter:
         """Serve an adapter from memory, as the next version of its name.
 
-        Running requests keep the version that they began with.
+        Running requests keep their version.
 
         Args:
             program: the result of `program_for`; None compiles a program if necessary.
@@ -464,14 +463,14 @@ class ModelState:
         return adapter
 
     def check_copies(self, adapter: Adapter) -> None:
-        """Refuse an adapter that the dtype of its copies cannot hold. AdapterError: it names it."""
+        """Refuse an adapter that overflows the dtype of its copies. AdapterError: names it."""
         if self._copies_dtype is not None:
             self._served.check_range(adapter, self._copies_dtype)
 
     def program_for(self, adapter: Adapter) -> ServingProgram:
-        """Return a program that serves an adapter and those of present requests; thread-safe.
+        """Return a program that serves an adapter and the current requests' adapters; thread-safe.
 
-        It is compiled only if the present program does not read all of the adapter.
+        A program is compiled only if the current program does not read the whole adapter.
         """
         if served_sources(adapter) <= self.serving.sources:
             return self.serving
@@ -481,7 +480,7 @@ class ModelState:
         return self._bind(serving)
 
     def remove_adapter(self, name: str) -> None:
-        """Forget an adapter. AdapterError: there is none of that name, or a job trains it."""
+        """Remove an adapter. AdapterError: no adapter has the name, or a job trains it."""
         adapter = self.adapter(name)
         self._check_untrained(name)
         self.serving.tables.forget(adapter)
@@ -491,10 +490,10 @@ class ModelState:
         self.versions.end(adapter, is_removed=True)
 
     def refresh_adapter(self, name: str, settle: Callable[[], None] | None = None) -> None:
-        """Serve an adapter's tensors as they are now, changed in place, as its next version.
+        """Serve an adapter's tensors after a change in place, as the next version.
 
         Args:
-            settle: over ranks, gathers the trained tensors; it is called when they are next read.
+            settle: over ranks, gathers the trained tensors; called before their next use.
         """
         if settle is not None and self.mesh.model.size > 1:
             self._unsettled[name] = settle
@@ -507,13 +506,13 @@ class ModelState:
         self._tell_changed(adapter, is_gone=False)
 
     def settle_adapter(self, name: str) -> None:
-        """Gather an adapter's trained tensors, unless that was done."""
+        """Gather an adapter's trained tensors, unless they are already gathered."""
         settle = self._unsettled.pop(name, None)
         if settle is not None:
             settle()
 
     def answering(self, adapter: Adapter) -> AdapterVersion | None:
-        """Return the version of an adapter that answers a request; None if it was never served."""
+        """Return the version of an adapter for a request; None if the adapter was never served."""
         return self.versions.answer(adapter, hashes=self.engine_thread is not None)
 
     def _tell_changed(self, adapter: Adapter, *, is_gone: bool) -> None:
@@ -536,7 +535,7 @@ class ModelState:
             return dataclasses.replace(adapter)
         if device.type == "cuda" or not any(tensor.is_cuda for tensor in tensors):
             return adapter.map(lambda tensor: tensor.to(device, dtype))
-        # The copies go to pinned memory one behind the other, and the host waits for the last one.
+        # Queue all copies to pinned memory, and wait once for the last copy.
         moved = adapter.map(lambda tensor: downloaded(tensor.to(dtype)))
         torch.cuda.current_stream(self.device).record_event().synchronize()
         return moved
@@ -547,10 +546,10 @@ class ModelState:
         """Return the program that trains an adapter, for windows or for whole sequences.
 
         Args:
-            step: the sequences of a step and the tokens of each, for which a memory budget in bytes
-                has to hold; the step that the program was compiled for by default.
+            step: the number of sequences in a step and of tokens per sequence, for a memory budget
+                in bytes; by default the step that the program was compiled for.
         Raises:
-            MemoryBudgetError: such a step needs more than the budget.
+            MemoryBudgetError: the step needs more than the budget.
             UnsupportedError: the adapter's encoder was not saved with it.
         """
         recipe = adapter.recipe

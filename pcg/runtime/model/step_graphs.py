@@ -1,18 +1,18 @@
-"""Step graphs: steps of the engine as CUDA graphs, recorded once for a room, then replayed.
+"""Step graphs: steps of the engine as CUDA graphs, recorded once per room, then replayed.
 
-A step is hundreds of launches of a few microseconds each, which the host issues more slowly than
-the device runs them. A recorded step is one launch. A graph fixes addresses and numbers, and reads
-memory that stays allocated: the base's weights, the cache, tables of adapters' rows
+A step has hundreds of launches of a few microseconds each, which the host issues more slowly than
+the device runs them. A recorded step is a single launch. A graph has fixed addresses and sizes, and
+reads memory that stays allocated: the base's weights, the cache, tables of adapters' rows
 (`adapters/row_memory.py`), and the step's tokens in lists (`kernels/triton/step_lists.py`). It runs
-from the prologue to the logits and the likeliest token of each.
+from the prologue to the logits and each row's likeliest token.
 
     tokens ──▶ room, rounded up ──▶ its graph ──▶ fill lists ──▶ replay ──▶ logits, tokens
 
 A room is a number of tokens, sequences, splits of keys, and tiles
 (`kernels/triton/step_rooms.py`). `warm_up` records all rooms that steps can need, and compiles
 their kernels; a step then runs in the smallest room that holds it. Without a warm-up, a room is
-recorded after a few of its steps, as recording takes about as long as these. When the adapters'
-memory has moved, graphs that read it are recorded again on demand.
+recorded after a few steps in it, as recording takes about the time of these steps. After adapters'
+memory has moved, graphs that read the memory are recorded again on demand.
 
 A step without a graph runs eagerly, and `eager` counts the reasons. If the device has no memory for
 a graph, a warm-up fails and is repeated with a smaller pool; later recordings leave their rooms
@@ -52,12 +52,12 @@ from pcg.units import counted, size_text
 
 @dataclass(frozen=True)
 class WarmUp:
-    """The graphs that were recorded before the first step.
+    """The result of a warm-up, which records graphs before the first step.
 
     Attributes:
-        graphs: their number.
-        seconds: the time of recording, compilations of kernels included.
-        size_bytes: memory of the device that they keep, and allocations for recording.
+        graphs: the number of graphs.
+        seconds: the time of recording, including compilations of kernels.
+        size_bytes: device memory of the graphs, and of allocations for recording.
     """
 
     graphs: int
@@ -66,28 +66,29 @@ class WarmUp:
 
 
 class Recorder(Protocol):
-    """Records functions that run again without the host's work.
+    """Records functions for replays without the host's work.
 
-    The functions of one recorder share memory: results of a function may lie where an earlier
-    function had other data, and a repetition writes them again. So functions are repeated in the
-    order of recording, except for those with results that are no longer read.
+    The functions of a recorder share memory: a replay may overwrite results of a function that was
+    recorded earlier. Functions are therefore replayed in order of recording, except functions with
+    results that are no longer read.
     """
 
     def record(self, run: Callable[[], None]) -> Callable[[], None]:
-        """Record a function, which may be called several times; return its repetition.
+        """Record a function, which may be called several times; return its replay.
 
-        It reads and writes memory that stays allocated; a repetition uses the present contents.
+        The function reads and writes memory that stays allocated; a replay uses its contents at the
+        time of the replay.
         """
 
     def apart(self) -> Recorder:
-        """Return a recorder with functions that may be repeated in any order relative to these."""
+        """Return a recorder with separate memory, for replays in any order relative to this."""
 
 
 class CudaRecorder:
-    """Records CUDA graphs, in a memory pool of its own.
+    """Records CUDA graphs, in its own memory pool.
 
-    All capture on one stream of the process. Capturing does not wait for the device, and frees no
-    memory that torch has cached, unless there is no other memory.
+    All recorders of the process capture on the same stream. Capturing does not wait for the device,
+    and frees torch's cached memory only if no other memory is free.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -112,10 +113,10 @@ class CudaRecorder:
     def _captured(self, run: Callable[[], None]) -> torch.cuda.CUDAGraph:
         try:
             return self._capture(run)
-        except RuntimeError as error:  # with which goes what its frames hold
+        except RuntimeError as error:  # dropping the error frees tensors of its frames
             if not is_out_of_memory(error):
                 raise
-        # Torch gives back what it has cached only while nothing is captured.
+        # Torch frees cached memory only while nothing is captured.
         torch.cuda.synchronize(self._device)
         torch.cuda.empty_cache()
         return self._capture(run)
@@ -123,17 +124,17 @@ class CudaRecorder:
     def _capture(self, run: Callable[[], None]) -> torch.cuda.CUDAGraph:
         """Capture a function on the current stream; `torch.cuda.graph` would stop the device."""
         graph = torch.cuda.CUDAGraph()
-        # Products have a workspace for each stream that they are launched on. Graphs that share it
-        # would both write it, where they run on two streams at once: so it is of the pool's memory.
+        # Products have a workspace per stream. Graphs that run concurrently on two streams must not
+        # share a workspace, so allocate it in the pool.
         torch._C._cuda_clearCublasWorkspaces()
         try:
-            # Other threads may read adapters or compile meanwhile.
+            # Other threads may load adapters or compile during the capture.
             graph.capture_begin(self._pool, capture_error_mode="thread_local")
-            self._latest = graph  # torch takes no pool whose graphs are gone
+            self._latest = graph  # torch needs a live graph of the pool
             try:
                 run()
             except BaseException:
-                with suppress(RuntimeError):  # it says that there was an error before
+                with suppress(RuntimeError):  # repeats the earlier error
                     graph.capture_end()
                 raise
             graph.capture_end()
@@ -143,7 +144,7 @@ class CudaRecorder:
 
 
 _CAPTURING = Lock()
-"""Held while anything is captured: torch and the stream have one capture at a time."""
+"""Held during captures: torch and the stream support a single capture at a time."""
 
 
 def check_memory(error: Exception, what: str, pool_bytes: int) -> None:
@@ -169,15 +170,15 @@ def recorder_for(device: torch.device) -> Recorder | None:
 
 _LOG = logging.getLogger("pcg.engine")
 EAGER_STEPS = 4
-"""Steps of a room before its graph is recorded, where none was warmed up. Recording launches
-everything twice, and the driver then prepares the graph: about the time of so many steps, so it at
-worst doubles the time."""
+"""Eager steps of a room before recording, without a warm-up. Recording launches all work twice, and
+the driver then prepares the graph: about the time of these steps, so recording at worst doubles the
+time."""
 MOST_GRAPHS = 1024
-"""The most graphs that are kept, those replayed last: a device keeps the launches of each."""
+"""Maximum number of graphs, by latest replay, as each graph takes device memory."""
 
 
 class RecordedBatch(Batch):
-    """A batch with tokens on the device only, in the lists of a room."""
+    """A batch with tokens only on the device, in the lists of a room."""
 
     def __init__(self, lists: Any, cache: KvCache) -> None:
         self.input_ids, self.positions, self.rows = lists.input_ids, lists.positions, lists.rows
@@ -192,7 +193,7 @@ class RecordedBatch(Batch):
 
 @dataclass(frozen=True)
 class StepOutputs:
-    """The results of a step, which the next overwrites: logits [n, V], likeliest tokens [n]."""
+    """The results of a step, valid until the next: logits [n, V], likeliest tokens [n]."""
 
     logits: Tensor
     tokens: Tensor
@@ -206,16 +207,16 @@ class _Graph:
 
 
 class StepGraphs:
-    """Recorded steps of one program over one cache; a `recorder` of None records nothing.
+    """Recorded steps of a program over a cache; a `recorder` of None records nothing.
 
     Attributes:
-        cache: the cache that it reads and writes.
-        latest: the tokens of the step before, which a step may begin with.
+        cache: the KV cache.
+        latest: the tokens of the previous step, as possible inputs.
         rooms: the rooms of the engine's steps.
         recorded: number of recorded graphs.
         replayed: number of replayed steps.
         eager: number of eager steps, by the reason.
-        eager_steps: steps of a room before it is recorded, without a warm-up.
+        eager_steps: eager steps of a room before recording, without a warm-up.
     """
 
     def __init__(
@@ -249,7 +250,7 @@ class StepGraphs:
         """Record rooms that hold all steps; later steps record none.
 
         Args:
-            adapters: adapters that may run; wider adapters have rooms of their own.
+            adapters: adapters that may run; wider adapters need separate rooms.
         """
         self._tables.reserve(self.rooms.sequences, adapters)
         self.rooms = replace(self.rooms, widest=self._tables.widest(adapters))
@@ -269,14 +270,14 @@ class StepGraphs:
         adapters: Sequence[Adapter | None],
         read: Sequence[int],
     ) -> StepOutputs | None:
-        """Run a step; return None, without any effect, if no graph serves it.
+        """Run a step; return None without any effect if no graph fits.
 
-        The adapters' rows are in memory.
+        The adapters' rows must be in memory.
 
         Args:
-            ids: the tokens of all sequences, those ahead as in `latest`.
-            spans: tokens of each sequence, and its tokens in the cache before these.
-            read: places of the sequences that need logits, in order.
+            ids: the tokens of all sequences, with placeholders of `latest`.
+            spans: for each sequence, the number of new tokens and of earlier tokens in the cache.
+            read: indices of the sequences that need logits, in order.
         """
         if self.recorder is None:
             self.eager["the device records nothing"] += 1
@@ -310,25 +311,25 @@ class StepGraphs:
 
     @property
     def is_warm(self) -> bool:
-        """True if the rooms of all steps were recorded before the first."""
+        """True if all possible rooms were recorded before the first step."""
         return bool(self._warm) and self.recorder is not None
 
     def _room_for(self, smallest: StepRoom) -> StepRoom | None:
-        """Return the room to replay a step in, a warm room or its own; None without any."""
+        """Return a room for replaying a step: a warm room or the step's own; None without any."""
         if smallest not in self._serving:
             holding = [room for room in self._warm if room.holds(smallest)]
-            # An adapter may have come that is wider than those of the warm rooms.
+            # A new adapter may be wider than the adapters of the warm rooms.
             mine = smallest if self._lists_of_rooms.has_room(smallest) else None
             self._serving[smallest] = min(holding, key=lambda r: (expected_us(r), r), default=mine)
         return self._serving[smallest]
 
     def _is_time(self, room: StepRoom) -> bool:
-        """Return whether to record a room now, or again because its inputs have moved."""
+        """Return True to record a room now, for the first time or after its inputs have moved."""
         self._came[room] += 1
         return room in self._warm or self._came[room] > self.eager_steps
 
     def _drop_moved(self) -> None:
-        """Drop the graphs that read adapters where they lay before."""
+        """Drop the graphs that read adapters at old addresses."""
         layout = self._tables.layout
         if layout != self._layout:
             self._layout = layout
@@ -336,7 +337,7 @@ class StepGraphs:
                 del self._graphs[room]
 
     def _records(self, room: StepRoom, tokens: StepTokens) -> bool:
-        """Record a room between steps that serve; returns False if there is no memory for it."""
+        """Record a room between serving steps; return False if memory is insufficient."""
         if room in self._too_large:
             return False
         try:
@@ -347,9 +348,9 @@ class StepGraphs:
             return False
 
     def _record(self, room: StepRoom, tokens: StepTokens) -> bool:
-        """Record a room while it has these tokens; returns False if the device does not.
+        """Record a room with the given tokens; return False if recording failed.
 
-        DeviceMemoryError: there is no memory for it.
+        DeviceMemoryError: the graph needs more memory than is free.
         """
         assert self.recorder is not None
         if len(self._graphs) == MOST_GRAPHS:
@@ -374,7 +375,7 @@ class StepGraphs:
         except RuntimeError as error:
             what = f"a step of {counted(room.tokens, 'token')}"
             check_memory(error, what, self.cache.size_bytes)
-            # Without graphs every step runs eagerly: slower, but right.
+            # Continue eagerly: slower, but correct.
             self.recorder = None
             warnings.warn(
                 f"a step could not be recorded as a CUDA graph, and steps run without from here "
@@ -394,7 +395,7 @@ class StepGraphs:
         return self._lists
 
     def _outputs_for(self, rows: int) -> StepOutputs:
-        """Return memory that graphs share: results are read before the next graph runs."""
+        """Return output memory, which graphs share, as results are read before the next replay."""
         if self._outputs is None or len(self._outputs.tokens) < rows:
             epilogue, dtype = self._runner.model.epilogue, self._runner.logits_dtype
             vocabulary = int(epilogue.types[epilogue.outputs[0]].features[0])
@@ -406,7 +407,7 @@ class StepGraphs:
 
 _NOT_YET = "its room is not recorded"
 _NOTHING = StepTokens((), (), (), (), (), ())
-"""The tokens that rooms are recorded with at warm-up: none, so that nothing is written."""
+"""The tokens for recording in a warm-up: none, so that nothing is written."""
 
 
 def step_graphs(
@@ -417,12 +418,12 @@ def step_graphs(
     tokens: int,
     longest: int | None,
 ) -> StepGraphs | None:
-    """Return the step graphs of a program; None over ranks, of experts, and of other backends.
+    """Return the step graphs of a program; None over ranks, for experts and other backends.
 
     Args:
-        sequences: the most sequences of a step.
-        tokens: the most tokens of a step.
-        longest: the most tokens of a sequence; None for as many as the cache has.
+        sequences: the maximum number of sequences in a step.
+        tokens: the maximum number of tokens in a step.
+        longest: the maximum number of tokens in a sequence; None for the cache's size.
     """
     if runner.alike.size > 1 or runner.drawing is None:
         return None
@@ -438,7 +439,7 @@ def step_graphs(
 
 
 def _group_of(runner: ModelRunner) -> int:
-    """Return the heads that share a KV head; 0 if they differ by layer."""
+    """Return the number of query heads per KV head; 0 if layers differ."""
     groups = set()
     for block in runner.model.blocks:
         for node in block.nodes:

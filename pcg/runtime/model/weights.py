@@ -1,8 +1,7 @@
-"""The base model's weights: one tensor at a time, from safetensors files, a module or at random.
+"""The base model's weights by tensor, from safetensors files, a module, or random numbers.
 
 Opening reads only headers; a tensor is mapped when it is loaded, and copied only if it is cast,
-transposed, fused, moved, or laid side by side with others. A checkpoint may use other names than
-the model:
+transposed, fused, moved, or joined with others. A checkpoint may use other names than the model:
 
 - without or with the base prefix: `h.0.ln_1.weight` for `transformer.h.0.ln_1.weight`, in old
   checkpoints that were saved without their head;
@@ -38,7 +37,7 @@ from pcg.tensor_file import TensorInfo, read_header
 
 Shape = tuple[int, ...]
 
-# The experts' own tensors of a fused parameter, in the order of the output features.
+# The separate tensors of experts for a fused parameter, in order of output features.
 _EXPERT_PARTS: Mapping[str, tuple[tuple[str, ...], ...]] = {
     "gate_up_proj": (("gate_proj", "up_proj"), ("w1", "w3")),
     "down_proj": (("down_proj",), ("w2",)),
@@ -51,9 +50,9 @@ _OTHER_NAMES = (
     (".block_sparse_moe.router.weight", ".block_sparse_moe.router.layer.weight"),
     (".self_attn.sinks", ".self_attn.softmax_offset"),
 )
-"""Parts of names: of the model, and of checkpoints that have others."""
+"""Parts of the model's names, and alternatives in checkpoints."""
 _OF_GATE_AND_UP = 4
-"""Dims of experts' gate and up as graphs read them: [experts, 2, f, in]."""
+"""Number of dims of experts' gate and up in graphs: [experts, 2, f, in]."""
 DTYPE_NAMES = {
     torch.float64: "F64",
     torch.float32: "F32",
@@ -66,7 +65,7 @@ class Weights(ABC):
     """Named tensors of a base model.
 
     Attributes:
-        read_bytes: bytes of all tensors, and parts of tensors, that were read so far, as stored.
+        read_bytes: stored bytes of all tensors and parts of tensors read so far.
     """
 
     def __init__(
@@ -93,17 +92,17 @@ class Weights(ABC):
         ranges: Ranges | None = None,
         out: Tensor | None = None,
     ) -> Tensor:
-        """Read a tensor, or a part of it, as the graph reads it.
+        """Read a tensor, or a part of it, in the graph's layout.
 
         Args:
             name: name in the model, such as `model.layers.0.mlp.up_proj.weight`.
             shape: shape of the whole tensor.
             transposed: True if the checkpoint holds [in, out], and the result is [out, in].
             ranges: the part of each dim to read; None for all.
-            out: memory to read it into, which is then returned; None for memory of its own.
+            out: destination, which is then returned; None for new memory.
         Raises:
-            WeightsError: there is no such tensor, its shape differs, it is quantized, or the file
-                is damaged.
+            WeightsError: the tensor is missing, has another shape, or is quantized, or the file is
+                damaged.
         """
         shape = tuple(shape)
         stored_name = self._find(name)
@@ -133,7 +132,7 @@ class Weights(ABC):
         transposed: bool = False,
         device: torch.device | str = "cpu",
     ) -> Tensor | None:
-        """Return a tensor that lies in memory as `load` returns it; None if it does not."""
+        """Return a tensor in memory that equals `load`'s result; None without one."""
         return None
 
     def remote(self, name: str, shape: Sequence[int], serves: bool = False) -> Tensor | None:
@@ -148,23 +147,23 @@ class Weights(ABC):
         return tuple(sorted(self.index.keys() - self._used))
 
     def numel(self, name: str) -> int:
-        """Return the number of entries of a tensor of the index."""
+        """Return the number of elements of a tensor in the index."""
         return math.prod(self.index[name].shape)
 
     def digest(self, name: str) -> bytes:
-        """Return the SHA-256 of a tensor of the index, as it is stored."""
+        """Return the SHA-256 of a stored tensor in the index."""
         return bytes.fromhex(tensor_digest(self._read(name, None)))
 
     def identity(self) -> str:
-        """Return a text that two processes have in common only if their weights are the same."""
-        return secrets.token_hex(16)  # memory is of one process alone
+        """Return a text that is equal in two processes only if their weights are equal."""
+        return secrets.token_hex(16)  # memory belongs to a single process
 
     def release(self) -> None:  # noqa: B027  # most have nothing open
-        """Close the files; they are opened again on demand."""
+        """Close the files, which are reopened on demand."""
 
     @abstractmethod
     def _read(self, name: str, ranges: Ranges | None) -> Tensor:
-        """Read a tensor of the index as it is stored, or these ranges of it."""
+        """Read a stored tensor in the index, or ranges of it."""
 
     def _place(self, name: str) -> str:
         return self.where
@@ -202,7 +201,7 @@ class Weights(ABC):
         return None
 
     def _gate_and_up(self, stored_name: str, shape: Shape, ranges: Ranges | None) -> Tensor:
-        """Read experts' gate and up, stored one behind the other, as [experts, 2, f, in]."""
+        """Read experts' concatenated gate and up as [experts, 2, f, in]."""
         if ranges is None:
             return self._take(stored_name).view(shape)
         experts, kinds, (start, stop), columns = ranges
@@ -245,7 +244,7 @@ class Weights(ABC):
             )
 
     def _suspects(self, stored: Shape, wanted: Shape) -> str:
-        """Name the fields of the configuration that account for the sizes that differ."""
+        """Name the configuration fields that may explain different sizes."""
         sizes = wanted
         if len(stored) == len(wanted):
             sizes = tuple(w for s, w in zip(stored, wanted, strict=True) if s != w)
@@ -281,7 +280,7 @@ class Checkpoint(Weights):
 
     @classmethod
     def open(cls, source: ModelSource, base_prefix: str = "") -> Checkpoint:
-        """Read the headers. WeightsError: a file is damaged, or two files hold one tensor."""
+        """Read the headers. WeightsError: a damaged file, or a tensor in two files."""
         if not source.weight_files:
             raise WeightsError(f"{source.name} has no weights; give a directory with safetensors")
         index: dict[str, TensorInfo] = {}
@@ -316,7 +315,7 @@ class Checkpoint(Weights):
         return ", ".join(facts)
 
     def release(self) -> None:
-        # A file stays mapped as long as a tensor is a view of it.
+        # A file stays mapped while a tensor is a view of it.
         self._handles.clear()
 
     def _place(self, name: str) -> str:
@@ -327,7 +326,7 @@ class RandomWeights:
     """Random weights for measurements, as vLLM's `dummy` load format, by seed and name.
 
     Matrices are normal with the configuration's `initializer_range`, as in transformers before
-    training; vectors are ones, and biases zeros. They are equal on every rank and in every run.
+    training; vectors are ones, and biases zeros. All ranks and all runs have equal weights.
     """
 
     def __init__(self, std: float = 0.02, seed: int = 0) -> None:
@@ -344,7 +343,7 @@ class RandomWeights:
         ranges: Ranges | None = None,
         out: Tensor | None = None,
     ) -> Tensor:
-        """Make a tensor, or a part of it; see `Weights.load`."""
+        """Generate a tensor, or a part of it; see `Weights.load`."""
         if len(shape) < 2:
             whole = torch.zeros(*shape) if name.endswith("bias") else torch.ones(*shape)
         else:
@@ -368,7 +367,7 @@ class RandomWeights:
 
 
 def _machine() -> str:
-    """Return a unique text of this machine since its boot; its containers share it."""
+    """Return a unique text of this machine since boot, equal in its containers."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
     except OSError:
@@ -389,11 +388,11 @@ def slices_of(ranges: Ranges) -> tuple[slice, ...]:
 class StateDictCheckpoint(Weights):
     """The weights of a module in memory, shared if dtype, device and layout are equal.
 
-    If weights of one product have to lie side by side, they are copied once, and the module's
-    parameters use parts of the copy as their memory: their values, names and identities stay.
+    To join the weights of a product, they are copied once, and the module's parameters then use
+    parts of the copy as their memory; values, names and identities stay.
 
     Args:
-        state_dict: the module's own parameters and buffers, not detached ones.
+        state_dict: the module's own parameters and buffers, not detached copies.
     Raises:
         WeightsError: a tensor has no data.
     """
@@ -467,13 +466,13 @@ class StateDictCheckpoint(Weights):
 
 
 _PARTS = WeakTensorKeyDictionary()
-"""The part of a joined tensor that a module's parameter was given as its memory."""
+"""The part of a joined tensor that is the memory of a module's parameter."""
 
 
 def _hand_over(tensor: Tensor, part: Tensor) -> None:
-    """Let a module's tensor use a part of a joined tensor with equal values as its memory."""
+    """Make a part of a joined tensor with equal values the memory of a module's tensor."""
     start = part.storage_offset() * part.element_size()
-    # A storage of its own size: what saves modules takes storages of several tensors amiss.
+    # A storage of the tensor's own size: serializers mishandle shared storages.
     memory = part.untyped_storage()[start : start + part.nbytes]
     tensor.data = part.new_empty(0).set_(memory, 0, part.shape, part.stride())
     _PARTS[tensor] = part
@@ -491,10 +490,10 @@ def _is_like(
 
 
 def _owns_memory(tensor: Tensor) -> bool:
-    """Return whether a tensor is plain, and has memory of its own that no other process reads."""
+    """Return True if a tensor is plain, and its memory is shared with no tensor or process."""
     return (
         type(tensor) in (Tensor, torch.nn.Parameter)
         and not tensor.is_inference()
-        and (tensor.is_cuda or not tensor.is_shared())  # which on GPUs is always said to be
+        and (tensor.is_cuda or not tensor.is_shared())  # always True on GPUs
         and tensor.untyped_storage().nbytes() == tensor.nbytes
     )
