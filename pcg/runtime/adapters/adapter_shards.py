@@ -1,7 +1,7 @@
-"""Adapter shards: the part of an adapter that a rank trains, its gradients, and the whole again.
+"""Adapter shards: the part of an adapter that a rank trains, its gradients, and gathering.
 
 The layout of a parameter (`pcg.ir.layouts`) determines how the gradient g of its shard is completed
-for a step of the optimizer, and how the shards make the whole:
+for a step of the optimizer, and how shards are gathered to the whole:
 
     -    whole        g on every rank             any rank's
     =    replicated   the sum of the ranks' g     any rank's
@@ -10,9 +10,9 @@ for a step of the optimizer, and how the shards make the whole:
 
 |g|² = Σ_{-, =} |g|² + Σ_ranks Σ_{|d} |g|² / c
 
-A fused weight is the rows of several parameters, each partitioned separately. With one rank the
-shards are the adapter's own tensors. Over pipeline stages a rank has the tensors of its stage's
-layers, and squares of norms are summed over the stages, too.
+A fused weight has the rows of several parameters, each partitioned separately. With a single rank,
+the shards are the adapter's own tensors. Over pipeline stages, a rank has the tensors of its
+stage's layers, and squares of norms are summed over the stages, too.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ _Parts: TypeAlias = Sequence[Tensor]
 
 
 class AdapterShards:
-    """A rank's shards of one adapter at a training program's sites.
+    """A rank's shards of an adapter at a training program's sites.
 
-    Their names are their paths in the adapter, and rows in brackets.
+    The name of a shard is its path in the adapter, with rows in brackets.
     """
 
     def __init__(
@@ -56,8 +56,8 @@ class AdapterShards:
 
         Args:
             model: this rank's stage of the model.
-            ranks: those that have the other shards of each tensor.
-            stages: those that have the tensors of other stages' layers.
+            ranks: ranks with the other shards of each tensor.
+            stages: ranks with the tensors of other stages' layers.
         """
         self._adapter = adapter
         self._ranks = ranks
@@ -84,7 +84,7 @@ class AdapterShards:
 
     @property
     def is_whole(self) -> bool:
-        """True if the shards are the adapter's own tensors, all of them."""
+        """True if the shards are all of the adapter's own tensors."""
         return self._ranks.size == 1 and self._stages.size == 1
 
     def _own(self, whole: Tensor, parameter: Parameter) -> Tensor:
@@ -94,7 +94,7 @@ class AdapterShards:
         return shard.detach().clone().contiguous().to(self._device)
 
     def bind(self, parameters: Sequence[Parameter], layer: int) -> SimpleNamespace:
-        """Return the adapter's weights as a layer's graph with these parameters reads them."""
+        """Return the adapter's weights for the parameters of a layer's graph."""
         bound = SimpleNamespace()
         for parameter in parameters:
             if parameter.role == "adapter":
@@ -136,7 +136,7 @@ class AdapterShards:
         return whole.narrow(0, *part_of(parameter, whole.shape[0], self._ranks))
 
     def norm(self) -> Tensor:
-        """Return the norm of the whole adapter's gradients, once they are summed."""
+        """Return the norm of the whole adapter's gradients, after `sum_gradients`."""
         whole: list[Tensor] = []
         sharded: list[Tensor] = []
         for name, tensor in self.tensors.items():
@@ -153,7 +153,7 @@ class AdapterShards:
         return self._stages.all_reduce(norm.to(squares) ** 2 + squares)[0].sqrt()
 
     def summed(self, values: Sequence[Tensor]) -> list[Tensor]:
-        """Sum tensors over the ranks in one exchange, bitwise equal on all of them."""
+        """Sum tensors over the ranks in a single exchange, bitwise equal on all ranks."""
         if self._ranks.size == 1 or not values:
             return [*values]
         total = self._ranks.all_reduce(torch.cat([value.reshape(-1) for value in values]))
@@ -161,7 +161,7 @@ class AdapterShards:
         return [part.view_as(value) for part, value in zip(parts, values, strict=True)]
 
     def gathered(self, values: Mapping[str, Tensor]) -> dict[str, list[Tensor]]:
-        """Return every rank's tensors for partitioned shards, by name, in one exchange."""
+        """Return every rank's tensors for partitioned shards, by name, in a single exchange."""
         if self._ranks.size == 1 or not values:
             return {name: [value] for name, value in values.items()}
         flat = torch.cat([value.reshape(-1) for value in values.values()]).to(self._device)
@@ -175,17 +175,17 @@ class AdapterShards:
         return by_rank[:: self._parameters[name][1].copies]
 
     def counts(self, name: str, gathered: int | None = None) -> bool:
-        """Return whether this rank contributes its part of a tensor to a sum over ranks.
+        """Return True if this rank contributes its part of a tensor to a sum over ranks.
 
-        One rank contributes for all ranks with the same part; `gathered` is a dim, from 0, along
-        which all ranks have gathered it, if it was partitioned along that dim.
+        A single rank contributes for all ranks with the same part. `gathered` is the dim, from 0,
+        along which all ranks have gathered a tensor that was partitioned along that dim.
         """
         if self._ranks.size == 1 or self.sharded_dim(name) in (None, gathered):
             return self._ranks.rank == 0
         return self._ranks.rank % self._parameters[name][1].copies == 0
 
     def ranges(self, name: str) -> Ranges:
-        """Return the range that a shard has of each dim of the whole."""
+        """Return a shard's range of each dim of the whole."""
         path, parameter = self._parameters[name]
         return ranges_of(parameter, self.whole_shape(path), self._ranks)
 
@@ -195,7 +195,7 @@ class AdapterShards:
         return tuple(weight.weight.shape)
 
     def sharded_dim(self, name: str) -> int | None:
-        """Return the dim, from 0, along which a tensor is partitioned; None if it is not."""
+        """Return the dim, from 0, along which a tensor is partitioned; None if not partitioned."""
         path, parameter = self._parameters[name]
         dim = parameter.part.dim
         return len(self.whole_shape(path)) + dim if dim and self._ranks.size > 1 else None
@@ -209,7 +209,7 @@ class AdapterShards:
                 weight.weight.copy_(tensor)
 
     def scatter(self) -> None:
-        """Cut this rank's shards from the adapter again, after it has changed."""
+        """Copy this rank's shards from the adapter again, after a change of the adapter."""
         if not self.is_whole:
             for name, weight in self._weights.items():
                 path, parameter = self._parameters[name]
@@ -232,7 +232,7 @@ class AdapterShards:
         }
 
     def united(self, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return this stage's tensors, by name, and those of all others."""
+        """Return the tensors of all stages by name."""
         return united(values, self._stages)
 
     def cut(self, wholes: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -244,7 +244,7 @@ class AdapterShards:
         }
 
     def has(self, path: str) -> bool:
-        """Return whether the adapter has a tensor of that path, on whatever stage."""
+        """Return True if the adapter has a tensor of the path, on any stage."""
         return self._adapter.parameter(path) is not None
 
     def path_of(self, name: str) -> str:

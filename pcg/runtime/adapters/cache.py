@@ -1,8 +1,8 @@
 """The adapter cache: adapters on the device, paged in for requests and evicted for others.
 
 All adapters are in host memory. A serving adapter has pages of the pool, like the KV cache (S-LoRA
-§5). It keeps them after its last request until their memory is needed; then the least recently used
-adapter is evicted first.
+§5). The adapter keeps its pages after its last request until their memory is needed; the least
+recently used adapter is evicted first.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ class ServedAdapter(Protocol):
 
     @property
     def version(self) -> int:
-        """A number that is unique in the process, among adapters and their versions."""
+        """A number that is unique among all adapters and versions in the process."""
 
     @property
     def size_bytes(self) -> int:
-        """Bytes of its tensors."""
+        """Bytes of the adapter's tensors."""
 
     @property
     def prompt_tokens(self) -> int:
@@ -46,7 +46,7 @@ class _Resident:
 
 
 class AdapterCache:
-    """The adapters that have pages; `idle_pages` counts those that no running request uses."""
+    """The adapters with pages; `idle_pages` counts pages of adapters without running requests."""
 
     def __init__(self, pool: PagePool, pages_of: Callable[[ServedAdapter], int]) -> None:
         self.on_page_in: Callable[[ServedAdapter], None] = lambda adapter: None
@@ -63,7 +63,7 @@ class AdapterCache:
         return len(self._residents)
 
     def pages_of(self, adapter: ServedAdapter | None) -> int:
-        """Count the pages that an adapter takes; 0 for None."""
+        """Return the number of pages of an adapter; 0 for None."""
         if adapter is None:
             return 0
         pages = self._known.get(adapter)
@@ -72,11 +72,11 @@ class AdapterCache:
         return pages
 
     def table(self, adapter: ServedAdapter) -> PageTable:
-        """Return the pages of an adapter that is on the device."""
+        """Return the pages of an adapter on the device."""
         return self._residents[adapter.version].table
 
     def use_of(self, adapter: ServedAdapter) -> tuple[int, int]:
-        """Return the pages that an adapter has, and the number of running requests that use it."""
+        """Return an adapter's current number of pages, and of running requests."""
         resident = self._residents.get(adapter.version)
         return (0, 0) if resident is None else (len(resident.table.pages), resident.users)
 
@@ -85,7 +85,7 @@ class AdapterCache:
         return adapter is None or adapter.version in self._residents
 
     def bring(self, adapter: ServedAdapter) -> bool:
-        """Page an adapter in, evicting unused ones if need be; returns False if it does not fit."""
+        """Page an adapter in, evicting unused adapters; return False if it does not fit."""
         if self.has(adapter):
             if adapter.version in self._idle:
                 self._idle.move_to_end(adapter.version)
@@ -101,7 +101,7 @@ class AdapterCache:
         return True
 
     def make_room(self, pages: int) -> bool:
-        """Evict unused adapters until `pages` pages are free; False if that is impossible."""
+        """Evict unused adapters until `pages` pages are free; return False if impossible."""
         if pages > self._pool.free + self.idle_pages:
             return False
         while self._pool.free < pages:
@@ -131,8 +131,8 @@ class AdapterCache:
         """Free the pages of a changed adapter once no running request uses them.
 
         Args:
-            is_gone: True if only present requests can name it: it has pages only while such a
-                request runs.
+            is_gone: True if no later request can name the adapter: its pages are freed after the
+                last running request.
         """
         if is_gone:
             self._gone.add(adapter)
@@ -147,7 +147,7 @@ class AdapterCache:
         return adapter in self._gone
 
     def leave(self, adapter: ServedAdapter | None) -> None:
-        """Note that a waiting request left; an adapter that is gone is not kept for it."""
+        """Handle a waiting request that left, for which an adapter may have been kept."""
         if adapter is not None and adapter.version in self._idle and adapter in self._gone:
             self._evict(adapter.version)
 
@@ -158,7 +158,7 @@ class AdapterCache:
         self.idle_pages = 0
 
     def check_integrity(self) -> None:
-        """Raise an AssertionError if a resident has wrong pages, or is idle and used."""
+        """Raise an AssertionError if an adapter has wrong pages, or is both idle and used."""
         idle = {key: of_key for key, of_key in self._residents.items() if not of_key.users}
         assert idle == dict(self._idle)
         assert not any(of_key.is_stale for of_key in idle.values())

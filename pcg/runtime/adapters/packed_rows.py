@@ -1,17 +1,16 @@
-"""Packed rows: an adapter's matrices as rows in one image, and tables of where the rows lie.
+"""Packed rows: an adapter's matrices as rows in an image, and tables of the rows' addresses.
 
     rows   [entries]            first element of each row of each matrix
-    ranks  [matrices, slots]    rows of each matrix; 0 if an adapter has nothing there
+    ranks  [matrices, slots]    rows of each matrix; 0 for a missing matrix
 
-An adapter has `width` entries for each matrix of the model, its greatest rank rounded up, one
-matrix after the other from its first entry on. So the size of the tables follows the ranks of all
-adapters together.
+An adapter has `width` consecutive entries for each matrix of the model, with `width` its maximum
+rank, rounded up. The size of the tables is proportional to the sum of widths of all adapters.
 
-Each row k of A [r, in] and of scaled Bᵀ [r, out] is contiguous in one image in host memory, in the
-dtype that is served and, with a GPU, in pinned memory. An adapter is packed once, when it is added
-to an engine or when it first runs, so that it takes one copy to the device for each run of its
-pages, however many matrices it has. A row that does not fit into the rest of a page begins the
-next. Over ranks the rows are those of the rank's shards (`WeightStacker.part`).
+Each row k of A [r, in] and of scaled Bᵀ [r, out] is contiguous in an image in host memory, in the
+serving dtype and, with a GPU, in pinned memory. An adapter is packed once, when it is added to an
+engine or first runs, so that copying it to the device takes a single copy for each run of its
+pages. A row that does not fit into the rest of a page starts at the next page. Over ranks, the rows
+are the rows of the rank's shards (`WeightStacker.part`).
 """
 
 from __future__ import annotations
@@ -38,12 +37,12 @@ from pcg.runtime.memory.free_runs import FreeRuns
 
 _LEAST_SLOTS = 16
 _LEAST_UNITS = 64
-"""Units that there is room for once any adapter has come: 3.7 MB for LoRA on all linear operators
-of an 8B model, so that a few wide adapters move nothing."""
+"""Minimum capacity in units after the first adapter: 3.7 MB for LoRA on all linear operators of an
+8B model, so that a few wide adapters do not move the tables."""
 
 
 class RowTable:
-    """The tables, on a device; entries are given out in units of 16 for each matrix."""
+    """The tables on a device; entries are allocated in units of 16 for each matrix."""
 
     def __init__(self, matrices: int, device: torch.device) -> None:
         self._matrices, self._device = matrices, device
@@ -55,15 +54,15 @@ class RowTable:
         self.ranks = torch.zeros((matrices, 0), dtype=torch.int32, device=device)
 
     def take(self, rank: int, drop: Callable[[], bool], *, grows: bool) -> AdapterSlot | None:
-        """Take entries for matrices of up to `rank` rows; None if there is no room.
+        """Allocate entries for matrices of up to `rank` rows; return None without room.
 
         Args:
-            rank: the greatest rank of the adapter's matrices.
+            rank: the maximum rank of the adapter's matrices.
             drop: frees another adapter's entries; returns False if none can be freed.
             grows: True if the tables may grow and move.
         """
         units = width_of(rank) // RANK_STEP
-        # A wide adapter does not drop many others for entries, which are few beside their rows.
+        # Do not drop many adapters for a wide adapter's entries, which are small beside its rows.
         while not (self._free_numbers and (grows or self._free.longest >= units)) and drop():
             pass
         if not self._free_numbers:
@@ -79,7 +78,7 @@ class RowTable:
         return AdapterSlot(self._free_numbers.pop(), start * self._unit, units * RANK_STEP)
 
     def reserve(self, count: int, ranks: Iterable[int]) -> None:
-        """Make room for any `count` adapters of these greatest ranks, or of 16 and less."""
+        """Reserve entries for `count` adapters of these maximum ranks, or of ranks up to 16."""
         widths = sorted(map(width_of, ranks), reverse=True)[:count]
         units = sum(widths) // RANK_STEP + count - len(widths)
         self._add_numbers(max(0, count - self.ranks.shape[1]))
@@ -98,7 +97,7 @@ class RowTable:
             self._free.add(held, more)
 
     def reset(self) -> None:
-        """Free all entries, and leave the tables where they are."""
+        """Free all entries, without moving the tables."""
         self._free = FreeRuns()
         if units := len(self.rows) // self._unit:
             self._free.add(0, units)
@@ -121,7 +120,7 @@ class RowTable:
         self.ranks[:, slot.number] = uploaded(ranks, self._device)
 
     def trim(self) -> None:
-        """Halve the table of rows as long as three quarters of it are free, and not reserved."""
+        """Halve the table of rows while three quarters of it are free and not reserved."""
         held = len(self.rows) // self._unit
         kept = trimmed(self._free, held, max(_LEAST_UNITS, self._reserved))
         if kept < held:
@@ -129,15 +128,15 @@ class RowTable:
 
 
 def width_of(rank: int) -> int:
-    """Return the entries of a matrix of an adapter with this greatest rank."""
+    """Return the number of entries per matrix for an adapter's maximum rank."""
     return max(-(-rank // RANK_STEP), 1) * RANK_STEP
 
 
 def trimmed(free: FreeRuns, held: int, least: int) -> int:
-    """Take the units that a memory releases from its free units; return the units it keeps.
+    """Remove released units from the free units of a memory; return the number of kept units.
 
-    The memory is halved, down to `least` units, while three quarters of it are free at its end, so
-    that it does not move whenever an adapter comes or goes.
+    The memory is halved, down to `least` units, while its last three quarters are free, so that
+    single adapters rarely move the memory.
     """
     used = next((start for start, length in free if start + length == held), held)
     kept = held
@@ -150,20 +149,20 @@ def trimmed(free: FreeRuns, held: int, least: int) -> int:
 
 _LOG = logging.getLogger("pcg.adapters")
 NO_PAGES = sys.maxsize
-"""The page size of a memory without pages, whose rows all follow one another."""
+"""The page size of contiguous memory without pages."""
 
 
 @dataclass(frozen=True)
 class RowLayout:
-    """The places of an adapter's rows in its image.
+    """The layout of an adapter's rows in its image.
 
     Attributes:
         starts: first element of each row of each matrix, [matrices, width], int64; 0 beyond a
             matrix's rows.
-        ranks: rows of each matrix, [matrices], int32; 0 if the adapter has nothing there.
-        rank: the greatest number of rows; `width` is its next multiple of RANK_STEP.
+        ranks: rows of each matrix, [matrices], int32; 0 for a missing matrix.
+        rank: the maximum number of rows; `width` is the next multiple of RANK_STEP.
         used: elements of all rows.
-        elements: elements of the image, whole pages.
+        elements: elements of the image, in whole pages.
     """
 
     starts: Tensor
@@ -174,7 +173,7 @@ class RowLayout:
 
 
 class RowPacker:
-    """Packs adapters for the sites of one program, for pages of one size.
+    """Packs adapters for the sites of a program, for pages of a fixed size.
 
     Cached layouts and images are dropped with the adapter, or by `forget`.
     """
@@ -186,7 +185,7 @@ class RowPacker:
         dtype: torch.dtype,
         page_size: int = NO_PAGES,
     ) -> None:
-        """Keep none; `page_size` is in elements of `dtype`."""
+        """Create an empty packer; `page_size` is in elements of `dtype`."""
         self.page_size = page_size
         self._stacker = stacker
         self._dtype = dtype
@@ -199,7 +198,7 @@ class RowPacker:
         self._images: WeakKeyDictionary[Adapter, Tensor] = WeakKeyDictionary()
 
     def rank(self, adapter: Adapter) -> int:
-        """Return the rows of an adapter's largest matrix; 0 without any."""
+        """Return the number of rows of an adapter's largest matrix; 0 without matrices."""
         known = self._layouts.get(adapter)
         if known is not None:
             return known.rank
@@ -209,7 +208,7 @@ class RowPacker:
         return self.layout(adapter).elements // self.page_size
 
     def layout(self, adapter: Adapter) -> RowLayout:
-        """Return the places of an adapter's rows. UnsupportedError: a row is longer than a page."""
+        """Return the layout of an adapter. UnsupportedError: a row is longer than a page."""
         layout = self._layouts.get(adapter)
         if layout is None:
             layout = self._layouts[adapter] = self._laid_out(adapter)
@@ -233,12 +232,12 @@ class RowPacker:
             self._images[after] = image
 
     def forget(self, adapter: Adapter) -> None:
-        """Drop the cached data of an adapter with changed tensors; no copy of it may be running."""
+        """Drop the cached data of an adapter with changed tensors; no copy may be running."""
         self._layouts.pop(adapter, None)
         self._images.pop(adapter, None)
 
     def _shapes(self, adapter: Adapter) -> list[tuple[int, int]]:
-        """Return rows and elements of a row of each matrix; no rows where there is none."""
+        """Return the rows, and elements per row, of each matrix; 0 rows for a missing matrix."""
         shapes = []
         for matrix in self._matrices:
             weights = adapter.weights.get(matrix.module)
@@ -246,7 +245,7 @@ class RowPacker:
                 shapes.append((0, 0))
                 continue
             inner = self._stacker.inner_size(weights.inner_size, matrix.parameter)
-            if matrix.size is None:  # one row, padded to the elements that kernels load at once
+            if matrix.size is None:  # a single row, padded to the width of a kernel's load
                 shapes.append((1, -(-inner // ROW_ALIGNMENT) * ROW_ALIGNMENT))
             else:
                 shapes.append((inner, matrix.size))
@@ -273,7 +272,7 @@ class RowPacker:
         parts: dict[int, Tensor] = {}
         shapes = self._shapes(adapter)
         for i, row, count, start in _runs(shapes, self.page_size):
-            if not row:  # the first run of a matrix, which is made once
+            if not row:  # the first run of a matrix: create the matrix once
                 matrix = self._matrices[i]
                 part = self._stacker.part(adapter, matrix.parameter, matrix.layer)
                 assert part is not None
@@ -302,7 +301,7 @@ class _Matrix:
     """A matrix of the tables: its place in the adapter, and the elements of a row.
 
     Attributes:
-        size: elements of a row; None for a bottleneck's bias, one row of the inner size.
+        size: elements of a row; None for a bottleneck's bias, a single row of the inner size.
     """
 
     module: str

@@ -1,15 +1,15 @@
-"""Padded tables: the adapters of one batch in stacks, as the emitted program reads them.
+"""Padded tables: the adapters of a batch in stacks for emitted programs.
 
-A running adapter has a slot: its weights at a site lie in one stack with those of the adapters of
-its width. Ranks above 8 are padded to at most twice their size; ranks above 64 are not padded, and
-have stacks of their own while they have pages. Sequences are ordered by width and slot, those
-without an adapter first, so each adapter's tokens are one segment, and the product runs segment by
-segment (SGMV: Punica §4). Adapters of the next requests are copied from host memory on a thread and
-a stream of their own, concurrently with steps.
+A running adapter has a slot: its weights at a site are in a stack with the weights of all adapters
+of its width. Ranks above 8 are padded to at most twice their size; ranks above 64 are not padded,
+and have separate stacks while they have pages. Sequences are ordered by width and slot, sequences
+without an adapter first, so that each adapter's tokens form a segment, and the product runs segment
+by segment (SGMV: Punica §4). Adapters of the next requests are copied from host memory on a
+separate thread and stream, concurrently with steps.
 
-Over ranks an adapter is whole in host memory, and a rank's stacks hold its shards, which are cut
-after padding, so that the shards of all adapters align. All adapters have one width then, because
-collectives lie between the products.
+Over ranks, an adapter is whole in host memory, and a rank's stacks hold shards, which are cut after
+padding, so that the shards of all adapters align. All adapters then have the same width, because
+collectives run between the products.
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ from pcg.runtime.memory.pool import PageTable
 
 
 class AdapterCopies:
-    """Copies that run one after the other on a thread of their own, by the adapter's id.
+    """Copies by adapter id, which run in sequence on a separate thread.
 
-    On a GPU they run on their own stream, which first waits for the caller's stream.
+    On a GPU, copies run on a separate stream, which first waits for the caller's stream.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -52,22 +52,22 @@ class AdapterCopies:
         self._under_way: dict[int, Future[bool]] = {}
 
     def begin(self, key: int, copy: Callable[[], bool]) -> None:
-        """Begin a copy of an adapter, by its id, into memory that nothing else reads or writes."""
+        """Start a copy of an adapter by id, into memory without other readers or writers."""
         before = None
         if self._stream is not None:
             before = torch.cuda.current_stream(self._stream.device).record_event()
         self._under_way[key] = self._thread.submit(self._make, copy, before)
 
     def is_under_way(self, key: int) -> bool:
-        """Return True if a copy began and has not finished."""
+        """Return True if a copy has started and not finished."""
         copy = self._under_way.get(key)
         return copy is not None and not copy.done()
 
     def take(self, key: int) -> bool:
-        """Wait for a copy and forget it; return True if it succeeded.
+        """Wait for a copy and remove it; return True if the copy succeeded.
 
-        If the adapter does not fit, or the copy failed, it is copied again when it runs: then the
-        error belongs to the requests for it, and not to the caller that waits for the copy.
+        An adapter that does not fit, or failed to copy, is copied again when it runs, so that the
+        error is raised for its requests instead of this caller.
         """
         copy = self._under_way.pop(key)
         return copy.exception() is None and copy.result()
@@ -76,7 +76,7 @@ class AdapterCopies:
         wait(self._under_way.values())
 
     def reset(self) -> None:
-        """Wait for all copies, and forget them."""
+        """Wait for all copies, and remove them."""
         self.wait()
         self._under_way.clear()
 
@@ -95,7 +95,7 @@ class AdapterCopies:
 
 _LEAST_SLOTS = 4
 _SPARE_SLOTS = 2
-"""Slots for adapters that run next, and the most free slots between those that run."""
+"""Number of slots for adapters that run next, and maximum of free slots between used slots."""
 
 
 @dataclass
@@ -108,10 +108,10 @@ class _Growth:
 class AdapterSlots:
     """Keeps running adapters in slots of stacked weights.
 
-    Adapters that run together lie side by side from the first slot on, because a product reads all
-    slots between them. A newcomer replaces an adapter that does not run; if adapters have left and
-    none came, the last ones move up. Stacks also grow in the background: larger stacks are made of
-    the present adapters and one more, and replace the old ones when they are complete.
+    Adapters that run together have adjacent slots from the first slot on, because a product reads
+    all slots between them. A new adapter replaces an adapter that does not run; when adapters leave
+    without new ones, the last adapters move up. Stacks also grow in the background: larger stacks
+    with the current adapters and a new adapter replace the old stacks when complete.
     """
 
     def __init__(
@@ -122,10 +122,10 @@ class AdapterSlots:
         *,
         is_lone: bool = False,
     ) -> None:
-        """Create no slots yet; with `is_lone` there is one slot, for one adapter."""
+        """Create empty stacks; `is_lone` limits the stacks to a slot for a single adapter."""
         self._least, self._spare = (1, 0) if is_lone else (_LEAST_SLOTS, _SPARE_SLOTS)
         self._growth: _Growth | None = None
-        # Those that fit into no slot as it is, and those that fit into no larger stacks either.
+        # Adapters that do not fit into the current slots, and into larger stacks either.
         self._unfit: set[int] = set()
         self._failed: set[int] = set()
         self._sites = sites
@@ -139,20 +139,20 @@ class AdapterSlots:
 
     @property
     def is_growing(self) -> bool:
-        """True while larger stacks are made."""
+        """True while larger stacks are being created."""
         growth = self._growth
         return growth is not None and self._copies.is_under_way(growth.adapter.version)
 
     @property
     def size_bytes(self) -> int:
-        """Bytes of the stacks, empty slots and padding included."""
+        """Bytes of the stacks, including empty slots and padding."""
         return sum(stack.size_bytes for stacks in self._stacks for stack in stacks.values())
 
     def prefetch(self, wanted: Sequence[Adapter]) -> bool:
-        """Begin to copy adapters that run next, in turn, into slots that no running adapter needs.
+        """Start copying adapters that run next, in order, into slots of adapters that do not run.
 
         Returns:
-            True if any adapter got or lost a slot.
+            True if an adapter got or lost a slot.
         """
         moved = self._finish_copies()
         kept = self._running | self._copying.keys() | {other.version for other in wanted}
@@ -182,7 +182,7 @@ class AdapterSlots:
         return moved
 
     def admit(self, wanted: Sequence[Adapter]) -> bool:
-        """Give slots to distinct adapters that run; return True if any got a new slot."""
+        """Give slots to distinct running adapters; return True if an adapter got a new slot."""
         self._running = {adapter.version for adapter in wanted}
         came = self._finish_copies()
         placed = [(adapter, self.places.get(adapter.version)) for adapter in wanted]
@@ -191,7 +191,7 @@ class AdapterSlots:
         free = (p for p in range(len(wanted) + len(coming)) if p not in taken | coming)
         moves = [(adapter, next(free)) for adapter, place in placed if place is None]
         taken.update(place for _, place in moves)
-        # Copying pays only if the slots between the running ones are many.
+        # Moving adapters pays only for many unused slots between running adapters.
         near = len(wanted) + _SPARE_SLOTS
         if near <= max(taken) < 2 * len(taken) + min(taken) - 1:
             far = (adapter for adapter, place in placed if place is not None and place >= near)
@@ -218,7 +218,7 @@ class AdapterSlots:
         return came
 
     def _grow(self, adapter: Adapter) -> None:
-        """Begin to make larger stacks, with the adapter in the first slot behind the others."""
+        """Start creating larger stacks, with the adapter in the first slot after the others."""
         known = len(self._slots)
         more = self._larger(known + 1) - known
         slots = [*self._slots, adapter, *[None] * (more - 1)]
@@ -234,14 +234,14 @@ class AdapterSlots:
         return max(most + self._spare, 2 * len(self._slots), self._least)
 
     def _finish_growth(self) -> bool:
-        """Install the larger stacks; return True if they could be made."""
+        """Install the larger stacks; return True if their creation succeeded."""
         growth, self._growth = self._growth, None
         assert growth is not None
         self._unfit.discard(growth.adapter.version)
         if not self._copies.take(growth.adapter.version):
-            self._failed.add(growth.adapter.version)  # the step that runs it will say why
+            self._failed.add(growth.adapter.version)  # the step that runs it will raise the error
             return False
-        known = len(self._slots)  # of which some may have been freed meanwhile
+        known = len(self._slots)  # some may have been freed during the growth
         self.places[growth.adapter.version] = known
         self._slots += growth.slots[known:]
         self._stacks = growth.stacks
@@ -251,7 +251,7 @@ class AdapterSlots:
         return [stack_sites(sites, slots, layer, self._stacker) for sites, layer in self._sites]
 
     def _move(self, moves: Sequence[tuple[Adapter, int]]) -> None:
-        if self._growth is not None:  # what moves would not be in the larger stacks
+        if self._growth is not None:  # the larger stacks would lack moved adapters
             self._copies.take(self._growth.adapter.version)
             self._growth = None
         known = len(self._slots)
@@ -266,7 +266,7 @@ class AdapterSlots:
             self._put(adapter, place) for adapter, place in moves
         )
         if not fit:
-            # The new stacks hold all slots, those of adapters that are being copied included.
+            # The new stacks hold all slots, including slots with pending copies.
             for key, place in self._copying.items():
                 if self._copies.take(key):
                     self.places[key] = place
@@ -302,7 +302,7 @@ class AdapterSlots:
         return place is not None
 
     def bound(self, slots: slice, segments: Segments) -> list[dict[str, object]]:
-        """Return the weights that the program reads at each site, by attribute."""
+        """Return the program's weights at each site, by attribute."""
         return [
             {name: stack.bound(slots, segments) for name, stack in stacks.items()}
             for stacks in self._stacks
@@ -310,7 +310,7 @@ class AdapterSlots:
 
 
 class Namespace(SimpleNamespace):
-    """Attributes by site; a site that no adapter of the batch has is None."""
+    """Attributes by site; None for a site without an adapter in the batch."""
 
     def __getattr__(self, name: str) -> None:
         return None
@@ -321,14 +321,14 @@ NO_ADAPTERS = Namespace()
 
 @dataclass(frozen=True)
 class BoundAdapters:
-    """The adapters of a batch as emitted functions read them, of outer graphs and layers."""
+    """The adapters of a batch for emitted functions: of outer graphs and layers."""
 
     outer: object
     layers: Sequence[object]
 
 
 class PaddedTables:
-    """Keeps the adapters that run in stacks."""
+    """Keeps running adapters in stacks."""
 
     def __init__(
         self,
@@ -339,7 +339,7 @@ class PaddedTables:
         *,
         lora_dtype: torch.dtype | None = None,
     ) -> None:
-        """Keep none; LoRA will lie in stacks of `lora_dtype`, or of the adapters' own dtype."""
+        """Create empty tables; LoRA stacks have `lora_dtype`, by default the adapters' dtype."""
         self._stacker = WeightStacker(weights, device, ranks, lora_dtype)
         self._device = device
         self._has_widths = ranks.size == 1
@@ -357,36 +357,36 @@ class PaddedTables:
 
     @property
     def size_bytes(self) -> int:
-        """Bytes of the copies of adapters, and of the tables that index them."""
+        """Bytes of the copies of adapters, and of their index tables."""
         return self._stacks_bytes
 
     @property
     def beside_pool_bytes(self) -> int:
-        """Bytes outside the pages of an engine's cache; on any thread."""
+        """Bytes outside the pages of an engine's cache; for any thread."""
         return self.size_bytes
 
     def _sites_of(self, graph: Graph) -> GraphSites:
         return GraphSites.of(graph)
 
     def in_pages(self, pages: Tensor | None, table: Callable[[Adapter], PageTable]) -> PaddedTables:
-        """Return tables for an engine that gives adapters pages of its cache, each its `table`.
+        """Return tables for an engine that gives each adapter pages of its cache by `table`.
 
-        Stacks have memory of their own, so these are the tables themselves.
+        Stacks have separate memory, so this returns the tables themselves.
         """
         return self
 
     def pages_of(self, adapter: Adapter, page_bytes: int) -> int:
-        """Count the pages of a cache that an adapter takes."""
+        """Return the number of pages of an adapter."""
         size_bytes = adapter.size_bytes
         dtype = self._stacker.lora_dtype
-        if dtype is not None and adapter.rank > _MOST_WIDTH:  # its copy is all that it has
+        if dtype is not None and adapter.rank > _MOST_WIDTH:  # it has only its own copy
             size_bytes = sum(t.numel() * max(t.itemsize, dtype.itemsize) for t in adapter.tensors)
         return -(-size_bytes // page_bytes)
 
     def pack(self, adapter: Adapter) -> None:
-        """Prepare in host memory the image that engines copy when an adapter comes; thread-safe.
+        """Prepare an adapter's image in host memory, for copies to the device; thread-safe.
 
-        Stacks are written from the adapter's own tensors.
+        Stacks need no image, as they are written from the adapter's own tensors.
         """
 
     def carry(self, adapter: Adapter, after: Adapter) -> None:
@@ -394,10 +394,9 @@ class PaddedTables:
 
     @torch.inference_mode(False)
     def prefetch(self, adapters: Sequence[Adapter]) -> None:
-        """Begin to copy adapters that run soon, as far as there is room, in the background.
+        """Start copying adapters that run soon, in the background, while there is room.
 
-        Over ranks adapters are copied when they run, as the ranks would have to agree on the
-        copies.
+        Over ranks, adapters are copied when they run, as ranks would have to agree on copies.
         """
         if not self._has_widths:
             return
@@ -409,7 +408,7 @@ class PaddedTables:
                 self._update_places()
 
     def is_copying(self, adapter: Adapter) -> bool:
-        """Return True while an adapter is being copied, so that a step that runs it would wait."""
+        """Return True during an adapter's copy, for which a step with the adapter would wait."""
         if adapter.version in self._places or self._copies.is_under_way(adapter.version):
             return self._copies.is_under_way(adapter.version)
         slots = self._by_width.get(self._width(adapter))
@@ -421,7 +420,7 @@ class PaddedTables:
 
         Slots are written again later, so this runs outside inference mode.
         """
-        # Most steps run what the step before them ran.
+        # Most steps run the same adapters as the previous step.
         key = _versions(adapters)
         if key != self._ordered[0]:
             self._ordered = key, self._order(adapters)
@@ -450,7 +449,7 @@ class PaddedTables:
         return self._by_width[width]
 
     def _update_places(self) -> None:
-        """Forget bound stacks, and look up the width and the slot of each adapter again."""
+        """Drop bound stacks, and look up the width and the slot of each adapter again."""
         self._bound.clear()
         self._ordered = (), []
         self._stacks_bytes = sum(slots.size_bytes for slots in self._by_width.values())
@@ -507,33 +506,33 @@ class PaddedTables:
         )
 
     def close(self) -> None:
-        """Wait for copies, and write nothing from now on: another program serves."""
+        """Wait for copies, and write nothing afterwards, as another program serves."""
         self._copies.wait()
 
     def reset(self) -> None:
-        """Free all slots, also where a failed call left them half changed."""
+        """Free all slots, which a failed call may have left inconsistent."""
         self._copies.reset()
         self._by_width = {}
         self._update_places()
 
     def evict(self, adapter: Adapter) -> None:
-        """Release the slot of a wide adapter that has given its pages up."""
+        """Release the slot of a wide adapter without pages."""
         slots = self._by_width.pop(-adapter.version, None)
         if slots is not None:
             slots.forget(adapter)
             self._update_places()
 
     def forget(self, adapter: Adapter) -> None:
-        """Read an adapter's weights again when it next runs: it has changed, or is gone."""
+        """Drop an adapter that has changed or is gone; its weights are read again if it runs."""
         if any(slots.forget(adapter) for slots in self._by_width.values()):
             self._update_places()
         PaddedTables.evict(self, adapter)
 
 
 _MOST_WIDTH = 64
-"""The greatest rank that shares stacks: a product of more is no faster for several adapters."""
+"""The maximum rank in shared stacks, as larger products do not gain from several adapters."""
 _LEAST_WIDTH = 8
-"""The least width: padding lower ranks to it costs less than more products."""
+"""The minimum width: padding smaller ranks costs less than more products."""
 
 
 def _joined(by_width: Sequence[Mapping[str, object]]) -> dict[str, object]:
@@ -545,14 +544,14 @@ def _joined(by_width: Sequence[Mapping[str, object]]) -> dict[str, object]:
 
 
 _BOUND = 8
-"""Batches whose bound stacks are kept until adapters get other slots."""
+"""Number of batches with cached bound stacks, until adapters change slots."""
 
 
 _Versions: TypeAlias = tuple[int, ...]
 
 
 def _versions(adapters: Sequence[Adapter | None]) -> _Versions:
-    """Return the version of each adapter; 0, which no adapter has, for none."""
+    """Return the version of each adapter; 0 for None."""
     return tuple([0 if adapter is None else adapter.version for adapter in adapters])
 
 

@@ -1,6 +1,6 @@
-"""Ragged tables: the adapters of one batch as Triton programs read them, matrices as rows.
+"""Ragged tables: the adapters of a batch for Triton programs, with matrices as rows.
 
-Weights that kernels cannot read as rows lie in stacks, as in `padded_tables.py`.
+Weights that kernels cannot read as rows are in stacks, as in `padded_tables.py`.
 """
 
 from __future__ import annotations
@@ -61,10 +61,9 @@ class RaggedTables(PaddedTables):
         """Create empty tables.
 
         Args:
-            lora_dtype: the dtype of rows; the adapters' own by default.
-            defers: False where layers of other ranks read a layer's output, which then includes
-                LoRA.
-            packers: packers of the model's other tables, by the size of a page in elements.
+            lora_dtype: the dtype of rows; by default the adapters' dtype.
+            defers: False if other ranks read a layer's output, which must then include LoRA.
+            packers: packers of the model's other tables, by page size in elements.
         """
         super().__init__(model, weights, device, ranks)
         self._packers: dict[int, RowPacker] = {} if packers is None else packers
@@ -128,7 +127,7 @@ class RaggedTables(PaddedTables):
         if self.lora is None:
             return super().pages_of(adapter, page_bytes)
         packer = self._packer_of(page_bytes // self.lora.element_bytes)
-        # Over ranks each holds about its share of the weights that are not rows.
+        # Each rank holds about its share of the weights that are not rows.
         own_bytes = max((tensor.itemsize for tensor in adapter.tensors), default=0)
         in_rows = packer.layout(adapter).used * own_bytes
         others = max(adapter.size_bytes // self._stacker.ranks.size - in_rows, 0)
@@ -193,7 +192,7 @@ class RaggedTables(PaddedTables):
             self._bound.clear()
         for rows in self._in_pages:
             rows.forget(adapter)
-        for packer in self._packers.values():  # whose copies, which read it, have ended
+        for packer in self._packers.values():  # copies that read the image have ended
             packer.forget(adapter)
 
     def _bind(self, start: int, chosen: Sequence[Adapter], merged: Sequence[int]) -> BoundAdapters:
@@ -216,22 +215,22 @@ class RaggedTables(PaddedTables):
 
     @torch.inference_mode(False)
     def reserve(self, count: int, adapters: Sequence[Adapter]) -> None:
-        """Make tables for `count` adapters of such ranks, so that the tables do not move."""
+        """Reserve tables for `count` adapters of such ranks, so that the tables do not move."""
         if self.lora is not None:
             self.lora.reserve(count, adapters)
             self._bound.clear()
 
     def widest(self, adapters: Sequence[Adapter]) -> int:
-        """Return the entries for each matrix of the widest of these adapters, 16 at least."""
+        """Return the number of entries per matrix for the widest adapter, at least 16."""
         return RANK_STEP if self.lora is None else self.lora.widest(adapters)
 
     @property
     def layout(self) -> object:
-        """The places of the rows' memory and tables, which changes when they move."""
+        """The addresses and shapes of the rows' memory and tables."""
         return None if self.lora is None else self.lora.layout
 
     def slots(self, adapters: Sequence[Adapter | None]) -> list[AdapterSlot] | None:
-        """Return the slot of each token's adapter; None if an adapter has more than rows."""
+        """Return the slot of each token's adapter; None if an adapter also needs stacks."""
         slots = []
         for adapter in adapters:
             if adapter is None:
@@ -243,7 +242,7 @@ class RaggedTables(PaddedTables):
         return slots
 
     def _is_in_rows(self, adapter: Adapter) -> bool:
-        """Return True if the program reads only rows of an adapter, virtual tokens aside."""
+        """Return True if the program reads only an adapter's rows, apart from virtual tokens."""
         is_in_rows = self._has_rows_alone.get(adapter)
         if is_in_rows is None:
             is_in_rows = self._in_stacks.isdisjoint(served_sources(adapter))
@@ -251,7 +250,7 @@ class RaggedTables(PaddedTables):
         return is_in_rows
 
     def bind_tiles(self, tiles: object) -> BoundAdapters:
-        """Bind the rows of all adapters, and nothing else; `tiles` holds tokens' slots, if any."""
+        """Bind only the rows of all adapters; `tiles` holds tokens' slots, if any."""
         if self.lora is None or tiles is None:
             return self._none
         bound = BoundAdapters(Namespace(), [Namespace() for _ in self._model.layers])

@@ -1,12 +1,14 @@
 """Row memory: rows of the running adapters' LoRA matrices, each adapter at its true rank.
 
-An adapter's rows are copied as an image (`packed_rows.py`) into memory of their own, or into pages
-of the KV cache; contiguous pages take one copy. Segmented kernels find the rows by tables of their
-first elements: for each site A of each output, then B of each, and the bias. The matrices of a
-bottleneck adapter are stored the same way, with the bias between them as a matrix of one row.
+An adapter's rows are copied as an image (`packed_rows.py`) into separate memory, or into pages of
+the KV cache; contiguous pages take a single copy. Segmented kernels find the rows by tables of
+first elements: for each site, A of each output, then B of each output, and the bias. The matrices
+of a bottleneck adapter are stored in the same way, with the bias between them as a matrix of a
+single row.
 
-An adapter takes entries of the tables and memory for its rows before it first runs, and gives them
-up when other adapters need them while it does not run. Both shrink as adapters leave.
+Before its first run, an adapter allocates entries of the tables and memory for its rows; both are
+released when other adapters need them while the adapter does not run. Tables and memory shrink as
+adapters leave.
 """
 
 from __future__ import annotations
@@ -30,7 +32,7 @@ from pcg.runtime.memory.free_runs import FreeRuns
 from pcg.runtime.memory.pool import PageTable, runs_of
 
 _UNIT = 512
-"""Elements of the unit that a memory of their own is given out in."""
+"""Elements per allocation unit of separate memory."""
 _LEAST_OWN_UNITS = 64
 
 
@@ -38,8 +40,8 @@ class RowAllocator(Protocol):
     """Flat memory for rows, in the adapters' dtype.
 
     Attributes:
-        is_in_pool: True if it is part of an engine's pool.
-        page_size: elements of a page; no row crosses the end of a page.
+        is_in_pool: True if the memory is part of an engine's pool.
+        page_size: elements per page; no row crosses the end of a page.
     """
 
     memory: Tensor
@@ -48,16 +50,16 @@ class RowAllocator(Protocol):
 
     @property
     def used_bytes(self) -> int:
-        """Bytes that are reserved for the present adapters."""
+        """Bytes reserved for the current adapters."""
 
     def reserve(
         self, adapter: Adapter, elements: int, drop: Callable[[], bool], *, grows: bool
     ) -> bool:
-        """Reserve memory for an adapter's image; returns False if there is none.
+        """Reserve memory for an adapter's image; return False without room.
 
         Args:
             drop: frees another adapter's memory; returns False if none can be freed.
-            grows: True if the memory may grow and move; nothing reads or writes it meanwhile.
+            grows: True if the memory may grow and move, as nothing reads or writes it.
         """
 
     def write(self, adapter: Adapter, image: Tensor) -> None:
@@ -67,26 +69,23 @@ class RowAllocator(Protocol):
         """
 
     def places(self, adapter: Adapter, elements: Tensor) -> Tensor:
-        """Return where elements of an adapter's image lie in the memory, int64."""
+        """Return the addresses of an image's elements in the memory, int64."""
 
     def holds(self, adapter: Adapter) -> bool:
         """Return True if an adapter's image is still in memory."""
 
     def drop(self, key: int) -> None:
-        """Free an adapter's memory, by the adapter's id."""
+        """Free an adapter's memory by the adapter's id."""
 
     def reset(self) -> None:
         """Free the memory of all adapters, without moving it."""
 
     def trim(self) -> None:
-        """Give up memory that adapters which left do not use; nothing reads or writes it meanwhile.
-
-        Rows stay where they are in it.
-        """
+        """Release unused memory, without moving rows; nothing may read or write the memory."""
 
 
 class OwnRowAllocator:
-    """Memory of its own, which grows as adapters come."""
+    """Separate memory, which grows with the adapters."""
 
     is_in_pool = False
     page_size = NO_PAGES
@@ -146,9 +145,9 @@ class OwnRowAllocator:
 
 
 class PagedRowAllocator:
-    """Pages of the KV cache's memory, u8, as the engine assigned them to adapters.
+    """Pages of the KV cache's memory, u8, which the engine assigns to adapters.
 
-    A different `table` of an adapter means that it was evicted in between.
+    If an adapter's `table` has changed, the adapter was evicted in between.
     """
 
     is_in_pool = True
@@ -193,14 +192,14 @@ class PagedRowAllocator:
         self._tables.clear()
 
     def trim(self) -> None:
-        """Do nothing: the pages are the cache's."""
+        """Do nothing, as the pages belong to the cache."""
 
 
 _NO_TOKENS = TokenSpans(())
 
 
 class RowMemory:
-    """The rows of the adapters that run, and tables of where they lie."""
+    """The rows of running adapters, and tables of their addresses."""
 
     def __init__(
         self,
@@ -224,7 +223,7 @@ class RowMemory:
 
     @property
     def size_bytes(self) -> int:
-        """Bytes of the adapters' rows, and of the tables that say where they lie."""
+        """Bytes of the adapters' rows and of the tables of addresses."""
         return self._allocator.used_bytes + self._table.rows.nbytes + self._table.ranks.nbytes
 
     @property
@@ -244,10 +243,10 @@ class RowMemory:
         return self._slots[adapter.version]
 
     def prefetch(self, wanted: Sequence[Adapter]) -> bool:
-        """Begin to copy adapters that run next, in turn, into memory that no running adapter needs.
+        """Start copying adapters that run next, in order, into memory of adapters that do not run.
 
         Returns:
-            True if any adapter got or lost memory.
+            True if an adapter got or lost memory.
         """
         moved = self._finish_copies()
         kept = self._running | {each.version for each in wanted}
@@ -268,7 +267,7 @@ class RowMemory:
         return self._copies.is_under_way(adapter.version)
 
     def close(self) -> None:
-        """Wait for copies, and write nothing from now on."""
+        """Wait for copies, and write nothing afterwards."""
         self._copies.wait()
 
     def reset(self) -> None:
@@ -279,9 +278,9 @@ class RowMemory:
         self._allocator.reset()
 
     def admit(self, wanted: Sequence[Adapter]) -> bool:
-        """Bring the running adapters into memory; return True if any was copied.
+        """Copy the running adapters into memory; return True if an adapter was copied.
 
-        Other adapters stay while no adapter needs their memory.
+        Other adapters stay until their memory is needed.
         """
         self._running = {each.version for each in wanted}
         came = self._finish_copies()
@@ -298,32 +297,32 @@ class RowMemory:
         return came or bool(new)
 
     def reserve(self, slots: int, adapters: Sequence[Adapter]) -> None:
-        """Make tables for `slots` adapters of such ranks, so that the tables do not move."""
+        """Reserve tables for `slots` adapters of such ranks, so that the tables do not move."""
         self._finish_copies(wait=True)
         self._table.reserve(slots, map(self._packer.rank, adapters))
 
     def widest(self, adapters: Sequence[Adapter]) -> int:
-        """Return the width of the widest of these adapters in the tables, at least RANK_STEP."""
+        """Return the width of the widest adapter in the tables, at least RANK_STEP."""
         return max(map(width_of, map(self._packer.rank, adapters)), default=RANK_STEP)
 
     def forget(self, adapter: Adapter) -> None:
-        """Free an adapter's memory: it has changed, or is gone."""
+        """Free the memory of an adapter that has changed or is gone."""
         self._drop(adapter.version)
-        if not self._copying:  # nothing writes to what may move
+        if not self._copying:  # memory may move only without pending copies
             self._table.trim()
             self._allocator.trim()
 
     @property
     def layout(self) -> object:
-        """The places and shapes of memory and tables."""
+        """The addresses and shapes of memory and tables."""
         tensors = (self._allocator.memory, self._table.rows, self._table.ranks)
         return tuple((tensor.data_ptr(), tensor.shape) for tensor in tensors)
 
     def bound(self, tokens: TokenSpans) -> list[tuple[JoinedSite, LoraRows]]:
-        """Return the rows that emitted functions read at each site."""
+        """Return the rows for emitted functions at each site."""
         layout = self.layout
         if layout != self._views_of:
-            # What kernels have derived is of the tensors before.
+            # Data that kernels derived from the previous tensors is stale.
             views = map(self._view_at, self.sites, self._first)
             self._views_of, self._views = layout, [*views]
         pairs = zip(self.sites, self._views, strict=True)
@@ -349,7 +348,7 @@ class RowMemory:
         return adapter.version in self._slots and self._allocator.holds(adapter)
 
     def _bring(self, adapter: Adapter) -> None:
-        # Memory and tables may move, so nothing may write to them meanwhile.
+        # Memory and tables may move, so no copy may be running.
         self._finish_copies(wait=True)
         slot = self._reserve(adapter, self._running, grows=True)
         assert slot is not None
@@ -357,7 +356,7 @@ class RowMemory:
         self._slots[adapter.version] = slot
 
     def _reserve(self, adapter: Adapter, kept: set[int], *, grows: bool) -> AdapterSlot | None:
-        """Reserve memory for an adapter, evicting others but those kept; None if there is none."""
+        """Reserve memory for an adapter, evicting adapters not in `kept`; None without room."""
         layout = self._packer.layout(adapter)
 
         def drop() -> bool:

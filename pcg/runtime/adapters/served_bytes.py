@@ -1,8 +1,8 @@
-"""The dtype and the bytes of the copies that adapters are served from.
+"""The dtype and the bytes of adapters' copies for serving.
 
-A step reads the weights of every running adapter, so 16 bits halve its bytes. Training and saved
-files keep the adapters' own dtype. Bytes are computed by laying the adapters out as an engine does,
-on the meta device: rows in pages of the KV cache and their tables, or stacks.
+A step reads the weights of every running adapter, so that 16 bits halve the bytes. Training and
+saved files keep the adapters' own dtype. Bytes are computed from an engine's layout of the adapters
+on the meta device: rows in pages of the KV cache with tables, or stacks.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ def served_dtype(
 ) -> torch.dtype | None:
     """Return the dtype of the copies; None for the adapters' own dtype.
 
-    By default it is the base's dtype if the serving kernels read 16 bits: those for Triton, and the
-    native kernel on CPUs with native bfloat16.
+    The default is the base's dtype if the serving kernels support 16 bits: Triton's kernels, and
+    the native kernel on CPUs with native bfloat16.
 
     Raises:
         UnsupportedError: the kernels do not support `adapter_copies`.
@@ -77,13 +77,13 @@ def served_bytes(
     options: CompileOptions,
     device: torch.device,
 ) -> int:
-    """Return the bytes of one rank's copies of adapters that run together, and came together.
+    """Return the bytes of a rank's copies of adapters that run together, and were added together.
 
-    On Triton whole pages count. On PyTorch stacks have a few empty slots, and matrices are padded
-    to the largest rank of their width.
+    Triton counts whole pages. PyTorch has stacks with a few empty slots, and matrices padded to the
+    largest rank of their width.
 
     Args:
-        serving: one rank's part of the serving model, with fused products.
+        serving: a rank's part of the serving model, with fused products.
         whole: the model without bypass networks.
         adapters: whole, on the meta device.
         device: the device that serves.
@@ -105,7 +105,7 @@ def bytes_in_pages(
     options: CompileOptions,
     device: torch.device,
 ) -> int:
-    """Return the bytes of the pages that an engine gives an adapter, whether it runs or not."""
+    """Return the bytes of an adapter's pages in an engine."""
     page_bytes = bytes_of_page(kv_types(serving))
     with META:
         return _empty(serving, whole, options, device).pages_of(adapter, page_bytes) * page_bytes
@@ -118,7 +118,7 @@ def _tables(
     options: CompileOptions,
     device: torch.device,
 ) -> PaddedTables:
-    """Return tables in pages where an engine has them there, with as many as adapters need."""
+    """Return an engine's tables for adapters, in pages of a cache if the backend uses pages."""
     tables = _empty(serving, whole, options, device)
     if options.backend != "triton":
         return tables

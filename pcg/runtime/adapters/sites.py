@@ -1,6 +1,6 @@
 """Sites, the operators of a graph that read adapters' weights, and sources, their paths.
 
-z_i = y_i + (x A_iᵀ) B_iᵀ          the LoRA of linear operators with a common input, as one product
+z_i = y_i + (x A_iᵀ) B_iᵀ          the LoRA of linear operators with a common input, as a product
                                    (lora_linear)
 z = y + σ(x Aᵀ + b) Bᵀ             a bottleneck adapter (shrink, activate, expand_add)
 """
@@ -22,9 +22,9 @@ from pcg.peft.adapter import Adapter
 
 @dataclass(frozen=True)
 class LoraModule:
-    """A and B of one linear operator, or of a bottleneck adapter.
+    """A and B of a linear operator, or of a bottleneck adapter.
 
-    `column` is its first output in the joined product of all operators of the input.
+    `column` is the first output in the joined product of all operators of the input.
     """
 
     a: Parameter
@@ -68,14 +68,14 @@ class JoinedSite:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The attributes that emitted functions read of it."""
+        """The attributes of the site in emitted functions."""
         if self.bias is None:
             return (self.name,)
         return tuple(python_name(matrix.name) for matrix in self.matrices)
 
     @property
     def fits_kernels(self) -> bool:
-        """True if kernels can read its rows, and sum in fp32."""
+        """True if kernels can read the site's rows, and sum in fp32."""
         places = [self.in_size, self.columns]
         places += [place for module in self.modules for place in (module.column, module.size)]
         is_aligned = not any(place % ROW_ALIGNMENT for place in places)
@@ -83,7 +83,7 @@ class JoinedSite:
 
     @property
     def matrices(self) -> list[Parameter]:
-        """A of each module, then B of each, then b as a matrix of one row."""
+        """A of each module, then B of each module, then b as a matrix of a single row."""
         biases = [] if self.bias is None else [self.bias]
         return [m.a for m in self.modules] + [m.b for m in self.modules] + biases
 

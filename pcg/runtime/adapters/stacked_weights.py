@@ -1,8 +1,8 @@
-"""Stacked weights: the weights of all slots at one attribute of a layer, padded to the largest.
+"""Stacked weights: the weights of all slots at an attribute of a layer, padded to the largest.
 
-The weights of one output are contiguous, A as [rank, in] and B as [out, rank]: the CPU's products
-of one token by each matrix read that twice as fast. The native kernel reads whole rows, so B of
-LoRA is stored as [rank, out] for it.
+The weights of an output are contiguous, A as [rank, in] and B as [out, rank]: the CPU's products of
+a single token by each matrix read this layout twice as fast. The native kernel reads whole rows, so
+for this kernel B of LoRA is stored as [rank, out].
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from pcg.runtime.adapters.sites import GraphSites, LoraModule
 
 
 class ServedWeights:
-    """Derives the tensors that programs read of adapters, when they are first read."""
+    """Derives programs' tensors from adapters on first use."""
 
     def __init__(self, base: Mapping[str, Tensor], shapes: Mapping[str, Shape]) -> None:
         self._base = base
@@ -42,7 +42,7 @@ class ServedWeights:
     def part(self, adapter: Adapter, path: str) -> Tensor | None:
         """Return a matrix, such as A [r, in] or scaled Bᵀ [r, out], or a vector [1, n].
 
-        The path ends in the parameter's kind. Without such a weight the result is None.
+        The path ends in the parameter's kind. The result is None for a missing weight.
         """
         module, _, kind = path.rpartition(".")
         if kind == "bias":
@@ -65,13 +65,13 @@ class ServedWeights:
         """Refuse an adapter with scaled weights that are NaN or infinite in the served dtype.
 
         Args:
-            dtype: the dtype of copies of matrices; None for the adapter's own.
+            dtype: the dtype of copies of matrices; None for the adapter's dtype.
         Raises:
             AdapterError: names the matrix, its largest number and the dtype's limit.
         """
         for module, weights in adapter.weights.items():
             for kind in weights.served:
-                if parameter_kind(kind).is_costly:  # made by the base, of matrices that are checked
+                if parameter_kind(kind).is_costly:  # computed from checked matrices and the base
                     continue
                 part = self.part(adapter, f"{module}.{kind}")
                 if part is None or not part.numel():
@@ -106,10 +106,10 @@ def _check_range(part: Tensor, copied: torch.dtype | None, which: str) -> None:
 
 @dataclass(frozen=True)
 class WeightStacker:
-    """Stacks adapters' weights as serving reads them, and cuts this rank's shard out of a stack.
+    """Stacks adapters' weights for serving, and cuts this rank's shard out of a stack.
 
     Attributes:
-        lora_dtype: the dtype of stacks of LoRA; None for the adapters' own.
+        lora_dtype: the dtype of stacks of LoRA; None for the adapters' dtype.
     """
 
     weights: ServedWeights
@@ -124,11 +124,11 @@ class WeightStacker:
         layer: int,
         least: tuple[int, int] = (0, 0),
     ) -> tuple[Tensor | None, list[bool]]:
-        """Stack the weights of adapters at one parameter, of `least` rows and columns.
+        """Stack the weights of adapters for a parameter, with at least `least` rows and columns.
 
         Returns:
-            [adapters, …], or None if no adapter has a weight there; and which adapters have a
-            weight.
+            [adapters, …], or None if no adapter has such a weight; and True for each adapter with
+            the weight.
         """
         path = parameter.source.format(layer=layer)
         parts = [
@@ -158,11 +158,11 @@ class WeightStacker:
             shard = shard.narrow(dim, *part_of(parameter, shard.shape[dim], self.ranks))
         if has_zeros(parameter, self.ranks):
             return torch.zeros_like(shard)
-        # A copy, so that the stack of whole weights is freed.
+        # Copy, to free the stack of whole weights.
         return shard.contiguous() if shard is not stack else stack
 
     def part(self, adapter: Adapter, parameter: Parameter, layer: int) -> Tensor | None:
-        """Return an adapter's matrix or vector; over ranks this rank's shard, cut after padding."""
+        """Return an adapter's matrix or vector; over ranks, this rank's shard after padding."""
         part = self.weights.part(adapter, parameter.source.format(layer=layer))
         if part is None or self.ranks.size == 1:
             return part
@@ -170,7 +170,7 @@ class WeightStacker:
         return None if stack is None else stack[0]
 
     def inner_size(self, size: int, parameter: Parameter) -> int:
-        """Return the inner size that `part` has for an adapter of this rank or width."""
+        """Return the inner size of `part` for an adapter's rank or width."""
         size = -(-size // self.ranks.size) * self.ranks.size
         is_split = _sharded_dim(parameter) in _open_dims(parameter)
         return size // self.ranks.size if is_split else size
@@ -178,10 +178,10 @@ class WeightStacker:
     def write(
         self, view: Tensor | None, adapter: Adapter, parameter: Parameter, layer: int
     ) -> bool | None:
-        """Write an adapter's part, or its neutral value, into its place in a stack.
+        """Write an adapter's part, or a neutral value, into a place in a stack.
 
         Args:
-            view: rows and columns of the place; None if there is no stack yet.
+            view: rows and columns of the place; None without a stack.
         Returns:
             True if the adapter has a part, False if not, None if the part does not fit.
         """
@@ -206,7 +206,7 @@ class WeightStacker:
         return has
 
     def _whole_of(self, view: Tensor | None, parameter: Parameter) -> tuple[int, int]:
-        """Return the least rows and columns of whole weights with a shard that fills a place."""
+        """Return the minimum rows and columns of whole weights with a shard that fills a place."""
         least = [0, 0]
         if view is not None:
             for dim in _open_dims(parameter):
@@ -218,7 +218,7 @@ class WeightStacker:
 def _padded(
     parts: Sequence[Tensor | None], absent: float, multiples: Sequence[int], least: Sequence[int]
 ) -> Tensor | None:
-    """Stack parts, with `absent` in missing rows, columns and parts; None if all are missing."""
+    """Stack parts, with `absent` for missing rows, columns and parts; None without any part."""
     present = [part for part in parts if part is not None]
     if not present:
         return None
@@ -238,7 +238,7 @@ def _sharded_dim(parameter: Parameter) -> int:
 
 
 def _open_dims(parameter: Parameter) -> tuple[int, ...]:
-    """Return the dims of a stack with sizes that depend on the adapters, such as their rank."""
+    """Return a stack's dims with sizes that depend on the adapters, such as their rank."""
     dims = len(parameter.type.dims)
     sizes = enumerate(parameter.type.shape)
     return tuple(_stack_dim(parameter, at - dims) for at, n in sizes if not isinstance(n, int))
@@ -281,14 +281,14 @@ class _StackedParameter:
         return 0 if self._stack is None else self._stack.nbytes
 
     def put(self, slot: int, adapter: Adapter, layer: int, stacker: WeightStacker) -> bool:
-        """Write an adapter's weights into a slot; returns False if they do not fit."""
+        """Write an adapter's weights into a slot; return False if the weights do not fit."""
         view = None if self._stack is None else self._stack[slot]
         has = stacker.write(view, adapter, self._parameter, layer)
         self._present[slot] = bool(has)
         return has is not None
 
     def bound(self, slots: slice, segments: Segments) -> SegmentedWeight | None:
-        """Return the weight that the program reads; None if no adapter has a weight there."""
+        """Return the program's weight; None if no adapter has the weight."""
         if self._stack is None or not any(self._present[slots]):
             return None
         weight = self._stack[slots]
@@ -297,11 +297,11 @@ class _StackedParameter:
 
 
 JOINED_BYTES = 2**20
-"""Up to this size a joined B stays in the CPU's cache and is read whole, zeros included."""
+"""The maximum size of a joined B that stays in the CPU's cache, and is read with its zeros."""
 
 
 class _StackedLora:
-    """The LoRA of modules with one input: A joined, and B joined for modules of equal size."""
+    """The LoRA of modules with a common input: joined A, and joined B of modules of equal size."""
 
     def __init__(
         self,
@@ -413,7 +413,7 @@ StackedWeight: TypeAlias = _StackedParameter | _StackedLora
 _LoraRuns: TypeAlias = tuple[LoraRun, ...]
 
 _CUT = 32
-"""Ranges of slots whose views are kept; the running adapters change every few steps, and by few."""
+"""Number of ranges of slots with cached views, as running adapters change slowly."""
 
 
 @dataclass(frozen=True)
@@ -428,14 +428,14 @@ class _OutputRun:
 
 
 def _empty_b(like: Tensor, count: int, run: _OutputRun) -> Tensor:
-    """Return zeros, [slots, outputs, out, rank], stored as the product reads them."""
+    """Return zeros, [slots, outputs, out, rank], in the product's layout."""
     if is_native(like.device, like.dtype):
         return like.new_zeros(count, run.count, run.rank, run.out).transpose(2, 3)
     return like.new_zeros(count, run.count, run.out, run.rank)
 
 
 def _runs(ranks: Sequence[int], modules: Sequence[LoraModule]) -> list[_OutputRun]:
-    """Group the modules that have a rank into as few runs as possible."""
+    """Group the modules with ranks above 0 into as few runs as possible."""
     runs: list[_OutputRun] = []
     row = 0
     for rank, module in zip(ranks, modules, strict=True):

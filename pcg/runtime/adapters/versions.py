@@ -1,15 +1,15 @@
-"""Versions of the adapters that are served: name@number, each with a digest of its weights.
+"""Versions of served adapters: name@number, each with a digest of its weights.
 
-A name counts its versions from 1 on and never uses a number twice, also after the adapter was
-removed. Replacing an adapter, publishing a trained adapter and changing one in place each create a
-version.
+The versions of a name are numbered from 1, and no number is used twice, even after the adapter is
+removed. Replacing an adapter, publishing a trained adapter, and changing an adapter in place each
+create a version.
 
-    digest = sha256(configuration, tensors as they are saved)    `pcg.peft.adapter_files.digest_of`
+    digest = sha256(configuration, saved tensors)    `pcg.peft.adapter_files.digest_of`
 
-Hashing takes a millisecond for a MiB or two, so it runs on a thread of its own: once an engine on a
-thread serves the version, or when a version that answered requests is replaced; otherwise when the
-digest is first read. A version keeps no weights alive: if they are gone or changed before their
-digest was computed, the digest stays unknown.
+Hashing takes a millisecond per MiB or two, so it runs on a separate thread: when an engine on a
+thread first serves the version, or when a version that answered requests is replaced; otherwise
+when the digest is first read. A version keeps no weights alive: if weights are freed or changed
+before hashing, the digest stays unknown.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ from pcg.peft.adapter_files import digest_of
 from pcg.units import shown
 
 _GONE_NAMES = 65_536
-"""Names without an adapter whose last number is remembered; older ones go on from the highest."""
+"""Number of removed names with a remembered last number; older names continue at the maximum."""
 _MOST_WAITING = 8
-"""Replaced versions whose weights wait to be hashed; of more, the digest stays unknown."""
+"""Maximum number of replaced versions that wait for hashing; further digests stay unknown."""
 
 
 class VersionName(NamedTuple):
@@ -46,17 +46,17 @@ class VersionName(NamedTuple):
 
 
 class AdapterVersion:
-    """A version of an adapter that is served, or was; its text is `name@number`.
+    """A version of a current or former served adapter; its text is `name@number`.
 
     Attributes:
-        name: the adapter's.
-        number: counts the versions of the name, from 1 on.
+        name: the adapter's name.
+        number: the number of the version, from 1.
     """
 
     def __init__(
         self, name: str, number: int, adapter: Adapter | None = None, digest: str | None = None
     ) -> None:
-        """Create a version; of an adapter in another process only the digest is known."""
+        """Create a version, with an adapter, or the digest of an adapter in another process."""
         self.name = name
         self.number = number
         self._adapter: Callable[[], Adapter | None] = _nothing
@@ -67,7 +67,7 @@ class AdapterVersion:
 
     @property
     def digest(self) -> str | None:
-        """`sha256:` and 64 hexadecimal digits, computed now if need be; None if it is unknown."""
+        """The digest, "sha256:" and 64 hexadecimal digits, computed on demand; None if unknown."""
         adapter = self._adapter()
         if self._digest is None and adapter is not None:
             self.compute(adapter)
@@ -75,7 +75,7 @@ class AdapterVersion:
 
     @property
     def known_digest(self) -> str | None:
-        """The digest if it was computed already."""
+        """The digest if already computed, else None."""
         return self._digest
 
     @property
@@ -83,17 +83,17 @@ class AdapterVersion:
         return VersionName(self.name, self.number)
 
     def compute(self, adapter: Adapter) -> None:
-        """Compute the digest of this version's adapter, unless that was done."""
+        """Compute the digest of this version's adapter, unless already computed."""
         with self._lock:
             if self._digest is None:
                 self._digest = digest_of(adapter)
 
     def lose(self) -> None:
-        """Mark the tensors as changed: a digest that was not computed stays unknown."""
+        """Mark the tensors as changed; a digest not yet computed stays unknown."""
         self._adapter = _nothing
 
     def learn(self, digest: str | None) -> None:
-        """Take a digest that was computed in another process."""
+        """Set a digest computed in another process."""
         self._digest = digest
 
     def __str__(self) -> str:
@@ -120,9 +120,9 @@ class _Served:
     """A version and its use.
 
     Attributes:
-        is_asked: it has answered a request.
-        is_past: no later request can name it.
-        is_hashed: its digest was requested in the background.
+        is_asked: True if the version has answered a request.
+        is_past: True if no later request can name the version.
+        is_hashed: True if the digest was requested in the background.
     """
 
     version: AdapterVersion
@@ -132,12 +132,12 @@ class _Served:
 
 
 class Versions:
-    """The versions of one executor's adapters; thread-safe.
+    """The versions of an executor's adapters; thread-safe.
 
     Args:
-        device: the device of adapters that are trained.
-        collects: collect garbage before adapters are listed. Ranks compile one program, so all of
-            them have to list the same adapters.
+        device: the device of adapters in training.
+        collects: collect garbage before listing adapters, because ranks must list the same adapters
+            to compile the same program.
 
     Attributes:
         agreed: over ranks with a leader, replaces the live adapters of this rank by those of rank
@@ -158,7 +158,7 @@ class Versions:
         self._listeners: list[Callable[[str, Adapter | None], None]] = []
 
     def listen(self, tell: Callable[[str, Adapter | None], None]) -> Callable[[], None]:
-        """Call a function with the adapter that a name has from now on, or None for a removed name.
+        """Call a function on each change of a name, with the new adapter, or None if removed.
 
         Returns:
             A function that ends the calls.
@@ -191,7 +191,7 @@ class Versions:
         return None if served is None else served.version
 
     def named(self, name: VersionName) -> Adapter:
-        """Return the adapter of a version. AdapterNotFoundError: it is gone, or never was."""
+        """Return the adapter of a version. AdapterNotFoundError: no such live adapter."""
         with self._lock:
             adapter = self._named.get(name)
         if adapter is None:
@@ -199,7 +199,7 @@ class Versions:
         return adapter
 
     def hash(self, names: Sequence[VersionName]) -> Future[list[str | None]]:
-        """Compute the digests of versions beside the steps; None of those that are gone."""
+        """Compute the digests of versions in the background; None for freed weights."""
 
         def digest(name: VersionName) -> str | None:
             try:
@@ -213,8 +213,7 @@ class Versions:
     def answer(self, adapter: Adapter, *, hashes: bool) -> AdapterVersion | None:
         """Return the version that answers a request; `hashes` computes its digest later.
 
-        In any case the digest is computed before the weights of a version that answers are
-        released.
+        In any case, the digest is computed before the weights are released.
         """
         with self._lock:
             served = self._of.get(adapter)
@@ -226,7 +225,7 @@ class Versions:
             return served.version
 
     def end(self, adapter: Adapter, *, is_removed: bool = False) -> None:
-        """Note that no later request can name a version; if it is removed, nor its adapter."""
+        """Mark a version that no later request can name; `is_removed` if its name is removed."""
         with self._lock:
             served = self._of.get(adapter)
             if served is not None:
@@ -258,7 +257,7 @@ class Versions:
             )
 
     def checked(self, adapter: Adapter | None) -> Adapter | None:
-        """Return an adapter, or None. AdapterError: it has a wrong type, or was never served."""
+        """Return an adapter, or None. AdapterError: a wrong type, or a never served adapter."""
         if not isinstance(adapter, Adapter | None):
             raise AdapterError(
                 f"adapter={shown(adapter)}; use one of the executor's `adapters`, its name, or None"
@@ -271,7 +270,7 @@ class Versions:
         return adapter
 
     def alive(self) -> list[Adapter]:
-        """Return the served adapters, and the adapters that running requests hold."""
+        """Return the served adapters, and the adapters of running requests."""
         if self._collects:
             gc.collect()
         with self._lock:

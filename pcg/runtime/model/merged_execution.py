@@ -81,7 +81,7 @@ class MergedExecution(Generic[Result]):
         for index, product in self._asked.items():
             products[index] = product
             if parts := self._parts.get(index):
-                # A part that a function waits for, else the most common part; equal for all functions.
+                # A part that a function waits for, else the most common; equal for all functions.
                 part = max(parts, key=lambda p: (p.key in single, counts[p.key], p.key))
                 parts.remove(part)
                 products[index] = self._running[index] = part
