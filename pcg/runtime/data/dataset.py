@@ -2,13 +2,12 @@
 
     files or rows (`sources`) → samples (`formats`) → Example(ids, labels)
 
-`labels[i]` belongs to position i's own token, as in transformers: it is `ids[i]` if the token is
-learned and -100 if not. The shift by one happens in the loss: position i's logits are compared with
-`labels[i + 1]`, and `labels[0]` is never used.
+`labels[i]` belongs to the token at position i, as in transformers: `ids[i]` if the token is learned
+and -100 if not. The loss shifts the labels: logits at position i are compared with `labels[i + 1]`,
+and `labels[0]` is never used.
 
-A token is learned if it stands for any learned character. Text is tokenized as a whole and
-characters are followed through the tokenizer's offsets, so a label never depends on the tokens of a
-part of the text.
+A token is learned if it covers a learned character. Text is tokenized as a whole, and characters
+are mapped by the tokenizer's offsets, so that labels never depend on tokenizing a part of the text.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -53,9 +52,9 @@ class Dataset(Sequence[Example]):
         examples: the examples in the order of the rows.
         format: name of the rows' format; "document" for a plain text file.
         truncated: number of examples that were cut to the maximum length.
-        dropped: number of rows without anything left to learn.
-        places: the place of each example, as "train.jsonl line 7"; empty if unknown.
-        checked: the model sizes that all examples fit; None if they were not checked.
+        dropped: number of rows without target tokens.
+        places: the place of each example, such as "train.jsonl line 7"; empty if unknown.
+        checked: the model sizes that all examples fit; None if unchecked.
     """
 
     examples: tuple[Example, ...]
@@ -89,19 +88,20 @@ class Dataset(Sequence[Example]):
 
 @dataclass(frozen=True)
 class ReadOptions:
-    """Options of how rows become examples.
+    """Options for converting rows to examples.
 
     Attributes:
-        max_length: the most tokens of an example; longer examples keep their head. A plain text
-            file is cut into consecutive examples of that length instead. None keeps all.
-        format: a name of `formats.FORMATS`; "auto" detects it from the first row.
-        append_eos: end text that is not a chat with the end-of-sequence token, and learn it.
-        empty: "error" raises at a row without a target token; "drop" leaves it out and counts it.
-        limits: the most data to read.
+        max_length: the maximum number of tokens of an example; longer examples are truncated at the
+            end, and plain text files are cut into consecutive examples of this length. None for no
+            maximum.
+        format: a name of `formats.FORMATS`; "auto" detects the format from the first row.
+        append_eos: append the end-of-sequence token as a target to text other than chats.
+        empty: "error" to raise for a row without target tokens; "drop" to drop and count it.
+        limits: the limits of data.
         pairs: rows have a preferred and another output; each row becomes two examples, the
             preferred output first.
     Raises:
-        DataError: a value is out of its range.
+        DataError: a value is out of range.
     """
 
     max_length: int | None = None
@@ -133,10 +133,10 @@ def load_examples(
     """Read and tokenize finetuning data.
 
     Args:
-        source: paths of .jsonl or .txt files, or rows in memory; `sources` has all of its kinds.
-        max_length, format, append_eos, empty, limits: as of `ReadOptions`.
+        source: paths of .jsonl or .txt files, or rows in memory; see `sources` for all kinds.
+        max_length, format, append_eos, empty, limits: see `ReadOptions`.
     Raises:
-        DataError: the data cannot be read, with file and line; or nothing at all is left.
+        DataError: the data cannot be read (names file and line), or has no examples.
     """
     options = ReadOptions(max_length, format, append_eos, empty, limits)
     reader = ExampleReader(gather(source), tokenizer, options)
@@ -147,11 +147,11 @@ def load_examples(
 
 @dataclass
 class ExampleReader:
-    """Iterates over the examples of data, each with its place; counts the rows that it leaves out.
+    """Iterates over the examples of data, each with its place, and counts dropped rows.
 
     Attributes:
-        format: name of the rows' format, once a row was read.
-        truncated, dropped: as of `Dataset`, so far.
+        format: name of the rows' format, after reading the first row.
+        truncated, dropped: current counts; see `Dataset`.
     """
 
     data: Gathered
@@ -162,7 +162,7 @@ class ExampleReader:
     dropped: int = field(default=0, init=False)
 
     def __iter__(self) -> Iterator[tuple[Example, str]]:
-        """Yield each example with its place. DataError: as of `load_examples`."""
+        """Yield each example with its place. DataError: see `load_examples`."""
         rows = read_rows(self.data, self.options.limits)
         if self.options.pairs:
             examples = self._pairs(rows)
@@ -191,7 +191,7 @@ class ExampleReader:
                 yield example, row.where
 
     def _pairs(self, rows: Iterator[Row]) -> Iterator[tuple[Example, str]]:
-        """Yield two examples of each row; drop a row if one of them has nothing to learn."""
+        """Yield two examples per row; drop a row if an example has no target tokens."""
         self.format = "preference"
         for row in rows:
             chosen, rejected = (
@@ -218,13 +218,13 @@ class ExampleReader:
         raise _nothing_to_learn(row, sample, whole_targets, length, options.max_length)
 
     def _documents(self, rows: Iterator[Row]) -> Iterator[tuple[Example, str]]:
-        """Cut texts into consecutive examples; every token but the first of each is learned."""
+        """Cut texts into consecutive examples; all tokens except each first are learned."""
         self.format, options = "document", self.options
         for row in rows:
             sample = TextSample("", row.value)
             whole = tokenize(sample, self.tokenizer, row.where, options.append_eos)
             size = options.max_length or max(len(whole.ids), 1)
-            # A last part of one token has nothing to predict.
+            # A last part with a single token has no target.
             starts = range(0, len(whole.ids) - 1, size)
             if not starts or not row.value.strip():
                 raise DataError(f"{row.where} is empty; there is nothing to learn")
@@ -234,10 +234,10 @@ class ExampleReader:
 
 
 def tokenize(sample: Sample, tokenizer: Tokenizer, where: str, append_eos: bool = True) -> Example:
-    """Return the tokens and labels of one sample; `append_eos` ends a `TextSample` with that token.
+    """Return the tokens and labels of a sample; `append_eos` applies to a `TextSample`.
 
     Raises:
-        DataError: a chat cannot be rendered, or a text not be encoded; `where` names its row.
+        DataError: a chat cannot be rendered, or a text cannot be encoded; `where` names the row.
     """
     if isinstance(sample, TokenSample):
         return Example(sample.ids, sample.labels)
@@ -296,10 +296,10 @@ def _tokenize_chat(sample: ChatSample, tokenizer: Tokenizer) -> Example:
 
 
 def _labels(encoding: Encoding, spans: Sequence[Span]) -> list[int]:
-    """Label the tokens that stand for a character in any of the spans, the others -100.
+    """Label the tokens that cover a character in any span, and other tokens -100.
 
-    An empty token is a space with offsets trimmed to its end, or has no text at all; it belongs to
-    the character before it.
+    An empty token is a space with offsets trimmed to its end, or has no text; it belongs to the
+    character before it.
     """
     labels = [IGNORED] * len(encoding.ids)
     for index, (start, end) in enumerate(encoding.offsets):

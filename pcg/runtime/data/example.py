@@ -1,4 +1,4 @@
-"""An example: tokens, and which of them are learned."""
+"""Examples: tokens and labels."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ IGNORED = -100
 
 @dataclass(frozen=True, slots=True)
 class Example:
-    """One sequence to learn from.
+    """A training sequence.
 
     Attributes:
-        ids: its tokens, a list or an array of ints.
-        labels: one for each token: `ids[i]`, or -100 if token i is not learned. Not shifted.
+        ids: the tokens, a list or an array of ints.
+        labels: the unshifted labels: `ids[i]`, or -100 if token i is not learned.
     """
 
     ids: Sequence[int]
@@ -34,18 +34,18 @@ class Example:
                 object.__setattr__(self, name, _listed(values))
 
     def cut(self, length: int) -> Example:
-        """Return its first tokens, at most `length`."""
+        """Return an example of the first tokens, at most `length`."""
         return Example(self.ids[:length], self.labels[:length])
 
     @property
     def targets(self) -> int:
-        """The number of tokens that the loss counts; nothing predicts the first."""
+        """The number of target tokens; the first token is never a target."""
         predicted = self.labels[1:]
         return len(predicted) - predicted.count(IGNORED)
 
 
 def _listed(values: Any) -> list[int]:
-    """The values of an array or a tensor of any library, of a tuple, or of another iterable."""
+    """Return the values of any library's array or tensor, a tuple, or another iterable."""
     listed = values.tolist() if hasattr(values, "tolist") else values
     try:
         return list(listed)
@@ -57,11 +57,11 @@ def _listed(values: Any) -> list[int]:
 
 @dataclass(frozen=True)
 class ModelSizes:
-    """The sizes of a model that an example has to fit.
+    """The sizes of a model, for checking examples.
 
     Attributes:
         vocabulary: number of tokens of the model's vocabulary.
-        max_positions: number of its positions; None without bound.
+        max_positions: number of positions; None without bound.
     """
 
     vocabulary: int

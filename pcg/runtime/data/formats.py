@@ -1,4 +1,4 @@
-"""The formats of finetuning rows, and the parts of each that are learned.
+"""The formats of finetuning rows, and the learned parts of each format.
 
     tokens             {"input_ids", "labels"?}                             labels but -100, or all
     chat               {"messages": [{"role", "content"}, …], "tools"?}     assistant messages
@@ -8,8 +8,8 @@
     text               {"text"}, or a string                                all of it
 
 The format is the first of these with values for all its keys in the first row, and all rows must
-have that format; tokens come first, as their source text may be left in the row. Messages may have
-keys against learning them (`LEARNS`): "weight": 0, "train": false, "mask": true, and others.
+have that format; tokens are first, as rows may also contain their source text. Messages may have
+keys that exclude them from learning (`LEARNS`): "weight": 0, "train": false, "mask": true, ….
 
 `COLUMNS` has the other columns that change the meaning of a row in the libraries that define them.
 A format reads such a column or refuses it; all others, such as an id, are ignored.
@@ -17,12 +17,12 @@ A format reads such a column or refuses it; all others, such as an id, are ignor
 Rows of preferences have a prompt, a preferred output and another output:
 
     TRL      {"prompt", "chosen", "rejected", "tools"?}: texts or message lists
-             {"chosen", "rejected"}: the prompt is their common beginning
+             {"chosen", "rejected"}: the prompt is their common prefix
     OpenAI   {"input": {"messages", "tools"?}, "preferred_output", "non_preferred_output"}
 
-Of chats the assistant's messages behind the prompt are compared, of texts everything. If the
-outputs begin with the prompt's messages, these count once. Other columns are read, refused or
-ignored as in other formats, and a prompt of another name is refused.
+In chats, the assistant's messages after the prompt are compared; in texts, the whole outputs. If
+the outputs start with the prompt's messages, these count once. Other columns are read, refused or
+ignored as in other formats, and a prompt under another name is refused.
 """
 
 from __future__ import annotations
@@ -70,11 +70,11 @@ class TextSample:
 
 @dataclass(frozen=True)
 class ChatSample:
-    """Messages; those at the indexes `learn` are learned.
+    """Messages, with the indexes `learn` of learned messages.
 
     Attributes:
         tools: JSON schemas of functions, for the chat template.
-        variables: other variables that the template reads, as enable_thinking.
+        variables: other variables of the template, such as enable_thinking.
     """
 
     messages: Sequence[Message]
@@ -85,7 +85,7 @@ class ChatSample:
 
 @dataclass(frozen=True)
 class TokenSample:
-    """Tokens, each with its own as its label, or with -100 if it is not learned."""
+    """Tokens with unshifted labels: the token itself, or -100 if it is not learned."""
 
     ids: Sequence[int]
     labels: Sequence[int]
@@ -113,8 +113,8 @@ class Column:
     """A column that changes the meaning of a row.
 
     Attributes:
-        fix: what to do about it in a format that does not read it.
-        is_neutral: returns True for a value without effect, such as an empty one.
+        fix: the hint for formats that do not read the column.
+        is_neutral: returns True for a value without effect, such as an empty text.
     """
 
     fix: str
@@ -366,7 +366,7 @@ def chat_sample(
 
 
 def _is_learned(message: dict[str, Any], place: str) -> bool:
-    """Return whether a message is learned, and remove the keys that decide it."""
+    """Return True if a message is learned, and remove the keys that decide it."""
     for name, fix in UNREAD.items():
         if message.get(name):
             raise DataError(f"{place} has {name!r}; {fix}")
@@ -404,7 +404,7 @@ LEARNS: Mapping[str, tuple[Any, Any]] = {
     "loss": (False, True),
     "loss_weight": (0, 1),
 }
-"""Keys of a message that say whether it is learned: the value for no, and that for yes.
+"""Keys of a message that exclude or include it in learning: the values for no and yes.
 
 Source: OpenAI and ShareGPT; axolotl's message_field_training; ms-swift; LLaMA-Factory.
 """
@@ -416,7 +416,7 @@ UNREAD = {
     ),
     **dict.fromkeys(MEDIA, _MEDIA.fix),
 }
-"""Keys of a message that change what it means and are not read."""
+"""Unsupported keys that change the meaning of a message, with hints."""
 _SYSTEM = ("system", "system_prompt")
 _RESERVED = frozenset(("messages", "tools", "add_generation_prompt", "chat_template"))
 OF_CHATS = (*_SYSTEM, "tools", "chat_template_kwargs")
@@ -443,7 +443,7 @@ READ_KEYS = frozenset({"labels", "attention_mask", *PROMPTS, *COLUMNS}).union(
 
 
 Pair = tuple[Sample, Sample]
-"""The preferred sample, and the other one."""
+"""The preferred sample, and the other sample."""
 _OPENAI = ("preferred_output", "non_preferred_output")
 _TRL = ("chosen", "rejected")
 

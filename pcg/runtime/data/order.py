@@ -1,8 +1,8 @@
 """The order of finetuning's examples: seeded, cut into batches, resumable anywhere.
 
-The order of an epoch is a function of (seed, epoch), and a position is (epoch, index), so that an
-interrupted job goes on with the batch it would have had. Batches are token-flat, without padding:
-`max_tokens` bounds the sum of lengths.
+The order of an epoch is a function of (seed, epoch), and a position is (epoch, index), so that a
+resumed job continues with the next batch of the interrupted job. Batches are token-flat, without
+padding: `max_tokens` bounds the sum of lengths.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from pcg.units import shown
 class Batches:
     """Batches of examples, epoch after epoch.
 
-    Iterating yields the rest of the current epoch and ends with it; iterating again yields the
-    next. The position moves on before a batch is yielded: a state saved while a batch is being
-    worked on resumes with the batch after it.
+    Iterating yields the rest of the current epoch and ends with it; iterating again yields the next
+    epoch. The position advances before a batch is yielded, so that a state saved during the
+    processing of a batch resumes with the batch after it.
 
     Args:
-        examples: at least one.
-        batch_size: examples a batch; the last of an epoch may have fewer.
-        max_tokens: tokens a batch; as many examples as fit, in order. Both bounds may be given.
-        shuffle: True for a new order each epoch; else that of `examples`.
+        examples: a non-empty list.
+        batch_size: examples per batch; the last batch of an epoch may have fewer.
+        max_tokens: tokens per batch: as many examples as fit, in order. Both bounds may be given.
+        shuffle: True for a new order in each epoch; False for the order of `examples`.
 
     Attributes:
         epoch: epoch of the next batch, from 0.
@@ -75,13 +75,13 @@ class Batches:
         self._plan = self.plan(0)
 
     def largest(self, virtual: int = 0, replicas: int = 1, parts: int = 1) -> tuple[int, int]:
-        """Return the most examples, and the most tokens, that a batch of any epoch may have.
+        """Return the maximum numbers of examples and of tokens in a batch of any epoch.
 
         Args:
-            virtual: tokens that come before each example, and do not count for `max_tokens`.
-            replicas: how many a batch is divided over, as `pcg.ranks.step_parts` does.
-            parts: how many each of its sequences is divided in, by two chunks each, as
-                `pcg.ranks.step_parts` does.
+            virtual: tokens before each example, which do not count for `max_tokens`.
+            replicas: the number of replicas that share a batch (`pcg.ranks.step_parts`).
+            parts: the number of ranks that share each sequence, by two chunks each
+                (`pcg.ranks.step_parts`).
         """
         size, most = self._settings["batch_size"], self._settings["max_tokens"]
         lengths = sorted(self._lengths)
@@ -99,7 +99,7 @@ class Batches:
         """Return the indexes of the examples in each batch of an epoch."""
         order = list(range(len(self._examples)))
         if self._settings["shuffle"]:
-            # Seeded by text, so that the order is alike on all platforms and new each epoch.
+            # Seeded by text, so that the order is equal on all platforms, and differs by epoch.
             random.Random(f"{self._settings['seed']}:{epoch}").shuffle(order)
         size, most = self._settings["batch_size"], self._settings["max_tokens"]
         batches: list[list[int]] = []
@@ -139,7 +139,7 @@ class Batches:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go to a saved position. FinetuneError: it was saved with other examples or settings."""
+        """Load a saved position. FinetuneError: saved with other examples or settings."""
         expected = self.state_dict()
         for key in expected:
             if key not in state:

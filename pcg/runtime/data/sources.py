@@ -1,25 +1,24 @@
 """Sources of finetuning data, their rows and limits, and frames of examples between processes.
 
-    a path, or several                                files
+    a path, or a list of paths                        files
     a dataset of `datasets`, any iterable             its rows
     a frame of pandas or polars, a table of pyarrow   its rows
     a dict of columns                                 its rows
     a DatasetDict                                     `train` to learn, `validation` to evaluate
 
-The libraries are recognised by the interfaces of their objects; none of them is imported. Other
-sources are refused: a source that iterates over something other than its rows, as a dict over its
-keys, would be learned. A file is JSON lines (.jsonl, .ndjson, .json), a row a line, or plain text
-(.txt), which is one document. Rows in memory are dicts and strings. Limits keep one job from taking
-the memory and the time of others.
+The libraries are recognised by the interfaces of their objects, without imports. Other sources are
+refused, as they may iterate over something other than rows, such as a dict over its keys. A file
+has JSON lines (.jsonl, .ndjson, .json), with a row per line, or plain text (.txt), which is a
+single document. Rows in memory are dicts and strings. Limits protect other jobs' memory and time.
 
-Frames carry examples as bytes from the process that tokenizes to the process that trains:
+Frames carry examples as bytes from the tokenizing process to the training process:
 
-    frame   one line of JSON, and the bytes that it announces
+    frame   a line of JSON, and the announced bytes
     batch   {"places": […], "lengths": […]}, then the ids and the labels of all examples, int64
     end     {"format": …, "truncated": …, "dropped": …}
     error   {"error": name of a class of `pcg.errors`, "message": …}
 
-They are not pickled: a chat template is an untrusted program, and runs in the other process.
+Frames are not pickled, as the tokenizing process runs chat templates, which are untrusted programs.
 """
 
 from __future__ import annotations
@@ -44,19 +43,18 @@ from pcg.units import counted, shown
 
 @dataclass(frozen=True)
 class DataLimits:
-    """The most data of one job, and the most jobs that are prepared at the same time.
+    """Limits of a job's data, and of jobs under preparation.
 
     Training and evaluation data are counted separately.
 
     Attributes:
-        rows: rows of the data.
-        row_bytes: bytes of a row: those of its line in a file, or of all texts of a row in memory.
-            A plain text file is no row, and only bounded by `total_bytes`.
-        total_bytes: bytes of all rows together.
-        tokens: tokens of a row, before it is cut to its maximum length.
-        at_once: jobs with data that is tokenized at the same time, each in its own process; others
-            wait.
-        waiting: jobs that are prepared or wait for it; more are refused.
+        rows: maximum number of rows.
+        row_bytes: maximum bytes of a row: of its line in a file, or of all its texts in memory. A
+            plain text file is not a row, and limited only by `total_bytes`.
+        total_bytes: maximum bytes of all rows together.
+        tokens: maximum number of tokens of a row, before truncation.
+        at_once: maximum number of concurrent tokenizing processes, one per job; other jobs wait.
+        waiting: maximum number of jobs in preparation or waiting for it; more are refused.
     Raises:
         DataError: a limit is less than 1.
     """
@@ -78,7 +76,7 @@ class DataLimits:
 
 
 UNLIMITED = DataLimits(*(sys.maxsize for _ in fields(DataLimits)))
-"""No limits: of data that its owner reads."""
+"""No limits, for data that its owner reads."""
 
 
 class RowMeter:
@@ -90,7 +88,7 @@ class RowMeter:
         self._bytes = 0
 
     def add(self, size_bytes: int, where: str, is_document: bool = False) -> None:
-        """Count a row. DataError: it is too large, or there are too many; `where` names it."""
+        """Count a row. DataError: the row is too large, or one row too many; `where` names it."""
         limits = self.limits
         self._rows += 1
         self._bytes += size_bytes
@@ -121,11 +119,11 @@ def check_tokens(count: int, where: str, limits: DataLimits) -> None:
 
 
 _ITEM_BYTES = 8
-"""Bytes that a value other than a text counts, so that no row is for nothing."""
+"""Counted bytes of a value other than text, so that every row counts."""
 
 
 def bytes_of(row: object, most: int = sys.maxsize) -> int:
-    """Return the bytes of the texts and values in a row in memory; beyond `most`, some of them."""
+    """Return the bytes of texts and values of a row in memory, counting up to about `most`."""
     total, left = 0, [row]
     while left and total <= most:
         value = left.pop()
@@ -141,11 +139,11 @@ def bytes_of(row: object, most: int = sys.maxsize) -> int:
 
 @dataclass(frozen=True)
 class Row:
-    """A row as it was read.
+    """A row of the data.
 
     Attributes:
         where: "train.jsonl line 7", or "data[6]" in memory.
-        value: a dict or a string, not yet checked further.
+        value: a dict or a string, otherwise unchecked.
     """
 
     where: str
@@ -153,10 +151,10 @@ class Row:
 
 
 def holds_documents(data: Gathered) -> bool:
-    """Return True for plain text files, each to be read as one document.
+    """Return True for plain text files, each of which is a document.
 
     Raises:
-        DataError: there are plain text files among others.
+        DataError: plain text files are mixed with other files.
     """
     if isinstance(data, list):
         return False
@@ -170,11 +168,11 @@ def holds_documents(data: Gathered) -> bool:
 
 
 def read_rows(data: Gathered, limits: DataLimits = UNLIMITED) -> Iterator[Row]:
-    """Yield the rows of files or those in memory, in order; a blank line is no row.
+    """Yield the rows of files or in memory, in order; blank lines are skipped.
 
     Raises:
-        DataError: there is no such file, it has an unknown suffix, a line is not UTF-8 or JSON, or
-            there is more than the limits allow.
+        DataError: a file is missing or has an unknown suffix, a line is not UTF-8 or JSON, or the
+            data exceeds the limits.
     """
     meter = RowMeter(limits)
     if isinstance(data, list):
@@ -204,7 +202,7 @@ def _read_file(path: Path, meter: RowMeter) -> Iterator[Row]:
         meter.add(path.stat().st_size, str(path), is_document=True)
         yield Row(str(path), _decode(path.read_bytes(), str(path)))
         return
-    # A line is read no further than it may go.
+    # Read a line only up to its limit.
     most = min(meter.limits.row_bytes, sys.maxsize - 1) + 1
     with path.open("rb") as file:
         for number, line in enumerate(iter(partial(file.readline, most), b""), start=1):
@@ -269,7 +267,7 @@ def write_batch(stream: IO[bytes], placed: Sequence[Placed]) -> None:
 
 
 def read_header(stream: IO[bytes]) -> Header | None:
-    """Read the JSON of the next frame; None where the stream ends."""
+    """Read the JSON of the next frame; None at the end of the stream."""
     line = stream.readline()
     if not line.endswith(b"\n"):
         return None
@@ -302,7 +300,7 @@ def _read_ints(stream: IO[bytes], count: int) -> array[int]:
 JSON_LINES = (".jsonl", ".ndjson", ".json")
 TEXT = (".txt",)
 _OTHERS = (".csv", ".tsv", ".parquet", ".arrow", ".gz", ".zst")
-"""Suffixes of files that are not read, so that a list of their names is no text to learn."""
+"""Unsupported suffixes of data files, so that a list of their names is not taken as text."""
 _LONGEST_NAME = 4096
 
 
@@ -327,16 +325,16 @@ Gathered = tuple[Path, ...] | list[Any]
 
 
 Take = Callable[[Iterator[Any]], list[Any]]
-"""Lists the values of an iterator."""
+"""A function that collects the values of an iterator in a list."""
 
 
 def gather(source: object, take: Take = list) -> Gathered:
-    """Return the files that a source names, or the rows that it holds.
+    """Return the files or the rows of a source.
 
     Args:
-        take: lists the values of a source that is iterated over, which may be the caller's code.
+        take: collects the values of an iterator, which may run the caller's code.
     Raises:
-        DataError: it is none of the kinds of sources, or mixes two.
+        DataError: the source has an unknown kind, or mixes two kinds.
     """
     if isinstance(source, str | Path):
         return (Path(source),)
@@ -397,10 +395,10 @@ def _table_rows(source: Any) -> list[Any] | None:
 
 
 def _row_of_table(row: Any) -> Any:
-    """Return a row without the nulls within its cells.
+    """Return a row without nulls within its cells.
 
-    A column of objects has the keys of all of them, so that a call of one tool has the arguments of
-    every other tool as nulls, which would be learned.
+    In a column of objects, each object has the keys of all objects, so that a tool call has the
+    arguments of all other tools as nulls, which would be learned.
     """
     return {name: _whole(cell) for name, cell in row.items()} if isinstance(row, Mapping) else row
 
@@ -463,7 +461,7 @@ class Splits:
     Attributes:
         train: the source of the training data.
         evaluation: the source of the evaluation data; None without.
-        chosen: words on the splits that were chosen; empty where none had to be.
+        chosen: description of the chosen splits; empty without a choice.
     """
 
     train: Any
@@ -488,8 +486,8 @@ def choose_splits(data: Any, eval_data: Any, most_rows: int | None = None) -> Sp
     Args:
         data: the source of the training data; its `validation` evaluates unless `eval_data` does.
         eval_data: the source of the evaluation data, or None.
-        most_rows: the rows to read of training data without a length, which may be endless; None
-            for all.
+        most_rows: the number of rows to read from training data without a length, which may be
+            endless; None for all.
     Raises:
         DataError: a split is missing.
     """

@@ -1,4 +1,4 @@
-"""Tokenizing in a process of its own, which does not hold the GIL and can be ended at any time."""
+"""Tokenizing in a separate process, which does not hold the GIL and can be ended at any time."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Cancelling:
 
     @property
     def error(self) -> FinetuneError:
-        """The error that a job ends with that was cancelled."""
+        """The error of a cancelled job."""
         return FinetuneError(f"job {self._job!r} was cancelled")
 
     def cancel(self) -> None:
@@ -50,12 +50,12 @@ class Cancelling:
             act()
 
     def check(self) -> None:
-        """Raise a FinetuneError if it was cancelled."""
+        """Raise a FinetuneError after cancellation."""
         if self._is_cancelled:
             raise self.error
 
     def add(self, act: Callable[[], None]) -> None:
-        """Call a function, which must not wait, once it is cancelled; now if it is already."""
+        """Call a function, which must not block, on cancellation, or now if already cancelled."""
         with self._lock:
             is_late = self._is_cancelled
             if not is_late:
@@ -65,7 +65,7 @@ class Cancelling:
 
     @contextlib.contextmanager
     def to(self, act: Callable[[], None]) -> Iterator[None]:
-        """Call a function, which must not wait, if it is cancelled before the block ends."""
+        """Call a function, which must not block, on cancellation within the block."""
         self.add(act)
         try:
             yield
@@ -76,9 +76,9 @@ class Cancelling:
 
 
 _ROWS = 64
-"""Rows in memory that are pickled at once, which holds the GIL for as long."""
+"""Number of rows per pickle, which holds the GIL."""
 _PAUSE_S = 1e-3
-"""Between two lots of rows, so that steps go on."""
+"""Pause between two pickles, so that steps can run."""
 _NICE = 10
 """By how much it yields the processor to the engine's steps, a tenth of a core if it has to."""
 _KILLED_BY_SYSTEM = -signal.SIGKILL
@@ -94,10 +94,10 @@ def load_apart(
     """Create and check the examples of files or rows in another process.
 
     Args:
-        tokenizer: the pickled tokenizer; pickling it once spares 0.1 s of the GIL a job.
+        tokenizer: the pickled tokenizer; pickling it once saves 0.1 s of the GIL per job.
     Raises:
-        DataError: as of `load_examples`, or the process ends without a result.
-        FinetuneError: it was cancelled.
+        DataError: see `load_examples`; or the process ended without a result.
+        FinetuneError: the job was cancelled.
     """
     files = tuple(path.absolute() for path in data) if isinstance(data, tuple) else None
     with tempfile.TemporaryFile() as task:
@@ -122,7 +122,7 @@ def _write_rows(rows: list[Any], task: BinaryIO, cancelling: Cancelling) -> None
             task.write(pickle.dumps(lot))
         except OSError:
             raise
-        except Exception as error:  # whatever a class's own pickling raises
+        except Exception as error:  # custom pickling may raise any error
             raise DataError(
                 f"data[{start}] or one of the {len(lot) - 1} rows behind it has an object that "
                 f"cannot be pickled ({type(error).__name__}: {error}); give dicts, lists, texts "

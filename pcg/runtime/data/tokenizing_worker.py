@@ -23,9 +23,9 @@ from pcg.runtime.data.sources import Placed, write_batch, write_frame
 from pcg.runtime.text.tokenizer import Tokenizer
 
 NICENESS = 10
-"""By so much the system prefers the engine's threads."""
+"""The nice value of this process, below the priority of the engine's threads."""
 _BATCH = 64
-"""Examples of a frame, so that reading one holds the GIL for a fraction of a millisecond."""
+"""Examples per frame, so that reading a frame holds the GIL for a fraction of a millisecond."""
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ def main() -> None:
     """Write the examples of the task at standard input as frames to standard output."""
     end_with_parent(int(sys.argv[1]))
     os.nice(NICENESS)
-    # Whatever prints does not print into the frames.
+    # Keep other output out of the frames.
     with os.fdopen(os.dup(1), "wb") as frames:
         os.dup2(2, 1)
         try:

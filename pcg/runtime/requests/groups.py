@@ -1,8 +1,8 @@
-"""Continuations of one prompt (`n` or `best_of` above 1), and deadlines of requests.
+"""Continuations of a prompt (`n` or `best_of` above 1), and deadlines of requests.
 
-The first continuation computes the prompt. The others begin where the prompt ends, share its pages
-(`Scheduler.fork`), and have their own samplers. Of `best_of` continuations, the n with the highest
-log-probability of all their tokens are returned, the best first, after all have ended.
+The first continuation computes the prompt. Further continuations start at the end of the prompt,
+share its pages (`Scheduler.fork`), and have their own samplers. With `best_of`, the n continuations
+with the highest log-probability of all their tokens are returned, the best first, after all end.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from pcg.runtime.requests.sequence import Sequence
 
 
 class Groups:
-    """The continuations of the requests of an engine that have several.
+    """The groups of continuations in an engine.
 
     Attributes:
         of_all: the group of each continuation.
@@ -29,14 +29,14 @@ class Groups:
         self._first: dict[str, Sequence] = {}
 
     def add(self, first: Sequence) -> None:
-        """Note the continuations of a request: the first, and those that follow it."""
+        """Add the continuations of a request: the first, and its followers."""
         if first.followers:
             group = _Group([first, *first.followers])
             self.of_all.update(dict.fromkeys(group.sequences, group))
             self._first[first.id] = first
 
     def first(self, request: str) -> Sequence | None:
-        """Return the first of several continuations of a request, ended or not."""
+        """Return the first continuation of a request with several, even if it has ended."""
         return self._first.get(request)
 
     def of(self, sequence: Sequence) -> List[Sequence]:
@@ -45,7 +45,7 @@ class Groups:
         return (sequence,) if group is None else group.sequences
 
     def handed_out(self, sequence: Sequence, chunk: Chunk) -> List[Chunk]:
-        """Return the chunks to hand out for a continuation's new chunk."""
+        """Return the chunks to deliver for a continuation's new chunk."""
         group = self.of_all.get(sequence)
         if group is None:
             return (chunk,)
@@ -67,7 +67,7 @@ class _Group:
         self._has_failed = False
 
     def handed_out(self, sequence: Sequence, chunk: Chunk) -> List[Chunk]:
-        if sequence.is_over:  # few chunks are the last of one
+        if sequence.is_over:  # rare: the last chunk of a continuation
             self.left = sum(not continuation.is_over for continuation in self.sequences)
         if self._has_failed:
             return ()
@@ -82,7 +82,7 @@ class _Group:
         return () if self.left else self._best(chunk, self._chosen)
 
     def _best(self, last: Chunk, count: int) -> list[Chunk]:
-        """Return whole continuations; those with a regular end come before others."""
+        """Return whole continuations, with regularly ended continuations first."""
         ranked = sorted(
             self._completions,
             key=lambda pair: (
@@ -117,7 +117,7 @@ class Deadlines:
         return len(self._due)
 
     def add(self, due_s: float, request: List[Sequence]) -> None:
-        """Add a request, as its continuations, with the time on the engine's clock."""
+        """Add a request's continuations, with their deadline on the engine's clock."""
         heapq.heappush(self._due, (due_s, next(self._number), request))
         if len(self._due) > self._most:
             self._due = [entry for entry in self._due if not all(each.is_over for each in entry[2])]
@@ -128,4 +128,4 @@ class Deadlines:
         """Yield the requests that have timed out; some of them may have ended."""
         while self._due and self._due[0][0] < now_s:
             yield self._due[0][2]
-            heapq.heappop(self._due)  # once it is ended, so that an error leaves it here
+            heapq.heappop(self._due)  # after the request is ended, so that an error keeps the entry

@@ -20,7 +20,7 @@ _TOLD_OTHERWISE = ("prompt_ids", "params", "adapter", "text")
 
 
 def request_facts(requests: Sequence[Request]) -> Mapping[str, str]:
-    """The texts of requests: prompts, adapters, each field and parameter."""
+    """Return requests as texts: prompts, adapters, each field and parameter."""
     fields = [
         fields_of(request, _TOLD_OTHERWISE) | fields_of(request.params) for request in requests
     ]
@@ -34,7 +34,7 @@ def request_facts(requests: Sequence[Request]) -> Mapping[str, str]:
 def sequence_facts(
     sequences: Sequence[Sequence[int]], adapters: Sequence[ServedAdapter | None]
 ) -> Mapping[str, str]:
-    """The texts of sequences of token ids, and of the adapter of each."""
+    """Return sequences of token ids, and their adapters, as texts."""
     return {
         "the number of prompts": str(len(sequences)),
         "the lengths of prompts": described([len(ids) for ids in sequences]),
@@ -44,7 +44,7 @@ def sequence_facts(
 
 
 def adapter_facts(adapter: Adapter) -> Mapping[str, str]:
-    """The texts of an adapter."""
+    """Return an adapter's facts as texts."""
     named = {
         **{f"weights of {path}": each.tensors for path, each in adapter.weights.items()},
         **{f"the bias of {path}": (bias,) for path, bias in adapter.biases.items()},
@@ -56,7 +56,7 @@ def adapter_facts(adapter: Adapter) -> Mapping[str, str]:
 
 
 def tokenizer_facts(tokenizer: Tokenizer | None) -> Mapping[str, str]:
-    """Return the texts of a tokenizer; empty without a tokenizer."""
+    """Return a tokenizer's facts as texts; empty without a tokenizer."""
     if tokenizer is None:
         return {}
     template = tokenizer.chat_template
@@ -69,12 +69,12 @@ def tokenizer_facts(tokenizer: Tokenizer | None) -> Mapping[str, str]:
 
 
 def option_facts(options: Any, leave: Sequence[str] = ()) -> Mapping[str, str]:
-    """The texts of the fields of a dataclass, without some."""
+    """Return the fields of a dataclass as texts, except the fields in `leave`."""
     return {name: described(value) for name, value in fields_of(options, leave).items()}
 
 
 def _one(values: Sequence[object]) -> object:
-    """The value that all of them are, or all of them."""
+    """Return the common value, or all values if they differ, as text."""
     return values[0] if values and all(each == values[0] for each in values) else list(values)
 
 
@@ -109,10 +109,10 @@ class PlainRequest(msgspec.Struct, array_like=True, frozen=True):
             if (value := getattr(request.params, name)) != getattr(_DEFAULTS, name)
         }
         further = {name: value for name in _OWN if (value := getattr(request, name)) is not None}
-        if not request.params.echo:  # nothing else reads it
+        if not request.params.echo:  # only `echo` reads the text
             further.pop("text", None)
         return cls(request.prompt_ids, params, adapter, further)
 
     def request(self, adapter: ServedAdapter | None) -> Request:
-        """Return the request; errors as of `Request`."""
+        """Return the request; raises the errors of `Request`."""
         return Request(self.prompt_ids, SamplingParams.of(self.params), adapter, **self.own)  # type: ignore[arg-type]

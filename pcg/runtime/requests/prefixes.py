@@ -1,4 +1,4 @@
-"""Prefix caching: requests of one adapter version share the KV blocks of their common beginning.
+"""Prefix caching: requests of the same adapter version share the KV blocks of common prefixes.
 
 A block is a page full of tokens. Its keys and values depend on its tokens, on the tokens before
 them, and on the weights: sequences have no padding, sliding windows drop nothing from the cache,
@@ -7,13 +7,13 @@ and virtual tokens belong to the adapter. So within a version
     digest of block i = sha256(digest of block i - 1, its token ids)
 
 identifies a block. The number of cached tokens reveals earlier requests, so the first digest
-begins with the request's tenant, unless the operator shares between tenants, and its `cache_salt`:
-no tenant finds the blocks of another. Each version has its own index, which is dropped when the
-adapter is replaced, changed or removed. A block can be found from the step on that fills it,
-because every layer writes the keys and values of all tokens of a step before it attends to any.
+includes the request's `cache_salt` and, unless the operator shares between tenants, its tenant: no
+tenant finds another tenant's blocks. Each version has its own index, which is dropped when the
+adapter is replaced, changed or removed. A block can be found from the step that fills it, because
+every layer writes the keys and values of all tokens of a step before attention.
 
 Source: vLLM's automatic prefix caching (blocks by the hashes of their chain). Indexes by version,
-and blocks found behind the first chunk of a prompt, are our own.
+and blocks found after the first chunk of a prompt, are our own.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Prefixes:
     def find(self, sequence: Sequence) -> None:
         """Append the shared blocks that continue a sequence to its table; advance `cached`.
 
-        At least one token is left to compute, and every token with rows to read. A sequence without
+        The last token, and all tokens with rows to read, remain to be computed. A sequence without
         a table gets a table with the first block.
         """
         table, place = sequence.table, 0
@@ -55,7 +55,7 @@ class Prefixes:
             self._share(sequence, sequence.cached)
             place = table.shared
             if place * PAGE_TOKENS != sequence.cached:
-                return  # inside a block, or its version is no longer current
+                return  # within a block, or the version is no longer current
         version, most = sequence.blocks.version, sequence.skippable // PAGE_TOKENS
         assert version is not None
         while place < most and version.pages:
@@ -69,7 +69,7 @@ class Prefixes:
             sequence.cached = place * PAGE_TOKENS
 
     def keep(self, sequence: Sequence, tokens: int) -> None:
-        """Index the blocks that a sequence fills with its next tokens, so that others find them."""
+        """Index the blocks that a sequence fills with its next tokens, for other sequences."""
         end, blocks, table = sequence.cached + tokens, sequence.blocks, sequence.table
         if blocks.known < sequence.request.length:
             # The prompt's tokens that were found in the cache since the last call.
@@ -83,14 +83,14 @@ class Prefixes:
     def forget(self, adapter: object) -> None:
         """Drop the blocks of an adapter that is removed, replaced or changed.
 
-        Blocks that running requests read stay until these end.
+        Blocks of running requests stay until the requests end.
         """
         version = self._versions.pop(adapter, None)
         if version is not None:
             self._drop(version)
 
     def reset(self) -> None:
-        """Know no blocks, in a pool that shares no page any more."""
+        """Drop all blocks, after the pool has stopped sharing pages."""
         for version in (self._base, *self._versions.values()):
             version.is_current = False
         self._blocks.clear()
@@ -98,7 +98,7 @@ class Prefixes:
         self._base = Version()
 
     def check_integrity(self) -> None:
-        """AssertionError: a block is not where its version says, or its page is not shared."""
+        """Raise an AssertionError if a block is missing in its version, or its page not shared."""
         shared = set(self._pool.shared)
         for page, (version, digest) in self._blocks.items():
             assert version.is_current

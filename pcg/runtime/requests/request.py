@@ -28,8 +28,8 @@ _NO_TOKENS = SamplingParams(max_new_tokens=0)
 class RequestFields(SamplingFields, total=False):
     """Fields of `Request` and of `SamplingParams` as keywords.
 
-    `add_special_tokens=False` encodes a text without the tokens that the tokenizer adds, usually a
-    bos: for a prompt that a chat template wrote, which has them.
+    `add_special_tokens=False` encodes a text without the tokenizer's additional tokens, usually a
+    bos, for example for the output of a chat template, which already has these tokens.
     """
 
     add_special_tokens: bool
@@ -49,16 +49,15 @@ class Request:
     """A prompt to continue.
 
     Attributes:
-        prompt_ids: its tokens, of which the last `params.truncate_prompt_tokens` are kept.
+        prompt_ids: the tokens; `params.truncate_prompt_tokens` keeps only the last ones.
         adapter: the version of an adapter that serves the request to its end; None for the base.
-        tenant: fair scheduling counts the request for this tenant; KV blocks of prompts are shared
-            within a tenant only, unless the engine's options say otherwise.
+        tenant: the tenant for fair scheduling; KV blocks of prompts are shared only within a
+            tenant, unless the engine's options allow more.
         cache_salt: requests share KV blocks only if their salts are equal, as in vLLM.
-        request_id: its unique name in events and chunks; the engine generates a name for an empty
-            text.
+        request_id: the unique name in events and chunks; empty for a generated name.
         priority: lower numbers of a tenant are admitted first, as in vLLM.
-        ttft_slo_s: SLO of the time to the first token, seconds; None for the engine's.
-        tpot_slo_s: SLO of the mean time per further token, seconds; None for the engine's.
+        ttft_slo_s: SLO of the time to the first token, seconds; None for the engine's SLO.
+        tpot_slo_s: SLO of the mean time per further token, seconds; None for the engine's SLO.
         timeout_s: time after which the request ends, seconds; None for no limit.
         pooling: return the last hidden state instead of tokens: of the last token, or the mean over
             the prompt's tokens; None to generate.
@@ -147,21 +146,21 @@ class Request:
                 )
 
     def named(self, number: int, choice: int = 0) -> str:
-        """Return its id, or a generated id from its number among an engine's requests.
+        """Return the id, or an id generated from the request's number in the engine.
 
-        In events the id of a further continuation ends in its place.
+        In events, the id of a further continuation has its index as a suffix.
         """
         name = self.request_id or f"{_MADE}{number}"
         return f"{name}[{choice}]" if choice else name
 
     @cached_property
     def virtual_tokens(self) -> int:
-        """Number of virtual tokens of the adapter, before the prompt's own."""
+        """Number of the adapter's virtual tokens, which precede the prompt's tokens."""
         return 0 if self.adapter is None else self.adapter.prompt_tokens
 
     @cached_property
     def length(self) -> int:
-        """Number of tokens before anything is generated, virtual ones included."""
+        """Number of tokens before generation, including virtual tokens."""
         return self.virtual_tokens + len(self.prompt_ids)
 
 
@@ -170,18 +169,18 @@ class Completion:
     """The continuation of a prompt.
 
     Attributes:
-        text: the generated text, after the prompt's if that is echoed, without the stop string
-            unless the request asks for it; empty without a tokenizer.
-        token_ids: the generated tokens, the end token included.
-        index: its place among the continuations of its prompt.
+        text: the generated text, after the prompt's text with `echo`, and without the stop string
+            unless requested; empty without a tokenizer.
+        token_ids: the generated tokens, including the end token.
+        index: the index among the continuations of the prompt.
         embedding: the last hidden state for a request with `pooling`, [hidden], fp32, in host
             memory.
-        adapter_version: the version of the adapter that answered; None for the base.
+        adapter_version: the version of the adapter; None for the base.
         finish_reason: `stop`, `length`, `cancelled`, `timed_out` or `failed`.
-        cached_tokens: tokens of the prompt that were in the KV cache already.
-        queued_s: seconds from submission to admission; None if it was never admitted.
-        stop_reason: the stop string, or the token of `stop_token_ids`, that ended it; None if
-            something else did, such as the model's end-of-sequence token.
+        cached_tokens: number of the prompt's tokens found in the KV cache.
+        queued_s: seconds from submission to admission; None without admission.
+        stop_reason: the stop string, or the token of `stop_token_ids`, that ended the output; None
+            for other reasons, such as the model's end-of-sequence token.
         logprobs: log-probabilities of the generated tokens; None unless requested.
         prompt_logprobs: log-probabilities of the prompt's tokens, with None for the first; None
             unless requested.
@@ -223,10 +222,10 @@ class Chunk:
         error: the cause of failure, in the last chunk of a failed request.
         request_id: the request's id.
         logprobs: the log-probability of the new token; None unless requested.
-        prompt_logprobs: as in `Completion`, in the first chunk of a continuation.
-        choice: the place of the continuation among those of the prompt.
+        prompt_logprobs: see `Completion`; in the first chunk of a continuation.
+        choice: the index of the continuation among the prompt's continuations.
         left: in a chunk with a completion, the number of other unfinished continuations.
-        adapter_version: the version of the adapter that answers; None for the base.
+        adapter_version: the version of the adapter; None for the base.
     """
 
     index: int
@@ -266,7 +265,7 @@ class ServedModel(Protocol):
 
     @property
     def vocabulary(self) -> int:
-        """The number of tokens that it has logits of."""
+        """The number of logits per token."""
 
     def adapters_of(self, count: int, adapter: Any) -> Sequence[ServedAdapter | None]:
         """Return the adapter of each of `count` prompts; see `Executor.generate`."""
@@ -279,7 +278,7 @@ def make_requests(
     sampling: Mapping[str, Any],
     add_special_tokens: bool = True,
 ) -> list[Request]:
-    """Make a request of each prompt; see `Executor.generate`."""
+    """Create a request for each prompt; see `Executor.generate`."""
     adapters = state.adapters_of(len(prompts), adapter)
     return [
         Request(
@@ -312,7 +311,7 @@ def make_request(
 
 
 _MADE = "request "
-"""The beginning of the ids that engines make."""
+"""The prefix of generated ids."""
 _LONGEST_ID = 256
 
 

@@ -41,13 +41,13 @@ class Version:
 
 @dataclass(slots=True)
 class SequenceBlocks:
-    """The blocks of one sequence.
+    """The blocks of a sequence.
 
     Attributes:
         version: the version that the sequence shares blocks with; None if blocks are not shared.
-        digests: the digests of its blocks, as far as they are known.
-        known: number of its tokens that were computed or found, up to its prompt's last.
-        found: number of its prompt's tokens that were found and not computed.
+        digests: the digests of the first blocks, as far as known.
+        known: number of the prompt's tokens that were computed or found.
+        found: number of the prompt's tokens that were found and not computed.
     """
 
     version: Version | None = None
@@ -64,8 +64,8 @@ class Times:
     """The times of a request, seconds on the engine's clock, and its SLOs.
 
     Attributes:
-        admitted_s: when it was first admitted; None before.
-        due_s: when the token that is `ahead` is expected.
+        admitted_s: time of the first admission; None before.
+        due_s: expected time of the token `ahead`.
     """
 
     submitted_s: float = 0.0
@@ -79,14 +79,14 @@ class Times:
 
 @dataclass(slots=True)
 class PromptRows:
-    """The rows of its prompt that a request reads, as log-probabilities or as hidden states.
+    """The prompt rows that a request reads, as log-probabilities or hidden states.
 
     Attributes:
-        read: number of the sequence's first tokens with rows that need not be computed to be read:
-            those that were read, and virtual tokens.
+        read: number of first tokens without rows left to read: virtual tokens, and tokens with rows
+            that were read.
         stop: number of tokens up to the last row to read.
-        logprobs: those of the prompt's tokens behind the first, as far as they are computed.
-        pooled: the sum of the hidden states that were read; None before the first.
+        logprobs: log-probabilities of the prompt's tokens after the first, as far as computed.
+        pooled: the sum of the hidden states read so far; None before the first.
     """
 
     read: int
@@ -100,7 +100,7 @@ class PromptRows:
         return self.read < self.stop
 
     def unread(self, start: int, stop: int) -> range:
-        """Return the tokens from `start` to before `stop` with rows left to read."""
+        """Return the tokens `start` to `stop - 1` with rows left to read."""
         return range(max(start, self.read), min(stop, self.stop))
 
     @classmethod
@@ -116,26 +116,28 @@ class PromptRows:
 
 @dataclass(eq=False, slots=True)
 class Sequence:
-    """A request in the engine; it keeps its generated tokens when it is preempted.
+    """A request, or a continuation of a request, in the engine.
+
+    A preempted sequence keeps its generated tokens.
 
     Attributes:
-        id: the name of this continuation in events; `request_id` is the request's.
+        id: the name of this continuation in events; `request_id` is the request's name.
         number: the request's number in the engine, which is the index of its chunks.
-        limit: the most tokens to generate.
-        choice: its place among the continuations of its prompt.
-        text: the text of its output.
+        limit: the maximum number of tokens to generate.
+        choice: the index among the continuations of the prompt.
+        text: the text of the output.
         stop_ids: tokens that end the output.
-        sampler: chooses its tokens; None in simulated time.
-        adapter_version: the version of its adapter that answers; None for the base.
-        followers: the other continuations, while they wait for the prompt to be computed.
-        cached: number of its tokens with keys and values that are cached, virtual ones included, or
-            are being computed.
-        length: number of its tokens, those ahead included.
-        ahead: number of its last tokens that the device chooses and the host has not read, 0 or 1.
-        begun: how often it began to run, as it is computed again after it was preempted.
+        sampler: the sampler of the output; None in simulated time.
+        adapter_version: the version of the adapter; None for the base.
+        followers: the other continuations, until the prompt is computed.
+        cached: number of tokens with cached keys and values, including virtual tokens and tokens of
+            the running step.
+        length: number of all tokens, including the token ahead.
+        ahead: number of last tokens that the device draws and the host has not read, 0 or 1.
+        begun: number of starts, as a preempted sequence starts again.
         rows: the rows of the prompt that the request reads; None for none.
         likeliest: the number of likeliest tokens to find for each token; None for no logprobs.
-        logprobs: those of the generated tokens, if the request asks for them.
+        logprobs: log-probabilities of the generated tokens, if requested.
     """
 
     id: str
@@ -175,27 +177,27 @@ class Sequence:
 
     @property
     def grammar(self) -> Grammar | None:
-        """The grammar of its guided output; None without a guide."""
+        """The grammar of a guided output; None without a guide."""
         return None if self.sampler is None else self.sampler.grammar
 
     @property
     def pending(self) -> int:
-        """Number of tokens that are not cached: all of them at first, then the latest."""
+        """Number of uncached tokens: all tokens at first, then the latest."""
         return self.length - self.cached
 
     @property
     def is_spent(self) -> bool:
-        """True if it ends, at the latest, with a token that is not read yet."""
+        """True if the output ends at the latest with the token ahead."""
         return self.ahead > 0 and len(self.generated) + self.ahead >= self.limit
 
     @property
     def has_prompt(self) -> bool:
-        """True if its prompt is computed."""
+        """True if the prompt is computed."""
         return self.cached >= self.request.length
 
     @property
     def most_pages(self) -> int:
-        """The most pages that it will need: the last token is never cached."""
+        """The maximum number of pages; the last token is never cached."""
         return pages_for(self.request.length + max(self.limit, 1) - 1)
 
     @property
@@ -205,22 +207,22 @@ class Sequence:
 
     @property
     def skippable(self) -> int:
-        """The most of its first tokens that need not be computed if their blocks are found."""
+        """The maximum number of first tokens that blocks found in the cache may replace."""
         rows = self.rows
         return self.length - 1 if rows is None or not rows.are_left else rows.read
 
     def begin(self, now_s: float) -> None:
-        """Run from now on, for the first time or again."""
+        """Start running, for the first time or again."""
         self.state = State.RUNNING
         self.begun += 1
         if self.times.admitted_s is None:
             self.times.admitted_s = now_s
 
     def launched(self, count: int, due_s: float) -> None:
-        """Note that its next tokens run, and with the last of them a token is chosen.
+        """Record the launch of the next tokens; the last of all tokens draws a token ahead.
 
         Args:
-            due_s: when the step is expected to end.
+            due_s: the expected end of the step.
         """
         self.cached += count
         if self.cached == self.length and self.limit:
@@ -234,7 +236,7 @@ class Sequence:
         self.length = self.request.length + len(self.generated)
 
     def ids(self, start: int, stop: int) -> list[int]:
-        """Return some of its tokens; virtual ones have any id."""
+        """Return tokens `start` to `stop - 1`; virtual tokens have placeholder ids."""
         virtual, prompt = self.request.virtual_tokens, self.request.prompt_ids
         if start >= self.request.length:
             return self.generated[start - self.request.length : stop - self.request.length]
@@ -242,7 +244,7 @@ class Sequence:
         return whole[start:stop]
 
     def described(self) -> dict[str, object]:
-        """Return the details of the event of its submission."""
+        """Return the details of the event SUBMITTED."""
         request, version = self.request, self.adapter_version
         details = {"continues": self.request_id} if self.choice else {}
         return {
@@ -259,7 +261,7 @@ class Sequence:
         }
 
     def read_prompt(self, logprobs: List[TokenLogprobs]) -> None:
-        """Take log-probabilities of the prompt's next tokens. GenerationError: one is NaN."""
+        """Append log-probabilities of the prompt's next tokens. GenerationError: NaN."""
         assert self.rows is not None
         if not all(token.is_number for token in logprobs):
             raise not_a_number(self._adapter_name)
@@ -267,10 +269,10 @@ class Sequence:
         self.rows.read += len(logprobs)
 
     def pool(self, states: Tensor, count: int) -> None:
-        """Take the sum of `count` further last hidden states.
+        """Add the sum of `count` further last hidden states.
 
         Raises:
-            GenerationError: they are not finite.
+            GenerationError: a state is not finite.
         """
         rows = self.rows
         assert rows is not None
@@ -280,7 +282,7 @@ class Sequence:
         rows.read += count
 
     def follow(self, first: Sequence) -> None:
-        """Share the prompt's rows and blocks of another continuation, which has computed them."""
+        """Copy the prompt's rows and blocks of the continuation that has computed them."""
         self.rows, self.blocks = first.rows, first.blocks.copy()
 
     @property
@@ -293,17 +295,17 @@ class Sequence:
         return None if adapter is None else adapter.name
 
     def end_without_token(self) -> Chunk | None:
-        """End a request that generates no tokens, once its prompt is computed; else return None."""
+        """End a request without tokens to generate, after its prompt; else return None."""
         if self.limit or self.pending:
             return None
         self.state = State.FINISHED
         return self._last_chunk(self.text.take_echo(), self._completion("length"))
 
     def accept(self, token: int, logprobs: TokenLogprobs | None = None) -> Chunk:
-        """Append a sampled token; its chunk carries the completion if it is the last.
+        """Append a sampled token; return its chunk, with the completion if the output ends.
 
         Raises:
-            GenerationError: there is no token, or its log-probability is not a number.
+            GenerationError: no token could be drawn, or its log-probability is NaN.
         """
         if token == UNDRAWN:
             raise undrawn_error(self.sampler, self._adapter_name)
@@ -347,7 +349,7 @@ class Sequence:
         )
 
     def end(self, state: State, error: PcgError | None = None) -> Chunk:
-        """End it before its last token."""
+        """End the sequence before its last token; return the last chunk."""
         self.state = state
         return self._last_chunk("", self._completion(state.value), error=error)
 

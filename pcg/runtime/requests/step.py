@@ -17,17 +17,17 @@ from pcg.runtime.sampling.logprobs import Logprobs, TokenLogprobs
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """Work of one kind.
+    """An amount of work.
 
     Attributes:
-        tokens: tokens that go through the program.
+        tokens: tokens that run through the program.
         keys: keys that attention reads, summed over tokens.
         sampled: rows of logits.
         trained: tokens with a loss.
         windows: windows of finetuning.
         ends: last backward units of a pass, which need no gradient of the inputs; an update may
             follow.
-        chunks: sequences that run more than one token.
+        chunks: sequences with more than a single token to run.
         read: keys that attention reads, counted once per sequence.
     """
 
@@ -42,7 +42,7 @@ class Load:
 
     @property
     def only_decodes(self) -> bool:
-        """True if each sequence runs one token, and nothing else runs."""
+        """True if each sequence runs a single token, and no other work runs."""
         return not (self.chunks or self.windows)
 
     def __add__(self, other: Load) -> Load:
@@ -69,23 +69,23 @@ class Load:
 
 
 def keys_of(tokens: int, context: int) -> int:
-    """Count the keys that attention reads for new tokens behind a context."""
+    """Count the keys that attention reads for new tokens after a context."""
     return tokens * context + tokens * (tokens + 1) // 2
 
 
 @dataclass
 class Plan:
-    """The sequences that one step serves, and their load.
+    """The sequences that a step serves, and their load.
 
     Attributes:
-        tpot_slo_s: the least SLO per token of the running sequences; None without an SLO.
+        tpot_slo_s: the minimum SLO per token of the running sequences; None without an SLO.
         gap_s: time until the first gap of a decoding sequence exceeds its SLO.
-        stretched_s: the longest predicted time with chunks of prompts where a sequence decodes
-            without an SLO, or no sequence decodes; infinite elsewhere.
+        stretched_s: limit of the predicted time with chunks of prompts, if a sequence decodes
+            without an SLO or no sequence decodes; else infinite.
         decoded: the load of the decoding sequences.
-        is_late: True if no gap would be kept even without chunks.
-        chunks: sequences, and how many of their pending tokens run.
-        longer: the number of sequences that run more than one token.
+        is_late: True if gaps would exceed their SLOs even without chunks.
+        chunks: sequences, and the number of their pending tokens to run.
+        longer: the number of sequences with more than a single token to run.
     """
 
     tpot_slo_s: float | None = None
@@ -103,7 +103,7 @@ class Plan:
 
     @property
     def has_prompts(self) -> bool:
-        """True if it has more than the tokens of sequences that decode."""
+        """True if the plan has tokens of prompts."""
         return self.tokens > self.decoded.tokens
 
     @property
@@ -126,11 +126,11 @@ class Plan:
             self.sampled += len(rows.unread(cached, end))
 
     def promise(self, now_s: float, least_s: float, stretched_s: float) -> None:
-        """Note how long the step may take for those that decode, who are all it has.
+        """Set the step's time limits for its decoding sequences, before prompts are added.
 
         Args:
-            least_s: the predicted time of the step as it is.
-            stretched_s: the time that prompts may make it take where nothing is promised.
+            least_s: the predicted time of the step without prompts.
+            stretched_s: the limit of the time with prompts, without SLOs.
         """
         self.decoded = self.load
         due_s, began_s = [], now_s
@@ -139,7 +139,7 @@ class Plan:
             latest_s = times.latest_token_s
             if sequence.ahead:
                 latest_s = times.due_s
-                began_s = max(began_s, latest_s)  # when the step that is under way ends
+                began_s = max(began_s, latest_s)  # the end of the running step
             if times.tpot_slo_s is not None and latest_s is not None:
                 due_s.append(latest_s + times.tpot_slo_s)
         if len(due_s) < len(self.chunks) or not self.chunks:
@@ -156,12 +156,12 @@ class Results:
     """The results of a step, by sequence.
 
     Attributes:
-        tokens: the next token of each sequence that ran all its tokens; `UNDRAWN` if no token could
+        tokens: the next token of each sequence without pending tokens; `UNDRAWN` if no token could
             be drawn.
         logprobs: log-probabilities of these tokens, where requested.
         prompts: log-probabilities of further tokens of prompts, where requested.
         states: the sum of last hidden states of prompts, in host memory, and their number.
-        first_ns: over ranks, rank 0's `time.monotonic_ns` after it chose the tokens.
+        first_ns: over ranks, rank 0's `time.monotonic_ns` after drawing the tokens.
     """
 
     tokens: dict[Sequence, int] = field(default_factory=dict)
@@ -174,7 +174,7 @@ class Results:
         """Give a sequence its results; return its chunk, or None while tokens are pending.
 
         Raises:
-            GenerationError: a number is not finite, or there is no token.
+            GenerationError: a number is not finite, or no token could be drawn.
         """
         logprobs = None
         if self.logprobs or self.prompts or self.states:
@@ -194,7 +194,7 @@ class DrawnTokens:
     Attributes:
         tokens: [sequences], int64.
         logprobs: log-probabilities for the sequences that request them; None if no sequence does.
-        first_ns: over ranks, rank 0's time, [1], which came with the tokens.
+        first_ns: over ranks, rank 0's time, [1], sent with the tokens.
     """
 
     sequences: List[Sequence]
@@ -209,7 +209,7 @@ class DrawnTokens:
         return DrawnTokens(self.sequences, downloaded(self.tokens), logprobs, first_ns)
 
     def read(self, results: Results) -> None:
-        """Add the tokens to a step's results, once they are on the host."""
+        """Add the tokens to a step's results, after their copy to the host."""
         results.tokens.update(zip(self.sequences, self.tokens.tolist(), strict=True))
         if self.first_ns is not None:
             results.first_ns = int(self.first_ns)
@@ -224,9 +224,9 @@ class PromptLogprobs:
     """Log-probabilities of tokens of prompts, on the device or in a copy to the host.
 
     Attributes:
-        counts: sequences in turn, and the number of tokens of each.
-        logprobs: those of all these tokens.
-        cells: the number of further tokens at each place; empty without any.
+        counts: sequences in order, with their numbers of tokens.
+        logprobs: log-probabilities of all these tokens.
+        cells: the number of further tokens at each place; empty without further tokens.
     """
 
     counts: List[tuple[Sequence, int]]
@@ -254,7 +254,7 @@ class PooledStates:
     """The sums of last hidden states, on the device or sent to the host.
 
     Attributes:
-        counts: sequences, and how many states of each in turn.
+        counts: sequences in order, with their numbers of states.
         sums: [sequences, hidden], fp32.
     """
 

@@ -3,7 +3,7 @@
     async for chunk in stream: …        cancels the request if the loop ends early
     await anext(stream)                 takes one chunk, and does not cancel the request
 
-Coroutines that wait for chunks of one step are woken by one call of their event loop.
+Coroutines that wait for chunks of the same step are woken by a single call of their event loop.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ class Wakes:
         self._waiters += waiters
 
     def call(self, act: Callable[[], None]) -> None:
-        """Have a function called once after the step."""
+        """Add a function to call once after the step."""
         self._calls.add(act)
 
     def send(self) -> None:
-        """Wake the waiters, by one call for each loop."""
+        """Wake the waiters, by a single call for each event loop."""
         while self._calls:
             self._calls.pop()()
         if not self._waiters:
@@ -59,16 +59,16 @@ def _set_all(waiters: list[Waiter]) -> None:
 
 
 class Stream:
-    """Chunks of one request, for one reader.
+    """The chunks of a request, for a single reader.
 
-    The last chunk carries the completion, also of a request that was cancelled or timed out. An
-    error, such as a refusal, is raised in place of the next chunk. An iteration (`for`, `async
-    for`, `with`, `async with`) that ends early, or in a cancelled task, cancels the request.
+    The last chunk carries the completion, also for a cancelled or timed-out request. An error, such
+    as a refusal, is raised in place of the next chunk. An iteration (`for`, `async for`, `with`,
+    `async with`) that ends early, or in a cancelled task, cancels the request.
 
     Attributes:
         request_id: the request's id; None until the engine has generated it.
         has_begun: True once the engine has the request.
-        is_cancelled: True once the request was cancelled, even before it has begun.
+        is_cancelled: True after cancellation, also before the engine has the request.
         is_over: True after the last chunk or an error, read or not.
         began_s, first_chunk_s, ended_s: times of creation, first chunk and end, seconds of the
             monotonic clock; None before.
@@ -91,7 +91,7 @@ class Stream:
         self._await_end: list[tuple[asyncio.AbstractEventLoop, Waiter]] = []
 
     def cancel(self) -> None:
-        """End the request, from the next step on; its last chunk says so."""
+        """Cancel the request before the next step; the last chunk has the reason `cancelled`."""
         if not self.is_over:
             self._cancel(self)
 
@@ -124,7 +124,7 @@ class Stream:
         return await self.next_chunk()
 
     async def next_chunk(self, *, cancels: bool = False) -> Chunk:
-        """Wait for the next chunk; with `cancels` a task that is cancelled cancels the request."""
+        """Wait for the next chunk; with `cancels`, cancelling the task cancels the request."""
         while True:
             with self._lock:
                 if self._chunks or self.is_over:
@@ -138,7 +138,7 @@ class Stream:
                 raise
 
     async def next_chunks(self) -> list[Chunk]:
-        """Wait for chunks and return all that are available; an empty list after the last chunk.
+        """Wait for chunks and return all available chunks; an empty list after the last chunk.
 
         Cancelling the task does not cancel the request. Raises the error that ended the request.
         """
@@ -164,12 +164,12 @@ class Stream:
 
     @property
     def ended(self) -> list[Completion]:
-        """The continuations that have ended so far, read or not."""
+        """The continuations that have ended so far, whether read or not."""
         with self._lock:
             return [self._completions[place] for place in sorted(self._completions)]
 
     async def completion(self) -> Completion:
-        """Wait for the completion, the first of several; chunks need not be read for it.
+        """Wait for the (first) completion, without reading chunks.
 
         Raises:
             GenerationError: the engine refused the request.
@@ -187,9 +187,9 @@ class Stream:
             await waiter
 
     def wait(self, timeout_s: float | None = None) -> Completion:
-        """Wait for the completion in a thread, the first of several.
+        """Block until the (first) completion is available.
 
-        TimeoutError: it is not there after so long.
+        TimeoutError: the timeout has passed.
         """
         return self.wait_all(timeout_s)[0]
 
@@ -217,7 +217,7 @@ class Stream:
     # ------------------------------------------------------------------- the engine's thread
 
     def put(self, chunk: Chunk, wakes: Wakes) -> None:
-        """Add a chunk, and note whom it wakes."""
+        """Add a chunk, and collect the waiter to wake."""
         with self._lock:
             if self.first_chunk_s is None:
                 self.first_chunk_s = time.monotonic()
@@ -232,7 +232,7 @@ class Stream:
             self._wake(wakes)
 
     def fail(self, error: BaseException) -> None:
-        """End with an error, unless it is over."""
+        """End with an error, unless the stream is over."""
         wakes = Wakes()
         with self._lock:
             if not self.is_over:
@@ -261,7 +261,7 @@ def _register(waiters: list[tuple[asyncio.AbstractEventLoop, Waiter]]) -> Waiter
 
 
 class _Iteration:
-    """An iteration over a stream, which cancels the request when it is dropped before the end."""
+    """An iteration over a stream, which cancels the request if dropped before the end."""
 
     def __init__(self, stream: Stream) -> None:
         self._stream = stream
@@ -276,7 +276,7 @@ class _Iteration:
         return next(self._stream)
 
     def __anext__(self) -> Awaitable[Chunk]:
-        # The traceback of a task that is cancelled holds this object, so it does not tell in time.
+        # The traceback of a cancelled task holds this object, so its deletion would be too late.
         return self._stream.next_chunk(cancels=True)
 
     def __del__(self) -> None:
@@ -286,7 +286,7 @@ class _Iteration:
 def in_order(
     requests: Sequence[Request], submit: Callable[[Request], Stream], most: int
 ) -> Iterator[Chunk]:
-    """Submit requests, `most` at first; yield the chunks of one request after the other."""
+    """Submit requests, at most `most` at a time; yield chunks request by request."""
     begun = deque(submit(request) for request in requests[:most])
     return _in_order(begun, iter(requests[most:]), submit)
 
@@ -301,6 +301,6 @@ def _in_order(
             for chunk in begun.popleft():
                 yield dataclasses.replace(chunk, index=index)
             begun.extend(submit(request) for request in islice(left, 1))
-    finally:  # an error of one, or a reader that stops, ends the others
+    finally:  # after an error, or if the reader stops, cancel the other requests
         for stream in begun:
             stream.cancel()
