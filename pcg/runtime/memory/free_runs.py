@@ -37,7 +37,7 @@ class FreeRuns:
         return self._by_length[bisect_left(self._by_length, (count, 0))][1]
 
     def take(self, start: int, count: int) -> int:
-        """Take up to `count` pages from the start of a run; returns how many."""
+        """Take up to `count` pages from the start of a run; return their number."""
         length = self._remove(start)
         taken = min(count, length)
         if taken < length:
@@ -45,7 +45,7 @@ class FreeRuns:
         return taken
 
     def take_last(self, count: int) -> tuple[int, int]:
-        """Take up to `count` pages from the end of the last run; returns the first and how many."""
+        """Take up to `count` pages from the end of the last run; return the first and number."""
         start = self._in_order[-1]
         length = self._remove(start)
         taken = min(count, length)

@@ -1,25 +1,25 @@
 """Memory of the host: freed tensors go back to the system, and oneDNN's caches are bounded.
 
-By default glibc puts tensors below 32 MiB into one heap, and raises that bound as it sees them
-freed; the heap keeps freed memory in holes that the next tensor may not fit. So a process that
-trains within a plan has up to three times the plan's memory. There are two remedies:
+By default, glibc allocates tensors below 32 MiB in a heap, and raises this threshold as tensors are
+freed; the heap keeps freed memory in holes that later tensors may not fit. A process that trains
+within a plan may therefore use up to three times the plan's memory. Two remedies:
 
-`return_freed_memory`: above a fixed threshold each tensor is a mapping of its own, gone once it is
-freed. Each tensor takes fresh pages, which the kernel zeroes: half as long again for a step. This
-is for budgets below 1.
+`return_freed_memory`: above a fixed threshold, each tensor is a separate mapping, which is unmapped
+when the tensor is freed. Each tensor takes fresh pages, which the kernel zeroes, so that a step
+takes half as long again. Used for budgets below 1.
 
-`FreedMemory`: before each product of a step, the pages of all holes go back to the system
-(malloc_trim) as soon as
+`FreedMemory`: before each product of a step, the pages of all holes return to the system
+(malloc_trim) if
 
-    resident bytes of the heap  >  (1 + SLACK) * the most bytes that were in use at once so far
+    resident bytes of the heap  >  (1 + SLACK) * peak of used bytes so far
 
-Most holes are filled before, so that a step takes a seventh of those fresh pages.
+Most holes are reused before, so that a step takes a seventh of those fresh pages.
 `benchmarks/bench_peak.py` measures the memory, the seconds and the fresh pages.
 
 oneDNN compiles a product for each number of tokens and shape of a weight, and torch and oneDNN each
-keep the last 1,024 of them: up to 0.3 MiB each, hundreds of MiB once requests of all lengths have
-come. A product that is compiled again takes 0.1 ms, once for all layers of a step, so the caches
-are bounded to the products that recur: steps that decode, and common chunks of prompts.
+cache the last 1,024 products: up to 0.3 MiB each, hundreds of MiB after requests of all lengths.
+Compiling a product again takes 0.1 ms, once for all layers of a step, so the caches are limited to
+recurring products: steps that decode, and common chunks of prompts.
 `tests/runtime/memory/test_shape_caches.py` measures the time of a new shape.
 """
 
@@ -36,14 +36,14 @@ from typing import Any
 from pcg.kernels.torch.products import ProductRequest, Result
 
 THRESHOLD_BYTES = 128 * 2**10
-"""The least size of a tensor with a mapping of its own: where glibc starts, before it raises it."""
+"""The minimum size of a tensor with a separate mapping: glibc's initial threshold."""
 
 SLACK = 0.08
-"""The share of the most bytes in use that holes may take beside; more makes fewer fresh pages."""
+"""The limit of holes, relative to the peak of used bytes; more slack means fewer fresh pages."""
 
 TRAINER_SLACK = 1.0
-"""The same for trainers, whose calls have batches of other sizes, with other work between them:
-their holes seldom fit, so that 0.08 took a quarter of a step's time for fresh pages."""
+"""The limit for trainers. Calls have batches of various sizes, with other work between them, so
+that holes rarely fit: with 0.08, fresh pages took a quarter of a step's time."""
 
 _M_TRIM_THRESHOLD = -1
 _M_MMAP_THRESHOLD = -3
@@ -55,17 +55,16 @@ _OWN_TUNABLES = ("glibc.malloc.mmap_threshold", "glibc.malloc.trim_threshold")
 
 @functools.cache
 def return_freed_memory() -> bool:
-    """Let this process return freed tensors to the system from now on; return True if it does.
+    """Make this process return freed tensors to the system; return True on success.
 
-    Nothing happens where the C library is not glibc, or where the process's environment sets the
-    thresholds itself.
+    No effect without glibc, or if the process's environment sets the thresholds.
     """
     if platform.libc_ver()[0] != "glibc" or is_set_by(os.environ):
         return False
     libc = ctypes.CDLL(None)
     parameters = (_M_MMAP_THRESHOLD, _M_TRIM_THRESHOLD)
     is_set = all(libc.mallopt(parameter, THRESHOLD_BYTES) for parameter in parameters)
-    libc.malloc_trim(0)  # of what was freed before
+    libc.malloc_trim(0)  # returns memory freed earlier
     return is_set
 
 
@@ -80,7 +79,7 @@ class FreedMemory:
     """Returns freed memory of this process to the system, by glibc 2.33 or newer.
 
     Args:
-        slack: the share of the most bytes in use that holes may take.
+        slack: the limit of holes, relative to the peak of used bytes.
     """
 
     def __init__(self, slack: float = SLACK) -> None:
@@ -93,7 +92,7 @@ class FreedMemory:
             self._base = _anonymous_bytes() - self._floor
 
     def between(self, requests: ProductRequest[Result]) -> ProductRequest[Result]:
-        """Run a function that requests products, and look at the memory at each of them."""
+        """Run a function that requests products, and check the memory at each product."""
         if self._libc is None:
             return (yield from requests)
         try:
@@ -107,17 +106,17 @@ class FreedMemory:
         return result
 
     def look(self) -> None:
-        """Return freed memory to the system if there is much of it."""
+        """Return freed memory to the system if the limit is exceeded."""
         if self._libc is None:
             return
-        # Resident bytes of tensors and holes, beyond those in use at the beginning.
+        # Resident bytes of tensors and holes, without the bytes used at the start.
         held = _anonymous_bytes() - self._base - self._floor
         if self._is_within(held):
             return
         self._most = max(self._most, self._used_bytes() - self._floor)
         if not self._is_within(held):
             self._libc.malloc_trim(0)
-            # What does not go back is no part of the heap's holes.
+            # Memory that is not returned does not belong to the heap's holes.
             self._base = _anonymous_bytes() - self._used_bytes()
 
     def _is_within(self, held_bytes: int) -> bool:
@@ -165,9 +164,9 @@ CAPACITIES = ("LRU_CACHE_CAPACITY", "ONEDNN_PRIMITIVE_CACHE_CAPACITY")
 
 
 def bound_shape_caches() -> None:
-    """Bound the caches, unless the environment does or oneDNN has computed something already.
+    """Limit the caches, unless the environment does, or oneDNN has already run.
 
-    Child processes inherit the bounds.
+    Child processes inherit the limits.
     """
     for name in CAPACITIES:
         os.environ.setdefault(name, str(KEPT_PRODUCTS))

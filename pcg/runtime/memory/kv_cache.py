@@ -1,13 +1,13 @@
 """The KV cache: rows of keys and values in pages, and their gradients in training.
 
-A layer's cache is two tensors [kv_heads, rows, head_dim]; a row holds one token, and a page holds
-`PAGE_TOKENS` rows in every layer. Heads come first, so that the rows of one head are contiguous if
-the pages are. For kernels that follow block tables, a page is a run of bytes instead, with the keys
-and values of each layer in turn, and adapters have pages as well.
+A layer's cache is two tensors [kv_heads, rows, head_dim]; a row holds a token, and a page holds
+`PAGE_TOKENS` rows in every layer. Heads are the first dim, so that the rows of a head are
+contiguous if the pages are. For kernels that follow block tables, a page is a run of bytes instead,
+with the keys and values of each layer in turn, and adapters have pages as well.
 
-Free pages hold zeros: values of an owner, NaN included, are gone before another owner reads them.
-Each pipeline stage has the keys and values of its layers. All ranks count the same pages, so a page
-is as large as the stage with the largest rows requires.
+Free pages hold zeros: values of an owner, including NaN, are erased before another owner reads
+them. Each pipeline stage has the keys and values of its layers. All ranks count equal pages, so the
+stage with the largest rows determines the size of a page.
 """
 
 from __future__ import annotations
@@ -45,12 +45,12 @@ def kv_types(model: ModelGraph) -> tuple[tuple[TensorType, TensorType], ...]:
 
 
 def bytes_of_row(type_: TensorType) -> int:
-    """Return the bytes of one token of a [T, …] tensor."""
+    """Return the bytes per token of a [T, …] tensor."""
     return prod(type_.features) * DTYPE_BYTES[type_.dtype]
 
 
 def bytes_of_token(model: ModelGraph) -> int:
-    """Return the bytes of one token's keys and values in all layers."""
+    """Return the bytes of a token's keys and values in all layers."""
     return sum(bytes_of_row(type_) for pair in kv_types(model) for type_ in pair)
 
 
@@ -59,8 +59,8 @@ class KvCache:
 
     Attributes:
         pages: all memory, [pages, bytes of a page], u8; None if pages are not runs of bytes.
-        keys, values: of each layer, [kv_heads, rows, head_dim]; with `pages` [pages, kv_heads,
-            PAGE_TOKENS, head_dim].
+        keys, values: tensors of each layer, [kv_heads, rows, head_dim]; with `pages` [pages,
+            kv_heads, PAGE_TOKENS, head_dim].
     """
 
     def __init__(
@@ -75,9 +75,9 @@ class KvCache:
         """Create a cache of free pages.
 
         Args:
-            types: of each layer's keys and values.
-            in_pages: make pages runs of bytes.
-            page_bytes: the bytes of such a page; as the types require by default.
+            types: the types of each layer's keys and values.
+            in_pages: True to make pages runs of bytes.
+            page_bytes: the bytes of such a page; by default computed from the types.
         """
         self.pool = PagePool(pages)
         self.pages: Tensor | None = None
@@ -148,7 +148,7 @@ def _untouched(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device)
 
 
 def bytes_of_page(types: Sequence[tuple[TensorType, TensorType]]) -> int:
-    """Return the bytes of one page in all layers."""
+    """Return the bytes of a page in all layers."""
     return PAGE_TOKENS * sum(bytes_of_row(type_) for pair in types for type_ in pair)
 
 
@@ -160,7 +160,7 @@ def stage_kv_types(
 
 
 def page_bytes_of(model: ModelGraph, stages: Stages) -> int:
-    """Return the bytes of a page of the stage that has the most of it.
+    """Return the bytes of a page in the stage with the largest rows.
 
     Raises:
         UnsupportedError: no layer has attention.

@@ -1,18 +1,18 @@
-"""Unified paging: one pool of fixed pages for the KV cache and for adapters.
+"""Unified paging: a common pool of fixed-size pages for the KV cache and adapters.
 
-A page holds `PAGE_TOKENS` tokens' keys and values in all layers; an adapter takes as many pages as
-its bytes need. A table lists the pages of an owner in order. Owners get adjacent pages if possible:
-the pages that an owner is expected to grow into are its spare pages, which others take only when no
-other page is free. Attention reads a run of pages at one stride, and gathers other pages. Pages of
-adapters are taken from the end of the pool.
+A page holds `PAGE_TOKENS` tokens' keys and values in all layers; an adapter takes pages for its
+bytes. A table lists the pages of an owner in order. Owners get adjacent pages if possible: an
+owner's spare pages, for its expected growth, go to other owners only when no other page is free.
+Attention reads a run of pages at a fixed stride, and gathers other pages. Pages of adapters are
+taken from the end of the pool.
 
 The first pages of a table may be shared: other tables read them, too, and no table writes them. A
 shared page without readers is kept for later readers, and counts as free, until another owner needs
-it (the least recently read is reclaimed first), or until half of all pages are kept so: free pages
-scattered among them would leave no runs.
+it (the least recently read page is reclaimed first), or until half of all pages are unread: free
+pages scattered among unread pages would leave no runs.
 
-Source: S-LoRA §5.1 (one pool for both), vLLM (block tables, reference counts and a queue of cached
-blocks that are free). Runs are our own.
+Source: S-LoRA §5.1 (a common pool), vLLM (block tables, reference counts and a queue of free cached
+blocks). Runs are our own.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from pcg.runtime.memory.free_runs import FreeRuns
 
 
 class SharedPages:
-    """The shared pages of a pool; `on_reclaim` is called with each that another owner gets."""
+    """The shared pages of a pool; `on_reclaim` is called with each reclaimed page."""
 
     def __init__(self) -> None:
         self.on_reclaim: Callable[[int], None] = lambda page: None
@@ -54,7 +54,7 @@ class SharedPages:
         self._readers[page] += 1
 
     def leave(self, page: int) -> bool:
-        """Remove a reader of a page; return True if the page is free, because it was forgotten."""
+        """Remove a reader of a page; return True if the page, already forgotten, is now free."""
         self._readers[page] -= 1
         if self._readers[page]:
             return False
@@ -66,7 +66,7 @@ class SharedPages:
         return True
 
     def forget(self, page: int) -> bool:
-        """Allow no new readers of a page; returns True if it is free."""
+        """Allow no new readers of a page; return True if the page is free."""
         if self._readers[page]:
             self._forgotten.add(page)
             return False
@@ -74,20 +74,20 @@ class SharedPages:
         return True
 
     def reclaim(self) -> int:
-        """Give up the least recently read page without readers; returns it."""
+        """Remove and return the least recently read page without readers."""
         page, _ = self._unread.popitem(last=False)
         del self._readers[page]
         self.on_reclaim(page)
         return page
 
     def clear(self) -> None:
-        """Share no page, and tell nobody of those that were shared."""
+        """Drop all shared pages without calling `on_reclaim`."""
         self._readers.clear()
         self._unread.clear()
         self._forgotten.clear()
 
     def check_integrity(self, read: Iterable[int]) -> None:
-        """AssertionError: the counts differ from the pages that all tables read."""
+        """Raise an AssertionError if the counts differ from the pages of all tables."""
         counts = dict.fromkeys(self._readers, 0)
         for page in read:
             counts[page] += 1
@@ -98,20 +98,20 @@ class SharedPages:
 
 
 UNREAD_SHARE = 0.5
-"""The largest share of all pages that is kept unread: runs are made of the others."""
+"""The maximum share of unread pages, so that other pages can form runs."""
 
 
 @dataclass(eq=False, slots=True)
 class PageTable:
-    """The pages of one owner.
+    """The pages of an owner.
 
     Attributes:
-        shared: how many of the first pages others may read, too.
-        spare_start: the page after the last one, or where the first will be.
-        spare: number of pages from there that are kept for it while others are free.
-        replaced: how often a page replaced another; otherwise pages are only appended.
-        run_row: the cache's row of the first token if the pages are a run, else -1.
-        stop_row: the row after those of a run and of the free pages behind it that are kept for it.
+        shared: number of first pages that other tables may read.
+        spare_start: the page after the last page, or the place for the first page.
+        spare: number of spare pages from `spare_start`, reserved while other pages are free.
+        replaced: number of replaced pages; otherwise pages are only appended.
+        run_row: the cache row of the first token if the pages are a run, else -1.
+        stop_row: the row after a run and its spare pages.
     """
 
     owner: str
@@ -125,7 +125,7 @@ class PageTable:
     _breaks: int = 0
 
     def place(self) -> None:
-        """Compute the rows again, after the pages or the spare pages changed."""
+        """Recompute the rows, after a change of the pages or the spare pages."""
         first, end = self.spare_start, self.spare_start
         if self.pages:
             first, end = self.pages[0], self.pages[-1] + 1
@@ -144,11 +144,11 @@ class PageTable:
 
     @property
     def reach(self) -> int:
-        """Number of its pages and of the pages kept for it."""
+        """Number of pages and spare pages."""
         return len(self.pages) + self.spare
 
     def rows(self, start: int, stop: int) -> range | list[int]:
-        """Return the cache's rows of tokens; a range if the pages are a run."""
+        """Return the cache rows of tokens; a range if the pages are a run."""
         if self.run_row >= 0:
             return range(self.run_row + start, self.run_row + stop)
         rows: list[int] = []
@@ -164,7 +164,7 @@ class PageTable:
         self.place()
 
     def replace(self, place: int, page: int) -> int:
-        """Replace a page by another; return the page that was replaced."""
+        """Replace a page; return the replaced page."""
         near = slice(max(place - 1, 0), place + 2)
         self._breaks -= _breaks(self.pages[near])
         replaced, self.pages[place] = self.pages[place], page
@@ -175,11 +175,11 @@ class PageTable:
 
 
 class PagePool:
-    """Gives out pages.
+    """Allocates pages.
 
     Attributes:
-        on_free: called with the first page and the number of each run of pages that becomes free,
-            before anyone else can get it.
+        on_free: called with the first page and the length of each run of freed pages, before the
+            pages can be allocated again.
     """
 
     def __init__(self, size: int) -> None:
@@ -196,11 +196,11 @@ class PagePool:
 
     @property
     def free(self) -> int:
-        """Number of pages that nobody holds, spare and unread ones included."""
+        """Number of free pages, including spare and unread pages."""
         return self._free.pages + self._spare + self.shared.unread
 
     def open(self, owner: str, expected: int = 0) -> PageTable:
-        """Open a table without pages; those `expected` become its spare ones if a run is free."""
+        """Open a table without pages, with `expected` spare pages if a run is free."""
         table = PageTable(owner)
         self._tables[id(table)] = table
         if 0 < expected <= self._free.longest:
@@ -213,10 +213,10 @@ class PagePool:
         return table
 
     def extend(self, table: PageTable, count: int, last: bool = False) -> None:
-        """Give a table pages; with `last` from the end of the pool, where they need not be a run.
+        """Give a table pages; with `last` from the end of the pool, not necessarily as a run.
 
         Raises:
-            OutOfMemoryError: too few pages are free; nothing has changed.
+            OutOfMemoryError: too few pages are free; the table is unchanged.
         """
         taken = min(count, table.spare)
         if count - taken > self.free - table.spare:
@@ -237,12 +237,12 @@ class PagePool:
         table.place()
 
     def close(self, table: PageTable) -> None:
-        """Take back all pages of a table."""
+        """Free all pages of a table."""
         del self._tables[id(table)]
         self._give_spare_back(table)
         for start, length in runs_of(table.pages[table.shared :]):
             self._take_back(start, length)
-        # The last is reclaimed first: it is of no use without those before it.
+        # Reclaim the last page first, as a page is useless without the pages before it.
         for page in reversed(table.pages[: table.shared]):
             if self.shared.leave(page):
                 self._take_back(page)
@@ -253,7 +253,7 @@ class PagePool:
         table.place()
 
     def reset(self, kept: Iterable[PageTable]) -> None:
-        """Free all pages but those of some tables, whatever a failed call left half changed."""
+        """Free all pages except those of `kept`, after a failed call."""
         tables = list(kept)
         held = {page for table in tables for page in table.pages}
         used = sorted(set(range(self.size)) - self._free.free_pages - held)
@@ -273,9 +273,9 @@ class PagePool:
     # ------------------------------------------------------------------------------------- sharing
 
     def share(self, table: PageTable) -> int:
-        """Share a table's first page that is not yet shared; returns it.
+        """Share and return a table's first unshared page.
 
-        An owner writes only behind its shared pages.
+        An owner writes only after its shared pages.
         """
         page = table.pages[table.shared]
         self.shared.add(page)
@@ -292,22 +292,22 @@ class PagePool:
         table.shared += 1
 
     def fork(self, table: PageTable, count: int, owner: str) -> PageTable:
-        """Open a table that shares the first pages of another."""
+        """Open a table that shares the first pages of another table."""
         forked = self.open(owner)
         for place in range(count):
             if place == table.shared:
-                # Nobody finds it by its tokens, so it is free once nobody reads it any more.
+                # The page is in no index, so it is free after its last reader.
                 self.forget(self.share(table))
             self.adopt(forked, table.pages[place])
         return forked
 
     def forget(self, page: int) -> None:
-        """Stop sharing a page; it is free once the last table that reads it is closed."""
+        """Stop sharing a page; the page is freed with its last reader."""
         if self.shared.forget(page):
             self._take_back(page)
 
     def check_integrity(self) -> None:
-        """Raise an AssertionError if a page is lost, or in two places."""
+        """Raise an AssertionError if a page is lost, or held twice."""
         seen = [page for start, length in self._free for page in range(start, start + length)]
         loose = self._free.pages
         assert len(seen) == loose, f"{loose} pages should be loose, not {len(seen)}"
@@ -338,7 +338,7 @@ class PagePool:
             for _ in range(min(count, self.shared.unread)):
                 self._take_back(self.shared.reclaim())
         elif not self._free.pages:
-            # The latest table has used the fewest of its spare pages.
+            # The latest table has used the fewest spare pages.
             self._give_spare_back(next(reversed(self._keeping.values())))
         following = table.pages[-1] + 1 if table.pages else None
         if last:
@@ -390,7 +390,7 @@ class Needs:
 
     @property
     def most(self) -> int:
-        """The largest number; 0 if there is none."""
+        """The largest number; 0 for an empty multiset."""
         while self._largest_first and -self._largest_first[0] not in self._counts:
             heapq.heappop(self._largest_first)
         return -self._largest_first[0] if self._largest_first else 0

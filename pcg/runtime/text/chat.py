@@ -1,11 +1,11 @@
 """Chat templates: messages to text by the model's jinja2 template; and checks of messages.
 
 A template is an untrusted program, so it runs in jinja2's immutable sandbox, with the options,
-filters and globals of transformers, for which templates are written. The sandbox by itself lets
-templates store private attributes in a namespace, and does not mark the text's parts.
+filters and globals of transformers, for which templates are written. This file extends the sandbox:
+namespaces refuse private attributes, and generation blocks are marked.
 
-Messages have OpenAI's format. Every error names the place, so that the checks serve both a line of
-a data file and a request.
+Messages have OpenAI's format. Every error names the place, for lines of data files and for
+requests.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from pcg.files import json_value
 
 Message = Mapping[str, Any]
 Span = tuple[int, int]
-"""The first character and the end of a part of a text."""
+"""Start and end of a part of a text, in characters."""
 # Private-use characters: the ends of a generation block.
 _OPEN, _CLOSE = "\U000f0100", "\U000f0101"
 _MARKS = "pcg_marks"
@@ -39,20 +39,20 @@ _CUTS = (
     # Qwen3: turns without reasoning between the calls of tools.
     (re.compile(r"loop\.last or \(not loop\.last and reasoning_content\)"), "true"),
 )
-"""Conditions of known families that drop the reasoning of some turns, and what keeps it."""
+"""Conditions of known templates that drop the reasoning of some turns, with replacements."""
 _REASONING = re.compile(r"\.split\((['\"])</think>\1\)\[0\]")
 _ANSWER = re.compile(r"\.split\((['\"])</think>\1\)\[-1\]")
-"""Expressions that take the reasoning, or the answer, out of a content."""
+"""Expressions that extract the reasoning or the answer from a content."""
 
 
 class ChatTemplate:
     """The compiled chat templates of a model.
 
     Args:
-        sources: template texts by name; "default" is used unless there are tools and a "tool_use".
+        sources: template texts by name: "default", and optionally "tool_use" for chats with tools.
 
     Raises:
-        ConfigError: there is no "default", or a template is not valid jinja.
+        ConfigError: "default" is missing, or a template is not valid jinja.
     """
 
     def __init__(self, sources: Mapping[str, str]) -> None:
@@ -79,8 +79,9 @@ class ChatTemplate:
     def training(self) -> ChatTemplate:
         """The template without conditions that drop the reasoning of earlier turns.
 
-        Known are conditions of Qwen3, Qwen3.5, GLM-4.5, Nemotron 3, LFM2.5 and Gemma 4, and
-        templates that keep only the answer, as those of DeepSeek-R1's distilled models and QwQ.
+        Supported are conditions of Qwen3, Qwen3.5, GLM-4.5, Nemotron 3, LFM2.5 and Gemma 4, and
+        templates that keep only the answer, such as those of DeepSeek-R1's distilled models and
+        QwQ.
         """
         sources = dict(self.sources)
         for name, source in sources.items():
@@ -111,7 +112,7 @@ class ChatTemplate:
             )
         except jinja2.TemplateError as error:
             raise GenerationError(f"the chat template refuses the messages: {error}") from error
-        except Exception as error:  # a template can fail as any program can
+        except Exception as error:  # templates may raise any error
             kind = type(error).__name__
             raise GenerationError(f"the chat template fails with {kind}: {error}") from error
 
@@ -124,7 +125,7 @@ class ChatTemplate:
     ) -> tuple[str, list[Span]] | None:
         """Return the rendered messages and the spans of their generation blocks.
 
-        None if the template has no such blocks, or their marks change the text.
+        Return None if the template has no such blocks, or marks change the text.
         """
         if "generation" not in self.sources[self._name(tools)]:
             return None
@@ -139,7 +140,7 @@ class ChatTemplate:
             if close:
                 spans.append((len(text), len(text) + len(said)))
             text += said + rest
-        # A template that trims what it captured trims other text with the marks than without.
+        # A template that trims captured text may trim marked text differently.
         return (plain, spans) if text == plain else None
 
     def _name(self, tools: Sequence[Mapping[str, Any]] | None) -> str:
@@ -153,7 +154,7 @@ def _environment() -> jinja2.Environment:
     environment.filters["tojson"] = _tojson
     environment.globals["raise_exception"] = _raise_exception
     environment.globals["strftime_now"] = lambda format: datetime.now().strftime(format)
-    # Instead of the classes, whose attributes reach further than a template should.
+    # Instead of the classes, whose attributes would give templates access to more.
     environment.globals["dict"] = lambda *args, **items: dict(*args, **items)
     environment.globals["namespace"] = _Namespace
     return environment
@@ -221,15 +222,15 @@ def check_messages(
     """Check a list of messages; contents become text, and the arguments of tool calls objects.
 
     Args:
-        name: the value's name in errors, as "'messages'".
-        where: the value's place in errors, as "train.jsonl line 7".
-        keep_parts: leave contents that are lists of text parts unchanged; otherwise the parts are
-            joined by line breaks, as vLLM does.
+        name: the value's name in errors, such as "'messages'".
+        where: the value's place in errors, such as "train.jsonl line 7".
+        keep_parts: True to keep lists of text parts as contents; False to join parts by line
+            breaks, as vLLM does.
     Returns:
         New messages, without null keys and empty tool calls. The content of an assistant's message
         with only tool calls is "".
     Raises:
-        DataError: it is not a list of messages, or a message has no text.
+        DataError: the value is not a list of messages, or a message has no text.
     """
     checked = []
     for index, message in enumerate(require_list(value, name, where)):
@@ -241,7 +242,7 @@ def check_messages(
         if not isinstance(role, str) or role not in ROLES:
             raise DataError(f"{place} has role {role!r}; use one of {', '.join(ROLES)}")
         clean = {key: item for key, item in message.items() if item is not None}
-        if clean.get("tool_calls") == []:  # as tables have it that give each message all keys
+        if clean.get("tool_calls") == []:  # tables give each message all keys
             del clean["tool_calls"]
         if "tool_calls" in clean:
             clean["tool_calls"] = _tool_calls(clean["tool_calls"], f"{label} 'tool_calls'", where)

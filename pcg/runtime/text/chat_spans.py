@@ -1,16 +1,15 @@
-"""The spans of the assistant's messages in a chat's text, which finetuning learns.
+"""The spans of the assistant's messages in a chat's text, for finetuning, by three methods.
 
-    marks     a template with {% generation %} … {% endgeneration %} marks them itself;
-    prefixes  the text of messages[:i] with the generation prompt ends where message i begins, and
-              the text of messages[:i + 1] where it ends, if both begin the whole text;
-    contrast  a template that rewrites earlier turns, for example without their reasoning, or that
-              ends every text with the assistant's header, as early versions of Llama 3's, has no
-              such prefixes: the text with another content in message i differs only in that
-                  content.
+    marks     a template with {% generation %} … {% endgeneration %} marks the spans itself;
+    prefixes  message i spans from the end of the text of messages[:i] with the generation prompt to
+              the end of the text of messages[:i + 1], if both are prefixes of the whole text;
+    contrast  for templates without such prefixes, which rewrite earlier turns, for example without
+              reasoning, or end every text with the assistant's header, as early templates of
+              Llama 3: texts with different contents in message i differ only in the content.
 
 A span includes the token that ends the turn, so that the model learns to stop, but not the line
-break that many templates add, which the model never writes. GLM-4 ends a turn with the token of the
-next role: it belongs to the turn, and is appended to the last turn.
+break that many templates add, which the model never generates. GLM-4 ends a turn with the token of
+the next role: this token belongs to the turn, and is appended to the last turn.
 
 A template that drops the text to learn, or its context, is refused.
 """
@@ -31,7 +30,7 @@ REASONING = ("reasoning_content", "reasoning", "thinking")
 """Keys of a message that hold the reasoning before its content."""
 _MARK = re.compile("</?think>")
 _OTHER = "\U000f0102"
-"""A private-use character, as a content that no message has."""
+"""A private-use character, as a content unequal to every message."""
 
 
 def assistant_spans(
@@ -48,8 +47,8 @@ def assistant_spans(
         learn: indexes of the assistant messages to find.
         marked: the result of `ChatTemplate.marked_spans`.
         ends: texts of special tokens that may end a turn.
-        stops: texts of tokens that end the model's output; a turn has to end with such a token. The
-            first of them ends a last turn without an end.
+        stops: texts of tokens that end the model's output; a turn must end with such a token. The
+            first text is appended to a last turn without an end.
     Returns:
         The text, and the spans to learn, in order.
     Raises:
@@ -75,7 +74,7 @@ def assistant_spans(
 
 
 def check_context(text: str, messages: Sequence[Message], render: Render) -> None:
-    """Refuse a chat with a text that lacks a message of the system or of a user.
+    """Refuse a chat if its text lacks a message of the system or a user.
 
     Raises:
         DataError: names the message.
@@ -97,7 +96,7 @@ def check_context(text: str, messages: Sequence[Message], render: Render) -> Non
 
 
 def _check_said(said: str, messages: Sequence[Message], index: int) -> None:
-    """Refuse a message with a part that is missing in the text to learn."""
+    """Refuse a message if the text to learn lacks a part of it."""
     joined = _joined(said)
     for part, name, fix in _parts(messages[index]):
         if _joined(part) not in joined:
@@ -110,7 +109,7 @@ def _check_said(said: str, messages: Sequence[Message], index: int) -> None:
 
 
 def _parts(message: Message) -> Iterator[tuple[str, str, str]]:
-    """Yield the texts of a message to learn, each with its name and a fix."""
+    """Yield the learned texts of a message, each with its name and a fix."""
     *thoughts, answer = _MARK.split(message.get("content") or "")
     yield from ((thought, "the reasoning", "leave it out") for thought in thoughts)
     yield answer, "the content", "leave the message out"
@@ -138,7 +137,7 @@ def _ended(
     ends: Sequence[str],
     stops: Sequence[str],
 ) -> tuple[str, int]:
-    """Return the text and the end of a turn with the token that ends it."""
+    """Return the text and the end of a turn, extended by the token that ends the turn."""
     start, end = span
     said = text[start:end].rstrip()
     if said.endswith(tuple(stops)):
@@ -149,7 +148,7 @@ def _ended(
     for role in ("tool", "user") if messages[index].get("tool_calls") else ("user",):
         try:
             longer = render([*messages, {"role": role, "content": _OTHER}], False)
-        except GenerationError:  # a template may refuse what comes next
+        except GenerationError:  # a template may refuse the next message
             continue
         behind = _with_end_of_turn(longer, end, stops)
         if longer.startswith(text[:end]) and behind > end:
@@ -188,7 +187,7 @@ def _span(
 def _prefix(
     text: str, messages: Sequence[Message], add_generation_prompt: bool, render: Render
 ) -> int | None:
-    """Return the length of the first messages' text; None unless the whole text begins with it."""
+    """Return the length of the first messages' text; None if it is no prefix of the whole text."""
     try:
         prefix = render(messages, add_generation_prompt)
     except GenerationError:  # a template may refuse a chat without a user, or without messages
@@ -197,9 +196,9 @@ def _prefix(
 
 
 def _is_always_prompted(messages: Sequence[Message], render: Render) -> bool:
-    """Return True if the generation prompt ends the text even without a request for it.
+    """Return True if the generation prompt always ends the text, without a request for it.
 
-    Then it is no beginning of a longer chat's text, and requesting it changes nothing.
+    The text is then no prefix of a longer chat's text, and requesting the prompt has no effect.
     """
     text = render(messages, False)
     if render(messages, True) != text:

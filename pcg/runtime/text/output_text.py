@@ -1,29 +1,28 @@
-"""Streamed text of an output: tokens are decoded as they come, and cut at stop strings.
+"""Streamed text of an output: decodes tokens incrementally, and cuts the text at stop strings.
 
-Detokenizing is ours, because `tokenizers`' DecodeStream (0.23) raises on broken byte-fallback runs,
+`tokenizers`' DecodeStream (0.23) is not used, because it raises on broken byte-fallback runs,
 repeats text after a prompt that ends within a character, and cannot return an unfinished character
 at the end. The text of a token depends on its neighbours: a character may span several tokens, and
-many decoders drop the first word's space. So tokens are decoded in a window that begins at a token
-with final text, and the new text of the window is returned, except a tail of U+FFFD, to which an
+many decoders drop the first word's space. Tokens are therefore decoded in a window that starts at a
+token with final text, and the window's new text is returned, except a tail of U+FFFD, to which an
 unfinished character decodes.
 
-    window        ids[start:]; its first `returned` characters are returned already
-    return        text[returned:] without its trailing U+FFFD
-    move          once all of the window's text is returned, it may begin at the last such place
+    window        ids[start:]; the first `returned` characters were returned earlier
+    return        text[returned:] without trailing U+FFFD
+    move          after all text of the window was returned, it may start at the last such place
 
-Tokens that the decoder skips (special ones) never end a window: the word after them would lose its
-space. The parts and the final `finish()` add up to `decode(all ids)`. A window without new text
-grows to 16 tokens, so that no output makes a token's decoding longer and longer: then tokens that
-the decoder skips are dropped from it, and of bytes that are no UTF-8 all is returned before the
-first of the last tokens that decode alone:
+Tokens that the decoder skips (special tokens) never end a window, as the word after them would lose
+its space. The parts and the final `finish()` add up to `decode(all ids)`. A window without new text
+grows to at most 16 tokens, which bounds the decoding time of a token: then skipped tokens are
+dropped from the window, and bytes that are not UTF-8 are returned up to the first of the last k
+tokens that decode independently:
 
     decode(ids) = decode(ids[:-k]) + decode(ids[-k:])
 
-Stop strings may span several parts of the text, and returned text cannot be taken back. So the
-longest suffix that could still grow into a stop string is held back. The match is the one that is
-complete first; of several complete at the same character, the longest. That rule does not look
-ahead, so it stops generation at the earliest possible token, and does not depend on how the text
-was cut into parts.
+Stop strings may span several parts of the text, and returned text is final, so the longest suffix
+that could still grow into a stop string is held back. The first complete match wins and, among
+matches complete at the same character, the longest. This rule does not look ahead, so it stops
+generation at the earliest possible token, and does not depend on the division into parts.
 """
 
 from __future__ import annotations
@@ -44,11 +43,11 @@ _MOST = 16
 
 
 class StreamDecoder:
-    """Decodes one sequence token by token.
+    """Decodes a sequence token by token.
 
     Args:
-        prompt_ids: the tokens before the stream, whose text is not returned; with them the first
-            word keeps its space, and a character begun in the prompt is completed.
+        prompt_ids: the tokens before the stream, as context: the first word keeps its space, and a
+            character that starts in the prompt is completed. Their text is not returned.
     """
 
     def __init__(self, decode: Decode, prompt_ids: Sequence[int] = ()) -> None:
@@ -58,7 +57,7 @@ class StreamDecoder:
         self._ids, self._returned, self._boundary = _context(decode, prompt_ids)
 
     def push(self, token: int) -> str:
-        """Add a token; returns the text that has become final, or ""."""
+        """Add a token; return the text that has become final, or ""."""
         self._ids.append(token)
         text = self._decode(self._ids)
         stable = len(text.rstrip(_REPLACEMENT))
@@ -86,16 +85,16 @@ class StreamDecoder:
         return ""
 
     def finish(self) -> str:
-        """End the stream; returns the rest of the text, with an unfinished character as U+FFFD."""
+        """End the stream; return the remaining text, with an unfinished character as U+FFFD."""
         text = self._decode(self._ids) if self._ids else ""
         rest, self._returned = text[self._returned :], max(self._returned, len(text))
         return rest
 
 
 def _context(decode: Decode, prompt_ids: Sequence[int]) -> tuple[list[int], int, int]:
-    """Return the window after a prompt: tokens, characters returned, and boundary.
+    """Return the window after a prompt: tokens, returned characters, and boundary.
 
-    It begins between characters, and ends between characters except for one begun at its end.
+    The window starts between characters; it may end within a character.
     """
     for begun in range(_REST_OF_CHARACTER + 1):
         whole = len(prompt_ids) - begun
@@ -127,17 +126,18 @@ class StopChecker:
         self.matched: str | None = None
 
     def push(self, text: str, may_end: bool = True) -> str:
-        """Add a part of the stream; returns the text that can be returned now.
+        """Add a part of the stream; return the text that has become final.
 
-        After a match that is the text before the stop string, and "" from then on.
+        After a match, return the text before the stop string, and "" for further parts.
 
         Args:
-            may_end: False if no stop string that is complete within this part ends the stream.
+            may_end: False if a stop string that is complete within this part must not end the
+                stream.
         """
         if self.matched is not None:
             return ""
         held, text = len(self._held), self._held + text
-        # (end, start): first complete, then longest. What is held has been looked at.
+        # (end, start): first complete, then longest. Held-back text was searched earlier.
         matches = [
             (start + len(stop), start, stop)
             for stop in (self._stop if may_end else ())
@@ -152,7 +152,7 @@ class StopChecker:
         return text[:safe]
 
     def finish(self) -> str:
-        """End the stream; returns the text held back."""
+        """End the stream; return the text held back."""
         held, self._held = self._held, ""
         return held
 
@@ -168,12 +168,12 @@ class StopChecker:
 
 
 class OutputText:
-    """The text of one output, token by token.
+    """The text of an output, token by token.
 
     Args:
-        decoder: None without a tokenizer: the output then has no text.
-        stop: strings that end the output, and stay in the text if `keeps_stop`.
-        echoed: text that the output begins with.
+        decoder: the decoder; None without a tokenizer, for an output without text.
+        stop: strings that end the output, and stay in the text with `keeps_stop`.
+        echoed: text before the output, for `echo`.
     Attributes:
         parts: the returned text.
         matched: the stop string that ended the output; None before.

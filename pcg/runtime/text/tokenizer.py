@@ -1,11 +1,11 @@
 """The tokenizer of a model directory: text to ids and back, special tokens, chat template.
 
-A thin layer over the `tokenizers` library. `tokenizer.json` determines how text becomes ids,
-special tokens of the post-processor included. The rest comes from the files beside it:
+A thin layer over the `tokenizers` library. `tokenizer.json` determines the conversion of text to
+ids, including special tokens of the post-processor. Other data is read from the same directory:
 
     bos, eos, pad           tokenizer_config.json, special_tokens_map.json; else the ids in
                             generation_config.json, config.json
-    tokens that end output  those of generation_config.json (config.json without it) and eos
+    tokens that end output  eos, and ids in generation_config.json (else config.json)
     chat template           chat_template.jinja, else tokenizer_config.json "chat_template"
 """
 
@@ -28,14 +28,14 @@ Json = Mapping[str, Any]
 _NAMED = ("bos", "eos", "unk", "sep", "pad", "cls", "mask")
 _REPAIR = "; repair or download it again"
 _LONG = 10_000
-"""Characters of a text, or tokens, that take more than some milliseconds: the library lets go of
-Python's lock for batches alone."""
+"""Number of characters or tokens beyond which batch calls are used, as conversions take more than
+some milliseconds, and the library releases Python's lock only in batch calls."""
 _ID_FILES = ("generation_config.json", "config.json")
 
 
 @dataclass(frozen=True)
 class Encoding:
-    """Tokens of a text, and the characters [start, end) of each in it.
+    """Tokens of a text, each with its range of characters [start, end).
 
     The range is empty for a token without text, and (0, 0) for a token of the post-processor.
     """
@@ -50,7 +50,7 @@ class Tokenizer:
 
     Attributes:
         backend: the `tokenizers.Tokenizer`, without truncation and padding.
-        special_tokens: texts of the named special tokens, as "bos_token": "<s>".
+        special_tokens: texts of the named special tokens, such as "bos_token": "<s>".
         eos_ids: all tokens that end a model's output.
     """
 
@@ -69,7 +69,7 @@ class Tokenizer:
         Args:
             chat_template: replaces the model's own: a path to a file, or the template's text.
         Raises:
-            ModelNotFoundError: there is no tokenizer.json.
+            ModelNotFoundError: tokenizer.json is missing.
             ConfigError: a file is damaged, or the chat template does not compile.
         """
         directory = Path(directory)
@@ -103,20 +103,20 @@ class Tokenizer:
 
     @property
     def vocab_size(self) -> int:
-        """Number of tokens, added ones included; the model's embedding may be larger."""
+        """Number of tokens, including added tokens; the model's embedding may be larger."""
         return int(self.backend.get_vocab_size(with_added_tokens=True))
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Encode text; `add_special_tokens` adds the post-processor's tokens, usually a bos.
 
         Raises:
-            GenerationError: the text has a half of a character, which has no UTF-8.
+            GenerationError: the text has a lone surrogate, which UTF-8 cannot encode.
         """
         ids: list[int] = self._encoded(text, add_special_tokens).ids
         return ids
 
     def encode_with_offsets(self, text: str, add_special_tokens: bool = True) -> Encoding:
-        """Encode text, with the place of each token in it; errors as of `encode`."""
+        """Encode text, with the range of each token; raises the errors of `encode`."""
         encoding = self._encoded(text, add_special_tokens)
         return Encoding(encoding.ids, encoding.offsets)
 
@@ -127,7 +127,7 @@ class Tokenizer:
         return self.backend.encode(text, add_special_tokens=add_special_tokens)
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
-        """Decode tokens; bytes that are not UTF-8 become U+FFFD."""
+        """Decode tokens; invalid UTF-8 becomes U+FFFD."""
         if len(ids) > _LONG:
             texts = self.backend.decode_batch([list(ids)], skip_special_tokens=skip_special_tokens)
             return str(texts[0])
@@ -137,24 +137,24 @@ class Tokenizer:
         self, prompt_ids: Sequence[int] = (), skip_special_tokens: bool = True
     ) -> StreamDecoder:
         """Decode a sequence token by token; see `StreamDecoder`."""
-        # The library itself, as a step decodes one token of every sequence.
+        # Call the library directly, as each step decodes a token of every sequence.
         decode = partial(self.backend.decode, skip_special_tokens=skip_special_tokens)
         return StreamDecoder(decode, prompt_ids)
 
     def end_texts(self) -> tuple[str, ...]:
-        """Return the texts of special tokens that may end a turn, all but bos, longest first."""
+        """Return the texts of special tokens that may end a turn, except bos, longest first."""
         added = self.backend.get_added_tokens_decoder()
         bos = self.bos_id if self.bos_id not in self.eos_ids else None
         texts = (token.content for index, token in added.items() if token.special and index != bos)
         return tuple(sorted(texts, key=lambda text: (-len(text), text)))
 
     def stop_texts(self) -> tuple[str, ...]:
-        """Return the texts of the tokens that end a model's output, the eos first."""
+        """Return the texts of the tokens that end a model's output, eos first."""
         ids = sorted(self.eos_ids, key=lambda index: (index != self.eos_id, index))
         return tuple(filter(None, map(self.backend.id_to_token, ids)))
 
     def template(self) -> ChatTemplate:
-        """Return the chat template; GenerationError if the model has none."""
+        """Return the chat template. GenerationError: the model has no chat template."""
         if self.chat_template is None:
             raise GenerationError(
                 "the model has no chat template, so messages cannot become text; put a "
@@ -173,10 +173,10 @@ class Tokenizer:
 
         Args:
             add_generation_prompt: end with the header of the assistant's next message.
-            variables: `tools`, JSON schemas of functions, and other variables that the template
-                reads, as enable_thinking=False.
+            variables: `tools`, JSON schemas of functions, and other variables of the template, such
+                as enable_thinking=False.
         Raises:
-            GenerationError: there is no template, or it refuses the messages.
+            GenerationError: no template, or the template refuses the messages.
         """
         variables = {**self.special_tokens, **variables}
         return self.template().render(
@@ -184,14 +184,14 @@ class Tokenizer:
         )
 
     def reads_parts(self) -> bool:
-        """Return True if the chat template writes contents that are lists of text parts."""
+        """Return True if the chat template supports lists of text parts as contents."""
         texts = ("the first part", "the second part")
         message = {"role": "user", "content": [{"type": "text", "text": text} for text in texts]}
         try:
             rendered = self.render_chat([message], add_generation_prompt=False)
         except GenerationError:
             return False
-        # A template that reads texts alone writes the list as Python does.
+        # A template that supports only text would render the list in Python's notation.
         return all(text in rendered for text in texts) and "'type'" not in rendered
 
     def encode_chat(self, messages: Sequence[Message], **variables: Any) -> list[int]:
@@ -200,10 +200,10 @@ class Tokenizer:
 
 
 def check_characters(text: str) -> None:
-    """Refuse half a surrogate pair, which JSON can hold: it is no character, and has no UTF-8.
+    """Refuse lone surrogates, which JSON allows but UTF-8 cannot encode.
 
     Raises:
-        GenerationError: names it and its place.
+        GenerationError: names the surrogate and its place.
     """
     try:
         if not text.isascii():
@@ -217,9 +217,9 @@ def check_characters(text: str) -> None:
 
 
 def _mark_special(backend: Any, texts: Mapping[str, str]) -> None:
-    """Mark the named tokens as special where tokenizer.json does not.
+    """Mark the named tokens as special if tokenizer.json does not.
 
-    Then decoding can skip them, and "</s>" in a rendered chat is one token.
+    Decoding can then skip special tokens, and "</s>" in a rendered chat is a single token.
     """
     special = {t.content for t in backend.get_added_tokens_decoder().values() if t.special}
     backend.add_special_tokens(
@@ -249,8 +249,8 @@ def _read_json(path: Path) -> Json:
 def _special_texts(config: Json, special_tokens_map: Json) -> dict[str, str]:
     """Return the texts of the named special tokens; tokenizer_config.json takes precedence.
 
-    A token is given as its text, or as an object with its text under "content".
-    ConfigError: a text has half of a character.
+    A token is written as text, or as an object with the text under "content".
+    ConfigError: a text has a lone surrogate.
     """
     texts = {}
     for name in (f"{short}_token" for short in _NAMED):
@@ -269,7 +269,7 @@ def _special_texts(config: Json, special_tokens_map: Json) -> dict[str, str]:
 def _ids_of(name: str, files: Mapping[str, Json]) -> tuple[int, ...]:
     for file, content in files.items():
         value = content.get(name)
-        if value is None or value == -1:  # some models write -1 for a token they do not have
+        if value is None or value == -1:  # some models write -1 for a missing token
             continue
         ids = value if isinstance(value, list) else [value]
         if not all(type(index) is int and index >= 0 for index in ids):
@@ -314,7 +314,7 @@ def _find_template(
 
 def _override_text(override: str | Path) -> str:
     """Return a template's text, read from its file if a path is given."""
-    # A template has braces; a path to one hardly does.
+    # Templates have braces; paths hardly ever do.
     if isinstance(override, str) and "{" in override:
         return override
     path = Path(override)
