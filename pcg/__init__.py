@@ -4,8 +4,8 @@
     executor = pcg.compile("model directory", peft="lora")
     executor.generate("def main(", max_new_tokens=32)
 
-Names are found when they are first used (PEP 562), so that `import pcg` takes milliseconds and not
-the seconds that torch takes. Errors other than their root are in `pcg.errors`.
+Names are imported on first use (PEP 562), so that `import pcg` takes milliseconds instead of
+torch's seconds. Errors other than their root are in `pcg.errors`.
 """
 
 import sys
@@ -90,9 +90,10 @@ def __dir__() -> list[str]:
 
 
 def _over_package(home: str, name: str) -> property:
-    """A function with the name of one of pcg's packages, which the import system sets in vain.
+    """Return a property for a function that shares its name with one of pcg's packages.
 
-    `from pcg.trace import …` goes by the package's full name and is not touched.
+    The import system's assignments of the package have no effect on it. `from pcg.trace import …`
+    uses the package's full name and still works.
     """
     return property(lambda _: getattr(import_module(home), name), lambda *_: None)
 

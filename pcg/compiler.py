@@ -1,4 +1,4 @@
-"""The compiler's public calls: from a model and PEFT recipes to a program, and to an executor."""
+"""Public calls of the compiler: from a model and PEFT recipes to a program, and to an executor."""
 
 from __future__ import annotations
 
@@ -54,10 +54,10 @@ class ProgramArguments(CompileOptions):
     Attributes:
         model: a directory with a config.json, a hub id, an id that ships with pcg, a config, or a
             transformers model in memory.
-        peft: None, a word of `pcg.peft.registry.SHORTHANDS`, a recipe, a configuration of peft's,
-            a dict of its fields, or {name: one of these, or the directory of an adapter}.
-        observe: a function that is told of each pass as it ends.
-        place: cuts the layers between a base executor and its client; None for one process.
+        peft: None, a word of `pcg.peft.registry.SHORTHANDS`, a recipe, a peft configuration, a dict
+            of its fields, or {name: any of these, or an adapter's directory}.
+        observe: called with the record of each finished pass.
+        place: cuts the layers between a base executor and its client; None for a single process.
     """
 
     model: Any
@@ -68,7 +68,7 @@ class ProgramArguments(CompileOptions):
 
 @takes(ProgramArguments)
 def compile_program(arguments: ProgramArguments) -> Program:
-    """Compile a model to a program, without weights. PcgError: names the unreadable part."""
+    """Compile a model to a program, without weights; PcgError names the unreadable part."""
     source, to_trace = source_of(arguments.model)
     device = machine_device()
     return _compiled(
@@ -135,14 +135,14 @@ class CompileArguments(RankOptions, CompileOptions):
 
     Attributes:
         model: a directory with weights, a hub id, or a transformers model in memory.
-        peft: None, a word such as "lora", a recipe, a configuration of peft's, or {name: one of
-            these, or the directory of an adapter}; named adapters are added to the executor.
-        tp: tensor-parallel degree. Above 1, this is one of so many processes, as torchrun starts
-            them, and all of them make the same calls.
-        device: the device of the weights; the GPU where there is one, else the CPU. Over ranks
-            "cuda" is a GPU of each one's own, and a GPU that two of them name is refused.
-        verify: compare the logits of a few tokens with those of a model given in memory; by
-            default where it has at most 2e9 parameters.
+        peft: None, a word such as "lora", a recipe, a peft configuration, or {name: any of these,
+            or an adapter's directory}; named adapters are added to the executor.
+        tp: tensor-parallel degree. Above 1, this process is a rank of that many processes, as
+            started by torchrun, and all ranks make the same calls.
+        device: the device of the weights; by default the GPU if available, else the CPU. Over ranks
+            "cuda" is each rank's own GPU, and a GPU that two ranks name is refused.
+        verify: compare the logits of a few tokens with those of a model in memory; by default for
+            at most 2e9 parameters.
     """
 
     model: Any
@@ -153,7 +153,7 @@ class CompileArguments(RankOptions, CompileOptions):
 
 @takes(CompileArguments)
 def compile(arguments: CompileArguments) -> Executor:
-    """Compile a model and load its weights: an executor that generates and finetunes.
+    """Compile a model and load its weights; return an executor that generates and finetunes.
 
     A model in memory is traced itself, with its own classes, buffers and hooks, and stays
     unchanged.
@@ -167,7 +167,7 @@ def compile(arguments: CompileArguments) -> Executor:
     if sizes.world > 1:
         if started_ranks() == 1:
             check_started(sizes)
-        # A rank's own GPU comes first: torch's current one is the same on all of them.
+        # Select the rank's own GPU first: torch's current GPU is the same on all ranks.
         device = own_device(machine_device(device))
     costs = arguments.costs
     if arguments.tp > 1 and costs is None:
@@ -216,7 +216,7 @@ def compile(arguments: CompileArguments) -> Executor:
     try:
         return compiled(whole=False)
     except LogitsError:
-        # Layers that look alike may use their index.
+        # Layers with equal modules may depend on their index.
         return compiled(whole=True)
 
 
@@ -238,12 +238,12 @@ def compile_random(
     device: str | torch.device | None = None,
     seed: int = 0,
 ) -> Executor:
-    """Compile a model and give it random weights, an executor to measure.
+    """Compile a model with random weights; return an executor for measurements.
 
     Args:
-        model: the model, as `compile_program` takes it, without its weights.
+        model: the model without its weights, as for `compile_program`.
         tp, backend, dtype, adapter_copies, attention: as in `CompileOptions`.
-        device: the device of the weights; by default the GPU if there is one, else the CPU.
+        device: the device of the weights; by default the GPU if available, else the CPU.
     """
     source = resolve(model)
     options = CompileOptions(
@@ -259,11 +259,10 @@ class LoadArguments(RankOptions):
     """Arguments of `load`.
 
     Attributes:
-        directory: the folder of a compiled program. Loading it runs its emitted source.
-        weights: directory or hub id that holds the weights; where they lay at compile time by
-            default.
-        device: the device of the weights; the GPU where there is one, else the CPU.
-        trust_edits: accept emitted source that was edited.
+        directory: the folder of a compiled program. Loading runs its emitted source.
+        weights: directory or hub id of the weights; by default their location at compile time.
+        device: the device of the weights; by default the GPU if available, else the CPU.
+        trust_edits: accept edited emitted source.
     """
 
     directory: str | os.PathLike[str]
@@ -274,7 +273,7 @@ class LoadArguments(RankOptions):
 
 @takes(LoadArguments)
 def load(arguments: LoadArguments) -> Executor:
-    """Load a compiled folder and its weights: an executor that generates and finetunes.
+    """Load a compiled folder and its weights; return an executor that generates and finetunes.
 
     Raises:
         PcgError: the folder or the weights are missing, damaged, or of another model.
@@ -305,7 +304,7 @@ def load(arguments: LoadArguments) -> Executor:
         ) from error
     check_same_model(program, source.config, os.fspath(place))
     checkpoint = Checkpoint.open(source, program.base_prefix)
-    # A program compiled from a shipped config has no tokenizer; the weights come with one.
+    # A program compiled from a shipped config has no tokenizer; the weights include it.
     has_tokenizer = (folder / "tokenizer.json").exists()
     tokenizer_directory = folder if has_tokenizer else source.directory
     device = own_device(machine_device(arguments.device))
@@ -320,10 +319,10 @@ def trace(model: Any, dtype: str | None = None, *, whole: bool = False) -> Trace
     Args:
         model: a directory, a hub id, an id that ships with pcg, a config, or a transformers model.
         dtype: torch's name of the dtype; the configuration's own by default.
-        whole: trace every layer instead of one of each kind (and one more).
+        whole: trace every layer instead of one layer of each kind, plus one.
     Raises:
         SourceError: the model cannot be found or read.
-        TraceError: it cannot be turned into a graph; names the operator and the module.
+        TraceError: the model has no graph; names the operator and the module.
     """
     return trace_config(source_of(model)[1], dtype_name(dtype), whole)
 
@@ -337,14 +336,14 @@ def make_executor(
     mesh: RankMesh | None = None,
     place: CallPieces | None = None,
 ) -> Executor:
-    """An executor of a program with weights.
+    """Return an executor of a program with weights.
 
     Args:
         weights: the weights of the program's base.
         peft: the adapters to add, by name; other values add none.
         directory: the directory of the tokenizer, or None.
-        device: the device of the weights; by default the GPU if there is one, else the CPU.
-        mesh: the ranks that run it; by default the processes that torchrun started.
+        device: the device of the weights; by default the GPU if available, else the CPU.
+        mesh: the ranks that run it; by default the processes of torchrun.
         place: as in `compile_program`.
     """
     from pcg.runtime.executor import Executor

@@ -1,6 +1,6 @@
-"""A transformers model in memory as the compiler takes it: its configuration, and its logits.
+"""A transformers model in memory as the compiler's input: its configuration, and its logits.
 
-The module itself is traced (`pcg.trace`); after its weights are loaded, the executor's logits are
+The module itself is traced (`pcg.trace`). After its weights are loaded, the executor's logits are
 compared with the module's own.
 """
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from pcg.runtime.executor import Executor
 
 VERIFIED_PARAMETERS = 2_000_000_000
-"""Modules of at most so many parameters are verified by default: it takes a forward pass."""
+"""Maximum number of parameters of modules that are verified by default; it takes a forward pass."""
 
 _TOKENS, _DECODED = 24, 3
 _TOLERANCES = {torch.float64: 1e-6, torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 0.1}
@@ -29,7 +29,7 @@ _TOLERANCES = {torch.float64: 1e-6, torch.float32: 1e-4, torch.float16: 2e-2, to
 
 
 def source_of(model: Any) -> tuple[ModelSource, Any]:
-    """A model's source, and the object to trace: its configuration, or the module.
+    """Return a model's source, and the object to trace: its configuration, or the module.
 
     Raises:
         SourceError: the model cannot be found or read.
@@ -40,13 +40,13 @@ def source_of(model: Any) -> tuple[ModelSource, Any]:
         return source, source.config
     check_module(model)
     config: dict[str, Any] = model.config.to_dict()  # type: ignore[union-attr,operator]
-    # An architecture of the user's own may have no name.
+    # A user's own architecture may have no name.
     config["model_type"] = config.get("model_type") or type(model).__name__
     return resolve(config), model
 
 
 def check_weights(model: nn.Module) -> None:
-    """Refuse a module with weights elsewhere. UnsupportedError: names one."""
+    """Refuse a module with weights on the meta device; UnsupportedError names a weight."""
     for name, parameter in model.named_parameters():
         if parameter.is_meta:
             raise UnsupportedError(
@@ -59,7 +59,7 @@ def check_weights(model: nn.Module) -> None:
 def check_logits(executor: Executor, model: nn.Module) -> None:
     """Compare an executor with its module, which runs its own attention.
 
-    Compares logits of one token, of a few and of fewer than a window, where transformers gives no
+    Compares logits of one token, of a few and of fewer than a window, where transformers passes no
     mask to the module's code, and then greedily decoded tokens.
 
     Raises:
@@ -98,11 +98,11 @@ def check_logits(executor: Executor, model: nn.Module) -> None:
             )
     try:
         (output,) = executor.generate([ids], max_new_tokens=_DECODED, ignore_eos=True)
-    except UnsupportedError:  # no attention, or no kernel of its size; an engine says so
+    except UnsupportedError:  # no attention, or no kernel of its size; an engine reports it
         return
     rows = expected([*ids, *output.token_ids])[_TOKENS - 1 : -1]
     chosen = rows.gather(-1, torch.tensor(output.token_ids)[:, None])[:, 0]
-    # Where two logits are nearly the same, rounding decides.
+    # Rounding decides between nearly equal logits.
     short = (rows.max(-1).values - chosen) / _spread(rows)
     if (short > allowed).any():
         raise _is_another(
@@ -120,7 +120,7 @@ def _is_another(name: str, how: str) -> LogitsError:
 
 def _logits(model: nn.Module, ids: Tensor) -> Tensor:
     try:
-        # As the trace does: a cache is the module's own matter.
+        # As in the trace: a cache is the module's own matter.
         out = model(input_ids=ids[None], **arguments_of(model, len(ids))[1])
     except Exception as error:
         raise TraceError(
@@ -131,7 +131,7 @@ def _logits(model: nn.Module, ids: Tensor) -> Tensor:
 
 
 def _relative_error(actual: Tensor, expected: Tensor) -> float:
-    """The largest error of a token's logits, relative to their spread around their mean."""
+    """Return the largest error of a token's logits, relative to their spread around their mean."""
     if actual.shape != expected.shape or not torch.equal(actual.isfinite(), expected.isfinite()):
         return float("inf")
     actual, expected = actual.nan_to_num(0, 0, 0), expected.nan_to_num(0, 0, 0)

@@ -1,7 +1,7 @@
-"""The options of compiling and of explaining: their meaning, and which of them go together.
+"""Options of compiling and of explaining, with their meaning and their consistency checks.
 
 The library's functions take these fields as keywords (`pcg.keywords`), a program carries them, and
-the command line makes its options of them. Importing this file costs next to nothing.
+the command line derives its options from them. The import of this file is cheap.
 """
 
 from __future__ import annotations
@@ -20,36 +20,38 @@ from pcg.units import parse_bytes, shown
 BACKENDS = ("torch", "triton")
 Backend = Literal["auto", "torch", "triton"]
 PolicyName = Literal["fair-share", "fcfs", "adapter-clustering", "early-abort"]
-"""The names of the policies of admission (`pcg.runtime.admission.policies`)."""
+"""Names of the admission policies (`pcg.runtime.admission.policies`)."""
 DTYPES = ("float32", "bfloat16", "float16", "float64")
 STYLES = ("colwise", "rowwise", "replicated")
-"""transformers' words for how a module is sharded, which a plan over ranks may have."""
+"""transformers' words for a module's sharding, which a plan over ranks may use."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class PlanOptions:
-    """Options that decide how a finetuning step is planned.
+    """Options that determine the plan of a finetuning step.
 
     Attributes:
         tp: tensor-parallel degree.
-        costs: the device that adapters are parallelized for: a name, as H100, or H100:4 for nodes
-            of 4 ranks, or a file of `pcg profile`; by default the sheet of the device that there
-            is, or its profile, else H100.
+        costs: the device that adapters are parallelized for: a name, such as H100, or H100:4 for
+            nodes of 4 ranks, or a file of `pcg profile`; by default the data sheet of the present
+            device, or its profile, else H100.
         tp_plan: the base's plan over the ranks: a style (colwise, rowwise or replicated) for each
-            module path of a layer, as self_attn.q_proj, or a JSON file of such; with transformers'
-            keys, as layers.*.self_attn.q_proj, too. Megatron's, read off the graph, by default.
-        sequence_parallel: hold parts of the tokens of norms and residuals on each rank.
-        gradient_accumulation_steps: batches an optimizer step, over which the search for adapters'
-            strategies spreads the sums of copied weights' gradients.
-        dtype: float32, bfloat16, float16 or float64; the configuration's own by default.
-        memory_budget: what finetuning may save for backward: from 1, all that spares a matrix
-            product (the default), to 0, the least; or bytes, as 8GiB.
+            module path of a layer, such as self_attn.q_proj, or a JSON file of these; transformers'
+            keys, such as layers.*.self_attn.q_proj, also work. By default Megatron's plan, derived
+            from the graph.
+        sequence_parallel: split the tokens of norms and residuals over the ranks.
+        gradient_accumulation_steps: batches per optimizer step; the search for adapters' strategies
+            spreads the sums of replicated weights' gradients over them.
+        dtype: float32, bfloat16, float16 or float64; the configuration's dtype by default.
+        memory_budget: the memory that finetuning may save for backward: from 1 (the default), which
+            recomputes no matrix product, to 0, the least memory; or bytes, such as 8GiB.
         batch: sequences of the finetuning step that the budget is planned for.
         seq: tokens of each of these sequences.
         lossy_activations: fp8 to save activations in 8 bits where the gradient's error has a bound
-            (docs/compiler.md); by default all that is saved is exact.
-        packed_weights: False to hold each of the base's weights once, on CPUs where serving has
-            oneDNN's packed copies of them beside those that training reads: slower decoding.
+            (docs/compiler.md); by default all saved values are exact.
+        packed_weights: False to hold each of the base's weights once. On CPUs serving otherwise
+            holds oneDNN's packed copies in addition to the weights for training; False slows down
+            decoding.
     Raises:
         ParallelError: an option of ranks is out of range, or has no effect.
         UnsupportedError: another option is out of range.
@@ -104,22 +106,22 @@ class PlanOptions:
 
     @property
     def budget(self) -> MemoryBudget:
-        """The memory budget with the step that it is for."""
+        """The memory budget with its step."""
         return MemoryBudget.parse(self.memory_budget, self.batch, self.seq)
 
     @property
     def names_step(self) -> bool:
-        """True if a certain step is planned: by a budget in bytes, a batch or a length."""
+        """True if a specific step is planned: by a budget in bytes, a batch or a length."""
         fields = type(self).__dataclass_fields__
         is_other = any(getattr(self, name) != fields[name].default for name in ("batch", "seq"))
         return is_other or self.budget.size_bytes is not None
 
     @property
     def styles(self) -> dict[str, str]:
-        """The base's plan over the ranks by module path; empty where none is given.
+        """The base's plan over the ranks by module path; empty by default.
 
         Raises:
-            ParallelError: the file cannot be read, or a style is none of `STYLES`.
+            ParallelError: the file cannot be read, or a style is not in `STYLES`.
         """
         return {} if self.tp_plan is None else _styles(self.tp_plan)
 
@@ -145,16 +147,17 @@ class CompileOptions(PlanOptions):
     """Options of a program.
 
     Attributes:
-        backend: what source is emitted for: torch, which runs on any device; triton, fused for
-            NVIDIA GPUs; or auto, triton where the device is such a GPU of capability 8.0 or later
-            and kernels know the model (docs/kernels.md), else torch.
-        adapter_copies: the dtype of the copies that LoRA is served from (docs/adapters.md), as a
-            step is as fast as they are read: that of the base by default, for Triton and on CPUs
-            with native bfloat16; bfloat16; or float32, the adapters' own, which training and saving
-            keep in any case.
-        attention: who computes attention in a program for Triton: own, for its own kernels; names
-            of libraries, with commas, as flashinfer for prompts and flash_attn for training, where
-            they know the heads (docs/kernels.md); or auto, those that are installed.
+        backend: the backend of the emitted source: torch, for any device; triton, fused for NVIDIA
+            GPUs; or auto, which selects triton on such a GPU of capability 8.0 or later if kernels
+            support the model (docs/kernels.md), else torch.
+        adapter_copies: the dtype of the copies that LoRA is served from (docs/adapters.md); the
+            time of a step is the time to read them. By default the base's dtype, for Triton and on
+            CPUs with native bfloat16; bfloat16; or float32, the adapters' own dtype. Training and
+            saving always keep the adapters' own dtype.
+        attention: the attention of a program for Triton: own, for its own kernels; names of
+            libraries, separated by commas, such as flashinfer for prompts and flash_attn for
+            training, for heads that they support (docs/kernels.md); or auto, the installed
+            libraries.
     """
 
     title: ClassVar[str] = PlanOptions.title
@@ -189,13 +192,13 @@ class OptimizerChoice:
 
     Attributes:
         optimizer: the optimizer that updates the adapters: torch's adadelta, adafactor, adagrad,
-            adam, adamax, adamw, asgd, muon, nadam, radam, rmsprop, rprop or sgd, or, with states of
-            8 bits, bitsandbytes' adam8bit, adamw8bit or lion8bit. paged_adamw_8bit and the like are
-            names for one of these with `offload_optimizer`.
-        optimizer_options: options of the optimizer that have no field here, by its library's names,
-            as momentum=0.9; the library's defaults for the others.
-        offload_optimizer: keep the optimizer's states in host memory, and on the GPU those of one
-            parameter at a time, for its update; the numbers stay the same.
+            adam, adamax, adamw, asgd, muon, nadam, radam, rmsprop, rprop or sgd, or, with 8-bit
+            states, bitsandbytes' adam8bit, adamw8bit or lion8bit. paged_adamw_8bit and similar
+            names also set `offload_optimizer`.
+        optimizer_options: options of the optimizer without a field here, by its library's names,
+            such as momentum=0.9; other options have the library's defaults.
+        offload_optimizer: keep the optimizer's states in host memory, and on the GPU only those of
+            the parameter in update; the numbers stay the same.
     """
 
     title: ClassVar[str] = "Optimizer and schedule"
@@ -210,19 +213,20 @@ class ExplainOptions(OptimizerChoice, CompileOptions):
     """Options of a report.
 
     Attributes:
-        gpus: names of GPUs to fit the step to, as H200, A100-80 or L40S.
-        serve_tokens: tokens of requests that are served beside the step: their keys and values, and
-            the copies that the adapters are served from, are in the total; none by default, and the
-            tokens of the batch where nothing is finetuned.
-        device: where the base lies: cuda, or cpu, where oneDNN's packed copies of its weights are
-            counted, too, unless `packed_weights` is False.
-        shard_base: replicas that hold parts of the layers' weights, and gather a layer to run it.
-        find_region: give formulas in the rank, too, and find for which lengths and ranks the plan
-            stays the optimum; over ranks, where strategies change with tokens, rank, degree and
-            link. Takes seconds.
-        peers: report what torch's min-cut partitioner saves, too, on one rank; takes seconds.
-        cp: ranks that share the tokens of each sequence of the step, of which this is one.
-        pp: pipeline stages that have some of the layers each; memory is of the largest one's rank.
+        gpus: names of GPUs to fit the step to, such as H200, A100-80 or L40S.
+        serve_tokens: tokens of concurrent requests: their keys and values, and the served copies of
+            the adapters, count in the total; none by default, or the tokens of the batch without
+            finetuning.
+        device: the base's device: cuda, or cpu, which also counts oneDNN's packed copies of the
+            weights unless `packed_weights` is False.
+        shard_base: replicas that shard the layers' weights and gather a layer to run it.
+        find_region: also give formulas in the rank, and find for which lengths and ranks the plan
+            stays optimal; over ranks, how strategies change with tokens, rank, degree and link.
+            Takes seconds.
+        peers: also report the memory that torch's min-cut partitioner saves, on one rank; takes
+            seconds.
+        cp: context-parallel degree: ranks that share the tokens of each sequence of the step.
+        pp: pipeline stages that have some of the layers each; memory is that of the largest stage.
     """
 
     gpus: Sequence[str] = ()
@@ -258,7 +262,7 @@ class SplitLink:
     """The link between a client and a base.
 
     Attributes:
-        latency_s: time that a round trip takes beside its bytes: both ways, and both sides' code.
+        latency_s: time of a round trip without its bytes: both directions, and both sides' code.
         bytes_per_s: bandwidth in each direction.
     """
 
@@ -268,10 +272,10 @@ class SplitLink:
 
     @classmethod
     def parse(cls, text: str) -> SplitLink:
-        """The link of a name of `SPLIT_LINKS`, or of `LATENCY_MS,GBIT`.
+        """Parse a name of `SPLIT_LINKS`, or `LATENCY_MS,GBIT`.
 
         Raises:
-            UnsupportedError: it is neither.
+            UnsupportedError: the text is neither.
         """
         if text in SPLIT_LINKS:
             return cls(text, *SPLIT_LINKS[text])
@@ -294,24 +298,24 @@ SPLIT_LINKS: Mapping[str, tuple[float, float]] = {
     "lan": (1e-3, 10e9 / 8),
     "wan": (30e-3, 1e9 / 8),
 }
-"""Links by name, the seconds of a round trip and bytes a second. That of memory which two processes
-share is an assumption: a wake-up of each process, and one copy at 10 GB/s."""
+"""Links by name: seconds of a round trip, and bytes per second. Those of memory shared by two
+processes are an assumption: a wake-up of each process, and a copy at 10 GB/s."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class SplitOptions:
-    """Options of a base that is apart from its client (docs/explain.md).
+    """Options of a base that is split from its client (docs/explain.md).
 
     Attributes:
-        link: the link between client and base: shared (memory of one machine), lan (1 ms and
-            10 Gbit/s), wan (30 ms and 1 Gbit/s), or a round trip's milliseconds and a bandwidth in
-            Gbit/s, as 5,2.5.
-        client: the client's device: a data sheet's name, as CPU or L40S, or a file of
-            `pcg profile`.
-        base: the base's device, likewise.
-        privacy: send linear operators alone, whose inputs noise can hide.
+        link: the link between client and base: shared (memory of a machine), lan (1 ms and 10
+            Gbit/s), wan (30 ms and 1 Gbit/s), or a round trip's milliseconds and a bandwidth in
+            Gbit/s, such as 5,2.5.
+        client: the client's device: a data sheet's name, such as CPU or L40S, or a file of `pcg
+            profile`.
+        base: the base's device, in the same form.
+        privacy: send only linear operators, as noise can hide their inputs.
     Raises:
-        UnsupportedError: a link is none.
+        UnsupportedError: an invalid link.
     """
 
     title: ClassVar[str] = "Client and base"
@@ -332,16 +336,16 @@ class SplitOptions:
 
 @dataclass(frozen=True)
 class MemoryBudget:
-    """A bound of what a finetuning step saves for backward: a share of what it could, or bytes.
+    """A bound of the memory that a finetuning step saves for backward: a share, or bytes.
 
     Attributes:
-        share: 1 saves all that spares a matrix product, 0 the least; between, bytes are as far
-            between those two. None where `size_bytes` is given.
-        size_bytes: bytes that a step of `batch` sequences of `seq` tokens saves at most. None where
-            `share` is given.
-        batch: sequences of the step that the plan is made for.
-        seq: tokens of each.
-        parts: ranks that share the tokens of a sequence, of which `seq` are those of one.
+        share: 1 saves all values whose recomputation takes a matrix product, 0 the least memory;
+            other shares interpolate the bytes. None if `size_bytes` is set.
+        size_bytes: maximum saved bytes of a step of `batch` sequences of `seq` tokens. None if
+            `share` is set.
+        batch: sequences of the planned step.
+        seq: tokens of a sequence.
+        parts: ranks that share the tokens of a sequence; `seq` then counts a rank's tokens.
     """
 
     share: float | None = 1.0
@@ -359,10 +363,10 @@ class MemoryBudget:
 
     @classmethod
     def parse(cls, value: object, batch: int = 1, seq: int = 1024) -> MemoryBudget:
-        """The budget that a user writes: None (1), 0 to 1, bytes above 1, "0.3" or "8GiB".
+        """Parse a user's budget: None (1), 0 to 1, bytes above 1, "0.3" or "8GiB".
 
         Raises:
-            UnsupportedError: it is none of these.
+            UnsupportedError: the value is none of these.
         """
         if value is None:
             return cls(batch=batch, seq=seq)
@@ -384,7 +388,7 @@ class MemoryBudget:
 
     @property
     def written(self) -> float | str:
-        """The budget as `parse` reads it."""
+        """The budget in the form that `parse` reads."""
         return self.share if self.share is not None else f"{self.size_bytes}B"
 
     def __str__(self) -> str:
@@ -392,7 +396,7 @@ class MemoryBudget:
 
 
 def dtype_name(dtype: object) -> str | None:
-    """Torch's name of a dtype, which is given as such or by name; None for None."""
+    """Return torch's name of a dtype, given as a dtype or by name; None for None."""
     if dtype is None:
         return None
     name = str(dtype).removeprefix("torch.")

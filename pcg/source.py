@@ -1,8 +1,8 @@
-"""The source of a model: its config, and the files that hold its weights.
+"""Source of a model: its config, and the files of its weights.
 
 A model is named by a directory, by a path to a config.json, by a config in memory, by the id of a
-config that ships with pcg, or by a hub id. `resolve` turns each into one `ModelSource`. Nothing
-here imports torch or transformers, so a wrong name is an answer in milliseconds.
+config that ships with pcg, or by a hub id. `resolve` turns each into a `ModelSource`. This file
+imports neither torch nor transformers, so a wrong name is reported within milliseconds.
 """
 
 import difflib
@@ -31,9 +31,9 @@ SHIPPED = Path(__file__).with_name("configs")
 _LONGEST_ID = 96  # of the hub
 _REPAIR = "; repair or download it again"
 
-# Other names of what ships: hub ids of models with the very same architecture, dtype and context
-# (their special tokens may differ; those come with the weights' own config), and short names.
-# Not here, because they differ: Qwen2.5-*-Instruct (context, epsilon), gemma-2-27b-it (dtype).
+# Other names of shipped configs: hub ids of models with the same architecture, dtype and context
+# (their special tokens may differ; those belong to the weights' own config), and short names.
+# Excluded because they differ: Qwen2.5-*-Instruct (context, epsilon), gemma-2-27b-it (dtype).
 ALIASES: Mapping[str, str] = {
     "ibm-granite/granite-20b-code-base-8k": "ibm-granite/granite-20b-code-base",
     "llama-2-13b": "meta-llama/Llama-2-13b-hf",
@@ -59,7 +59,7 @@ ALIASES: Mapping[str, str] = {
     "tiiuae/falcon-7b-instruct": "tiiuae/falcon-7b",
 }
 
-# What a run needs of a hub repository; `model*` leaves out second copies such as `consolidated.*`.
+# Files of a hub repository that a run needs; `model*` excludes copies such as `consolidated.*`.
 DOWNLOADED = (
     "*.model",
     "added_tokens.json",
@@ -93,7 +93,7 @@ class ModelSource:
 
 
 def shipped() -> tuple[str, ...]:
-    """The hub ids of the configs that ship with pcg, sorted."""
+    """Return the hub ids of the configs that ship with pcg, sorted."""
     return tuple(sorted(path.stem.replace("--", "/", 1) for path in SHIPPED.glob("*.json")))
 
 
@@ -110,14 +110,14 @@ def resolve(
 ) -> ModelSource:
     """Find the model that `model` names.
 
-    Looked up in this order: an existing directory or file, the configs that ship, the local Hugging
+    The search order is: an existing directory or file, the configs that ship, the local Hugging
     Face cache, the hub.
 
     Args:
         model: directory with a config.json, path to a config.json, hub id, parsed config, or a
-            configuration of transformers'.
-        weights: True if the weights are needed, too: a shipped config then has them taken from the
-            cache or downloaded.
+            transformers configuration.
+        weights: True if the weights are also needed: for a shipped config they are then taken from
+            the cache or downloaded.
     Raises:
         ModelNotFoundError: nothing has that name, or it names no model.
         ConfigError: config.json is missing, damaged, or has no model_type.
@@ -231,7 +231,7 @@ def _looks_like_path(name: str) -> bool:
 
 
 def _from_hub(hub_id: str, *, weights: bool) -> ModelSource:
-    # Costs 0.1 s and more: only who needs the hub pays.
+    # The import takes 0.1 s and more.
     import huggingface_hub
 
     cached = huggingface_hub.try_to_load_from_cache(hub_id, CONFIG)
@@ -240,7 +240,7 @@ def _from_hub(hub_id: str, *, weights: bool) -> ModelSource:
         config = _read_config(directory / CONFIG)
         try:
             files = _weight_files(directory)
-        except WeightsError:  # a download that was broken off; the hub completes it
+        except WeightsError:  # an interrupted download, which the hub completes
             files = ()
         if files or not weights:
             return ModelSource(hub_id, config, directory, files)
@@ -259,7 +259,8 @@ def _download(hub_id: str, *, weights: bool) -> Path:
     from huggingface_hub import errors
 
     try:
-        # Asked once, without the downloader's half minute of retries: is it there, are we online?
+        # A single request, without the downloader's half minute of retries, to see if the model
+        # exists.
         huggingface_hub.HfApi().model_info(hub_id, timeout=10)
         if weights:
             return Path(huggingface_hub.snapshot_download(hub_id, allow_patterns=[*DOWNLOADED]))
@@ -275,7 +276,7 @@ def _download(hub_id: str, *, weights: bool) -> Path:
         ) from error
     except errors.RemoteEntryNotFoundError as error:
         raise ConfigError(f"{hub_id} has no {CONFIG} on the hub; is it an adapter?") from error
-    except Exception as error:  # which type, depends on the HTTP library of huggingface_hub
+    except Exception as error:  # the type depends on the HTTP library of huggingface_hub
         raise ModelNotFoundError(
             f"{hub_id} is not in the local Hugging Face cache, and the hub cannot be reached "
             f"({type(error).__name__}); go online, or give a directory" + _suggestions(hub_id)
@@ -308,7 +309,7 @@ def _check_config(config: dict[str, Any], where: str) -> None:
 
 
 def _weight_files(directory: Path) -> tuple[Path, ...]:
-    """The safetensors files of a model directory, all or none."""
+    """Return the safetensors files of a model directory, all or none."""
     if is_file(directory / WEIGHTS):
         files = [directory / WEIGHTS]
     elif is_file(directory / INDEX):

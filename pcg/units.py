@@ -1,4 +1,4 @@
-"""Numbers with units as text, and text with units as numbers."""
+"""Conversions between numbers with units and text."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _BYTES = {
 
 
 def parse_bytes(text: str) -> int | None:
-    """The bytes of a text such as `8GiB` or `500 MB`; None if it is no size with a unit."""
+    """Return the bytes of a text such as `8GiB` or `500 MB`; None if it is no size with a unit."""
     match = re.fullmatch(r"\s*(\d+\.?\d*|\.\d+)(e[+-]?\d+)?\s*([A-Za-z]+)\s*", text)
     if match is None or match[3] not in _BYTES:
         return None
@@ -22,7 +22,7 @@ def parse_bytes(text: str) -> int | None:
 
 
 def size_text(size_bytes: float) -> str:
-    """A size as people read it: 1.5 GiB."""
+    """Format a size for people: 1.5 GiB."""
     units = ["B", "KiB", "MiB", "GiB", "TiB"]
     while size_bytes >= 1024 and len(units) > 1:
         size_bytes /= 1024
@@ -31,13 +31,13 @@ def size_text(size_bytes: float) -> str:
 
 
 def gib(size_bytes: int) -> str:
-    """Bytes in GiB, without the unit; small values with two more digits."""
+    """Format bytes in GiB, without the unit; small values with two more digits."""
     size = size_bytes / 2**30
     return "0" if not size_bytes else f"{size:,.{2 if size >= 0.01 else 4}f}"
 
 
 def duration_text(seconds: float) -> str:
-    """A duration as people read it: 250 ms, 3.2 s, 4 min 10 s."""
+    """Format a duration for people: 250 ms, 3.2 s, 4 min 10 s."""
     if seconds < 1:
         return f"{seconds * 1000:.0f} ms"
     if seconds < 120:
@@ -47,7 +47,7 @@ def duration_text(seconds: float) -> str:
 
 
 def rounded(number: int) -> str:
-    """A large number as people say it: 8.03 B, 41.9 M."""
+    """Format a large number for people: 8.03 B, 41.9 M."""
     for size, unit in ((10**9, " B"), (10**6, " M"), (10**3, " k")):
         if number >= size:
             return f"{number / size:,.{2 if number < 100 * size else 1}f}{unit}"
@@ -55,12 +55,12 @@ def rounded(number: int) -> str:
 
 
 def counted(number: int, noun: str) -> str:
-    """A number of things: `1 file`, `2 files`."""
+    """Format a number of things: `1 file`, `2 files`."""
     return f"{number:,} {noun}{'s' * (number != 1)}"
 
 
 def number_ranges(numbers: Iterable[int]) -> str:
-    """Ascending numbers with runs in short: `0-3, 5` for 0, 1, 2, 3, 5."""
+    """Format ascending numbers as ranges: `0-3, 5` for 0, 1, 2, 3, 5."""
     parts: list[list[int]] = []
     for number in numbers:
         if parts and number == parts[-1][-1] + 1:
@@ -71,16 +71,16 @@ def number_ranges(numbers: Iterable[int]) -> str:
 
 
 def shown(value: object, most: int = 80) -> str:
-    """A value for an error message, cut to `most` characters, whatever its repr does."""
+    """Format a value for an error message, cut to `most` characters; its repr may fail."""
     try:
         text = repr(value)
-    except Exception:  # an int of more than 4,300 digits, a list in itself, another's __repr__
+    except Exception:  # an int of more than 4,300 digits, a recursive list, a faulty __repr__
         text = f"<{type(value).__name__}>"
     return text if len(text) <= most else f"{text[: most - 1]}…"
 
 
 def is_finite(value: object) -> bool:
-    """Return whether a value is a number, and neither infinite nor NaN nor beyond floats."""
+    """Return whether a value is a finite number within the range of floats."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return False
     try:

@@ -42,8 +42,8 @@ class Parameter:
         part: the layout of a rank's part; the value's type is that of the part.
         degree: number of ranks.
         rows: range of the source's first dim; None for all.
-        copies: number of consecutive ranks that hold the same part of the first dim; in a value
-            that is not cut yet, each row of the source is repeated so often.
+        copies: number of consecutive ranks that hold the same part of the first dim; an unsharded
+            value repeats each row of the source this many times.
     """
 
     value: Value
@@ -66,12 +66,12 @@ class Parameter:
 
 @dataclass(frozen=True, slots=True)
 class Node:
-    """One operator applied.
+    """An application of an operator.
 
     Attributes:
         op: the operator's name in the table `pcg.ir.operators`.
         attributes: the operator's constants.
-        scope: path, within its layer, of the module that the node came from.
+        scope: path of the node's module, within its layer.
     """
 
     op: str
@@ -125,7 +125,7 @@ class Graph:
 
     @cached_property
     def producers(self) -> Mapping[str, Node]:
-        """The node that makes a value; inputs and parameters have none."""
+        """The node that computes a value; inputs and parameters have none."""
         return {value.name: node for node in self.nodes for value in node.outputs}
 
     @cached_property
@@ -179,7 +179,7 @@ class Graph:
 
 @dataclass(frozen=True)
 class KernelGraph(Graph):
-    """A graph with groups of nodes that one kernel runs; every other node runs by itself."""
+    """A graph with groups of nodes for single kernels; every other node runs separately."""
 
     kernels: tuple[tuple[tuple[str, ...], ...], ...]
     """The parts of each kernel, side by side in it; each part by the names of its nodes."""

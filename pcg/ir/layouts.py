@@ -1,13 +1,13 @@
 """Layouts: how the ranks of a tensor-parallel group hold a tensor (FlexLLM §5.1, figure 6).
 
-    -    whole: each rank holds it all, and has its whole gradient
-    =    replicated: each rank holds it all, and has a part of its gradient, a summand
+    -    whole: each rank holds the whole tensor and its whole gradient
+    =    replicated: each rank holds the whole tensor and a summand of its gradient
     |d   partitioned: each rank holds an equal part of dim d, and that part's gradient
-    +    pre-reduce: each rank holds a summand, and has the whole gradient
+    +    pre-reduce: each rank holds a summand of the tensor and its whole gradient
 
-A gradient's layout is the dual of its tensor's: `=` and `+` are each other's, `-` and `|d` their
-own. So the layouts of an operator's inputs say those of its gradients, and one table of rules
-serves both ways.
+A gradient's layout is the dual of its tensor's: `=` and `+` are each other's dual, `-` and `|d`
+their own. The layouts of an operator's inputs therefore determine those of its gradients, and a
+single table of rules serves both directions.
 
     transition       forward               backward
     - → =            replicate: nothing    reduce: all-reduce
@@ -19,8 +19,8 @@ serves both ways.
     + → |d           scatter: reduce-      gather: all-gather
     |d → =           gather: all-gather    scatter: reduce-scatter
 
-The last two are of tokens, whose parts are of `part_of_tokens` rows (sequence parallelism:
-Korthikanti et al. 2022, Reducing Activation Recomputation in Large Transformer Models, §4.2.2).
+The last two apply to tokens, in parts of `part_of_tokens` rows (sequence parallelism: Korthikanti
+et al. 2022, Reducing Activation Recomputation in Large Transformer Models, §4.2.2).
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ from pcg.ir.types import TOKENS, Dim, State, TensorType, part_of_tokens
 
 
 class Layout(NamedTuple):
-    """A way in which the ranks hold one tensor.
+    """A layout of a tensor over the ranks.
 
     Attributes:
-        state: the state of the tensor, or of its one partitioned dim.
+        state: the state of the tensor, or of its partitioned dim.
         dim: the partitioned dim, counted from the end (-1 is the last); 0 for none.
     """
 
@@ -47,7 +47,7 @@ class Layout(NamedTuple):
         return f"{self.state.value}{self.dim}" if self.dim else self.state.value
 
     def of(self, type_: TensorType, degree: int) -> TensorType:
-        """The type in this layout over `degree` ranks; `=` and `+` are marked on the first dim."""
+        """Return the type in this layout over `degree` ranks; `=` and `+` mark the first dim."""
         if self.state is State.WHOLE or degree == 1:
             return type_
         dims = list(type_.dims) or [Dim(1)]
@@ -72,23 +72,23 @@ PRE_REDUCE = Layout(State.PRE_REDUCE)
 
 @lru_cache(maxsize=64)
 def partitioned(dim: int) -> Layout:
-    """Parts of a dim, counted from the end."""
+    """Return the layout of parts of a dim, counted from the end."""
     return Layout(State.PARTITIONED, dim)
 
 
 @lru_cache(maxsize=4096)
 def token_part(type_: TensorType) -> Layout:
-    """Parts of the tokens; whole for a tensor without a token dim."""
+    """Return the layout of parts of the tokens; whole for a tensor without a token dim."""
     return partitioned(-len(type_.dims)) if type_.is_token_wise else WHOLE
 
 
 class Sharding(NamedTuple):
-    """One way in which ranks can run an operator, each on its own part, without communication.
+    """A way to run an operator on ranks, each on its own part, without communication.
 
     Attributes:
-        inputs: layouts that it takes.
-        outputs: layouts that it gives.
-        op: the operator that a rank runs instead; empty for the same.
+        inputs: layouts of the inputs.
+        outputs: layouts of the outputs.
+        op: the operator that a rank runs instead; empty for the same operator.
     """
 
     inputs: tuple[Layout, ...]
@@ -100,12 +100,12 @@ class Sharding(NamedTuple):
 
 
 def sharding(*layouts: Layout) -> Sharding:
-    """The sharding of an operator with one output: its inputs' layouts, then the output's."""
+    """Return the sharding of an operator with one output; the output's layout is last."""
     return Sharding(layouts[:-1], layouts[-1:])
 
 
 def local_type(type_: TensorType, layout: Layout, degree: int) -> TensorType:
-    """The type of a rank's part; a symbolic rank is a multiple of the degree."""
+    """Return the type of a rank's part; a symbolic rank is a multiple of the degree."""
     if not layout.dim:
         return type_
     sizes = list(type_.shape)
@@ -116,13 +116,13 @@ def local_type(type_: TensorType, layout: Layout, degree: int) -> TensorType:
 
 
 def dual(layout: Layout) -> Layout:
-    """The layout of a tensor's gradient."""
+    """Return the layout of a tensor's gradient."""
     pair = {State.REPLICATED: PRE_REDUCE, State.PRE_REDUCE: REPLICATED}
     return pair.get(layout.state, layout)
 
 
 def layout_of(type_: TensorType) -> Layout:
-    """The layout of a type; the inverse of `Layout.of`."""
+    """Return the layout of a type; the inverse of `Layout.of`."""
     for at, dim in enumerate(type_.dims):
         if dim.state is State.PARTITIONED:
             return partitioned(at - len(type_.dims))
@@ -132,5 +132,5 @@ def layout_of(type_: TensorType) -> Layout:
 
 
 def whole_type(type_: TensorType) -> TensorType:
-    """The type without its layout."""
+    """Return the type without its layout."""
     return type_.with_shape(type_.shape)

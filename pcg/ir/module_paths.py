@@ -15,22 +15,22 @@ import regex
 from pcg.errors import AdapterError
 
 _LONGEST = 10_000
-"""The most characters of a pattern."""
+"""Maximum number of characters of a pattern."""
 _PLAIN = re.compile(r"[A-Za-z0-9_.]+")
 _LIMIT_S = 0.5
-"""The longest time that matching a pattern against one path may take."""
+"""Maximum time to match a pattern against a path, in seconds."""
 
 _Number = TypeVar("_Number", int, float)
 
 WHOLE_MODEL = ""
-"""The path of the model itself, where an adapter has something once; no target means it."""
+"""Path of the model itself, for modules that an adapter has once; no target matches it."""
 
 EACH_LAYER = "layers.{layer}"
-"""The path of a layer's attention, whatever it is called, where an adapter has one for each."""
+"""Path of a layer's attention, of any name, for adapters with a network per layer."""
 
 
 def layer_path(layer: int) -> str:
-    """The path of one layer's attention."""
+    """Return the path of a layer's attention."""
     return EACH_LAYER.format(layer=layer)
 
 
@@ -79,8 +79,8 @@ def is_plain(pattern: str) -> bool:
 
 
 def matches_end(pattern: str, path: str) -> bool:
-    """Return whether the regex matches the path, or a suffix behind a dot; raises likewise."""
-    if is_plain(pattern):  # as a configuration with an entry for each module has hundreds of
+    """Return whether the regex matches the path or a dotted suffix; raises as `match_start`."""
+    if is_plain(pattern):  # the fast path for configurations with hundreds of entries
         end = path[-len(pattern) :]
         before = path[: len(path) - len(pattern)]
         is_long = len(end) == len(pattern) and (not before or before.endswith("."))
@@ -89,7 +89,7 @@ def matches_end(pattern: str, path: str) -> bool:
 
 
 def first_match(patterns: Mapping[str, _Number], path: str, default: _Number) -> _Number:
-    """The value of the first regex that matches the end of the path."""
+    """Return the value of the first regex that matches the end of the path."""
     for pattern, value in patterns.items():
         if matches_end(pattern, path):
             return value
@@ -97,12 +97,12 @@ def first_match(patterns: Mapping[str, _Number], path: str, default: _Number) ->
 
 
 def name_list(paths: Iterable[str]) -> str:
-    """The last components of the paths, for a message."""
+    """Return the last components of the paths, for a message."""
     return f"the names are {', '.join(_last_names(paths)) or '(none)'}"
 
 
 def did_you_mean(name: str, paths: Iterable[str]) -> str:
-    """Names and paths with a spelling close to `name`, for a message; empty without any."""
+    """Return names and paths spelled similarly to `name`, for a message; may be empty."""
     paths = list(paths)
     close = difflib.get_close_matches(name.rpartition(".")[2], _last_names(paths), n=3)
     close += difflib.get_close_matches(name, paths, n=1) if "." in name else []

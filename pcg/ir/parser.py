@@ -61,7 +61,7 @@ _UNESCAPES = {escape[1]: character for character, escape in ESCAPES.items()}
 
 @dataclass(frozen=True, slots=True)
 class Token:
-    """A piece of the text, and where it starts."""
+    """A token of the text, and its position."""
 
     kind: str
     text: str
@@ -162,7 +162,7 @@ ROLES = ("frozen", "constant", "adapter")
 FUNCTIONS: dict[str, Callable[..., sympy.Expr]] = {
     each.__name__: each for each in (sympy.Max, sympy.Min, sympy.ceiling, sympy.floor)
 }
-# Sizes of tensors need far less; without limits, text such as 9**9**9 would never be done.
+# Sizes of tensors need far less; without limits, text such as 9**9**9 would never finish.
 LARGEST_EXPONENT = 16
 DEEPEST_NESTING = 64
 
@@ -170,7 +170,7 @@ _Read = TypeVar("_Read")
 
 
 def parse_graph(text: str) -> Graph:
-    """Parse a text with one graph. ParseError: it has none or several; shows the place."""
+    """Parse a text with exactly one graph; ParseError shows the place."""
     parser = _Parser(text)
     graph = parser.graph()
     parser.end("graph")
@@ -178,7 +178,7 @@ def parse_graph(text: str) -> Graph:
 
 
 def parse_graphs(text: str) -> tuple[Graph, ...]:
-    """Parse all graphs of a text, in order. ParseError: it is not IR; shows the place."""
+    """Parse all graphs of a text, in order; ParseError shows the place."""
     parser = _Parser(text)
     graphs: list[Graph] = []
     while parser.token.kind != "end":
@@ -187,7 +187,7 @@ def parse_graphs(text: str) -> tuple[Graph, ...]:
 
 
 def parse_type(text: str) -> TensorType:
-    """Parse a tensor type such as `bf16[T, 4096|4]`. ParseError: the text is no type."""
+    """Parse a tensor type such as `bf16[T, 4096|4]`; raises ParseError."""
     parser = _Parser(text)
     type_ = parser.type()
     parser.end("type")
@@ -328,7 +328,7 @@ class _Parser(TokenReader):
         items: list[int] = []
         while not self.accept(")"):
             items.append(self._integer())
-            # A tuple of one keeps its comma, as in Python.
+            # A tuple of one element keeps its comma, as in Python.
             if len(items) == 1 or not self.next_is(")"):
                 self.expect(",")
         return tuple(items)
@@ -387,14 +387,15 @@ class _Parser(TokenReader):
 
     # ----------------------------------------------------------------------------------- sizes
 
-    # Sympy orders and distributes as it builds: 2*(S + r) becomes a sum, but 2*(S + r)/S does not.
-    # So what printed as one product must be built as one, from all of its factors.
+    # Sympy orders and distributes on construction: 2*(S + r) becomes a sum, but 2*(S + r)/S does
+    # not.
+    # A printed product must therefore be built from all of its factors together.
 
     def _sum(self) -> sympy.Expr:
         return sympy.Mul(*self._sum_factors())
 
     def _sum_factors(self) -> list[sympy.Expr]:
-        """The factors of a sum of one term; a longer sum is its own factor."""
+        """Return the factors of a sum of one term; a longer sum is its own factor."""
         factors = self._factors()
         if not self.next_is("+", "-"):
             return factors

@@ -1,4 +1,4 @@
-"""The text IR: one line a node, deterministic, and `parse_graph` reads it back to an equal graph.
+"""The text IR: a line per node, deterministic; `parse_graph` reads it back to an equal graph.
 
     graph @mlp(%x: bf16[T, 4096]) {
       frozen %up.weight: bf16[11008|4, 4096] = "model.layers.{layer}.mlp.up_proj.weight"
@@ -7,9 +7,9 @@
       return %mul
     }
 
-A parameter's line opens with its role and ends with its name in the checkpoint. A node's line ends
-with its attributes in braces and the module that it came from behind `@`. Where nodes are grouped
-to kernels, a comment says which. The grammar is in `pcg.ir.parser`.
+A parameter's line starts with its role and ends with its name in the checkpoint. A node's line ends
+with its attributes in braces and its module after `@`. If kernels group nodes, a comment has the
+node's kernel. The grammar is in `pcg.ir.parser`.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ PARTS = {State.PARTITIONED: "dim", State.REPLICATED: "copy", State.PRE_REDUCE: "
 
 
 def print_graph(graph: Graph) -> str:
-    """Print a graph, without a final newline. VerifyError: an attribute does not read back."""
+    """Print a graph, without a final newline; raise VerifyError for an unprintable attribute."""
     lines = [_head(graph)]
     lines += [f"  {print_parameter(parameter)}" for parameter in graph.parameters]
     kernels = _kernels(graph)
@@ -48,7 +48,7 @@ def print_graph(graph: Graph) -> str:
 
 
 def _kernels(graph: Graph) -> dict[str, str]:
-    """The comment at the end of a node's line: its kernel, and its part of the kernel."""
+    """Return the comment at the end of a node's line: its kernel, and its part of the kernel."""
     kernels = graph.kernels if isinstance(graph, KernelGraph) else ()
     return {
         name: f"  # kernel {number}" + f", part {place}" * (len(parts) > 1)
@@ -59,12 +59,12 @@ def _kernels(graph: Graph) -> dict[str, str]:
 
 
 def print_graphs(graphs: Iterable[Graph]) -> str:
-    """Several graphs as the text of one file, for `parse_graphs`."""
+    """Print several graphs as the text of a file, for `parse_graphs`."""
     return "\n\n".join(map(print_graph, graphs)) + "\n"
 
 
 def print_parameter(parameter: Parameter) -> str:
-    """A parameter's line, not indented."""
+    """Print a parameter's line, not indented."""
     line = f"{parameter.role} {parameter.value} = {quote(parameter.source)}"
     if parameter.transposed:
         line += " transposed"
@@ -79,7 +79,7 @@ def print_parameter(parameter: Parameter) -> str:
 
 
 def print_node(node: Node) -> str:
-    """A node's line, not indented. VerifyError: an attribute does not read back."""
+    """Print a node's line, not indented; raise VerifyError for an unprintable attribute."""
     outputs = ", ".join(map(str, node.outputs))
     line = f"{outputs} = {node.op}({', '.join(f'%{name}' for name in node.inputs)})"
     if node.attributes:
@@ -113,12 +113,12 @@ def print_attribute(value: Attribute) -> str:
 
 
 def scope_text(scope: str) -> str:
-    """A scope on one line, in quotes unless it is a plain path: the name may be untrusted."""
+    """Return a scope on one line, quoted unless it is a plain path: names may be untrusted."""
     return scope if NAME.fullmatch(scope) else quote(scope)
 
 
 def quote(text: str) -> str:
-    r"""A string in double quotes, on one line; unprintable characters become `\u{hex}`."""
+    r"""Return a string in double quotes, on one line; unprintable characters become `\u{hex}`."""
     characters = (ESCAPES.get(c, c if c.isprintable() else f"\\u{{{ord(c):x}}}") for c in text)
     return f'"{"".join(characters)}"'
 

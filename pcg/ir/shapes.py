@@ -1,4 +1,4 @@
-"""Shapes of tensors with known sizes; without sympy, so that recipes are read fast."""
+"""Shapes of tensors with known sizes; without sympy, so that recipes are read quickly."""
 
 from __future__ import annotations
 
@@ -10,5 +10,5 @@ Shapes: TypeAlias = tuple[Shape, ...]
 
 
 def elements(shapes: Shapes) -> int:
-    """Numbers of tensors of these shapes."""
+    """Return the number of elements of tensors of these shapes."""
     return sum(prod(shape) for shape in shapes)

@@ -1,16 +1,16 @@
 """Tensor types: a dtype, and dims with a symbolic size and a parallel state (FlexLLM §5.1).
 
-A dim prints as its size, then its state and degree when it is not whole:
+A dim prints as its size, then its state and degree unless it is whole:
 
     4096      `-`  non-parallel: every rank holds the whole dim
     4096|4    `|`  partitioned over 4 ranks
     4096=4    `=`  replicated on 4 ranks
     4096+4    `+`  pre-reduce: 4 ranks hold partial sums of the whole dim
 
-and a tensor as `bf16[T, 4096|4]`. A size that is a sum stands in parentheses, so that `(T + 4)` is
-four more than T, and `T+4` a pre-reduce dim. `T` is the number of tokens of the step, of whatever
-request or job: activations are token-flat, so `T` is always the first dim of one, or `ceiling(T/4)`
-where each of 4 ranks holds a part of the tokens.
+and a tensor as `bf16[T, 4096|4]`. A size that is a sum is in parentheses: `(T + 4)` is four more
+than T, `T+4` a pre-reduce dim. `T` is the number of tokens of the step, over all requests and jobs:
+activations are token-flat, so `T` is always their first dim, or `ceiling(T/4)` if each of 4 ranks
+holds a part of the tokens.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ from pcg.errors import TypeCheckError
 
 TOKENS = sympy.Symbol("T", integer=True, positive=True)
 CONTEXT = sympy.Symbol("S", integer=True, positive=True)
-"""Tokens that a token attends to at most: the length of its sequence."""
+"""Maximum number of tokens that a token attends to: the length of its sequence."""
 RANK = sympy.Symbol("r", integer=True, positive=True)
-"""An adapter's rank where it is left open, as adapters of any rank meet there."""
+"""A symbolic adapter rank, for programs in which adapters of any rank meet."""
 
 Size: TypeAlias = int | sympy.Expr
 
 
 @lru_cache(maxsize=64)
 def part_of_tokens(degree: int) -> sympy.Expr:
-    """Rows of a step's tokens on each of `degree` ranks; the last may be padding."""
+    """Return the rows of a step's tokens on each of `degree` ranks; the last may be padding."""
     return sympy.ceiling(TOKENS / degree)
 
 
@@ -64,12 +64,12 @@ _RANKS = {"bool": 0, "u8": 1, "i32": 2, "i64": 3, "f16": 4, "bf16": 4, "f32": 5,
 
 
 def tokens_at(size: Size, tokens: Size) -> Size:
-    """A size that counts tokens, with T replaced by a number or a formula."""
+    """Return a size that counts tokens, with T replaced by a number or a formula."""
     return tokens if size == TOKENS else sympy.sympify(size).subs(TOKENS, tokens)
 
 
 def parts_of_tokens(size: Size) -> int:
-    """The number of ranks that share the tokens of a size; 1 for T itself."""
+    """Return the number of ranks that share the tokens of a size; 1 for T itself."""
     return 1 if size == TOKENS else int(TOKENS / sympy.sympify(size).args[0])
 
 
@@ -81,12 +81,12 @@ class State(enum.Enum):
     REPLICATED = "="
     PRE_REDUCE = "+"
 
-    __hash__ = object.__hash__  # there is one of each; by the name it takes a search twice as long
+    __hash__ = object.__hash__  # members are unique; hashing by name takes searches twice as long
 
 
 @dataclass(frozen=True, slots=True)
 class Dim:
-    """One dim of a tensor: its global size, and how the ranks hold it."""
+    """A dim of a tensor: its global size, and its layout over the ranks."""
 
     size: Size
     state: State = State.WHOLE
@@ -126,7 +126,7 @@ class TensorType:
         return self._hash
 
     def __reduce__(self) -> tuple[type[TensorType], tuple[str, tuple[Dim, ...]]]:
-        return TensorType, (self.dtype, self.dims)  # what is kept is of this process
+        return TensorType, (self.dtype, self.dims)  # omits the cached values of this process
 
     @cached_property
     def _hash(self) -> int:
@@ -152,7 +152,7 @@ class TensorType:
 
     @cached_property
     def features(self) -> tuple[int, ...]:
-        """The sizes behind the token dim; every size of a tensor without a token dim."""
+        """The sizes after the token dim; every size of a tensor without a token dim."""
         sizes = self.shape[1:] if self.is_token_wise else self.shape
         return tuple(int(size) for size in sizes)
 
@@ -176,28 +176,28 @@ class TensorType:
         return tensor(self.dtype, *shape)
 
     def with_features(self, *features: int) -> TensorType:
-        """Replace the sizes behind the token dim (all sizes of a tensor without one)."""
+        """Replace the sizes after the token dim (all sizes of a tensor without a token dim)."""
         return self.with_shape((self.shape[0], *features) if self.is_token_wise else features)
 
 
 @lru_cache(maxsize=4096)
 def tensor(dtype: str, *shape: Size) -> TensorType:
-    """A tensor type with whole dims: `tensor("bf16", TOKENS, 4096)`."""
+    """Return a tensor type with whole dims: `tensor("bf16", TOKENS, 4096)`."""
     return TensorType(dtype, tuple(Dim(size) for size in shape))
 
 
 def promote(left: str, right: str) -> str:
-    """The dtype of an elementwise result of two tensors, as torch.promote_types has it."""
+    """Return the dtype of an elementwise result of two tensors, as torch.promote_types."""
     if {left, right} == {"f16", "bf16"}:
         return "f32"
     return max(left, right, key=_RANKS.__getitem__)
 
 
 def result_dtype(left: TensorType, right: TensorType) -> str:
-    """The dtype of an elementwise result of two tensors, as torch.result_type has it.
+    """Return the dtype of an elementwise result of two tensors, as torch.result_type.
 
-    As `promote`, but a tensor without dims yields to one with dims, unless it is the only float or
-    the other is a bool.
+    As `promote`, but a tensor without dims yields to a tensor with dims, unless it is the only
+    float or the other is a bool.
     """
     if bool(left.dims) != bool(right.dims):
         whole, scalar = (left, right) if left.dims else (right, left)
@@ -211,7 +211,7 @@ def _category(dtype: str) -> int:
 
 
 def broadcast(left: tuple[Size, ...], right: tuple[Size, ...]) -> tuple[Size, ...]:
-    """The shape of an elementwise result. TypeCheckError: two sizes differ and neither is 1."""
+    """Return the shape of an elementwise result; TypeCheckError if sizes differ, none being 1."""
     length = max(len(left), len(right))
     padded = [(1,) * (length - len(shape)) + shape for shape in (left, right)]
     sizes: list[Size] = []

@@ -1,4 +1,4 @@
-"""Trace a Hugging Face causal LM into a token-flat graph of the operator table."""
+"""Tracing of a Hugging Face causal LM to a token-flat graph of the operator table."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from pcg.trace.model_config import in_one_line, parse_config, with_cause
 _TRACING = Lock()
 """Held while a model is traced: the hooks that count operators, and torch.export, are global."""
 _MOST_CACHED = 64
-"""Number of traces cached for later compilations; one holds a graph of 1 MiB or less."""
+"""Number of traces cached for later compilations; each holds a graph of at most 1 MiB."""
 
 ToTrace: TypeAlias = Mapping[str, Any] | torch.nn.Module
 """The contents of a config.json, or a module."""
@@ -47,8 +47,8 @@ def trace(model: ToTrace, dtype: str | None = None, whole: bool = False) -> Trac
     Args:
         model: the contents of a config.json, to trace on the meta device without weights; or the
             module itself, with its own classes, buffers and hooks.
-        dtype: torch's name of the dtype, as `bfloat16`; the model's own by default.
-        whole: trace every layer, not one of each kind and one more.
+        dtype: torch's name of the dtype, such as `bfloat16`; the model's own by default.
+        whole: trace every layer instead of one layer of each kind, plus one.
     Raises:
         TraceError: the model has no token-flat graph; names the operator and the module.
     """
@@ -75,7 +75,7 @@ def trace(model: ToTrace, dtype: str | None = None, whole: bool = False) -> Trac
 
 
 def _known_as(model: ToTrace) -> tuple[str, Mapping[str, Any]]:
-    """A model's name in refusals, and its configuration with defaults."""
+    """Return a model's name in refusals, and its configuration with defaults."""
     if isinstance(model, torch.nn.Module):
         config: Any = getattr(model, "config", None)
         return type(model).__name__, config.to_dict() if hasattr(config, "to_dict") else {}

@@ -1,9 +1,9 @@
-"""Tensors for a run that computes no activations: floats without data, integers with theirs.
+"""Tensors for a run that computes no activations: floats without data, integers with data.
 
-transformers asks tensors for their values: are positions one sequence, is anything masked?
-Integers, and values no longer than the tokens, are computed if they depend on no weight. All others
-are fake tensors on the CPU, with torch's CPU operators except two, which are as on CUDA: dropout
-keeps a mask of booleans, and layer norm its statistics in fp32.
+transformers reads values of tensors, for example to see whether positions form a single sequence,
+or whether anything is masked. Integers, and values no longer than the tokens, are computed if they
+depend on no weight. All others are fake tensors on the CPU, with torch's CPU operators except two,
+which behave as on CUDA: dropout keeps a boolean mask, and layer norm its statistics in fp32.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 MOST_COMPUTED = 2**24
-"""The number of entries above which an integer tensor has no data either: masks of long windows."""
+"""Maximum number of entries of an integer tensor with data; masks of long windows exceed it."""
 
 _HALVES = (torch.bfloat16, torch.float16)
 
 
 class ComputedIntegers(TorchDispatchMode):
-    """Runs operators on fake tensors, and with data if their inputs have it.
+    """Runs operators on fake tensors, and with data if their inputs have data.
 
     Attributes:
         place: a mark of the current part of the run, set from outside.
@@ -40,7 +40,7 @@ class ComputedIntegers(TorchDispatchMode):
         self.places: dict[int, int | None] = {}
         self._fake = fake
         self._tokens = tokens
-        self._seen: list[StorageWeakRef] = []  # so that no identity is given twice
+        self._seen: list[StorageWeakRef] = []  # keeps identities unique
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -58,7 +58,7 @@ class ComputedIntegers(TorchDispatchMode):
         return out
 
     def _run(self, func: Any, args: Any, kwargs: Any, tensors: list[Tensor]) -> Any:
-        if func is torch.ops.aten._grouped_mm.default:  # whose type check knows bf16 alone
+        if func is torch.ops.aten._grouped_mm.default:  # its type check only accepts bf16
             return func(*(t.bfloat16() for t in args[:2]), *args[2:], **kwargs).to(args[0].dtype)
         if any(isinstance(tensor, FakeTensor) for tensor in tensors) or _is_large(tensors):
             return func(*args, **kwargs)
@@ -78,7 +78,7 @@ class ComputedIntegers(TorchDispatchMode):
 
 
 class DropoutOfCuda(TorchFunctionMode):
-    """Runs dropout as CUDA does, as one operator that returns its mask."""
+    """Runs dropout as CUDA does, as a single operator that returns its mask."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -93,7 +93,7 @@ def _dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool
 
 
 def storage_key(tensor: Tensor) -> int:
-    """The identity of a tensor's storage, during its lifetime; views share it."""
+    """Return the identity of a tensor's storage, during its lifetime; views share it."""
     return tensor.untyped_storage()._cdata  # type: ignore[no-any-return]
 
 
@@ -107,4 +107,4 @@ def _is_large(tensors: list[Tensor]) -> bool:
         shape: torch.Size = torch.broadcast_shapes(*(tensor.shape for tensor in tensors))
         return shape.numel() > MOST_COMPUTED
     except RuntimeError:
-        return False  # it joins them, or looks one up in another
+        return False  # it joins them, or indexes one by another

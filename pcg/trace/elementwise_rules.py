@@ -29,11 +29,11 @@ _ROWWISE = (
     "amax", "amin", "argmax", "argmin", "cumprod", "cumsum", "flip", "glu", "linalg_vector_norm",
     "_log_softmax", "log_softmax", "logsumexp", "prod", "roll", "std", "var",
 )  # fmt: skip
-"""Operators over the dims that their argument `dim` or `dims` names."""
+"""Operators over the dims in their argument `dim` or `dims`."""
 
 
 def carried(flat: FlatGraph, node: Node) -> FlatValue:
-    """Carry an operator outside the table if its result for a token depends on that token alone."""
+    """Carry an operator outside the table if a token's result depends only on that token."""
     target = node.target
     name = target._schema.name if isinstance(target, torch._ops.OpOverload) else ""
     name = name.removeprefix("aten::").removesuffix("_")
@@ -112,7 +112,7 @@ def _literal(value: Any) -> str:
 
 
 def _out_of_place(node: Node) -> str:
-    """The operator's name; for one that writes its operand, the variant that does not."""
+    """Return the operator's name; for an in-place operator, that of its out-of-place variant."""
     target = node.target
     assert isinstance(target, torch._ops.OpOverload)
     name = target._schema.name.removeprefix("aten::")
@@ -125,7 +125,7 @@ def _out_of_place(node: Node) -> str:
 
 
 def unary(op: str, **places: int) -> Rule:
-    """A rule for f(x, constants): `places` has the index of each attribute's argument."""
+    """Return a rule for f(x, constants): `places` has the index of each attribute's argument."""
 
     def rule(flat: FlatGraph, node: Node) -> FlatValue:
         if len(node.all_input_nodes) > 1:
@@ -174,7 +174,7 @@ def cast(flat: FlatGraph, node: Node) -> FlatValue:
 
 
 def binary(op: str, reverse: bool = False) -> Rule:
-    """A rule for x ∘ y with broadcasting; y may be a number."""
+    """Return a rule for x ∘ y with broadcasting; y may be a number."""
 
     def rule(flat: FlatGraph, node: Node) -> FlatValue:
         left, right = (_as_number(flat, flat.value(a)) for a in node.args[:2])
@@ -202,13 +202,13 @@ def _as_number(flat: FlatGraph, x: Any) -> Any:
 
 
 def broadcast(flat: FlatGraph, node: Node, op: str, left: FlatValue, right: FlatValue) -> FlatValue:
-    """x ∘ y with broadcasting."""
+    """Add x ∘ y with broadcasting."""
     names, lies = aligned(flat, node, left, right)
     return lies.named(flat.add(op, *names))
 
 
 def aligned(flat: FlatGraph, node: Node, *values: FlatValue) -> tuple[list[str], FlatValue]:
-    """Reshape values so that flat broadcasting equals the traced one; the result has no name."""
+    """Reshape values so that flat broadcasting equals the traced; the result has no name."""
     rank = max(len(x.tags) for x in values)
     pads = [" " * (rank - len(x.tags)) + x.tags for x in values]
     tags = "".join(
@@ -234,7 +234,7 @@ def aligned(flat: FlatGraph, node: Node, *values: FlatValue) -> tuple[list[str],
 
 
 def _size(x: FlatValue, dim: int) -> int:
-    """Size of a dim counted from the end; 1 for a missing dim and for tokens."""
+    """Return the size of a dim counted from the end; 1 for a missing dim and for tokens."""
     if -dim > len(x.shape):
         return 1
     return x.shape[dim] or 1

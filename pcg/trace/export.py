@@ -1,16 +1,16 @@
-"""Build a Hugging Face causal LM on the meta device and export it, with few layers and no weights.
+"""Export of a Hugging Face causal LM from the meta device, with few layers and no weights.
 
-Attention and experts become one operator each through transformers' own registries
-(`pcg.trace.markers`); architectures that keep an attention of their own are exported with it, and
+Attention and experts become a single operator each through transformers' own registries
+(`pcg.trace.markers`). Architectures with their own attention code are exported with it, and
 `pcg.trace.score_attention` recognises it in the graph.
 
-Dry runs of a few layers without data find what torch.export would not name or not see:
+Dry runs of a few layers without data detect problems that torch.export would not name or not see:
 
 - An operator that runs more often on more tokens is in a loop over them, which torch.export unrolls
   for minutes; a convolution or a Fourier transform mixes tokens. Neither fits a token-flat graph,
-  where attention alone sees sequences.
-- A module that calls other functions of PyTorch where gradients are computed is another model in
-  finetuning than in serving, and hooks of tensors run there alone; a program has one forward.
+  in which only attention sees sequences.
+- A module that calls other functions of PyTorch when gradients are computed is a different model in
+  finetuning than in serving, and hooks of tensors run only then; a program has a single forward.
 """
 
 from __future__ import annotations
@@ -58,11 +58,11 @@ from pcg.trace.prepared_module import (
 
 _TOKENS = (5, 9)
 _MANY = 4099
-"""Tokens of a run in which layers are compared: beyond where branches on the length begin."""
+"""Tokens of a run that compares layers: beyond the lengths at which models branch."""
 _SMALL = 16
-"""Entries of a constant tensor whose values are compared."""
+"""Maximum number of entries of a constant tensor whose values are compared."""
 _MIXES = ("conv", "_conv", "mkldnn_conv", "fft", "_fft")
-"""Beginnings of the names of operators that mix tokens."""
+"""Prefixes of the names of operators that mix tokens."""
 
 
 def check_no_recurrence(model: nn.Module, run: Callable[[int], object]) -> None:
@@ -76,7 +76,7 @@ def check_no_recurrence(model: nn.Module, run: Callable[[int], object]) -> None:
     """
     counts: list[Counter[tuple[str, str]]] = []
     for tokens in _TOKENS:
-        # A run that ends early counts up to there; torch.export says why, in its own words.
+        # A run that fails counts up to the failure; torch.export reports its reason.
         with _recorded(model) as recorder, contextlib.suppress(Exception):
             run(tokens)
         counts.append(recorder)
@@ -97,11 +97,11 @@ _OF_GRADIENTS = {
     torch.Tensor.grad_fn.__get__: "Tensor.grad_fn",  # type: ignore[union-attr]
     torch.Tensor.retain_grad: "Tensor.retain_grad",
 }
-"""Functions that change or read gradients, which leave no trace in the forward."""
+"""Functions that change or read gradients, which the forward's trace does not show."""
 
 
 def check_gradients(model: nn.Module, run: Callable[[int], object]) -> None:
-    """Refuse a model with another forward where gradients are computed, or with hooks into them.
+    """Refuse a model with another forward when gradients are computed, or with gradient hooks.
 
     Args:
         model: a causal LM with few layers.
@@ -118,7 +118,7 @@ def check_gradients(model: nn.Module, run: Callable[[int], object]) -> None:
             for table in tables if with_gradients else ():
                 table.requires_grad_(True)
                 undo.callback(table.requires_grad_, False)
-            # torch.export says why a run ends early, in its own words.
+            # torch.export reports the reason of a failing run.
             undo.enter_context(contextlib.suppress(_EndedEarly))
             functions = undo.enter_context(_Functions(model))
             try:
@@ -140,7 +140,7 @@ def check_gradients(model: nn.Module, run: Callable[[int], object]) -> None:
 def calls_of_layers(
     model: nn.Module, path: str, count: int, most: int, run: Callable[[int], object]
 ) -> list[Hashable]:
-    """The calls of each layer, on few tokens and on many.
+    """Return the calls of each layer, on few tokens and on many.
 
     Layers of equal modules may still differ: an attention function may know the layers by their
     index, or read a list of the configuration. All layers count as different if the model cannot
@@ -149,7 +149,7 @@ def calls_of_layers(
     Args:
         model: a causal LM with all its layers.
         path: module path of the list of `count` layers.
-        most: the number of positions that the model has.
+        most: the number of positions of the model.
         run: runs its forward on a number of tokens.
     """
     calls: list[list[Hashable]] = [[] for _ in range(count)]
@@ -204,14 +204,14 @@ class _Functions(TorchFunctionMode):
                 f"{module} uses {used}; a compiled program computes its gradients "
                 "itself and has no hooks in them"
             )
-        # torch.no_grad() puts the mode of before back.
+        # torch.no_grad() restores the previous mode.
         if func is not torch._C._set_grad_enabled:
             arguments = tuple(map(self._described, (*args, *(kwargs or {}).values())))
             self.calls.append((module, (getattr(func, "__qualname__", str(func)), arguments)))
         return func(*args, **(kwargs or {}))
 
     def _described(self, x: Any) -> Hashable:
-        """An argument's description, equal for the same call on other activations."""
+        """Return an argument's description, equal for the same call on other activations."""
         if x is None or isinstance(x, bool | int | float | str | torch.dtype):
             return x
         if isinstance(x, list | tuple):
@@ -225,7 +225,7 @@ class _Functions(TorchFunctionMode):
 
 
 class _Modules:
-    """Follows the modules with a running forward, `running`, the innermost last."""
+    """Tracks the modules whose forward is running, `running`, innermost last."""
 
     def __init__(self, model: nn.Module) -> None:
         self.running = [type(model).__name__]
@@ -247,7 +247,7 @@ class _Modules:
         self._leaving.remove()
         self._entering.remove()
 
-    # The hooks are the process's, and other threads may run modules, too.
+    # The hooks are global, and other threads may also run modules.
     def _enter(self, module: nn.Module, args: Any) -> None:
         if get_ident() == self._thread:
             self.running.append(self._names.get(module, self.running[-1]))
@@ -268,7 +268,7 @@ class _Recorder(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self.counts[self._modules.innermost, func.overloadpacket.__name__] += 1
         if func is torch.ops.aten._local_scalar_dense.default:
-            return torch.ones((), dtype=args[0].dtype).item()  # there are no data to read
+            return torch.ones((), dtype=args[0].dtype).item()  # a tensor without data
         return func(*args, **(kwargs or {}))
 
 
@@ -292,15 +292,15 @@ def _without_data(model: nn.Module) -> contextlib.AbstractContextManager[Any]:
 
 @dataclass(frozen=True)
 class TraceFacts:
-    """Facts of a traced model that its graph does not hold.
+    """Properties of a traced model that its graph does not hold.
 
     Attributes:
-        layers_path: module path of the list of layers, as `model.layers`.
+        layers_path: module path of the list of layers, such as `model.layers`.
         schedule: for each layer of the model, the equal traced layer.
-        base_prefix: name of the base model within the causal LM, as `model`.
+        base_prefix: name of the base model within the causal LM, such as `model`.
         attention: the default attention of transformers: "sdpa" or "eager", through its registry,
             or "own-sdpa" or "own-eager", within the architecture's own module.
-        positions: the number of positions that the model has or is trained for; None without bound.
+        positions: the number of positions of the model, or of its training; None if unbounded.
     """
 
     layers_path: str
@@ -317,7 +317,8 @@ class Exported(TraceFacts):
     Attributes:
         program: torch.export's result; input_ids and position_ids are [1, T].
         constants: values of the buffers that no checkpoint holds, by name.
-        checkpoint_names: parameters and buffers of a checkpoint; tied ones map to the stored name.
+        checkpoint_names: parameters and buffers of a checkpoint; tied tensors map to the stored
+            name.
     """
 
     program: torch.export.ExportedProgram
@@ -326,13 +327,13 @@ class Exported(TraceFacts):
 
 
 _EXPORTING = Lock()
-"""One thread exports at a time: torch's default dtype and modules' hooks are the process's."""
+"""Lock of exports: torch's default dtype and modules' hooks are global."""
 
 
 def export(
     model: Mapping[str, Any] | nn.Module, dtype: str | None = None, whole: bool = False
 ) -> Exported:
-    """Export a causal LM; arguments as of `pcg.trace.trace`.
+    """Export a causal LM; see `pcg.trace.trace` for the arguments.
 
     Raises:
         TraceError: transformers cannot build or torch cannot export it; names the module.
@@ -351,7 +352,7 @@ def export(
 
 
 _BUILDING = "transformers says:"
-"""Beginning of the reason why an architecture cannot be built."""
+"""Prefix of the reason why an architecture cannot be built."""
 
 
 class _NotThisWay(Exception):
@@ -362,14 +363,14 @@ _Way = TypeVar("_Way", str, str | None)
 
 
 def _first_way(name: str, run: Callable[[_Way], Exported], ways: Iterable[_Way]) -> Exported:
-    """The export by the first attention implementation that the architecture takes."""
+    """Return the export by the first attention implementation that the architecture supports."""
     reasons: dict[str, str | None] = {}
     for implementation in ways:
         try:
             return run(implementation)
         except _NotThisWay as error:
             reasons.setdefault(str(error), implementation)
-    # That an architecture does not have a fallback says nothing of the model.
+    # A missing fallback implementation is no property of the model.
     telling = {why: way for why, way in reasons.items() if not why.startswith(_BUILDING)}
     reasons = telling or dict(list(reasons.items())[:1])
     if len(reasons) == 1:
@@ -386,7 +387,7 @@ def _export_module(model: nn.Module, dtype: torch.dtype | None, whole: bool) -> 
     names = {getattr(config, "_attn_implementation", None) for config in configs_of(model)}
     implementation = next(iter(names)) or "eager"
 
-    # Modules of several attentions, or with their attention in a class, are traced as they are.
+    # Modules with several attentions, or attention in a class, are traced unchanged.
     ways = (IMPLEMENTATION, None) if len(names) == 1 else (None,)
     with with_frozen(model, dtype), without_custom_gradients(model):
         return _first_way(
@@ -447,7 +448,7 @@ def _build(config: Any, implementation: str) -> nn.Module:
 
 
 def _checkpoint_names(model: nn.Module) -> dict[str, str]:
-    """Parameters and buffers of a checkpoint; tied ones map to the stored name."""
+    """Return parameters and buffers of a checkpoint; tied tensors map to the stored name."""
     parameters = dict(model.named_parameters(remove_duplicate=False))
     tied = getattr(model, "all_tied_weights_keys", None) or {}
     held: dict[int, str] = {}
@@ -468,7 +469,7 @@ def _persistent_buffers(model: nn.Module) -> list[str]:
 
 
 def _constant_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Values of the buffers that no checkpoint holds.
+    """Return values of the buffers that no checkpoint holds.
 
     The model's own initialisation computes those on the meta device.
     """
@@ -496,7 +497,7 @@ def _constant_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
 
 def _export(model: nn.Module) -> torch.export.ExportedProgram:
     inputs, options = arguments_of(model, 7)
-    # A bound below the positions, where guards of some models lie.
+    # A bound below the positions, as some models have guards there.
     tokens = torch.export.Dim("T", min=2, max=max(8, (positions_of(model.config) or 2**20) - 1))
     shapes = {name: {1: tokens} for name in inputs}
     original = model.forward
@@ -513,7 +514,7 @@ def _export(model: nn.Module) -> torch.export.ExportedProgram:
     last = model.register_forward_hook(logits, with_kwargs=True)
     model.forward = forward
     try:
-        # torch prints the graph of what it cannot trace.
+        # torch prints the graph of code that it cannot trace.
         with NumbersOnMeta(), contextlib.redirect_stderr(io.StringIO()):
             return torch.export.export(model, (), inputs, dynamic_shapes=shapes, strict=False)
     except PcgError:
@@ -528,12 +529,12 @@ def _export(model: nn.Module) -> torch.export.ExportedProgram:
 
 
 def arguments_of(model: nn.Module, tokens: int) -> tuple[dict[str, torch.Tensor], dict[str, bool]]:
-    """The inputs of a model's forward on a number of tokens, and its other arguments."""
+    """Return the inputs of a model's forward on a number of tokens, and its other arguments."""
     ids = torch.zeros(1, tokens, dtype=torch.long, device=next(model.parameters()).device)
     parameters = inspect.signature(model.forward).parameters
     taken = set(parameters)
     if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
-        # Granite's forward hands its **kwargs to the base model.
+        # Granite's forward passes its **kwargs to the base model.
         taken.update(inspect.signature(getattr(model, "base_model", model).forward).parameters)
     is_hidden = "input_ids" not in parameters  # behind *args and **kwargs
     inputs = {"input_ids": ids}
@@ -548,7 +549,7 @@ def _run(model: nn.Module, tokens: int) -> None:
 
 
 def _logits(model: nn.Module, out: Any, tokens: Any) -> torch.Tensor:
-    """The logits that a model returns. UnsupportedError: it returns none, or not of each token."""
+    """Return a model's logits; UnsupportedError if it has none, or not for each token."""
     name = type(model).__name__
     logits = out if isinstance(out, torch.Tensor) else getattr(out, "logits", None)
     if logits is None and type(out) in (tuple, list):
@@ -572,7 +573,7 @@ def _reason(error: Exception) -> str:
     elif "fake tensor in the exported program" in line:
         line = "it computes with tensors that cannot be traced, as of torch.autograd.grad"
     elif "'NoneType' object" in line:
-        # No mask is made for the marked attention: the operator has the causal one in itself.
+        # The marked attention gets no mask: the operator includes the causal mask.
         line = "it reads the attention mask in code of its own"
     return line
 
@@ -589,7 +590,7 @@ def _torch_dtype(dtype: torch.dtype) -> Iterator[None]:
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """Silence third parties' warnings, which are about training and generation settings."""
+    """Silence third parties' warnings, which concern training and generation settings."""
     loggers = [logging.getLogger(name) for name in ("transformers", "torch")]
     levels = [logger.level for logger in loggers]
     for logger in loggers:

@@ -1,8 +1,8 @@
-"""The token-flat graph under construction, and how traced tensors lie in it.
+"""The token-flat graph under construction, and its correspondence to traced tensors.
 
 An exported activation has a batch dim of size 1 and a token dim of symbolic size, anywhere among
 its dims. Its tags name each dim `b`, `t` or `d`; the flat value has the token dim first and then
-the `d` dims in order. So a transpose of heads and tokens is no operator, a view is a reshape of
+the `d` dims in order. A transpose of heads and tokens is thus no operator, a view is a reshape of
 feature dims, and broadcasting is checked dim by dim.
 """
 
@@ -40,14 +40,14 @@ class FlatValue:
 
     @property
     def features(self) -> tuple[int, ...]:
-        """Sizes of the `d` dims. TypeCheckError: a size is the number of tokens."""
+        """Return the sizes of the `d` dims; TypeCheckError if a size is the number of tokens."""
         sizes = [s for s, tag in zip(self.shape, self.tags, strict=True) if tag == "d"]
         if None in sizes:
             raise TypeCheckError("it has as many features as there are tokens")
         return tuple(sizes)  # type: ignore[arg-type]
 
     def feature_dim(self, dim: int) -> int:
-        """The index from the end, in the flat value, of a traced dim."""
+        """Return the index from the end, in the flat value, of a traced dim."""
         return -self.tags[dim % len(self.tags) :].count("d")
 
     def named(self, name: str) -> FlatValue:
@@ -57,8 +57,8 @@ class FlatValue:
 class _TraceBuilder(Builder):
     """Keeps values that the model computes twice, as eager PyTorch saves them twice for backward.
 
-    Values of positions and constants alone are still merged. The first rewrite of `raise` merges
-    the rest.
+    Values that depend only on positions and constants are merged. The first rewrite of `raise`
+    merges the rest.
     """
 
     def __init__(self, name: str) -> None:
@@ -105,7 +105,7 @@ class FlatGraph:
         self.scope = ""
 
     def value(self, argument: Any) -> Any:
-        """The value of a traced argument; other arguments than nodes stay."""
+        """Return the value of a traced argument; arguments other than nodes stay."""
         return self.values[argument] if isinstance(argument, Node) else argument
 
     def tensor(self, argument: Any) -> FlatValue:
@@ -140,7 +140,7 @@ class FlatGraph:
         return name if is_cast else self.add("cast", name, dtype=dtype)
 
     def constant(self, name: str, value: torch.Tensor) -> FlatValue:
-        """Add a tensor computed from the configuration, to be kept in the program."""
+        """Add a tensor computed from the configuration, for the program to keep."""
         shape = tuple(value.shape)
         lies = FlatValue("", "d" * len(shape), shape)
         for known, data in self.constants.items():
@@ -153,33 +153,33 @@ class FlatGraph:
         return lies.named(unique)
 
     def data(self, value: FlatValue) -> torch.Tensor | None:
-        """The data of a constant; None for values of tokens or weights."""
+        """Return the data of a constant; None for values of tokens or weights."""
         return self.constants.get(value.name)
 
 
 def argument(node: Node, index: int, default: Any = None, name: str = "") -> Any:
-    """A node's argument by its index or its name."""
+    """Return a node's argument by its index or its name."""
     return node.args[index] if len(node.args) > index else node.kwargs.get(name, default)
 
 
 def traced_shape(node: Node) -> tuple[int | None, ...]:
-    """The traced shape of a node's value, None for the token dim."""
+    """Return the traced shape of a node's value, None for the token dim."""
     return tuple(s if isinstance(s, int) else None for s in node.meta["val"].shape)
 
 
 def dtype_of(value: torch.Tensor) -> str:
-    """The IR's name of a tensor's dtype. TypeCheckError: it has none."""
+    """Return the IR's name of a tensor's dtype; raises TypeCheckError."""
     if value.dtype not in _DTYPES:
         raise TypeCheckError(f"dtype {value.dtype} is not supported")
     return _DTYPES[value.dtype]
 
 
 def scope_of(node: Node) -> str:
-    """Module path of a traced node."""
+    """Return the module path of a traced node."""
     stack = list((node.meta.get("nn_module_stack") or {}).values())
     return str(stack[-1][0]) if stack else ""
 
 
 def refusal(node: Node, why: str) -> TraceError:
-    """The error for a traced node that cannot become one of the flat graph."""
+    """Return the error for a traced node without an equivalent in the flat graph."""
     return TraceError(f"cannot trace {node.target} in {scope_of(node) or 'the model'}: {why}")

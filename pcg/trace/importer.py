@@ -1,4 +1,4 @@
-"""Read an exported FX graph into a token-flat graph of the operator table.
+"""Import of an exported FX graph to a token-flat graph of the operator table.
 
 Each node becomes nodes of the flat graph by the rule of its operator (`pcg.trace.rules`). An
 operator that would mix tokens has no rule and is refused with its module path.
@@ -25,11 +25,11 @@ from pcg.trace.rules import RULES
 from pcg.trace.score_attention import ScoreAttention, find_scores
 
 _REGION = "wrap_with_set_grad_enabled"
-"""The operator of a part that has gradients enabled or disabled."""
+"""The operator of a part with enabled or disabled gradients."""
 
 
 def import_graph(exported: Exported) -> tuple[Graph, dict[str, torch.Tensor]]:
-    """The token-flat graph of an exported model, and the values of its constants.
+    """Return the token-flat graph of an exported model, and the values of its constants.
 
     The graph takes `input_ids` and `position_ids`, both [T], and returns the logits [T, V]; frozen
     parameters have the checkpoint's names, and a node's scope is its module's path.
@@ -54,7 +54,7 @@ def import_graph(exported: Exported) -> tuple[Graph, dict[str, torch.Tensor]]:
 
 
 def _functional(exported: Exported) -> Exported | None:
-    """The same program with new tensors in place of written ones; None if it writes buffers."""
+    """Return the program with new tensors instead of in-place writes; None if it writes buffers."""
     program = exported.program
     if not any(True for node in program.graph.nodes for _ in written(node)):
         return None
@@ -122,7 +122,7 @@ class _Importer:
         if node.target is python_operator.getitem:
             return self.flat.value(node.args[0])[node.args[1]]
         if not isinstance(node.meta.get("val"), torch.Tensor | tuple | list):
-            return None  # symbolic integers; shapes are read off the metadata
+            return None  # symbolic integers; the metadata has the shapes
         folded = self._fold_constant(node)
         if folded is not None:
             return folded
@@ -163,7 +163,7 @@ class _Importer:
             live.add(node)
             attention = self._scores.get(node)
             queue.extend(attention.inputs if attention else node.all_input_nodes)
-            # An in-place operator on a live value is live too.
+            # An in-place operator on a live value is also live.
             queue.extend(
                 user
                 for user in node.users
@@ -201,7 +201,7 @@ class _Importer:
             raise refusal(node, f"the constant {node.name} has no value")
         if held not in self.exported.checkpoint_names:
             raise refusal(node, f"the buffer {held} has no value without the model's weights")
-        # Tied weights are one parameter, under the name that the checkpoint holds.
+        # Tied weights are a single parameter, under the checkpoint's name.
         source = self.exported.checkpoint_names[held]
         shape = tuple(int(size) for size in value.shape)
         parameter = Parameter(Value(source, tensor(dtype_of(value), *shape)), "frozen", source)
@@ -257,7 +257,7 @@ class _Importer:
         return flat.reshaped(out, "b" + tags[1:] if len(shape) == 4 else tags, shape)
 
     def _narrowed(self, name: str, dtype: str) -> str:
-        """The value in the attention's dtype, from before the model widens it."""
+        """Return the value in the attention's dtype, from before the model widens it."""
         builder = self.flat.builder
         producer = next((node for node in builder.nodes if node.name == name), None)
         if producer and producer.op == "cast":
@@ -267,13 +267,13 @@ class _Importer:
 
 
 def _is_made_alike(node: Node) -> bool:
-    """True for an operator without tensors that returns the same tensor each time."""
+    """Return whether an operator without tensors returns the same tensor each time."""
     is_random = torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
     return not (is_random or "empty" in _base_name(node.target))
 
 
 def _base_name(target: Any) -> str:
-    """`aten.add` for aten.add.Tensor; any other name as it is."""
+    """Return `aten.add` for aten.add.Tensor; other names stay."""
     if isinstance(target, torch._ops.OpOverload):
         return f"{target.namespace}.{target._schema.name.split('::')[1]}"
     return str(target)

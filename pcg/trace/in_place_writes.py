@@ -1,7 +1,7 @@
-"""Refuse writes in place that an exported graph's readers would miss.
+"""Refusal of in-place writes that an exported graph's readers would miss.
 
 The importer renames a written value for its later readers. Values that share the memory under
-another name, such as the tensor that a written part was taken from, would still be read as before.
+another name, such as the tensor that contains a written part, would still have their old content.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ def check_writes(graph: Graph, live: Collection[Node], skipped: Collection[Node]
 
     Args:
         live: the nodes that the outputs need, if nothing is shared.
-        skipped: nodes that are imported as one with others.
+        skipped: nodes that are imported together with other nodes.
     Raises:
         TraceError: names the operator that writes, and its module.
     """
@@ -52,7 +52,7 @@ def check_writes(graph: Graph, live: Collection[Node], skipped: Collection[Node]
 
 
 def written(node: Node) -> Iterator[tuple[Node, bool]]:
-    """The tensors that a node writes, with True for the one that it returns."""
+    """Yield the tensors that a node writes, with True for the returned tensor."""
     if not isinstance(node.target, torch._ops.OpOverload):
         return
     for place, argument in enumerate(node.target._schema.arguments):
@@ -64,17 +64,17 @@ def written(node: Node) -> Iterator[tuple[Node, bool]]:
 
 
 def _are_parts(node: Node, other: Node) -> bool:
-    """True for different parts that one operator cut a tensor into."""
+    """Return whether two nodes are different parts of a tensor, split by the same operator."""
     is_part = node.target is other.target is python_operator.getitem
     return is_part and node.args[0] is other.args[0] and node.args[1] != other.args[1]
 
 
 def memory_of(node: Node) -> int | None:
-    """The identity of a tensor's memory; None for other values."""
+    """Return the identity of a tensor's memory; None for other values."""
     value = node.meta.get("val")
     if not isinstance(value, torch.Tensor):
         return None
     try:
         return int(value.untyped_storage()._cdata)
-    except NotImplementedError:  # within torch.vmap, whose tensors have no memory of their own
+    except NotImplementedError:  # tensors of torch.vmap have no memory of their own
         return None

@@ -1,4 +1,4 @@
-"""Kinds of layers: layers of one kind are equal but for their weights, and are exported once."""
+"""Kinds of layers: layers of a kind are equal except for their weights, and are exported once."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ _OF_EVERY_MODULE = frozenset(vars(nn.Module())) - {"_forward_hooks", "_forward_p
 
 
 def configs_of(model: nn.Module) -> list[Any]:
-    """The configurations that a model and its modules hold, each once."""
+    """Return the configurations that a model and its modules hold, each once."""
     held = [vars(module).get("config") for module in model.modules()]
     configs = {id(config): config for config in held if hasattr(config, "to_dict")}
     return list(configs.values())
 
 
 def layer_kinds(model: nn.Module) -> tuple[str, list[Hashable]]:
-    """Path of the list of layers, and for each layer a value equal for layers of one kind."""
+    """Return the path of the list of layers, and for each layer a value equal within its kind."""
     name = type(model).__name__
     count = getattr(getattr(model, "config", None), "num_hidden_layers", None)
     for path, module in model.named_modules():
@@ -50,7 +50,7 @@ def layer_kinds(model: nn.Module) -> tuple[str, list[Hashable]]:
 
 
 def _of_place(model: nn.Module, parent: nn.Module, place: int, count: int) -> Hashable:
-    """The entries for an index in per-layer lists of the model.
+    """Return the entries for an index in per-layer lists of the model.
 
     A layer of Gemma 3 has the mask of its index, so that a moved layer is of another kind.
     """
@@ -64,9 +64,9 @@ def _of_place(model: nn.Module, parent: nn.Module, place: int, count: int) -> Ha
 
 
 def fingerprint(layer: nn.Module) -> Hashable:
-    """Classes, attributes, hooks and tensor shapes of a layer's modules, without its index.
+    """Return classes, attributes, hooks and tensor shapes of a layer's modules, without its index.
 
-    Values of tensors that no checkpoint holds count, too.
+    Values of tensors that no checkpoint holds are included.
     """
     names = {id(module): name for name, module in layer.named_modules()}
     rows = []
@@ -90,10 +90,10 @@ def fingerprint(layer: nn.Module) -> Hashable:
 
 
 def schedule_of(kinds: list[Hashable]) -> tuple[tuple[int, ...], list[int]]:
-    """The schedule over a few layers, and their indices.
+    """Return the schedule over a few layers, and their indices.
 
-    These are one layer of each kind in order of appearance, then one more, which shows the fold
-    that a block's output is the next one's input.
+    These are a layer of each kind in order of appearance, then another layer, which shows the fold
+    that a block's output is the next block's input.
     """
     first = {kind: index for index, kind in reversed(list(enumerate(kinds)))}
     chosen = sorted(first.values())
@@ -104,18 +104,18 @@ def schedule_of(kinds: list[Hashable]) -> tuple[tuple[int, ...], list[int]]:
 
 
 def _described(value: object, names: Mapping[int, str], depth: int = 4) -> Hashable:
-    """A value that is equal for attributes with the same meaning in two layers.
+    """Return a value that is equal for attributes with the same meaning in two layers.
 
     Args:
         names: names of the layer's modules by id, which bound methods and closures may hold.
-        depth: how many levels of objects to describe; deeper objects are compared by identity.
+        depth: number of described levels of objects; deeper objects are compared by identity.
     """
     if value is None or isinstance(value, bool | int | float | str | torch.dtype | torch.device):
         return type(value).__name__, value
     if id(value) in names:
         return "module", names[id(value)]
     if isinstance(value, FakeTensor):
-        return type(value)  # a hook kept it while the model was traced; its sizes are symbols
+        return type(value)  # kept by a hook during the trace; its sizes are symbols
     if isinstance(value, torch.Tensor):
         digest = None
         if not value.is_meta:

@@ -1,6 +1,6 @@
-"""Operators for attention, experts and index lists in an exported graph.
+"""Marker operators for attention, experts and index lists in an exported graph.
 
-transformers calls the first two through its own registries; none of them is ever run.
+transformers calls attention and experts through its own registries; no marker is ever run.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ IMPLEMENTATION = "pcg"
 
 
 def _marker(function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """Register an operator of namespace pcg; a function gives its result's shape."""
+    """Register an operator of namespace pcg; the function returns its result's shape."""
     name = f"pcg::{function.__name__.removeprefix('_')}"
     marker = torch.library.custom_op(name, function, mutates_args=())
     marker.register_fake(function)
@@ -64,19 +64,19 @@ def _experts(
 
 @_marker
 def _take(x: torch.Tensor, dim: int, index: int) -> torch.Tensor:
-    """x[..., [index], ...]: one entry of a dim, copied."""
+    """x[..., [index], ...]: an entry of a dim, copied."""
     return torch.empty_like(x.narrow(dim, index, 1))
 
 
 own_attention: ContextVar[str] = ContextVar("own_attention", default="sdpa")
-"""The attention implementation of the module that is exported, which the marker stands for."""
+"""The attention implementation of the exported module, which the marker replaces."""
 
 _WITHOUT_EFFECT = {
     "cache_position", "dropout", "layer_idx", "logits_to_keep", "num_items_in_batch",
     "output_attentions", "output_hidden_states", "output_router_logits", "position_ids",
     "return_dict", "target_dtype", "use_cache",
 }  # fmt: skip
-"""Options of an attention function that do not change what it computes for one sequence."""
+"""Options of an attention function that do not affect its result for a single sequence."""
 
 
 def register_markers() -> None:
@@ -94,10 +94,11 @@ def register_markers() -> None:
 
 @contextlib.contextmanager
 def of_attention(implementation: str) -> Iterator[None]:
-    """Let the marker stand for an attention implementation, within transformers' own code.
+    """Let the marker replace an attention implementation, within transformers' own code.
 
-    A sequence is traced by itself, so packed ones are not looked for. The marker raises ValueError
-    if a module would call another function than transformers'. Other threads are not affected.
+    A trace has a single sequence, so the search for packed sequences is skipped. The marker raises
+    ValueError if a module would call a function other than transformers'. Other threads are not
+    affected.
     """
     from transformers import AttentionInterface, masking_utils
 
@@ -157,11 +158,11 @@ _CONSECUTIVE = (
     "add", "sub", "alias", "clone", "contiguous", "expand", "squeeze", "to", "_to_copy",
     "unsqueeze", "view", "reshape", "lift_fresh_copy", "detach",
 )  # fmt: skip
-"""Operators that leave positions which go up by one as such; of two operands, one is a number."""
+"""Operators that keep positions consecutive; of two operands, one is a number."""
 
 
 def _check_consecutive(position_ids: torch.Tensor) -> None:
-    """Refuse traced positions that may not be consecutive, as transformers splits there."""
+    """Refuse traced positions that may have gaps, at which transformers splits sequences."""
     mode = proxy_tensor.get_proxy_mode()
     if mode is None:
         return
@@ -192,7 +193,7 @@ def _is_of_transformers(function: Any) -> bool:
 
 
 def _mask_interface(**arguments: Any) -> torch.Tensor | None:
-    """The mask of the module's own implementation; never None for a causal one."""
+    """Return the mask of the module's own implementation; never None for a causal mask."""
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
     implementation = own_attention.get()
@@ -202,7 +203,7 @@ def _mask_interface(**arguments: Any) -> torch.Tensor | None:
     if implementation != "eager" and _is_of_transformers(
         ALL_MASK_ATTENTION_FUNCTIONS.get(implementation)
     ):
-        implementation = "sdpa"  # as a tensor, which flash and flex attention have no need of
+        implementation = "sdpa"  # as a tensor, which flash and flex attention do not need
     return ALL_MASK_ATTENTION_FUNCTIONS[implementation](**arguments)  # type: ignore[no-any-return]
 
 
@@ -214,7 +215,7 @@ def _attention_interface(
     attention_mask: torch.Tensor | None,
     **options: Any,
 ) -> tuple[torch.Tensor, None]:
-    """The marker as transformers calls it; options differ by architecture."""
+    """The marker with transformers' signature; options differ by architecture."""
     implementation = own_attention.get()
     if not options.pop("is_causal", getattr(module, "is_causal", True)):
         raise TraceError(f"{type(module).__name__} attends to later tokens; pcg needs a causal LM")
@@ -229,7 +230,7 @@ def _attention_interface(
         if not is_neutral or (name == "dropout" and option):
             raise ValueError(f"its attention is given {name}")
     scale = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
-    # sdpa and eager attention read the mask alone.
+    # sdpa and eager attention only read the mask.
     read = int(window) if "flash" in implementation else None
     arguments = (attention_mask, sinks, scale, float(softcap), read)
     return torch.ops.pcg.attention(query, key, value, *arguments), None
@@ -259,9 +260,9 @@ def _experts_interface(
 
 
 class NumbersOnMeta(TorchFunctionMode):
-    """Replaces calls that would turn numbers into tensors, which lose them on the meta device.
+    """Replaces calls that convert numbers to tensors, which lose their data on the meta device.
 
-    x[..., [i], :] becomes one operator, and torch.tensor(number) becomes torch.full.
+    x[..., [i], :] becomes a single operator, and torch.tensor(number) becomes torch.full.
     """
 
     def __torch_function__(

@@ -1,9 +1,9 @@
-"""Evaluate the bias that an attention adds to its scores at chosen positions, with PyTorch.
+"""Evaluation of an attention's bias on its scores at chosen positions, with PyTorch.
 
-Dims of all tokens have only the chosen positions, and operators that depend on a token's index take
-its position: a range, a triangle, a slice of a table. Only operators that are piecewise linear in
-positions are accepted, and their corners noted; every other is refused by name. A corner lies where
-a chain of at most three constants leads, as 48 for (i - j) * 2 + 4 < 100.
+Token dims have only the chosen positions, and operators that depend on a token's index take its
+position: a range, a triangle, a slice of a table. Only operators that are piecewise linear in
+positions are accepted, and their corners recorded; all others are refused by name. A corner results
+from a chain of at most three constants, such as 48 for (i - j) * 2 + 4 < 100.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _MADE = {
     "full": 1, "full_like": 1, "new_full": 2, "ones": None, "ones_like": None, "new_ones": None,
     "zeros": None, "zeros_like": None, "new_zeros": None,
 }  # fmt: skip
-"""Operators that fill a tensor, with the place of the value."""
+"""Operators that fill a tensor, with the index of the value's argument."""
 _LINEAR = ("add", "sub", "rsub", "mul", "div", "neg", "where", "masked_fill", "copy")
 _LOGICAL = (
     "logical_and", "logical_or", "logical_not", "logical_xor", "bitwise_and", "bitwise_or",
@@ -54,15 +54,15 @@ _HALF = (torch.bfloat16, torch.float16)
 _NEVER = -1e4
 """A bound that no score reaches."""
 _MOST_COMBINED, _MOST_CONDITIONS = 3, 64
-"""The numbers that one condition combines, and the conditions that differ by head."""
+"""Maximum numbers of values combined by a condition, and of conditions that differ by head."""
 _MOST_TURNS = 24
-"""The corners of a table."""
+"""Maximum number of corners of a table."""
 _FARTHEST = 2**24
-"""The largest position at which a mask may turn."""
+"""The largest position of a corner of a mask."""
 
 
 def _name(node: Node) -> str:
-    """An operator's name without its overload, and without the underscore of in-place variants."""
+    """Return an operator's name without its overload and without the in-place underscore."""
     if not isinstance(node.target, torch._ops.OpOverload):
         return ""
     name = node.target._schema.name.removeprefix("aten::")
@@ -86,7 +86,7 @@ class Traced:
 
 
 class Subgraph:
-    """The nodes behind a value, in order, including those that write into its inputs.
+    """The nodes that a value depends on, in order, including those that write into its inputs.
 
     Attributes:
         positional: nodes that depend on positions, or on the number of tokens.
@@ -152,7 +152,7 @@ class Evaluation:
         self._fill = 0.0
 
     def bias(self) -> tuple[Tensor, Tensor]:
-        """The values added to scores [heads, n, n] of all 0, and of all 1."""
+        """Return the values added to scores [heads, n, n] of all 0, and of all 1."""
         count = len(self.positions)
         biases = []
         for fill in (0.0, 1.0) if self._subgraph.product is not None else (0.0,):
@@ -180,7 +180,7 @@ class Evaluation:
         return result
 
     def _unrounded(self, node: Node, value: Tensor) -> Tensor:
-        """A half-precision value in fp32: in the model's dtype its bias is rounded."""
+        """Return a half-precision value in fp32: in the model's dtype its bias is rounded."""
         if node in self._positional and not self._subgraph.traced.is_half:
             dtype = node.meta["val"].dtype
             raise self._refused(
@@ -199,7 +199,7 @@ class Evaluation:
         return torch.device("cpu") if isinstance(argument, torch.device) else argument
 
     def _is_token(self, size: Any) -> bool:
-        """True for a dim of all tokens. TraceError: the size is a function of their number."""
+        """Return whether a dim has all tokens; TraceError for other functions of their number."""
         if self._constant(size) is not None:
             return False
         if self._sizes(size) != [2, 3, self._tokens]:
@@ -213,7 +213,7 @@ class Evaluation:
         return [int(expression.subs(symbol, n)) for n in (2, 3, self._tokens)]
 
     def _constant(self, size: Any) -> int | None:
-        """A size that is the same for all numbers of tokens, as max(0, 1 - n) is 0."""
+        """Return a size that is equal for all n, as max(0, 1 - n) is 0; else None."""
         if isinstance(size, int):
             return size
         first, *others = self._sizes(size)
@@ -228,7 +228,7 @@ class Evaluation:
         return any(node_input in on for node_input in node.all_input_nodes)
 
     def _spread(self, node: Node) -> None:
-        """Note a node's dependencies, and all names of the memory that it writes."""
+        """Record a node's dependencies, and all names of the memory that it writes."""
         names = [node]
         memories = {memory_of(value) for value, _ in written(node)}
         if memories:
@@ -323,7 +323,7 @@ class Evaluation:
         return (start + step * self.positions).to(dtype)
 
     def _over_tokens(self, node: Node, name: str) -> Any:
-        """A node on values with a dim of tokens, or that depend on positions or scores."""
+        """Run a node on values with a token dim, or that depend on positions or scores."""
         if name in _ALIKE:
             dims = [self._value(a) for a in node.args[1:]]
             if name in ("to", "_to_copy", "type_as"):
@@ -387,7 +387,7 @@ class Evaluation:
         if not self._is_token(sliced):
             if self._is_token(size):
                 raise self._refused(node, "its mask is cut off")
-            if self._constant(sliced) == self._constant(size):  # all of it, whatever n is
+            if self._constant(sliced) == self._constant(size):  # the whole dim, for every n
                 if node.args[0] not in self._positional:
                     self._positional.discard(node)
                 return x
@@ -402,7 +402,7 @@ class Evaluation:
         return self._of_table(node, x, dim, self.positions + start)
 
     def _of_table(self, node: Node, x: Tensor, dim: int, at: Tensor) -> Tensor:
-        """A table's entries along a dim; notes the corners of its values."""
+        """Return a table's entries along a dim; record the corners of its values."""
         table: Any = node.args[0]
         if table in self._positional and table not in self._squares:
             raise self._refused(node, "its table is read by two positions")
@@ -415,10 +415,10 @@ class Evaluation:
         return x.index_select(dim, at)
 
     def _turns(self, node: Node, x: Tensor, dim: int) -> set[int]:
-        """The positions or distances of the corners of a table's values."""
+        """Return the positions or distances of the corners of a table's values."""
         table, count = x.detach().to(torch.float64).movedim(dim, -1), x.shape[dim]
         if x.dim() >= 2 and count > 1 and table.shape[-2] == count:
-            # The other dim of tokens is cut next; the values are those of each distance.
+            # The other token dim is sliced next; the values are those of each distance.
             if not torch.equal(table[..., 1:, 1:], table[..., :-1, :-1]):
                 raise self._refused(node, "its mask is a table of no function of the distance")
             lines = torch.cat([table[..., 0, :].flip(-1), table[..., 1:, 0]], -1)
@@ -431,7 +431,7 @@ class Evaluation:
         turns = (bend > 1e-5 * lines.abs().clamp(min=1.0)[:, 1:-1]).any(0).nonzero()[:, 0] + 1
         if len(turns) > _MOST_TURNS:
             raise self._refused(node, "its mask is a table that is no function of the distance")
-        # Neighbours are one corner: a step has two.
+        # Neighbours form a single corner: a step has two.
         places = [abs(int(turn) - zero) for turn in turns]
         return {p for p in places if p - 1 not in places}
 
@@ -488,14 +488,14 @@ class Evaluation:
         return self._native(node)  # type: ignore[no-any-return]
 
     def _is_flag(self, node: Node) -> bool:
-        """True for a condition, also as 0 and 1."""
+        """Return whether a node is a condition, possibly as 0 and 1."""
         value = self._values[node]
         is_flag = node not in self._scored and isinstance(value, Tensor)
         return is_flag and bool(((value == 0) | (value == 1)).all())
 
     def _cornered(self, node: Node, name: str) -> Tensor:
         if self._depends(node, self._scored):
-            # Bounds that nothing reaches, as scores of at least -1e4.
+            # Bounds that no score reaches, such as scores of at least -1e4.
             bounds = [self._value(a) for a in node.args if a not in self._scored]
             bounds += [self._value(a) for a in node.kwargs.values()]
             numbers = [float(torch.as_tensor(b).max()) for b in bounds if b is not None]
@@ -507,9 +507,9 @@ class Evaluation:
         return self._native(node)  # type: ignore[no-any-return]
 
     def _check_factors(self, node: Node) -> None:
-        """Refuse a condition on two positions with different factors, as 2 j < i.
+        """Refuse a condition on two positions with different factors, such as 2 j < i.
 
-        Its corner is neither a position, nor a distance or a sum of two.
+        Its corner is neither a position, nor a distance or a sum of two positions.
         """
         sides = [self._value(a) for a in node.args[:2]]
         left, right = (sides[0], sides[1] if len(sides) > 1 and sides[1] is not None else 0)
@@ -528,7 +528,7 @@ class Evaluation:
             raise self._refused(node, f"its mask compares positions of factors {rows | columns}")
 
     def _note(self, node: Node) -> None:
-        """Note the constants combined with a node's positions."""
+        """Record the constants combined with a node's positions."""
         numbers: list[tuple[float, ...]] = []
         for argument in (*node.args, *node.kwargs.values()):
             if isinstance(argument, Node) and argument in self._positional | self._scored:
@@ -562,7 +562,7 @@ class Evaluation:
 
 
 def combined(numbers: Sequence[float]) -> set[int]:
-    """The corners of a chain of sums and products with these constants."""
+    """Return the corners of a chain of sums and products with these constants."""
     factors: set[float] = set()
     for count in range(1, len(numbers) + 1):
         for first, *others in itertools.permutations(numbers, count):
@@ -580,7 +580,7 @@ def combined(numbers: Sequence[float]) -> set[int]:
 
 
 def refused_attention(node: Node, why: str) -> TraceError:
-    """The error for an attention that pcg does not have."""
+    """Return the error for an attention that pcg does not support."""
     stack = list((node.meta.get("nn_module_stack") or {}).values())
     where = stack[-1][0] if stack else node.name
     return TraceError(f"{where} has an attention that pcg cannot raise: {why}")

@@ -1,11 +1,11 @@
-"""Read a config.json by transformers, and refuse models that pcg does not compile, with the cause.
+"""Parsing of a config.json by transformers, and refusal of unsupported models, with the cause.
 
-A configuration's numbers are its own: no size is a default of transformers'.
+All numbers must be in the configuration: no size is a default of transformers.
 
 A refusal of the tracer names an operator and a module, which are far from the cause: "aten.copy_ in
-model.layers.0.self_attn" of multi-head latent attention. A cause is recognised by a field of the
-configuration, or by the refusal, and precedes them in the message. docs/models.md lists the causes
-and their models; `python -m tests.support.model_table` writes that part of it.
+model.layers.0.self_attn" of multi-head latent attention. A field of the configuration, or the
+refusal, identifies a cause, which precedes them in the message. docs/models.md lists the causes and
+their models; `python -m tests.support.model_table` writes that list.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from pcg.units import shown
 
 
 _MOST_DETAIL = 200
-"""Characters of a tracer's own refusal that stay in a message of one line."""
+"""Maximum number of characters of a tracer's refusal in a message of one line."""
 
 
 @dataclass(frozen=True)
@@ -37,8 +37,8 @@ class Cause:
     Attributes:
         name: the cause, contained in a refusal's message; no other cause's name contains it.
         why: the reason, as the second half of a sentence.
-        fields: a pattern in the configuration, as JSON with sorted keys, that shows it.
-        refusal: a pattern in a tracer's refusal that shows it.
+        fields: a pattern that identifies it in the configuration, as JSON with sorted keys.
+        refusal: a pattern that identifies it in a tracer's refusal.
     """
 
     name: str
@@ -167,16 +167,16 @@ CAUSES: tuple[Cause, ...] = (
         refusal=r"not in the operator table",
     ),
 )
-"""Every cause, those first that explain more; the first that is shown is told."""
+"""All causes, the most informative first; the first matching cause is reported."""
 
 
 def cause_of(message: str) -> Cause | None:
-    """The cause named in a refusal's message."""
+    """Return the cause named in a refusal's message."""
     return next((cause for cause in CAUSES if cause.name in message), None)
 
 
 def with_cause(error: PcgError, name: str, config: Mapping[str, Any]) -> PcgError:
-    """Add its cause to a refusal of the tracer; unchanged if the cause is unknown.
+    """Add the cause to a refusal of the tracer; an unknown cause leaves it unchanged.
 
     Args:
         error: the refusal; its class takes a message.
@@ -208,9 +208,9 @@ _SIZES = (
     "vocab_size",
 )
 _MOST_LAYERS = 1024
-"""Models have up to a few hundred; transformers builds each of them."""
+"""Maximum number of layers. Models have up to a few hundred; transformers builds each of them."""
 _OTHER_NAMES: Mapping[str, Sequence[str]] = {"hidden_size": ("n_embed",)}
-"""Names that checkpoints have, and `attribute_map` has not: BLOOM's."""
+"""Names in checkpoints that `attribute_map` lacks: BLOOM's."""
 
 
 def check_sizes(fields: Mapping[str, Any], config_class: Any) -> None:
@@ -237,10 +237,10 @@ def check_sizes(fields: Mapping[str, Any], config_class: Any) -> None:
 def check_finite(fields: Mapping[str, Any], within: str = "") -> None:
     """Refuse infinite numbers and NaN, which Python reads from JSON.
 
-    They may stand in lists: Mamba's `time_step_limit` ends in one.
+    Lists may contain them: Mamba's `time_step_limit` ends in infinity.
 
     Raises:
-        ConfigError: a field is such a number, also in an object as `rope_parameters`.
+        ConfigError: a field has such a number, also within an object such as `rope_parameters`.
     """
     for key, value in fields.items():
         if isinstance(value, float) and not math.isfinite(value):
@@ -270,7 +270,7 @@ def check_named(fields: Mapping[str, Any], config: Any) -> None:
 
 
 def _names_of(name: str, config_class: Any) -> list[str]:
-    """The names of a size in a configuration; first its class's."""
+    """Return the names of a size in a configuration, its class's first."""
     mapped = getattr(config_class, "attribute_map", {}).get(name, name)
     return list(dict.fromkeys((mapped, name, *_OTHER_NAMES.get(name, ()))))
 
@@ -279,11 +279,11 @@ def _names_of(name: str, config_class: Any) -> list[str]:
 
 
 _LENGTH_DEPENDENT_ROPE = ("dynamic", "longrope")
-"""`dynamic_rope_update` in transformers' modeling_rope_utils.py handles these by length."""
+"""Types that transformers' `dynamic_rope_update` in modeling_rope_utils.py adapts to the length."""
 
 
 def parse_config(config: Mapping[str, Any]) -> Any:
-    """The transformers configuration of the contents of a config.json.
+    """Return the transformers configuration of the contents of a config.json.
 
     Raises:
         ConfigError: a size is missing, or a number or the dtype is invalid.
@@ -322,7 +322,7 @@ def parse_config(config: Mapping[str, Any]) -> Any:
 
 
 def _decoded(value: Any) -> Any:
-    """The fields of a config.json; decodes transformers' {"__float__": "Infinity"}."""
+    """Return the fields of a config.json; decode transformers' {"__float__": "Infinity"}."""
     if isinstance(value, dict):
         if list(value) == ["__float__"]:
             return float(value["__float__"])
@@ -343,21 +343,21 @@ def _check_dtype(fields: Mapping[str, Any]) -> None:
 
 
 def positions_of(config: Any) -> int | None:
-    """The number of positions of a transformers configuration; None without bound."""
+    """Return the number of positions of a transformers configuration; None if unbounded."""
     positions = getattr(config, "max_position_embeddings", None)
     positions = positions or getattr(config, "max_seq_len", None)
     return positions if type(positions) is int else None
 
 
 def in_one_line(error: BaseException, first: bool = False) -> str:
-    """An error's message in one line, or only its first line; its type without a message."""
+    """Return an error's message in one line, or only its first line; its type without a message."""
     lines = [" ".join(line.split()) for line in str(error).strip().splitlines()]
     text = lines[0] if first and lines else " ".join(lines)
     return text or type(error).__name__
 
 
 def check_module(model: nn.Module) -> None:
-    """Refuse a module that would trace to another model than it is.
+    """Refuse a module that would trace to a different model.
 
     Raises:
         UnsupportedError: says why, and the alternative.

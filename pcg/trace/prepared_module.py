@@ -1,4 +1,4 @@
-"""Prepare a module for export in place, and restore it.
+"""Preparation of a module for export in place, and its restoration.
 
 The module itself is changed, not a copy, so that hooks and methods with a reference to it, or to a
 part of it, refer to the traced module.
@@ -28,18 +28,18 @@ _TRUE_DERIVATIVES = ("transformers.models.bloom.modeling_bloom.GeLUFunction",)
 def with_attention(
     model: nn.Module, implementation: str | None, *, experts: str | None = None
 ) -> Iterator[None]:
-    """Make a model ready for inference, by other functions of transformers' registries.
+    """Prepare a model for inference, with other functions of transformers' registries.
 
     Args:
         model: a causal LM.
-        implementation: the name of an attention; None leaves each module's own.
+        implementation: the name of an attention; None keeps each module's own.
         experts: the name of a function of experts; the model's own by default.
     """
     register_markers()
     with contextlib.ExitStack() as undo:
         for config in configs_of(model):
             undo.callback(_restore, vars(config), dict(vars(config)))
-            # Their setter refuses what the architecture does not say that it supports.
+            # The setter refuses implementations that the architecture does not declare.
             if implementation is not None:
                 vars(config)["_attn_implementation_internal"] = implementation
             if experts is not None:
@@ -106,9 +106,9 @@ def with_frozen(model: nn.Module, dtype: torch.dtype | None) -> Iterator[None]:
 
 @contextlib.contextmanager
 def with_modules_of_their_own(model: nn.Module) -> Iterator[None]:
-    """Give every module of a model one path: copies replace shared modules elsewhere.
+    """Give every module of a model a single path: copies replace shared modules elsewhere.
 
-    A copy has the same parameters and buffers. torch.export knows a module by its path.
+    A copy has the same parameters and buffers. torch.export identifies a module by its path.
 
     Raises:
         UnsupportedError: a shared module has a matrix; an adapter of it would be in all places.
@@ -139,7 +139,7 @@ def with_modules_of_their_own(model: nn.Module) -> Iterator[None]:
 
 
 def _copied(module: nn.Module) -> nn.Module:
-    """A module with the same tensors, attributes and hooks, and its own bound methods."""
+    """Return a module with the same tensors, attributes and hooks, and its own bound methods."""
     copied = type(module).__new__(type(module))
     copied.__dict__.update(module.__dict__, _modules=dict(module._modules))
     for name, value in vars(module).items():
@@ -150,7 +150,7 @@ def _copied(module: nn.Module) -> nn.Module:
 
 @contextlib.contextmanager
 def without_custom_gradients(model: nn.Module) -> Iterator[None]:
-    """Refuse changes of gradients that leave no trace in the forward pass.
+    """Refuse changes of gradients that the forward's trace does not show.
 
     Raises:
         UnsupportedError: the model has backward hooks, calls a torch.autograd.Function, or hooks
@@ -181,7 +181,7 @@ def without_custom_gradients(model: nn.Module) -> Iterator[None]:
     enter = saved.__enter__
 
     def refuse(self: Any) -> None:
-        # PyTorch's own subclasses give back what they are given.
+        # PyTorch's own subclasses return their argument.
         is_own = type(self) is not saved and type(self).__module__.startswith("torch.")
         if is_own or get_ident() != thread:
             return enter(self)

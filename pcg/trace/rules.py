@@ -1,4 +1,4 @@
-"""The rule of each operator that exported models use, by its name without an overload.
+"""Import rules of the operators in exported models, by name without an overload.
 
 A rule adds the operator's nodes to the flat graph and returns the value of the exported node.
 """
@@ -100,7 +100,7 @@ def copy(flat: FlatGraph, node: Node) -> FlatValue:
 
 def _expanded(flat: FlatGraph, node: Node, x: FlatValue) -> FlatValue:
     shape = traced_shape(node)
-    if "t" not in x.tags:  # along tokens, operators with broadcasting repeat it
+    if "t" not in x.tags:  # along tokens, broadcasting operators repeat it
         shape = tuple(1 if size is None else size for size in shape)
     added = len(shape) - len(x.shape)
     tags = "d" * added + x.tags
@@ -175,7 +175,7 @@ def _sliced(
     stop: int,
     step: int = 1,
 ) -> FlatValue:
-    """Entries start to stop of a feature dim; an empty value has no name."""
+    """Return entries start to stop of a feature dim; an empty value has no name."""
     if (start, stop, step) == (0, x.shape[dim], 1):
         return x
     if start >= stop:
@@ -198,7 +198,7 @@ def slice_scatter(flat: FlatGraph, node: Node) -> FlatValue:
 
 
 def select_scatter(flat: FlatGraph, node: Node) -> FlatValue:
-    """Replace one entry of a dim."""
+    """Replace an entry of a dim."""
     x, source = flat.tensor(node.args[0]), flat.tensor(node.args[1])
     dim, index = int(argument(node, 2)), int(argument(node, 3))
     if x.tags[dim] != "d":
@@ -270,7 +270,7 @@ def embedding(flat: FlatGraph, node: Node) -> FlatValue:
 
 
 def gather(flat: FlatGraph, node: Node) -> FlatValue:
-    """Rows of a table by position, written as a gather of positions repeated along the row."""
+    """Select rows of a table by position, given as a gather of positions repeated along rows."""
     table, index = flat.tensor(node.args[0]), flat.tensor(node.args[2])
     producers = {value.name: n for n in flat.builder.nodes for value in n.outputs}
     name = index.name
@@ -317,7 +317,7 @@ def addmm(flat: FlatGraph, node: Node) -> FlatValue:
 
 
 def _out_in(flat: FlatGraph, node: Node, weight: FlatValue) -> str:
-    """A [in, out] operand as an [out, in] weight: the parameter itself, marked transposed."""
+    """Return an [in, out] operand as an [out, in] weight: the parameter, marked transposed."""
     producer = next((n for n in flat.builder.nodes if n.name == weight.name), None)
     if producer is not None and producer.op == "permute" and producer.attribute("dims") == (1, 0):
         return producer.inputs[0]
@@ -339,7 +339,7 @@ def matmul(flat: FlatGraph, node: Node) -> FlatValue:
 
 
 def reduction(op: str) -> Rule:
-    """The rule of an operator that reduces one feature dim."""
+    """Return the rule of an operator that reduces a single feature dim."""
 
     def rule(flat: FlatGraph, node: Node) -> FlatValue:
         x, dims = flat.tensor(node.args[0]), argument(node, 1)
@@ -355,7 +355,7 @@ def reduction(op: str) -> Rule:
 
 
 def weight_norm(flat: FlatGraph, node: Node) -> FlatValue:
-    """torch.nn.utils' weight_norm: g v / |v|, with a norm for each entry of a dim of v."""
+    """Import torch.nn.utils' weight_norm: g v / |v|, with a norm for each entry of a dim of v."""
     v, g = (flat.tensor(a) for a in node.args[:2])
     kept = int(argument(node, 2, 0))
     if v.tags != "dd":
@@ -364,7 +364,7 @@ def weight_norm(flat: FlatGraph, node: Node) -> FlatValue:
     wide = "f64" if dtype == "f64" else "f32"
     wide_v, wide_g = (flat.cast(x.name, wide) for x in (v, g))
     total = flat.add("mul", wide_v, wide_v)
-    for dim in {0, 1} - {kept}:  # both dims where kept is -1, one norm of all
+    for dim in {0, 1} - {kept}:  # both dims for kept = -1, a norm of all entries
         total = flat.add("sum", total, dim=dim - 2, keepdim=True)
     factor = flat.add("div", wide_g, flat.add("sqrt", total))
     return v.named(flat.cast(flat.add("mul", wide_v, factor), dtype))
@@ -382,7 +382,7 @@ def layer_norm(flat: FlatGraph, node: Node) -> FlatValue:
 
 
 def rms_norm(flat: FlatGraph, node: Node) -> FlatValue:
-    """torch.nn.RMSNorm, which rounds once, after its weight."""
+    """Import torch.nn.RMSNorm, which rounds once, after its weight."""
     x = flat.tensor(node.args[0])
     if len(argument(node, 1)) != 1:
         raise refusal(node, "it normalises several dims")
@@ -414,7 +414,7 @@ def experts(flat: FlatGraph, node: Node) -> FlatValue:
     count, *rows, hidden = flat.builder.types[inputs[3].name].features
     if len(rows) > 1:
         raise refusal(node, "its weights are those of another layer's experts")
-    # Gate and up are cut alike over ranks, as rows of a dim of their own.
+    # Ranks shard gate and up equally, as rows of a separate dim.
     flat.builder.see(inputs[3].name, count, 2, rows[0] // 2, hidden)
     return inputs[0].named(flat.add("experts", *(x.name for x in inputs)))
 

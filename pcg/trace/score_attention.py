@@ -1,7 +1,7 @@
-"""Prove the bias of an attention of an exported graph: a causal mask, a window, ALiBi.
+"""Proof of the bias of an attention of an exported graph: a causal mask, a window, ALiBi.
 
 An attention is transformers' marker (`pcg.trace.markers`), a call of scaled_dot_product_attention,
-or written out as matmul, softmax, matmul. Its mask, or its scores except q kᵀ, is a subgraph over
+or an explicit matmul, softmax, matmul. Its mask, or its scores except q kᵀ, is a subgraph over
 positions, which must be, for every number of tokens n,
 
     bias[h, i, j] = slope[h] · j + constant of the row   for visible j, hidden otherwise
@@ -12,7 +12,7 @@ with visible j ≤ i, or i - window < j ≤ i. Any other form is refused.
 that are piecewise linear in i, j and n, so its corners are where positions, their distances or n
 meet a constant derived from the graph's; the positions next to all corners are evaluated, at every
 such n. A table, such as a mask in a buffer, must be a function of the position or of the distance,
-and its corners are counted.
+and its corners are included.
 """
 
 from __future__ import annotations
@@ -41,12 +41,12 @@ _CALL = _aten.scaled_dot_product_attention.default
 _VIEWS = ("dropout", "view", "reshape", "type_as", "contiguous", "clone", "_to_copy")
 _TRANSPARENT = {_aten.to.dtype, *(getattr(_aten, name).default for name in _VIEWS)}
 _HIDDEN = -5e3
-"""The bias of a key that is not seen: the least that models add is -1e4."""
+"""The largest bias of a hidden key: models add -1e4 or less."""
 _MOST_CORNERS = 250
-"""The corners that are evaluated at most."""
+"""Maximum number of evaluated corners."""
 _LENGTHS = (2, 3, 6, 9, 33)
 _LONG = 4096
-"""The largest number of tokens that is evaluated is at least this, where no table is shorter."""
+"""Least value of the largest evaluated number of tokens, unless a table is shorter."""
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ class ScoreAttention:
         q, k, v: the nodes of the queries, the keys (transposed or not) and the values.
         scale: the factor on the scores.
         window: the number of tokens that a token attends to; 0 for all.
-        slopes: the ALiBi slope of each head; empty for none.
+        slopes: the ALiBi slope of each head; empty without ALiBi.
         sinks: the node with a logit of each head that takes probability, or None.
         softcap: the bound of the scores; 0 for none.
     """
@@ -79,14 +79,14 @@ class ScoreAttention:
 def find_scores(
     graph: Graph, constants: Mapping[str, Tensor], positions: int | None
 ) -> dict[Node, ScoreAttention]:
-    """The attentions of a graph, by the attention's node or its last product.
+    """Return the attentions of a graph, by the attention's node or its last product.
 
     Args:
         graph: a graph with symbolic token dims.
         constants: the values of constant placeholders, by name.
-        positions: the number of positions that the model has; None without bound.
+        positions: the number of positions of the model; None if unbounded.
     Raises:
-        TraceError: there are probabilities over tokens that are not causal attention.
+        TraceError: probabilities over tokens are not causal attention.
     """
     attentions: dict[Node, ScoreAttention] = {}
     prover = _Prover(graph, constants, positions)
@@ -103,7 +103,7 @@ def find_scores(
 
 
 def _probabilities(node: Any) -> Node | None:
-    """The softmax over keys behind a value, up to casts, views and inactive dropout."""
+    """Return the softmax over keys that a value is, up to casts, views and inactive dropout."""
     while node.target in _TRANSPARENT:
         node = node.args[0]
     value = node.meta.get("val")
@@ -190,7 +190,7 @@ class _Prover:
         return ScoreAttention(*arguments)
 
     def _prove(self, node: Node, root: Node, product: Node | None) -> _Seen:
-        """The value added to the scores of an attention node."""
+        """Return the value added to the scores of an attention node."""
         if (root, product) not in self._proved:
             self._proved[root, product] = self._prove_anew(node, root, product)
         return self._proved[root, product]
@@ -200,11 +200,11 @@ class _Prover:
         first = Evaluation(subgraph, 17, range(17))
         first.bias()
         corners = set(first.corners)
-        if len(first.conditions) > 1:  # they meet where two corners add up
+        if len(first.conditions) > 1:  # their corners may add up
             corners |= {*map(sum, itertools.product(first.corners, repeat=2))}
         if len(corners) > _MOST_CORNERS:
             raise refused_attention(node, f"its mask may turn at {len(corners)} positions")
-        # Rotary positions go on beyond those that a model is trained for.
+        # Rotary positions continue beyond those of the model's training.
         most = max(self._positions or 0, _LONG, 2 * max(corners, default=0) + 8)
         most = min([most, *first.tables])
         lengths = {n for c in corners for n in (c - 1, c, c + 1)} | {*_LENGTHS, most}
@@ -240,7 +240,7 @@ def _seen(node: Node, evaluation: Evaluation) -> _Seen:
     # The difference to a zero is exact: BLOOM counts from the first key, MPT from the last.
     first, last = zeros[:, 1, 1] - zeros[:, 1, 0], zeros[:, -1, -1] - zeros[:, -1, -2]
     slopes = torch.where(zeros[:, -1, -1] == 0, last, first)
-    slopes = torch.where(slopes.abs() < -_HIDDEN, slopes, 0.0)  # the last sees itself alone
+    slopes = torch.where(slopes.abs() < -_HIDDEN, slopes, 0.0)  # the last token only sees itself
     line = -slopes[:, None, None] * distance
     rows = zeros - zeros.diagonal(dim1=-2, dim2=-1).unsqueeze(-1)
     off = rows - line

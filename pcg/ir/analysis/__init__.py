@@ -1,1 +1,1 @@
-"""Facts about graphs that passes and reports share: storage, saved memory, trainables."""
+"""Properties of graphs that passes and reports share: storage, saved memory, trained parameters."""

@@ -1,4 +1,4 @@
-"""Builds graphs node by node, with types from the operator table."""
+"""Builder of graphs, node by node, with types from the operator table."""
 
 from __future__ import annotations
 
@@ -12,9 +12,10 @@ from pcg.ir.types import TensorType
 
 
 class Builder:
-    """Makes a graph node by node, inferring types from the operator table.
+    """Builds a graph node by node, inferring types from the operator table.
 
-    Equal nodes are added once (common subexpressions), which is sound as operators have no effects.
+    Equal nodes are merged (common subexpressions), which is sound as operators have no side
+    effects.
     """
 
     def __init__(self, name: str) -> None:
@@ -109,7 +110,7 @@ class Builder:
         attributes: tuple[tuple[str, Attribute], ...],
         scope: str,
     ) -> tuple[str, ...] | None:
-        """The outputs of an existing node equal to this one, or None."""
+        """Return the outputs of an existing node equal to this node, or None."""
         return self._made.get(_node_key(op, inputs, attributes, scope))
 
     def fresh(self, stem: str) -> str:
@@ -138,8 +139,8 @@ class Builder:
 def _node_key(
     op: str, inputs: Sequence[str], attributes: tuple[tuple[str, Attribute], ...], scope: str
 ) -> object:
-    """A key of equal nodes; 1, 1.0 and True differ in it, and so do 0.0 and -0.0.
+    """Return a key of equal nodes; it distinguishes 1, 1.0 and True, and 0.0 and -0.0.
 
-    Products of two modules that share a weight differ, as each may have an adapter.
+    Products of two modules that share a weight differ, as each module may have an adapter.
     """
     return op, tuple(inputs), repr(attributes), scope if op == "linear" else ""

@@ -2,12 +2,12 @@
 
 A collective in flight overlaps other nodes:
 
-    s = all_reduce.begin(x)      begins where the node stands
-    y = linear(z, W)             runs meanwhile
-    s = s()                      is waited for right before its first reader, or the end
+    s = all_reduce.begin(x)      starts at the node's place
+    y = linear(z, W)             overlaps
+    s = s()                      waits directly before the first reader, or at the end
     t = neg(s)
 
-All ranks run one program, so all begin, and wait for, the same collectives in the same order.
+All ranks run the same program, so all start, and wait for, the same collectives in the same order.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from pcg.ir.types import CONTEXT, TOKENS
 
 
 def trained(graph: Graph) -> tuple[str, ...]:
-    """Adapters' parameters that a gradient of an output reaches.
+    """Return the adapters' parameters that a gradient of an output reaches.
 
-    Excludes VeRA's shared matrices, which operators take for constants.
+    Excludes VeRA's shared matrices, which operators treat as constants.
     """
     reached = set(graph.outputs)
     for node in reversed(graph.nodes):
@@ -37,7 +37,7 @@ def trained(graph: Graph) -> tuple[str, ...]:
 
 
 def reachable(graph: Graph, sources: Iterable[str]) -> frozenset[str]:
-    """The sources, and the values through which a gradient flows back to them."""
+    """Return the sources, and the values through which a gradient flows back to them."""
     reached = set(sources)
     for node in graph.nodes:
         constants = operator(node.op).constant_in
@@ -50,14 +50,14 @@ def reachable(graph: Graph, sources: Iterable[str]) -> frozenset[str]:
 
 
 class Reader(Protocol):
-    """A node, or a launch of several."""
+    """A node, or the launch of several nodes."""
 
     @property
     def inputs(self) -> tuple[str, ...]: ...
 
 
 def collective_of(item: Reader) -> Collective | None:
-    """The operator of a node that communicates; None for other nodes."""
+    """Return the operator of a node that communicates; None for other nodes."""
     if not isinstance(item, Node):
         return None
     entry = operator(item.op)
@@ -65,9 +65,9 @@ def collective_of(item: Reader) -> Collective | None:
 
 
 def waits(items: Sequence[Reader]) -> dict[int, int]:
-    """Map the index of each overlapped collective to that of the first item that reads its outputs.
+    """Map the index of each overlapped collective to the index of its outputs' first reader.
 
-    The index is the number of items where no item reads them.
+    Without a reader, that index is the number of items.
     """
     first_readers = {}
     for place, item in enumerate(items):
@@ -80,14 +80,14 @@ def waits(items: Sequence[Reader]) -> dict[int, int]:
 
 
 def first_reader(items: Sequence[Reader], place: int, node: Node) -> int:
-    """The index of the first item behind a node that reads its outputs, or the number of items."""
+    """Return the index of the first reader of a node's outputs, or the number of items."""
     outputs = {value.name for value in node.outputs}
     later = range(place + 1, len(items))
     return next((i for i in later if not outputs.isdisjoint(items[i].inputs)), len(items))
 
 
 def _is_work(item: Reader) -> bool:
-    """Return whether a node overlaps a collective: a view does not, nor does another collective."""
+    """Return whether a node overlaps a collective; views and other collectives do not."""
     if not isinstance(item, Node):
         return True
     return not operator(item.op).is_view and collective_of(item) is None
@@ -97,7 +97,7 @@ def _is_work(item: Reader) -> bool:
 
 
 def node_flops(graph: Graph, node: Node, tokens: int, seq: int) -> int:
-    """Operations of a matrix product or attention; 0 for any other operator."""
+    """Return the operations of a matrix product or attention; 0 for any other operator."""
     entry = operator(node.op)
     if not entry.is_product:
         return 0
@@ -106,5 +106,5 @@ def node_flops(graph: Graph, node: Node, tokens: int, seq: int) -> int:
 
 
 def graph_flops(graph: Graph, tokens: int, seq: int) -> int:
-    """Operations of a graph's matrix products and attention."""
+    """Return the operations of a graph's matrix products and attention."""
     return sum(node_flops(graph, node, tokens, seq) for node in graph.nodes)

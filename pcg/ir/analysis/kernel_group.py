@@ -1,4 +1,4 @@
-"""Groups of nodes that one kernel runs, and the order in which groups and other nodes run."""
+"""Groups of nodes that a single kernel runs, and the order of groups and other nodes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pcg.ir.types import TensorType
 
 @dataclass(frozen=True)
 class KernelGroup:
-    """Nodes that one kernel runs.
+    """Nodes that a single kernel runs.
 
     Attributes:
         nodes: the nodes in the graph's order.
@@ -30,13 +30,13 @@ class KernelGroup:
 
     @cached_property
     def inputs(self) -> tuple[str, ...]:
-        """The values that it reads from outside, in the order of the first read."""
+        """The values that the group reads from outside, in the order of the first read."""
         read = (name for node in self.nodes for name in node.inputs)
         return tuple(dict.fromkeys(name for name in read if name not in self.made))
 
     @cached_property
     def outputs(self) -> tuple[str, ...]:
-        """The values read outside, in order, part by part."""
+        """The values that other nodes read, in order, part by part."""
         if self.parts:
             return tuple(name for part in self.parts for name in part.outputs)
         return tuple(node.name for node in self.nodes if self.leaves(node))
@@ -46,7 +46,7 @@ class KernelGroup:
         return node.name in self.graph.outputs or any(r.name not in self.made for r in readers)
 
     def appended(self, name: str) -> Node | None:
-        """The node that appends an output to the cache; None for a plain tensor."""
+        """Return the node that appends an output to the cache; None for a plain tensor."""
         node = self.graph.producers[name]
         return node if node.op == "append" else None
 
@@ -70,7 +70,7 @@ class KernelGroup:
 
     @property
     def sums_rows(self) -> bool:
-        """True if a program has to hold whole rows."""
+        """True if a program must hold whole rows."""
         return any(operator(node.op).sums_rows for node in self.nodes)
 
     @property
@@ -79,7 +79,7 @@ class KernelGroup:
 
 
 def group_of(graph: Graph, parts: Iterable[Iterable[str]]) -> KernelGroup:
-    """The group of a kernel with these parts, each given by its nodes' names."""
+    """Return the group of a kernel with these parts, each given by its nodes' names."""
     groups = [
         KernelGroup(graph, tuple(n for n in graph.nodes if n.name in names))
         for names in map(frozenset, parts)
@@ -91,12 +91,12 @@ def group_of(graph: Graph, parts: Iterable[Iterable[str]]) -> KernelGroup:
 
 
 def names_of(group: KernelGroup) -> tuple[tuple[str, ...], ...]:
-    """The names of a group's nodes, part by part, as in `KernelGraph.kernels`."""
+    """Return the names of a group's nodes, part by part, as in `KernelGraph.kernels`."""
     return tuple(tuple(n.name for n in part.nodes) for part in group.parts or (group,))
 
 
 def items_of(graph: KernelGraph) -> tuple[Node | KernelGroup, ...]:
-    """The groups and the other nodes, each at the place of its first node."""
+    """Return the groups and the other nodes, each at the place of its first node."""
     groups = [group_of(graph, parts) for parts in graph.kernels]
     group_of_node = {name: group for group in groups for name in group.made}
     items = (group_of_node.get(node.name, node) for node in graph.nodes)

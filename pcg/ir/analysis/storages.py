@@ -1,8 +1,8 @@
 """Storages: memory that a value shares with its views.
 
 A value's *layout* is the stride of each of its feature dims in its storage. A reshape is a view
-where the layout allows it (torch's computeStride), else a copy, so that an expanded head or a slice
-out of a fused projection is followed as eager PyTorch follows it. The token dim is never regrouped.
+where the layout allows it (torch's computeStride), else a copy, so that expanded heads and slices
+of fused projections behave as in eager PyTorch. The token dim is never regrouped.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ class Storages:
         self._layouts[node.name] = layout
 
     def _view_layout(self, node: Node) -> tuple[int, ...] | None:
-        """The layout of a view's output; None if it has to be a copy."""
+        """Return the layout of a view's output; None if it must be a copy."""
         source = self._types[node.inputs[0]]
         old, new = source.features, node.output.type.features
         layout = self._layouts[node.inputs[0]]
@@ -118,7 +118,7 @@ def _contiguous(sizes: tuple[int, ...]) -> tuple[int, ...]:
 def _regrouped(
     old: Sequence[int], layout: Sequence[int], new: Sequence[int]
 ) -> tuple[int, ...] | None:
-    """The strides of a tensor viewed with other sizes; None if no strides express the view.
+    """Return the strides of a tensor viewed with other sizes; None if no strides express the view.
 
     Source: at::detail::computeStride of ATen/TensorUtils.cpp.
     """

@@ -1,14 +1,14 @@
-"""Checks a graph against the rules of the IR.
+"""Verifier of a graph against the rules of the IR.
 
     names       letters, digits, `_` and `.`; each value defined once, before it is read
     sizes       positive ints or expressions that read back; `T` leads, alone or as a rank's part,
                 or is absent
     parameters  a known role, a name in the checkpoint, no token dim
-    nodes       an operator of the table, as many inputs as it takes, sorted attributes of the
-                kinds that it declares, and the output types that it infers
+    nodes       an operator of the table, with its number of inputs, sorted attributes of its
+                declared kinds, and its inferred output types
     outputs     defined
 
-Parallel states are the parallel passes' business: types are compared by dtype and global sizes.
+Parallel states are left to the parallel passes: types are compared by dtype and global sizes.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ from pcg.ir.types import TOKENS, Dim, TensorType, counts_tokens
 
 
 def verify(graph: Graph) -> None:
-    """Check that the graph keeps the rules of the IR.
+    """Check that the graph follows the rules of the IR.
 
     Raises:
-        VerifyError: it breaks one; the message shows the line, what was expected, and the fix.
+        VerifyError: a rule is broken; the message shows the line, the expected form, and the fix.
     """
     _Verifier(graph).run()
 
@@ -42,7 +42,7 @@ class _Verifier:
     graph: Graph
     defined: dict[str, TensorType] = field(default_factory=dict)
     shown: Callable[[], str] = str
-    """Prints what is looked at."""
+    """Prints the item under verification."""
 
     def run(self) -> None:
         if not NAME.fullmatch(self.graph.name):
@@ -140,7 +140,7 @@ class _Verifier:
         except IrError as error:
             self._fail(str(error))
         except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
-            # The table's rules index and count; what they trip over is not what they take.
+            # The table's rules index and count their inputs; report other errors as wrong types.
             input_types = ", ".join(map(str, types))
             self._fail(f"{node.op} does not take {input_types} with these attributes: {error}")
 

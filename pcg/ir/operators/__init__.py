@@ -1,4 +1,4 @@
-"""The operator table: all facts about each operator, one class per operator in this folder."""
+"""The operator table: all properties of each operator, one class per operator in this folder."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ OPERATORS: dict[str, Operator] = {
 
 
 def operator(name: str) -> Operator:
-    """The table's entry of a name. IrError: unknown; the message has the closest names."""
+    """Return the table's entry of a name; IrError has the closest names."""
     try:
         return OPERATORS[name]
     except KeyError:

@@ -53,7 +53,7 @@ class Unary(Elementwise):
     """y = f(x); `template` is f in PyTorch."""
 
     reads_output: ClassVar[bool] = False
-    """True if its gradient reads y, and not x."""
+    """True if its gradient reads y instead of x."""
 
     def aligned(self, types: Types, attributes: Attributes) -> Iterator[Aligned]:
         return same_dims(types[0])
@@ -184,7 +184,7 @@ class ClampBackward(UnaryBackward):
         return f"tl.where({' & '.join(self._tests(x, attributes))}, {dy}, 0.0)"
 
     def temporaries(self, inputs: Types, outputs: Types, attributes: Attributes) -> sympy.Expr:
-        # The second test's booleans, and what the first left of dy.
+        # The second test's booleans, and the first test's copy of dy.
         dx = outputs[0]
         return dx.elements + (len(self._tests("x", attributes)) - 1) * dx.size_bytes
 
@@ -226,7 +226,7 @@ _POWERS = {
     2.0: "{0} * {0}",
     3.0: "{0} * {0} * {0}",
 }
-"""Powers that are a few products; PyTorch takes others by exp and log."""
+"""Powers that are a few products; PyTorch computes other powers by exp and log."""
 
 
 class Cast(Unary):
@@ -266,7 +266,7 @@ _ARGUMENTS = Kind("a list of arguments with {0} for the first tensor", _takes_te
 
 
 class Carried(Operator):
-    """An operator outside the table, carried as it is, with PyTorch's gradient.
+    """An operator outside the table, carried unchanged, with PyTorch's gradient.
 
     `target` is its overload, `arguments` its argument list with {0} for the first tensor.
     """
@@ -304,9 +304,9 @@ class Pointwise(Carried):
 
 
 class Rowwise(Carried):
-    """An operator over feature dims of one tensor, counted from the end in `arguments`.
+    """An operator over feature dims of a single tensor, counted from the end in `arguments`.
 
-    `reads` are the feature dims of its input, `features` the result's.
+    `reads` are the feature dims of its input, `features` those of the result.
     """
 
     name = "rowwise"

@@ -31,10 +31,10 @@ from pcg.ir.types import CONTEXT, DTYPE_BYTES, TensorType, promote, tensor
 
 
 class Append(Operator):
-    """Keys or values (`to`) where attention reads them: in the layer's cache, if it has one.
+    """Store keys or values (`to`) where attention reads them: in the layer's cache, if any.
 
-    Only programs for Triton have it: the kernels that make keys and values store them. Elsewhere
-    attention appends its own.
+    Only programs for Triton have it: the kernels that compute keys and values store them. Elsewhere
+    attention appends them.
     """
 
     name = "append"
@@ -57,16 +57,17 @@ class Append(Operator):
 
 
 class Attention(Operator):
-    """Causal attention of each token to its own sequence, past ones in the KV cache included.
+    """Causal attention of each token to its own sequence, including earlier tokens in the KV cache.
 
-    out = softmax(softcap(scale · q kᵀ) + bias) v, per head; a KV head serves heads / kv_heads of
-    them. `q: [T, heads, d]`, `k: [T, kv_heads, d]`, `v: [T, kv_heads, d_v]`; outputs
-    `out: [T, heads, d_v]` and the log-sum-exp `lse: [T, heads]` in fp32. A further input, where
-    `alibi`, is the slope of each head: bias = slope · (key position - query position). A further
-    one, where `sinks`, is a logit of each head that takes weight from the softmax.
+    out = softmax(softcap(scale · q kᵀ) + bias) v, per head; a KV head serves heads / kv_heads
+    heads. `q: [T, heads, d]`, `k: [T, kv_heads, d]`, `v: [T, kv_heads, d_v]`; outputs `out: [T,
+    heads, d_v]` and the log-sum-exp `lse: [T, heads]` in fp32. With `alibi`, a further input is the
+    slope of each head: bias = slope · (key position - query position). With `sinks`, a further
+    input is a logit of each head that takes weight from the softmax.
 
-    Attributes: `scale`; `window`: keys seen, the token's own included, 0 for all; `softcap`: 0 for
-    none; `library`, where one computes it: see `pcg.kernels.attention_libraries`.
+    Attributes: `scale`; `window`: visible keys, including the token's own, 0 for all; `softcap`: 0
+    for none; `library`: the library that computes it, if any: see
+    `pcg.kernels.attention_libraries`.
     """
 
     name = "attention"
@@ -99,11 +100,11 @@ class Attention(Operator):
         return f"K.attention(batch, {_attention_arguments(inputs, 3, attributes)})"
 
     def aligned(self, types: Types, attributes: Attributes) -> Iterator[Aligned]:
-        """Heads; those that a KV head serves stay together."""
+        """Yield the head dims; the heads that share a KV head stay together."""
         yield (-2, -2, -2, *(-1,) * (len(types) - 3)), (-2, -1)
 
     def gradient(self, context: Gradient) -> list[str | None]:
-        # The inputs first: the backward graph takes them in this order.
+        # Read the inputs first: the backward graph takes them in this order.
         inputs = context.inputs
         outputs = context.output(0), context.output(1)
         dq, dk, dv = context.add_many(
@@ -115,7 +116,7 @@ class Attention(Operator):
         return inputs[1:3]
 
     def temporaries(self, inputs: Types, outputs: Types, attributes: Attributes) -> sympy.Expr:
-        # Scores in fp32, once with a cap and once without, their weights and a copy of one.
+        # Scores in fp32, with and without a cap, their weights and a copy.
         return _score_bytes(inputs[0], attributes, 4 if attributes["softcap"] else 3)
 
     def flops(self, inputs: Types, outputs: Types, attributes: Attributes) -> sympy.Expr:
@@ -153,7 +154,7 @@ class AttentionBackward(Operator):
         return inputs[4:6]
 
     def temporaries(self, inputs: Types, outputs: Types, attributes: Attributes) -> sympy.Expr:
-        # As forward, and the scores' gradient with its parts, and dout as wide as they are.
+        # As in the forward; also the scores' gradient with its parts, and dout in their precision.
         scores = _score_bytes(inputs[3], attributes, 6 if attributes["softcap"] else 4)
         is_fused = not attributes["softcap"] and not attributes.get("sinks")
         return scores if is_fused else scores + cast_bytes(inputs[0], widened(inputs[0]).dtype)
@@ -163,19 +164,19 @@ class AttentionBackward(Operator):
 
     def flops(self, inputs: Types, outputs: Types, attributes: Attributes) -> sympy.Expr:
         q, _, v = inputs[3:6]
-        # The forward's scores and their weights again, and four products of the gradients.
+        # Recomputed scores and weights, and four products of the gradients.
         keys = _mean_keys(attributes)
         return q.shape[0] * q.shape[1] * keys * (6 * q.shape[2] + 4 * v.shape[2])
 
     def moved_bytes(self, inputs: Types, outputs: Types, attributes: Attributes) -> sympy.Expr:
-        # The gradients of cached keys and values are added to: read and written.
+        # The gradients of cached keys and values are accumulated: read and written.
         return super().moved_bytes(inputs, outputs, attributes) + 3 * _cached_bytes(inputs[4:6])
 
 
 class WindowAttentionBackward(AttentionBackward):
-    """dq, dk, dv where keys and values are in the KV cache: from dout, out, lse and q.
+    """dq, dk, dv from dout, out, lse and q, with keys and values in the KV cache.
 
-    dk and dv are final: they hold what later windows have added up. `value_size` is d_v.
+    dk and dv are final: they include the sums of later windows. `value_size` is d_v.
     """
 
     name = "window_attention_backward"
@@ -192,7 +193,7 @@ class WindowAttentionBackward(AttentionBackward):
         return super().infer((*types[:3], q, k, v, *of_heads), attributes)
 
     def context_inputs(self, inputs: Types) -> Types:
-        return ()  # they are in the cache
+        return ()  # keys and values are in the cache
 
     def source(self, inputs: Sequence[str], attributes: Attributes) -> str:
         whole = (*inputs[:4], "None", "None", *inputs[4:])
@@ -209,7 +210,6 @@ class WindowAttentionBackward(AttentionBackward):
 def _check_of_heads(
     q: TensorType, head_types: Sequence[TensorType], attributes: Attributes
 ) -> None:
-    """Check `alibi` and `sinks`, inputs with a number for each head."""
     names = [name for name in ("alibi", "sinks") if attributes.get(name)]
     if len(head_types) != len(names) or any(type_.shape != q.shape[1:2] for type_ in head_types):
         wanted = " and ".join(f"{name} [{q.shape[1]}]" for name in names) or "nothing"
@@ -227,23 +227,23 @@ def _check_outputs(types: Types, outputs: Types) -> None:
 
 
 def _mean_keys(attributes: Attributes) -> sympy.Expr:
-    """Keys that a token attends to, itself included, on average over a sequence."""
+    """Return the keys that a token attends to, including itself, on average over a sequence."""
     window = attributes["window"]
     seen = sympy.Min(CONTEXT, window) if window else CONTEXT
     return seen - seen * (seen - 1) / (2 * CONTEXT)
 
 
 def _cached_bytes(kv: Types) -> sympy.Expr:
-    """Bytes of the keys and values of the rest of one context."""
+    """Return the bytes of the keys and values in the rest of a context."""
     a_token = sympy.Add(*(type_.size_bytes / type_.shape[0] for type_ in kv))
     return a_token * sympy.Max(0, CONTEXT - kv[0].shape[0])
 
 
 def _score_bytes(q: TensorType, attributes: Attributes, copies: int) -> sympy.Expr:
-    """Bytes of scores and masks that the PyTorch kernel makes, one sequence at a time.
+    """Return the bytes of scores and masks of the PyTorch kernel, one sequence at a time.
 
     The fused kernel has only the mask of a window or ALiBi, in q's dtype; otherwise `copies` of the
-    scores [heads, S, S] in fp32 are alive at once.
+    scores [heads, S, S] in fp32 are alive at the same time.
     """
     pairs, heads = CONTEXT**2, int(q.shape[1])
     if attributes["softcap"] or attributes.get("sinks"):
@@ -272,8 +272,8 @@ def _attention_arguments(inputs: Sequence[str], tensors: int, attributes: Attrib
 class Rope(Operator):
     """Rotary embedding: y = x · cos + rotate(x) · sin on the first `rotary_dim` of each head.
 
-    `x: [T, heads, d]`, `cos, sin: [T, rotary_dim]`. The `style` pairs up dims: `half` (i with
-    i + rotary_dim/2: Llama, GPT-NeoX) or `interleaved` (2i with 2i + 1: GPT-J, Cohere).
+    `x: [T, heads, d]`, `cos, sin: [T, rotary_dim]`. The `style` pairs up dims: `half` (i with i +
+    rotary_dim/2: Llama, GPT-NeoX) or `interleaved` (2i with 2i + 1: GPT-J, Cohere).
     """
 
     name = "rope"
@@ -303,7 +303,7 @@ class Rope(Operator):
 
     @staticmethod
     def _partner(tile: Tile, attributes: Attributes) -> tuple[str, str]:
-        """The paired column of each, and whether it is the first of its pair."""
+        """Return each column's paired column, and whether a column is first in its pair."""
         column, turned = tile.column, attributes["rotary_dim"]
         if attributes["style"] == "interleaved":
             first, other = f"{column} % 2 == 0", f"{column} ^ 1"
@@ -317,7 +317,7 @@ class Rope(Operator):
 
     @staticmethod
     def _turning(tile: Tile, column: str) -> str:
-        """A column of cos and sin, which have only the rotated columns."""
+        """Return a column of cos and sin, which have only the rotated columns."""
         turned = tile.size(1)
         return column if turned == tile.size(0) else f"tl.minimum({column}, {turned - 1})"
 
@@ -337,7 +337,7 @@ class Rope(Operator):
         turned = x.with_features(*x.features[:-1], int(cos.shape[-1]))
         wide = turned.with_dtype(promote(x.dtype, cos.dtype))
         if attributes["style"] == "interleaved":
-            return 3 * wide.size_bytes / 2  # two products and their sum, of half the dims each
+            return 3 * wide.size_bytes / 2  # two products and their sum, each of half the dims
         partial = sympy.Integer(0) if turned == x else turned.size_bytes
         if wide.dtype == x.dtype:
             return partial

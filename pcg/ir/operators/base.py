@@ -1,9 +1,9 @@
-"""The base class of the table's operators, and the context in which gradients are built.
+"""Base class of the table's operators, and the context in which gradients are built.
 
-A subclass states one operator in one place: the types it gives (`infer`), its meaning as a PyTorch
-expression (`source`), its gradient as nodes of the backward graph (`gradient`: the values that it
-reads are what backward needs, Algorithm 1's UPDATEINPUT), how the ranks of a tensor-parallel group
-can share it (`aligned`, `linear_in`, `shardings`), its cost (`flops`, `moved_bytes`), and an
+A subclass states all about an operator: its output types (`infer`), its meaning as a PyTorch
+expression (`source`), its gradient as nodes of the backward graph (`gradient`; its forward reads
+are the values that backward needs, Algorithm 1's UPDATEINPUT), how the ranks of a tensor-parallel
+group can share it (`aligned`, `linear_in`, `shardings`), its cost (`flops`, `moved_bytes`), and an
 element in Triton, if kernels fuse it (`tile`).
 """
 
@@ -31,10 +31,10 @@ Aligned: TypeAlias = tuple[tuple[int, ...], tuple[int, ...]]
 """A dim of each input and of each output, counted from the end; 0 for a tensor without it."""
 
 Bounds = MappingProxyType
-"""For some inputs by index, how far the result is off if such an input is off by e."""
+"""For some inputs by index, the error of the result if the input has an error of e."""
 
 Measured: TypeAlias = tuple[Types, Attributes, tuple[int, ...]]
-"""One measurement of a profile: types, attributes, and the inputs that are an adapter's."""
+"""A measurement of a profile: types, attributes, and the indices of the adapter's inputs."""
 
 
 class Kind(NamedTuple):
@@ -51,17 +51,17 @@ class Kind(NamedTuple):
 
 
 def optional(kind: Kind) -> Kind:
-    """The same kind for an optional attribute."""
+    """Return the same kind for an optional attribute."""
     return kind._replace(is_needed=False)
 
 
 def word(*words: str) -> Kind:
-    """The kind of an attribute that is one of some words."""
+    """Return the kind of an attribute with a value among some words."""
     return Kind(" or ".join(map(repr, words)), lambda value: type(value) is str and value in words)
 
 
 def integer(least: int, most: int = INTEGERS[-1]) -> Kind:
-    """The kind of an attribute that is an int within bounds."""
+    """Return the kind of an attribute that is an int within bounds."""
     bounds = f"of at least {least}" if most == INTEGERS[-1] else f"from {least} to {most}"
     return Kind(f"an int {bounds}", lambda value: type(value) is int and least <= value <= most)
 
@@ -90,68 +90,69 @@ DTYPE = word(*DTYPE_BYTES)
 
 
 def declared(**kinds: Kind) -> Mapping[str, Kind]:
-    """The kinds of an operator's attributes by name."""
+    """Return the kinds of an operator's attributes by name."""
     return MappingProxyType(kinds)
 
 
 class Operator:
-    """One entry of the operator table."""
+    """An entry of the operator table."""
 
     name: ClassVar[str]
     attributes: ClassVar[Mapping[str, Kind]] = declared()
-    """The kind of each attribute that a node of it has, or may have; it has no others."""
+    """The kind of each required or optional attribute; other attributes are refused."""
     template: ClassVar[str] = "K.{name}({inputs})"
-    """The PyTorch expression: `{0}` is the first input, `{inputs}` are all of them, and attributes
-    go by their names. K are the functions of `pcg.kernels`."""
+    """The PyTorch expression: `{0}` is the first input, `{inputs}` all inputs; attributes appear by
+    name. K are the functions of `pcg.kernels`."""
     inputs: ClassVar[tuple[int, int]] = (1, 1)
     """Fewest and most inputs."""
     suffixes: ClassVar[tuple[str, ...]] = ("",)
     """Suffixes of the outputs' names; operators with more outputs than suffixes number them."""
     returns_sequence: ClassVar[bool] = False
-    """True if the expression is a sequence even of one output."""
+    """True if the expression is a sequence even for a single output."""
     is_view: ClassVar[bool] = False
-    """True if eager PyTorch gives a view of the first input, which costs no memory."""
+    """True if eager PyTorch returns a view of the first input, which costs no memory."""
     is_product: ClassVar[bool] = False
-    """True of matrix products and attention, which a memory budget of 1 never recomputes."""
+    """True for matrix products and attention, which a memory budget of 1 never recomputes."""
     is_random: ClassVar[bool] = False
-    """True if it draws numbers; drawn again for the same step and layer, they are the same."""
+    """True for an operator with random numbers; it redraws the same for the same step and layer."""
     counts_on_host: ClassVar[bool] = False
-    """True if the host waits for numbers of the device, so that no step with it is recorded."""
+    """True if the host waits for numbers of the device, so that steps with it are not recorded."""
     sees_sequences: ClassVar[bool] = False
-    """True if a token's result depends on other tokens, as in attention alone."""
+    """True if a token's result depends on other tokens; only attention's does."""
     sees_rows: ClassVar[bool] = False
-    """True if it asks the batch which token a row is, as where some are virtual."""
+    """True if it asks the batch for the token of a row, as rows may be virtual tokens."""
     sums_rows: ClassVar[bool] = False
     """True if an element depends on all of its row, the last dim."""
     linear_in: ClassVar[tuple[tuple[int, ...], ...]] = ()
-    """Sets of inputs in which it is linear, taken together, the others being fixed."""
+    """Sets of inputs in which it is jointly linear, with the other inputs fixed."""
     constant_in: ClassVar[tuple[int, ...]] = ()
-    """Inputs that it takes for constants: no gradient flows back to them."""
+    """Inputs that it treats as constants: no gradient flows back to them."""
     bounded_in: ClassVar[Mapping[int, str]] = Bounds({})
     """Inputs with an error of e in each element, and the bound of the output's error.
 
-    `pcg.passes.graphs.lossy` may save such an input less precisely."""
+    `pcg.passes.graphs.lossy` may save such an input less precisely.
+    """
     row_bounded_in: ClassVar[Mapping[int, str]] = Bounds({})
-    """The same of inputs of which only sums over rows count: e may be relative to the row."""
+    """As `bounded_in`, for inputs that only count in row sums: e may be relative to the row."""
     finely_bounded_in: ClassVar[Mapping[int, str]] = Bounds({})
-    """The same of inputs by whose e the error grows exponentially: e has to be next to nothing."""
+    """As `bounded_in`, for inputs with an exponential effect of e: e must be almost 0."""
     adjoint: ClassVar[str] = ""
-    """The operator of its gradient, where that takes the upstream gradient and its attributes."""
+    """The operator of its gradient, if that takes only the upstream gradient and its attributes."""
     computes_in_first: ClassVar[bool] = False
-    """True if arithmetic is in the first input's dtype, whatever the others are."""
+    """True if arithmetic is in the first input's dtype, regardless of the others."""
     has_kernel: ClassVar[bool] = False
-    """True if there is a Triton kernel of it alone, beside those that `tile` puts it in."""
+    """True if it has its own Triton kernel, in addition to kernels that fuse its `tile`."""
     made_rows: ClassVar[tuple[bool, ...]] = ()
-    """For each input, where all are weights: True if rows of the output are made of its rows."""
+    """For each input, if all are weights: True if its rows determine the output's rows."""
     executable: ClassVar[bool] = True
     """False if a program with this operator can only be explained."""
 
     def infer(self, types: Types, attributes: Attributes) -> Types:
-        """Types of the outputs. TypeCheckError: the operator does not take these types."""
+        """Return the types of the outputs; raise TypeCheckError for unsupported types."""
         return (types[0],)
 
     def source(self, inputs: Sequence[str], attributes: Attributes) -> str:
-        """The PyTorch expression, over Python expressions of the inputs."""
+        """Return the PyTorch expression, over Python expressions of the inputs."""
         if not self.executable:
             raise UnsupportedError(
                 f"operator {self.name!r} cannot run yet; it can only be explained"
@@ -161,33 +162,33 @@ class Operator:
         return self.template.format(*inputs, name=self.name, inputs=", ".join(inputs), **named)
 
     def request_source(self, inputs: Sequence[str], attributes: Attributes) -> str | None:
-        """The expression that requests a product of the base (`pcg.kernels.torch.products`)."""
+        """Return the expression that requests a base product (`pcg.kernels.torch.products`)."""
         return None
 
     def tiles(self, attributes: Attributes) -> bool:
-        """Return whether `tile` gives an element: by default, if the operator defines it."""
+        """Return whether `tile` returns an element: by default, if the operator defines it."""
         return type(self).tile is not Operator.tile
 
     def tile(self, tile: Tile, attributes: Attributes) -> str:
-        """The Triton expression of an element of the first output."""
+        """Return the Triton expression of an element of the first output."""
         raise UnsupportedError(f"operator {self.name!r} is no part of a fused kernel")
 
     def gradient(self, context: Gradient) -> list[str | None]:
-        """Add the backward nodes; return the gradient of each input, None where not needed."""
+        """Add the backward nodes; return the gradient of each input, None if not needed."""
         if not self.adjoint:
             raise UnsupportedError(f"operator {self.name!r} has no gradient")
         return [context.add(self.adjoint, context.incoming, **context.attributes)]
 
     def aligned(self, types: Types, attributes: Attributes) -> Iterator[Aligned]:
-        """Feature dims along which entries are independent and treated alike."""
+        """Yield feature dims along which entries are independent and treated equally."""
         return iter(())
 
     def dims_behind(
         self, types: Types, output: TensorType, attributes: Attributes, dim: int
     ) -> Mapping[int, int] | None:
-        """The dims of inputs, by index, whose entries alone determine those of an output dim.
+        """Return the dims of inputs, by index, that alone determine an output dim's entries.
 
-        None if an entry depends on others, too, or is drawn by its place.
+        None if an entry also depends on others, or is random by its place.
         """
         if self.is_random:
             return None
@@ -201,10 +202,10 @@ class Operator:
         return None
 
     def shardings(self, types: Types, attributes: Attributes) -> Iterator[Sharding]:
-        """The ways in which ranks can run it without communication.
+        """Yield the ways in which ranks can run it without communication.
 
         All whole, all replicated, parts of an aligned dim, summands of a linear input. Operators
-        that sum over a dim add theirs.
+        that sum over a dim add their own.
         """
         outputs = self.infer(types, attributes)
         for layout in (WHOLE, REPLICATED):
@@ -224,37 +225,37 @@ class Operator:
                 )
 
     def local_attributes(self, attributes: Attributes, outputs: Types) -> Attributes:
-        """The attributes on one rank with outputs of these types."""
+        """Return the attributes on a rank with outputs of these types."""
         return attributes
 
     def flops(self, inputs: Types, outputs: Types, attributes: Attributes) -> sympy.Expr:
-        """Floating-point operations, a formula in `T`; elementwise unless overridden."""
+        """Return floating-point operations, a formula in `T`; elementwise unless overridden."""
         return sympy.Integer(0) if self.is_view else outputs[0].elements
 
     def moved_bytes(self, inputs: Types, outputs: Types, attributes: Attributes) -> sympy.Expr:
-        """The least bytes that a kernel reads and writes, a formula in `T`; 0 for a view."""
+        """Return the least bytes that a kernel reads and writes, a formula in `T`; 0 for a view."""
         if self.is_view:
             return sympy.Integer(0)
         return sympy.Add(*(type_.size_bytes for type_ in (*inputs, *outputs)))
 
     def compute_dtype(self, inputs: Types) -> str:
-        """The dtype of its arithmetic: the widest float input, else the first input's."""
+        """Return the dtype of its arithmetic: the widest float input, else the first input's."""
         floats = [type_.dtype for type_ in inputs if type_.is_float and not self.computes_in_first]
         return max(floats, key=DTYPE_BYTES.__getitem__) if floats else inputs[0].dtype
 
     def measured(self, size: int, rank: int, dtype: str) -> Iterator[Measured]:
-        """A profile's measurements of an operator with adapters' parameters alone.
+        """Yield a profile's measurements of an operator that reads only adapters' parameters.
 
         `size` is a module's number of inputs or outputs; rank and dtype are the adapter's.
         """
         return iter(())
 
     def temporaries(self, inputs: Types, outputs: Types, attributes: Attributes) -> sympy.Expr:
-        """The peak of bytes in PyTorch's kernel besides inputs and outputs; not a few per token."""
+        """Return the peak bytes of PyTorch's kernel besides inputs, outputs and a few per token."""
         return sympy.Integer(0)
 
     def context_inputs(self, inputs: Types) -> Types:
-        """The inputs that a token reads over its whole sequence, such as keys and values.
+        """Return the inputs that a token reads over its whole sequence, such as keys and values.
 
         Ranks that share the tokens of a sequence gather these.
         """
@@ -290,13 +291,13 @@ def _token_dims(types: Types) -> tuple[int, ...]:
 
 
 def same_dims(type_: TensorType, count: int = 1) -> Iterator[Aligned]:
-    """Each feature dim, the same in `count` inputs and in the output."""
+    """Yield each feature dim, the same in `count` inputs and in the output."""
     for dim in range(-len(type_.features), 0):
         yield (dim,) * count, (dim,)
 
 
 def broadcast_dims(types: Types, output: TensorType) -> Iterator[Aligned]:
-    """Each feature dim of the output, with those of the inputs that have its size."""
+    """Yield each feature dim of the output, with the inputs' dims of its size."""
     for dim in range(-len(output.features), 0):
         size = output.shape[dim]
         yield tuple(dim if _has(type_, dim, size) else 0 for type_ in types), (dim,)
@@ -315,7 +316,7 @@ class Tile(Protocol):
 
     @property
     def column(self) -> str:
-        """Expression of each element's index in the last dim."""
+        """Return the expression of each element's index in the last dim."""
 
     @property
     def inputs(self) -> int:
@@ -325,19 +326,19 @@ class Tile(Protocol):
         """Size of an input's last dim."""
 
     def dtype(self, index: int) -> str:
-        """An input's dtype, as `bf16`."""
+        """Return an input's dtype, such as `bf16`."""
 
     def read(self, index: int, column: str | None = None, where: str = "") -> str:
-        """An input at the output's position, or at another column, broadcast to the output.
+        """Return an input at the output's position, or at another column, broadcast to the output.
 
-        `where` is the condition for the column to exist; elsewhere any number will do.
+        `where` is the condition for the column to exist; elsewhere any number is correct.
         """
 
     def let(self, name: str, expression: str) -> str:
-        """Assign an expression to a variable; its name begins with `name`."""
+        """Assign an expression to a variable whose name starts with `name`."""
 
     def rounded(self, expression: str, dtype: str) -> str:
-        """The expression rounded to a dtype."""
+        """Return the expression rounded to a dtype."""
 
     def row_sum(self, name: str, summand: Callable[[Tile], str]) -> str:
         """Assign the sum of an expression over the row to a variable."""
@@ -369,7 +370,7 @@ class Gradient:
     Attributes:
         builder: the builder of the backward graph.
         node: the differentiated node of `forward`.
-        upstream: gradient of each output of the node; None where nothing flows back.
+        upstream: gradient of each output of the node; None for outputs without a gradient.
         needs: for each input of the node, True if its gradient is needed.
     """
 
@@ -380,7 +381,7 @@ class Gradient:
     needs: tuple[bool, ...]
 
     def __post_init__(self) -> None:
-        # A forward value keeps its name in the backward graph, so no node of that may take it.
+        # A forward value keeps its name in the backward graph, so no backward node may take it.
         self.builder.reserved = self.forward.types
 
     @property
@@ -446,12 +447,12 @@ class Gradient:
 
 
 def widened(type_: TensorType) -> TensorType:
-    """The type in which norms and losses compute: fp32 for half precision."""
+    """Return the type in which norms and losses compute: fp32 for half precision."""
     return type_ if type_.dtype in ("f32", "f64") else type_.with_dtype("f32")
 
 
 def cast_bytes(type_: TensorType, dtype: str) -> sympy.Expr:
-    """Bytes of a copy in another dtype; 0 if the dtype is the same."""
+    """Return the bytes of a copy in another dtype; 0 if the dtype is the same."""
     return sympy.Integer(0) if type_.dtype == dtype else type_.with_dtype(dtype).size_bytes
 
 
@@ -476,7 +477,7 @@ def check_norm(x: TensorType, weights: Types) -> None:
 
 
 def feature_dim(type_: TensorType, dim: int) -> int:
-    """A dim counted from the end. TypeCheckError: it is out of range, or the token dim."""
+    """Check and return a dim counted from the end; TypeCheckError for other dims and tokens."""
     rank = len(type_.dims)
     if not -rank <= dim < 0 or counts_tokens(type_.shape[dim]):
         raise TypeCheckError(f"dim {dim} is no feature dim of {type_}; dims count from the end")

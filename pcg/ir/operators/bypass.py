@@ -1,6 +1,6 @@
-"""Operators of bypass networks beside their products and vectors: dropout, and bottlenecks.
+"""Operators of bypass networks other than products and vectors: dropout, and bottlenecks.
 
-They take *adapter* parameters, as those of `lora` do.
+They take *adapter* parameters, like those of `lora`.
 """
 
 from __future__ import annotations
@@ -31,16 +31,16 @@ from pcg.ir.operators.linear import Product, weight_name
 from pcg.ir.types import TOKENS, TORCH_NAMES
 
 DROPOUT_TOKENS = 64
-"""Tokens of a sequence for which dropout draws random numbers at a time, so that those of a token
-do not depend on how its sequence is cut into windows."""
+"""Tokens of a sequence that share a draw of dropout's random numbers, so that a token's numbers do
+not depend on the windows of its sequence."""
 
 
 class Dropout(Operator):
-    """y = x · mask / (1 - p): each element is dropped with probability p, in training alone.
+    """y = x · mask / (1 - p): each element is dropped with probability p, only in training.
 
     The mask's generator is seeded by the step's batch, the layer and `key`, unique within the
-    layer. So backward draws it again, and neither it nor y is saved; the gradient is the operator
-    itself with the same key. `dtype` is y's, if it differs from x's.
+    layer. Backward therefore redraws the mask, and neither it nor y is saved; the gradient is the
+    operator itself with the same key. `dtype` is y's, if it differs from x's.
     """
 
     name = "dropout"
@@ -65,7 +65,7 @@ class Dropout(Operator):
         return f"K.dropout(batch, {x}, {attributes['p']}, {attributes['key']})"
 
     def temporaries(self, inputs: Types, outputs: Types, attributes: Attributes) -> sympy.Expr:
-        # The copy that is dropped from, and a block of which not all rows are here.
+        # The copy with dropped elements, and a block with some rows of other chunks.
         row_bytes = outputs[0].size_bytes.subs(TOKENS, 1)
         return cast_bytes(inputs[0], outputs[0].dtype) + DROPOUT_TOKENS * row_bytes
 
@@ -88,7 +88,7 @@ class Activate(Operator):
         "silu": ("silu_backward", {}),
         "tanh": ("tanh_backward", {}),
     }
-    """σ -> the operator of its input gradient, and that one's attributes."""
+    """σ -> the operator of its input gradient, and that operator's attributes."""
     attributes = declared(function=word(*gradients))
 
     def infer(self, types: Types, attributes: Attributes) -> Types:
@@ -116,11 +116,10 @@ class Activate(Operator):
 
 
 class BottleneckBackward(Product):
-    """The gradients of a bottleneck adapter from its width on; in programs for Triton.
+    """The gradients of a bottleneck adapter from its inner size on; in programs for Triton.
 
-    With h = σ(s + scale · d): ds = σ'(s + scale · d) ⊙ (scale · dz U), dU = scale · dzᵀ h, and
-    dd = scale · Σ ds. `dz: [T, out]`, `U: [out, size]`, `s: [T, size]`, `d: [size]`; `function`
-    names σ.
+    With h = σ(s + scale · d): ds = σ'(s + scale · d) ⊙ (scale · dz U), dU = scale · dzᵀ h, and dd =
+    scale · Σ ds. `dz: [T, out]`, `U: [out, size]`, `s: [T, size]`, `d: [size]`; `function` names σ.
     """
 
     name = "bottleneck_backward"

@@ -1,8 +1,8 @@
-"""Parallelization operators, and the collectives that a rank runs in their place.
+"""Parallelization operators, and a rank's collectives that replace them.
 
-A parallel computation graph has the transitions, on the left, whose types say how ranks hold a
-tensor (`pcg.ir.layouts`; Unity and FlexLLM §5.1); a rank's graph has the operators on the right in
-their place, and their gradients in its backward:
+A parallel computation graph has the transitions on the left, whose types state how ranks hold a
+tensor (`pcg.ir.layouts`; Unity and FlexLLM §5.1). A rank's graph has the operators on the right,
+and their gradients in its backward:
 
     replicate    - → =     replicate      backward: all_reduce
     reduce       + → -     all_reduce     backward: replicate
@@ -13,12 +13,12 @@ their place, and their gradients in its backward:
     scatter      + → |d    reduce_scatter backward: all_gather
     gather       |d → =    gathered_copy  backward: reduce_scatter
 
-take and place move nothing: a part among zeros is a summand of the whole. scatter and gather are of
-the token dim alone, whose parts have as many rows on all ranks: where the number of ranks does not
-divide T, the last rows are zeros (`pcg.ranks.step_parts`).
+take and place send nothing: a part among zeros is a summand of the whole. scatter and gather apply
+only to the token dim, with equal rows on all ranks: if the number of ranks does not divide T, the
+last rows are zeros (`pcg.ranks.step_parts`).
 
-`coalesce_collectives` joins several tensors in one message, as a message waits for a link once for
-each step of its ring, whatever it carries: all_reduces and all_gathers.
+`coalesce_collectives` joins several tensors into a single message, all_reduces or all_gathers, as a
+message's latency for each step of its ring does not depend on its size.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class Transition(Operator):
     executable = False
     before: ClassVar[Layout | None] = WHOLE
     after: ClassVar[Layout | None] = WHOLE
-    """Layouts of its input and output; None for parts of the dim that the attribute `dim` names."""
+    """Layouts of its input and output; None for parts of the dim in the attribute `dim`."""
 
     def layouts(self, attributes: Attributes) -> tuple[Layout, Layout]:
         dim = attributes.get("dim", 0)
@@ -90,10 +90,10 @@ TRANSITIONS = tuple(
         ("gather", None, REPLICATED),
     )
 )
-"""The others, with the layouts of their input and output; None for parts of dim `dim`."""
+"""The other transitions, with layouts of input and output; None for parts of dim `dim`."""
 
 FLOPS_PER_BYTE = 1000
-"""Operations in the time of a byte between ranks, where no device is known: an A100, of 312 TFLOP/s
+"""Operations in the time of a byte between ranks, without a known device: an A100, of 312 TFLOP/s
 in bf16 and 300 GB/s of NVLink each way, has 1,040; an H100 has 2,199. Over PCIe they are 9,750 and
 15,461 (`pcg.parallel.costs.accelerators`)."""
 
@@ -102,16 +102,16 @@ _DEGREE = integer(2)
 
 
 class Collective(Operator):
-    """Communication of all ranks; it counts as the FLOPs that fit into its time."""
+    """Communication of all ranks; its cost is the FLOPs that fit into its time."""
 
     is_product = True
     rounds: ClassVar[int] = 1
-    """The number of times that a ring passes the output on: once to gather it, twice to sum it."""
+    """The number of passes of the output around a ring: 1 to gather it, 2 to sum it."""
     holds_inputs: ClassVar[bool] = True
-    """True if its inputs, or as much, are held until all has come; a sum is made in a copy."""
+    """True if as much memory as its inputs is held until it completes; a sum works on a copy."""
 
     def begun_source(self, inputs: Sequence[str], attributes: Attributes) -> str:
-        """The expression that begins it; calling the value waits for the result."""
+        """Return the expression that starts it; a call of the value waits for the result."""
         return self.source(inputs, attributes).replace("(", ".begin(", 1)
 
     def flops(self, inputs: Types, outputs: Types, attributes: Attributes) -> sympy.Expr:
@@ -131,9 +131,9 @@ class AllReduce(Collective):
 
 
 class OwnPart(Operator):
-    """The rank's part of dim `dim`, one of `degree` equal ones; with `tokens`, of the tokens.
+    """The rank's part of dim `dim`, one of `degree` equal parts; with `tokens`, of the tokens.
 
-    With `kept` it is saved for backward: then it is a copy, since a view would keep the whole.
+    With `kept` it is saved for backward: then it is a copy, as a view would keep the whole.
     """
 
     name = "own_part"
@@ -144,7 +144,7 @@ class OwnPart(Operator):
         return (_parted(types, attributes),)
 
     def moved_bytes(self, inputs: Types, outputs: Types, attributes: Attributes) -> sympy.Expr:
-        return sympy.Integer(0)  # PyTorch gives a view
+        return sympy.Integer(0)  # PyTorch returns a view
 
     def source(self, inputs: Sequence[str], attributes: Attributes) -> str:
         kept = ", kept=True" if attributes.get("kept") else ""
@@ -161,7 +161,7 @@ class TakenPart(OwnPart):
 class AllGather(Collective):
     """The parts of `degree` ranks, joined along dim `dim`; with `tokens`, of the tokens.
 
-    With `logits` they are a step's logits, which the batch may want on the first rank alone.
+    With `logits` they are a step's logits, which the batch may need only on the first rank.
     """
 
     name = "all_gather"
@@ -200,8 +200,8 @@ class PlacedPart(AllGather):
 class GatheredCopy(AllGather):
     """The parts of `degree` ranks of the tokens, joined; each copy has a part of the gradient.
 
-    It is not saved for backward, which gathers it again: whole on each rank it would be all that
-    sequence parallelism saves (Korthikanti et al. 2022, §4.2.2).
+    It is not saved for backward, which gathers it again: the whole on each rank would undo the
+    savings of sequence parallelism (Korthikanti et al. 2022, §4.2.2).
     """
 
     name = "gathered_copy"
@@ -275,11 +275,11 @@ def _part_arguments(inputs: Sequence[str], attributes: Attributes) -> str:
 
 
 MOST_JOINED = 4096
-"""Tensors of a message: more than a layer has."""
+"""Maximum number of tensors of a message; no layer has more."""
 
 
 class JoinedCollective(Collective):
-    """One message of several tensors of one dtype."""
+    """A message of several tensors of the same dtype."""
 
     inputs = (2, MOST_JOINED)
 
@@ -302,7 +302,7 @@ class AllReduces(JoinedCollective):
         return types
 
     def temporaries(self, inputs: Types, outputs: Types, attributes: Attributes) -> sympy.Expr:
-        return 2 * _bytes(inputs)  # what is sent, and what came
+        return 2 * _bytes(inputs)  # sent and received tensors
 
     def gradient(self, context: Gradient) -> list[str | None]:
         return list(context.upstream)
@@ -325,7 +325,7 @@ class AllGathers(JoinedCollective):
         return tuple(_joined((type_,), {"dim": dim, "degree": degree}) for type_, dim in pairs)
 
     def temporaries(self, inputs: Types, outputs: Types, attributes: Attributes) -> sympy.Expr:
-        return _bytes(inputs) + _bytes(outputs)  # what is sent, and what came
+        return _bytes(inputs) + _bytes(outputs)  # sent and received tensors
 
     def gradient(self, context: Gradient) -> list[str | None]:
         dims, degree = context.attributes["dims"], context.attributes["degree"]

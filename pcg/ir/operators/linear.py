@@ -1,8 +1,8 @@
 """Matrix products by the base model's weights: linear operators, groups of them, and experts.
 
-A base executor, which holds the weights in another process, runs pieces of a layer's graph: each a
-graph as text, of tensors of T tokens to tensors of T tokens, row by row. Its frozen parameters are
-the base's, by their names in the checkpoint, with `{layer}` for the layer.
+A base executor, which holds the weights in another process, runs pieces of a layer's graph. A piece
+is a graph as text that maps tensors of T tokens to tensors of T tokens, row by row. Its frozen
+parameters are the base's, by their names in the checkpoint, with `{layer}` for the layer.
 """
 
 from __future__ import annotations
@@ -44,24 +44,24 @@ class Product(Operator):
 
 
 def output_dim(types: Types) -> Aligned:
-    """Rows of W, and entries of a bias, make entries of the output."""
+    """Return the aligned dims of W's rows, a bias's entries and the output's entries."""
     return (0, -2, *(-1,) * (len(types) - 2)), (-1,)
 
 
 def product_request(x: str, weights: Sequence[str], biases: Sequence[str], *rest: str) -> str:
-    """The request of a product of x, by the name of its first weight."""
+    """Return the request of a product of x, by the name of its first weight."""
     arguments = ["batch", f'"{weight_name(weights[0])}"', x, tuple_source(weights)]
     arguments += [tuple_source(biases)] if biases else []
     return f"yield from K.product({', '.join([*arguments, *rest])})"
 
 
 def weight_name(weight: str) -> str:
-    """A weight's name in its layer."""
+    """Return a weight's name in its layer."""
     return weight.rpartition(".")[2]
 
 
 def tuple_source(names: Sequence[str]) -> str:
-    """The source of a tuple."""
+    """Return the source of a tuple."""
     return f"({', '.join(names)}{',' if len(names) == 1 else ''})"
 
 
@@ -90,7 +90,7 @@ class Linear(Product):
 
     def shardings(self, types: Types, attributes: Attributes) -> Iterator[Sharding]:
         yield from super().shardings(types, attributes)
-        # Summands of the product, and of the bias, which one rank has and the others have as 0.
+        # Summands of the product, and of the bias, which a single rank has, and the others as 0.
         bias = (PRE_REDUCE,) * (len(types) - 2)
         for product in (CONTRACTED, (PRE_REDUCE, REPLICATED), (REPLICATED, PRE_REDUCE)):
             yield sharding(*product, *bias, PRE_REDUCE)
@@ -127,9 +127,9 @@ class LinearBackward(Product):
 
 
 class LinearGroup(Product):
-    """Linear operators of one input as one product: y_i = x W_iᵀ (+ b_i).
+    """Linear operators of the same input as a single product: y_i = x W_iᵀ (+ b_i).
 
-    Inputs: x, the `count` weights, then their biases where `bias`.
+    Inputs: x, the `count` weights, then their biases with `bias`.
     """
 
     name = "linear_group"
@@ -155,7 +155,7 @@ class LinearGroup(Product):
 
 @lru_cache(1024)
 def piece_of(text: str) -> Graph:
-    """Parse a base executor's piece. ParseError: the text is none."""
+    """Parse a base executor's piece; raises ParseError."""
     return parse_graph(text)
 
 
@@ -209,28 +209,28 @@ class BasePiece(Product):
 
 
 EXPERTS_BY_FEATURES = (partitioned(-2), partitioned(-1))
-"""Layouts of the experts' gate_up and down, each of which is cut as an MLP's."""
+"""Layouts of the experts' gate_up and down, each sharded like an MLP's."""
 
 
 class OfExperts(Operator):
-    """An operator with experts' weights as its last two inputs, and the tokens' choices before."""
+    """An operator with experts' weights as its last two inputs, preceded by the tokens' choices."""
 
     is_product = True
     computes_in_first = True
     counts_on_host = True
 
     def moved_bytes(self, inputs: Types, outputs: Types, attributes: Attributes) -> sympy.Expr:
-        # At most as many experts as tokens choose are read.
+        # The operator reads at most as many experts as tokens choose.
         share = sympy.Min(1, inputs[-4].elements / inputs[-1].shape[0])
         tokens = sympy.Add(*(type_.size_bytes for type_ in (*inputs[:-2], *outputs)))
         return tokens + share * sympy.Add(*(type_.size_bytes for type_ in inputs[-2:]))
 
     alive: ClassVar[tuple[tuple[int, int], ...]]
-    """At moments that may be the fullest: tensors [rows, h] and [rows, f], with those of the expert
-    before that are not yet replaced."""
+    """At possible memory peaks: numbers of tensors [rows, h] and [rows, f], including the previous
+    expert's that are not yet replaced."""
 
     def temporaries(self, inputs: Types, outputs: Types, attributes: Attributes) -> sympy.Expr:
-        # All rows choose the same experts at most.
+        # In the worst case all rows choose the same experts.
         x, width, features = inputs[-5], int(inputs[-5].shape[-1]), int(inputs[-1].shape[-1])
         return x.size_bytes / width * max(h * width + f * features for h, f in self.alive)
 
@@ -245,7 +245,7 @@ class Experts(OfExperts):
 
     name = "experts"
     inputs = (5, 5)
-    alive = ((2, 4), (3, 3))  # gate and up are made; the product by down
+    alive = ((2, 4), (3, 3))  # after gate and up; at the product by down
     constant_in = (1, 3, 4)
 
     def infer(self, types: Types, attributes: Attributes) -> Types:
@@ -275,14 +275,14 @@ class Experts(OfExperts):
 
 
 class ExpertsBackward(OfExperts):
-    """dx and the gradient of the tokens' weights; gate and up are computed again.
+    """dx and the gradient of the tokens' weights; gate and up are recomputed.
 
-    Inputs: dy [T, h], then those of `experts`.
+    Inputs: dy [T, h], then the inputs of `experts`.
     """
 
     name = "experts_backward"
     inputs = (6, 6)
-    alive = ((3, 7), (2, 9))  # the product by down; dgate is made
+    alive = ((3, 7), (2, 9))  # at the product by down; after dgate
     suffixes = ("", "weights")
 
     def infer(self, types: Types, attributes: Attributes) -> Types:

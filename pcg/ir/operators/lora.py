@@ -1,24 +1,24 @@
 """Products of low-rank bypass networks.
 
 They take *adapter* parameters: in a batch of many adapters each token uses its own adapter's
-weights (segmented products: Punica §4, S-LoRA §5.3). The scale α/r is the adapter's, no attribute.
+weights (segmented products: Punica §4, S-LoRA §5.3). The scale α/r belongs to the adapter.
 
 Programs for Triton leave LoRA's summand of a product to the kernel that reads the sum:
 
     y, d = lora_linear(x, W, A, B) {deferred=True}      z = add_deferred(y, d)
 
-d is scale · (x Aᵀ) Bᵀ, held as s = x Aᵀ and the place of B, from which the kernel of z computes it.
-d is empty where the runtime has added LoRA to y already: for long prompts, and for adapters that
-are no rows.
+d is scale · (x Aᵀ) Bᵀ, held as s = x Aᵀ and a reference to B, from which the kernel of z computes
+it. d is empty if the runtime has already added LoRA to y: for long prompts, and for adapters that
+are not table rows.
 
-Programs for Triton that train join the LoRA of several sites in one operator:
+Training programs for Triton join the LoRA of several sites into a single operator:
 
     s_i = shrink(x, A_i)                         shrink_group(x, A…)
     z_i = expand_add(y_i, s_i, B_i)              expand_add_group(y…, s…, B…)
     dx = Σ_i dz_i W_i + ds_i A_i                 lora_group_backward(dz…, W…, A…, B…, s…)
     dA_i = outer(ds_i, x)                        asked_outer_group(ds…, x)
 
-A group runs as many launches as one site; its sums equal those of the operators that it replaces.
+A group takes as many launches as a single site; its sums equal those of the replaced operators.
 """
 
 from __future__ import annotations
@@ -126,7 +126,7 @@ class ExpandAdd(Product):
     def shardings(self, types: Types, attributes: Attributes) -> Iterator[Sharding]:
         yield from super().shardings(types, attributes)
         yield sharding(PRE_REDUCE, *CONTRACTED, PRE_REDUCE)
-        # Its own columns of a summand: what S-LoRA adds into the base's sum (§6).
+        # Its own columns of a summand: S-LoRA's addition into the base's sum (§6).
         rows = (PRE_REDUCE, REPLICATED, partitioned(-2))
         yield Sharding(rows, (PRE_REDUCE,), "expand_add_part")
 
@@ -152,7 +152,7 @@ class ExpandAdd(Product):
 class ExpandAddPart(ExpandAdd):
     """z = y + scale · s Bᵀ in the rank's own columns: `y: [T, out]`, `s: [T, r]`, `B: [out/n, r]`.
 
-    y is a summand, and so is z: other ranks add theirs to the other columns.
+    y and z are summands: other ranks add to the other columns.
     """
 
     name = "expand_add_part"
@@ -172,7 +172,7 @@ class ExpandAddPart(ExpandAdd):
 
 
 def _parts(y: TensorType, weight: TensorType) -> int:
-    """The number of ranks that share a weight's rows, where y has all columns."""
+    """Return the number of ranks that share a weight's rows, for y with all columns."""
     return int(y.shape[-1]) // int(weight.shape[0])
 
 
@@ -233,19 +233,18 @@ class ScaledOuter(Outer):
 
 
 class LoraLinear(Product):
-    """Linear operators of one input with their LoRA: z_i = x W_iᵀ (+ b_i) + scale · (x A_iᵀ) B_iᵀ.
+    """Linear operators of the same input with LoRA: z_i = x W_iᵀ (+ b_i) + scale · (x A_iᵀ) B_iᵀ.
 
-    Inputs: x, the `count` weights, their biases where `bias`, then all A, then all B. Where some
-    outputs have no LoRA, `adapted` are the indices of those that have, and A and B are theirs.
-    With `deferred`, LoRA's summands of these are outputs of their own, behind the others; see
-    `pcg.ir.operators.lora`.
+    Inputs: x, the `count` weights, their biases with `bias`, then all A, then all B. If only some
+    outputs have LoRA, `adapted` has their indices, and A and B are theirs. With `deferred`, their
+    LoRA summands are separate outputs, after the others; see `pcg.ir.operators.lora`.
     """
 
     name = "lora_linear"
     attributes = declared(count=COUNT, bias=FLAG, adapted=optional(SIZES), deferred=PRESENT)
     inputs = (4, 129)
     returns_sequence = True
-    computes_in_first = True  # the base's product; LoRA's are small beside it
+    computes_in_first = True  # the base's product; LoRA's products are small in comparison
 
     @staticmethod
     def adapted(attributes: Attributes) -> tuple[int, ...]:
@@ -292,7 +291,7 @@ class LoraLinear(Product):
 
     @staticmethod
     def _deferred(x: str, product: str, weight: str, a: Sequence[str], b: Sequence[str]) -> str:
-        # Python evaluates the arguments in order: shrink begins before the base's product.
+        # Python evaluates the arguments in order: shrink starts before the base's product.
         begun = f"K.begun_lora({x}, {tuple_source(a)}, {tuple_source(b)})"
         return f"K.with_deferred_lora({begun}, {product}, {weight})"
 
@@ -310,8 +309,8 @@ class LoraLinear(Product):
 class LoraLinearBackward(Product):
     """The gradients of a linear operator with LoRA, without A's; in programs for Triton.
 
-    ds = scale · dz B, dB = scale · dzᵀ s, dx = dz W + ds A; `dz: [T, out]`, `W: [out, in]`,
-    `A: [r, in]`, `B: [out, r]`, `s: [T, r]`.
+    ds = scale · dz B, dB = scale · dzᵀ s, dx = dz W + ds A; `dz: [T, out]`, `W: [out, in]`, `A: [r,
+    in]`, `B: [out, r]`, `s: [T, r]`.
     """
 
     name = "lora_linear_backward"
@@ -361,7 +360,7 @@ class AddDeferred(Operator):
 
 
 class NothingDeferred(Operator):
-    """The summand d = 0 of something [T, n], for the first layer."""
+    """The summand d = 0 of a value [T, n], for the first layer."""
 
     name = "nothing_deferred"
     template = "K.{name}()"
@@ -379,7 +378,7 @@ class NothingDeferred(Operator):
 Item = TypeVar("Item")
 
 MOST_SITES = 3
-"""Sites of one operator, at most: q, k and v; the kernels take so many tensors of each kind."""
+"""Maximum number of sites of an operator, and of tensors of a kind in its kernels: q, k and v."""
 
 
 class ShrinkGroup(Product):
@@ -420,10 +419,10 @@ class ExpandAddGroup(Product):
 
 
 class LoraGroupBackward(Product):
-    """The gradients of linear operators of one input with LoRA, without A's.
+    """The gradients of linear operators of the same input with LoRA, without A's.
 
     Inputs are all dz, all W, all A, all B and all s; outputs all ds, all dB, and the sum dx. The
-    last `plain` operators have no LoRA, and so neither A, B nor s.
+    last `plain` operators have no LoRA, and thus no A, B and s.
     """
 
     name = "lora_group_backward"
@@ -480,7 +479,7 @@ class OuterRequestGroup(Product):
 
 
 def by_kind(items: Sequence[Item], count: int) -> list[Sequence[Item]]:
-    """Split items into `count` kinds of equal size. TypeCheckError: the sizes differ."""
+    """Split items into `count` kinds of equal size; TypeCheckError if the sizes differ."""
     if len(items) % count:
         raise TypeCheckError(f"{len(items)} inputs are not as many of each of {count} kinds")
     size = len(items) // count
@@ -488,7 +487,7 @@ def by_kind(items: Sequence[Item], count: int) -> list[Sequence[Item]]:
 
 
 def by_site(items: Sequence[Item], plain: int) -> list[Sequence[Item]]:
-    """All dz, W, A, B and s of `lora_group_backward`; the last `plain` have only dz and W."""
+    """Split all dz, W, A, B and s of `lora_group_backward`; the last `plain` have only dz and W."""
     first = len(items) - 2 * plain
     adapted, rest = divmod(first, 5)
     if rest or adapted < 1:

@@ -1,6 +1,6 @@
 """Operators of LoRA's variants: DoRA, VeRA, AdaLoRA and LoHa.
 
-They take *adapter* parameters, as those of `lora` do.
+They take *adapter* parameters, like those of `lora`.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from pcg.ir.types import tensor
 class ColumnNorm(Operator):
     """n = ||W + scale · B A||, the length of each output's weights (DoRA §4).
 
-    `W: [out, in]`, `A: [r, in]`, `B: [out, r]` give `[out]` in A's dtype. It is taken for a
+    `W: [out, in]`, `A: [r, in]`, `B: [out, r]` give `[out]` in A's dtype. Training treats it as a
     constant: no gradient flows through it (DoRA §4.3).
     """
 
@@ -48,8 +48,9 @@ class ColumnNorm(Operator):
 
     def shardings(self, types: Types, attributes: Attributes) -> Iterator[Sharding]:
         yield from super().shardings(types, attributes)
-        # Rows make entries of their own; sums over parted columns are joined. As there is no
-        # gradient, what is not parted may be held either way.
+        # Rows determine their own entries; sums over partitioned columns are joined. Without a
+        # gradient,
+        # unpartitioned tensors may be whole or replicated.
         for held in (WHOLE, REPLICATED):
             yield sharding(partitioned(-2), held, partitioned(-2), partitioned(-1))
             for layout in (WHOLE, REPLICATED):
@@ -94,7 +95,7 @@ class ColumnFactor(Operator):
 
 
 class VeraDown(Operator):
-    """A site's A: the first `size` columns of the shared matrix, which is not trained (VeRA §3)."""
+    """A site's A: the first `size` columns of the untrained shared matrix (VeRA §3)."""
 
     name = "vera_down"
     attributes = declared(size=COUNT)
@@ -116,7 +117,7 @@ class VeraDown(Operator):
 class VeraUp(Operator):
     """A site's B: the first rows of the shared matrix, λ_b ⊙ B ⊙ λ_d (VeRA §3).
 
-    `B: [largest out, r]`, which is not trained, `λ_b: [out]`, `λ_d: [r]` give `[out, r]`.
+    The untrained `B: [largest out, r]`, `λ_b: [out]`, `λ_d: [r]` give `[out, r]`.
     """
 
     name = "vera_up"
@@ -134,7 +135,7 @@ class VeraUp(Operator):
 
     def moved_bytes(self, inputs: Types, outputs: Types, attributes: Attributes) -> sympy.Expr:
         vectors = sympy.Add(*(type_.size_bytes for type_ in inputs[1:]))
-        return vectors + 2 * outputs[0].size_bytes  # of the shared matrix the site's rows
+        return vectors + 2 * outputs[0].size_bytes  # the site's rows of the shared matrix
 
     def gradient(self, context: Gradient) -> list[str | None]:
         return [None, *context.add_many("vera_up_backward", context.incoming, *context.inputs)]
@@ -162,7 +163,7 @@ class VeraUpBackward(Operator):
 
     def moved_bytes(self, inputs: Types, outputs: Types, attributes: Attributes) -> sympy.Expr:
         vectors = sympy.Add(*(type_.size_bytes for type_ in (*inputs[2:], *outputs)))
-        return vectors + 2 * inputs[0].size_bytes  # of the shared matrix the site's rows
+        return vectors + 2 * inputs[0].size_bytes  # the site's rows of the shared matrix
 
     def temporaries(self, inputs: Types, outputs: Types, attributes: Attributes) -> sympy.Expr:
         return inputs[0].size_bytes  # dB' ⊙ B
@@ -220,7 +221,7 @@ class SingularDownBackward(Operator):
 class KhatriRao(Operator):
     """Products of each pair of rows (`dim` -2) or columns (-1) of two matrices (LoHa).
 
-    `P, Q: [r, n]` give `scale · P_j ⊙ Q_k` as row j r + k of `[r², n]`; of columns, likewise. The
+    `P, Q: [r, n]` give `scale · P_j ⊙ Q_k` as row j r + k of `[r², n]`; likewise for columns. The
     scale is the product of the two parameters'.
     """
 
@@ -229,7 +230,7 @@ class KhatriRao(Operator):
     template = "K.{name}({inputs}, {dim})"
     inputs = (2, 2)
     linear_in = ((0,), (1,))
-    made_rows = (True, True)  # of columns, which alone are sliced
+    made_rows = (True, True)  # of columns; only columns are sliced
 
     def infer(self, types: Types, attributes: Attributes) -> Types:
         p, q = types

@@ -38,7 +38,7 @@ BLOCK = 128
 
 
 def _padded(x: TensorType, bytes_each: int, more_if_padded: int) -> sympy.Expr:
-    """Bytes at so many per element; more if the last block of 128 is padded."""
+    """Return the bytes at this many per element; more if the last block of 128 is padded."""
     n = x.features[-1]
     if n % BLOCK == 0 or n < BLOCK:
         return bytes_each * x.elements
@@ -46,14 +46,14 @@ def _padded(x: TensorType, bytes_each: int, more_if_padded: int) -> sympy.Expr:
 
 
 class Encoder(Operator):
-    """Codes of a value in fewer bytes, then a common factor of each block."""
+    """Codes of a value in fewer bytes, followed by a common factor of each block."""
 
     error: ClassVar[str]
-    """How far off e the value of a code is, by its x and the greatest |x| of its block."""
+    """The error e of a decoded value, by its x and the maximum |x| of its block."""
 
 
 class Decoder(Operator):
-    """The values that codes stand for."""
+    """The values of codes."""
 
     inputs = (2, 2)
 
@@ -88,7 +88,7 @@ class QuantizeFp8(Encoder):
 
 
 class DequantizeFp8(Decoder):
-    """x̂ in `dtype` from its codes and the scales of their blocks; finite where the code is."""
+    """x̂ in `dtype` from its codes and the scales of their blocks; finite if the code is."""
 
     name = "dequantize_fp8"
     attributes = declared(dtype=DTYPE)
@@ -117,8 +117,7 @@ class DequantizeFp8(Decoder):
 class QuantizeInt8(Encoder):
     """round(x / s) of 8 bits, u8 `[.., n]`, and s = max |x| / 127 of each block, fp32.
 
-    The greatest is over the block's finite elements; what is not finite becomes NaN, which -128
-    stands for.
+    The maximum is over the block's finite elements; other elements become NaN, encoded as -128.
     """
 
     name = "quantize_int8"
@@ -159,17 +158,17 @@ class DequantizeInt8(Decoder):
         return DequantizeFp8().aligned(types, attributes)
 
     def temporaries(self, inputs: Types, outputs: Types, attributes: Attributes) -> sympy.Expr:
-        # The product in fp32; in fp32 the product is the output, and there is a mask.
+        # The product in fp32; for fp32 outputs the product is the output, and a mask remains.
         out = outputs[0]
         wide = DTYPE_BYTES[inputs[1].dtype]
         return _padded(out, 1 if out.dtype == inputs[1].dtype else wide, 3 if wide == 4 else 8)
 
 
 class PackBf16(Encoder):
-    """bf16 in 12 bits: codes, u8 `[.., 3n / 2]`, and each block's greatest exponent, u8.
+    """bf16 in 12 bits: codes, u8 `[.., 3n / 2]`, and each block's largest exponent, u8.
 
-    A code is a sign, an exponent of 4 bits below the block's greatest, and bf16's own mantissa. So
-    what is at least 2⁻¹³ of the block's greatest power of two, 2ᴱ, is exact, and what is smaller is
+    A code is a sign, an exponent of 4 bits below the block's largest, and bf16's own mantissa.
+    Values of at least 2⁻¹³ of the block's largest power of two, 2ᴱ, are exact; smaller values are
     rounded to a multiple of 2ᴱ⁻²⁰. Infinities and NaN stay.
     """
 
@@ -190,7 +189,7 @@ class PackBf16(Encoder):
             yield (dim,), (dim, dim)
 
     def temporaries(self, inputs: Types, outputs: Types, attributes: Attributes) -> sympy.Expr:
-        # The product in fp32, the code so far, and masks of what is small and what endless.
+        # The product in fp32, the partial code, and masks of small and of infinite values.
         return _padded(inputs[0], 7, 2)
 
 
@@ -220,7 +219,7 @@ class UnpackBf16(Decoder):
 class Standardized(Operator):
     """x̂ = (x - mean) rstd in x's dtype, and rstd = 1 / sqrt(var + eps) of each row, fp32.
 
-    The mean is 0 unless `centered`. What a norm makes before its weight.
+    The mean is 0 unless `centered`. This is a norm's result before its weight.
     """
 
     name = "standardized"
@@ -237,7 +236,7 @@ class Standardized(Operator):
         return f"K.standardized({inputs[0]}, eps={eps!r}, centered={centered!r})"
 
     def temporaries(self, inputs: Types, outputs: Types, attributes: Attributes) -> sympy.Expr:
-        # The copy in fp32 and its square, before there is an output; without the mean, one more.
+        # The copy in fp32 and its square, before the output exists; without the mean, another copy.
         wide = widened(inputs[0])
         copies = cast_bytes(inputs[0], wide.dtype)
         if attributes["centered"] and wide == inputs[0]:
@@ -246,9 +245,9 @@ class Standardized(Operator):
 
 
 class StandardizedBackward(Operator):
-    """dx = rstd (g - mean(g) - x̂ mean(g x̂)) with g = dy (offset + w); no mean(g) unless `centered`.
+    """dx = rstd (g - mean(g) - x̂ mean(g x̂)) with g = dy (offset + w).
 
-    Inputs: dy, x̂, rstd, and the weight where it has one.
+    mean(g) is 0 unless `centered`. Inputs: dy, x̂, rstd, and the weight if any.
     """
 
     name = "standardized_backward"
@@ -271,7 +270,7 @@ class StandardizedBackward(Operator):
         return f"K.{self.name}({', '.join(inputs[:3])}, {weight}, {options})"
 
     def temporaries(self, inputs: Types, outputs: Types, attributes: Attributes) -> sympy.Expr:
-        # Where g is multiplied by x̂: both in fp32 and their product, before there is an output.
+        # At the product of g and x̂: both in fp32 and their product, before the output exists.
         wide = widened(inputs[1])
         if inputs[1].dtype == wide.dtype:
             return wide.size_bytes

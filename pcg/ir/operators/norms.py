@@ -34,7 +34,7 @@ class Norm(Operator):
         return (types[0],)
 
     def aligned(self, types: Types, attributes: Attributes) -> Iterator[Aligned]:
-        """Feature dims before the normalised one; a weight or bias may have them, too."""
+        """Yield feature dims before the normalised dim; a weight or bias may also have them."""
         for dim in range(-len(types[0].features), -1):
             has = [dim if len(other.dims) >= -dim else 0 for other in types[1:]]
             yield (dim, *has), (dim,)
@@ -57,7 +57,7 @@ class NormBackward(Operator):
         return f"K.{self.name}({inputs[0]}, {inputs[1]}, {weight}, {_named(attributes)})"
 
     def temporaries(self, inputs: Types, outputs: Types, attributes: Attributes) -> sympy.Expr:
-        # Where g is multiplied by x: both in fp32 and their product, before there is an output.
+        # At the product of g and x: both in fp32 and their product, before the output exists.
         wide = widened(inputs[1])
         copies = cast_bytes(inputs[1], wide.dtype)
         if len(inputs) == 3 or inputs[0].dtype != wide.dtype:
@@ -101,7 +101,7 @@ class RmsNorm(Norm):
         return [dx, None][: len(context.node.inputs)]
 
     def temporaries(self, inputs: Types, outputs: Types, attributes: Attributes) -> sympy.Expr:
-        # Where the norm is summed up: the copy in fp32 and its square, before there is an output.
+        # At the norm's sum: the copy in fp32 and its square, before the output exists.
         wide = widened(inputs[0])
         return cast_bytes(inputs[0], wide.dtype) + wide.size_bytes - outputs[0].size_bytes
 
@@ -137,7 +137,7 @@ class RmsNormBackward(NormBackward):
 class LayerNorm(Norm):
     """y = (x - mean) / sqrt(var + eps) · w + b.
 
-    Inputs: x, then w where `weight`, then b where `bias`.
+    Inputs: x, then w with `weight`, then b with `bias`.
     """
 
     name = "layer_norm"
@@ -172,12 +172,12 @@ class LayerNorm(Norm):
     def temporaries(self, inputs: Types, outputs: Types, attributes: Attributes) -> sympy.Expr:
         if not attributes["weight"] or len(inputs[1].dims) == 1:
             return sympy.Integer(0)
-        wide = widened(inputs[0])  # a weight for each head is multiplied by in fp32
+        wide = widened(inputs[0])  # the product with a weight per head is in fp32
         return cast_bytes(inputs[0], wide.dtype) + wide.size_bytes - outputs[0].size_bytes
 
 
 def _standardized(tile: Tile, x: int, eps: object) -> tuple[str, str]:
-    """(x - mean) / sqrt(var + eps), and 1 / sqrt(var + eps) of each row."""
+    """Return (x - mean) / sqrt(var + eps), and 1 / sqrt(var + eps) of each row."""
     total = tile.row_sum("total", lambda row: row.read(x))
     mean = tile.let("mean", f"{total} / {tile.size(x)}")
     squares = tile.row_sum(
@@ -204,5 +204,5 @@ class LayerNormBackward(NormBackward):
         return f"{rstd} * ({g(tile)} - {total} / {n} - {standardized} * ({product} / {n}))"
 
     def temporaries(self, inputs: Types, outputs: Types, attributes: Attributes) -> sympy.Expr:
-        # Beside g and x: the normalised x that native_layer_norm gives along, and dx in fp32.
+        # Besides g and x: native_layer_norm's normalised x, and dx in fp32.
         return super().temporaries(inputs, outputs, attributes) + widened(inputs[1]).size_bytes

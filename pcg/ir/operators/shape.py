@@ -32,7 +32,7 @@ from pcg.ir.types import TensorType, promote, tensor
 
 
 def other_dims(attributes: Attributes, dims: Iterator[Aligned]) -> Iterator[Aligned]:
-    """The dims without the attribute `dim`'s."""
+    """Yield the dims other than the attribute `dim`'s."""
     return (pair for pair in dims if pair[0][0] != attributes["dim"])
 
 
@@ -61,7 +61,7 @@ class Reshape(Operator):
         return (shape,)
 
     def aligned(self, types: Types, attributes: Attributes) -> Iterator[Aligned]:
-        """Dims preceded by equally many entries in both have the same parts."""
+        """Yield dims preceded by equally many entries in both shapes: they have the same parts."""
         before = {prod(f[:i]): i - len(f) for f in [types[0].features] for i in range(len(f))}
         new = self.infer(types, attributes)[0].features
         for i in range(len(new)):
@@ -130,7 +130,7 @@ class Permute(Operator):
 
 
 class Slice(Operator):
-    """x[..., start:stop:step, ...] along one feature dim; a view."""
+    """x[..., start:stop:step, ...] along a feature dim; a view."""
 
     name = "slice"
     attributes = declared(dim=DIM, start=NATURAL, stop=COUNT, step=optional(COUNT))
@@ -160,7 +160,7 @@ class Slice(Operator):
 
 
 class SliceBackward(Operator):
-    """Zeros but for the slice, which holds dy."""
+    """Zeros except for the slice, which holds dy."""
 
     name = "slice_backward"
     attributes = declared(**Slice.attributes, size=COUNT)
@@ -191,7 +191,7 @@ class SliceBackward(Operator):
 
 
 class Concat(Operator):
-    """Tensors joined along one feature dim."""
+    """Tensors joined along a feature dim."""
 
     name = "concat"
     attributes = declared(dim=DIM)
@@ -277,7 +277,7 @@ class RepeatInterleave(Operator):
 
 
 class Reduction(Operator):
-    """A feature dim reduced; it stays with size 1 where `keepdim`."""
+    """A reduced feature dim; it stays with size 1 with `keepdim`."""
 
     attributes = declared(dim=DIM, keepdim=FLAG)
     template = "{0}.{name}({dim}, keepdim={keepdim})"

@@ -1,10 +1,10 @@
 """Vectors that bypass networks scale by or add, and their gradients.
 
-They are *adapter* parameters: in a batch of many adapters each token is treated by its own adapter,
+They are *adapter* parameters: in a batch of many adapters each token uses its own adapter's vector,
 and a token whose adapter has no parameter at the site passes unchanged.
 
-Virtual tokens are rows of a batch outside the vocabulary. The batch holds which rows are virtual,
-and the index of each within its adapter's prompt.
+Virtual tokens are rows of a batch outside the vocabulary. The batch knows the virtual rows, and the
+index of each within its adapter's prompt.
 """
 
 from __future__ import annotations
@@ -32,18 +32,18 @@ from pcg.ir.operators.base import (
 from pcg.ir.types import TOKENS, TORCH_NAMES, TensorType, promote
 
 INNER_TOKENS = 64
-"""The tokens whose products exist at once where they are summed."""
+"""Maximum number of tokens with products in memory at the same time, for a sum."""
 
 
 def wider_bytes(y: TensorType, vector: TensorType) -> sympy.Expr:
-    """Bytes of a result in the wider dtype of y and a vector, before its cast to y's; else 0."""
+    """Return the bytes of a result in a vector's wider dtype, before its cast to y's; else 0."""
     return cast_bytes(y, promote(y.dtype, vector.dtype))
 
 
 class Scale(Operator):
     """z = l ⊙ (y - b) + b, in y's dtype: each token by its own adapter's l.
 
-    `y: [T, n]`, `l: [n]`; `b: [n]`, what is not scaled, may be missing.
+    `y: [T, n]`, `l: [n]`; `b: [n]`, an optional bias, is not scaled.
     """
 
     name = "scale"
@@ -69,7 +69,7 @@ class Scale(Operator):
 
     def temporaries(self, inputs: Types, outputs: Types, attributes: Attributes) -> sympy.Expr:
         y, vector, *base = inputs
-        # The product in the wider dtype, or what a base leaves of y.
+        # The product in the wider dtype, or y without its bias.
         return wider_bytes(y, vector) or (y.size_bytes if base else sympy.Integer(0))
 
     def gradient(self, context: Gradient) -> list[str | None]:
@@ -100,7 +100,7 @@ class VectorGradient(Operator):
 
 
 class Inner(VectorGradient):
-    """dl = Σ dz ⊙ (y - b) over the adapter's tokens: `dz, y: [T, n]`, and b or not, give `[n]`."""
+    """dl = Σ dz ⊙ (y - b) over the adapter's tokens: `dz, y: [T, n]`, optional b, give `[n]`."""
 
     name = "inner"
     bounded_in = Bounds({1: "Σ |dz| e"})
@@ -113,7 +113,7 @@ class Inner(VectorGradient):
         return super().infer(types, attributes)
 
     def temporaries(self, inputs: Types, outputs: Types, attributes: Attributes) -> sympy.Expr:
-        # Of one block of tokens: y - b, copies in fp32, and their products.
+        # For a block of tokens: y - b, copies in fp32, and their products.
         wide = widened(inputs[0])
         rest = inputs[1].size_bytes if len(inputs) == 3 else sympy.Integer(0)
         copies = sum(cast_bytes(type_, wide.dtype) for type_ in inputs[:2])
@@ -170,7 +170,7 @@ class BiasAdd(Operator):
     def gradient(self, context: Gradient) -> list[str | None]:
         dbias = None
         if context.needs[1]:
-            # The scale is the parameter's own; one that replaces the base's has none.
+            # The scale is the parameter's own; a parameter that replaces the base's bias has none.
             scaled = [context.input(1)] if len(context.node.inputs) == 2 else []
             dtype = context.input_type(1).dtype
             dbias = context.add("sum_tokens", context.incoming, *scaled, dtype=dtype)
@@ -184,8 +184,8 @@ class BiasAdd(Operator):
 class VirtualTokens(Operator):
     """x, with the adapter's row in each virtual row: embeddings, or a layer's keys or values.
 
-    `x: [T, …]`, `prompt: [n, h]` with h the features of x. Rows of an adapter without a prompt here
-    stay.
+    `x: [T, …]`, `prompt: [n, h]` with h the features of x. Rows of an adapter without a prompt at
+    the site stay.
     """
 
     name = "virtual_tokens"

@@ -1,6 +1,6 @@
-"""Operators over the vocabulary: the embedding and the loss, and the parts of them on a rank.
+"""Operators over the vocabulary: the embedding and the loss, and a rank's parts of them.
 
-A rank's part has a run of the vocabulary's rows (Megatron-LM, Shoeybi et al. 2019, section 3).
+A rank's part has a range of the vocabulary's rows (Megatron-LM, Shoeybi et al. 2019, section 3).
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class Embedding(Operator):
         yield Sharding((partitioned(-2), REPLICATED), (PRE_REDUCE,), "embedding_part")
 
     def moved_bytes(self, inputs: Types, outputs: Types, attributes: Attributes) -> sympy.Expr:
-        return inputs[1].size_bytes + 2 * outputs[0].size_bytes  # of the table the rows chosen
+        return inputs[1].size_bytes + 2 * outputs[0].size_bytes  # only the chosen rows of the table
 
 
 class EmbeddingPart(Embedding):
@@ -60,7 +60,7 @@ class EmbeddingPart(Embedding):
 
 
 class CrossEntropy(Operator):
-    """The loss, -log softmax(logits [T, V])[target] in fp32; 0 where the target is negative."""
+    """The loss, -log softmax(logits [T, V])[target] in fp32; 0 for a negative target."""
 
     name = "cross_entropy"
     inputs = (2, 2)
@@ -102,7 +102,7 @@ class CrossEntropyBackward(Operator):
 
 
 class CrossEntropyPart(CrossEntropy):
-    """The loss of each token, from the rank's part of the logits; ranks exchange numbers a token.
+    """The loss of each token, from the rank's part of the logits; ranks exchange a token's sums.
 
     loss = log Σ_ranks Σ_v exp(logit_v) - Σ_ranks logit_target, 0 of a rank without the target.
     """
@@ -121,7 +121,7 @@ class CrossEntropyPartBackward(CrossEntropyBackward):
 class LinearCrossEntropy(Operator):
     """The loss of a frozen head, and with `dloss` the gradient of its input.
 
-    Inputs: x, W, b where `bias`, targets, and dloss. Logits are l = scale · (x Wᵀ + b), or with
+    Inputs: x, W, b with `bias`, targets, and dloss. Logits are l = scale · (x Wᵀ + b), or with
     `softcap` c · tanh(l / c).
     """
 

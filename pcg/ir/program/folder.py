@@ -8,8 +8,8 @@
     manifest.json                         name, recipes and hashes (`pcg.ir.program.manifest`)
 
 A folder is written under a temporary name and then renamed, so that readers always find the old or
-the new program. It holds no weights: the manifest has their place. Loading compares the SHA-256 of
-every file with the manifest, and names each fault and its fix.
+the new program. It holds no weights: the manifest has their location. Loading compares the SHA-256
+of every file with the manifest, and names each fault and its fix.
 
 The emitted source is meant to be read, and may be edited: such a folder loads only with
 `trust_edits=True`, because loading a program runs its source.
@@ -72,8 +72,8 @@ SOURCES = (SERVING, TRAINING)
 
 
 def files_of(program: Program) -> dict[str, bytes]:
-    """Encode a program as files by name. ProgramError: JSON cannot hold the configuration."""
-    # Costs 1 s by torch; the text forms do without.
+    """Encode a program as files by name; ProgramError if JSON cannot hold the configuration."""
+    # The import takes 1 s because of torch; the text forms do not need it.
     import safetensors.torch
 
     constants = {name: t.detach().cpu().clone() for name, t in program.constants.items()}
@@ -130,7 +130,7 @@ def program_from(files: Mapping[str, bytes], manifest: Manifest) -> Program:
         raise ProgramError(f"the program's graphs do not fit: {error}; compile again") from error
     except PcgError:
         raise
-    except Exception as error:  # which, the files decide
+    except Exception as error:  # the type depends on the files
         raise ProgramError(
             f"{PLAN} and the graphs do not go together ({type(error).__name__}: "
             f"{shown(str(error), 200)}); compile again"
@@ -162,7 +162,7 @@ def _training(
     files: Mapping[str, bytes], layers: tuple[int, ...], plan: Mapping[str, Any]
 ) -> Training:
     rest = iter(_graphs(files, TRAINING_IR))
-    # Older folders have the base's blocks here, too.
+    # Older folders also have the base's blocks in the plan.
     blocks = tuple(map(int, plan.get("blocks", layers)))
     if len(blocks) != len(layers):
         raise ValueError(f"{len(blocks)} layers to train, of {len(layers)}")
@@ -192,7 +192,7 @@ def _training(
         _text(files, TRAINING),
         prologue,
         prologue_trained,
-        tuple(map(int, plan.get("restored", ()))),  # older folders make no input again
+        tuple(map(int, plan.get("restored", ()))),  # older folders recompute no input
     )
 
 
@@ -226,7 +226,7 @@ def _text(files: Mapping[str, bytes], name: str) -> str:
 
 
 def _plan(program: Program) -> dict[str, Any]:
-    """Options, the layers' blocks, and saved values: facts that the graphs do not hold."""
+    """Return options, the layers' blocks, and saved values, which the graphs do not hold."""
     return {
         "symbols": {"T": "tokens of the step"},
         **dataclasses.asdict(program.options),
@@ -236,7 +236,7 @@ def _plan(program: Program) -> dict[str, Any]:
 
 
 def options_from(plan: Mapping[str, Any], dtype: str) -> CompileOptions:
-    """The options in plan.json; older folders have fewer, and no dtype, batch and seq there."""
+    """Return the options of plan.json; older folders lack some, and dtype, batch and seq."""
     names = {field.name for field in dataclasses.fields(CompileOptions)} & plan.keys()
     options = {name: plan[name] for name in names if plan[name] not in ("", {})}
     if isinstance(plan.get("memory_budget"), dict):
@@ -250,7 +250,7 @@ def _training_plan(training: Training) -> dict[str, Any]:
     plans = []
     for index, plan in enumerate(training.plans):
         graph = training.model.blocks[plan.block]
-        # Inputs behind the carried ones come from the prologue, and all layers share them.
+        # Inputs after the carried inputs belong to the prologue, and all layers share them.
         shared = {value.name for value in graph.inputs[len(graph.outputs) :]}
         types = plan.forward.types
         sizes = [types[name].size_bytes for name in plan.saved if name not in shared]
@@ -287,7 +287,7 @@ def _training_plan(training: Training) -> dict[str, Any]:
 
 REPORT = "report.json"
 _LEFT_S = 3600.0
-"""Age of a folder beside a program that no process still writes, seconds."""
+"""Age of a temporary folder that no process still writes, seconds."""
 TOKENIZER_FILES = (
     "added_tokens.json",
     "additional_chat_templates/*.jinja",
@@ -300,7 +300,7 @@ TOKENIZER_FILES = (
 
 
 def options_of(directory: str | os.PathLike[str]) -> CompileOptions:
-    """The options that a program was compiled with. ProgramError: they cannot be read."""
+    """Return the options that a program was compiled with; raises ProgramError."""
     path = expanded(directory) / PLAN
     plan = json_object(read_bytes(path), str(path), ProgramError, AGAIN)
     dtype = read_manifest(directory).dtype
@@ -372,7 +372,7 @@ def free_folder(directory: str | os.PathLike[str]) -> Path:
     """
     target = expanded(directory)
     check_writable(target, "the program", ProgramError)
-    if target.is_symlink():  # rename what it points to, not the link
+    if target.is_symlink():  # rename its target, not the link
         target = target.resolve()
     existing = {p.relative_to(target).as_posix() for p in target.rglob("*") if not p.is_dir()}
     if not existing:
@@ -423,8 +423,8 @@ def _write(path: Path, content: bytes) -> None:
 def _replace(target: Path, new: Path) -> None:
     """Rename `new` to `target`, and remove the old program afterwards.
 
-    Where the file system cannot exchange folders, a process killed between two renames leaves the
-    old program in a folder with the suffix `-old`.
+    If the file system cannot exchange folders, a process killed between two renames leaves the old
+    program in a folder with the suffix `-old`.
     """
     if not target.exists():
         new.rename(target)

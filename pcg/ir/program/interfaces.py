@@ -1,11 +1,11 @@
-"""The interfaces between a program's graphs, checked as types.
+"""Type checks of the interfaces between a program's graphs.
 
     prologue → block × N → epilogue   carried values by place; the prologue's shared values by name
     layer                             at most one attention, as it has one entry of the KV cache
     epilogue → loss                   the epilogue's inputs and `targets` to the loss of each token
     graph → backward                  gradients `d_x` of outputs x, and values of the graph, to the
                                       gradients of inputs and parameters
-    forward → backward                likewise, where the values are those that forward saves
+    forward → backward                likewise, with the values that forward saves
 
 An error names both sides. `pcg.ir.analysis.verifier` checks the rules of a single graph.
 """
@@ -21,17 +21,17 @@ from pcg.ir.program.program import ModelGraph, Training, TrainingGraph
 from pcg.ir.types import TOKENS, tensor
 
 TARGETS = Value("targets", tensor("i64", TOKENS))
-"""The input of a loss behind those of the epilogue."""
+"""The input of a loss after the epilogue's inputs."""
 _TOKENS, _LOSS = tensor("i64", TOKENS), Value("loss", tensor("f32", TOKENS))
 
 
 def gradient_name(name: str) -> str:
-    """The backward graph's name for the gradient of a forward output."""
+    """Return the backward graph's name for the gradient of a forward output."""
     return f"d_{name}"
 
 
 def check_model(model: ModelGraph) -> None:
-    """Check the chain of a model's graphs. TypeCheckError: two do not fit; names both."""
+    """Check the chain of a model's graphs; TypeCheckError names both sides."""
     prologue, epilogue = model.prologue, model.epilogue
     if [value.type for value in prologue.inputs] != [_TOKENS, _TOKENS]:
         raise TypeCheckError(
@@ -75,7 +75,7 @@ def check_model(model: ModelGraph) -> None:
 
 
 def check_logits(models: Iterable[ModelGraph | None]) -> None:
-    """Check that forms of a model return logits of one type. TypeCheckError: they do not."""
+    """Check that forms of a model return logits of the same type; raises TypeCheckError."""
     ends = [model.epilogue for model in models if model is not None]
     for first, other in pairwise(ends):
         _check_returned(other, _outputs(first), f"the logits of @{first.name} of the same model")
@@ -88,13 +88,13 @@ def check_signature(graph: Graph, other: Graph) -> None:
 
 
 def check_loss(epilogue: Graph, loss: Graph) -> None:
-    """Check the graph of the loss alone. TypeCheckError: it does not fit the epilogue."""
+    """Check the graph of the loss against the epilogue; raises TypeCheckError."""
     _check_inputs(loss, (*epilogue.inputs, TARGETS), f"@{epilogue.name} with the loss")
     _check_returned(loss, [_LOSS], f"the loss of @{epilogue.name}")
 
 
 def check_backward(graph: Graph, backward: Graph, of: Sequence[str]) -> None:
-    """Check a graph's backward, with gradients of `of`. TypeCheckError: they do not fit."""
+    """Check a graph's backward, with gradients of `of`; raises TypeCheckError."""
     incoming = {gradient_name(name): graph.types[name] for name in graph.outputs}
     for value in backward.inputs:
         type_ = graph.types.get(value.name, incoming.get(value.name))
@@ -109,7 +109,6 @@ def check_backward(graph: Graph, backward: Graph, of: Sequence[str]) -> None:
 
 
 def _check_layer(block: Graph, layer: TrainingGraph) -> None:
-    """Check one way to train a layer of a block. TypeCheckError: two graphs do not fit."""
     forward, backward, count = layer.forward, layer.backward, len(block.outputs)
     _check_inputs(forward, block.inputs, f"@{block.name}")
     first = forward.outputs[:count]
@@ -142,10 +141,10 @@ def _check_layer(block: Graph, layer: TrainingGraph) -> None:
 
 
 def check_training(training: Training) -> None:
-    """Check the graphs that finetune: a model, its layers' plans, and the backward of its ends.
+    """Check the training graphs: a model, its layers' plans, and the backward of its ends.
 
     Raises:
-        TypeCheckError: two do not fit; both are named.
+        TypeCheckError: two graphs do not match; names both.
     """
     model, plans, layers = training.model, training.plans, training.layers
     check_model(model)

@@ -4,9 +4,9 @@
     backward    L - 1, …, F    F: the lowest layer with a backward; before the layers of a segment,
                                the layers that recompute their inputs, upwards
 
-Of weights in shards, two layers at a time are gathered in two buffers: the running layer and the
-next. A layer stays in its buffer until another takes it, and the weights are frozen, so the layers
-where a pass turns are not gathered twice.
+Sharded weights are gathered for two layers at a time in two buffers: the running layer and the
+next. A layer stays in its buffer until another layer takes it, and the weights are frozen, so the
+layers where a pass reverses are not gathered twice.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from pcg.errors import ProgramError
 from pcg.ir.program.saved_memory import Planned
 
 ROOMS = 2
-"""The layers that are gathered at a time."""
+"""Number of layers that are gathered at a time."""
 
 
 def layers_of_pass(planned: Planned, trains: bool) -> list[int]:
-    """The layers that read weights in a pass of one window, in order; `trains` adds backward."""
+    """Return the layers that read weights in a window's pass, in order; `trains` adds backward."""
     count = len(planned.layers)
     order = list(range(count))
     if not trains:
@@ -41,7 +41,7 @@ def layers_of_pass(planned: Planned, trains: bool) -> list[int]:
 
 
 class GatherOrder:
-    """The layers in the two buffers, as passes take one after the other."""
+    """The layers in the two buffers, over a sequence of passes."""
 
     def __init__(self) -> None:
         self._rooms: list[int | None] = [None] * ROOMS
@@ -49,16 +49,14 @@ class GatherOrder:
         self._ahead: deque[int] = deque()
 
     def follow(self, order: Iterable[int]) -> None:
-        """Begin a pass over these layers, and drop the rest of an abandoned pass."""
+        """Start a pass over these layers, and drop the rest of an abandoned pass."""
         self._ahead = deque(order)
 
     def take(self, layer: int) -> tuple[int, list[tuple[int, int]]]:
         """Take the pass's next layer.
 
         Returns:
-            Its buffer, and the layers to gather now with their buffers: itself if it is in none,
-                and the
-            next one.
+            Its buffer, and the missing layers to gather (it, and the next) with their buffers.
         Raises:
             ProgramError: the pass takes another layer next.
         """
@@ -84,7 +82,7 @@ class GatherOrder:
 
 
 def gathers_of_step(passes: Sequence[Sequence[int]]) -> list[int]:
-    """The layers that a step's passes gather, if the previous step was the same."""
+    """Return the layers that a step's passes gather, if the previous step was the same."""
     rooms, gathered = GatherOrder(), list[int]()
     for _ in range(2):
         gathered.clear()

@@ -1,4 +1,4 @@
-"""The manifest of a program's folder: facts that no other file holds, and each file's hash."""
+"""The manifest of a program's folder: data that no other file holds, and each file's hash."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def is_program_folder(path: str | os.PathLike[str]) -> bool:
 
 
 def read_manifest(directory: str | os.PathLike[str]) -> Manifest:
-    """Read and check a folder's manifest. ProgramError: missing, damaged or of a newer format."""
+    """Read and check a folder's manifest; raises ProgramError."""
     folder = expanded(directory)
     path = folder / MANIFEST
     again = compile_again(folder)
@@ -101,7 +101,7 @@ _KINDS: Mapping[str, Any] = {
 
 
 def read_bytes(path: Path) -> bytes:
-    """A file of a folder. ProgramError: it is missing, or cannot be read."""
+    """Read a file of a folder; ProgramError if it is missing or unreadable."""
     if not is_there(path):
         raise ProgramError(
             f"{path.name} is missing from {path.parent}; {compile_again(path.parent)}"
@@ -110,12 +110,12 @@ def read_bytes(path: Path) -> bytes:
 
 
 def compile_again(folder: Path) -> str:
-    """The fix that ends a message."""
+    """Return the fix at the end of a message."""
     return f"compile it: pcg compile MODEL -o {shown_path(folder)}"
 
 
 def json_text(value: object, what: str = "it") -> str:
-    """Encode JSON as in the folder. ProgramError: JSON cannot hold the value."""
+    """Encode JSON as in the folder; ProgramError if JSON cannot hold the value."""
     try:
         return json.dumps(value, indent=2) + "\n"
     except (RecursionError, TypeError, ValueError) as error:

@@ -1,4 +1,4 @@
-"""The folded model, and the program that the compiler makes of it for the runtime."""
+"""The folded model, and the compiled program for the runtime."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ class ModelGraph:
     """A model as prologue · blocks · epilogue.
 
     Attributes:
-        prologue: (input_ids, position_ids) to the first layer's input and the values all layers
-            share.
+        prologue: (input_ids, position_ids) to the first layer's input and the values that all
+            layers share.
         blocks: the distinct layers.
         layers: the index of each layer's block.
         epilogue: the last layer's output to the logits.
@@ -52,7 +52,7 @@ class ModelGraph:
         return "f64" if self.dtype == "f64" else "f32"
 
     def linear_sites(self) -> dict[str, tuple[int, int]]:
-        """(out, in) of every linear operator by site, its module's path with `{layer}`.
+        """Return (out, in) of every linear operator by site, its module's path with `{layer}`.
 
         A site may be in some layers only, with different sizes.
         """
@@ -62,7 +62,7 @@ class ModelGraph:
         return sites
 
     def linear_places(self) -> dict[str, tuple[str, int | None]]:
-        """The site and layer of every linear module by path; layer None outside the layers."""
+        """Return the site and layer (None outside layers) of every linear module by path."""
         places: dict[str, tuple[str, int | None]] = {}
         blocks = [sites_of(block).keys() for block in self.blocks]
         for site in self.linear_sites():
@@ -82,7 +82,7 @@ class ModelGraph:
         }
 
     def module_shapes(self) -> dict[str, tuple[int, int]]:
-        """(out, in) of everything that adapters may adapt, by path.
+        """Return (out, in) of all modules that adapters may adapt, by path.
 
         Every linear module of every layer; `layers.<i>` for the attention of a layer, (features of
         its values, of its keys); and the empty path for the token embedding, (vocabulary, width).
@@ -101,7 +101,7 @@ class ModelGraph:
         return shapes
 
     def embedding_modules(self) -> tuple[str, ...]:
-        """Paths of token and position embeddings, which no method adapts."""
+        """Return the paths of token and position embeddings, which no method adapts."""
         nodes = [node for node in self.prologue.nodes if node.op == "embedding"]
         tables = [self.prologue.parameters_by_name.get(node.inputs[0]) for node in nodes]
         sources = [table.source for table in tables if table is not None]
@@ -113,7 +113,7 @@ class ModelGraph:
 
     @property
     def loss_chunk(self) -> int:
-        """The most tokens with fp32 logits in memory at once in training: 16 MiB, or 16 tokens.
+        """The most tokens with fp32 logits in memory in training: 16 MiB, or 16 tokens.
 
         Backward holds their gradient as well.
         """
@@ -133,7 +133,7 @@ class ModelGraph:
         )
 
     def parameters(self) -> Iterator[tuple[Parameter, int | None]]:
-        """Every parameter of every layer with the layer's index; None outside the layers."""
+        """Yield every parameter of every layer with the layer's index; None outside the layers."""
         layers = [(self.blocks[block], layer) for layer, block in enumerate(self.layers)]
         for graph, layer in [(self.prologue, None), *layers, (self.epilogue, None)]:
             yield from ((parameter, layer) for parameter in graph.parameters)
@@ -145,18 +145,18 @@ def counts_on_host(model: ModelGraph) -> bool:
 
 
 def token_embedding(prologue: Graph) -> Node | None:
-    """The node that embeds token ids, the first input of a prologue, or None."""
+    """Return the node that embeds token ids, the first input of a prologue, or None."""
     ids = prologue.inputs[0].name
     lookups = (n for n in prologue.nodes if n.op == "embedding" and n.inputs[1] == ids)
     return next(lookups, None)
 
 
 def site_of(graph: Graph, node: Node) -> str | None:
-    """The site of a linear node, where a bypass network may attach; None for any other node.
+    """Return the site of a linear node, where a bypass network may attach; None for other nodes.
 
-    A tied head has its own module's site, not that of the embedding with the same weight, and so
-    does a module of a layer with another layer's weight. A module that picks experts by its product
-    is a router, which peft does not take for a linear module.
+    A tied head has its own module's site, not that of the embedding with the same weight; likewise
+    a module of a layer with another layer's weight. A module that selects experts by its product is
+    a router, which peft does not treat as a linear module.
     """
     if not _is_module(graph, node):
         return None
@@ -171,9 +171,9 @@ def site_of(graph: Graph, node: Node) -> str | None:
 
 
 def computed_site(graph: Graph, node: Node) -> str | None:
-    """The site of a layer's linear node with a computed weight, as by a parametrization.
+    """Return the site of a layer's linear node with a computed weight, as by a parametrization.
 
-    It is a linear module for peft, and pcg attaches nothing to it.
+    peft treats it as a linear module, and pcg attaches nothing to it.
     """
     if not _is_module(graph, node) or node.inputs[1] in graph.parameters_by_name:
         return None
@@ -189,7 +189,7 @@ def _is_module(graph: Graph, node: Node) -> bool:
 
 
 def sites_of(graph: Graph) -> dict[str, tuple[int, int]]:
-    """(out, in) of every linear operator of a graph by site."""
+    """Return (out, in) of every linear operator of a graph by site."""
     sites: dict[str, tuple[int, int]] = {}
     for node in graph.nodes:
         site = site_of(graph, node) or computed_site(graph, node)
@@ -201,7 +201,7 @@ def sites_of(graph: Graph) -> dict[str, tuple[int, int]]:
 
 @dataclass(frozen=True)
 class TrainingGraph:
-    """One way to train a layer: a forward that saves, and a backward that reads the saved values.
+    """A layer's training graph: a forward that saves, and a backward that reads saved values.
 
     Attributes:
         block: index of the layer's block in the model.
@@ -209,7 +209,7 @@ class TrainingGraph:
             and that of `backward`.
         backward: takes the gradients of the outputs, then `saved`; recomputes its other inputs, and
             returns gradients of the carried inputs (none in the first layer), then of `trained`.
-            None where it trains nothing.
+            None without trained parameters.
         saved: inputs of backward, in order: outputs of forward, and the graph's inputs.
         trained: adapter parameters with a gradient in `backward`.
     """
@@ -223,17 +223,17 @@ class TrainingGraph:
 
 @dataclass(frozen=True)
 class Training:
-    """The graphs and source that finetune adapters at one set of sites.
+    """The graphs and source that finetune adapters at a set of sites.
 
     Attributes:
         model: the model with bypass networks of concrete ranks.
-        plans: the distinct ways in which layers are trained.
+        plans: the distinct training graphs of layers.
         layers: the index of each layer's plan.
         epilogue: hidden states and targets to loss and gradients.
-        epilogue_trained, prologue_trained: adapter parameters with a gradient there.
-        source: emitted Python of all of them.
+        epilogue_trained, prologue_trained: adapter parameters with a gradient in these graphs.
+        source: emitted Python of all graphs.
         prologue: backward of the prologue, from its inputs and the gradients of the first layer's
-            inputs; None where it trains nothing.
+            inputs; None without trained parameters.
         restored: layers with an unsaved input, which backward recomputes by the layers before it,
             from the nearest saved input.
     """
@@ -256,7 +256,7 @@ class Training:
 
 @dataclass(frozen=True)
 class Serving:
-    """The graphs, with symbolic ranks, and the source that serve adapters at one set of sites."""
+    """The graphs, with symbolic ranks, and the source that serve adapters at a set of sites."""
 
     model: ModelGraph
     source: str
@@ -268,12 +268,12 @@ class Program:
 
     Attributes:
         config: the model's config.json.
-        base: the whole model without bypass networks, compiled again for adapters at other sites.
+        base: the whole model without bypass networks, recompiled for adapters at other sites.
         serving: the graphs and source that generate.
         training: the graphs and source that finetune; None when compiled without a recipe.
         recipes: fields of the recipes that it was compiled for, by adapter name.
-        options: the options that it was compiled with. Above tp=1, the graphs of `serving` and
-            `training` are those of one rank.
+        options: the options of the compilation. Above tp=1, the graphs of `serving` and `training`
+            are those of a rank.
         constants: tensors computed from the configuration, by name.
         base_prefix: name of the base model within the causal LM, which some checkpoints omit.
         dtype: the dtype of weights and activations, in the IR's names.
@@ -301,7 +301,7 @@ class Program:
 
 
 def python_name(name: str) -> str:
-    """A value's or parameter's name as a Python identifier in the emitted source."""
+    """Return a value's or parameter's name as a Python identifier in the emitted source."""
     python = name.replace(".", "_")
     return f"{python}_" if keyword.iskeyword(python) or python in _TAKEN else python
 
@@ -319,7 +319,7 @@ _NEUTRAL_FIELDS = (
 
 
 def check_same_model(program: Program, config: Mapping[str, Any], where: str) -> None:
-    """Refuse weights of another model, as their configuration tells; equal shapes would not.
+    """Refuse weights of another model, by their configuration; equal shapes are not sufficient.
 
     Args:
         config: the configuration next to the weights.

@@ -4,8 +4,8 @@
     transient = max over graphs, max over nodes: live storages not counted elsewhere, and the
                 temporaries of the node's kernel
 
-Views of a value are saved once. A block's input is the output of the block before, so it counts in
-only one of the two.
+Views of a value are saved once. A block's input is the output of the block before, so it counts
+only once.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from pcg.ir.types import CONTEXT, DTYPE_BYTES, TOKENS, TensorType, parts_of_toke
 
 
 class Planned(Protocol):
-    """A plan of how layers are trained: a `MemoryPlan`, or a compiled `Training`."""
+    """A training plan of layers: a `MemoryPlan`, or a compiled `Training`."""
 
     @property
     def plans(self) -> tuple[TrainingGraph, ...]: ...
@@ -45,7 +45,7 @@ class OutsideTensor:
     """A tensor saved outside the layers.
 
     Attributes:
-        tensor: its graph and value, as `prologue.cos`.
+        tensor: its graph and value, such as `prologue.cos`.
         needed_by: the operators that read it, or another reader.
     """
 
@@ -61,7 +61,7 @@ class OutsideTensor:
 
 @dataclass(frozen=True)
 class SavedMemory:
-    """The memory that training saves in one step.
+    """The memory that training saves in a step.
 
     Attributes:
         layers: bytes of each layer, formulas in B and S.
@@ -77,7 +77,7 @@ class SavedMemory:
 
 
 def saved_memory(model: ModelGraph, plan: Planned) -> SavedMemory:
-    """The memory that training a model with bypass networks saves, by a plan of its layers."""
+    """Return the memory that training a model with bypass networks saves under a plan."""
     saved = [_saved_storages(model.blocks[p.block], p) for p in plan.plans]
     keeps_output = [
         Storages.of(p.forward)[model.blocks[p.block].outputs[0]] in storages
@@ -102,18 +102,18 @@ def saved_memory(model: ModelGraph, plan: Planned) -> SavedMemory:
 
 
 def window_memory(model: ModelGraph, plan: Planned) -> SavedMemory:
-    """The memory that sequences save window by window, before the first window's backward.
+    """Return the memory that sequences save window by window, before the first window's backward.
 
     The loss leaves its gradients at the last layer's outputs, and no logits; keys and values are in
     the KV cache, where the plan reads them (`pcg.passes.graphs.gradients`). Sizes are those of all
-    windows together, however sequences are cut.
+    windows together, for any division of sequences.
     """
     outside = [*_shared(model, plan), *_gradients_of_loss(model)]
     return SavedMemory(saved_memory(model, plan).layers, tuple(outside))
 
 
 def outside_bytes(model: ModelGraph, shared: Iterable[str], tokens: int) -> int:
-    """The most bytes saved outside the layers: these shared inputs, and the loss's inputs."""
+    """Return the most bytes saved outside the layers: shared inputs, and the loss's inputs."""
     types = {v.name: v.type for block in model.blocks for v in block.inputs}
     rows = [types[name] for name in dict.fromkeys(shared)]
     rows += [row.type for row in _read_by_loss(model, skip_first=False)]
@@ -121,7 +121,7 @@ def outside_bytes(model: ModelGraph, shared: Iterable[str], tokens: int) -> int:
 
 
 def _saved_storages(block: Graph, plan: TrainingGraph) -> set[Storage]:
-    """The storages that only this layer saves: neither weights nor shared values."""
+    """Return the storages that only this layer saves: neither weights nor shared values."""
     storages = Storages.of(plan.forward)
     shared = {value.name for value in block.inputs[len(block.outputs) :]}
     saved = {storages[name] for name in plan.saved}
@@ -129,7 +129,7 @@ def _saved_storages(block: Graph, plan: TrainingGraph) -> set[Storage]:
 
 
 def _shared(model: ModelGraph, plan: Planned) -> Iterable[OutsideTensor]:
-    """The prologue's values that some layer's backward reads."""
+    """Yield the prologue's values that some layer's backward reads."""
     values: dict[str, tuple[TensorType, dict[str, None]]] = {}
     for p in plan.plans:
         block = model.blocks[p.block]
@@ -145,7 +145,7 @@ def _shared(model: ModelGraph, plan: Planned) -> Iterable[OutsideTensor]:
 
 
 def _read_by_loss(model: ModelGraph, *, skip_first: bool) -> Iterable[OutsideTensor]:
-    """The last layer's outputs, until the loss has read them, and the targets."""
+    """Yield the last layer's outputs, until the loss has read them, and the targets."""
     carried = model.epilogue.inputs[: len(model.blocks[0].outputs)]
     values = [(v.name, v.type) for v in carried[int(skip_first) :]]
     values.append(("targets", tensor("i64", *model.prologue.inputs[0].type.shape)))
@@ -154,7 +154,7 @@ def _read_by_loss(model: ModelGraph, *, skip_first: bool) -> Iterable[OutsideTen
 
 
 def _gradients_of_loss(model: ModelGraph) -> Iterable[OutsideTensor]:
-    """The gradients that each window's loss leaves to the layers' backward, and its targets."""
+    """Yield the gradients that a window's loss leaves to the layers' backward, and its targets."""
     for row in _read_by_loss(model, skip_first=False):
         name = row.tensor.removeprefix("epilogue.")
         if name == "targets":
@@ -169,7 +169,7 @@ def _gradients_of_loss(model: ModelGraph) -> Iterable[OutsideTensor]:
 
 @dataclass(frozen=True)
 class Transient:
-    """The peak of bytes that one graph needs beyond those counted elsewhere.
+    """The peak of bytes that a graph needs in addition to bytes counted elsewhere.
 
     bytes = per_token · tokens + per_row · rows + fixed + per_pair · S²
 
@@ -194,18 +194,18 @@ class Transient:
 
 
 _CONTEXT_COPIES: Mapping[str, int] = {"attention": 2, "attention_backward": 3}
-"""Copies of gathered inputs that are alive at once: what came and the whole, or the whole, its
-gradients, and those that one sequence's tokens add."""
+"""Copies of gathered inputs that are alive at the same time: received parts and the whole; in
+backward the whole, its gradients, and the gradients of a sequence's tokens."""
 
 
 def training_transients(
     model: ModelGraph, plans: Sequence[TrainingGraph], tokens: int, seq: int, cp: int = 1
 ) -> list[tuple[Transient, Transient | None]]:
-    """The transients of each plan's forward and backward, for `tokens` in sequences of `seq`.
+    """Return each plan's forward and backward transients, for `tokens` in sequences of `seq`.
 
-    A layer's saved values count in its backward, which frees them as it goes, and so do its
-    adapters' gradients, until they are added to those of earlier micro-batches. `tokens` are those
-    of one of the `cp` ranks that share sequences.
+    A layer's saved values count in its backward, which frees them one by one, and so do its
+    adapters' gradients, until they are added to those of earlier micro-batches. `tokens` counts a
+    rank's tokens, with `cp` ranks that share sequences.
     """
     resident = [{value.name for value in b.inputs[len(b.outputs) :]} for b in model.blocks]
     transients = []
@@ -223,15 +223,15 @@ def training_transients(
 def transient(
     graph: Graph, tokens: int, seq: int, counted: Iterable[str] = (), cp: int = 1
 ) -> Transient:
-    """The most bytes alive at one node of a graph, for `tokens` in sequences of `seq`."""
+    """Return the most bytes alive at a node of a graph, for `tokens` in sequences of `seq`."""
     return Alive(graph, counted, cp).most(graph.nodes, tokens, seq)
 
 
 class Alive:
     """The values alive at the nodes of a graph, in any order of the nodes.
 
-    Parameters and `counted`, values with memory counted elsewhere, are excluded. Values are those
-    of one of the `cp` ranks that share sequences.
+    Parameters and `counted`, values with memory counted elsewhere, are excluded. Values are a
+    rank's, with `cp` ranks that share sequences.
     """
 
     def __init__(self, graph: Graph, counted: Iterable[str] = (), cp: int = 1) -> None:
@@ -255,7 +255,7 @@ class Alive:
         self._graph = graph
 
     def most(self, nodes: Sequence[Node], tokens: int, seq: int) -> Transient:
-        """The most bytes alive at one node, for `tokens` in sequences of `seq`."""
+        """Return the most bytes alive at a node, for `tokens` in sequences of `seq`."""
         last: dict[str, int] = {}
         moments = _moments(nodes)
         for index, (node, reads) in enumerate(moments):
@@ -278,7 +278,7 @@ class Alive:
 
 
 def _moments(nodes: Sequence[Node]) -> list[tuple[Node, tuple[str, ...]]]:
-    """The nodes in order with their reads; a collective appears again where it is waited for.
+    """Return the nodes in order with their reads; a collective appears again at its wait.
 
     Its outputs are alive from its start, which allocates them.
     """
@@ -301,7 +301,7 @@ def _temporaries(
     parts: int,
     cp: int,
 ) -> tuple[int, int, int, int]:
-    """Bytes of a kernel's temporaries: per token, fixed, per row of a rank, per pair of tokens.
+    """Return a kernel's temporaries in bytes: per token, fixed, per row of a rank, per token pair.
 
     A rank's tokens pair with those of all `cp` ranks, as it gathers their keys and values.
     """
@@ -314,14 +314,14 @@ def _temporaries(
         int(formula.subs({TOKENS: tokens, CONTEXT: seq}))
         for tokens, seq in ((0, 0), (1, 0), (parts, 0), (0, 1))
     )
-    # One token is a row of a rank; and as many as there are parts are, too.
+    # One token makes a row of a rank, and so do as many tokens as parts.
     per_token = (all_ranks - first) // (parts - 1) if parts > 1 else first - fixed
     per_row = first - fixed - per_token
     return max(per_token, 0), max(fixed, 0), max(per_row, 0), cp * max(pair - fixed, 0)
 
 
 def _sizes(storages: Storages, names: Iterable[str]) -> Mapping[str, tuple[int, int, int]]:
-    """Bytes per token, fixed bytes, and bytes per row of a rank of each storage."""
+    """Return bytes per token, fixed bytes, and bytes per row of a rank of each storage."""
     sizes = {}
     for name in names:
         type_ = storages[name].type

@@ -49,8 +49,7 @@ AMD EPYC without a GPU.
 """
 _LAUNCHES = 15
 """Launches of a decoding layer with adapters over ranks: 13 of Llama-3.1-8B, as counted by
-`benchmarks/roofline.py`, and two collectives.
-"""
+`benchmarks/roofline.py`, and two collectives."""
 
 
 def host_seconds(layers: int) -> float:
