@@ -14,7 +14,7 @@ METHODS: Mapping[str, str] = {
     "PromptTuningConfig": "prompt",
     "PromptEncoderConfig": "prompt",
 }
-"""The methods: the class of each one's recipe, which is public, and its file in this folder.
+"""The methods: each recipe's public class, and its file in this folder.
 
-The order is that in which the operators of several methods stand at one module.
+The order is that of the methods' operators at a shared module.
 """

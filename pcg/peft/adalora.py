@@ -20,8 +20,8 @@ Frobenius norm, a loss in addition to the data's draws A and B towards orthogona
     ∂R/∂P = weight / n · 2 (G - I) P / ||G - I||                               0 where G = I
 
 Over ranks of the group, which hold shards P_i of m's entries, G is the sum of P_i P_iᵀ over all, in
-an exchange of r² numbers a matrix; each then has its part of the gradient by its own P_i. Rows
-that they have parts of are gathered before.
+an exchange of r² numbers a matrix; each then has its part of the gradient by its own P_i. Rows that
+they have parts of are gathered before.
 
 After step t of the optimizer, with each parameter w and its gradient g as it was clipped,
 
@@ -82,8 +82,8 @@ class Schedule:
     Attributes:
         rank: triplets of each module at the start.
         target_rank: triplets of each module on average at the end.
-        before: steps until the first triplet goes.
-        last: the step after which none goes.
+        before: steps until the first triplet is dropped.
+        last: the step of the last dropped triplet.
         interval: steps between allocations.
         beta1: decay of Ī.
         beta2: decay of U.
@@ -106,11 +106,11 @@ class RankAllocator:
     def __init__(
         self, schedule: Schedule, shards: Shards, rank_dims: Mapping[str, int], values: str
     ) -> None:
-        """Begin with all triplets.
+        """Start with all triplets.
 
         Args:
             shards: this rank's shards of the adapter.
-            rank_dims: the dim of each kind of parameter that the triplets are along.
+            rank_dims: the triplets' dim in each kind of parameter.
             values: the kind of E.
         """
         self._schedule = schedule
@@ -261,7 +261,7 @@ FAMILY_TARGETS: Mapping[str, Names] = {
     "opt": ("q_proj", "k_proj", "v_proj", "out_proj", "fc1", "fc2"),
 }
 EPSILON = 1e-5
-"""The number that peft adds to the rank that it divides by."""
+"""Number that peft adds to the rank in the scale's denominator."""
 _KEY = ".lora_E"
 _RANK_DIMS = {"adalora_A": 0, "adalora_B": 1, "adalora_E": 0}
 
@@ -350,21 +350,21 @@ class AdaLoraConfig(LayeredRecipe):
     """An AdaLoRA configuration, with peft's fields and defaults.
 
     Attributes:
-        bias: trained biases of the base: "none", "all", or "lora_only", those of the
-            adapted modules.
+        bias: trained biases of the base: "none", "all", or "lora_only", those of the adapted
+            modules.
         lora_dropout: probability that an element of a module's input is dropped in training.
         init_r: the rank of every module at the start.
         target_r: the rank of a module on average at the end.
         lora_alpha: numerator of the scale.
-        tinit: steps until the first triplet goes.
-        tfinal: steps after the last triplet has gone.
+        tinit: steps until the first triplet is dropped.
+        tfinal: steps after the last triplet is dropped.
         deltaT: steps between allocations.
         beta1: decay of the moving average of importance.
-        beta2: decay of that of its deviation.
-        orth_reg_weight: weight of the loss that draws A and B towards orthogonal ones.
+        beta2: decay of the moving average of importance's deviation.
+        orth_reg_weight: weight of the loss that makes A and B orthogonal.
         total_step: steps of the whole schedule; None is finetuning's own number.
-        rank_pattern: which of the first triplets of each module are left, by its path and
-            `.lora_E`; None where all are.
+        rank_pattern: for each module, by its path and `.lora_E`, which of its first triplets
+            remain; None keeps all.
         init_lora_weights: True, A and B are normal and E zero, which changes nothing; False, all
             are normal.
     """
@@ -379,7 +379,7 @@ class AdaLoraConfig(LayeredRecipe):
         **LORA_FIELDS,
         "alpha_pattern": refused("alphas of modules", {}),
         "lora_bias": refused("a bias on B", False),
-        "r": note(8),  # init_r is the rank; peft ignores this one
+        "r": note(8),  # init_r is the rank; peft ignores r
         "use_dora": refused("DoRA", False),
         "use_rslora": refused("rank-stabilised scales", False),
     }
@@ -448,9 +448,9 @@ class AdaLoraConfig(LayeredRecipe):
     def config_fields(
         self, target_modules: Names | str | None, base_model_name: str, notes: Json
     ) -> dict[str, Any]:
-        """Return the fields as peft writes them; it reads no configuration without a schedule."""
+        """Return the fields as peft writes them; peft reads no configuration without a schedule."""
         fields = super().config_fields(target_modules, base_model_name, notes)
-        if self.total_step is None:  # it was not trained yet: the shortest that peft takes
+        if self.total_step is None:  # untrained: the shortest schedule that peft accepts
             fields["total_step"] = self.tinit + self.tfinal + 1
         return fields
 

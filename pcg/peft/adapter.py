@@ -1,4 +1,4 @@
-"""An adapter in memory: a recipe of any method, and the weights that belong to it."""
+"""An adapter in memory: a recipe of any method, and its weights."""
 
 import hashlib
 import itertools
@@ -59,7 +59,7 @@ class Adapter:
 
     @cached_property
     def rank(self) -> int:
-        """The greatest rank of its modules; 0 without LoRA."""
+        """The largest rank of its modules; 0 without LoRA."""
         return max((weights.rank for weights in self.weights.values()), default=0)
 
     @cached_property
@@ -152,11 +152,11 @@ _LONGEST_NAME = 255
 
 
 def check_name(name: object) -> None:
-    """Raise an error unless a name can stand in a message, a request and a folder.
+    """Raise an error unless a name is usable in a message, a request and a folder.
 
     Raises:
-        AdapterError: it is no text, is empty or too long, has characters that cannot be printed, or
-            is a path out of the folder.
+        AdapterError: not a text, empty, too long, with unprintable characters, or a path that
+            leaves the folder.
     """
     if (
         isinstance(name, str)
@@ -198,7 +198,7 @@ def check_finite(adapter: Adapter, where: object) -> None:
     """Raise an AdapterError if a weight, read from a place, is NaN or infinite; name its module."""
     named = [(path, t) for path, weights in adapter.weights.items() for t in weights.tensors]
     for name, tensor in (*named, *adapter.biases.items(), *adapter.shared.items()):
-        # Both are NaN where any entry is; one pass, and no copy of the tensor.
+        # Both are NaN if any entry is; this takes one pass, and no copy of the tensor.
         extremes = torch.stack(tensor.aminmax()) if tensor.numel() else tensor
         if not extremes.isfinite().all():
             raise AdapterError(
@@ -208,7 +208,7 @@ def check_finite(adapter: Adapter, where: object) -> None:
 
 
 def with_shared(adapter: Adapter, module_shapes: Mapping[str, Shape]) -> Adapter:
-    """Return the adapter with shared tensors, drawn again if its file does not hold them.
+    """Return the adapter with shared tensors, redrawn if its file does not hold them.
 
     Raises:
         AdapterError: the file's are smaller than the modules.

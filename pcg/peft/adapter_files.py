@@ -1,4 +1,4 @@
-"""Read and write adapters in peft's format: adapter_config.json and adapter_model.safetensors.
+"""Reading and writing of adapters in peft's format: adapter_config.json and safetensors.
 
     base_model.model.<module>.<part of the method>       `ModuleWeights.suffixes`
     base_model.model.<module>.base_layer.bias    [out]   a trained bias of an adapted module
@@ -8,7 +8,7 @@
     base_model.<name>                                    `ModuleWeights.shared_names`
     <name>                                               `ModuleWeights.whole_keys`
 
-A crash or a full disk leaves no half of an adapter. The configuration's fields are those of the
+A crash or a full disk never leaves a partial adapter. The configuration's fields are those of the
 recipe; peft's model card, README.md, is not written.
 
 Source: `PeftModel.save_pretrained` and `get_peft_model_state_dict` of peft 0.21.2.
@@ -69,18 +69,18 @@ _FIX = f"; copy or save the adapter again, or remove {SUMS} if you changed it yo
 _FLOATS = ("F64", "F32", "F16", "BF16")
 _Read = TypeVar("_Read")
 IsBase: TypeAlias = Callable[[str, Tensor], bool]
-"""Tells whether a tensor is the base's own weight of a module, by its path."""
+"""Returns whether a tensor is the base's own weight of a module, by its path."""
 
 
 def read_adapter(path: str | os.PathLike[str], name: str, is_base: IsBase | None = None) -> Adapter:
-    """Read an adapter, which peft or pcg saved, from a directory; tensors are mapped.
+    """Read an adapter of peft or pcg from a directory; tensors are memory-mapped.
 
     Args:
-        is_base: returns whether a tensor is the base's weight of a module, which peft may save, too
+        is_base: returns whether a tensor is the base's weight of a module, which peft may also save
             with LoRA on a head; None refuses all of them.
     Raises:
-        AdapterError: a file is missing, damaged or differs from SHA256SUMS there, or config and
-            weights do not match.
+        AdapterError: a file is missing, damaged or differs from SHA256SUMS in the directory, or
+            config and weights do not match.
         UnsupportedError: another PEFT method, or a feature that pcg lacks, by name.
     """
     directory = expanded(path)
@@ -132,7 +132,7 @@ def recipes_of(peft: object) -> dict[str, Recipe]:
 
 
 def is_recipe(peft: Mapping[Any, Any]) -> bool:
-    """Return whether a mapping is the fields of a recipe, and not recipes by name."""
+    """Return whether a mapping has the fields of a recipe, as opposed to recipes by name."""
     return "peft_type" in peft
 
 
@@ -143,7 +143,7 @@ def _recipe_of(value: object) -> Recipe:
                 f"{shown(value)} is neither one of {', '.join(SHORTHANDS)}, nor the directory of a "
                 "saved adapter"
             )
-        # Copies of the base's weights are compared where the adapter itself is read.
+        # `read_adapter` of the adapter itself compares copies of the base's weights.
         return read_adapter(value, "adapter", is_base=lambda *_: True).recipe
     return recipe_from(value)
 
@@ -284,23 +284,23 @@ def _check_biases(
 
 
 def write_adapter(adapter: Adapter, path: str | os.PathLike[str]) -> None:
-    """Save an adapter in a directory so that peft reads it, too.
+    """Save an adapter in a directory in peft's format.
 
-    The files are written to a temporary directory, then renamed: in any event, a file at `path` is
-    the old adapter or the new one, and SHA256SUMS there holds for it. An equal config is kept, so
-    that saving an adapter again replaces a single file, in one step. Other files in the directory
-    are kept.
+    The files are written to a temporary directory, then renamed: each file at `path` is always the
+    old or the new adapter's, and matches SHA256SUMS in the directory. An equal config is kept, so
+    that saving an adapter again replaces only the weights' file, atomically. Other files in the
+    directory are kept.
 
     Raises:
-        AdapterError: it cannot be written, or its weights are not those of its recipe.
+        AdapterError: the directory cannot be written, or the weights do not match the recipe.
     """
     directory = expanded(path)
     files = _files_of(adapter)
     check_writable(directory, f"adapter {adapter.name!r}", AdapterError)
-    if directory.is_symlink():  # rename what it points to, not the link
+    if directory.is_symlink():  # rename its target, not the link
         directory = directory.resolve()
     is_new = not directory.exists()
-    # Within the directory if there is one, which may be all of a file system.
+    # Within the directory if it exists, as it may be a whole file system.
     parent = directory.parent if is_new else directory
     beside = parent / f".saving-{secrets.token_hex(4)}"
     state = "nothing was left there" if is_new else "the files there are as they were"
@@ -338,7 +338,7 @@ def _sums_before(directory: Path) -> dict[str, set[str]]:
     """Return the digests of the adapter in a directory, and of other names in SHA256SUMS."""
     try:
         sums = read_sums(directory, AdapterError) or {}
-    except AdapterError:  # damaged: it is replaced
+    except AdapterError:  # damaged, and will be replaced
         sums = {}
     for name in (WEIGHTS, CONFIG):
         file = directory / name
@@ -368,7 +368,7 @@ class _Files:
 
 def _files_of(adapter: Adapter) -> _Files:
     tensors = _tensors_to_write(adapter)
-    # The keys of the patterns stay in order: the first that matches counts.
+    # The keys of the patterns stay in order: the first match counts.
     return _Files(json.dumps(dict(sorted(_config_to_write(adapter).items())), indent=2), tensors)
 
 
@@ -380,8 +380,8 @@ def _write_files(files: _Files, directory: Path) -> None:
 def digest_of(adapter: Adapter) -> str:
     """Return `sha256:` and the hexadecimal SHA-256 of the files that `write_adapter` writes.
 
-    Hashed are the fields of adapter_config.json, as JSON with sorted keys and lists of names sorted
-    too, then the tensors in the order of their keys: key, dtype and shape as JSON, and the bytes.
+    The hash covers the fields of adapter_config.json, as JSON with sorted keys and sorted lists of
+    names, then the tensors in the order of their keys: key, dtype and shape as JSON, and the bytes.
     The digest depends neither on the path nor on the adapter's name.
     """
     fields = {
@@ -428,7 +428,7 @@ def _tensors_to_write(adapter: Adapter) -> dict[str, Tensor]:
 
 
 def _check_bypass(adapter: Adapter, path: str, weights: ModuleWeights) -> None:
-    """Raise an error for weights that a reader of the config would use otherwise."""
+    """Raise an error for weights that a reader of the config would use differently."""
     recipe = adapter.recipe
     if recipe.target_modules is not None and recipe.bypass(path) is None:
         raise AdapterError(
@@ -457,5 +457,5 @@ def write_tensors(
 
 def _own_copy(tensor: Tensor) -> Tensor:
     tensor = tensor.detach().to("cpu").contiguous()
-    # A row of a pool shares its storage, which safetensors refuses.
+    # safetensors refuses shared storages, such as a pool's.
     return tensor.clone() if tensor.untyped_storage().nbytes() != tensor.nbytes else tensor

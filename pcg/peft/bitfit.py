@@ -1,6 +1,6 @@
-"""BitFit: all biases of the base are trained, and nothing else (Ben Zaken et al. 2022).
+"""BitFit: trains all biases of the base, and nothing else (Ben Zaken et al. 2022).
 
-peft does not have it; the configuration is pcg's own.
+peft lacks it; the configuration is pcg's own.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from pcg.peft.weights import ModuleWeights
 
 @dataclass(frozen=True, kw_only=True)
 class BitFitConfig(Recipe):
-    """A BitFit configuration: there is nothing to choose, and no module gets a bypass network."""
+    """A BitFit configuration: it has no options, and no module gets a bypass network."""
 
     method: ClassVar[str] = "BitFit"
     peft_type: ClassVar[str] = "BITFIT"

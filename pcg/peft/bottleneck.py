@@ -1,12 +1,12 @@
-"""Bottleneck adapters: small networks behind, or parallel to, a layer's parts.
+"""Bottleneck adapters: small networks after, or parallel to, a layer's parts.
 
     h = σ(D x + d),   y' = y + scaling · (U h + u),   D: [size, in],  U: [out, size]
 
-`houlsby` has a network behind the output of attention and one behind that of the MLP, before the
+`houlsby` has a network after the attention's output and another after the MLP's, before the
 residual is added (Houlsby et al. 2019); `pfeiffer` only the latter (Pfeiffer et al. 2020); in both
 x is y. `parallel` has a network parallel to the MLP, with the MLP's input (He et al. 2022).
 
-peft does not have them; the configuration and the keys are pcg's.
+peft lacks them; the configuration and the keys are pcg's.
 
     base_model.model.<module>.adapter_down.weight      [size, in]
     base_model.model.<module>.adapter_down.bias        [size]
@@ -48,7 +48,7 @@ MLP_OUTPUTS = (
     "mlp.down_proj", "mlp.c_proj", "mlp.fc_out", "mlp.dense_4h_to_h", "ffn.down_proj", "fc2",
 )  # fmt: skip
 MLP_INPUTS = ("up_proj", "gate_up_proj", "c_fc", "fc_in", "dense_h_to_4h", "fc1")
-"""Modules that read the MLP's input, beside the one that makes its output."""
+"""Modules that read the MLP's input; another module computes its output."""
 
 VARIANTS = {
     "houlsby": (*ATTENTION_OUTPUTS, *MLP_OUTPUTS),

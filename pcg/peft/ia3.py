@@ -1,4 +1,4 @@
-"""(IA)³: the outputs of linear modules are scaled, or the inputs of feedforward modules.
+"""(IA)³: scales the outputs of linear modules, or the inputs of feedforward modules.
 
     y = l ⊙ (W x + b),  l: [out];   at a feedforward module  y = W (l ⊙ x) + b,  l: [in]
 
@@ -146,10 +146,10 @@ class IA3Config(TargetedRecipe):
 
     Attributes:
         exclude_modules: names or a regex, as the targets, of modules to leave out.
-        feedforward_modules: names or a regex for the whole path; targets that they match are
-            scaled at their input. A name matches any path that ends in it, as in peft, even without
-            a dot. None is usual for the family.
-        init_ia3_weights: True, vectors of ones, which change nothing; False, normal ones.
+        feedforward_modules: names or a regex for the whole path; matching targets are scaled at
+            their input. A name matches any path with this suffix, as in peft, even without a dot.
+            None uses the family's default.
+        init_ia3_weights: True, vectors of ones, which change nothing; False, normal vectors.
     """
 
     method: ClassVar[str] = "(IA)³"
@@ -208,6 +208,6 @@ class IA3Config(TargetedRecipe):
         fields = super().config_fields(target_modules, base_model_name, notes)
         targets, names = self.target_modules, self.feedforward_modules
         if isinstance(targets, tuple) and isinstance(names, tuple) and not {*names} <= {*targets}:
-            # peft writes paths for "all-linear", and then refuses names that are none of them.
+            # peft writes paths for "all-linear", and then refuses other names.
             fields["feedforward_modules"] = [name for name in targets if name.endswith(names)]
         return fields

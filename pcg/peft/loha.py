@@ -3,8 +3,8 @@
     y = W x + scale · ((w1_a w1_b) ⊙ (w2_a w2_b)) x,   w_a: [out, r],  w_b: [r, in]
     scale = alpha / r
 
-A Hadamard product of products of rank r is a product of rank r², with the pairwise
-products of rows and of columns (Khatri-Rao),
+A Hadamard product of products of rank r is a product of rank r², with the pairwise products of rows
+and of columns (Khatri-Rao),
 
     (w1_a w1_b) ⊙ (w2_a w2_b) = B A,   A[j r + k, :] = w1_b[j, :] ⊙ w2_b[k, :]
                                        B[:, j r + k] = w1_a[:, j] ⊙ w2_a[:, k]
@@ -132,9 +132,10 @@ class LoHaConfig(PatternedRecipe):
     Attributes:
         r: the rank of modules that no key of `rank_pattern` matches.
         alpha: numerator of the scale of modules that no key of `alpha_pattern` matches.
-        rank_dropout: probability that an output of ΔW is dropped in training, which pcg does not.
-        module_dropout: probability that a module is left out of a step, which pcg does not.
-        init_weights: True, a factor is zero, which changes nothing; False, none is.
+        rank_dropout: probability that an output of ΔW is dropped in training; pcg does not support
+            it.
+        module_dropout: probability that a step skips a module; pcg does not support it.
+        init_weights: True, a factor is zero, which changes nothing; False, no factor is zero.
     """
 
     method: ClassVar[str] = "LoHa"

@@ -1,13 +1,13 @@
-"""LoRA, rsLoRA and DoRA: a product of two matrices of a low rank, parallel to a linear module.
+"""LoRA, rsLoRA and DoRA: a product of two low-rank matrices, parallel to a linear module.
 
     y = W x + scale · B (A x),   A: [rank, in],  B: [out, rank]
     scale = alpha / rank,  or alpha / √rank with rsLoRA
 
-With DoRA, each output of W + scale · B A has a length of its own, the magnitude m: [out],
+With DoRA, each output of W + scale · B A has its own trained length, the magnitude m: [out],
 
     y = m / ||W + scale · B A|| ⊙ (W + scale · B A) x + b
 
-and the length that it replaces is taken for a constant in training, as peft does.
+and training treats the replaced length as a constant, as in peft.
 
     base_model.model.<module>.lora_A.weight      [rank, in]
     base_model.model.<module>.lora_B.weight      [out, rank]
@@ -95,7 +95,7 @@ class LoraBypass(Bypass):
         x = at.dropped(keeps_dtype=self.use_dora)
         adapted = y
         if self.use_dora and x != at.inputs[0]:
-            # The base's product is of what was not dropped, too (peft 0.21.2, DoraLinearVariant).
+            # The base's product also reads the dropped input (peft 0.21.2, DoraLinearVariant).
             adapted = at.add("linear", "dropped", x, at.inputs[1])
         z = low_rank(at, adapted, x, a, b)
         if self.has_bias:
@@ -235,7 +235,7 @@ LORA_FIELDS: Mapping[str, OtherField] = {
     "velora_config": refused("VeLoRA"),
 }
 PLAIN_INITS = ("eva", "gaussian", "mica", "orthogonal")
-"""Initialisations that leave the base as it is; the others change its weights, unseen in a file."""
+"""Initialisations that keep the base's weights; others change them without a trace in the file."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -243,14 +243,14 @@ class LoraConfig(PatternedRecipe):
     """A LoRA, rsLoRA or DoRA configuration, with peft's fields and defaults.
 
     Attributes:
-        bias: trained biases of the base: "none", "all", or "lora_only", those of the
-            adapted modules.
+        bias: trained biases of the base: "none", "all", or "lora_only", those of the adapted
+            modules.
         r: the rank of modules that no key of `rank_pattern` matches.
         lora_alpha: numerator of the scale of modules that no key of `alpha_pattern` matches.
         lora_dropout: probability that an element of a module's input is dropped in training.
-        use_rslora: the scale is alpha / √rank.
-        use_dora: magnitudes are trained, too (DoRA).
-        lora_bias: B has a bias, which is scaled as B is.
+        use_rslora: use the scale alpha / √rank.
+        use_dora: also train magnitudes (DoRA).
+        lora_bias: give B a bias, which is scaled like B.
         init_lora_weights: True, A uniform as in nn.Linear and B zero; "gaussian", A normal and B
             zero; False, both uniform; of a saved adapter also peft's other names.
     """
@@ -314,7 +314,7 @@ class LoraConfig(PatternedRecipe):
         self, target_modules: Names | str | None, base_model_name: str, notes: Json
     ) -> dict[str, Any]:
         init = self.init_lora_weights
-        # How trained weights began is history; peft would prepare for it again.
+        # The initialisation of trained weights is irrelevant; peft would prepare for it again.
         is_plain = isinstance(init, bool) or init.lower() == "gaussian"
         fields = super().config_fields(target_modules, base_model_name, notes)
         return fields | {"init_lora_weights": init if is_plain else True}

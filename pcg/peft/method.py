@@ -2,8 +2,8 @@
 
     Y = f_B(X) + f_A(X)                                                            (FlexLLM §4.1)
 
-The compiler gives it a `Place` in a graph, for its operators, and a finetuning job gives a recipe
-the `Shards` of an adapter, for the part of training that is outside the program.
+The compiler passes a `Place` in a graph to the network, for its operators. A finetuning job passes
+the `Shards` of an adapter to a recipe, for the part of training outside the program.
 """
 
 from __future__ import annotations
@@ -63,8 +63,8 @@ class Place(Protocol):
     def dropped(self, *, keeps_dtype: bool = False) -> str:
         """Return the node's input, with the recipe's dropout in training.
 
-        It is dropped in the adapters' dtype, as peft does; with `keeps_dtype` in the base's, as the
-        base multiplies it, too.
+        Dropout is in the adapters' dtype, as in peft; with `keeps_dtype` in the base's, for a
+        product with the base's weight.
         """
 
     def set_input(self, index: int, value: str) -> None: ...
@@ -72,10 +72,10 @@ class Place(Protocol):
 
 @dataclass(frozen=True)
 class Bypass(ABC):
-    """The network of a method at a module, of an adapter or of all at that module."""
+    """The network of a method at a module, of an adapter or of all adapters at that module."""
 
     behind_bias: ClassVar[bool] = False
-    """True if its operators stand behind the bias that an adapter may have of its own."""
+    """True if its operators follow the bias that an adapter may train."""
 
     @property
     def virtual_tokens(self) -> int:
@@ -93,7 +93,7 @@ class Bypass(ABC):
 
     @abstractmethod
     def union(self, other: Self) -> Self:
-        """Return the network of two adapters, as large as the larger needs."""
+        """Return the network of two adapters, with the larger sizes."""
 
     def served(self) -> Bypass:
         """Return the network for serving, for adapters of any size."""
@@ -103,7 +103,7 @@ class Bypass(ABC):
         ...
 
     def attach(self, at: Place, y: str) -> str:
-        """Add operators behind the node; return the new value for its output `y`."""
+        """Add operators after the node; return the new value for its output `y`."""
         return y
 
 
@@ -121,10 +121,10 @@ class Shards(Protocol):
     tensors: dict[str, Tensor]
 
     def counts(self, name: str, gathered: int | None = None) -> bool:
-        """Return whether this rank counts a tensor that several have, if they sum theirs.
+        """Return whether this rank counts a tensor that several ranks have, if they sum theirs.
 
-        `gathered` is a dim, from 0, along which all have gathered the tensor, if it was split along
-        it.
+        `gathered` is a dim, from 0, along which all ranks have gathered the tensor, if it was split
+        along it.
         """
 
     def path_of(self, name: str) -> str:
@@ -136,7 +136,7 @@ class Shards(Protocol):
         """Return the range of a shard in each dim of the whole."""
 
     def sharded_dim(self, name: str) -> int | None:
-        """Return the dim that is split over ranks; None if all have the same."""
+        """Return the dim that is split over ranks; None if all ranks have the same."""
 
     def summed(self, values: Sequence[Tensor]) -> list[Tensor]:
         """Return the sums of the ranks' tensors, in an exchange; the same bits on all ranks."""
@@ -155,7 +155,7 @@ class TrainingBeside(Protocol):
     """The part of a job on an adapter that is outside the program."""
 
     def regularize(self) -> float:
-        """Add the gradient of another loss to those summed over ranks; return the loss."""
+        """Add the gradient of another loss to the gradients summed over ranks; return the loss."""
 
     def after_step(self, step: int) -> None:
         """Change the adapter after the optimizer's step, from 1; gradients are available."""
@@ -168,4 +168,4 @@ class TrainingBeside(Protocol):
         """Load the state of a checkpoint."""
 
     def finished(self, adapter: Any) -> Any:
-        """Return the adapter that the job leaves."""
+        """Return the job's final adapter."""

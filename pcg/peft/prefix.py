@@ -2,8 +2,8 @@
 
     out = softmax(scale · q [p_k, k]ᵀ) [p_v, v],   p_k: [n, keys], p_v: [n, values] of each layer
 
-They take positions 0 to n-1, and are not turned by rotary embedding. With a projection, what is
-trained is a network that makes all of them.
+They take positions 0 to n-1, without rotary embedding. With a projection, training updates a
+network that computes them.
 
     prompt_embeddings      [tokens, 2 · layers · features]
 
@@ -44,7 +44,7 @@ class PrefixBypass(VirtualTokens):
 
         k = virtual_tokens(k, p_k);  v = virtual_tokens(v, p_v)
 
-    So no other token reads the layers' results for virtual tokens.
+    No other token reads the layers' results for virtual tokens.
     """
 
     def trained_shapes(self, out: int, in_: int) -> Shapes:
@@ -116,10 +116,10 @@ class PrefixTuningConfig(VirtualTokensRecipe):
     """A prefix tuning configuration, with peft's fields and defaults.
 
     Attributes:
-        num_layers: layers of the base; None until that is known.
+        num_layers: layers of the base; None until known.
         init_weights: None, a fresh prefix is normal; "zero".
-        prefix_projection: train a network of two layers that makes the prefix.
-        encoder_hidden_size: features within it; None is as many as keys have.
+        prefix_projection: train a network of two layers that computes the prefix.
+        encoder_hidden_size: features within the network; None is the number of a key's features.
     """
 
     method: ClassVar[str] = "prefix tuning"

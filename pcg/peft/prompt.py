@@ -2,9 +2,8 @@
 
     x = [p_0 … p_{n-1}, E[t_0], E[t_1], …],   p: [n, hidden]
 
-They take positions 0 to n-1, and the sequence's tokens those behind them. Prompt tuning trains p
-itself (Lester et al. 2021); P-tuning (Liu et al. 2021) trains an encoder that makes p, of which a
-saved adapter has only p.
+They take positions 0 to n-1, before the sequence's tokens. Prompt tuning trains p itself (Lester et
+al. 2021); P-tuning (Liu et al. 2021) trains an encoder that computes p; a saved adapter only has p.
 
     prompt_embeddings      [tokens, hidden]
 
@@ -58,7 +57,7 @@ class VirtualTokensRecipe(Recipe):
     other_fields: ClassVar[Mapping[str, OtherField]] = {
         **COMMON,
         "modules_to_save": refused("whole modules trained beside the prompt"),
-        # peft fills in the base's sizes where they are null.
+        # peft replaces null by the base's sizes.
         "num_attention_heads": note(),
         "num_layers": note(),
         "token_dim": note(),
@@ -89,7 +88,7 @@ class VirtualTokensRecipe(Recipe):
 
 @dataclass(frozen=True)
 class PromptBypass(VirtualTokens):
-    """A prompt's embeddings in the rows of virtual tokens, behind the token embedding.
+    """A prompt's embeddings in the rows of virtual tokens, after the token embedding.
 
     x = virtual_tokens(embedding(ids), p)
     """
@@ -199,8 +198,8 @@ class PromptEncoderConfig(PromptRecipe):
     """A P-tuning configuration, with peft's fields and defaults.
 
     Attributes:
-        encoder_reparameterization_type: the network that makes the prompt: MLP or LSTM.
-        encoder_hidden_size: features within it; None is as many as an embedding has.
+        encoder_reparameterization_type: the network that computes the prompt: MLP or LSTM.
+        encoder_hidden_size: features within the network; None is the size of an embedding.
         encoder_num_layers: layers of an LSTM.
         encoder_dropout: dropout between the layers of an LSTM; not for an MLP.
     """
@@ -224,6 +223,6 @@ class PromptEncoderConfig(PromptRecipe):
     @property
     def encoder(self) -> PromptEncoder:
         tokens, hidden = self.prompt_tokens, self.encoder_hidden_size
-        if self.encoder_reparameterization_type == MLP:  # which has three layers and no dropout
+        if self.encoder_reparameterization_type == MLP:  # it has three layers and no dropout
             return PromptEncoder(MLP, tokens, hidden)
         return PromptEncoder(LSTM, tokens, hidden, self.encoder_num_layers, self.encoder_dropout)

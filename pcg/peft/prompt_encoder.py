@@ -33,9 +33,9 @@ if TYPE_CHECKING:
 
 MLP, LSTM, PREFIX = "MLP", "LSTM", "PREFIX"
 KEY = "prompt_embeddings"
-"""The key of what an encoder makes in an adapter's file."""
+"""The key of an encoder's output in an adapter's file."""
 _SEEDING = Lock()
-"""Networks are seeded by torch's own generator, which several threads share."""
+"""Lock of torch's own generator, which seeds networks and is shared by threads."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,10 +45,10 @@ class PromptEncoder:
     Attributes:
         kind: MLP, LSTM or PREFIX.
         tokens: virtual tokens.
-        hidden: features within; None is the width.
-        layers: layers of the LSTM; the others have a fixed number.
+        hidden: features within the encoder; None is the width.
+        layers: layers of the LSTM; other encoders have a fixed number.
         dropout: dropout between the layers of the LSTM.
-        makes_zeros: True if a fresh encoder makes zeros.
+        makes_zeros: True if a fresh encoder outputs zeros.
     """
 
     kind: str
@@ -59,12 +59,13 @@ class PromptEncoder:
     makes_zeros: bool = False
 
     def widths(self, shapes: Sequence[tuple[int, int]]) -> tuple[int, int, int]:
-        """Return the features of an embedding, within, and of the output.
+        """Return the features of an embedding, within the encoder, and of the output.
 
         Args:
             shapes: (out, in) of the token embedding, or (values, keys) of each layer.
         Raises:
-            AdapterError: values are not as wide as keys, or layers differ; peft has no such prefix.
+            AdapterError: values and keys differ in width, or layers differ; peft has no such
+                prefix.
         """
         width = shapes[0][1]
         if self.kind == PREFIX and any(shape != (width, width) for shape in shapes):
@@ -153,7 +154,7 @@ def _made(encoder: PromptEncoder, network: Any) -> Tensor:
 
     x = network["embedding"].weight
     if encoder.kind == LSTM:
-        # cuDNN would have its parameters in one piece of memory, and warns at each call.
+        # cuDNN wants contiguous parameters, and warns at each call.
         with torch.backends.cudnn.flags(enabled=False):
             x = network["lstm_head"](x.unsqueeze(0))[0]
     prompt: Tensor = network["transform" if encoder.kind == PREFIX else "mlp_head"](x)
@@ -161,13 +162,13 @@ def _made(encoder: PromptEncoder, network: Any) -> Tensor:
 
 
 def made_by_encoder(recipe: Any, tensors: Mapping[str, Tensor]) -> Mapping[str, ModuleWeights]:
-    """Return the weights, by path, that the recipe's encoder makes with these parameters."""
+    """Return the weights, by path, that the recipe's encoder computes with these parameters."""
     prompt = _made(recipe.encoder, _bound_network(recipe.encoder, tensors)).detach()
     return recipe.weights.read_whole({KEY: prompt}, recipe)  # type: ignore[no-any-return]
 
 
 class EncodedTraining:
-    """The encoder of an adapter that is trained.
+    """The encoder of an adapter in training.
 
     Attributes:
         parameters: the trained tensors, by name, in the memory of the adapter's tensors.
@@ -188,7 +189,7 @@ class EncodedTraining:
         }
 
     def make(self) -> None:
-        """Make the weights, before a forward."""
+        """Compute the weights, before a forward."""
         import torch
 
         with torch.enable_grad():
@@ -200,7 +201,7 @@ class EncodedTraining:
                 tensor.copy_(value)
 
     def publish(self) -> None:
-        """Make the weights again, after the parameters have changed."""
+        """Recompute the weights, after the parameters have changed."""
         self.make()
         self._made = ()
 

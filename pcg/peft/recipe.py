@@ -44,7 +44,7 @@ class OtherField:
     Attributes:
         default: the value that peft writes.
         feature: in words, the feature that it turns on, which pcg lacks; empty for none.
-        is_note: True if it changes nothing, and is written back as it was read.
+        is_note: True if it changes nothing, and is written back unchanged.
         is_written: True if peft writes it.
     """
 
@@ -72,27 +72,27 @@ COMMON: Mapping[str, OtherField] = {
     "revision": note(),
     "task_type": note(),
 }
-"""The fields of every method of peft's."""
+"""The fields of all peft methods."""
 OF_LAYERS: Mapping[str, OtherField] = {
     **COMMON,
-    "fan_in_fan_out": note(False),  # how the base stores its weight: peft needs it to merge
+    "fan_in_fan_out": note(False),  # the base's weight layout: peft needs it to merge
     "modules_to_save": refused("whole modules trained beside the adapter"),
 }
-"""The fields of most methods of peft's that adapt modules."""
+"""The fields of most peft methods that adapt modules."""
 OF_PCG: Mapping[str, OtherField] = {
     "base_model_name_or_path": OtherField(),
     "inference_mode": note(True),
 }
-"""The fields of methods that peft does not have."""
+"""The fields of methods that peft lacks."""
 
 
 def saved_as(name: str, default: Any) -> Any:
-    """Return a field that a program's manifest has under another name than peft's."""
+    """Declare a field that a program's manifest has under another name than peft."""
     return field(default=default, metadata={"saved": name})
 
 
 _INTS = 2**31
-"""Sizes of tensors end before it."""
+"""Exclusive upper bound of tensor sizes."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,7 +109,7 @@ class Recipe(ABC):
     """The method's name in adapter_config.json."""
     weights: ClassVar[type[ModuleWeights]]
     shorthands: ClassVar[Mapping[str, Mapping[str, Any]]]
-    """Words that stand for recipes with the usual sizes, and their fields."""
+    """Words for recipes with the usual sizes, and their fields."""
     other_fields: ClassVar[Mapping[str, OtherField]] = OF_LAYERS
     rank_field: ClassVar[str] = ""
     """The field that is the rank of modules."""
@@ -133,7 +133,7 @@ class Recipe(ABC):
 
     @property
     def is_all_linear(self) -> bool:
-        """True if all linear modules but the output layer are adapted."""
+        """True if all linear modules except the output layer are adapted."""
         targets = self.target_modules
         return isinstance(targets, str) and targets.lower() == ALL_LINEAR
 
@@ -150,13 +150,13 @@ class Recipe(ABC):
 
     @property
     def rank(self) -> int | None:
-        """The rank of modules that no pattern gives another rank; None for methods without."""
+        """The rank of modules that no pattern overrides; None for methods without ranks."""
         rank: int | None = getattr(self, self.rank_field) if self.rank_field else None
         return rank
 
     @property
     def one_rank(self) -> int | None:
-        """The rank of all modules; None if they differ, or have none."""
+        """The rank of all modules; None if ranks differ or the method has none."""
         return self.rank
 
     def with_rank(self, rank: int) -> Self:
@@ -175,7 +175,7 @@ class Recipe(ABC):
 
     @property
     def encoder(self) -> PromptEncoder | None:
-        """The network that is trained in place of its output; None for most methods."""
+        """The network that is trained instead of its output; None for most methods."""
         return None
 
     # ------------------------------------------------------------------------------------- sites
@@ -213,7 +213,7 @@ class Recipe(ABC):
     def resolved(
         self, paths: Names, output_layer: str | None = None, model_type: str | None = None
     ) -> Self:
-        """Return the recipe with modules named so that they are the same without the model."""
+        """Return the recipe with module names that select the same modules without the model."""
         return self
 
     def trains_bias(self, module: str, adapted: Collection[str]) -> bool:
@@ -223,14 +223,14 @@ class Recipe(ABC):
     def trained_shapes(
         self, bypasses: Mapping[str, Bypass], shapes: Mapping[str, tuple[int, int]]
     ) -> Shapes:
-        """Return the shapes of all trained tensors but biases."""
+        """Return the shapes of all trained tensors except biases."""
         trained = (bypass.trained_shapes(*shapes[path]) for path, bypass in bypasses.items())
         return tuple(chain.from_iterable(trained))
 
     # ---------------------------------------------------------------------------------- training
 
     trains_beside: ClassVar[bool] = False
-    """True if a job does something outside the program: `training_beside`."""
+    """True if a job has work outside the program: `training_beside`."""
 
     def for_job(self, total_steps: int) -> Self:
         """Return the recipe with the values that a job of `total_steps` fixes."""
@@ -242,7 +242,7 @@ class Recipe(ABC):
         return {}
 
     def training_beside(self, shards: Shards, total_steps: int) -> TrainingBeside | None:
-        """Return the part of a job that is outside the program; None for most methods.
+        """Return the part of a job outside the program; None for most methods.
 
         Raises:
             FinetuneError: such an adapter cannot be trained.
@@ -253,7 +253,7 @@ class Recipe(ABC):
 
     @classmethod
     def from_config(cls, config: Json, *, saved: bool) -> Self:
-        """Return the recipe of fields as in adapter_config.json; `saved` ones are of saved weights.
+        """Return the recipe of fields as in adapter_config.json; `saved` if they belong to weights.
 
         Raises:
             UnsupportedError: a feature that pcg lacks, by name.
@@ -346,7 +346,7 @@ class Recipe(ABC):
 
 
 def _note_names(cls: type[Recipe]) -> list[str]:
-    # One of peft's may be there though the method's own configuration has none of it.
+    # peft's field may be present even if the method's own configuration lacks it.
     others = {**COMMON, "fan_in_fan_out": note(), **cls.other_fields}
     return [name for name, other in others.items() if other.is_note]
 
@@ -358,7 +358,7 @@ def _plain(name: str, value: Any) -> Any:
         return (value,) if value else ()
     if name == "layers_to_transform" and type(value) is int:
         return (value,)
-    if isinstance(value, set | frozenset):  # which has no order
+    if isinstance(value, set | frozenset):  # sets have no order
         return tuple(sorted(value))
     return tuple(value) if isinstance(value, list) else value
 

@@ -20,9 +20,9 @@ RECIPES: Mapping[str, type[Recipe]] = {each.peft_type: each for each in _CLASSES
 SHORTHANDS: Mapping[str, Recipe] = {
     word: each(**fields) for each in _CLASSES for word, fields in each.shorthands.items()
 }
-"""Recipes that a word stands for, with the usual sizes."""
+"""Recipes with the usual sizes, by their word."""
 _KINDS = {kind: of for each in _CLASSES for kind, of in each.weights.kinds.items()}
-# What a recipe has no field for, and every recipe of a manifest once had.
+# Fields without a recipe's equivalent, which every recipe of a manifest once had.
 _ONCE_FIELDS = (
     "bias", "dropout", "exclude_modules", "layers_pattern", "layers_to_transform", "target_modules",
 )  # fmt: skip

@@ -1,8 +1,8 @@
-"""Recipes that name modules; each of these gets a bypass network.
+"""Recipes that name modules; each named module gets a bypass network.
 
 Modules are matched by their full path, such as `model.layers.3.self_attn.q_proj`, as peft matches
-them (peft 0.21.2: `check_target_module_exists`, `get_pattern_key`), so that a recipe means the same
-modules in both. A name or a pattern that matches nothing is an error, where peft may only warn.
+them (peft 0.21.2: `check_target_module_exists`, `get_pattern_key`), so that a recipe selects the
+same modules in both. A name or a pattern without a match is an error, where peft may only warn.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from pcg.peft.method import Bypass
 from pcg.peft.recipe import ALL_LINEAR, Names, Recipe
 from pcg.units import is_finite
 
-# model_type -> the modules that most methods adapt where a recipe names none; the decoders among
+# model_type -> the default modules of most methods; the decoders among
 # TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING in peft 0.21.2 (peft/utils/constants.py).
 _QUERY_AND_VALUE = (
     "gemma", "gemma2", "gemma3_text", "gpt_neo", "gptj", "llama", "mistral", "mixtral", "opt",
@@ -46,9 +46,9 @@ FAMILY_TARGETS: Mapping[str, Names] = {
 
 
 _MOST_ENTRIES = 16_384
-"""Names, patterns or layers in one field; more than a model has linear modules."""
+"""Maximum number of names, patterns or layers in a field; models have fewer linear modules."""
 _MOST_REGEXES = 256
-"""Those of the patterns in one field that no plain path is: each is matched with all modules."""
+"""Maximum number of patterns in a field that are not plain paths: each tests all modules."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,14 +56,14 @@ class TargetedRecipe(Recipe):
     """A configuration of a method that adapts modules by their names.
 
     Attributes:
-        target_modules: names, each matching modules with the path `name` or `….name`; or a
-            regex for the whole path; or "all-linear", all but the output layer; or None, the usual
+        target_modules: names, each matching modules with the path `name` or `….name`; or a regex
+            for the whole path; or "all-linear", all except the output layer; or None, the default
             modules of the family.
     """
 
     biases: ClassVar[Names] = ("none",)
     family_targets: ClassVar[Mapping[str, Names]] = {}
-    """model_type -> the modules adapted where a recipe names none."""
+    """model_type -> the adapted modules if a recipe names none."""
     patterns: ClassVar[Names] = ()
     """Fields whose keys are regexes for the end of an adapted module's path."""
 
@@ -123,10 +123,10 @@ class TargetedRecipe(Recipe):
         return None
 
     def for_family(self, model_type: str | None) -> Self:
-        """Return the recipe with the family's usual targets if it names none.
+        """Return the recipe with the family's default targets if it names none.
 
         Raises:
-            AdapterError: it names none, and the model_type has no usual ones.
+            AdapterError: it names none, and the model_type has no defaults.
         """
         if self.target_modules is not None:
             return self
@@ -146,7 +146,7 @@ class TargetedRecipe(Recipe):
     def resolved(
         self, paths: Names, output_layer: str | None = None, model_type: str | None = None
     ) -> Self:
-        """Return the recipe with names as targets, which mean the same modules without the model.
+        """Return the recipe with names as targets, which select the same modules without the model.
 
         The names are last components of paths if those select the same of `paths`, else paths.
         """
@@ -157,7 +157,7 @@ class TargetedRecipe(Recipe):
         names = tuple(sorted({path.rpartition(".")[2] for path in adapted}))
         short = dataclasses.replace(recipe, target_modules=names)
         selected = [path for path in paths if short.bypass(path) is not None]
-        # A number names an entry of a list: layers as well as linear modules.
+        # A number names a list's entry: layers as well as linear modules.
         if selected == adapted and not any(name.isdigit() for name in names):
             return short
         return dataclasses.replace(recipe, target_modules=tuple(adapted))
@@ -236,8 +236,8 @@ class PatternedRecipe(LayeredRecipe):
     """A configuration with a rank and an alpha, which some modules may override.
 
     Attributes:
-        rank_pattern: regexes for the end of a path -> rank; the first that matches counts.
-        alpha_pattern: the same for alpha.
+        rank_pattern: regexes for the end of a path -> rank; the first match counts.
+        alpha_pattern: regexes for the end of a path -> alpha; the first match counts.
     """
 
     patterns: ClassVar[Names] = ("rank_pattern", "alpha_pattern")

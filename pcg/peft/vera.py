@@ -116,12 +116,12 @@ class VeraConfig(TargetedRecipe):
     Attributes:
         layers_to_transform: the only adapted layers; None is all. Not with a regex.
         layers_pattern: names of the module list that a layer's index follows; None is any.
-        bias: trained biases of the base: "none", "all", or "vera_only", those of the
-            adapted modules.
+        bias: trained biases of the base: "none", "all", or "vera_only", those of the adapted
+            modules.
         vera_dropout: probability that an element of a module's input is dropped in training.
         r: the rank of the shared matrices.
         projection_prng_key: the seed of the shared matrices.
-        save_projection: save them in the adapter's file; else they are drawn again.
+        save_projection: save the shared matrices in the adapter's file; otherwise they are redrawn.
         d_initial: the initial value of λ_d.
         init_weights: True, λ_d constant and λ_b zero, which changes nothing; False, normal and
             ones.

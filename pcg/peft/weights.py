@@ -21,14 +21,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ParameterKind:
-    """A kind of parameters, which is the last component of their source, in all adapters.
+    """A kind of parameters of all adapters, named by the last component of their source.
 
     Attributes:
-        fill: the value of missing entries, with which nothing changes.
-        rank_dim: the dim of a trained factor that is as long as the rank, or the bottleneck.
-        is_factor: True for a matrix of a low-rank product: A [rank, in], or B [out, rank], of which
-            serving has the transpose.
-        is_costly: True if serving's needs a pass over the base's weight, once an adapter.
+        fill: the value of missing entries, which changes nothing.
+        rank_dim: the dim of a trained factor with the size of the rank, or of the bottleneck.
+        is_factor: True for a matrix of a low-rank product: A [rank, in], or B [out, rank]; serving
+            has its transpose.
+        is_costly: True if the serving form needs a pass over the base's weight, once per adapter.
     """
 
     fill: float = 0.0
@@ -38,12 +38,12 @@ class ParameterKind:
 
     @property
     def is_down(self) -> bool:
-        """True of A."""
+        """True for A."""
         return self.is_factor and self.rank_dim == 0
 
     @property
     def is_up(self) -> bool:
-        """True of B."""
+        """True for B."""
         return self.is_factor and self.rank_dim == 1
 
 
@@ -84,7 +84,7 @@ class AdapterWeight:
 
 
 class Draw:
-    """Fresh float32 tensors of a generator."""
+    """Draws fresh float32 tensors from a generator."""
 
     def __init__(self, seed: int) -> None:
         import torch
@@ -115,13 +115,13 @@ class ModuleWeights(ABC):
     """The weights of a module; every field that is a tensor is trained."""
 
     suffixes: ClassVar[tuple[str, ...]] = ()
-    """The ends of keys in a file, behind the module's path."""
+    """Suffixes of keys in a file, after the module's path."""
     shared_names: ClassVar[tuple[str, ...]] = ()
     """Names of the tensors that all modules of an adapter share."""
     whole_keys: ClassVar[tuple[str, ...]] = ()
-    """Keys of a file that name no module, where the method stores its weights so."""
+    """Keys of a file that name no module, for methods that store their weights in this way."""
     kinds: ClassVar[Mapping[str, ParameterKind]] = {}
-    """The kinds of `parameters` and of `served` that no other method has first."""
+    """The kinds of `parameters` and of `served` that this method defines first."""
 
     @classmethod
     @abstractmethod
@@ -150,7 +150,7 @@ class ModuleWeights(ABC):
 
     @classmethod
     def read(cls, path: str, parts: Mapping[str, Tensor], recipe: Any) -> Self:
-        """Return the weights of the module at `path`, of a file's tensors by suffix.
+        """Return the weights of the module at `path`, from a file's tensors by suffix.
 
         Raises:
             AdapterError: a part is missing, has an impossible shape, or is not the recipe's.
@@ -164,7 +164,7 @@ class ModuleWeights(ABC):
         return cls(*tensors)
 
     def checked(self, path: str, recipe: Any) -> Self:
-        """Return these weights. AdapterError: they do not match each other or the recipe."""
+        """Return these weights; AdapterError if they do not match each other or the recipe."""
         present, bypass = self.bypass, recipe.bypass_at(path)
         expected = present.trained_shapes(*(size or 0 for size in self.module_shape))
         if tuple(tuple(tensor.shape) for tensor in self.tensors) != expected:
@@ -181,7 +181,7 @@ class ModuleWeights(ABC):
 
     @classmethod
     def read_whole(cls, parts: Mapping[str, Tensor], recipe: Any) -> Mapping[str, Self]:
-        """Return the weights, by path, of a file's tensors under `whole_keys`, which are not empty.
+        """Return the weights, by path, from a file's tensors under the non-empty `whole_keys`.
 
         Raises:
             AdapterError: a tensor has an impossible shape, or is not the recipe's.
@@ -216,12 +216,12 @@ class ModuleWeights(ABC):
 
     @property
     def rank(self) -> int:
-        """The rank of LoRA in serving; 0 without."""
+        """The rank of LoRA in serving; 0 without LoRA."""
         return 0
 
     @property
     def inner_size(self) -> int:
-        """The size between the matrices of serving; 0 without such."""
+        """The size between the matrices of serving; 0 without matrices."""
         return self.rank
 
     @property
@@ -269,7 +269,7 @@ def _weight(trained: AdapterWeight, around: Around) -> Tensor:
 
 
 def partners(path: str, parts: Mapping[str, Tensor], suffixes: Sequence[str]) -> list[Tensor]:
-    """Return the tensors of a module. AdapterError: a tensor is missing, or a number."""
+    """Return the tensors of a module; AdapterError if a tensor is missing, or a number."""
     for suffix in suffixes:
         if suffix not in parts:
             raise AdapterError(f"no {path}.{suffix}, the partner of another tensor there")
