@@ -193,7 +193,6 @@ class WorkloadOptions(AdapterOptions):
         return (Bursty if self.arrivals == "bursty" else Gamma)(rate_per_s, self._cv)
 
     def _spread(self, workload: Workload) -> Workload:
-        """Assign the requests to the adapters."""
         if not self.adapters:
             return workload
         from pcg.simulate.synthetic import assign_adapters
@@ -459,7 +458,6 @@ def _executor(model: str, how: BenchOptions, compiling: Any, seed: int) -> Execu
 
 
 def _finetune(engine: Engine, source: str, training: FinetuningOptions, seed: int) -> None:
-    """Submit a finetuning job that never ends by itself."""
     from random import Random
 
     from pcg.peft.lora import LoraConfig

@@ -149,7 +149,6 @@ def _bound_network(encoder: PromptEncoder, tensors: Mapping[str, Tensor]) -> nn.
 
 
 def _made(encoder: PromptEncoder, network: Any) -> Tensor:
-    """Return the network's output, [tokens, out]."""
     import torch
 
     x = network["embedding"].weight

@@ -310,7 +310,6 @@ class Recipe(ABC):
 
     @classmethod
     def _defaults(cls) -> dict[str, Any]:
-        """Return the recipe's fields and their defaults in adapter_config.json."""
         return {
             each.name: each.default
             if each.default_factory is dataclasses.MISSING

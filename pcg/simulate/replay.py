@@ -128,7 +128,6 @@ def _requests(
     prefix_tokens: int,
     most_positions: int | None,
 ) -> list[Request]:
-    """Return the requests with their prompts, before the clock runs."""
     missing = [name for name in workload.adapters if name not in adapters]
     if missing:
         raise BenchmarkError(

@@ -528,7 +528,6 @@ class Evaluation:
             raise self._refused(node, f"its mask compares positions of factors {rows | columns}")
 
     def _note(self, node: Node) -> None:
-        """Record the constants combined with a node's positions."""
         numbers: list[tuple[float, ...]] = []
         for argument in (*node.args, *node.kwargs.values()):
             if isinstance(argument, Node) and argument in self._positional | self._scored:

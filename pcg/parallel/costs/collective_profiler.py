@@ -57,7 +57,6 @@ def measure_collectives(
 
 
 def _rank(rank: int, degree: int, backend: str, directory: str, sizes: tuple[int, ...]) -> None:
-    """Measure as a rank; the first rank writes the times."""
     torch.set_num_threads(1)
     device = torch.device("cuda", rank) if backend == "nccl" else torch.device("cpu")
     if device.type == "cuda":

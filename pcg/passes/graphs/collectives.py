@@ -207,7 +207,6 @@ class _Order:
                 at -= self._move(place, at)
 
     def _run_before_reader(self, collective: Node) -> None:
-        """Move independent nodes before the collective's first reader."""
         at = self.nodes.index(collective)
         first = first_reader(self.nodes, at, collective)
         for place in range(first + 1, len(self.nodes)):
