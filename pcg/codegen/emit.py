@@ -127,7 +127,7 @@ def _beginning(node: Node, expressions: Mapping[str, str]) -> list[str]:
 def _waiting(
     items: Sequence[Item], waited: Mapping[int, int], index: int, expressions: Mapping[str, str]
 ) -> list[str]:
-    """Wait for the collectives whose first reader is the item at an index."""
+    """Wait for the collectives that the item at an index reads first."""
     lines = []
     for begun in (items[place] for place, first in waited.items() if first == index):
         assert isinstance(begun, Node)
@@ -270,5 +270,5 @@ def _pieces(functions: Sequence[Function]) -> Iterator[str]:
 
 
 def _quoted(title: str) -> str:
-    """Sanitize a title so that it cannot end its docstring: a model's name is untrusted code."""
+    """Sanitize a title so that it cannot end its docstring: model names are untrusted."""
     return "".join(c if c.isprintable() and c not in '"\\' else "_" for c in title)

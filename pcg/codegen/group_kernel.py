@@ -1,7 +1,7 @@
 """Emission of the Triton kernel of a group of nodes, and of the decorator that launches it.
 
 A group is a function over a grid of row blocks and column blocks. Groups that run side by side are
-separate functions, and the kernel calls one of them:
+separate functions, and each program calls its own:
 
     program = program_id        part i runs where first_i <= program < first_(i + 1)
 """

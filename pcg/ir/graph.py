@@ -82,7 +82,7 @@ class Node:
 
     @property
     def output(self) -> Value:
-        """The first output, the only one of most operators."""
+        """The first output; most operators have no other."""
         return self.outputs[0]
 
     @property

@@ -40,7 +40,7 @@ def is_module(path: str) -> bool:
 
 
 def ends_in(path: str, names: Iterable[str]) -> bool:
-    """Return whether the path ends in `.name` for one of the names."""
+    """Return whether the path ends in `.name` for any of the names."""
     return path.endswith(tuple(f".{name}" for name in names))
 
 

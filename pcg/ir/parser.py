@@ -459,7 +459,7 @@ class _Parser(TokenReader):
         return self._bounded(FUNCTIONS[name](*arguments), token)
 
     def _nested(self, read: Callable[[], _Read], *closing: str) -> _Read:
-        """Read by `read`, then one of the operators that may follow."""
+        """Read by `read`, then an operator that may follow."""
         self._depth += 1
         if self._depth > DEEPEST_NESTING:
             self.fail(f"a size of at most {DEEPEST_NESTING} levels of parentheses")

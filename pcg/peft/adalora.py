@@ -5,7 +5,7 @@
 
 Each row of A, with its E and its column of B, is a triplet. All modules begin with the same rank;
 training leaves as many triplets of the whole adapter as `target_r` of each module would be, and
-`rank_pattern` says which.
+`rank_pattern` lists them.
 
     base_model.model.<module>.lora_A      [rank, in]
     base_model.model.<module>.lora_B      [out, rank]

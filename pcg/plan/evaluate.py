@@ -255,7 +255,7 @@ def sharing(training: Training, most: int) -> list[int]:
 
 
 def too_large(machine: Machine, weights: int, usable_bytes: int) -> Candidate:
-    """Return a candidate whose memory cannot hold its part of the weights."""
+    """Return a candidate without enough memory for its part of the weights."""
     memory = {**dict.fromkeys(KINDS, 0), "weights": weights, "total": weights}
     promise = Promise("memory", usable_bytes / GIB, weights / GIB)
     return Candidate(machine, None, memory, usable_bytes, promises=(promise,))

@@ -150,7 +150,7 @@ class ServingSteps:
         return rate_per_s * min(self._request_seconds(requests, q) for q in self.prompts)
 
     def most_rate(self, keeps: Callable[[Load], bool]) -> float:
-        """Return the highest rate whose steady state meets a condition; 0 if none does."""
+        """Return the highest rate with a steady state that meets a condition, or 0."""
 
         def is_kept(rate_per_s: float) -> bool:
             load = self.load(rate_per_s)

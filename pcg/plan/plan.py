@@ -74,7 +74,7 @@ class Search:
 
     @property
     def planned_for(self) -> str | None:
-        """The costs that place adapters on ranks; None with one rank or no adapters."""
+        """The costs that place adapters on ranks; None for tp=1 or without adapters."""
         if max(self._options.degrees) == 1 or not self._recipes:
             return None
         costs = self._options.costs
@@ -236,7 +236,7 @@ def plan(arguments: PlanArguments) -> MachinePlan:
 
 
 def _check_options(options: MachineOptions) -> None:
-    """Refuse optimizer options that are separate fields of a job."""
+    """Refuse optimizer options that a job has as separate fields."""
     for name in FIELDS:
         if name in (options.optimizer_options or {}):
             raise UnsupportedError(

@@ -32,7 +32,7 @@ class PlanData:
         kept: the number of machines that keep all promises.
         front: the Pareto front, in order of cost.
         chosen: the cheapest machine that keeps all promises, and the best of equal cost; or None.
-        closest: if no machine keeps all promises, the machine that comes closest.
+        closest: if no machine keeps all promises, the machine with the least shortfall.
         refused: reasons why degrees are impossible, by degree.
         tpot_slo_s: the promised time per output token, or None.
     """

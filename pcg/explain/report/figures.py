@@ -47,7 +47,7 @@ def _layer_labels(moments: Sequence[Moment], x: Axis, bottom: float) -> list[str
     layers = sum(moment.label.startswith("forward") for moment in moments)
     for place, moment in enumerate(moments):
         phase, _, layer = moment.label.partition(" ")
-        if phase != "again":  # again is a part of backward
+        if phase != "again":  # `again` moments are within backward
             phases.setdefault(phase, []).append(place)
             if layer and int(layer) % max(1, layers // 4) == 0:
                 parts.append(charts.text(x(place), bottom + 15, layer))

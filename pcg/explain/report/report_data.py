@@ -290,7 +290,7 @@ class ReportData:
         return self.stage("fp8") or self.stage("compressed")
 
     def stage(self, name: str) -> Stage | None:
-        """Return the stage of a name, if there is one."""
+        """Return the stage of a name, or None."""
         return next((stage for stage in self.activations if stage.stage == name), None)
 
     def to_json(self) -> dict[str, Any]:

@@ -46,7 +46,7 @@ class Builder:
         return name
 
     def parameter(self, parameter: Parameter) -> str:
-        """Add a parameter; adding the same one again is a no-op."""
+        """Add a parameter; a repeated addition is a no-op."""
         if parameter.name not in self.parameters:
             self._define(parameter.name, parameter.type)
             self.parameters[parameter.name] = parameter

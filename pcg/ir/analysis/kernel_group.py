@@ -52,7 +52,7 @@ class KernelGroup:
 
     @cached_property
     def deferred(self) -> tuple[str, ...]:
-        """Inputs that are deferred LoRA summands, which are not in memory."""
+        """Inputs that stand for deferred LoRA summands, not in memory."""
         summands = {node.inputs[1] for node in self.nodes if node.op == "add_deferred"}
         return tuple(name for name in self.inputs if name in summands)
 
