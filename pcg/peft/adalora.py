@@ -14,27 +14,27 @@ training leaves as many triplets of the whole adapter as `target_r` of each modu
 A file holds the triplets that `rank_pattern` in its configuration keeps.
 
 Training, outside the program. With P = A or Bᵀ [r, m] of each of n matrices, G = P Pᵀ and ||·|| the
-Frobenius norm, a loss in addition to the data's draws A and B towards orthogonal rows and columns:
+Frobenius norm, a loss in addition to the data's makes the rows of A and columns of B orthogonal:
 
     R = weight / n · Σ ||G - I||                                               (§3.1, eq. 4)
     ∂R/∂P = weight / n · 2 (G - I) P / ||G - I||                               0 where G = I
 
-Over ranks of the group, which hold shards P_i of m's entries, G is the sum of P_i P_iᵀ over all, in
-an exchange of r² numbers a matrix; each then has its part of the gradient by its own P_i. Rows that
-they have parts of are gathered before.
+If ranks of the group hold shards P_i of m's entries, G is the sum of P_i P_iᵀ over all ranks, in an
+exchange of r² numbers per matrix; each rank then computes the gradient of its P_i. Split rows are
+gathered before.
 
-After step t of the optimizer, with each parameter w and its gradient g as it was clipped,
+After step t of the optimizer, with each parameter w and its clipped gradient g,
 
     I = |w g|;   Ī = β₁ Ī + (1 - β₁) I;   U = β₂ U + (1 - β₂) |I - Ī|          (§3.2, eq. 8-10)
     score of a triplet = Ī U of its E + the means of Ī U of its row of A and column of B
 
-and where t is due, E of the triplets outside the budget, those with the lowest scores, is zero:
+and if an allocation is due at t, E of the triplets with the lowest scores, beyond the budget, is 0:
 
     budget(t) = target + (start - target) (1 - (t - before) / (last - before))³         (§3.3)
 
-From the last step on the same triplets stay zero. E of the others may grow again until then. Each
-rank of the group has Ī and U of its shards. A mean is a sum over the shards of all, in an exchange
-of only the scores, so all have the same scores and zero the same triplets.
+Until step `last`, the E of a zeroed triplet may grow again; afterwards the set of zeroed triplets is
+fixed. Each rank of the group has Ī and U of its shards. A mean is a sum over all shards; only scores
+are exchanged, so all ranks have the same scores and zero the same triplets.
 
 torch is imported in the functions that compute, so that recipes are read without it.
 
