@@ -32,9 +32,9 @@ and if an allocation is due at t, E of the triplets with the lowest scores, beyo
 
     budget(t) = target + (start - target) (1 - (t - before) / (last - before))³         (§3.3)
 
-Until step `last`, the E of a zeroed triplet may grow again; afterwards the set of zeroed triplets is
-fixed. Each rank of the group has Ī and U of its shards. A mean is a sum over all shards; only scores
-are exchanged, so all ranks have the same scores and zero the same triplets.
+Until step `last`, the E of a zeroed triplet may grow again; afterwards the zeroed triplets are fixed.
+Each rank of the group has Ī and U of its shards. A mean is a sum over all shards; ranks exchange
+only scores, so all have the same scores and zero the same triplets.
 
 torch is imported in the functions that compute, so that recipes are read without it.
 
