@@ -32,7 +32,7 @@ and if an allocation is due at t, E of the triplets with the lowest scores, beyo
 
     budget(t) = target + (start - target) (1 - (t - before) / (last - before))³         (§3.3)
 
-Until step `last`, the E of a zeroed triplet may grow again; afterwards the zeroed triplets are fixed.
+Until step `last`, the E of a zeroed triplet may grow again; afterwards the zeroed set is fixed.
 Each rank of the group has Ī and U of its shards. A mean is a sum over all shards; ranks exchange
 only scores, so all have the same scores and zero the same triplets.
 
