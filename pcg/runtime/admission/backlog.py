@@ -1,8 +1,8 @@
-"""The backlog: the number of waiting requests, for each tenant and in all, and its limits.
+"""The backlog: the number of waiting requests, by tenant and in total, and its limits.
 
 Arrivals are requests that were sent to an engine's thread and are not in the engine yet. The thread
-handles calls in the order of sending, but a tenant with a name has at most eight requests sent at a
-time; its others are held back, so that a flood stands before no other tenant's requests.
+handles calls in order, but a named tenant has at most eight requests in this queue; its further
+requests are held back, so that a flood does not delay other tenants' requests.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ from pcg.units import shown
 
 @dataclass(frozen=True)
 class QueueLimits:
-    """The most that may wait in an engine; further requests are refused by a `QueueFullError`.
+    """Limits of waiting requests; further requests are refused by a `QueueFullError`.
 
-    A request is accepted while no other waits, however long its prompt is. None is for no limit.
+    A request of any length is accepted while no other request waits. None means no limit.
 
     Attributes:
-        requests: the most requests; each continuation (`n` or `best_of`) counts.
-        tokens: the most tokens of their prompts.
-        tenant_requests: the most requests of one tenant with a name.
-        tenant_tokens: the most tokens of the prompts of one tenant.
+        requests: maximum number of requests; each continuation (`n` or `best_of`) counts.
+        tokens: maximum number of tokens of the prompts.
+        tenant_requests: maximum number of requests of a named tenant.
+        tenant_tokens: maximum number of tokens of the prompts of a named tenant.
     Raises:
-        GenerationError: a limit is no int of at least 1.
+        GenerationError: a limit is not an int of at least 1.
     """
 
     requests: int | None = 4096
@@ -53,8 +53,8 @@ UNLIMITED = QueueLimits(None, None, None, None)
 class Backlog:
     """Counts the waiting requests and their tokens.
 
-    Preempted requests and continuations of a computed prompt were accepted already and do not
-    count: else a tenant could fill the queue beyond its limit.
+    Preempted requests and continuations of a computed prompt do not count, as they were already
+    accepted.
     """
 
     def __init__(self, limits: QueueLimits) -> None:
@@ -72,15 +72,15 @@ class Backlog:
         return self._requests.get(tenant, 0) if tenant else self.requests
 
     def add(self, sequence: Sequence) -> None:
-        """Count a request that waits from now on."""
+        """Count a request that starts to wait."""
         self._count(sequence, 1)
 
     def remove(self, sequence: Sequence) -> None:
-        """Count a request that waits no more."""
+        """Stop counting a request that waits no more."""
         self._count(sequence, -1)
 
     def clear(self) -> None:
-        """Count no request."""
+        """Reset all counts."""
         self.requests = self.tokens = 0
         self._requests.clear()
         self._tokens.clear()
@@ -98,7 +98,7 @@ class Backlog:
             del self._requests[tenant], self._tokens[tenant]
 
     def why_full(self, request: Request) -> QueueFullError | None:
-        """Return the error that refuses a request; None if there is room for it."""
+        """Return the error that refuses a request; None to accept it."""
         limits, tenant, came = self.limits, request.tenant, request.params.width
         counts = [(self.requests, limits.requests, self.tokens, limits.tokens, "")]
         if tenant:
@@ -129,19 +129,19 @@ def new_requests(sequence: Sequence) -> int:
 
 
 Call = TypeVar("Call")
-"""Gives a request to the engine."""
+"""A call that submits a request to the engine."""
 
 _AT_ONCE = 8
-"""Requests of a tenant that are sent to the thread at once."""
+"""Maximum number of a tenant's requests in the thread's queue."""
 
 
 class Arrivals(Generic[Call]):
-    """The requests on their way, by tenant; who changes it has the lock, and anyone may read."""
+    """The requests on their way to the engine, by tenant; changes need the lock, reads do not."""
 
     def __init__(self, backlog: Backlog) -> None:
         self._backlog = backlog
         self._all = 0
-        # Those of a tenant in the order in which they came, with None once they were sent.
+        # A tenant's requests in order of arrival, with None for sent requests.
         self._coming: dict[str, dict[Stream, Call | None]] = {}
 
     def __len__(self) -> int:
@@ -150,8 +150,8 @@ class Arrivals(Generic[Call]):
     def why_full(self, tenant: str) -> QueueFullError | None:
         """Return the error that refuses a request; None to accept it.
 
-        Waiting requests and arrivals together are limited, so a flood is refused at its sender and
-        costs the engine's thread nothing.
+        Waiting requests and arrivals are limited together, so that a flood is refused in the
+        caller's thread, at no cost for the engine's thread.
         """
         limits = self._backlog.limits
         most = limits.tenant_requests if tenant else limits.requests
@@ -164,7 +164,7 @@ class Arrivals(Generic[Call]):
         )
 
     def add(self, tenant: str, stream: Stream, call: Call) -> bool:
-        """Count a request; returns True if it may be sent now, and otherwise holds it back."""
+        """Count a request; return True to send it now, False if it is held back."""
         coming = self._coming.setdefault(tenant, {})
         is_sent = not tenant or len(coming) < _AT_ONCE
         coming[stream] = None if is_sent else call
@@ -187,12 +187,12 @@ class Arrivals(Generic[Call]):
         return None
 
     def find(self, request_id: str) -> Stream | None:
-        """Return the stream of a request that is on its way, by its id."""
+        """Return the stream of an arriving request by id."""
         streams = (stream for coming in self._coming.values() for stream in coming)
         return next((match for match in streams if match.request_id == request_id), None)
 
     def clear(self) -> list[Stream]:
-        """Forget all of them; returns those that were not sent."""
+        """Remove all arrivals; return the streams of unsent requests."""
         everyone = [pair for coming in self._coming.values() for pair in coming.items()]
         self._all = 0
         self._coming.clear()

@@ -1,19 +1,20 @@
-"""Fair share: tenants are served equally, whatever each of them asks for.
+"""Fair share: tenants are served equally, independent of their demand.
 
-Every tenant has a counter of the tokens that ran for it (virtual token counters: Sheng et al.,
-"Fairness in Serving Large Language Models", §4). The least served tenant is next, and its requests
-run by priority and arrival. A tenant that returns starts at the level of the least served tenant
-with requests, so that no tenant saves up. Requests without a tenant count as one tenant: without
-other tenants this is first come, first served.
+Each tenant has a counter of its served tokens (virtual token counters: Sheng et al., "Fairness in
+Serving Large Language Models", §4). The least served tenant is next, and its requests run by
+priority and arrival. A returning tenant starts at the level of the least served tenant with
+requests, so that tenants cannot save up credit. Requests without a tenant count as a common tenant;
+without other tenants, the policy is FCFS.
 
-Turns do not bound the tokens of one tenant in a step, which lengthen it for all others. A tenant
-that runs more than twice the mean of the others is heavy (`pcg.runtime.admission.step_bound`), and
-may make a step in which others decode at most `stretch` times as long, by predicted times. While no
-other tenant decodes, it is not bounded. If no place or page is left, the tenant that runs most
-makes room for a tenant that runs less than half as much.
+Turns do not limit the tokens of a tenant in a step, which lengthen the step for all tenants. A
+tenant that runs more than twice the mean of the others is heavy
+(`pcg.runtime.admission.step_bound`), and may lengthen a step in which other tenants decode at most
+by the factor `stretch`, by predicted times. While no other tenant decodes, a heavy tenant is not
+limited. If no place or page is free, the tenant that runs most makes room for a tenant that runs
+less than half as much.
 
-Tenants with waiting requests are in a heap by their counters; outdated entries are dropped when
-they come up. So the time to find the next requests does not depend on the queue's length.
+Tenants with waiting requests are in a heap by counter; outdated entries are dropped when they reach
+the top. The time to find the next requests therefore does not depend on the queue's length.
 """
 
 from __future__ import annotations
@@ -32,27 +33,27 @@ from pcg.runtime.requests.sequence import Sequence
 from pcg.value_checks import require_int, require_number
 
 _REMEMBERED = 64
-"""The number of tenants without requests whose counters are kept without looking at them."""
+"""Number of idle tenants above which counters are checked for removal."""
 _LOOK = 16
-"""Of so many bounded steps one has nothing of heavy tenants, and tells how long it takes then."""
+"""Every so many bounded steps, a step without heavy tenants measures its time."""
 _AT_ONCE, _AT_ONCE_ALONE = 4, 16
-"""Waiting requests of a heavy tenant that a step looks at, beside others and without."""
+"""Maximum number of a heavy tenant's waiting requests per step, with and without others."""
 _PATIENCE = 128
-"""Steps without any token of heavy tenants after which one of them runs."""
+"""Number of steps without tokens of heavy tenants after which a heavy tenant's sequence runs."""
 
 
 class FairShare(Policy):
     """Admits requests of the least served tenant first.
 
     Args:
-        tenant_running: the most sequences of one tenant that run at the same time: each of them
-            lengthens the steps of all tenants. None for no limit.
-        stretch: the factor by which heavy tenants may lengthen the steps of the others.
+        tenant_running: maximum number of a tenant's running sequences, as each lengthens the steps
+            of all tenants; None for no limit.
+        stretch: the factor by which heavy tenants may lengthen the steps of other tenants.
 
     Attributes:
-        heavy: the running tenants that are bounded in this step.
+        heavy: the running tenants with a bound in this step.
     Raises:
-        GenerationError: tenant_running is no int of at least 1, or stretch no number above 1.
+        GenerationError: tenant_running is not an int of at least 1, or stretch not above 1.
     """
 
     def __init__(self, tenant_running: int | None = None, stretch: float = 1.1) -> None:
@@ -114,7 +115,7 @@ class FairShare(Policy):
             if self._heap and (not charged or self._heap[0] < charged[0]):
                 served, tenant = heapq.heappop(self._heap)
                 if tenant in lines or tenant not in self._lines or served != self._served[tenant]:
-                    continue  # the entry is of an earlier time
+                    continue  # an outdated entry
                 lines[tenant] = islice(self._lines[tenant], self._most_next(tenant, bound))
             elif charged:
                 served, tenant = heapq.heappop(charged)
@@ -151,7 +152,7 @@ class FairShare(Policy):
         return len(self._requests) > ("" in self._requests)
 
     def in_order(self, running: Iterable[Sequence]) -> list[Sequence]:
-        """Return those of heavy tenants last, the most served tenant's, and by priority in each."""
+        """Return sequences with heavy tenants last, the most served at the end, and by priority."""
         ordered = list(running)
         if [sequence for sequence in ordered if sequence.request.priority]:
             ordered = _by_priority(ordered)
@@ -187,7 +188,7 @@ class FairShare(Policy):
         self._bounded = 0
 
     def gives_way(self, sequence: Sequence, running: Iterable[Sequence]) -> Sequence | None:
-        """Return the latest of the tenant that runs most, if it has a name and runs far more."""
+        """Return the latest request of the tenant that runs most, if named and far ahead."""
         named = {tenant: count for tenant, count in self._running.items() if tenant}
         most = max(named, key=named.__getitem__, default="")
         if not most or named[most] <= 2 * self._running[sequence.request.tenant] + 1:
@@ -198,10 +199,9 @@ class FairShare(Policy):
         return self._places(sequence.request.tenant) != 0
 
     def _most_next(self, tenant: str, bound: StepBound | None) -> int | None:
-        """Return how many waiting sequences of a tenant may be next; None for any number.
+        """Return the maximum number of a tenant's waiting sequences to consider; None for all.
 
-        Of a flood that is bounded few begin in a step, and it should not take the time to look at
-        all the others.
+        Few sequences of a bounded flood start in a step, so considering all would waste time.
         """
         places = self._places(tenant)
         if bound is None or not bound.is_of(tenant):
@@ -257,7 +257,7 @@ class FairShare(Policy):
         return min((*running, *(served for served, _ in self._heap[:1])), default=0)
 
     def _forget(self) -> None:
-        """Drop counters that say nothing: a tenant that returns would be lifted above them."""
+        """Drop counters of idle tenants below the level at which a returning tenant starts."""
         if not self._requests:
             self._served.clear()
         elif len(self._served) > 2 * len(self._requests) + _REMEMBERED:
@@ -276,12 +276,12 @@ class FairShare(Policy):
 
 
 def _asked(sequence: Sequence) -> int:
-    """Return the tokens that a request will run soon; continuations share the prompt's."""
+    """Return the expected next tokens of a request; continuations share the prompt's tokens."""
     return AHEAD + (0 if sequence.choice else sequence.request.length)
 
 
 def _by_priority(running: List[Sequence]) -> list[Sequence]:
-    """Return sequences with those of each tenant by priority, in the places that the tenant has."""
+    """Return sequences with each tenant's sequences sorted by priority within their places."""
     of_tenant: dict[str, list[Sequence]] = {}
     for sequence in running:
         of_tenant.setdefault(sequence.request.tenant, []).append(sequence)

@@ -9,8 +9,8 @@
 A step that is replayed from graphs takes the host less time than an eager step, and steps with
 prompts are padded to other sizes than steps that only decode. So a₀ has three values: for eager
 steps, for replayed steps that only decode, and for replayed steps with prompts or windows. Each
-starts from the value of eager steps and is learned from its own steps. A step is predicted to be
-replayed if the latest step of its kind was.
+value starts from that of eager steps and is learned from steps of its kind. A step is predicted to
+be replayed if the latest step of its kind was.
 
 keys: the sum over tokens of the tokens that each attends to; read: the keys of each sequence,
 counted once, as a chunk reads them little more often than a single token. sampled: rows of logits.
@@ -34,19 +34,19 @@ Vector = tuple[float, ...]
 
 
 class Reserve:
-    """The share r of a promised gap that steps leave free, as predictions are of the mean.
+    """The share r of a promised gap that steps leave free, as predictions estimate the mean.
 
-    r rises by η (1 - a) with a gap that was not kept because a step was filled, and falls by η a
-    with every other, where a is half of the share of gaps that may be missed (Gibbs and Candès,
-    "Adaptive Conformal Inference Under Distribution Shift", 2021): whatever the errors, the share
-    that is missed tends to a. r falls also while it lets nothing run, and has a bound.
+    r rises by η (1 - a) after a gap that exceeded its SLO because a step was filled, and falls by
+    η a after every other gap, where a is half of the allowed share of missed gaps (Gibbs and
+    Candès, "Adaptive Conformal Inference Under Distribution Shift", 2021): for any errors, the
+    share of missed gaps tends to a. r also falls while no work fits, and has a maximum.
     """
 
     def __init__(self) -> None:
         self.share = _RESERVE
 
     def within(self, seconds: float) -> float:
-        """Return the time that a step may be predicted to take to end within a time."""
+        """Return the limit of a step's predicted time for ending within `seconds`."""
         return (1 - self.share) * seconds
 
     def observe(self, is_missed: bool, percentile: float) -> None:
@@ -57,16 +57,16 @@ class Reserve:
 
 
 class Knee(NamedTuple):
-    """The tokens beyond which each takes `token_s` more; there is none where that is 0."""
+    """The number of tokens beyond which each takes `token_s` more; 0 without a knee."""
 
     token_s: float = 0.0
     tokens: int = 0
 
 
 class Latency:
-    """Predicts the seconds of a kind of work, and learns from observations.
+    """Predicts the time of a kind of work, and learns from observations.
 
-    The arguments are the first estimates of the coefficients; a coefficient of 0 is not learned.
+    The arguments are initial estimates of the coefficients; a coefficient of 0 is not learned.
 
     Attributes:
         reserve: the share of a gap to leave free.
@@ -112,7 +112,7 @@ class Latency:
 
     @property
     def knee(self) -> Knee:
-        """The tokens beyond which each takes more, and how much."""
+        """The knee: a number of tokens, and the additional time of each token beyond it."""
         return Knee(self._learned_s[_BEYOND], self._knee)
 
     @property
@@ -126,7 +126,7 @@ class Latency:
         return Latency(*[*(factor * part for part in begin_s), self._knee, factor * self.read_s])
 
     def seconds(self, load: Load) -> float:
-        """Return the mean time that a load takes."""
+        """Return the expected time of a load."""
         seconds: float = sum(map(mul, self._learned_s, self._amounts(load)))
         return seconds
 
@@ -146,13 +146,13 @@ class Latency:
         is_trained: bool = False,
         are_read: bool = False,
     ) -> int:
-        """Return the most tokens that are predicted to fit into a time, in addition to a load.
+        """Return the maximum number of tokens predicted to fit into a time, on top of a load.
 
         Args:
             load: the other load, with the constant part of the tokens: a row of logits after a
                 prompt, a window.
-            is_trained: True if the loss of each is computed.
-            are_read: True if the logits of each are computed.
+            is_trained: True if the loss of each token is computed.
+            are_read: True if the logits of each token are computed.
         """
         _, token_s, key_s, sampled_s, trained_s, _, beyond_s, _, _, read_s, _ = self._learned_s
         left = seconds - self.seconds(load) - read_s * context
@@ -240,9 +240,9 @@ class Latencies:
     """Latencies of a step's forward, and of parts of jobs that run together.
 
     Attributes:
-        forward: of requests and whole windows.
-        backward, loss, layer: of parts; `layer` is a window's forward through one.
-        longest: the most tokens of a window that ran, whole or in parts.
+        forward: latency of requests and whole windows.
+        backward, loss, layer: latencies of parts; `layer` is the forward of a window's layer.
+        longest: maximum number of tokens of a window so far, whole or in parts.
     """
 
     def __init__(
@@ -252,7 +252,7 @@ class Latencies:
         loss: Latency | None = None,
         layer: Latency | None = None,
     ) -> None:
-        """Begin with estimates; a layer's forward is half of its backward by default."""
+        """Set initial estimates; by default, a layer's forward is half of its backward."""
         _, token_s, _, row_s, *_ = forward.coefficients_s
         self.forward = forward
         self.backward = backward
@@ -271,11 +271,11 @@ class Latencies:
 
     @classmethod
     def guessed(cls, load: Load, took_s: float, layers: int) -> Latencies:
-        """Return first latencies by the time of a single step.
+        """Return initial latencies from the time of a single step.
 
-        Half of the time is assumed constant, a quarter due to tokens; 1,000 keys cost as much as a
-        token, and backward takes twice as long. Later steps correct errors of up to 50 times, too
-        short predictions more slowly.
+        Assumptions: half of the time is constant, and a quarter is due to tokens; 1,000 keys cost
+        as much as a token, and backward takes twice as long. Later steps correct errors of up to 50
+        times, too short predictions more slowly.
         """
         constant_s, token_s = took_s / 2, took_s / 4 / max(load.tokens, 1)
         key_s, row_s = token_s / 1000, token_s
@@ -294,11 +294,11 @@ _FORGET = 0.98
 _NOISE = 0.1
 """Variance of relative errors, relative to the uncertainty of the factors."""
 _MOST_ERROR = 1.0
-"""The relative error that outliers are cut to, as when something else held the machine up."""
+"""The limit of relative errors, for outliers such as a machine busy with other work."""
 _UPDATE = 10.0
 """The standard deviation of the first estimate of an update, relative to a part's constant."""
 _LEAST_FACTOR = 0.02
-"""The least factor of the first estimate: nothing becomes free."""
+"""The minimum of a coefficient, relative to its first estimate."""
 _RESERVE, _MOST_RESERVE = 0.1, 0.5
 """The first and the largest reserve."""
 _RATE = 0.02

@@ -1,7 +1,8 @@
-"""The limits of an engine's steps, and the SLOs that it keeps.
+"""The limits of an engine's steps, and its SLOs.
 
-Requests that an engine can never run, or with SLOs that it cannot keep, are refused: a step that
-runs a request is kept within its SLO per token, so that an impossible SLO would delay all others.
+An engine refuses requests that it can never run, and requests with impossible SLOs: steps stay
+within the SLOs per token of their requests, so that an impossible SLO would delay all other
+requests.
 """
 
 from __future__ import annotations
@@ -21,31 +22,32 @@ class Limits:
     """The limits of a step, and the service level objectives (SLOs) of requests.
 
     Attributes:
-        running: the most sequences that run together.
-        tokens: the most tokens of a step, inference and finetuning together.
-        least_chunk: the least tokens of a prompt's chunk; smaller chunks cost more than they give.
-        prompt_stretch: the longest step with prompts, relative to a step that only decodes, where
-            no `tpot_slo_s` is promised; `math.inf` for no bound. Learned latencies choose the
-            chunks of prompts, also while nothing decodes, as a new request waits for the step.
+        running: maximum number of running sequences.
+        tokens: maximum number of tokens in a step, inference and finetuning together.
+        least_chunk: minimum number of tokens in a prompt's chunk, as smaller chunks are
+            inefficient.
+        prompt_stretch: the longest step with prompts, relative to a step that only decodes, without
+            a `tpot_slo_s`; `math.inf` for no bound. Learned latencies determine the chunks of
+            prompts, also while nothing decodes, as a new request waits for the step.
         ttft_slo_s: SLO of the time to the first token, seconds; None for no SLO.
         tpot_slo_s: SLO of the time per further token, seconds: the longest gap between two tokens
             of a request; None for no SLO.
-        tpot_percentile: the percentage of steps that are predicted to end within `tpot_slo_s` where
-            prompts or finetuning fill them.
-        finetuning_floor: the least share of the time for finetuning while requests without a
-            `tpot_slo_s` run; finetuning has all the time that requests leave.
-        serving_share: the least share of the time of steps for requests with a `tpot_slo_s`, from 0
-            to below 1, so that their streams stay faster than the promise requires.
-        least_tpot_slo_s: the least TPOT SLO that a request may have, seconds; None for the time of
-            a step with `least_chunk` tokens of a prompt.
+        tpot_percentile: the percentage of steps, among steps filled with prompts or finetuning,
+            that are to end within `tpot_slo_s`.
+        finetuning_floor: the minimum share of time for finetuning while requests without a
+            `tpot_slo_s` run; finetuning also has the time that requests leave.
+        serving_share: the minimum share of steps' time for requests with a `tpot_slo_s`, from 0 to
+            below 1, so that their streams are faster than the SLO.
+        least_tpot_slo_s: the minimum TPOT SLO of a request, seconds; None for the time of a step
+            with `least_chunk` tokens of a prompt.
         idle_step_s: the longest step of finetuning while nothing is served, and of a heavy tenant
             while no other runs, seconds: a new request waits that long, or for a window of
                 `least_chunk`
             tokens if that is predicted to take longer.
-        logprobs: the most likeliest tokens that a request may have in each place, as in OpenAI's
-            API and vLLM.
-        lora_rank: the greatest rank of an adapter that is loaded or trained; None for any. A copy
-            of rank r has r · (inputs + outputs) numbers for each module.
+        logprobs: maximum number of likeliest tokens in each place of a request, as in OpenAI's API
+            and vLLM.
+        lora_rank: maximum rank of loaded or trained adapters; None for no maximum. A copy of rank r
+            has r · (inputs + outputs) numbers for each module.
         prefetched: the number of further waiting requests with adapters to copy ahead.
     Raises:
         GenerationError: a value is out of range.
@@ -87,7 +89,7 @@ class Limits:
             raise GenerationError(f"tpot_percentile={self.tpot_percentile:g}; use 50 to below 100")
 
     def promise(self, sequence: Sequence) -> None:
-        """Give a new sequence its SLOs: the request's own, or these."""
+        """Set the SLOs of a new sequence: the request's own SLOs, or these."""
         request = sequence.request
         sequence.times.ttft_slo_s = request.ttft_slo_s or self.ttft_slo_s
         sequence.times.tpot_slo_s = request.tpot_slo_s or self.tpot_slo_s
@@ -104,11 +106,11 @@ class Limits:
 
 
 def why_never(sequence: Sequence, of_adapter: int, most: int) -> str | None:
-    """Return the reason why a sequence will never have the pages that it needs; None if it will.
+    """Return the reason if a sequence needs more pages than exist; else None.
 
     Args:
-        of_adapter: pages of its adapter.
-        most: pages that there are.
+        of_adapter: number of pages of the adapter.
+        most: number of existing pages.
     """
     need = sequence.most_pages
     if need + of_adapter <= most:
@@ -121,7 +123,7 @@ def why_never(sequence: Sequence, of_adapter: int, most: int) -> str | None:
 
 
 def why_unreachable(sequence: Sequence, forward: Latency, limits: Limits) -> str | None:
-    """Return the reason why a request's own SLOs cannot be kept; None if they can.
+    """Return the reason if a request's own SLOs cannot be kept; else None.
 
     Args:
         forward: the predicted latency of a step.

@@ -1,4 +1,4 @@
-"""The policies that there are, by the names that `pcg serve --policy` takes."""
+"""The available policies, by the names for `pcg serve --policy`."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class Fcfs(Policy):
 
 
 class AdapterClustering(Policy):
-    """Admits requests of the batch's adapters first once these are `clusters` (S-LoRA §A.2)."""
+    """Prefers requests of the batch's adapters once there are `clusters` of them (S-LoRA §A.2)."""
 
     def __init__(self, clusters: int = 32) -> None:
         self.clusters = clusters
@@ -105,10 +105,10 @@ def _adapter(sequence: Sequence) -> str | None:
 
 
 class EarlyAbort(Fcfs):
-    """Gives up requests that cannot meet their TTFT SLO; serves the newest first under overload.
+    """Aborts requests that cannot meet their TTFT SLO; serves the newest first under overload.
 
-    R₁ is the moving average of arrivals, R₂ that of admissions, both a second. Requests are given
-    up if their wait and prefill exceed the SLO; while R₁ > R₂ the newest are first, else the
+    R₁ and R₂ are moving averages of arrivals and admissions per second. Requests are aborted if
+    their wait and prefill exceed the SLO; while R₁ > R₂ the newest requests are first, else the
     earliest (S-LoRA appendix B).
 
     Attributes:

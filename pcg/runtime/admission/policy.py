@@ -1,9 +1,8 @@
-"""Policies: the order in which waiting requests are admitted, and which requests are given up.
+"""Policies: the order of admission of waiting requests, and early aborts.
 
-The scheduler notifies a policy when a request arrives, is admitted, preempted or ends, and asks for
-the next few. A policy keeps an order in which these are found in constant time. A `Line` orders
-requests by priority number; among equals the preempted requests are first, the earliest admitted
-before the others, and then all by arrival.
+The scheduler notifies a policy when a request arrives, is admitted, preempted or ends, and gets the
+next few requests from it in constant time. A `Line` orders requests by priority number; among equal
+priorities, preempted requests are first, in order of first admission, then all others by arrival.
 """
 
 from __future__ import annotations
@@ -21,23 +20,23 @@ from pcg.runtime.admission.step_bound import StepBound
 from pcg.runtime.requests.sequence import Sequence
 
 Chunks: TypeAlias = Iterable[tuple[Sequence, int]]
-"""Sequences, and how many of their tokens ran."""
+"""Sequences, with the numbers of tokens that ran."""
 
 
 class Policy(ABC):
-    """The order in which the waiting requests of one engine are admitted.
+    """The order of admission of an engine's waiting requests.
 
-    A subclass has to define the abstract methods; the others have defaults.
+    Subclasses define the abstract methods; other methods have defaults.
     """
 
     is_shared = False
-    """True if requests of several tenants are here."""
+    """True if the engine has requests of several tenants."""
     is_paced = False
-    """True if steps are to be bounded by predicted times, also of tenants that are not here yet."""
+    """True if predicted times limit steps, also before several tenants have requests."""
     _is_taken = False
 
     def take(self) -> None:
-        """Reserve the policy for one engine. GenerationError: it has an engine already."""
+        """Reserve the policy for an engine. GenerationError: another engine uses the policy."""
         if self._is_taken:
             name = type(self).__name__
             raise GenerationError(
@@ -47,22 +46,22 @@ class Policy(ABC):
 
     @abstractmethod
     def add(self, sequence: Sequence) -> None:
-        """Add a request that arrived and waits."""
+        """Add a new waiting request."""
 
     @abstractmethod
     def put_back(self, sequence: Sequence) -> None:
-        """Note that an admitted request was preempted, and waits again."""
+        """Handle the preemption of a request, which waits again."""
 
     @abstractmethod
     def admit(self, sequence: Sequence, now_s: float) -> None:
-        """Note that a waiting request was admitted."""
+        """Handle the admission of a waiting request."""
 
     def trained(self, used: Mapping[str, int]) -> None:  # noqa: B027 (few policies have shares)
         """Count the work of jobs, in tokens of forward passes by tenant."""
 
     @abstractmethod
     def drop(self, sequence: Sequence, *, is_waiting: bool) -> None:
-        """Note that a request is over, which waited until now or was admitted."""
+        """Handle the end of a request, which was waiting or admitted."""
 
     @abstractmethod
     def first(self, count: int, now_s: float, running: Iterable[Sequence]) -> List[Sequence]:
@@ -70,16 +69,16 @@ class Policy(ABC):
 
     @abstractmethod
     def waiting(self) -> set[Sequence]:
-        """Return all requests that it keeps as waiting."""
+        """Return all waiting requests of the policy."""
 
     @abstractmethod
     def restart(self, waiting: Iterable[Sequence]) -> None:
-        """Keep these requests as waiting, in this order, and no others as waiting or admitted."""
+        """Reset the policy to the given waiting requests, in order, without admitted requests."""
 
     def in_order(self, running: Iterable[Sequence]) -> list[Sequence]:
-        """Return the running requests, those last that give up their pages first.
+        """Return the running requests, with the first candidates for preemption last.
 
-        These are the ones of the highest priority number, of equal ones the latest admitted.
+        Candidates have the highest priority number and, among equals, the latest admission.
         """
         ordered = list(running)
         if [sequence for sequence in ordered if sequence.request.priority]:
@@ -87,10 +86,10 @@ class Policy(ABC):
         return ordered
 
     def bound(self, forward: Latency | None, alone_s: float) -> StepBound | None:
-        """Return the bound of the next step's tokens of some tenants; None for no bound.
+        """Return the bound of some tenants' tokens in the next step; None for no bound.
 
         Args:
-            forward: the predicted time of a step, if it is known.
+            forward: the predicted time of a step, if known.
             alone_s: the longest step of bounded tenants while no other tenant has requests,
                 seconds.
         """
@@ -101,19 +100,19 @@ class Policy(ABC):
         return None
 
     def has_place(self, sequence: Sequence) -> bool:
-        """Return True if a further continuation of a running request may run, too."""
+        """Return True if a further continuation of a running request may start."""
         return True
 
     def hopeless(self, now_s: float) -> Iterable[Sequence]:
-        """Return the waiting requests to give up."""
+        """Return the waiting requests to abort."""
         return ()
 
     def served(self, chunks: Chunks) -> None:  # noqa: B027 (most policies do not count)
-        """Note tokens that ran, before their requests are updated."""
+        """Count tokens that ran, before their requests are updated."""
 
 
 class Line:
-    """Waiting requests in the order of their turns."""
+    """Waiting requests in order."""
 
     def __init__(self) -> None:
         self._of_priority: dict[int, OrderedDict[Sequence, None]] = {}
@@ -128,7 +127,7 @@ class Line:
             yield from self._of_priority[priority]
 
     def newest_first(self) -> Iterator[Sequence]:
-        """Iterate by priority, and over the newest requests first."""
+        """Iterate by priority, with the newest requests first."""
         for priority in self._priorities:
             yield from reversed(self._of_priority[priority])
 
@@ -137,7 +136,7 @@ class Line:
         self._count += 1
 
     def put_back(self, sequence: Sequence) -> None:
-        """Put a preempted request before its equals."""
+        """Insert a preempted request before requests of equal priority."""
         equals = self._equals(sequence.request.priority)
         equals[sequence] = None
         equals.move_to_end(sequence, last=False)

@@ -1,9 +1,8 @@
-"""The bound of a step: by how much heavy tenants may lengthen it for other tenants.
+"""The bound of a step: how much heavy tenants may lengthen the step for other tenants.
 
-A tenant's use u counts its recent tokens, of which half are forgotten every 256 steps, and its
-present demand, so that a sudden flood counts immediately: the prompt's tokens of each of its
-sequences, and 16 more. Among n tenants a tenant is heavy if it uses more than twice the mean of the
-others:
+A tenant's use u is the sum of its recent tokens, with a half-life of 256 steps, and its current
+demand, so that a sudden flood counts immediately: the prompt's tokens of each sequence, and 16
+more. Among n tenants, a tenant is heavy if it uses more than twice the mean of the others:
 
     u (n - 1) > 2 (Σ u - u)
 
@@ -12,9 +11,9 @@ others:
 
 t is the predicted time. Other tenants that wait, or read their prompts, count as a short chunk.
 Sequences of heavy tenants that do not fit keep their pages and wait for a later step, the first
-admitted first; their prompts run in chunks that fit. If no sequence of them fitted for 128 steps,
-one sequence runs a token regardless, or as much of its prompt as a step without heavy tenants may
-have: less than 1 % of the steps are so long, and no prompt waits forever.
+admitted first; their prompts run in fitting chunks. After 128 steps without a fitting sequence, a
+sequence runs regardless: a token, or as much of its prompt as a step without heavy tenants may
+have. Fewer than 1 % of the steps are so long, and no prompt waits forever.
 """
 
 from __future__ import annotations
@@ -26,18 +25,18 @@ from pcg.runtime.requests.sequence import Sequence
 from pcg.runtime.requests.step import Load, Plan, keys_of
 
 _HALF_LIFE = 256
-"""Steps after which a token counts half."""
+"""Half-life of counted tokens, in steps."""
 _GROWTH: float = 2 ** (1 / _HALF_LIFE)
 _HEAVY = 2.0
-"""A heavy tenant used more than so many times the mean of the others."""
+"""The use of a heavy tenant, relative to the mean of the others."""
 AHEAD = 16
-"""Tokens that a sequence is expected to run soon beside those of its prompt."""
+"""Number of expected next tokens of a sequence, in addition to its prompt."""
 _LEAST_USED = 1.0
-"""Tokens below which a tenant is forgotten."""
+"""Use below which a tenant is dropped."""
 
 
 class RecentUse:
-    """The tokens that ran lately, by tenant."""
+    """The recent tokens by tenant."""
 
     def __init__(self) -> None:
         self._used: dict[str, float] = {}
@@ -46,7 +45,7 @@ class RecentUse:
         self._steps = 0
 
     def add(self, ran: Mapping[str, int]) -> None:
-        """Note the tokens of a step."""
+        """Add the tokens of a step, and decay earlier tokens."""
         self.count(ran)
         self._weight *= _GROWTH
         self._steps += 1
@@ -54,14 +53,14 @@ class RecentUse:
             self._forget()
 
     def count(self, ran: Mapping[str, int]) -> None:
-        """Note further tokens of a step."""
+        """Add further tokens without decay."""
         for tenant, tokens in ran.items():
             used = self._weight * tokens
             self._used[tenant] = self._used.get(tenant, 0.0) + used
             self._total += used
 
     def heavy(self, asked: Mapping[str, int]) -> HeavyTenants:
-        """Return the heavy tenants, given the tokens that each tenant's requests ask for."""
+        """Return the heavy tenants, given each tenant's current demand in tokens."""
         return HeavyTenants(self._used, self._total, self._weight, asked)
 
     def _forget(self) -> None:
@@ -71,9 +70,9 @@ class RecentUse:
 
 
 class HeavyTenants:
-    """The heavy tenants of one step, computed on demand.
+    """The heavy tenants of a step, computed on demand.
 
-    Requests without a tenant are never heavy, but count among the others.
+    Requests without a tenant are never heavy, but count in the mean.
     """
 
     def __init__(
@@ -87,7 +86,7 @@ class HeavyTenants:
         self._known = {"": False}
 
     def __bool__(self) -> bool:
-        """Return True if there are several tenants, without which none is heavy."""
+        """Return True if several tenants have requests; a single tenant is never heavy."""
         return self._others > 0
 
     def __contains__(self, tenant: str) -> bool:
@@ -102,22 +101,22 @@ class HeavyTenants:
 _ROW = Load(sampled=1, chunks=1)
 _CHUNK = Load.of(16, 0)
 _LEAST = 16
-"""Tokens of a prompt that run where nothing else does, however long they take."""
+"""Minimum tokens of a prompt to run in an otherwise empty step, regardless of their time."""
 
 
 class StepBound:
-    """The bound of the work that heavy tenants add to one step.
+    """The bound of heavy tenants' work in a step.
 
     Args:
         heavy: the heavy tenants.
-        stretch: the factor by which they may lengthen the step.
+        stretch: the factor by which heavy tenants may lengthen the step.
         alone_s: the longest step, seconds; None while other tenants have requests.
         forward: the predicted time of a step.
-        ran: called when a sequence of them runs.
-        is_patient: False if none of them ran for long, so that one has to.
+        ran: called when a heavy tenant's sequence runs.
+        is_patient: False if no heavy tenant's sequence ran for long, so that a sequence must run.
 
     Attributes:
-        is_full: True once a sequence of them did not fit.
+        is_full: True once a heavy tenant's sequence did not fit.
     """
 
     def __init__(
@@ -167,7 +166,7 @@ class StepBound:
         return not self.is_full
 
     def chunk(self, plan: Plan, sequence: Sequence, room: int) -> int:
-        """Return how many tokens of a prompt may run in addition to the plan, `room` at most."""
+        """Return the number of a prompt's tokens that may be added to the plan, at most `room`."""
         if not self.applies(sequence):
             return room
         if self.is_full:
@@ -198,7 +197,7 @@ class StepBound:
         return not (self._is_patient or self._tokens)
 
     def note(self, sequence: Sequence, tokens: int) -> None:
-        """Note that tokens of a sequence are in the step."""
+        """Count tokens of a sequence in the step."""
         if self.applies(sequence):
             self._tokens += tokens
             self._added_s += self._cost_s(sequence, tokens)

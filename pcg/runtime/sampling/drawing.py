@@ -1,11 +1,11 @@
-"""Drawing: one token of each row, at a number u of its cumulative distribution.
+"""Drawing: a token per row, at a number u of the row's cumulative distribution.
 
-Filters of the tokens that a row may draw: temperature, top-k, top-p and min-p.
+Filters of a row's tokens: temperature, top-k, top-p and min-p.
 
     temperature          l / T
     top-k                keep l >= the k-th largest
-    top-p                keep the smallest set of most likely tokens with a probability of p or
-                         more; of equally likely tokens the last
+    top-p                keep the smallest set of most likely tokens with a total probability of at
+                         least p; among equally likely tokens, keep the last
     min-p                keep p >= min_p * max p
 
 `filtered` sorts rows; a program's kernels `draw` and `keep` find the same tokens without sorting,
@@ -30,7 +30,7 @@ from pcg.kernels.devices import uploaded, uploaded_list
 from pcg.runtime.sampling.sampling_params import SamplingParams
 
 _LEAST_TEMPERATURE = 1e-30
-"""The least temperature that fp32 divides by; the likeliest token has all probability there."""
+"""The minimum temperature in fp32, at which the likeliest token has all probability."""
 
 
 def filtered(logits_SV: Tensor, params: Sequence[SamplingParams]) -> Tensor:
@@ -101,17 +101,17 @@ def limits_of(params: Sequence[SamplingParams], logits: Tensor) -> TokenLimits:
 
 
 DrawKernel: TypeAlias = Callable[[Tensor, TokenLimits, Tensor], tuple[Tensor, Tensor]]
-"""Draws tokens from logits, limits and numbers u, as `Drawing.draw` does."""
+"""A kernel that draws tokens from logits, limits and numbers u; see `Drawing.draw`."""
 KeepKernel: TypeAlias = Callable[[Tensor, TokenLimits], Tensor]
-"""Filters logits by limits, as `Drawing.keep` does."""
+"""A kernel that filters logits by limits; see `Drawing.keep`."""
 
 
 @dataclass(frozen=True)
 class Drawing:
-    """The operators that choose tokens.
+    """The sampling operators.
 
     Attributes:
-        greedy: returns each row's most likely token, [R, V] to [R]; of equal ones the first.
+        greedy: returns each row's most likely token, [R, V] to [R]; the first of equal tokens.
         draw: returns the tokens [R] drawn from logits [R, V] by each row's temperature, top-k,
             top-p and min-p, at its number u [R], and True for each that could be drawn, [R].
         keep: returns the logits [R, V] over each row's temperature, and -inf for the tokens that
@@ -142,13 +142,13 @@ class Drawing:
 def _draw(
     logits: Tensor, params: Sequence[SamplingParams], uniform: Tensor
 ) -> tuple[Tensor, Tensor]:
-    # fp64, as in fp32 tokens below its rounding would be lost in a large vocabulary.
+    # fp64, as fp32 rounding would lose unlikely tokens of a large vocabulary.
     cumulative = filtered(logits, params).softmax(dim=-1).double().cumsum(dim=-1)
     total = cumulative[:, -1:]
     drawn = torch.searchsorted(cumulative, uniform[:, None] * total, right=True).squeeze(1)
-    # Rounding can put the point on the total itself, past the last token with a probability.
+    # Rounding can move the point to the total, past the last possible token.
     are_there = drawn < logits.shape[-1]
-    if not drawn.is_cpu or not are_there.all():  # a GPU is not waited for
+    if not drawn.is_cpu or not are_there.all():  # do not wait for a GPU
         drawn = torch.where(are_there, drawn, logits.argmax(dim=-1))
     return drawn, total.isfinite().squeeze(1)
 

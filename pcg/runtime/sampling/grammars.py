@@ -1,11 +1,10 @@
-"""Guides, grammars compiled from them for a tokenizer, the state of outputs in them, and masks.
+"""Grammars compiled from guides for a tokenizer, the states of outputs, and token masks.
 
-Compiling takes milliseconds, or seconds for hostile guides: it runs on threads of its own, one
-guide of each tenant at a time and in turn, and a request waits for its guide in the queue. The
-library bounds its work, and guides have a longest length. Nested rules take stack, so these threads
-have large stacks.
+Compiling takes milliseconds, or seconds for hostile guides. It runs on separate threads, in turn a
+single guide of each tenant at a time, while the request waits in the queue. The library limits its
+work, and guides have a maximum length. Nested rules take stack, so these threads have large stacks.
 
-A mask takes some 10 to 100 µs. The masks of a step are computed in one call without the
+A mask takes about 10 to 100 µs. The masks of a step are computed in a single call without the
 interpreter's lock, while the device computes the step's logits.
 """
 
@@ -32,19 +31,19 @@ from pcg.runtime.text.tokenizer import Tokenizer
 from pcg.units import shown
 
 _COMPILING = 2
-"""Guides that are compiled at once."""
+"""Number of guides compiled concurrently."""
 _MOST_QUEUED = 64
-"""Guides of one tenant that wait or are compiled."""
+"""Maximum number of a tenant's guides that wait or are being compiled."""
 _STACK_BYTES = 128 * 2**20
-"""Of a thread that compiles: 32,768 characters can nest some 5,000 rules, and 8 MiB hold 1,000."""
+"""Stack of a compile thread: 32,768 characters can nest about 5,000 rules; 8 MiB hold 1,000."""
 _starting = threading.Lock()
 
 
 class CompileQueue:
     """Runs functions on threads with large stacks.
 
-    Tenants take turns, and a tenant with a name has one thread at most: a slow guide delays only
-    other guides of its tenant.
+    Tenants take turns, and a named tenant has at most a single thread, so that a slow guide delays
+    only guides of the same tenant.
     """
 
     def __init__(self) -> None:
@@ -54,9 +53,9 @@ class CompileQueue:
         self._threads = device_pool(None, _COMPILING, "pcg guides")
 
     def submit(self, tenant: str, act: Callable[[], Any]) -> Future[Any]:
-        """Have a function run; returns its result.
+        """Queue a function; return the future of its result.
 
-        QueueFullError: too many of a tenant with a name wait.
+        QueueFullError: too many functions of a named tenant wait.
         """
         future: Future[Any] = Future()
         with self._lock:
@@ -76,7 +75,7 @@ class CompileQueue:
         return future
 
     def _run_all(self) -> None:
-        """Run functions of idle tenants; a busy tenant's are run by its present thread."""
+        """Run functions of idle tenants; a busy tenant's functions run on its current thread."""
         tenant = None
         while True:
             with self._lock:
@@ -98,22 +97,21 @@ class CompileQueue:
 
 
 LONGEST_COMMIT_S = 2e-3
-"""Processor time of a token in its grammar, which all requests of a step wait for; 10 µs as a rule.
+"""Limit of a commit's processor time, for which all requests of a step wait; usually 10 µs.
 
-A grammar in which a text can be read in many ways takes longer with each token, up to 80 ms.
+An ambiguous grammar takes longer with each token, up to 80 ms.
 """
 _MOST_SLOW = 3
-"""Tokens that may take longer, as a part of a grammar may be built for one."""
+"""Number of tokens that may exceed the limit, as a token may build a part of the grammar."""
 _SHOWN = 300
-"""Characters of the library's message that an error shows."""
+"""Maximum length of the library's message in errors, in characters."""
 
 
 class Grammar:
     """The state of a guided output; only `commit` changes it.
 
     Attributes:
-        masks: the masks of a step for the next token, and this grammar's place in them; None if
-            they were not begun.
+        masks: the step's masks for the next token, with this grammar's index; None if not started.
     """
 
     def __init__(self, guide: Guide, compiled: Future[Any]) -> None:
@@ -126,36 +124,36 @@ class Grammar:
 
     @property
     def is_ready(self) -> bool:
-        """True once the guide is compiled, or could not be."""
+        """True once compiling has succeeded or failed."""
         return self._compiled.done()
 
     @property
     def error(self) -> PcgError | None:
-        """The reason why the output cannot begin or continue; None without an error."""
+        """The error that prevents the output; None without an error."""
         if not self._compiled.done():
             return None
         error = self._compiled.exception()
         if isinstance(error, Exception):
             return as_pcg_error(error, self.guide.kind, GenerationError)
         if self.masks is not None:
-            self.masks[0].exception()  # until they are made, another thread holds the matcher
+            self.masks[0].exception()  # wait: another thread uses the matcher
         if self._matcher is not None and self._matcher.is_error():
             return guide_error(self.guide, self._matcher.get_error())
         return None
 
     def wait(self) -> None:
-        """Wait until it is ready."""
+        """Wait until the grammar is ready."""
         self._compiled.exception()
 
     @property
     def matcher(self) -> Any:
-        """The library's matcher, the request's own."""
+        """The request's matcher of the library."""
         if self._matcher is None:
             self._matcher = self._compiled.result().deep_copy()
         return self._matcher
 
     def commit(self, token: int) -> None:
-        """Note that a token was chosen. GenerationError: the guide does not allow it."""
+        """Advance by a drawn token. GenerationError: the guide does not allow the token."""
         self.masks = None
         began_s = time.thread_time()
         try:
@@ -184,16 +182,16 @@ def guide_error(guide: Guide, message: str) -> GenerationError:
 
 
 Masks = NDArray[np.bool_]
-"""True for tokens that may not come, [rows, vocabulary]."""
+"""True for forbidden tokens, [rows, vocabulary]."""
 
 _KEPT = 64
-"""Compiled guides that are kept; requests that wait keep theirs."""
+"""Number of cached compiled guides, in addition to guides of waiting requests."""
 _LIMITS = {"step_max_items": 10_000, "step_lexer_fuel": 100_000, "verbose_errors": False}
-"""Below the library's own, so that no mask takes many milliseconds."""
+"""Stricter limits than the library's defaults, so that a mask takes at most few milliseconds."""
 
 
 class Grammars:
-    """Compiles guides for one tokenizer, and computes masks."""
+    """Compiles guides for a tokenizer, and computes masks."""
 
     def __init__(
         self, tokenizer: Tokenizer | None, vocabulary: int, end_ids: frozenset[int]
@@ -205,11 +203,11 @@ class Grammars:
         self._compiled: OrderedDict[Guide, tuple[Future[Any], WeakSet[Grammar]]] = OrderedDict()
 
     def begin(self, guide: Guide, tenant: str = "") -> Grammar:
-        """Return the grammar of a tenant's request, which is ready once its guide is compiled.
+        """Start compiling the guide of a tenant's request; return its grammar.
 
-        A guide is not compiled where all requests that waited for it have ended.
+        A guide is not compiled if all requests that waited for it have ended.
 
-        QueueFullError: too many guides of the tenant wait already.
+        QueueFullError: too many guides of the tenant wait.
         """
         with self._lock:
             if guide not in self._compiled:
@@ -225,7 +223,7 @@ class Grammars:
             return grammar
 
     def begin_masks(self, grammars: Sequence[Grammar]) -> None:
-        """Begin to make the masks of a step's rows; `masks_of` waits for them."""
+        """Start computing the masks of a step's rows; `masks_of` waits for the masks."""
         masks = self._mask_thread.submit(self._safe_masks, list(grammars))
         for place, grammar in enumerate(grammars):
             grammar.masks = (masks, place)
@@ -245,7 +243,7 @@ class Grammars:
             raise guide_error(guide, str(error)) from error
 
     def _compiled_matcher(self, guide: Guide) -> Any:
-        """Return the library's matcher of a guide, with its first mask, which takes longest."""
+        """Return the library's matcher of a guide after its first, slowest mask."""
         library = _library(guide.kind)
         with self._lock:
             tokenizer = self._library_tokenizer
@@ -265,7 +263,7 @@ class Grammars:
         backend = self._tokenizer.backend
         highest = max(backend.get_vocab(with_added_tokens=True).values())
         size = max(self._vocabulary, highest + 1)
-        # Without a token that ends outputs the library is given one that the model lacks.
+        # Without an end token, pass a token id that the model lacks.
         ends = sorted(self._end_ids) or [size]
         size = max(size, ends[-1] + 1)
         try:
@@ -311,7 +309,7 @@ class Grammars:
 
 
 def masks_of(grammars: Sequence[Grammar]) -> Masks:
-    """Return the masks of a step's rows that were begun."""
+    """Wait for and return the started masks of a step's rows."""
     begun = [grammar.masks for grammar in grammars]
     assert None not in begun
     masks: Masks = begun[0][0].result()  # type: ignore[index]
@@ -321,7 +319,7 @@ def masks_of(grammars: Sequence[Grammar]) -> Masks:
 
 
 def check_guided(guide: Guide, tokenizer: Tokenizer | None) -> None:
-    """Raise a GenerationError where guides cannot be followed, by the tokenizer or the library."""
+    """Raise a GenerationError if the tokenizer or a missing library rules out guides."""
     if tokenizer is None:
         raise GenerationError(
             f"{guide.kind} needs the texts of tokens, and the model came without a tokenizer.json; "
@@ -349,6 +347,6 @@ def _grammar_text(library: Any, guide: Guide) -> str:
         return str(matcher.grammar_from_regex(guide.text))
     if guide.kind == "guided_choice":
         texts = [json.dumps(text, ensure_ascii=False) for text in json.loads(guide.text)]
-        # One terminal, which is a state machine; rules would be tried one by one.
+        # A single terminal is a state machine; rules would be tried in turn.
         return str(matcher.grammar_from_lark(f"start: CHOICE\nCHOICE: {' | '.join(texts)}"))
     return str(library.grammar_from("grammar", guide.text))

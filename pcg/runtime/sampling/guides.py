@@ -1,4 +1,4 @@
-"""Guides: descriptions of an output, as a request gives them; without torch or the library."""
+"""Guides: a request's descriptions of its output; without imports of torch or the library."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ from pcg.units import shown
 from pcg.value_checks import require_at_most, require_bool, require_texts, require_unicode
 
 LONGEST_GUIDE = 32_768
-"""Characters of a schema, a choice or a grammar: compiling takes seconds for the worst of them."""
+"""Maximum characters of a schema, a choice or a grammar: the worst compile for seconds."""
 LONGEST_REGEX = 4_096
 MOST_CHOICES = 1_024
 LONGEST_CHOICE = 1_024
 
 OPTIONS = "x-guidance"
-"""llguidance's keyword of options, which holds at the top of a schema alone."""
+"""llguidance's keyword of options, valid only at the top of a schema."""
 _COMPACT = {"whitespace_flexible": False, "item_separator": ", ?", "key_separator": ": ?"}
-"""At most one space, behind a comma or a colon: a model can go on with white space for ever."""
+"""At most a single space after a comma or a colon, as models may produce endless white space."""
 _SPACING = ("whitespace_flexible", "whitespace_pattern")
 _OF_SCHEMAS = frozenset({"$defs", "definitions", "dependencies", "dependentSchemas"}) | {
     "patternProperties",
     "properties",
 }
-"""Keywords whose value has a schema under each name."""
+"""Keywords with an object of schemas as the value."""
 _VALUES = frozenset({"const", "default", "enum", "examples"})
 
 
@@ -35,7 +35,7 @@ class Guide:
     """A description of an output.
 
     Attributes:
-        kind: its field: guided_json, guided_regex, guided_choice or guided_grammar.
+        kind: the request's field: guided_json, guided_regex, guided_choice or guided_grammar.
         text: the schema, the regex, a JSON list of choices, or the grammar.
     """
 
@@ -84,10 +84,10 @@ def guide_of(
 def each_schema(schema: Any, act: Callable[[dict[str, Any]], Any]) -> Any:
     """Return a schema with `act` applied to every schema in it, the innermost first.
 
-    Values, as of `const` and `enum`, and other objects stay unchanged.
+    Values, such as those of `const` and `enum`, and other objects stay unchanged.
 
     Raises:
-        RecursionError: it is nested too deeply.
+        RecursionError: the schema is nested too deeply.
     """
     if isinstance(schema, list):
         return [each_schema(part, act) for part in schema]
@@ -105,9 +105,9 @@ def each_schema(schema: Any, act: Callable[[dict[str, Any]], Any]) -> Any:
 def json_options(schema: Mapping[str, Any]) -> dict[str, Any]:
     """Return llguidance's options of a schema: its own `x-guidance` over compact JSON.
 
-    A schema that says which white space it allows gets the library's separators, too.
+    A schema with white space options also gets the library's separators.
 
-    ValueError: the options are not at the top, are no object, or drop keywords.
+    ValueError: the options are not at the top, not an object, or drop keywords.
     """
     options = schema.get(OPTIONS, {})
     if not isinstance(options, Mapping):

@@ -1,4 +1,4 @@
-"""Logprobs: log-probabilities of tokens, and of the likeliest tokens in their places.
+"""Logprobs: log-probabilities of tokens, and of the likeliest tokens at each position.
 
     logprob of token t = l_t - log Σ exp l         l: the raw logits, in fp32
 
@@ -7,18 +7,18 @@ request may ask for log-probabilities of the logits that its tokens are drawn fr
 (`pcg.runtime.sampling.sampling.scored`).
 
 The k likeliest of V tokens are among the k blocks of 64 tokens with the largest maxima: a block
-with a lower maximum than k others holds none. Finding them takes a quarter of the time of a top-k
-of all. Nothing here waits for the device until `Logprobs.read`.
+with a lower maximum than k others has none of them. Finding them takes a quarter of the time of a
+top-k of all tokens. Only `Logprobs.read` waits for the device.
 
-Cells are further tokens at a place of a prompt: tokens that the request names, and tokens drawn
+Cells are further tokens at a position of a prompt: tokens that the request names, and tokens drawn
 from
 
     softmax(l / temperature)         l: the raw logits, in fp64; the likeliest token at 0
 
-with replacement, by uniform numbers that depend on the request's seed and the place, so that a
-repeated computation has the same.
+with replacement, by uniform numbers that depend on the request's seed and the position, so that a
+repeated computation draws the same tokens.
 
-Shapes: R rows, V vocabulary, k the most likeliest tokens of a row, m the most cells.
+Shapes: R rows, V vocabulary, k maximum number of likeliest tokens, m maximum number of cells.
 """
 
 from __future__ import annotations
@@ -36,18 +36,18 @@ from pcg.kernels.devices import downloaded, uploaded_list
 from pcg.runtime.sampling.sampling_params import SamplingParams
 
 _BLOCK = 64
-"""Tokens of a block; the fastest of 16 to 128 for 16 rows of 32,000."""
+"""Tokens per block; the fastest of 16 to 128 for 16 rows of 32,000."""
 
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprobs:
-    """The log-probability of a token in its place.
+    """The log-probability of a token at its position.
 
     Attributes:
-        top: the likeliest tokens and their log-probabilities, in falling order, equal values by id;
-            the token itself may be missing. Behind them those of `prompt_targets` and
+        top: the likeliest tokens and their log-probabilities, in descending order, equal values by
+            id; the token itself may be missing. Then the tokens of `prompt_targets` and
             `prompt_draws`.
-        rank: 1 + the number of tokens that are likelier.
+        rank: 1 + the number of likelier tokens.
     """
 
     token_id: int
@@ -57,7 +57,7 @@ class TokenLogprobs:
 
     @property
     def is_number(self) -> bool:
-        """False if the model's logits held NaN."""
+        """False if the model's logits had NaN."""
         return not math.isnan(self.logprob)
 
 
@@ -67,11 +67,11 @@ class Logprobs:
 
     Attributes:
         tokens: [R], int64.
-        chosen: theirs, [R], fp32.
+        chosen: log-probabilities of `tokens`, [R], fp32.
         ranks: the numbers of likelier tokens, [R], int64.
-        top_ids, top: the likeliest tokens of each row and theirs, [R, k], int64 and fp32.
-        cell_ids, cells: further tokens of each row and theirs, [R, m], the same; below 0 and 0 for
-            none. None without.
+        top_ids, top: each row's likeliest tokens and log-probabilities, [R, k], int64 and fp32.
+        cell_ids, cells: each row's further tokens and log-probabilities, [R, m], int64 and fp32;
+            below 0, and 0, for empty cells. None without cells.
     """
 
     tokens: Tensor
@@ -91,11 +91,11 @@ class Logprobs:
 
     @classmethod
     def joined(cls, parts: Sequence[Logprobs]) -> Logprobs:
-        """Return the rows of parts with equal k and m, one part after the other."""
+        """Return the concatenated rows of parts with equal k and m."""
         return cls(*map(torch.cat, zip(*(part._columns for part in parts), strict=True)))
 
     def sent(self) -> Logprobs:
-        """Return them as they will be on the host; see `downloaded`."""
+        """Start the copy to the host, and return the values on the host; see `downloaded`."""
         return Logprobs(*map(downloaded, self._columns))
 
     def read_cells(self, counts: Sequence[int], cells: Sequence[int]) -> list[TokenLogprobs]:
@@ -124,7 +124,7 @@ class Logprobs:
 
 
 def not_a_number(adapter: str | None) -> GenerationError:
-    """Return the error of a request with NaN in its logits."""
+    """Return the error for a request with NaN in its logits."""
     cause = "the base's weights" if adapter is None else f"the weights of adapter {adapter!r}"
     return GenerationError(
         "the logits hold NaN, so tokens have no log-probability; check the request's parameters, "
@@ -168,7 +168,7 @@ def _likeliest(values: Tensor, count: int) -> Tensor:
 
 
 def _in_order(values: Tensor, places: Tensor) -> Tensor:
-    """Return places [R, n] of values [R, V] by falling value, equal ones by rising place."""
+    """Return places [R, n] of values [R, V] by descending value; equal values by place."""
     places = places.sort(dim=-1).values
     order = values.gather(1, places).argsort(dim=-1, descending=True, stable=True)
     return places.gather(1, order)
@@ -178,17 +178,17 @@ _NONE = -1
 
 
 class PromptCells:
-    """The cells of rows that are places of prompts.
+    """The cells of prompts' rows.
 
     Attributes:
-        counts: the number of cells of each row; empty without any.
+        counts: the number of cells of each row; empty without cells.
     """
 
     def __init__(self, parts: Sequence[tuple[SamplingParams, range]]) -> None:
-        """Take the rows.
+        """Set the rows.
 
         Args:
-            parts: parameters of requests, and the places of their rows in turn, from 1 on.
+            parts: for each request, its parameters and the positions of its rows, from 1.
         """
         self._rows = [(params, place) for params, places in parts for place in places]
         counts = [
@@ -198,10 +198,10 @@ class PromptCells:
         self.counts = counts if self._width else []
 
     def of(self, logits: Tensor, start: int) -> Tensor | None:
-        """Return the tokens of some rows' cells, [R, m], below 0 for none; None if none has any.
+        """Return the tokens of rows' cells, [R, m], below 0 for empty cells; None without cells.
 
         Args:
-            logits: those of the rows from `start` on, [R, V].
+            logits: logits of the rows from `start` on, [R, V].
         """
         if not self._width:
             return None
@@ -228,7 +228,7 @@ def _draw(logits: Tensor, params: SamplingParams, place: int) -> Tensor:
         return logits.argmax().expand(params.prompt_draws)
     key = None if params.seed is None else [params.seed, place]
     uniform = np.random.default_rng(key).random(params.prompt_draws)
-    exact = logits.to(torch.float64)  # in which no temperature is 0
+    exact = logits.to(torch.float64)  # no temperature underflows to 0
     shares = ((exact - exact.max()) / params.temperature).softmax(dim=-1).cumsum(dim=-1)
     at = torch.from_numpy(uniform).to(logits.device) * shares[-1]
     return torch.searchsorted(shares, at, right=True).clamp(max=len(logits) - 1)

@@ -16,14 +16,14 @@ A row goes through these steps; a step that no row needs is skipped:
     frequency                 l - f · (times generated)    tokens of the output
     presence                  l - p                        tokens of the output
 
-Nothing here waits for the device: if no token can be drawn, the result is `UNDRAWN`, and the engine
-fails only that row's request. All randomness is one number u a token, drawn on the CPU from the
-request's own generator: a request's tokens depend neither on the rest of the batch nor on the
-device, and its random state is a few bytes that move with it.
+This file never waits for the device: if no token can be drawn, the result is `UNDRAWN`, and the
+engine fails only the row's request. The only randomness is a number u per token, drawn on the CPU
+from the request's own generator: a request's tokens depend neither on the rest of the batch nor on
+the device, and its random state has a few bytes.
 
 Source: transformers `RepetitionPenaltyLogitsProcessor` and `NoBadWordsLogitsProcessor`, which also
-looks at the prompt; OpenAI's reference of chat completions; the order and the meaning of the fields
-are vLLM's (`v1/sample/sampler.py`, `apply_penalties`, `apply_bad_words`).
+reads the prompt; OpenAI's reference of chat completions; order and meaning of the fields as in vLLM
+(`v1/sample/sampler.py`, `apply_penalties`, `apply_bad_words`).
 
 Shapes: R rows, V vocabulary, S sampled rows.
 """
@@ -53,7 +53,7 @@ Word = tuple[int, ...]
 
 
 class BadWords:
-    """The bad words of one request, and the last tokens of its output."""
+    """The bad words of a request, and the last tokens of its output."""
 
     def __init__(self, words: Sequence[Word]) -> None:
         self._always = [word[0] for word in words if len(word) == 1]
@@ -64,17 +64,17 @@ class BadWords:
         self._latest: deque[int] = deque(maxlen=max(map(len, words)) - 1)
 
     def anew(self) -> BadWords:
-        """Return the same words for another output, which has no token yet."""
+        """Return the same words for a new, empty output."""
         words = copy.copy(self)
         words._latest = deque(maxlen=self._latest.maxlen)
         return words
 
     def add(self, token: int) -> None:
-        """Note a generated token."""
+        """Append a generated token."""
         self._latest.append(token)
 
     def tokens(self) -> list[int]:
-        """Return the tokens that would end a bad word now."""
+        """Return the tokens that would complete a bad word."""
         if not self._latest:
             return self._always
         latest = tuple(self._latest)
@@ -83,7 +83,7 @@ class BadWords:
 
 
 def words_of(bad_words: Sequence[str | Word], tokenizer: Tokenizer | None) -> tuple[Word, ...]:
-    """Return bad words as tokens; a text stands for itself, and for itself after a space.
+    """Return bad words as tokens; a text counts with and without a leading space.
 
     Raises:
         GenerationError: a text without a tokenizer, or without tokens.
@@ -110,9 +110,9 @@ def words_of(bad_words: Sequence[str | Word], tokenizer: Tokenizer | None) -> tu
 
 
 class TokenCounts:
-    """The tokens of a request, each once, and how often each was generated.
+    """The distinct tokens of a request, with the number of times each was generated.
 
-    They are arrays that grow, so that a step reads them without going through the tokens again.
+    The values are growing arrays, so that a step need not count the tokens again.
     """
 
     def __init__(self, prompt_ids: Sequence[int] = ()) -> None:
@@ -122,7 +122,7 @@ class TokenCounts:
         self._places = {token: place for place, token in enumerate(self._tokens.tolist())}
 
     def copy(self) -> TokenCounts:
-        """Return counts of their own with the same tokens."""
+        """Return an independent copy."""
         counts = TokenCounts()
         counts._tokens, counts._counts = self._tokens.copy(), self._counts.copy()
         counts._places = self._places.copy()
@@ -150,7 +150,7 @@ class TokenCounts:
 
 Tokens = NDArray[np.int64]
 _MANY = 1024
-"""Allowed tokens beyond which a mask of the whole vocabulary takes a step less time."""
+"""Number of allowed tokens beyond which a mask of the whole vocabulary is faster."""
 
 
 class RuledOut:
@@ -169,16 +169,16 @@ class RuledOut:
 
 
 class Sampler:
-    """Chooses the tokens of one request, in a batch with others; see `sample`.
+    """Draws the tokens of a request, in a batch with others; see `sample`.
 
-    Only `commit` changes it. A step that failed, or was abandoned, is computed again with the same
-    result, and a preempted request continues in the same state.
+    Only `commit` changes a sampler, so that a repeated step draws the same tokens, and a preempted
+    request continues in the same state.
 
     Attributes:
-        is_plain: True if the next token's logits are used unchanged, so that no row is copied.
-        counts: how often each token was generated; None without a penalty.
-        restricts: True if the request rules out tokens, now or before.
-        grammar: the state of its guided output; None without a guide.
+        is_plain: True if the next token's logits are used unchanged, without copying the row.
+        counts: the number of times each token was generated; None without a penalty.
+        restricts: True if the request forbids tokens, now or earlier.
+        grammar: the state of a guided output; None without a guide.
         allowed: the allowed tokens; None for all, or for many.
         ruled_out: the complement of many allowed tokens; None otherwise.
         bias: tokens, and the numbers added to their logits; None for no bias.
@@ -193,12 +193,12 @@ class Sampler:
         first: Sampler | None = None,
         choice: int = 0,
     ) -> None:
-        """Create the sampler of a request with an output that ends with one of `end_ids`.
+        """Create the sampler of a request; a token of `end_ids` ends the output.
 
         Args:
-            params: as `resolved` returns them.
-            first: the sampler of another continuation of the prompt, before its first token, to
-                share data with; the seed of continuation `choice` is `choice` higher.
+            params: parameters returned by `resolved`.
+            first: the sampler of the prompt's first continuation, before its first token, to share
+                data with; the seed of continuation `choice` is `choice` higher.
         """
         self.params = params
         self.is_greedy = params.greedy
@@ -228,19 +228,19 @@ class Sampler:
         self._uniform: float | None = None
 
     def uniform(self) -> float:
-        """Return the next token's number u, in [0, 1); the same until a token is committed."""
+        """Return the next token's number u in [0, 1), which is equal until the next `commit`."""
         if self._uniform is None:
             drawn = torch.rand((), dtype=torch.float64, generator=self._generator)
             self._uniform = drawn.item()
         return self._uniform
 
     def forbidden(self) -> list[int]:
-        """Return the tokens that are forbidden next, by `bad_words` and `min_tokens`."""
+        """Return the next forbidden tokens, by `bad_words` and `min_tokens`."""
         words = [] if self._bad_words is None else self._bad_words.tokens()
         return words + self._end_ids if self._left else words
 
     def commit(self, token: int) -> None:
-        """Note that a token was chosen, and is the request's."""
+        """Append a drawn token to the request."""
         self._uniform = None
         if self.is_plain:
             return
@@ -280,10 +280,10 @@ def _generator(seed: int | None, choice: int) -> torch.Generator:
 def resolved(
     params: SamplingParams, tokenizer: Tokenizer | None, vocabulary: int
 ) -> SamplingParams:
-    """Return parameters for a model: bad words are sequences of tokens, and the model has them.
+    """Return parameters for a model: bad words become tokens, and all tokens are checked.
 
     Raises:
-        GenerationError: the model lacks a token, there is no tokenizer for a bad word or a guide,
+        GenerationError: the model lacks a token, a bad word or a guide needs a missing tokenizer,
             or llguidance is not installed.
     """
     if params.guide is not None:
@@ -296,7 +296,7 @@ def resolved(
 
 
 def make_generator(seed: int | None = None) -> torch.Generator:
-    """Make a request's CPU generator; without a seed, from the system's entropy."""
+    """Create a request's CPU generator; without a seed, from the system's entropy."""
     generator = torch.Generator(device="cpu")
     if seed is None:
         generator.seed()
@@ -393,19 +393,19 @@ def penalize(logits: Tensor, samplers: Sequence[Sampler]) -> None:
 
 
 UNDRAWN = -1
-"""The result where no token could be drawn."""
+"""The result if no token could be drawn."""
 
 
 def sample(logits: Tensor, samplers: Sequence[Sampler], drawing: Drawing | None = None) -> Tensor:
-    """Choose the next token of every row.
+    """Draw the next token of every row.
 
     Args:
         logits: [R, V], of each row's last position. Not changed.
         samplers: the sampler of each row. Not changed: the caller commits the tokens that it keeps.
         drawing: the device's kernels; PyTorch's operators by default.
     Returns:
-        [R], int64, on the device of `logits`; `UNDRAWN` where a sampled row's logits hold NaN or no
-        finite number, and where a greedy row's largest is not finite.
+        [R], int64, on the device of `logits`; `UNDRAWN` if a sampled row's logits have NaN or no
+        finite number, or a greedy row's maximum is not finite.
     Raises:
         GenerationError: the arguments disagree about R.
     """
@@ -434,8 +434,8 @@ def sample(logits: Tensor, samplers: Sequence[Sampler], drawing: Drawing | None 
 def scored(logits: Tensor, samplers: Sequence[Sampler], drawing: Drawing | None = None) -> Tensor:
     """Return the logits for each row's requested log-probabilities, [R, V].
 
-    They are the raw logits, or those that `sample` draws from, with -inf for tokens that cannot be
-    drawn; a greedy row then has its masks, biases and penalties, and no filter.
+    The result has the raw logits, or the logits of `sample`'s distribution, with -inf for tokens
+    that cannot be drawn; a greedy row then has masks, biases and penalties, but no filter.
     """
     rows = [row for row, s in enumerate(samplers) if s.params.logprobs_mode == "processed_logprobs"]
     if not rows:
@@ -488,7 +488,7 @@ def undrawn_error(sampler: Sampler | None, adapter: str | None) -> GenerationErr
 
 
 def _draw(logits_SV: Tensor, samplers: Sequence[Sampler], drawing: Drawing) -> Tensor:
-    """Draw each row's token from its distribution at one uniform number; return [S] int64."""
+    """Draw each row's token from its distribution at a uniform number; return [S] int64."""
     numbers = [sampler.uniform() for sampler in samplers]
     uniform = uploaded_list(numbers, torch.float64, logits_SV.device)
     params = [sampler.params for sampler in samplers]

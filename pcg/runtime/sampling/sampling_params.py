@@ -1,4 +1,4 @@
-"""Sampling parameters: how a request's tokens are chosen, and when they end."""
+"""Sampling parameters: how a request's tokens are drawn, and when the output ends."""
 
 import dataclasses
 import math
@@ -27,14 +27,14 @@ MOST_BIASES = 4_096
 MOST_CONTINUATIONS = 128
 MOST_BAD_WORDS = 1_024
 MOST_BAD_TOKENS = 16_384
-"""A text counts twice: it is not generated after a space, either."""
+"""Limit of all bad words' tokens; a text counts twice: with and without a leading space."""
 MOST_ALLOWED_TOKENS = 2**18
-"""As many as the largest vocabularies have."""
+"""Limit of allowed tokens: the size of the largest vocabularies."""
 MOST_CELLS = 2**18
-"""Further tokens of all places of a prompt whose log-probabilities are returned."""
+"""Limit of further tokens with log-probabilities over all positions of a prompt."""
 LogprobsMode: TypeAlias = Literal["raw_logprobs", "processed_logprobs"]
 LONGEST_TEXT = 1_024
-"""The most characters of a stop string or a bad word, and the most tokens of a bad word."""
+"""Maximum characters of a stop string or a bad word, and maximum tokens of a bad word."""
 
 
 class SamplingFields(TypedDict, total=False):
@@ -76,52 +76,56 @@ class SamplingFields(TypedDict, total=False):
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """The parameters of one request's tokens: how they are chosen, and when the output ends.
+    """Sampling parameters and stop conditions of a request.
 
     Attributes:
         temperature: 0 is greedy.
         top_k: keep the k most likely tokens; None keeps all.
         top_p: keep the most likely tokens up to this probability, in (0, 1]; None keeps all.
-        min_p: keep tokens at least this likely relative to the most likely token; None keeps all.
-        repetition_penalty: above 1 discourages the tokens of the prompt and of the output so far;
-            from 0.01 to 100.
+        min_p: keep tokens with at least this probability relative to the most likely token; None
+            keeps all.
+        repetition_penalty: values above 1 discourage tokens of the prompt and the output; from 0.01
+            to 100.
         presence_penalty: subtracted from the logits of generated tokens; from -2 to 2.
-        frequency_penalty: subtracted for each time that a token was generated; from -2 to 2.
-        logit_bias: numbers from -100 to 100 that are added to the logits of tokens, by token id.
-        bad_words: texts, or sequences of token ids, that are not generated.
-        allowed_token_ids: the only tokens that are generated; None allows all.
-        seed: seed of the request's generator; None takes one from the system.
-        max_new_tokens: the most tokens to generate; 0 to compute only the prompt.
-        min_tokens: the least tokens to generate before the output may end.
-        stop: strings that end the output; they are not part of it.
-        stop_token_ids: tokens that end the output, besides the model's own end-of-sequence tokens.
-        include_stop_str_in_output: leave the stop string, or the text of the token that ends the
+        frequency_penalty: subtracted for each occurrence of a token in the output; from -2 to 2.
+        logit_bias: numbers from -100 to 100 to add to the logits, by token id.
+        bad_words: texts, or sequences of token ids, to exclude from the output.
+        allowed_token_ids: the only tokens allowed in the output; None allows all.
+        seed: seed of the request's generator; None for a random seed.
+        max_new_tokens: maximum number of tokens to generate; 0 to compute only the prompt.
+        min_tokens: minimum number of tokens to generate before the output may end.
+        stop: strings that end the output, and are not part of it.
+        stop_token_ids: tokens that end the output, in addition to the model's end-of-sequence
+            tokens.
+        include_stop_str_in_output: keep the stop string, or the text of the token that ends the
             output, in the text.
         ignore_eos: continue after an end-of-sequence token.
         skip_special_tokens: leave special tokens out of the text.
-        truncate_prompt_tokens: keep this number of a longer prompt's last tokens; None keeps all.
+        truncate_prompt_tokens: keep only this number of a prompt's last tokens; None keeps all.
         logprobs: return the log-probability of each generated token, and of this number of
-            likeliest tokens in its place; None for none. An engine's limits bound it.
+            likeliest tokens at its position; None for none. An engine's limits apply.
         logprobs_mode: `raw_logprobs` of the model, or `processed_logprobs` of the distribution that
-            the token was drawn from; the names are vLLM's.
-        prompt_logprobs: return the same for each token of the prompt except the first.
-        prompt_targets: further tokens with log-probabilities to return for each token of the prompt
-            except the first: in `top`, behind the likeliest tokens. Below 0 is none, with 0.0.
-        prompt_draws: the number of tokens to draw for each of these places, by `temperature` and
-            `seed` only, with their log-probabilities: in `top`, behind the targets.
-        n: the number of continuations of the prompt, which is computed once. With a seed
+            the token was drawn from; names as in vLLM.
+        prompt_logprobs: the same as `logprobs`, for each token of the prompt except the first.
+        prompt_targets: for each token of the prompt except the first, further tokens whose
+            log-probabilities are returned, in `top` after the likeliest tokens; below 0 for no
+            token, with 0.0.
+        prompt_draws: the number of tokens to draw at each of these positions, only by `temperature`
+            and `seed`; returned with log-probabilities, in `top` after the targets.
+        n: the number of continuations of the prompt, which is computed once. With a seed,
             continuation i samples with seed + i.
-        best_of: the number of continuations to compute; the n with the highest log-probability are
-            returned, the best first; None for n.
-        echo: begin the text with the prompt's; with `logprobs`, prompt_logprobs defaults to it.
-        guided_json: a JSON schema that the output is valid under, a mapping or JSON text. The
-            output is compact JSON unless the schema's `x-guidance` has other options.
+        best_of: the number of continuations to compute, of which the n with the highest
+            log-probability are returned, the best first; None for n.
+        echo: start the text with the prompt's text; with `logprobs`, also the default of
+            prompt_logprobs.
+        guided_json: a JSON schema for the output, a mapping or JSON text. The output is compact
+            JSON unless the schema's `x-guidance` has other options.
         guided_json_object: the output is a JSON object.
-        guided_regex: a regular expression that matches the output as a whole.
-        guided_choice: the output is one of these texts.
+        guided_regex: a regular expression that matches the whole output.
+        guided_choice: the possible texts of the output.
         guided_grammar: a context-free grammar of the output, in Lark's notation or in GBNF.
     Raises:
-        GenerationError: a value is out of its range or of the wrong type.
+        GenerationError: a value is out of range or has a wrong type.
     """
 
     temperature: float = 0.0
@@ -249,7 +253,7 @@ class SamplingParams:
                 raise GenerationError("allowed_token_ids is empty; None allows all tokens")
 
     def check_vocabulary(self, vocabulary: int) -> None:
-        """Refuse tokens beyond a model's vocabulary, with a GenerationError."""
+        """Raise a GenerationError for tokens beyond a model's vocabulary."""
         for name, tokens in self._named_tokens():
             most = max(tokens, default=0)
             if most >= vocabulary:
@@ -335,7 +339,7 @@ _LISTS = (
     "prompt_targets",
 )
 _WHOLE = (*_LISTS, "n", "best_of")
-"""Fields that are not given for each prompt."""
+"""Fields with a common value for all prompts."""
 
 
 def _token(key: object) -> object:
