@@ -14,7 +14,7 @@ import torch
 
 from pcg.ir.graph import Graph, Parameter
 from pcg.ir.program.program import ModelGraph
-from pcg.ir.types import DTYPE_BYTES, TORCH_NAMES
+from pcg.ir.types import TORCH_NAMES, is_format
 from pcg.ranks.shards import is_in_shards, is_sharded, part_bytes, rooms_bytes
 from pcg.runtime.model.bound_weights import is_packed, product_weights
 
@@ -42,13 +42,14 @@ class _Held:
 
     @property
     def size_bytes(self) -> int:
-        return self.elements * DTYPE_BYTES[self.parameter.type.dtype]
+        return int(self.parameter.type.size_bytes) * self.layers
 
     def is_packed(self, device: torch.device) -> bool:
         """Return whether a device holds a packed copy of the tensor."""
         type_ = self.parameter.type
-        dtype = getattr(torch, TORCH_NAMES[type_.dtype])
-        return self.multiplies and is_packed(len(type_.features), dtype, device)
+        if not self.multiplies or is_format(type_.dtype):
+            return False
+        return is_packed(len(type_.features), getattr(torch, TORCH_NAMES[type_.dtype]), device)
 
 
 def parameter_count(model: ModelGraph) -> int:

@@ -39,7 +39,7 @@ from pcg.errors import ParseError
 from pcg.ir.graph import Attribute, Graph, Node, Parameter, Value
 from pcg.ir.layouts import WHOLE, Layout
 from pcg.ir.printer import ESCAPES, INTEGERS, NAME, PARTS
-from pcg.ir.types import DTYPE_BYTES, Dim, Size, State, TensorType
+from pcg.ir.types import DTYPE_BYTES, Dim, Size, State, TensorType, is_format
 
 # -------------------------------------------------------------------------------------------- lexer
 
@@ -361,8 +361,8 @@ class _Parser(TokenReader):
 
     def type(self) -> TensorType:
         dtype = self.take("word", "a dtype")
-        if dtype.text not in DTYPE_BYTES:
-            self.fail(f"a dtype ({', '.join(DTYPE_BYTES)})", dtype)
+        if dtype.text not in DTYPE_BYTES and not is_format(dtype.text):
+            self.fail(f"a dtype ({', '.join(DTYPE_BYTES)}) or a weight format", dtype)
         self.expect("[")
         dims: list[Dim] = []
         while not self.accept("]"):

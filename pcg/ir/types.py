@@ -10,7 +10,8 @@ A dim prints as its size, then its state and degree unless it is whole:
 and a tensor as `bf16[T, 4096|4]`. A size that is a sum is in parentheses: `(T + 4)` is four more
 than T, `T+4` a pre-reduce dim. `T` is the number of tokens of the step, over all requests and jobs:
 activations are token-flat, so `T` is always their first dim, or `ceiling(T/4)` if each of 4 ranks
-holds a part of the tokens.
+holds a part of the tokens. The dtype of a frozen matrix may be a weight format (`pcg.formats`), as
+in `nf4[4096, 4096]`.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from typing import TypeAlias
 import sympy
 
 from pcg.errors import TypeCheckError
+from pcg.formats.registry import FORMATS
 
 TOKENS = sympy.Symbol("T", integer=True, positive=True)
 CONTEXT = sympy.Symbol("S", integer=True, positive=True)
@@ -59,6 +61,13 @@ TORCH_NAMES = {
     "u8": "uint8",
     "bool": "bool",
 }
+
+
+def is_format(dtype: str) -> bool:
+    """Return whether the dtype of a frozen matrix is a weight format, as `nf4`."""
+    return dtype in FORMATS
+
+
 _FLOATS = ("f16", "bf16", "f32", "f64")
 _RANKS = {"bool": 0, "u8": 1, "i32": 2, "i64": 3, "f16": 4, "bf16": 4, "f32": 5, "f64": 6}
 
@@ -116,8 +125,9 @@ class TensorType:
     dims: tuple[Dim, ...]
 
     def __post_init__(self) -> None:
-        if self.dtype not in DTYPE_BYTES:
-            raise TypeCheckError(f"unknown dtype {self.dtype!r}; known: {', '.join(DTYPE_BYTES)}")
+        if self.dtype not in DTYPE_BYTES and not is_format(self.dtype):
+            known = ", ".join((*DTYPE_BYTES, *FORMATS))
+            raise TypeCheckError(f"unknown dtype {self.dtype!r}; known: {known}")
 
     def __str__(self) -> str:
         return f"{self.dtype}[{', '.join(map(str, self.dims))}]"
@@ -167,6 +177,8 @@ class TensorType:
 
     @property
     def size_bytes(self) -> sympy.Expr:
+        if is_format(self.dtype):
+            return sympy.Integer(FORMATS[self.dtype].size_bytes(*self.features))
         return self.elements * DTYPE_BYTES[self.dtype]
 
     def with_dtype(self, dtype: str) -> TensorType:

@@ -72,7 +72,8 @@ class FoldTrace(Pass[Traced, Base]):
 
     def run(self, before: Traced) -> Base:
         trace = before.trace
-        return Base(Fold(trace.layers_path, tuple(trace.schedule)).run(trace.graph))
+        model = Fold(trace.layers_path, tuple(trace.schedule)).run(trace.graph)
+        return Base(model, trace.stored)
 
 
 @dataclass(frozen=True)

@@ -55,6 +55,7 @@ from pcg.passes.model_passes import (
     Trace,
 )
 from pcg.passes.place import CallPieces
+from pcg.passes.quantize_weights import QuantizeWeights
 from pcg.passes.repeat_heads import RepeatHeadsOfModels
 from pcg.passes.shard import PlanBase, Shard
 from pcg.passes.stages import (
@@ -187,7 +188,7 @@ def pipeline(settings: Settings) -> Pipeline:
     layers, functions = "training.kinds.gradients", "serving.graph training.graph"
     return Pipeline(
         trace=_stage("trace", Trace(dtype_name(options.dtype), settings.whole)),
-        fold=_stage("fold", FoldTrace()),
+        fold=_stage("fold", FoldTrace(), QuantizeWeights(options.quantization)),
         raise_operators=_stage("raise", On("model", RaiseOperators())),
         attach=_stage("attach", Attach(settings.bypasses, settings.trains)),
         parallelize=_stage(

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 from pcg.codegen.program_functions import Function, serving_functions, training_functions
+from pcg.formats.registry import StoredFormat
 from pcg.ir.graph import Graph
 from pcg.ir.layouts import Layout, layout_of
 from pcg.ir.program.interfaces import (
@@ -48,9 +49,14 @@ class Traced:
 
 @dataclass(frozen=True)
 class Base:
-    """A model without bypass networks, folded."""
+    """A model without bypass networks, folded.
+
+    Attributes:
+        stored: the format of a quantized checkpoint; None for a float checkpoint.
+    """
 
     model: ModelGraph
+    stored: StoredFormat | None = None
 
     @property
     def graphs(self) -> Named:

@@ -12,6 +12,7 @@ from typing import Any, TypeAlias
 import torch
 
 from pcg.errors import PcgError, TraceError, UnsupportedError
+from pcg.formats.registry import StoredFormat, stored_format
 from pcg.ir.graph import Graph
 from pcg.trace.export import TraceFacts, export
 from pcg.trace.importer import import_graph
@@ -34,11 +35,13 @@ class TracedModel(TraceFacts):
         graph: input_ids and position_ids, both [T], to logits [T, V]; a few layers of all kinds.
         constants: values of the graph's constants.
         dtype: the dtype of weights and activations, in the IR's names.
+        stored: the format of a quantized checkpoint; None for a float checkpoint.
     """
 
     graph: Graph
     constants: Mapping[str, torch.Tensor]
     dtype: str
+    stored: StoredFormat | None
 
 
 def trace(model: ToTrace, dtype: str | None = None, whole: bool = False) -> TracedModel:
@@ -52,6 +55,7 @@ def trace(model: ToTrace, dtype: str | None = None, whole: bool = False) -> Trac
     Raises:
         TraceError: the model has no token-flat graph; names the operator and the module.
     """
+    stored = stored_format(model) if isinstance(model, Mapping) else None
     try:
         with _TRACING:
             exported = export(model, dtype, whole)
@@ -71,7 +75,7 @@ def trace(model: ToTrace, dtype: str | None = None, whole: bool = False) -> Trac
         p.type.dtype for p in graph.parameters if p.role == "frozen" and p.type.is_float
     )
     facts = {field.name: getattr(exported, field.name) for field in fields(TraceFacts)}
-    return TracedModel(**facts, graph=graph, constants=constants, dtype=floating)
+    return TracedModel(**facts, graph=graph, constants=constants, dtype=floating, stored=stored)
 
 
 def _known_as(model: ToTrace) -> tuple[str, Mapping[str, Any]]:

@@ -294,6 +294,7 @@ def parse_config(config: Mapping[str, Any]) -> Any:
 
     fields = _decoded(dict(config))
     model_type = str(fields.pop("model_type", ""))
+    fields.pop("quantization_config", None)  # the format of weights changes no graph
     if model_type not in CONFIG_MAPPING:
         if "auto_map" in fields:
             raise UnsupportedError(
@@ -402,8 +403,8 @@ def _check_supported(config: Any) -> None:
     quantization = getattr(config, "quantization_config", None)
     if quantization:
         raise UnsupportedError(
-            f"this {kind} is quantized (quantization_config={quantization}); use a checkpoint with "
-            "unquantized weights"
+            f"this {kind} in memory is quantized (quantization_config={quantization}); give the "
+            "checkpoint's directory or hub id instead of the module"
         )
     for rope_type in _rope_types(getattr(config, "rope_parameters", None)):
         if rope_type in _LENGTH_DEPENDENT_ROPE:

@@ -34,6 +34,25 @@ CONTRACTED = (partitioned(-1), partitioned(-1))
 """Layouts of x [.., in] and W [out, in] of a product that sums over parts of `in`."""
 
 
+_MULTIPLIES = (
+    "base_piece", "column_norm", "linear", "linear_backward", "linear_group", "lora_linear",
+    "lora_linear_backward",
+)  # fmt: skip
+
+
+def multiplied(graph: Graph) -> list[str]:
+    """Return the frozen matrices [out, in] that a graph reads by multiplication only."""
+    others = {name for node in graph.nodes if node.op not in _MULTIPLIES for name in node.inputs}
+    return [
+        parameter.name
+        for parameter in graph.parameters
+        if parameter.role == "frozen"
+        and len(parameter.type.features) == 2
+        and parameter.name not in others
+        and parameter.name not in graph.outputs
+    ]
+
+
 class Product(Operator):
     """A product whose first input is summed over its last dim."""
 

@@ -22,7 +22,7 @@ from pcg.kernels.batch import ProgramBatch
 from pcg.kernels.torch.products import (
     Product,
     ProductRequest,
-    is_remote,
+    has_stand_in,
     joined_tokens,
     linear_backward,
 )
@@ -64,7 +64,7 @@ class InputGradient(Product):
 
     @property
     def rows(self) -> int:
-        if is_remote(self.weight):
+        if has_stand_in(self.weight):
             return 0
         return len(self.weight) + sum(len(weight) for _, weight in self.others)
 
@@ -122,7 +122,7 @@ class InputGradient(Product):
         (dy, weight), *others = pairs
         dx = linear_backward(dy, weight)
         for more, by in others:
-            if is_remote(by):
+            if has_stand_in(by):
                 dx.add_(linear_backward(more, by))
             else:
                 dx = torch.addmm(dx, more, by, out=dx) if dx.is_cuda else dx.add_(more @ by)

@@ -15,7 +15,7 @@ from torch import Tensor
 from pcg.kernels.batch import JoinedLora, LoraRun, ProgramBatch, Segments
 from pcg.kernels.sgmv import add_lora_of_few
 from pcg.kernels.torch.collectives import own_part
-from pcg.kernels.torch.products import is_remote, linear, remote_of
+from pcg.kernels.torch.products import has_stand_in, linear, stand_in_of
 from pcg.peft.weights import AdapterWeight
 
 
@@ -234,8 +234,8 @@ def _products(x: Tensor, weight: Tensor) -> Tensor:
 
 def column_norm(weight: Tensor, a: AdapterWeight, b: AdapterWeight) -> Tensor:
     """||W + scale · B A|| of each output, [out], in A's dtype."""
-    if is_remote(weight):
-        return remote_of(weight).adapted_lengths(a.weight, b.weight, b.scale)
+    if has_stand_in(weight):
+        return stand_in_of(weight).adapted_lengths(a.weight, b.weight, b.scale)
     if b.weight.device.type != "cpu" or b.weight.is_inference() or a.weight.is_inference():
         return _column_norm(weight, a, b)  # a recorded step has to compute it each time
     # All windows of a pass have the same norm, which takes as long as 100 tokens of a layer.

@@ -5,10 +5,10 @@ that run in the same step, such as one that serves a batch and the window of a f
 their common products once, over the tokens of all of them: the base executor of Symbiosis, in one
 process. Experts are not among them: a function runs its own.
 
-A weight may be in another process. An emitted function is then given a tensor of the weight's shape
-and dtype on the device `meta`, which has no memory. It carries the `RemoteWeight` that requests
-products by it, so that reading the tensor otherwise is an error, never a wrong number. Pieces of a
-layer's graph run there, too.
+A weight may be in another process, or quantized. An emitted function is then given a tensor of the
+weight's shape and dtype on the device `meta`, which has no memory. It carries a `StandIn` that runs
+the products, so that reading the tensor otherwise is an error, never a wrong number. Pieces of a
+layer's graph run in the other process, too.
 """
 
 from __future__ import annotations
@@ -27,8 +27,32 @@ from pcg.errors import SplitError
 from pcg.kernels.batch import ProgramBatch
 
 
-class RemoteWeight:
-    """A weight W [out, in] that is not in this process, or several side by side.
+class StandIn(ABC):
+    """A weight W [out, in], or several side by side, of which no float tensor exists here."""
+
+    @abstractmethod
+    def linear(self, x: Tensor, others: Sequence[Self]) -> Tensor:
+        """Return x Wᵀ by this weight and others, side by side: [T, outs], in its own memory."""
+
+    @abstractmethod
+    def joined(self, others: Sequence[Self]) -> Self:
+        """Return this weight joined with others, [outs, in]."""
+
+    @abstractmethod
+    def input_gradient(self, dy: Tensor) -> Tensor:
+        """Return dy W, [T, in]."""
+
+    @abstractmethod
+    def adapted_lengths(self, a: Tensor, b: Tensor, scale: float) -> Tensor:
+        """Return ||W + scale · B A|| of each output, [out], in A's dtype."""
+
+    @abstractmethod
+    def digest(self) -> str:
+        """Return a SHA-256 of the weight's values."""
+
+
+class RemoteWeight(StandIn):
+    """A weight that is not in this process.
 
     A subclass overrides the calls that its holder answers; others raise a SplitError of `refusal`.
 
@@ -43,20 +67,16 @@ class RemoteWeight:
         return f"{', '.join(self.names)} does not take this call"
 
     def linear(self, x: Tensor, others: Sequence[Self]) -> Tensor:
-        """Return x Wᵀ by this weight and others, side by side: [T, outs], in its own memory."""
         raise SplitError(self.refusal)
 
     def joined(self, others: Sequence[Self]) -> Self:
-        """Return this weight joined with others, [outs, in]."""
         names = tuple(name for weight in (self, *others) for name in weight.names)
         return dataclasses.replace(self, names=names)  # type: ignore[type-var]
 
     def input_gradient(self, dy: Tensor) -> Tensor:
-        """Return dy W, [T, in]."""
         raise SplitError(self.refusal)
 
     def adapted_lengths(self, a: Tensor, b: Tensor, scale: float) -> Tensor:
-        """Return ||W + scale · B A|| of each output, [out], in A's dtype."""
         raise SplitError(self.refusal)
 
     def piece(self, text: str, layer: int, inputs: Sequence[Tensor]) -> Sequence[Tensor]:
@@ -68,29 +88,34 @@ class RemoteWeight:
         raise SplitError(self.refusal)
 
 
-def remote_tensor(shape: Sequence[int], dtype: torch.dtype, weight: RemoteWeight) -> Tensor:
-    """Return a tensor without memory that represents a remote weight."""
+def stand_in_tensor(shape: Sequence[int], dtype: torch.dtype, weight: StandIn) -> Tensor:
+    """Return a tensor without memory that represents a weight."""
     tensor = torch.empty(tuple(shape), dtype=dtype, device="meta")
-    tensor.remote = weight  # type: ignore[attr-defined]
+    tensor.stand_in = weight  # type: ignore[attr-defined]
     return tensor
+
+
+def has_stand_in(tensor: Tensor | None) -> bool:
+    """Return whether a tensor represents a weight that is no float tensor here."""
+    return tensor is not None and tensor.is_meta
 
 
 def is_remote(tensor: Tensor | None) -> bool:
     """Return whether a tensor represents a weight of another process."""
-    return tensor is not None and tensor.is_meta
+    return tensor is not None and tensor.is_meta and isinstance(stand_in_of(tensor), RemoteWeight)
 
 
-def remote_of(tensor: Any) -> RemoteWeight:
+def stand_in_of(tensor: Any) -> StandIn:
     """Return the weight that a tensor represents."""
-    weight: RemoteWeight = tensor.remote
+    weight: StandIn = tensor.stand_in
     return weight
 
 
-def remote_group(tensors: Sequence[Tensor]) -> Tensor:
-    """Return a tensor that represents several remote weights of the same inputs."""
-    first, *others = map(remote_of, tensors)
+def stand_in_group(tensors: Sequence[Tensor]) -> Tensor:
+    """Return a tensor that represents several weights of the same inputs, side by side."""
+    first, *others = map(stand_in_of, tensors)
     shape = (sum(len(tensor) for tensor in tensors), *tensors[0].shape[1:])
-    return remote_tensor(shape, tensors[0].dtype, first.joined(others))
+    return stand_in_tensor(shape, tensors[0].dtype, first.joined(others))
 
 
 Result = TypeVar("Result")
@@ -211,7 +236,7 @@ class LinearProduct(Product):
     def rows(self) -> int:
         weight = self.weights[0]
         is_plain = len(self.weights) == 1 and weight is not None and not weight.is_mkldnn
-        is_plain = is_plain and not is_remote(weight)
+        is_plain = is_plain and not has_stand_in(weight)
         if not is_plain or self.is_whole or hasattr(weight, "group_sizes"):
             return 0
         return len(weight)  # type: ignore[arg-type]
@@ -260,9 +285,9 @@ class LinearProduct(Product):
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """x Wᵀ (+ b); the weight is plain, packed by oneDNN, or in another process."""
-    if weight.is_meta:  # as `is_remote` tells, without another call
-        y = remote_of(weight).linear(x, ())
+    """x Wᵀ (+ b); the weight is plain, packed by oneDNN, or has a `StandIn`."""
+    if weight.is_meta:  # as `has_stand_in` tells, without another call
+        y = stand_in_of(weight).linear(x, ())
         return y if bias is None else y.add_(bias)
     if weight.is_mkldnn or (_is_onednn_faster(x) and x.dtype is torch.float32):
         return _onednn_linear(x, weight, bias, "none", [], "")  # type: ignore[no-any-return]
@@ -275,8 +300,8 @@ _onednn_linear = torch.ops.mkldnn._linear_pointwise
 
 def linear_backward(dy: Tensor, weight: Tensor) -> Tensor:
     """dx = dy W."""
-    if is_remote(weight):
-        return remote_of(weight).input_gradient(dy)
+    if weight.is_meta:
+        return stand_in_of(weight).input_gradient(dy)
     if _is_onednn_faster(dy):
         return _onednn_linear(dy, weight.t(), None, "none", [], "")  # type: ignore[no-any-return]
     if dy.is_cpu and dy.dtype in (torch.bfloat16, torch.float16):
@@ -314,8 +339,8 @@ def linear_group(
         outs: Sequence[Tensor] = y.split(first.group_sizes, -1) if len(weights) > 1 else (y,)
         return outs
     padded = biases or [None] * len(weights)
-    if len(weights) > 1 and is_remote(first):
-        y = remote_of(first).linear(x, [remote_of(weight) for weight in weights[1:]])
+    if len(weights) > 1 and has_stand_in(first):
+        y = stand_in_of(first).linear(x, [stand_in_of(weight) for weight in weights[1:]])
         outs = y.split([len(weight) for weight in weights], -1)  # type: ignore[arg-type]
         return [
             out if bias is None else out.add_(bias) for out, bias in zip(outs, padded, strict=True)
@@ -404,13 +429,13 @@ class PieceCall(Product):
     def run(self) -> None:
         self._x = None
         inputs, self.inputs = self.inputs, ()
-        self._outputs = remote_of(self.weight).piece(self.text, self.layer, inputs)
+        self._outputs = _base_of(self.weight).piece(self.text, self.layer, inputs)
 
     def run_with(self, others: Sequence[PieceCall]) -> None:
         every = (self, *others)
         counts = [len(call.inputs[0]) for call in every]
         inputs = [torch.cat(parts) for parts in zip(*(call.inputs for call in every), strict=True)]
-        outputs = remote_of(self.weight).piece(self.text, self.layer, inputs)
+        outputs = _base_of(self.weight).piece(self.text, self.layer, inputs)
         by_call = zip(*(output.split(counts) for output in outputs), strict=True)
         for call, rows in zip(every, by_call, strict=True):
             call._x, call.inputs = None, ()
@@ -436,4 +461,10 @@ def requested_piece(
 
 def base_piece(batch: ProgramBatch, text: str, weight: Tensor, *inputs: Tensor) -> Sequence[Tensor]:
     """Call a piece of a base executor; the arguments are those of `requested_piece`."""
-    return remote_of(weight).piece(text, batch.layer, inputs)
+    return _base_of(weight).piece(text, batch.layer, inputs)
+
+
+def _base_of(weight: Tensor) -> RemoteWeight:
+    stand_in = stand_in_of(weight)
+    assert isinstance(stand_in, RemoteWeight)
+    return stand_in

@@ -23,11 +23,19 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
+from pcg.formats.registry import FORMATS
 from pcg.ir.graph import Graph, Parameter
+from pcg.ir.operators.linear import multiplied
 from pcg.ir.program.program import ModelGraph, Program, python_name, site_of
 from pcg.ir.types import TORCH_NAMES
 from pcg.kernels.devices import device_pool
-from pcg.kernels.torch.products import is_remote, remote_group, remote_of
+from pcg.kernels.torch.products import (
+    has_stand_in,
+    stand_in_group,
+    stand_in_of,
+    stand_in_tensor,
+)
+from pcg.kernels.torch.quantized import Block, QuantizedWeight
 from pcg.ranks.agreement import agreed, check_same, compare
 from pcg.ranks.group import SINGLE_RANK, Ranks
 from pcg.ranks.shards import (
@@ -50,7 +58,6 @@ from pcg.runtime.model.bound_weights import (
     ProductWeights,
     as_group,
     lie_side_by_side,
-    multiplied,
     product_weights,
 )
 from pcg.runtime.model.weights import RandomWeights, Weights
@@ -121,8 +128,15 @@ class WeightStore:
 
     @property
     def size_bytes(self) -> int:
-        loaded = {tensor.data_ptr(): tensor.nbytes for tensor in self._loaded.values()}
-        return sum(loaded.values()) + self._gathers.size_bytes
+        memory = {}
+        for tensor in self._loaded.values():
+            if has_stand_in(tensor):
+                weight = stand_in_of(tensor)
+                assert isinstance(weight, QuantizedWeight)  # others are not kept
+                memory[id(weight)] = weight.size_bytes
+            else:
+                memory[tensor.data_ptr()] = tensor.nbytes
+        return sum(memory.values()) + self._gathers.size_bytes
 
     def bind(self, model: ModelGraph, serves: bool = False) -> BaseWeights:
         """Return a model's weights, read once. WeightsError: a weight is missing or damaged.
@@ -152,7 +166,7 @@ class WeightStore:
                     in_shards.append(BoundLayer(holder, named, of_places))
                     reads = {name: read for name, read in reads.items() if name not in places}
                     products = [each for each in products if each not in of_places]
-                away = self._remote(graph, reads, serves)
+                away = self._stand_ins(graph, reads, serves)
                 for product in products:
                     if product.weights[0] in away:
                         continue
@@ -201,19 +215,39 @@ class WeightStore:
         moved = tuple((at + a, at + b) for at, (a, b) in zip(starts, ranges, strict=True))
         self._read(read.whole, read.name, self.device, moved, out)
 
-    def _remote(
+    def _stand_ins(
         self, graph: Graph, reads: Mapping[str, _Read], serves: bool
     ) -> Mapping[str, Tensor]:
-        """Return stand-ins for the matrices that another process holds and multiplies by.
+        """Return stand-ins for quantized matrices, and for those of another process.
 
-        A matrix that other operators of the graph also read, such as an embedding, is local.
+        A matrix that other operators of the graph also read, such as an embedding, has none.
         """
         names = [name for name in multiplied(graph) if name in reads]
         remote = {
             name: self._source.remote(reads[name].name, reads[name].whole.type.features, serves)
             for name in names
         }
-        return {name: tensor for name, tensor in remote.items() if tensor is not None}
+        stand_ins = {name: tensor for name, tensor in remote.items() if tensor is not None}
+        for name, read in reads.items():
+            if read.parameter.type.dtype in FORMATS and name not in stand_ins:
+                stand_ins[name] = self._quantized(read)
+        return stand_ins
+
+    def _quantized(self, read: _Read) -> Tensor:
+        if read.key not in self._loaded:
+            format_ = FORMATS[read.parameter.type.dtype]
+            shape, transposed = read.whole.type.features, read.whole.transposed
+            parts = self._source.quantized(read.name, shape, format_, transposed)
+            if is_sharded(read.parameter):
+                rows, columns = ranges_of(read.parameter, shape, self._ranks)
+                format_.check_cut(rows, columns, shape, read.name)
+                parts = format_.cut(parts, rows, columns)
+            block = Block(format_, format_.packed(parts.to(self.device)))
+            dtype = getattr(torch, TORCH_NAMES[self._program.dtype])
+            self._loaded[read.key] = stand_in_tensor(
+                (parts.rows, parts.columns), dtype, QuantizedWeight((block,))
+            )
+        return self._loaded[read.key]
 
     def _tensor(self, read: _Read) -> Tensor:
         if read.key not in self._loaded:
@@ -280,10 +314,10 @@ class WeightStore:
         weights = [getattr(holder, name) for name in names]
         # The holder keeps each bias, which other operators may read.
         biases = [getattr(holder, python_name(name)) for name in product.biases]
-        if is_remote(weights[0]):
+        if has_stand_in(weights[0]):
             for name in names:
                 setattr(holder, name, None)
-            setattr(holder, names[0], as_group(remote_group(weights), weights, biases))
+            setattr(holder, names[0], as_group(stand_in_group(weights), weights, biases))
             return
         keys = [tuple(reads[name].key for name in group) for group in dataclasses.astuple(product)]
         for name in names:
@@ -323,11 +357,26 @@ class WeightStore:
     def whole(self, name: str, parameter: Parameter) -> Tensor:
         """Return a whole frozen tensor, or the stand-in for a tensor of another process.
 
-        The tensor is read again if this rank keeps only a shard.
+        The tensor is read again if this rank keeps only a shard, and a quantized one is dequantized.
         """
+        loaded = self.stored(name, parameter)
+        if has_stand_in(loaded):
+            weight = stand_in_of(loaded)
+            if isinstance(weight, QuantizedWeight):
+                return weight.dequantized(loaded.dtype)
+        return loaded
+
+    def stored(self, name: str, parameter: Parameter) -> Tensor:
+        """Return a whole frozen tensor, or the stand-in for a quantized or remote tensor."""
         loaded = self._loaded.get((name, parameter.transposed, None))
         if loaded is None:
             loaded = self._source.remote(name, parameter.type.features)
+        if loaded is None and parameter.type.dtype in FORMATS:
+            format_, shape = FORMATS[parameter.type.dtype], parameter.type.features
+            parts = self._source.quantized(name, shape, format_, parameter.transposed)
+            weight = QuantizedWeight((Block(format_, parts),))
+            dtype = getattr(torch, TORCH_NAMES[self._program.dtype])
+            return stand_in_tensor(shape, dtype, weight)
         return self._read(parameter, name) if loaded is None else loaded
 
     def is_own(self, module: str, tensor: Tensor) -> bool:
@@ -403,9 +452,9 @@ def weight_digests(weights: WeightStore, dtype: torch.dtype | None = None) -> di
     """
 
     def digest(item: tuple[str, Parameter]) -> str:
-        tensor = weights.whole(*item)
-        if is_remote(tensor):
-            return remote_of(tensor).digest()
+        tensor = weights.stored(*item)
+        if has_stand_in(tensor):
+            return stand_in_of(tensor).digest()
         if dtype is not None and tensor.is_floating_point():
             tensor = tensor.to(dtype)
         return hashlib.sha256(row_digests(tensor)).hexdigest()

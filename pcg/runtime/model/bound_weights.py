@@ -50,25 +50,6 @@ def product_weights(graph: Graph) -> Iterator[ProductWeights]:
             yield ProductWeights(weights, biases)
 
 
-_MULTIPLIES = (
-    "base_piece", "column_norm", "linear", "linear_backward", "linear_group", "lora_linear",
-    "lora_linear_backward",
-)  # fmt: skip
-
-
-def multiplied(graph: Graph) -> list[str]:
-    """Return the frozen matrices [out, in] that a graph reads by multiplication only."""
-    others = {name for node in graph.nodes if node.op not in _MULTIPLIES for name in node.inputs}
-    return [
-        parameter.name
-        for parameter in graph.parameters
-        if parameter.role == "frozen"
-        and len(parameter.type.features) == 2
-        and parameter.name not in others
-        and parameter.name not in graph.outputs
-    ]
-
-
 def is_packed(dims: int, dtype: torch.dtype, device: torch.device) -> bool:
     """Return True if oneDNN packs weights of `dims` dims on the device."""
     return dims == 2 and device.type == "cpu" and has_onednn(dtype)

@@ -20,6 +20,7 @@ import re
 import secrets
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 from zlib import crc32
@@ -30,6 +31,7 @@ from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from pcg.errors import WeightsError
+from pcg.formats.format import Format, Parts, StoredMatrix
 from pcg.ranks.agreement import tensor_digest
 from pcg.ranks.shards import Ranges
 from pcg.source import ModelSource
@@ -142,6 +144,53 @@ class Weights(ABC):
             serves: True for serving without training.
         """
         return None
+
+    def quantized(
+        self, name: str, shape: Sequence[int], format_: Format, transposed: bool = False
+    ) -> Parts:
+        """Read a matrix as it is stored in a format, or quantize a float matrix.
+
+        Args:
+            name, shape, transposed: as for `load`.
+        Raises:
+            WeightsError: the checkpoint should have the matrix in this format, and has not.
+        """
+        rows, columns = shape
+        format_.check(shape, name)
+        settings = self.config.get("quantization_config")
+        if not settings:
+            dtype = self._float_dtype(name)
+            return format_.quantize(self.load(name, shape, dtype, transposed))
+        for candidate in () if transposed else self._names(name):
+            module = candidate.removesuffix(".weight")
+            parts = format_.read(
+                StoredMatrix(
+                    module,
+                    rows,
+                    columns,
+                    has=partial(self._has_part, module),
+                    take=partial(self._take_part, module),
+                    settings=settings,
+                )
+            )
+            if parts is not None:
+                return parts
+        raise WeightsError(
+            f"{name} of {self.where} should be stored as {format_.name}, as its "
+            "quantization_config says, and has no such tensors; the files are of another checkpoint"
+        )
+
+    def _has_part(self, module: str, suffix: str) -> bool:
+        return f"{module}.{suffix}" in self.index
+
+    def _take_part(self, module: str, suffix: str) -> Tensor:
+        return self._take(f"{module}.{suffix}")
+
+    def _float_dtype(self, name: str) -> torch.dtype:
+        stored_name = self._find(name)
+        dtypes = {text: dtype for dtype, text in DTYPE_NAMES.items()}
+        stored = None if stored_name is None else self.index[stored_name].dtype
+        return dtypes.get(stored or "", torch.float32)
 
     def unused(self) -> tuple[str, ...]:
         return tuple(sorted(self.index.keys() - self._used))
@@ -357,6 +406,13 @@ class RandomWeights:
 
     def remote(self, name: str, *place: object) -> None:
         """Return None: all tensors are local; see `Weights.remote`."""
+
+    def quantized(
+        self, name: str, shape: Sequence[int], format_: Format, transposed: bool = False
+    ) -> Parts:
+        """Make a matrix and quantize it; see `Weights.quantized`."""
+        format_.check(shape, name)
+        return format_.quantize(self.load(name, shape, torch.float32))
 
     def identity(self) -> str:
         """Return the seed and the deviation."""

@@ -27,6 +27,7 @@ from pcg.codegen.program_functions import Function
 from pcg.errors import CostModelError, SplitError
 from pcg.files import is_file
 from pcg.ir.graph import Graph
+from pcg.ir.operators.linear import multiplied
 from pcg.ir.program.program import python_name
 from pcg.ir.types import TORCH_NAMES
 from pcg.kernels.torch.products import is_remote, linear, linear_backward
@@ -39,7 +40,6 @@ from pcg.runtime.model.bound_weights import (
     as_group,
     joined,
     lie_side_by_side,
-    multiplied,
     product_weights,
 )
 from pcg.runtime.model.runner import load_functions

@@ -21,9 +21,10 @@ from torch import Tensor
 from pcg.compiler import compile_program, make_executor
 from pcg.errors import SplitError
 from pcg.ir.graph import Parameter
+from pcg.ir.operators.linear import multiplied
 from pcg.ir.program.program import Program
 from pcg.ir.types import TORCH_NAMES
-from pcg.kernels.torch.products import RemoteWeight, remote_tensor
+from pcg.kernels.torch.products import RemoteWeight, stand_in_tensor
 from pcg.kernels.triton.backend import machine_device
 from pcg.keys import open_keys
 from pcg.ranks.agreement import check_same_program
@@ -32,7 +33,6 @@ from pcg.ranks.mesh import SINGLE_MESH
 from pcg.ranks.shards import Ranges
 from pcg.runtime.executor import Executor
 from pcg.runtime.model.base_weights import row_digests
-from pcg.runtime.model.bound_weights import multiplied
 from pcg.runtime.model.weights import Checkpoint, Weights
 from pcg.source import resolve
 from pcg.split.base.base_executor import BaseExecutor
@@ -238,7 +238,7 @@ class HeldLayers(Weights):
         if parameter is None:
             return None
         dtype = getattr(torch, TORCH_NAMES[parameter.type.dtype])
-        return remote_tensor(shape, dtype, _Absent((name,), parameter, dtype, self))
+        return stand_in_tensor(shape, dtype, _Absent((name,), parameter, dtype, self))
 
     def _read(self, name: str, ranges: Ranges | None) -> Tensor:
         return self._source._read(name, ranges)

@@ -23,15 +23,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from pcg.ir.operators.linear import multiplied
 from pcg.ir.program.program import Program
 from pcg.ir.types import TORCH_NAMES
 from pcg.kernels.devices import device_thread
-from pcg.kernels.torch.products import RemoteWeight, linear, linear_backward, remote_tensor
+from pcg.kernels.torch.products import RemoteWeight, linear, linear_backward, stand_in_tensor
 from pcg.ranks.group import Ranks
 from pcg.ranks.join import TIMEOUT_S
 from pcg.ranks.shards import Ranges
 from pcg.runtime.model.base_weights import hashing_threads, row_digests
-from pcg.runtime.model.bound_weights import multiplied
 from pcg.runtime.model.weights import Weights
 from pcg.split.messages import DTYPES
 
@@ -265,7 +265,7 @@ class ShardedSource(Weights):
     def remote(self, name: str, shape: Sequence[int], serves: bool = False) -> Tensor | None:
         if name not in self._shards.shapes:
             return None
-        return remote_tensor(shape, self._shards.dtype, ShardedWeight((name,), self._shards))
+        return stand_in_tensor(shape, self._shards.dtype, ShardedWeight((name,), self._shards))
 
     def _read(self, name: str, ranges: Ranges | None) -> Tensor:
         return self._source._read(name, ranges)

@@ -13,7 +13,7 @@ from torch import Tensor
 from pcg.errors import SplitError, WeightsError
 from pcg.ir.operators.linear import piece_of
 from pcg.ir.types import TORCH_NAMES
-from pcg.kernels.torch.products import RemoteWeight, remote_tensor
+from pcg.kernels.torch.products import RemoteWeight, stand_in_tensor
 from pcg.ranks.shards import Ranges
 from pcg.runtime.model.weights import DTYPE_NAMES, Weights, slices_of
 from pcg.split.client.caller import Caller
@@ -113,7 +113,7 @@ class CalledBase(Weights):
             return None
         self._check_shape("pieces", name, shape)
         weight = CalledWeight((name,), serves, self._caller, self._squares, self._noise)
-        return remote_tensor(shape, self._dtype, weight)
+        return stand_in_tensor(shape, self._dtype, weight)
 
     def load(
         self,

@@ -1,0 +1,195 @@
+"""The interface of a weight format: storage, quantization, products, and cuts for ranks.
+
+A format stores a matrix W [out, in] in several tensors. W̃ = dequantize(parts) is the matrix that a
+model with this format has; the error against the float matrix is the format's. Unless a format has
+a faster product, both products dequantize a tile of rows into one reused buffer:
+
+    y  = x W̃ᵀ          y[:, a:b] = x W̃[a:b]ᵀ
+    dx = dy W̃          dx = Σ dy[:, a:b] W̃[a:b]
+"""
+
+from __future__ import annotations
+
+import threading
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from math import prod
+from typing import TypeAlias
+
+import torch
+from torch import Tensor
+
+from pcg.errors import ParallelError, UnsupportedError
+
+TILE_ELEMENTS = 1 << 21
+"""Weights of a tile: 8 MiB in fp32, which a core's L2 and a share of its L3 hold."""
+
+Span: TypeAlias = tuple[int, int]
+"""A range of rows or columns: first, and the end."""
+
+
+@dataclass(frozen=True)
+class Parts:
+    """The stored tensors of a matrix [rows, columns].
+
+    Attributes:
+        tensors: by the names of `Format.tensors`.
+        facts: numbers of the format that are not tensors.
+    """
+
+    tensors: Mapping[str, Tensor]
+    rows: int
+    columns: int
+    facts: Mapping[str, float] = field(default_factory=dict)
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self.tensors[name]
+
+    @property
+    def size_bytes(self) -> int:
+        return sum(tensor.nbytes for tensor in self.tensors.values())
+
+    def to(self, device: torch.device) -> Parts:
+        """Return the parts on a device."""
+        tensors = {name: tensor.to(device) for name, tensor in self.tensors.items()}
+        return Parts(tensors, self.rows, self.columns, self.facts)
+
+
+@dataclass(frozen=True)
+class StoredMatrix:
+    """A matrix of a checkpoint, as a format's reader sees it.
+
+    Attributes:
+        module: path of the linear module; its tensors are `module.suffix`.
+        rows, columns: [out, in] of the whole matrix.
+        has: returns whether the checkpoint has `module.suffix`.
+        take: reads `module.suffix`.
+        settings: the checkpoint's quantization_config.
+    """
+
+    module: str
+    rows: int
+    columns: int
+    has: Callable[[str], bool]
+    take: Callable[[str], Tensor]
+    settings: Mapping[str, object]
+
+
+class Format(ABC):
+    """A way to store a frozen matrix.
+
+    Attributes:
+        name: the format's name in tensor types, options and reports.
+        column_block: columns share numbers in blocks of so many; ranks cut between blocks.
+        row_block: the same for rows.
+    """
+
+    name: str
+    column_block: int = 1
+    row_block: int = 1
+
+    @abstractmethod
+    def tensors(self, rows: int, columns: int) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+        """Return shape and dtype of each stored tensor of a matrix."""
+
+    def size_bytes(self, rows: int, columns: int) -> int:
+        """Return the bytes of a stored matrix."""
+        stored = self.tensors(rows, columns).values()
+        return sum(prod(shape) * dtype.itemsize for shape, dtype in stored)
+
+    def check(self, shape: Sequence[int], name: str) -> None:
+        """Check a matrix's shape. UnsupportedError: names the block that does not fit."""
+        if shape[-1] % self.column_block:
+            raise UnsupportedError(
+                f"{self.name} stores blocks of {self.column_block} columns, and {name} is "
+                f"{list(shape)}; use another format, or the float weights"
+            )
+
+    def check_cut(self, rows: Span, columns: Span, shape: Sequence[int], name: str) -> None:
+        """Check that a rank's part ends between blocks. ParallelError: names what would fit."""
+        for (start, stop), block, size, kind in (
+            (rows, self.row_block, shape[0], "rows"),
+            (columns, self.column_block, shape[1], "columns"),
+        ):
+            if start % block or (stop % block and stop != size):
+                degrees = [n for n in range(2, 9) if size % (n * block) == 0]
+                fitting = ", ".join(map(str, degrees)) or "none"
+                raise ParallelError(
+                    f"{name} is cut at {kind} {start} to {stop}, inside a block of {block} of "
+                    f"{self.name}; degrees that fit its {size} {kind}: {fitting}"
+                )
+
+    @abstractmethod
+    def quantize(self, weight: Tensor) -> Parts:
+        """Quantize a matrix [out, in]."""
+
+    @abstractmethod
+    def dequantize(self, parts: Parts, start: int, stop: int, out: Tensor) -> None:
+        """Write the rows from `start` to `stop` into `out`, in its dtype."""
+
+    @abstractmethod
+    def cut(self, parts: Parts, rows: Span, columns: Span) -> Parts:
+        """Return a rank's part of a matrix, cut between blocks."""
+
+    def packed(self, parts: Parts) -> Parts:
+        """Return parts with what products on their device read besides, such as packed copies."""
+        return parts
+
+    def read(self, stored: StoredMatrix) -> Parts | None:
+        """Read a matrix that a checkpoint stores in this format; None if it stores no such."""
+        return None
+
+    def linear(self, parts: Parts, x: Tensor, y: Tensor, start: int, stop: int) -> None:
+        """Write x W̃[start:stop]ᵀ into y [T, stop - start], which may have strides."""
+        for first, last, tile in self.tiles(parts, start, stop, x):
+            torch.mm(x, tile.t(), out=y[:, first - start : last - start])
+
+    def input_gradient(self, parts: Parts, dy: Tensor, dx: Tensor, start: int, stop: int) -> None:
+        """Add dy W̃[start:stop], of dy [T, stop - start], to dx [T, in].
+
+        dx may be of a wider dtype.
+        """
+        for first, last, tile in self.tiles(parts, start, stop, dy):
+            part = dy[:, first - start : last - start]
+            if dx.dtype is dy.dtype:
+                dx.addmm_(part, tile)
+            else:
+                dx.add_(part @ tile)
+
+    def tiles(
+        self, parts: Parts, start: int, stop: int, like: Tensor
+    ) -> Iterator[tuple[int, int, Tensor]]:
+        """Yield (first row, end, the rows dequantized), valid until the next is taken."""
+        columns = parts.columns
+        rows = max(self.row_block, TILE_ELEMENTS // columns // self.row_block * self.row_block)
+        buffer = _buffer(min(rows, stop - start) * columns, like)
+        for first in range(start, stop, rows):
+            last = min(first + rows, stop)
+            tile = buffer[: (last - first) * columns].view(last - first, columns)
+            self.dequantize(parts, first, last, tile)
+            yield first, last, tile
+
+    def whole(self, parts: Parts, dtype: torch.dtype) -> Tensor:
+        """Return the dequantized matrix in memory of its own."""
+        device = next(iter(parts.tensors.values())).device
+        out = torch.empty(parts.rows, parts.columns, dtype=dtype, device=device)
+        self.dequantize(parts, 0, parts.rows, out)
+        return out
+
+
+class _Buffers(threading.local):
+    def __init__(self) -> None:
+        self.by_kind: dict[tuple[torch.dtype, torch.device], Tensor] = {}
+
+
+_BUFFERS = _Buffers()
+
+
+def _buffer(elements: int, like: Tensor) -> Tensor:
+    """Return this thread's buffer; a fresh one of 46 MB costs more in page faults than its use."""
+    kind = like.dtype, like.device
+    known = _BUFFERS.by_kind.get(kind)
+    if known is None or known.numel() < elements:
+        known = _BUFFERS.by_kind[kind] = torch.empty(elements, dtype=like.dtype, device=like.device)
+    return known[:elements]

@@ -1,0 +1,103 @@
+"""int8 by output channel: the matrix in 8 bits, and for `int8` each token's inputs, too.
+
+    q = round(w / s),     s = max |w| of the row / 127
+    int8        y = (x8 · qᵀ) ⊙ s_x ⊙ s,    x8 = round(x / s_x), s_x = max |x| of the token / 127
+    int8_weight y = x · (q ⊙ s)ᵀ
+
+The sum of `int8` is an integer, so that a token has the same bits in any batch. Both have
+dx = dy (q ⊙ s), in floating point: the gradient passes x's rounding unchanged. On CPUs oneDNN runs
+the product by a packed copy of q. `int8_weight` is the layout of LLM.int8 checkpoints
+(bitsandbytes), without its outlier columns.
+
+    8 + 32/in bits a weight
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from pcg.formats.format import Format, Parts, Span, StoredMatrix
+
+_LEAST_SCALE = torch.finfo(torch.float32).tiny
+
+
+class Int8(Format):
+    """int8 by output channel.
+
+    Args:
+        rounds_inputs: True to round inputs to 8 bits, and multiply integers.
+    """
+
+    def __init__(self, name: str, rounds_inputs: bool) -> None:
+        self.name = name
+        self._rounds_inputs = rounds_inputs
+
+    def tensors(self, rows: int, columns: int) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+        return {"codes": ((rows, columns), torch.int8), "scales": ((rows,), torch.float32)}
+
+    def quantize(self, weight: Tensor) -> Parts:
+        wide = weight.to(torch.float32)
+        scales = wide.abs().amax(1).div_(127).clamp_(min=_LEAST_SCALE)
+        codes = (wide / scales.unsqueeze(-1)).round_().to(torch.int8)
+        return Parts({"codes": codes, "scales": scales}, *weight.shape)
+
+    def dequantize(self, parts: Parts, start: int, stop: int, out: Tensor) -> None:
+        codes, scales = parts["codes"][start:stop], parts["scales"][start:stop]
+        if out.dtype is torch.float32:
+            out.copy_(codes).mul_(scales.unsqueeze(-1))
+        else:
+            out.copy_(codes * scales.unsqueeze(-1))
+
+    def cut(self, parts: Parts, rows: Span, columns: Span) -> Parts:
+        tensors = {
+            "codes": parts["codes"][slice(*rows), slice(*columns)].contiguous(),
+            "scales": parts["scales"][slice(*rows)].contiguous(),
+        }
+        return Parts(tensors, rows[1] - rows[0], columns[1] - columns[0])
+
+    def packed(self, parts: Parts) -> Parts:
+        if not self._rounds_inputs or parts["codes"].device.type != "cpu":
+            return parts
+        packed = torch.ops.onednn.qlinear_prepack(parts["codes"], None)
+        return Parts({**parts.tensors, "packed": packed}, parts.rows, parts.columns)
+
+    def read(self, stored: StoredMatrix) -> Parts | None:
+        if not stored.has("SCB"):
+            return None
+        scales = stored.take("SCB").to(torch.float32) / 127
+        return Parts(
+            {"codes": stored.take("weight"), "scales": scales}, stored.rows, stored.columns
+        )
+
+    def linear(self, parts: Parts, x: Tensor, y: Tensor, start: int, stop: int) -> None:
+        if not self._rounds_inputs or not len(x):
+            super().linear(parts, x, y, start, stop)
+            return
+        wide = x.to(torch.float32)
+        steps = wide.abs().amax(1, keepdim=True).div_(127).clamp_(min=_LEAST_SCALE)
+        rounded = (wide / steps).round_()
+        product = self._integers(parts, rounded, start, stop)
+        y.copy_(product.mul_(steps).mul_(parts["scales"][start:stop]))
+
+    def _integers(self, parts: Parts, x: Tensor, start: int, stop: int) -> Tensor:
+        """Return x qᵀ in fp32, of integers x."""
+        if "packed" in parts.tensors and stop - start == parts.rows:
+            ones = torch.ones(parts.rows)
+            zeros = torch.zeros(parts.rows, dtype=torch.int64)
+            unsigned = x.add_(128).to(torch.uint8)
+            product: Tensor = torch.ops.onednn.qlinear_pointwise(
+                unsigned, 1.0, 128, parts["packed"], ones, zeros, None,
+                1.0, 0, torch.float32, "none", [], "",
+            )  # fmt: skip
+            return product
+        codes, tokens = parts["codes"][start:stop], len(x)
+        signed = x.to(torch.int8)
+        if signed.is_cuda and tokens <= _FEW_TOKENS_OF_CUDA:
+            padding = signed.new_zeros(_FEW_TOKENS_OF_CUDA + 1 - tokens, parts.columns)
+            signed = torch.cat([signed, padding])
+        return torch._int_mm(signed, codes.t())[:tokens].to(torch.float32)
+
+
+_FEW_TOKENS_OF_CUDA = 16
+"""`torch._int_mm` on CUDA takes more tokens than this."""

@@ -1,0 +1,79 @@
+"""Products by quantized weights, which run by their formats; see `pcg.formats.format`."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from pcg.formats.format import Format, Parts
+from pcg.kernels.torch.products import StandIn
+
+
+@dataclass(frozen=True)
+class Block:
+    """A matrix as it is stored."""
+
+    format: Format
+    parts: Parts
+
+
+@dataclass(frozen=True, eq=False)
+class QuantizedWeight(StandIn):
+    """A quantized weight [out, in], or several below each other."""
+
+    blocks: tuple[Block, ...]
+
+    @property
+    def size_bytes(self) -> int:
+        return sum(block.parts.size_bytes for block in self.blocks)
+
+    def linear(self, x: Tensor, others: Sequence[QuantizedWeight]) -> Tensor:
+        weight = self.joined(others) if others else self
+        y = x.new_empty(len(x), sum(block.parts.rows for block in weight.blocks))
+        for block, (start, stop) in weight._spans():
+            block.format.linear(block.parts, x, y[:, start:stop], 0, block.parts.rows)
+        return y
+
+    def joined(self, others: Sequence[QuantizedWeight]) -> QuantizedWeight:
+        blocks = [block for weight in (self, *others) for block in weight.blocks]
+        return QuantizedWeight(tuple(blocks))
+
+    def input_gradient(self, dy: Tensor) -> Tensor:
+        # A sum over tiles, which half precision would round after each.
+        dtype = torch.promote_types(dy.dtype, torch.float32)
+        dx = dy.new_zeros(len(dy), self.blocks[0].parts.columns, dtype=dtype)
+        for block, (start, stop) in self._spans():
+            block.format.input_gradient(block.parts, dy[:, start:stop], dx, 0, block.parts.rows)
+        return dx.to(dy.dtype)
+
+    def adapted_lengths(self, a: Tensor, b: Tensor, scale: float) -> Tensor:
+        lengths = a.new_empty(len(b))
+        for block, (start, stop) in self._spans():
+            for first, last, tile in block.format.tiles(block.parts, 0, stop - start, a):
+                rows = slice(start + first, start + last)
+                adapted = torch.addmm(tile, b[rows], a, alpha=scale)
+                lengths[rows] = torch.linalg.vector_norm(adapted, dim=1)
+        return lengths
+
+    def dequantized(self, dtype: torch.dtype) -> Tensor:
+        """Return the float matrix [out, in]."""
+        return torch.cat([block.format.whole(block.parts, dtype) for block in self.blocks])
+
+    def digest(self) -> str:
+        digest = hashlib.sha256()
+        for block in self.blocks:
+            digest.update(block.format.name.encode())
+            for name in block.format.tensors(block.parts.rows, block.parts.columns):
+                tensor = block.parts[name].cpu().contiguous()
+                digest.update(tensor.view(torch.uint8).numpy().tobytes())
+        return digest.hexdigest()
+
+    def _spans(self) -> Iterator[tuple[Block, tuple[int, int]]]:
+        start = 0
+        for block in self.blocks:
+            yield block, (start, start + block.parts.rows)
+            start += block.parts.rows
