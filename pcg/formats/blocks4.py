@@ -159,6 +159,7 @@ def _nearest(values: Tensor, code: Tensor) -> Tensor:
 
 
 @cache
+@torch.inference_mode(False)
 def _pairs(name: str, device: torch.device) -> Tensor:
     """Return the two weights of each byte, [256, 2], before their scale."""
     code, byte = _code(name), torch.arange(256)
@@ -166,6 +167,7 @@ def _pairs(name: str, device: torch.device) -> Tensor:
 
 
 @cache
+@torch.inference_mode(False)
 def _nested_code(device: torch.device = torch.device("cpu")) -> Tensor:  # noqa: B008
     """Return the 256 values of an 8-bit scale, sorted.
 

@@ -83,11 +83,13 @@ class Format(ABC):
         name: the format's name in tensor types, options and reports.
         column_block: columns share numbers in blocks of so many; ranks cut between blocks.
         row_block: the same for rows.
+        has_partial_blocks: True if the last block of a row may be smaller.
     """
 
     name: str
     column_block: int = 1
     row_block: int = 1
+    has_partial_blocks: bool = False
 
     @abstractmethod
     def tensors(self, rows: int, columns: int) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
@@ -100,7 +102,7 @@ class Format(ABC):
 
     def check(self, shape: Sequence[int], name: str) -> None:
         """Check a matrix's shape. UnsupportedError: names the block that does not fit."""
-        if shape[-1] % self.column_block:
+        if shape[-1] % self.column_block and not self.has_partial_blocks:
             raise UnsupportedError(
                 f"{self.name} stores blocks of {self.column_block} columns, and {name} is "
                 f"{list(shape)}; use another format, or the float weights"

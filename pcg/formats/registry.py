@@ -10,19 +10,48 @@ from typing import Any
 from pcg.errors import UnsupportedError
 from pcg.formats.blocks4 import Blocks4
 from pcg.formats.format import Format
+from pcg.formats.fp4 import Fp4
+from pcg.formats.fp8 import BlockFp8, Fp8
+from pcg.formats.gguf import GGUF_FORMATS
+from pcg.formats.int4 import Int4, gptq_name, int4_format
 from pcg.formats.int8 import Int8
 
-FORMATS: Mapping[str, Format] = {
-    format_.name: format_
-    for format_ in (
-        Blocks4("nf4", nests=True),
-        Blocks4("nf4", nests=False),
-        Blocks4("fp4", nests=True),
-        Blocks4("fp4", nests=False),
-        Int8("int8", rounds_inputs=True),
-        Int8("int8_weight", rounds_inputs=False),
-    )
-}
+_FIXED: tuple[Format, ...] = (
+    Blocks4("nf4", nests=True),
+    Blocks4("nf4", nests=False),
+    Blocks4("fp4", nests=True),
+    Blocks4("fp4", nests=False),
+    Int8("int8", rounds_inputs=True),
+    Int8("int8_weight", rounds_inputs=False),
+    Int4(128),
+    Int4(64),
+    Int4(32),
+    Int4(0),
+    Fp8(),
+    BlockFp8(),
+    Fp4("mxfp4"),
+    Fp4("nvfp4"),
+    *GGUF_FORMATS,
+)
+
+
+class _Formats(dict[str, Format]):
+    """Formats by name; those of 4-bit integers have any size of a group."""
+
+    def __missing__(self, name: str) -> Format:
+        format_ = int4_format(name)
+        if format_ is None:
+            raise KeyError(name)
+        self[name] = format_
+        return format_
+
+    def __contains__(self, name: object) -> bool:
+        return super().__contains__(name) or (
+            isinstance(name, str) and int4_format(name) is not None
+        )
+
+
+FORMATS: Mapping[str, Format] = _Formats({format_.name: format_ for format_ in _FIXED})
 
 
 def find_format(name: str) -> Format:
@@ -68,8 +97,37 @@ def stored_format(config: Mapping[str, Any]) -> StoredFormat | None:
         return StoredFormat(code if nests else f"{code}_single", skipped)
     if method == "bitsandbytes" and settings.get("load_in_8bit"):
         return StoredFormat("int8_weight", tuple(settings.get("llm_int8_skip_modules") or skipped))
+    if method in ("gptq", "awq"):
+        return StoredFormat(gptq_name(settings), skipped)
+    if method == "fp8" and settings.get("weight_block_size") == [128, 128]:
+        return StoredFormat("fp8_block", skipped)
+    if method == "compressed-tensors":
+        return _compressed(settings)
     raise UnsupportedError(
         f"this checkpoint is quantized by {method or 'an unnamed method'} "
         f"(quantization_config={dict(settings)}), which pcg does not read; use one of "
         f"{', '.join(FORMATS)}, or float weights with quantization=FORMAT"
     )
+
+
+def _compressed(settings: Mapping[str, Any]) -> StoredFormat:
+    """Return the format of a checkpoint of compressed-tensors, with a single group of modules."""
+    groups = list((settings.get("config_groups") or {}).values())
+    weights = groups[0].get("weights") or {} if len(groups) == 1 else {}
+    kind = str(settings.get("format") or groups[0].get("format") if groups else "")
+    bits, strategy = weights.get("num_bits"), weights.get("strategy")
+    name = None
+    if kind == "pack-quantized" and bits == 4 and strategy in ("group", "channel"):
+        size = weights.get("group_size") if strategy == "group" else 0
+        name = Int4(int(size or 0), weights.get("actorder") in ("group", True)).name
+    elif kind == "float-quantized" and bits == 8 and strategy in ("channel", "tensor"):
+        name = "fp8"
+    elif kind in ("mxfp4-pack-quantized", "nvfp4-pack-quantized"):
+        name = kind.partition("-")[0]
+    if name is None or [*groups[0].get("targets", ())] != ["Linear"]:
+        raise UnsupportedError(
+            f"this checkpoint of compressed-tensors has {len(groups)} groups of modules, of format "
+            f"{kind or 'none'} with {bits} bits by {strategy}; pcg reads a single group of all "
+            "Linear modules in pack-quantized (4 bits), float-quantized, mxfp4 or nvfp4"
+        )
+    return StoredFormat(name, tuple(settings.get("ignore") or ()))

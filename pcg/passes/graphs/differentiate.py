@@ -118,7 +118,11 @@ class Differentiate(Pass[Graph, Differentiated]):
 
 def _product_weights(graph: Graph) -> tuple[str, ...]:
     read = {name for node in graph.nodes if node.op == "linear" for name in node.inputs[1:]}
-    return tuple(p.name for p in graph.parameters if p.role == "frozen" and p.name in read)
+    return tuple(
+        p.name
+        for p in graph.parameters
+        if p.role == "frozen" and p.name in read and p.type.is_float  # quantized ones have none
+    )
 
 
 def _backpropagate(

@@ -1,0 +1,113 @@
+"""fp8 (e4m3) with a scale a channel, or a scale a block of 128 x 128 weights.
+
+    fp8         w̃ = q · s of the row             8 + 32/in bits a weight
+    fp8_block   w̃ = q · s of the block           8 + 32/128² bits a weight
+
+Both are computed in fp32. Inputs are not rounded: a checkpoint's dynamic activation scales belong
+to kernels, and change no weight. Checkpoints: compressed-tensors' float-quantized (`weight_scale`,
+by channel or one for the matrix) and transformers' fine-grained fp8 (`weight_scale_inv`).
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from pcg.formats.format import Format, Parts, Span, StoredMatrix
+
+_BLOCK = 128
+_MOST = float(torch.finfo(torch.float8_e4m3fn).max)
+_TINY = torch.finfo(torch.float32).tiny
+
+
+class Fp8(Format):
+    """fp8 by channel."""
+
+    name = "fp8"
+
+    def tensors(self, rows: int, columns: int) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+        return {
+            "codes": ((rows, columns), torch.float8_e4m3fn),
+            "scales": ((rows, 1), torch.float32),
+        }
+
+    def quantize(self, weight: Tensor) -> Parts:
+        wide = weight.to(torch.float32)
+        scales = wide.abs().amax(1, keepdim=True).div_(_MOST).clamp_(min=_TINY)
+        codes = (wide / scales).to(torch.float8_e4m3fn)
+        return Parts({"codes": codes, "scales": scales}, *weight.shape)
+
+    def dequantize(self, parts: Parts, start: int, stop: int, out: Tensor) -> None:
+        wide = parts["codes"][start:stop].to(torch.float32)
+        out.copy_(wide.mul_(parts["scales"][start:stop]))
+
+    def cut(self, parts: Parts, rows: Span, columns: Span) -> Parts:
+        tensors = {
+            "codes": parts["codes"][slice(*rows), slice(*columns)].contiguous(),
+            "scales": parts["scales"][slice(*rows)].contiguous(),
+        }
+        return Parts(tensors, rows[1] - rows[0], columns[1] - columns[0])
+
+    def read(self, stored: StoredMatrix) -> Parts | None:
+        if not stored.has("weight_scale"):
+            return None
+        scales = stored.take("weight_scale").to(torch.float32).reshape(-1, 1)
+        tensors = {"codes": stored.take("weight"), "scales": scales.expand(stored.rows, 1)}
+        return Parts(
+            {name: t.contiguous() for name, t in tensors.items()}, stored.rows, stored.columns
+        )
+
+
+class BlockFp8(Format):
+    """fp8 by blocks of 128 x 128; the last block of a dim may be smaller."""
+
+    name = "fp8_block"
+    column_block = row_block = _BLOCK
+    has_partial_blocks = True
+
+    def tensors(self, rows: int, columns: int) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+        return {
+            "codes": ((rows, columns), torch.float8_e4m3fn),
+            "scales": ((-(-rows // _BLOCK), -(-columns // _BLOCK)), torch.float32),
+        }
+
+    def quantize(self, weight: Tensor) -> Parts:
+        rows, columns = weight.shape
+        down, along = self.tensors(rows, columns)["scales"][0]
+        padded = weight.new_zeros(down * _BLOCK, along * _BLOCK, dtype=torch.float32)
+        padded[:rows, :columns] = weight
+        blocked = padded.view(down, _BLOCK, along, _BLOCK)
+        scales = blocked.abs().amax((1, 3)).div_(_MOST).clamp_(min=_TINY)
+        codes = (weight.to(torch.float32) / self._spread(scales, rows, columns)).to(
+            torch.float8_e4m3fn
+        )
+        return Parts({"codes": codes, "scales": scales}, rows, columns)
+
+    def dequantize(self, parts: Parts, start: int, stop: int, out: Tensor) -> None:
+        first = start // _BLOCK
+        scales = parts["scales"][first : -(-stop // _BLOCK)]
+        spread = self._spread(scales, stop - first * _BLOCK, parts.columns)
+        wide = parts["codes"][start:stop].to(torch.float32)
+        out.copy_(wide.mul_(spread[start - first * _BLOCK :]))
+
+    @staticmethod
+    def _spread(scales: Tensor, rows: int, columns: int) -> Tensor:
+        by_row = scales.repeat_interleave(_BLOCK, 0)[:rows]
+        return by_row.repeat_interleave(_BLOCK, 1)[:, :columns]
+
+    def cut(self, parts: Parts, rows: Span, columns: Span) -> Parts:
+        tensors = {
+            "codes": parts["codes"][slice(*rows), slice(*columns)].contiguous(),
+            "scales": parts["scales"][
+                rows[0] // _BLOCK : -(-rows[1] // _BLOCK),
+                columns[0] // _BLOCK : -(-columns[1] // _BLOCK),
+            ].contiguous(),
+        }
+        return Parts(tensors, rows[1] - rows[0], columns[1] - columns[0])
+
+    def read(self, stored: StoredMatrix) -> Parts | None:
+        if not stored.has("weight_scale_inv"):
+            return None
+        scales = stored.take("weight_scale_inv").to(torch.float32)
+        tensors = {"codes": stored.take("weight"), "scales": scales}
+        return Parts(tensors, stored.rows, stored.columns)

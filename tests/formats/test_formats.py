@@ -1,0 +1,353 @@
+"""Weight formats: dequantization by the formats' own libraries, models by transformers and peft."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import gguf
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+import pcg
+from pcg.compiler import compile_program
+from pcg.errors import UnsupportedError
+from pcg.formats.format import Parts, StoredMatrix
+from pcg.formats.registry import FORMATS
+from pcg.ir.parser import parse_type
+from pcg.ir.printer import print_graphs
+from pcg.ir.types import tensor
+from tests.support import oracle
+from tests.support.families import BY_NAME
+from tests.support.peft_cases import CONFIGS, check_batch, give_encoder, wrap
+
+ROUNDS_INPUTS = ("int8",)
+"""Formats that round a product's inputs, so that no float matrix gives their numbers."""
+READ_ONLY = ("q4_k", "q6_k")
+QUANTIZES = [name for name in FORMATS if name not in READ_ONLY]
+EXACT = [name for name in QUANTIZES if name not in ROUNDS_INPUTS]
+IN_SHORT = ("nf4", "int4_g64", "fp8_block", "nvfp4", "q4_1")
+"""Formats of each file, whose others run in the slow run alone."""
+METHODS = ("lora", "dora", "adalora", "vera", "loha", "ia3-all", "prompt", "prefix")
+
+
+def matrix(rows: int, columns: int, seed: int = 0) -> Tensor:
+    return 0.05 * torch.randn(rows, columns, generator=torch.Generator().manual_seed(seed))
+
+
+def bitsandbytes_matrix(name: str, weight: Tensor, dtype: torch.dtype) -> tuple[Parts, Tensor]:
+    """A matrix as bitsandbytes stores it, and as it dequantizes it."""
+    import bitsandbytes.functional as bnb
+
+    code, _, single = name.partition("_")
+    codes, state = bnb.quantize_4bit(
+        weight, quant_type=code, compress_statistics=not single, blocksize=64
+    )
+    state.dtype = dtype
+    rows, columns = weight.shape
+    tensors = {"codes": codes.view(rows, -1), "scales": state.absmax.view(rows, -1)}
+    if single:
+        return Parts(tensors, rows, columns), bnb.dequantize_4bit(codes, state)
+    tensors["nested_scales"] = state.state2.absmax
+    places = {"first_row": 0, "first_block": 0, "row_blocks": columns // 64}
+    parts = Parts(tensors, rows, columns, {**places, "offset": state.offset.item()})
+    return parts, bnb.dequantize_4bit(codes, state)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("name", ["nf4", "nf4_single", "fp4", "fp4_single"])
+def test_4_bit_blocks_are_those_of_bitsandbytes(name: str, dtype: torch.dtype) -> None:
+    weight = matrix(333, 576)
+    parts, expected = bitsandbytes_matrix(name, weight, dtype)
+    assert torch.equal(FORMATS[name].whole(parts, dtype), expected)
+    ours = FORMATS[name].quantize(weight)
+    assert torch.equal(ours["codes"], parts["codes"])
+    # bitsandbytes rounds a few scales to the second nearest of their 8-bit values.
+    away = (ours["scales"].float() - parts["scales"].float()).abs()
+    assert away.max() <= 1
+    assert away.count_nonzero() <= 0.01 * away.numel()
+
+
+GGUF = {"q8_0": "Q8_0", "q4_0": "Q4_0", "q4_1": "Q4_1", "q4_k": "Q4_K", "q6_k": "Q6_K"}
+PLACES_OF_HALVES = {"q4_k": (1, 3), "q6_k": (209,)}
+"""High bytes of fp16 numbers in a block, which are cleared so that no number is infinite."""
+
+
+@pytest.mark.parametrize("name", GGUF)
+def test_blocks_are_those_of_gguf(name: str) -> None:
+    format_, kind = FORMATS[name], gguf.GGMLQuantizationType[GGUF[name]]
+    weight = matrix(64, 512)
+    if name in READ_ONLY:  # the package quantizes to none of them
+        size = format_.tensors(64, 512)["blocks"][0]
+        blocks = torch.randint(0, 256, size, dtype=torch.uint8).view(-1, format_.block_bytes)
+        blocks[:, PLACES_OF_HALVES[name]] &= 0x3B
+        blocks = blocks.view(size)
+    else:
+        blocks = torch.from_numpy(gguf.quants.quantize(weight.numpy(), kind))
+        assert torch.equal(format_.quantize(weight)["blocks"], blocks)
+    expected = torch.from_numpy(gguf.quants.dequantize(blocks.numpy(), kind))
+    assert torch.equal(format_.whole(Parts({"blocks": blocks}, 64, 512), torch.float32), expected)
+
+
+def stored_matrix(
+    tensors: Mapping[str, Tensor], rows: int, columns: int, **settings: object
+) -> StoredMatrix:
+    return StoredMatrix("m", rows, columns, tensors.__contains__, tensors.__getitem__, settings)
+
+
+COMPRESSED: Mapping[str, tuple[str, dict[str, Any], bool]] = {
+    "group": ("int4_g32", {"num_bits": 4, "strategy": "group", "group_size": 32}, True),
+    "zeros": ("int4_g32", {"num_bits": 4, "strategy": "group", "group_size": 32}, False),
+    "channel": ("int4_row", {"num_bits": 4, "strategy": "channel"}, True),
+    "fp8": ("fp8", {"num_bits": 8, "type": "float", "strategy": "channel"}, True),
+    "tensor": ("fp8", {"num_bits": 8, "type": "float", "strategy": "tensor"}, True),
+    "mxfp4": (
+        "mxfp4",
+        {"num_bits": 4, "type": "float", "strategy": "group", "group_size": 32},
+        True,
+    ),
+    "nvfp4": (
+        "nvfp4",
+        {"num_bits": 4, "type": "float", "strategy": "tensor_group", "group_size": 16},
+        True,
+    ),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("case", COMPRESSED)
+def test_compressed_tensors_read_as_their_library_does(case: str, dtype: torch.dtype) -> None:
+    from compressed_tensors.compressors import (
+        MXFP4PackedCompressor,
+        NaiveQuantizationCompressor,
+        NVFP4PackedCompressor,
+        PackedQuantizationCompressor,
+    )
+    from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
+    from compressed_tensors.quantization.utils import calculate_qparams
+
+    name, fields, symmetric = COMPRESSED[case]
+    args = QuantizationArgs(symmetric=symmetric, **fields)
+    scheme = QuantizationScheme(targets=["Linear"], weights=args)
+    compressor = {
+        "int4": PackedQuantizationCompressor,
+        "fp8": NaiveQuantizationCompressor,
+        "mxfp4": MXFP4PackedCompressor,
+        "nvfp4": NVFP4PackedCompressor,
+    }[name.partition("_")[0]]
+    weight = matrix(96, 128).to(dtype)
+    group = fields.get("group_size") or (weight.numel() if case == "tensor" else 128)
+    blocks = weight.view(-1, group) if case == "tensor" else weight.view(96, -1, group)
+    least, most = blocks.amin(-1), blocks.amax(-1)
+    state = {"weight": weight}
+    if name == "nvfp4":
+        state["weight_global_scale"] = (448 * 6 / weight.abs().max()).float().reshape(1)
+    scales, zeros = calculate_qparams(
+        least, most, args, global_scale=state.get("weight_global_scale")
+    )
+    state |= {"weight_scale": scales, "weight_zero_point": zeros}
+    packed = compressor.compress(state, scheme)
+    expected = compressor.decompress(packed, scheme)["weight"]
+    parts = FORMATS[name].read(stored_matrix(packed, 96, 128))
+    assert parts is not None
+    assert torch.equal(FORMATS[name].whole(parts, expected.dtype), expected)
+
+
+def packed_int32(codes: Tensor, order: Sequence[int] = range(8)) -> Tensor:
+    """Codes [.., 8 n] as int32 [.., n], the code of column `order[i]` in the i-th four bits."""
+    words = torch.zeros(*codes.shape[:-1], codes.shape[-1] // 8, dtype=torch.int64)
+    for place, column in enumerate(order):
+        words |= codes[..., column::8].long() << 4 * place
+    return words.where(words < 2**31, words - 2**32).to(torch.int32)
+
+
+@pytest.mark.parametrize("layout", ["gptq", "gptq_v2", "gptq-act", "awq"])
+def test_gptq_and_awq_matrices_are_read(layout: str) -> None:
+    rows, columns, group = 64, 256, 32
+    generator = torch.Generator().manual_seed(0)
+    codes = torch.randint(0, 16, (rows, columns), generator=generator)
+    zeros = torch.randint(1, 16, (rows, columns // group), generator=generator)
+    scales = matrix(rows, columns // group).abs().half() + 0.01
+    order = torch.arange(columns) // group
+    if layout == "gptq-act":
+        order = order[torch.randperm(columns, generator=generator)]
+    expected = (codes - zeros[:, order]).half() * scales[:, order]
+    settings = {"quant_method": "awq" if layout == "awq" else "gptq", "checkpoint_format": layout}
+    if layout == "awq":
+        awq = (0, 2, 4, 6, 1, 3, 5, 7)
+        tensors = {"qweight": packed_int32(codes.t(), awq), "qzeros": packed_int32(zeros.t(), awq)}
+    else:
+        less = zeros if layout == "gptq_v2" else zeros - 1
+        tensors = {"qweight": packed_int32(codes).t(), "qzeros": packed_int32(less.t())}
+        tensors["g_idx"] = order.int()
+    tensors["scales"] = scales.t()
+    format_ = FORMATS["int4_g32_act" if layout == "gptq-act" else "int4_g32"]
+    parts = format_.read(stored_matrix(tensors, rows, columns, **settings))
+    assert parts is not None
+    assert torch.equal(format_.whole(parts, torch.float16), expected)
+
+
+def test_fine_grained_fp8_is_read() -> None:
+    rows, columns = 300, 200
+    codes = (matrix(rows, columns) * 1000).to(torch.float8_e4m3fn)
+    scales = matrix(3, 2).abs()
+    tensors = {"weight": codes, "weight_scale_inv": scales}
+    parts = FORMATS["fp8_block"].read(stored_matrix(tensors, rows, columns))
+    assert parts is not None
+    expected = codes.float()
+    for row, column in itertools.product(range(rows), range(columns)):
+        expected[row, column] *= scales[row // 128, column // 128]
+    assert torch.equal(FORMATS["fp8_block"].whole(parts, torch.float32), expected)
+
+
+@pytest.mark.parametrize("name", QUANTIZES)
+@given(rows=st.integers(1, 300), blocks=st.integers(1, 6), data=st.data())
+def test_products_and_parts_are_those_of_the_whole(
+    name: str, rows: int, blocks: int, data: st.DataObject
+) -> None:
+    format_, columns = FORMATS[name], 128 * blocks
+    parts = format_.quantize(matrix(rows, columns))
+    whole = format_.whole(parts, torch.float32)
+    assert parts.size_bytes == format_.size_bytes(rows, columns)
+    assert parts.size_bytes == tensor(name, rows, columns).size_bytes
+    start = data.draw(st.integers(0, (rows - 1) // format_.row_block)) * format_.row_block
+    stop = data.draw(st.integers(start + 1, rows))
+    first = 128 * data.draw(st.integers(0, blocks - 1))
+    cut = format_.cut(parts, (start, stop), (first, columns))
+    assert torch.equal(format_.whole(cut, torch.float32), whole[start:stop, first:])
+    x, dy = matrix(5, columns, seed=1), matrix(5, stop - start, seed=2)
+    y, dx = torch.empty(5, stop - start), torch.zeros(5, columns)
+    packed = format_.packed(parts)
+    format_.linear(packed, x, y, start, stop)
+    format_.input_gradient(packed, dy, dx, start, stop)
+    torch.testing.assert_close(dx, dy @ whole[start:stop])
+    if name in ROUNDS_INPUTS:
+        steps = x.abs().amax(1, keepdim=True) / 127
+        x = (x / steps).round() * steps
+    torch.testing.assert_close(y, x @ whole[start:stop].t())
+
+
+def test_int8_tokens_have_the_same_bits_in_any_batch() -> None:
+    format_ = FORMATS["int8"]
+    parts = format_.packed(format_.quantize(matrix(700, 512)))
+    x = matrix(600, 512, seed=1)
+    whole = torch.empty(600, 700)
+    format_.linear(parts, x, whole, 0, 700)
+    for start, stop in ((0, 1), (17, 19), (100, 164), (300, 599)):
+        some = torch.empty(stop - start, 700)
+        format_.linear(parts, x[start:stop], some, 0, 700)
+        assert torch.equal(some, whole[start:stop])
+    rows = torch.empty(600, 300)
+    format_.linear(parts, x, rows, 100, 400)
+    assert torch.equal(rows, whole[:, 100:400])
+
+
+def dequantized(model: Any, name: str) -> Any:
+    """A copy of a model with its layers' matrices as they are in a format."""
+    copied = copy.deepcopy(model)
+    with torch.no_grad():
+        for module in copied.model.layers.modules():
+            if isinstance(module, torch.nn.Linear):
+                parts = FORMATS[name].quantize(module.weight)
+                module.weight.copy_(FORMATS[name].whole(parts, torch.float32))
+    return copied
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Path]:
+    config = {**BY_NAME["llama-biases"].config(2), "hidden_size": 128, "intermediate_size": 384}
+    model = oracle.random_model(config)
+    directory = tmp_path_factory.mktemp("float")
+    oracle.save_model(model, directory)
+    return model, directory
+
+
+def wrapped_models(model: Any, directory: Path) -> Iterator[tuple[str, Any]]:
+    for name in METHODS:
+        wrapped = wrap(model, CONFIGS["llama-biases"][name])
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            wrapped.save_pretrained(directory / name, save_embedding_layers=False)
+        yield name, wrapped
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=() if n in IN_SHORT else pytest.mark.slow) for n in EXACT]
+)
+def test_every_method_serves_and_trains_over_a_format(
+    base: tuple[Any, Path], name: str, tmp_path: Path
+) -> None:
+    model, directory = base
+    expected = dequantized(model, name)
+    models: Mapping[str | None, Any] = {
+        None: expected, **dict(wrapped_models(expected, tmp_path)),
+    }  # fmt: skip
+    adapters = {method: str(tmp_path / method) for method in METHODS}
+    executor = pcg.compile(directory, adapters, quantization=name)
+    for method in METHODS:
+        give_encoder(executor, method, models[method])
+        other = METHODS[METHODS.index(method) - 1]
+        check_batch(executor, {name: models[name] for name in (None, other, method)}, method)
+
+
+CHECKPOINTS = {
+    "nf4": {
+        "load_in_4bit": True,
+        "bnb_4bit_quant_type": "nf4",
+        "bnb_4bit_use_double_quant": True,
+    },
+    "nf4_single": {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4"},
+    "fp4_single": {"load_in_4bit": True, "bnb_4bit_quant_type": "fp4"},
+    "int8_weight": {"load_in_8bit": True},
+}
+
+
+@pytest.mark.parametrize("name", CHECKPOINTS)
+def test_bitsandbytes_checkpoints_run_as_in_transformers(
+    base: tuple[Any, Path], name: str, tmp_path: Path
+) -> None:
+    import transformers
+
+    _, directory = base
+    config = transformers.BitsAndBytesConfig(
+        bnb_4bit_compute_dtype=torch.float32, **CHECKPOINTS[name]
+    )
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        stored = transformers.AutoModelForCausalLM.from_pretrained(
+            directory, quantization_config=config, dtype=torch.float32
+        )
+    oracle.save_model(stored, tmp_path)
+    executor = pcg.compile(tmp_path)
+    assert f"{name}[" in print_graphs(executor.state.program.base.blocks)
+    # In evaluation, bitsandbytes multiplies in 8 bits by the columns that outliers leave.
+    stored.train()
+    sequence = list(range(3, 60))
+    error = oracle.relative_error(executor.logits([sequence])[0], oracle.logits(stored, sequence))
+    assert error < 1e-5
+
+
+def test_formats_are_types() -> None:
+    for name in FORMATS:
+        type_ = tensor(name, 256, 512)
+        assert parse_type(str(type_)) == type_
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"quantization": "int3"}, "use one of nf4"),
+        ({"quantization": "nf4", "model": {"hidden_size": 96}}, "blocks of 64 columns"),
+    ],
+)
+def test_refusals_name_the_fix(options: dict[str, Any], message: str) -> None:
+    config = {**BY_NAME["llama-biases"].config(2), **options.get("model", {})}
+    with pytest.raises(UnsupportedError, match=message):
+        compile_program(config, quantization=options["quantization"])
