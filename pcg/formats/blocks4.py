@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from pcg.errors import WeightsError
-from pcg.formats.format import Format, Parts, Span, StoredMatrix
+from pcg.formats.format import Format, Layout, Parts, Span, StoredMatrix
 
 _NF4 = (
     -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453,
@@ -44,9 +44,9 @@ class Blocks4(Format):
         self._code_name = code
         self._nests = nests
 
-    def tensors(self, rows: int, columns: int) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+    def tensors(self, rows: int, columns: int) -> Layout:
         blocks = columns // _BLOCK
-        codes = {"codes": ((rows, columns // 2), torch.uint8)}
+        codes: Layout = {"codes": ((rows, columns // 2), torch.uint8)}
         if not self._nests:
             return {**codes, "scales": ((rows, blocks), torch.float32)}
         return {

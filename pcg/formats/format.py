@@ -25,6 +25,8 @@ from pcg.errors import ParallelError, UnsupportedError
 TILE_ELEMENTS = 1 << 21
 """Weights of a tile: 8 MiB in fp32, which a core's L2 and a share of its L3 hold."""
 
+Layout: TypeAlias = dict[str, tuple[tuple[int, ...], torch.dtype]]
+"""Shape and dtype of each stored tensor, by name."""
 Span: TypeAlias = tuple[int, int]
 """A range of rows or columns: first, and the end."""
 
@@ -92,7 +94,7 @@ class Format(ABC):
     has_partial_blocks: bool = False
 
     @abstractmethod
-    def tensors(self, rows: int, columns: int) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+    def tensors(self, rows: int, columns: int) -> Layout:
         """Return shape and dtype of each stored tensor of a matrix."""
 
     def size_bytes(self, rows: int, columns: int) -> int:

@@ -14,7 +14,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from pcg.formats.format import Format, Parts, Span, StoredMatrix
+from pcg.formats.format import Format, Layout, Parts, Span, StoredMatrix
 
 _MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 """Of codes 0 to 7; codes from 8 are their negatives."""
@@ -31,9 +31,9 @@ class Fp4(Format):
         self._has_global = name == "nvfp4"
         self.column_block = 16 if self._has_global else 32
 
-    def tensors(self, rows: int, columns: int) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+    def tensors(self, rows: int, columns: int) -> Layout:
         kind = torch.float8_e4m3fn if self._has_global else torch.uint8
-        stored = {
+        stored: Layout = {
             "codes": ((rows, columns // 2), torch.uint8),
             "scales": ((rows, columns // self.column_block), kind),
         }

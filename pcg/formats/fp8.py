@@ -13,7 +13,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from pcg.formats.format import Format, Parts, Span, StoredMatrix
+from pcg.formats.format import Format, Layout, Parts, Span, StoredMatrix
 
 _BLOCK = 128
 _MOST = float(torch.finfo(torch.float8_e4m3fn).max)
@@ -25,7 +25,7 @@ class Fp8(Format):
 
     name = "fp8"
 
-    def tensors(self, rows: int, columns: int) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+    def tensors(self, rows: int, columns: int) -> Layout:
         return {
             "codes": ((rows, columns), torch.float8_e4m3fn),
             "scales": ((rows, 1), torch.float32),
@@ -65,7 +65,7 @@ class BlockFp8(Format):
     column_block = row_block = _BLOCK
     has_partial_blocks = True
 
-    def tensors(self, rows: int, columns: int) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+    def tensors(self, rows: int, columns: int) -> Layout:
         return {
             "codes": ((rows, columns), torch.float8_e4m3fn),
             "scales": ((-(-rows // _BLOCK), -(-columns // _BLOCK)), torch.float32),

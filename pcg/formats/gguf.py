@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from pcg.errors import UnsupportedError
-from pcg.formats.format import Format, Parts, Span
+from pcg.formats.format import Format, Layout, Parts, Span
 
 _K = 256
 
@@ -49,7 +49,7 @@ class Gguf(Format):
         self._unpack = unpack
         self._pack = pack
 
-    def tensors(self, rows: int, columns: int) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+    def tensors(self, rows: int, columns: int) -> Layout:
         return {"blocks": ((rows, columns // self.column_block * self.block_bytes), torch.uint8)}
 
     def quantize(self, weight: Tensor) -> Parts:

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from pcg.errors import UnsupportedError, WeightsError
-from pcg.formats.format import Format, Parts, Span, StoredMatrix
+from pcg.formats.format import Format, Layout, Parts, Span, StoredMatrix
 
 _AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
 """The place in an int32 of AWQ of each of eight columns."""
@@ -46,9 +46,9 @@ class Int4(Format):
         self.name += "_act" if any_order else ""
         self.column_block = 2 if any_order or not group else group
 
-    def tensors(self, rows: int, columns: int) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+    def tensors(self, rows: int, columns: int) -> Layout:
         groups = columns // self.group if self.group else 1
-        stored = {
+        stored: Layout = {
             "codes": ((rows, columns // 2), torch.uint8),
             "scales": ((rows, groups), torch.float16),
             "zeros": ((rows, groups), torch.uint8),

@@ -17,7 +17,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from pcg.formats.format import Format, Parts, Span, StoredMatrix
+from pcg.formats.format import Format, Layout, Parts, Span, StoredMatrix
 
 _LEAST_SCALE = torch.finfo(torch.float32).tiny
 
@@ -33,7 +33,7 @@ class Int8(Format):
         self.name = name
         self._rounds_inputs = rounds_inputs
 
-    def tensors(self, rows: int, columns: int) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+    def tensors(self, rows: int, columns: int) -> Layout:
         return {"codes": ((rows, columns), torch.int8), "scales": ((rows,), torch.float32)}
 
     def quantize(self, weight: Tensor) -> Parts:

@@ -19,6 +19,7 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
+from math import prod
 from typing import TypeAlias
 
 import sympy
@@ -176,9 +177,16 @@ class TensorType:
         return sympy.Mul(*self.shape) if self.dims else sympy.Integer(1)
 
     @property
+    def row_bytes(self) -> int:
+        """Bytes of a token's row; all bytes of a tensor without a token dim."""
+        if is_format(self.dtype):
+            return FORMATS[self.dtype].size_bytes(*self.features)
+        return prod(self.features) * DTYPE_BYTES[self.dtype]
+
+    @property
     def size_bytes(self) -> sympy.Expr:
         if is_format(self.dtype):
-            return sympy.Integer(FORMATS[self.dtype].size_bytes(*self.features))
+            return sympy.Integer(self.row_bytes)
         return self.elements * DTYPE_BYTES[self.dtype]
 
     def with_dtype(self, dtype: str) -> TensorType:

@@ -10,14 +10,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from math import prod
 from typing import cast
 
 import sympy
 
 from pcg.ir.graph import Graph, Node
 from pcg.ir.operators import operator
-from pcg.ir.types import CONTEXT, DTYPE_BYTES, TensorType, tokens_at
+from pcg.ir.types import CONTEXT, TensorType, tokens_at
 
 SEQUENCES = sympy.Symbol("B", integer=True, positive=True)
 """Sequences of a batch; each has S tokens, `pcg.ir.types.CONTEXT`."""
@@ -43,7 +42,7 @@ class Storage:
         return self.op == "parameter"
 
     def size_bytes(self, tokens: sympy.Expr) -> sympy.Expr:
-        row_bytes = prod(self.type.features) * DTYPE_BYTES[self.type.dtype]
+        row_bytes = self.type.row_bytes
         if not self.type.is_token_wise:
             return sympy.Integer(row_bytes)
         return row_bytes * tokens_at(self.type.shape[0], tokens)

@@ -14,7 +14,6 @@ import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from math import prod
 from typing import Protocol
 
 import sympy
@@ -24,7 +23,7 @@ from pcg.ir.analysis.storages import TOKENS_OF_BATCH, Storage, Storages
 from pcg.ir.graph import Attribute, Graph, Node
 from pcg.ir.operators import operator
 from pcg.ir.program.program import ModelGraph, TrainingGraph
-from pcg.ir.types import CONTEXT, DTYPE_BYTES, TOKENS, TensorType, parts_of_tokens, tensor
+from pcg.ir.types import CONTEXT, TOKENS, TensorType, parts_of_tokens, tensor
 
 
 class Planned(Protocol):
@@ -325,7 +324,7 @@ def _sizes(storages: Storages, names: Iterable[str]) -> Mapping[str, tuple[int, 
     sizes = {}
     for name in names:
         type_ = storages[name].type
-        size = prod(type_.features) * DTYPE_BYTES[type_.dtype]
+        size = type_.row_bytes
         if not type_.is_token_wise:
             sizes[name] = (0, size, 0)
         else:
