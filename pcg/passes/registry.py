@@ -46,6 +46,7 @@ PASSES: tuple[type[Pass[Any, Any]], ...] = tuple(
 
 REFUSED: dict[str, str] = {
     "trace": "it needs a model's configuration, not a graph",
+    "quantize_weights": "it needs the format of a checkpoint",
     "attach": "it needs recipes of adapters",
     "plan_base": "it plans a model without adapters beside one with them",
     "shard": "it searches over a model without adapters beside one with them",

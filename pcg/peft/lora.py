@@ -204,9 +204,9 @@ class LoraWeights(LowRankWeights):
     def _norm(self, around: Around) -> Tensor:
         """Return ||W + scale · B A|| of each output, [out], in the adapter's dtype."""
         base = around.base()
-        remote: Any = getattr(base, "remote", None)  # of `pcg.kernels.torch.products`
-        if remote is not None:
-            return remote.adapted_lengths(self.a, self.b, self.scale)  # type: ignore[no-any-return]
+        stand_in: Any = getattr(base, "stand_in", None)  # of `pcg.kernels.torch.products`
+        if stand_in is not None:
+            return stand_in.adapted_lengths(self.a, self.b, self.scale)  # type: ignore[no-any-return]
         a, b = self.a.to(base.device), self.b.to(base.device)
         length: Tensor = base.to(a.dtype).addmm(b, a, alpha=self.scale).norm(dim=1)
         return length.to(self.a.device)

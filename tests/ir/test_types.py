@@ -78,8 +78,8 @@ def test_states_have_degrees(state: State, degree: int) -> None:
 
 
 def test_unknown_dtype() -> None:
-    with pytest.raises(TypeCheckError, match="unknown dtype 'fp8'; known: f64"):
-        tensor("fp8", 4)
+    with pytest.raises(TypeCheckError, match="unknown dtype 'fp6'; known: f64"):
+        tensor("fp6", 4)
 
 
 def test_properties_of_activations() -> None:

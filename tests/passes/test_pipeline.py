@@ -35,7 +35,7 @@ def test_the_list_shows_all_that_runs() -> None:
     every = pipeline(Settings(PlanOptions(tp=2), backend="triton", windows=True))
     assert {stage.name: names(stage) for stage in every.stages} == {
         "trace": ["trace"],
-        "fold": ["fold"],
+        "fold": ["fold", "quantize_weights"],
         "raise": ["raise"],
         "attach": ["attach"],
         "parallelize": [

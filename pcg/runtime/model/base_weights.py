@@ -357,7 +357,7 @@ class WeightStore:
     def whole(self, name: str, parameter: Parameter) -> Tensor:
         """Return a whole frozen tensor, or the stand-in for a tensor of another process.
 
-        The tensor is read again if this rank keeps only a shard, and a quantized one is dequantized.
+        The tensor is read again if this rank keeps only a shard; a quantized one is dequantized.
         """
         loaded = self.stored(name, parameter)
         if has_stand_in(loaded):
