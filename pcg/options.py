@@ -31,43 +31,32 @@ class PlanOptions:
     """Options that determine the plan of a finetuning step.
 
     Attributes:
-            tp: tensor-parallel degree.
-            costs: the device that adapters are parallelized for: a name, such as H100, or H100:4 for
-                nodes of 4 ranks, or a file of `pcg profile`; by default the data sheet of the present
-                device, or its profile, else H100.
-            tp_plan: the base's plan over the ranks: a style (colwise, rowwise or replicated) for each
-    <<<<<<< HEAD
-                module path of a layer, such as self_attn.q_proj, or a JSON file of these; transformers'
-                keys, such as layers.*.self_attn.q_proj, also work. By default Megatron's plan, derived
-                from the graph.
-            sequence_parallel: split the tokens of norms and residuals over the ranks.
-            gradient_accumulation_steps: batches per optimizer step; the search for adapters' strategies
-                spreads the sums of replicated weights' gradients over them.
-            dtype: float32, bfloat16, float16 or float64; the configuration's dtype by default.
-            memory_budget: the memory that finetuning may save for backward: from 1 (the default), which
-                recomputes no matrix product, to 0, the least memory; or bytes, such as 8GiB.
-    =======
-                module path of a layer, as self_attn.q_proj, or a JSON file of such; with transformers'
-                keys, as layers.*.self_attn.q_proj, too. Megatron's, read off the graph, by default.
-            sequence_parallel: hold parts of the tokens of norms and residuals on each rank.
-            gradient_accumulation_steps: batches an optimizer step, over which the search for adapters'
-                strategies spreads the sums of copied weights' gradients.
-            dtype: float32, bfloat16, float16 or float64; the configuration's own by default.
-            quantization: the format to quantize the layers' float weights to when they are loaded: nf4,
-                fp4, int8, …; by default a checkpoint keeps the format that it is stored in.
-            memory_budget: what finetuning may save for backward: from 1, all that spares a matrix
-                product (the default), to 0, the least; or bytes, as 8GiB.
-    >>>>>>> 75ba92d9 (Store the base's matrices in weight formats: nf4, fp4, int8)
-            batch: sequences of the finetuning step that the budget is planned for.
-            seq: tokens of each of these sequences.
-            lossy_activations: fp8 to save activations in 8 bits where the gradient's error has a bound
-                (docs/compiler.md); by default all saved values are exact.
-            packed_weights: False to hold each of the base's weights once. On CPUs serving otherwise
-                holds oneDNN's packed copies in addition to the weights for training; False slows down
-                decoding.
+        tp: tensor-parallel degree.
+        costs: the device that adapters are parallelized for: a name, such as H100, or H100:4 for
+            nodes of 4 ranks, or a file of `pcg profile`; by default the data sheet of the present
+            device, or its profile, else H100.
+        tp_plan: the base's plan over the ranks: a style (colwise, rowwise or replicated) for each
+            module path of a layer, such as self_attn.q_proj, or a JSON file of these; transformers'
+            keys, such as layers.*.self_attn.q_proj, also work. By default Megatron's plan, derived
+            from the graph.
+        sequence_parallel: split the tokens of norms and residuals over the ranks.
+        gradient_accumulation_steps: batches per optimizer step; the search for adapters' strategies
+            spreads the sums of replicated weights' gradients over them.
+        dtype: float32, bfloat16, float16 or float64; the configuration's dtype by default.
+        quantization: the format to quantize the layers' float weights to on loading, such as nf4
+            or int8 (docs/models.md); by default a checkpoint keeps its own format.
+        memory_budget: the memory that finetuning may save for backward: from 1 (the default), which
+            recomputes no matrix product, to 0, the least memory; or bytes, such as 8GiB.
+        batch: sequences of the finetuning step that the budget is planned for.
+        seq: tokens of each of these sequences.
+        lossy_activations: fp8 to save activations in 8 bits where the gradient's error has a bound
+            (docs/compiler.md); by default all saved values are exact.
+        packed_weights: False to hold each of the base's weights once. On CPUs serving otherwise
+            holds oneDNN's packed copies in addition to the weights for training; False slows down
+            decoding.
     Raises:
-            ParallelError: an option of ranks is out of range, or has no effect.
-            UnsupportedError: another option is out of range.
+        ParallelError: an option of ranks is out of range, or has no effect.
+        UnsupportedError: another option is out of range.
     """
 
     title: ClassVar[str] = "Precision, memory and ranks"
