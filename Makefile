@@ -10,7 +10,7 @@ TORCH := torch>=2.11,<2.14
 GPU_VERSIONS := torch==2.11.0 triton==3.6.0 transformers==5.17.0 peft bitsandbytes jinja2 \
 	networkx numpy regex rich safetensors sympy tokenizers typer hypothesis pytest pytest-timeout pytest-xdist
 GPU_TESTS := tests/kernels tests/codegen tests/families tests/runtime/adapters tests/runtime/model \
-	tests/runtime/training/recorded tests/test_first_hour.py --ignore tests/codegen/test_emitted_programs.py
+	tests/runtime/training/test_recorded.py tests/test_first_hour.py --ignore tests/codegen/test_emitted_programs.py
 # What an image for GPUs lacks of what pcg imports, for its Python, and an assembler.
 DAY_PYTHON ?= 3.12
 DAY_PACKAGES ?= msgspec

@@ -10,8 +10,8 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
-import pcg
 from pcg.runtime.executor import Executor
+from tests.support import compiled
 
 
 def small_llama(dtype: torch.dtype = torch.float32, positions: int = 64) -> LlamaForCausalLM:
@@ -44,7 +44,7 @@ def lora_pair(
         copied: what becomes of pcg's weights on their way to peft's.
         options: those of `pcg.compile`.
     """
-    executor = pcg.compile(model, **options)
+    executor = compiled.executor(model, **options)
     wrapped: Any = None
     for name, fields in recipes.items():
         if wrapped is None:

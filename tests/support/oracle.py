@@ -75,6 +75,14 @@ def lora_parameters(wrapped: Any) -> dict[str, Tensor]:
     }
 
 
+def copy_lora(adapter: Any, wrapped: Any) -> None:
+    """Copy the parameters of peft's adapter to pcg's."""
+    for path, parameter in lora_parameters(wrapped).items():
+        module, _, kind = path.rpartition(".")
+        weights = adapter.weights[module]
+        (weights.a if kind == "lora_A" else weights.b).copy_(parameter.data)
+
+
 def save(wrapped: Any, directory: Path) -> None:
     """Write the adapter as peft does."""
     with warnings.catch_warnings():

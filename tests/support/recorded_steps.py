@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-import pcg.compiler as compiler
 from pcg.kernels.batch import Span
 from pcg.kernels.devices import uploaded_list
 from pcg.kernels.sizes import PAGE_TOKENS
@@ -20,7 +19,7 @@ from pcg.runtime.memory.kv_cache import KvCache, kv_types
 from pcg.runtime.memory.pool import PageTable
 from pcg.runtime.model.batch import Batch
 from pcg.runtime.model.step_graphs import Recorder, step_graphs
-from tests.support import oracle
+from tests.support import compiled, oracle
 from tests.support.families import BY_NAME
 
 RANKS = {"r4": 4, "r20": 20, "r1": 1}
@@ -34,7 +33,7 @@ IA3 = {
 def executor_of(layers: int, device: str, family: str = "llama3") -> Executor:
     """A small model with adapters of several ranks, and of other methods."""
     base = oracle.random_model(BY_NAME[family].config(layers))
-    executor = compiler.compile(base, backend="triton", device=torch.device(device))
+    executor = compiled.executor(base, backend="triton", device=torch.device(device))
     for name, rank in RANKS.items():
         add_lora(executor, name, rank)
     executor.add_adapter("ia3", IA3)

@@ -21,7 +21,6 @@ from typing import Any
 import peft
 import transformers
 
-import pcg.compiler as compiler
 from pcg.errors import GenerationError, PcgError
 from pcg.runtime.admission.limits import Limits
 from pcg.runtime.data.example import Example
@@ -29,7 +28,7 @@ from pcg.runtime.engine.engine import Engine
 from pcg.runtime.executor import Executor
 from pcg.runtime.memory.kv_cache import bytes_of_page, kv_types
 from pcg.runtime.requests.request import Chunk, Request
-from tests.support import oracle, toy_tokenizers
+from tests.support import compiled, oracle, toy_tokenizers
 from tests.support.expected_tokens import check_completion
 from tests.support.families import Family
 from tests.support.peft_cases import wrap
@@ -90,7 +89,7 @@ class Served:
         base = oracle.random_model(family.config(2, vocab_size=VOCABULARY))
         oracle.save_model(base, directory / "model")
         toy_tokenizers.save_chatml(directory / "model")
-        executor = compiler.compile(directory / "model", dtype="float32", backend=backend)
+        executor = compiled.executor(directory / "model", dtype="float32", backend=backend)
         peers = []
         for seed, (name, config) in enumerate(methods(family, base).items()):
             with warnings.catch_warnings():
@@ -132,7 +131,9 @@ class Served:
 class RequestProgram:
     """A random program on one engine."""
 
-    def __init__(self, served: Served, seed: int, asked: int = 16, jobs: bool = True) -> None:
+    def __init__(
+        self, served: Served, seed: int, asked: int = 16, jobs: bool = True, is_ahead: bool = False
+    ) -> None:
         self.served, self.random = served, random.Random(seed)
         self.left, self.jobs = asked, jobs
         self.requests: dict[int, Request] = {}
@@ -149,6 +150,7 @@ class RequestProgram:
             kv_cache_bytes=drawn.choice([14, 20, 32, 96]) * page,
             prefix_caching=drawn.random() < 0.8,
         )
+        self.engine.device.is_ahead = is_ahead
         self.prompts: list[list[int]] = []
 
     # ------------------------------------------------------------------------------- requests

@@ -1,32 +1,29 @@
-"""A small model in an engine, its requests and jobs, and what they must give."""
+"""A small model in an engine, its requests and jobs, and their expected results."""
 
 from __future__ import annotations
 
 import functools
+import json
 from typing import Any
 
-import pcg.compiler as compiler
+import torch
+
 from pcg.peft.adapter import Adapter
 from pcg.runtime.admission.limits import Limits
 from pcg.runtime.data.example import Example
 from pcg.runtime.engine.engine import Engine
 from pcg.runtime.executor import Executor
 from pcg.runtime.memory.kv_cache import bytes_of_page, kv_types
-from pcg.runtime.requests.request import Completion, Request
+from pcg.runtime.requests.request import Chunk, Completion, Request
 from pcg.runtime.sampling.sampling_params import SamplingParams
-from tests.support import oracle
+from tests.support import compiled, oracle
 from tests.support.families import BY_NAME
 from tests.support.prompts import prompts
 
 NEW = 20
-
-
+LENGTHS = (9, 4, 37, 5, 18, 1)
 LORA = {"peft_type": "LORA", "r": 4, "target_modules": "all-linear"}
-
-
 DATA = [Example(s, s) for s in prompts((13, 7, 21, 30))]
-
-
 OPTIONS: dict[str, Any] = {"max_steps": 3, "batch_size": 2, "learning_rate": 0.01}
 
 
@@ -37,19 +34,16 @@ def models() -> tuple[Any, Any]:
 
 
 def make_executor(backend: str = "torch", device: str = "cpu") -> Executor:
+    """Return a fresh executor of the base with the adapter "a"."""
     base, wrapped = models()
-    executor = compiler.compile(base, backend=backend, device=device)
-    adapter = executor.add_adapter("a", LORA)
-    for path, parameter in oracle.lora_parameters(wrapped).items():
-        module, _, kind = path.rpartition(".")
-        weights = adapter.weights[module]
-        (weights.a if kind == "lora_A" else weights.b).copy_(parameter.data)
+    executor = compiled.executor(base, backend=backend, device=device)
+    oracle.copy_lora(executor.add_adapter("a", LORA), wrapped)
     executor.refresh_adapter("a")
     return executor
 
 
 def poisoned(executor: Executor, value: float) -> Adapter:
-    """Add an adapter, and only then let its weights become what loading would refuse."""
+    """Add an adapter, and fill it with a value that loading refuses."""
     adapter = executor.add_adapter("bad", LORA)
     for tensor in adapter.tensors:
         tensor.fill_(value)
@@ -57,9 +51,11 @@ def poisoned(executor: Executor, value: float) -> Adapter:
     return executor.adapters["bad"]
 
 
-def make_engine(executor: Executor, pages: int, limits: Limits | None = None) -> Engine:
+def make_engine(
+    executor: Executor, pages: int = 64, limits: Limits | None = None, **options: Any
+) -> Engine:
     page_bytes = bytes_of_page(kv_types(executor.serving.runner.model))
-    return executor.engine(limits, kv_cache_bytes=pages * page_bytes)
+    return executor.engine(limits, kv_cache_bytes=pages * page_bytes, **options)
 
 
 def requests(executor: Executor, lengths: tuple[int, ...], new: int = NEW) -> list[Request]:
@@ -70,8 +66,24 @@ def requests(executor: Executor, lengths: tuple[int, ...], new: int = NEW) -> li
     ]
 
 
+def run(engine: Engine, most: int = 2000) -> list[Chunk]:
+    """Run an engine until it is idle; return its chunks."""
+    chunks: list[Chunk] = []
+    for _ in range(most):
+        chunks += engine.step()
+        engine.check_integrity()
+        if engine.is_idle:
+            return chunks
+    raise AssertionError("the engine never becomes idle")
+
+
+def ends(chunks: list[Chunk]) -> dict[int, Chunk]:
+    """Return the chunk that ended each request, by the request's number."""
+    return {chunk.index: chunk for chunk in chunks if chunk.completion is not None}
+
+
 def serve(engine: Engine, asked: list[Request], every: int = 1) -> list[Completion]:
-    """Submit a request each so many steps, and run until nothing is left."""
+    """Submit a request every so many steps, and run until the engine is idle."""
     done: dict[int, Completion] = {}
     left, step = list(asked), 0
     while left or not engine.is_idle:
@@ -86,14 +98,30 @@ def serve(engine: Engine, asked: list[Request], every: int = 1) -> list[Completi
     return [done[index] for index in sorted(done)]
 
 
+def tokens(done: list[Completion]) -> list[list[int]]:
+    return [list(completion.token_ids) for completion in done]
+
+
 def expected(asked: list[Request]) -> list[list[int]]:
-    base, wrapped = models()
+    """Return the greedy tokens of transformers and peft for each request."""
     return [
-        oracle.greedy(
-            base if r.adapter is None else wrapped, list(r.prompt_ids), r.params.max_new_tokens
-        )
-        for r in asked
+        _greedy(r.adapter is not None, tuple(r.prompt_ids), r.params.max_new_tokens) for r in asked
     ]
 
 
-LENGTHS = (9, 4, 37, 5, 18, 1)
+@functools.cache
+def _greedy(is_adapted: bool, prompt: tuple[int, ...], new: int) -> list[int]:
+    return oracle.greedy(models()[is_adapted], list(prompt), new)
+
+
+def check_trained(executor: Executor, name: str = "trained", peft: Any = LORA) -> None:
+    """Compare the adapter that a job trained with that of the same job without an engine."""
+    for ours, alone in zip(executor.adapters[name].tensors, _alone(json.dumps(peft)), strict=True):
+        torch.testing.assert_close(ours, alone, rtol=1e-4, atol=1e-6)
+
+
+@functools.cache
+def _alone(peft: str) -> tuple[torch.Tensor, ...]:
+    executor = make_executor()
+    executor.finetune(DATA, "trained", peft=json.loads(peft), progress=False, **OPTIONS)
+    return tuple(executor.adapters["trained"].tensors)

@@ -1,12 +1,14 @@
-"""Steps of an engine as somebody lets them, so that no test has to be faster than its engine."""
+"""Steps of an engine that a test lets run, or watches."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from threading import Condition
+from typing import Any
 
 from pcg.runtime.engine.loop import EngineLoop
 from pcg.runtime.requests.request import Chunk
+from pcg.runtime.requests.step import Results
 from tests.support.waiting import until
 
 _CLOSED_S = 2e-3
@@ -62,3 +64,21 @@ class StepGate:
         with self._changed:
             self._is_open = True
             self._changed.notify_all()
+
+
+def when_read(running: Any, before: Callable[[], object], after: Callable[[], object]) -> Any:
+    """The step, which calls functions before and after its results are read."""
+    read = running.read
+
+    def watched() -> Results:
+        before()
+        results: Results = read()
+        after()
+        return results
+
+    running.read = watched
+    return running
+
+
+def nothing() -> None:
+    """Do nothing."""

@@ -9,10 +9,9 @@ import transformers
 from torch import Tensor
 
 import pcg
-import pcg.compiler as compiler
 from pcg.runtime.data.example import IGNORED
 from pcg.runtime.executor import Executor
-from tests.support import oracle
+from tests.support import compiled, oracle
 
 VOCABULARY, POSITIONS = 60, 32
 TARGETS = ["q_proj", "down_proj"]
@@ -31,7 +30,7 @@ def pair(dtype: torch.dtype, name: str = "a") -> tuple[Executor, Any]:
     """An executor with an adapter, and peft's model with the same one."""
     base = base_model(dtype)
     wrapped = oracle.with_adapter(base, TARGETS, rank=4).to(dtype)
-    executor = compiler.compile(base, dtype=str(dtype).removeprefix("torch."))
+    executor = compiled.executor(base, dtype=str(dtype).removeprefix("torch."))
     put(executor, wrapped, name)
     return executor, wrapped
 
@@ -46,10 +45,7 @@ def put_alone(executor: Executor, wrapped: Any) -> None:
 def put(executor: Executor, wrapped: Any, name: str) -> None:
     """Have an adapter be what peft's model has."""
     adapter = executor.add_adapter(name, LORA, replace=True)
-    for path, parameter in oracle.lora_parameters(wrapped).items():
-        module, _, kind = path.rpartition(".")
-        weights = adapter.weights[module]
-        (weights.a if kind == "lora_A" else weights.b).copy_(parameter.data)
+    oracle.copy_lora(adapter, wrapped)
     executor.refresh_adapter(name)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from functools import partial
 from pathlib import Path
 
+import pytest
 import torch
 from safetensors.torch import load_file
 from tinker import types
@@ -116,6 +117,7 @@ def by_tinker(executor: Executor, server: serving.Served, path: Path) -> None:
     path.symlink_to(tinker_client.folder_of(server, saved.path))
 
 
+@pytest.mark.slow
 def test_every_door_ends_in_the_same_adapter(tmp_path: Path) -> None:
     executor = serving.make_executor(adapters=0)
     by_library(executor, tmp_path / "library")

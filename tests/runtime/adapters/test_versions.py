@@ -5,8 +5,9 @@ from __future__ import annotations
 import gc
 import hashlib
 import json
+import time
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,15 +15,19 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-import pcg.compiler as compiler
+import pcg
 from pcg.errors import AdapterConflictError, AdapterError
+from pcg.peft.adapter import Adapter
 from pcg.peft.adapter_files import CONFIG, WEIGHTS, digest_of
-from pcg.runtime.adapters import versions
+from pcg.runtime.data.example import Example
 from pcg.runtime.engine.engine import Engine
+from pcg.runtime.engine.scheduling.jobs import Job
+from pcg.runtime.memory.kv_cache import bytes_of_page, kv_types
 from pcg.runtime.requests.request import Completion
-from tests.support import oracle, peft_cases
+from tests.support import compiled, oracle, peft_cases
 from tests.support.families import BY_NAME
 from tests.support.interpreter import bf16
+from tests.support.live_tensors import live_bytes, memory_of, new_tensors, reached
 from tests.support.prompts import prompts
 from tests.support.small_engine import LORA, make_executor
 
@@ -54,11 +59,11 @@ def served(engine: Engine) -> Iterator[Completion]:
         engine.check_integrity()
 
 
-@pytest.mark.parametrize("backend", ["torch", "triton"])
+@pytest.mark.parametrize("backend", ["torch", pytest.param("triton", marks=pytest.mark.slow)])
 def test_a_name_that_is_loaded_again_meets_nothing_old(
     backend: Any, models: dict[str, Any]
 ) -> None:
-    executor = compiler.compile(models["base"], backend=backend)
+    executor = compiled.executor(models["base"], backend=backend)
     engine = executor.engine(kv_cache_bytes=2**20)
     theirs = {name: oracle.greedy(models[name], TEXT, NEW["max_new_tokens"]) for name in SITES}
     assert len({tuple(tokens) for tokens in theirs.values()}) == len(SITES)
@@ -123,7 +128,7 @@ def test_a_digest_is_of_what_is_saved(tmp_path: Path) -> None:
 
 
 def test_one_bit_changes_a_digest(models: dict[str, Any], tmp_path: Path) -> None:
-    executor = compiler.compile(models["base"])
+    executor = compiled.executor(models["base"])
     one = digest_of(executor.add_adapter("a", models["folder"] / "one"))
     executor.save_adapter("a", tmp_path)
     tensors = load_file(tmp_path / WEIGHTS)
@@ -134,7 +139,7 @@ def test_one_bit_changes_a_digest(models: dict[str, Any], tmp_path: Path) -> Non
 
 
 def test_what_may_be_replaced(models: dict[str, Any], tmp_path: Path) -> None:
-    executor = compiler.compile(models["base"])
+    executor = compiled.executor(models["base"])
     folder: Path = models["folder"]
     executor.add_adapter("a", folder / "one", expected_version=0)
     with pytest.raises(AdapterConflictError, match="there is an adapter 'a' already; remove it"):
@@ -150,19 +155,6 @@ def test_what_may_be_replaced(models: dict[str, Any], tmp_path: Path) -> None:
     with pytest.raises(AdapterError, match="is not there"):
         executor.add_adapter("a", tmp_path / "none", replace=True)
     assert executor.adapters["a"] is there
-
-
-def test_numbers_of_names_that_are_long_gone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """They are forgotten, so that memory is bounded, and still none is used twice."""
-    monkeypatch.setattr(versions, "_GONE_NAMES", 2)
-    executor = make_executor()
-    seen = set()
-    for name in ("b", "c", "b", "d", "e", "f", "b", "c", "b"):
-        version = executor.state.versions.of(executor.add_adapter(name, LORA))
-        executor.remove_adapter(name)
-        assert version not in seen
-        seen.add(version)
-    assert len(executor.state.versions._gone) == 2
 
 
 def test_weights_that_change_in_place_are_another_version() -> None:
@@ -216,3 +208,114 @@ def test_a_request_may_name_an_adapter_that_was_replaced() -> None:
     assert len(engine.scheduler.adapters) == 0
     with pytest.raises(AdapterError, match="'a' was never served by this executor"):
         executor.request(TEXT, other.adapters["a"], **NEW)
+
+
+# --------------------------------------------------- adapters in memory while they serve and train
+
+bf16.install()
+
+RECIPES: dict[str, dict[str, Any]] = {
+    "mine": {"peft_type": "LORA", "r": 4, "target_modules": "all-linear"},
+    "wide": {"peft_type": "LORA", "r": 20, "target_modules": ["q_proj", "v_proj"]},
+    "dora": {"peft_type": "LORA", "r": 4, "target_modules": ["o_proj"], "use_dora": True},
+    "vectors": {
+        "peft_type": "IA3",
+        "target_modules": ["k_proj", "down_proj"],
+        "feedforward_modules": ["down_proj"],
+    },
+}
+ROWS = [Example(tuple(range(3, 19)), tuple(range(3, 19)))] * 2
+
+
+class Served:
+    """An engine over a model with adapters, and the bytes that are alive of these."""
+
+    def __init__(self, model: Path, recipes: Mapping[str, Any], **options: Any) -> None:
+        self.executor = compiled.executor(str(model), recipes, device="cpu", **options)
+        self.engine: Engine = self.executor.engine(kv_cache_bytes=2**20)
+
+    def adapter_bytes(self) -> int:
+        """The live bytes of all adapters and of what serving reads of them, in pages included."""
+        state, cache = self.executor.state, self.engine.device.cache
+        gc.collect()
+        known = [one for one in gc.get_objects() if isinstance(one, Adapter)]
+        own = [tensor for one in known for tensor in (*one.tensors, *one.shared.values())]
+        stop = (state.weight_store, state.program, cache, state.serving.runner, state._served)
+        tables = {id(one): one for one in (state.serving.tables, self.engine.device._tables)}
+        copies = reached([_stacks_and_rows(one) for one in tables.values()], stop)
+        arena = set() if cache.pages is None else {memory_of(cache.pages)}
+        found = [one for one in (*own, *copies) if memory_of(one) not in arena]
+        known_pages = self.engine.scheduler.adapters._residents.values()
+        in_pages = sum(len(one.table.pages) for one in known_pages) if arena else 0
+        page_bytes = bytes_of_page(kv_types(state.serving.runner.model))
+        return live_bytes(found) + in_pages * page_bytes
+
+    def serve(self, *names: str) -> None:
+        for name in names:
+            request = self.executor.request([3, 4, 5], name, max_new_tokens=1, ignore_eos=True)
+            self.engine.submit(request)
+        while self.engine.scheduler.running or self.engine.scheduler.waiting:
+            self.engine.step()
+
+
+def _stacks_and_rows(tables: Any) -> list[object]:
+    """The stacks of tables, and the memory and the tables of rows, without what a batch left."""
+    stacks = [slots._stacks for slots in tables._by_width.values()]
+    lora = getattr(tables, "lora", None)
+    return [
+        stacks,
+        [] if lora is None else [lora._allocator.memory, lora._table.rows, lora._table.ranks],
+    ]
+
+
+@pytest.mark.parametrize(
+    ("backend", "dtype"),
+    [
+        ("torch", "bfloat16"),
+        pytest.param("torch", "float32", marks=pytest.mark.slow),
+        pytest.param("triton", "bfloat16", marks=pytest.mark.slow),
+    ],
+)
+def test_live_bytes_of_adapters_are_those_explained(
+    backend: str, dtype: str, tmp_path: Path
+) -> None:
+    config = BY_NAME["qwen2"].config(1)
+    oracle.random_model(config, getattr(torch, dtype)).save_pretrained(tmp_path)
+    options: dict[str, Any] = {"dtype": dtype, "backend": backend}
+    memory = pcg.explain(str(tmp_path), RECIPES, device="cpu", serve_tokens=1, **options)
+    own = memory.memory_bytes["adapters"]
+    copies = memory.memory_bytes["served_adapters"] - own
+    with new_tensors():
+        served = Served(tmp_path, RECIPES, **options)
+        assert served.adapter_bytes() == own
+        served.serve(*RECIPES)
+        assert served.adapter_bytes() == own + copies
+        for name in ("mine", "dora"):
+            served.executor.finetune(ROWS[:1], name, epochs=1, learning_rate=0.01)
+        served.serve(*RECIPES)
+        assert served.adapter_bytes() == own + copies
+
+
+@pytest.mark.parametrize("backend", ["torch", pytest.param("triton", marks=pytest.mark.slow)])
+def test_a_job_that_publishes_holds_its_own_adapter_and_the_version(
+    backend: str, tmp_path: Path
+) -> None:
+    oracle.random_model(BY_NAME["qwen2"].config(1), torch.bfloat16).save_pretrained(tmp_path)
+    mine = {"mine": RECIPES["mine"]}
+    report = pcg.explain(str(tmp_path), mine, device="cpu", serve_tokens=1, backend=backend)
+    own, both = (report.memory_bytes[kind] for kind in ("adapters", "served_adapters"))
+    with new_tensors():
+        served = Served(tmp_path, mine, backend=backend)
+        job: Job = served.engine.finetune(ROWS, "mine", epochs=2, publish_every=1)
+        while job.record is None or job.record.step < 1:
+            served.engine.step()
+        served.serve("mine")
+        assert served.adapter_bytes() == own + both
+        while not job.is_over:
+            served.engine.step()
+        served.serve("mine")
+        for _ in range(100):  # the thread of copies lets the last version go
+            if served.adapter_bytes() == both:
+                break
+            time.sleep(0.05)
+        assert served.adapter_bytes() == both

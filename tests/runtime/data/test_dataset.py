@@ -71,24 +71,10 @@ def test_the_assistant_mask_is_that_of_transformers(tmp_path, template, trim_off
     assert [int(label != IGNORED) for label in example.labels] == theirs["assistant_masks"]
 
 
-@pytest.mark.parametrize("trim_offsets", [False, True])
-def test_spaces_at_the_ends_are_learned(tmp_path, trim_offsets):
-    tokenizer = Tokenizer.load(toys.save_chatml(tmp_path, toys.CHATML, trim_offsets))
-    messages = [CHAT[1], {"role": "assistant", "content": "a   b   "}]
-    assert learned(one([{"messages": messages}], tokenizer), tokenizer) == "a   b   <|im_end|>"
-
-
 def test_the_end_of_turn_is_learned_and_the_line_break_not(chatml):
     example = one([{"messages": CHAT}], chatml)
     assert learned(example, chatml) == (" I am fine. 中文 😀  <|im_end|>naïve café<|im_end|>")
     assert example.targets == sum(label != IGNORED for label in example.labels)
-
-
-def test_a_message_of_weight_0_is_context(chatml):
-    messages = [*CHAT[:2], {**CHAT[2], "weight": 0}, CHAT[3], {**CHAT[4], "weight": 1}]
-    example = one([{"messages": messages}], chatml)
-    assert learned(example, chatml) == "naïve café<|im_end|>"
-    assert example.ids == one([{"messages": CHAT}], chatml).ids
 
 
 def test_a_bos_from_the_template_is_not_doubled(llama2):
@@ -114,14 +100,6 @@ def test_any_content_is_learned_to_the_letter(turns):
     example = one([{"messages": messages}], tokenizer)
     expected = "".join(answer + "<|im_end|>" for _, answer in turns)
     assert learned(example, tokenizer) == expected
-
-
-def test_sharegpt_is_a_chat(chatml):
-    speakers = {"system": "system", "user": "human", "assistant": "gpt"}
-    turns = [{"from": speakers[m["role"]], "value": m["content"]} for m in CHAT]
-    data = load_examples([{"conversations": turns}], chatml)
-    assert data.format == "sharegpt"
-    assert list(data) == [one([{"messages": CHAT}], chatml)]
 
 
 def test_text_parts_and_tool_arguments(chatml):
@@ -186,21 +164,6 @@ def test_all_of_a_text_is_learned(llama2, row):
     assert example.ids == [*llama2.encode("The quick brown fox"), llama2.eos_id]
     # The first token is predicted by nothing.
     assert example.targets == len(example.ids) - 1
-
-
-def test_labels_give_the_loss_of_transformers(llama2):
-    # Not shifted: transformers' loss, which shifts, and ours over labels[1:], agree.
-    import torch
-    from transformers.loss.loss_utils import ForCausalLMLoss
-
-    example = one([{"prompt": "Hello,", "completion": " how are you?"}], llama2)
-    logits = torch.randn(1, len(example.ids), llama2.vocab_size)
-    theirs = ForCausalLMLoss(logits, torch.tensor([example.labels]), llama2.vocab_size)
-    rows = [i for i, label in enumerate(example.labels[1:]) if label != IGNORED]
-    targets = torch.tensor([example.labels[row + 1] for row in rows])
-    ours = torch.nn.functional.cross_entropy(logits[0, rows], targets)
-    assert len(rows) == example.targets
-    torch.testing.assert_close(ours, theirs)
 
 
 def test_a_document_is_cut_into_pieces(tmp_path, chatml):
@@ -316,28 +279,6 @@ def test_a_key_of_a_message_changes_what_is_learned_or_is_refused(chatml, key, n
         assert found != outcome(plain, tokenizer)
 
 
-@pytest.mark.parametrize("name", ROWS)
-def test_tokens_beside_what_they_were_made_of_are_learned(chatml, name):
-    row = {"input_ids": [5, 6, 7], "labels": [-100, 6, 7], "attention_mask": [1, 1, 1]}
-    given = {**ROWS[name], "system": "think", "tools": [{"name": "f"}], **row}
-    assert one([given], chatml) == one([row], chatml) == Example([5, 6, 7], [-100, 6, 7])
-
-
-def test_a_column_of_another_format_without_a_value_is_none(chatml):
-    every = dict.fromkeys(key for format in formats.FORMATS.values() for key in format.keys)
-    for row in ROWS.values():
-        assert one([{**every, **row}], chatml) == one([row], chatml)
-
-
-def test_turns_of_sharegpt_may_have_the_keys_of_messages(chatml):
-    assert one([{"conversations": TALK}], chatml) == one([ROWS["chat"]], chatml)
-
-
-def test_empty_tool_calls_are_none(chatml):
-    messages = [{**message, "tool_calls": []} for message in TALK]
-    assert one([{"messages": messages}], chatml) == one([ROWS["chat"]], chatml)
-
-
 @pytest.mark.parametrize("name", formats.PROMPTS)
 def test_a_preference_does_not_lose_its_prompt(chatml, name):
     """By whichever name a library knows it: pairs of outputs alone would be learned without it."""
@@ -428,11 +369,6 @@ def test_tools_and_messages_that_a_template_does_not_show_are_refused(chatml):
     for template in (deaf, deaf.replace("+ '<|im_end|>' ", "")):  # and without an end of turn
         with pytest.raises(DataError, match="drops message 0, of role 'system'"):
             one([{**ROWS["chat"], "system": "think"}], chatml.with_template(template))
-
-
-def test_a_preference_that_is_a_chat_too_is_learned(chatml):
-    row = {**ROWS["chat"], "prompt": "add", "chosen": TALK, "rejected": TALK[:1]}
-    assert one([row], chatml) == one([ROWS["chat"]], chatml)
 
 
 # ------------------------------------------------------------------------------- truncation
@@ -556,13 +492,6 @@ def test_errors_name_the_line_and_what_is_wrong(tmp_path, chatml, content, words
     assert str(caught.value).startswith(f"{path} line ")
 
 
-def test_bytes_that_are_no_text(tmp_path, chatml):
-    path = tmp_path / "train.jsonl"
-    path.write_bytes(b'"a"\n"\xff"\n')
-    with pytest.raises(DataError, match=r"line 2: byte 2 is not UTF-8 \(0xff\)"):
-        load_examples(path, chatml)
-
-
 def test_wrong_arguments(tmp_path, chatml):
     (tmp_path / "data.csv").touch()
     (tmp_path / "empty.jsonl").touch()
@@ -579,12 +508,6 @@ def test_wrong_arguments(tmp_path, chatml):
     ]:
         with pytest.raises(DataError, match=words):
             load_examples(source, chatml, **options)
-
-
-def test_the_format_can_be_named(chatml):
-    row = {"messages": CHAT, "text": "dog"}
-    assert load_examples([row], chatml).format == "chat"
-    assert load_examples([row], chatml, format="text")[0] == one(["dog"], chatml)
 
 
 def test_a_chat_without_a_template_names_the_row_and_the_fix(tmp_path):

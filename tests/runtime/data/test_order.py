@@ -79,13 +79,6 @@ def test_the_order_is_seeded_and_changes_each_epoch():
     assert Batches(examples([1] * 8), batch_size=8).plan(0) == [[5, 0, 3, 6, 4, 7, 2, 1]]
 
 
-def test_breaking_off_keeps_the_place():
-    batches = Batches(examples([1] * 5), batch_size=2, shuffle=False)
-    assert [e.ids[0] for e in next(iter(batches))] == [0, 1]
-    assert [[e.ids[0] for e in batch] for batch in batches] == [[2, 3], [4]]
-    assert (batches.epoch, batches.index) == (1, 0)
-
-
 @pytest.mark.parametrize(
     ("lengths", "options", "words"),
     [

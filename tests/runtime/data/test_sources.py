@@ -1,19 +1,32 @@
 """Sources of finetuning data: files, tables and splits, and what is none of them."""
 
+from __future__ import annotations
+
 import io
 import json
-from collections.abc import Callable, Iterator, Mapping
+import os
+import pickle
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from pcg.errors import DataError
-from pcg.runtime.data.dataset import Dataset, load_examples
-from pcg.runtime.data.sources import choose_splits, gather
+from pcg.errors import DataError, FinetuneError, PcgError
+from pcg.runtime.data.dataset import Dataset, ReadOptions, load_examples
+from pcg.runtime.data.example import ModelSizes
+from pcg.runtime.data.sources import UNLIMITED, DataLimits, choose_splits, gather
+from pcg.runtime.data.tokenizing import Cancelling, load_apart
+from pcg.runtime.data.tokenizing_worker import Task
 from pcg.runtime.text.tokenizer import Tokenizer
+from pcg.runtime.training.training_data import load_here
+from tests.support import text_model
 from tests.support import toy_tokenizers as toys
 from tests.support.tables import Array, ArrowTable, Frame, PolarsFrame, Splits, Stored
+from tests.support.waiting import until
 
 ROWS = [
     {"prompt": "Hello, ", "completion": "you"},
@@ -86,12 +99,6 @@ def test_a_directory_is_no_file(tmp_path: Path, tokenizer: Tokenizer) -> None:
         load_examples(tmp_path, tokenizer)
 
 
-def test_texts_that_speak_of_files_are_rows(tokenizer: Tokenizer) -> None:
-    rows = ["Read notes.txt first.", "data.json", "3.5"]
-    assert gather(rows) == rows
-    assert len(load_examples(rows, tokenizer)) == 3
-
-
 # ------------------------------------------------------------------------------- tables
 
 
@@ -107,14 +114,6 @@ def test_frames_and_columns_are_rows(tokenizer: Tokenizer, source: Any) -> None:
     data = load_examples(source, tokenizer)
     assert list(data) == list(load_examples(list(ROWS), tokenizer))
     assert data.places == ("data[0]", "data[1]", "data[2]")
-
-
-@pytest.mark.parametrize("kind", [Stored, Frame, PolarsFrame, ArrowTable])
-def test_chats_in_tables(tokenizer: Tokenizer, kind: Callable[[Any], Any]) -> None:
-    rows = [{"messages": chat} for chat in CHATS]
-    expected = list(load_examples(rows, tokenizer))
-    assert list(load_examples(kind(rows), tokenizer)) == expected
-    assert list(load_examples({"messages": CHATS}, tokenizer)) == expected
 
 
 class Streamed:
@@ -229,20 +228,208 @@ def test_a_split_that_is_missing_is_named(data: Any, eval_data: Any, words: str)
         choose_splits(data, eval_data)
 
 
-def test_a_dict_of_rows_is_not_one_of_splits() -> None:
-    rows: list[Mapping[str, Any]] = [{"train": "a"}]
-    assert choose_splits(rows, None).train is rows
+# -------------------------------------------------------------------- tokenizing in another process
+
+SIZES = ModelSizes(512, 64)
 
 
-def test_a_map_style_dataset_has_as_many_rows_as_it_says(tokenizer: Tokenizer) -> None:
-    """One that repeats its rows for any index would never end."""
+def apart(source: object, tokenizer: Tokenizer, options: ReadOptions) -> Dataset:
+    return load_apart(pickle.dumps(tokenizer), Cancelling("job"), gather(source), options, SIZES)
 
-    class Repeating:
-        def __len__(self) -> int:
-            return 4
 
-        def __getitem__(self, index: int) -> dict[str, str]:
-            return ROWS[index % len(ROWS)]
+def written(path: Path, rows: list[Any]) -> Path:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
 
-    expected = load_examples([*ROWS, ROWS[0]], tokenizer)
-    assert list(load_examples(Repeating(), tokenizer)) == list(expected)
+
+class Odd:
+    """A value that no format reads, and that cannot be pickled."""
+
+    def __reduce__(self) -> Any:
+        raise TypeError("an open door")
+
+
+GOOD: dict[str, tuple[Any, ReadOptions]] = {
+    "rows": (text_model.ROWS * 50, ReadOptions()),
+    "chats": (text_model.CHATS, ReadOptions()),
+    "texts": (["Hello, how are you", "dog"], ReadOptions(max_length=4)),
+    "dropped": ([*text_model.ROWS, {"prompt": "a", "completion": ""}], ReadOptions(empty="drop")),
+    "extras": ([{**row, "extra": Odd()} for row in text_model.ROWS], ReadOptions(append_eos=False)),
+    "columns": ({"prompt": ["a", "b"], "completion": [" c", " d"]}, ReadOptions()),
+}
+
+
+@pytest.mark.parametrize("case", GOOD)
+def test_examples_are_those_of_this_process(case: str, tokenizer: Tokenizer) -> None:
+    source, options = GOOD[case]
+    found = apart(source, tokenizer, options)
+    expected = load_here(tokenizer, gather(source), options, SIZES)
+    assert [(list(e.ids), list(e.labels)) for e in found] == [(e.ids, e.labels) for e in expected]
+    for name in ("format", "truncated", "dropped", "places", "checked"):
+        assert getattr(found, name) == getattr(expected, name)
+
+
+def test_files_are_read_there(
+    tmp_path: Path, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By paths relative to this process' directory, in which no file is taken for a module."""
+    monkeypatch.chdir(tmp_path)
+    Path("tokenizers.py").write_text("raise SystemExit('not this one')")
+    for path in (written(Path("a.jsonl"), text_model.ROWS), Path("a.txt")):
+        path.with_suffix(".txt").write_text("the quick brown fox jumps over the lazy dog. " * 20)
+        options = ReadOptions(max_length=32)
+        found = apart(path, tokenizer, options)
+        expected = load_here(tokenizer, (path,), options, SIZES)
+        assert [list(example.ids) for example in found] == [e.ids for e in expected]
+        assert found.format == expected.format
+        assert [Path(place).name for place in found.places] == list(expected.places)
+
+
+LIMITED = {
+    "rows": DataLimits(rows=2),
+    "row_bytes": DataLimits(row_bytes=30),
+    "total_bytes": DataLimits(total_bytes=100),
+    "tokens": DataLimits(tokens=5),
+}
+BAD: dict[str, tuple[Any, ReadOptions, str]] = {
+    "no row": ([], ReadOptions(), "no examples in the data"),
+    "format": ([{"a": 1}], ReadOptions(), r"data\[0\]: a row with 'a' is of no known format"),
+    "surrogate": (["half \ud83d"], ReadOptions(), r"data\[0\]: .* surrogate, U\+D83D, at .* 5;"),
+    "surrogate in a chat": (
+        [{"messages": [{"role": "assistant", "content": "\udc00"}]}],
+        ReadOptions(),
+        r"data\[0\]: .* lone surrogate, U\+DC00",
+    ),
+    "long": (["dog " * 200], ReadOptions(), r"data\[0\] has \d+ tokens, more than .* 64 positions"),
+    "object": ([{"text": Odd()}], ReadOptions(), r"data\[0\] .* pickled \(TypeError: an open door"),
+    **{
+        name: (
+            text_model.ROWS,
+            ReadOptions(limits=limits),
+            rf"data\[\d\].* DataLimits\({name}=…\) raised",
+        )
+        for name, limits in LIMITED.items()
+    },
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_what_is_refused(case: str, tokenizer: Tokenizer) -> None:
+    source, options, message = BAD[case]
+    with pytest.raises(DataError, match=message):
+        apart(source, tokenizer, options)
+    if case != "object":
+        with pytest.raises(DataError, match=message):
+            load_here(tokenizer, gather(source), options, SIZES)
+
+
+LINES = {
+    "nested": (b"[" * 100_000, "line 1: JSON nested too deeply"),
+    "digits": (b'{"text": ' + b"1" * 5000 + b"}", "line 1: a number has too many digits"),
+    "long line": (b'{"text": "' + b"a" * 10**6 + b'"}', r"line 1 has more than 1,000 bytes"),
+    "cut in a character": (b'"' + "ä".encode() * 10**6 + b'"', r"line 1 has more than 1,000"),
+}
+
+
+@pytest.mark.parametrize("case", LINES)
+def test_lines_that_are_refused(case: str, tokenizer: Tokenizer, tmp_path: Path) -> None:
+    content, message = LINES[case]
+    path = tmp_path / "train.jsonl"
+    path.write_bytes(content)
+    limits = DataLimits(row_bytes=1000) if "1,000" in message else UNLIMITED
+    with pytest.raises(DataError, match=message):
+        load_here(tokenizer, (path,), ReadOptions(limits=limits), SIZES)
+
+
+@pytest.mark.parametrize("value", [0, -1, 1.5, True, None, "1"])
+def test_limits_are_checked(value: Any) -> None:
+    with pytest.raises(DataError, match=r"rows=.* of DataLimits; use an int of at least 1"):
+        DataLimits(rows=value)
+
+
+# ------------------------------------------------------------------------------- ends
+
+
+def endless(tokenizer: Tokenizer) -> bytes:
+    return pickle.dumps(tokenizer.with_template(text_model.ENDLESS))
+
+
+def children() -> Iterator[int]:
+    """The processes that threads of this one started."""
+    for task in Path("/proc/self/task").iterdir():
+        try:
+            yield from map(int, (task / "children").read_text().split())
+        except FileNotFoundError:  # the thread has ended
+            continue
+
+
+def tokenizing() -> list[int]:
+    command = b"tokenizing_worker"
+    return [c for c in children() if command in Path(f"/proc/{c}/cmdline").read_bytes()]
+
+
+def until_there_is_one() -> int:
+    until(lambda: bool(tokenizing()))
+    return tokenizing()[0]
+
+
+@pytest.mark.parametrize("how", ["cancelled", "killed"])
+def test_a_process_that_never_ends_is_ended(how: str, tokenizer: Tokenizer) -> None:
+    cancelling, errors = Cancelling("mine"), list[PcgError]()
+
+    def read() -> None:
+        try:
+            load_apart(endless(tokenizer), cancelling, text_model.CHATS, ReadOptions(), SIZES)
+        except PcgError as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=read)
+    thread.start()
+    process = until_there_is_one()
+    nice = min(os.getpriority(os.PRIO_PROCESS, 0) + 10, 19)
+    until(lambda: os.getpriority(os.PRIO_PROCESS, process) == nice)  # steps go first
+    if how == "cancelled":
+        cancelling.cancel()
+    else:
+        os.kill(process, 9)
+    thread.join(60)
+    (error,) = errors
+    if how == "cancelled":
+        assert isinstance(error, FinetuneError)
+        assert str(error) == "job 'mine' was cancelled"
+    else:
+        assert "was killed, as the system does where memory runs out" in str(error)
+    assert not tokenizing()
+
+
+STARTER = """
+import os, subprocess, sys
+command = [sys.executable, "-P", "-m", "pcg.runtime.data.tokenizing_worker", str(os.getpid())]
+with open(sys.argv[1], "rb") as task:
+    print(subprocess.Popen(command, stdin=task, stdout=subprocess.PIPE).pid, flush=True)
+sys.stdin.read()
+"""
+
+
+def test_it_does_not_outlive_a_process_that_is_killed(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    task = Task(endless(tokenizer), ReadOptions(), SIZES, None)
+    (tmp_path / "task").write_bytes(pickle.dumps(task) + pickle.dumps(text_model.CHATS))
+    with subprocess.Popen(
+        [sys.executable, "-c", STARTER, str(tmp_path / "task")],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+    ) as starter:  # fmt: skip
+        assert starter.stdout is not None
+        worker = int(starter.stdout.readline())
+        nice = min(os.getpriority(os.PRIO_PROCESS, 0) + 10, 19)
+        until(lambda: os.getpriority(os.PRIO_PROCESS, worker) == nice)  # it runs
+        starter.kill()
+    until(lambda: not runs(worker))
+
+
+def runs(process: int) -> bool:
+    """Whether a process is there that is no zombie."""
+    try:
+        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False

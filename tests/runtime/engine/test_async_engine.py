@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import shutil
 import threading
 import time
 from collections.abc import Iterator
@@ -14,21 +15,26 @@ import pytest
 import torch
 
 from pcg.errors import (
+    AdapterConflictError,
     AdapterError,
+    CodegenError,
+    DrainingError,
     EngineError,
     FinetuneError,
+    FinetuneInterrupted,
     GenerationError,
     OutOfMemoryError,
-    PcgError,
 )
 from pcg.peft.adapter import Adapter
+from pcg.peft.adapter_files import WEIGHTS
 from pcg.runtime.admission.limits import Limits
 from pcg.runtime.engine.async_engine import AsyncEngine
 from pcg.runtime.executor import Executor, ServingProgram
 from pcg.runtime.metrics.events import Kind
-from pcg.runtime.metrics.status import JobState
-from pcg.runtime.requests.request import Chunk, Completion
+from pcg.runtime.metrics.status import EngineState, JobState
 from pcg.runtime.requests.stream import Stream
+from tests.support import compiled, oracle
+from tests.support.families import BY_NAME
 from tests.support.prompts import prompts
 from tests.support.small_engine import (
     DATA,
@@ -36,12 +42,12 @@ from tests.support.small_engine import (
     LORA,
     NEW,
     OPTIONS,
+    check_trained,
     expected,
     make_engine,
     make_executor,
     requests,
 )
-from tests.support.started_steps import nothing, when_read
 from tests.support.step_gate import StepGate
 from tests.support.waiting import until
 
@@ -69,20 +75,9 @@ def submitted(async_engine: AsyncEngine) -> list[Stream]:
     ]
 
 
-def test_threads_read_streams() -> None:
+def test_streams_are_read_by_threads_and_coroutines_beside_a_job() -> None:
+    """In any order, to the tokens of transformers; the job ends with the adapter as alone."""
     executor = make_executor()
-    with started(executor) as async_engine:
-        streams = submitted(async_engine)
-        tokens = [[chunk.token_id for chunk in stream] for stream in streams]
-        done = [stream.wait() for stream in streams]
-    assert tokens == expected(requests(executor, LENGTHS))
-    assert [list(completion.token_ids) for completion in done] == tokens
-
-
-def test_coroutines_read_streams_beside_a_job() -> None:
-    """Several readers of one loop, in any order, and a job that ends with the adapter as alone."""
-    executor, alone = make_executor(), make_executor()
-    alone.finetune(DATA, "trained", peft=LORA, progress=False, **OPTIONS)
 
     async def read(stream: Stream) -> list[int | None]:
         tokens = [chunk.token_id async for chunk in stream]
@@ -97,51 +92,15 @@ def test_coroutines_read_streams_beside_a_job() -> None:
             await asyncio.gather(*(stream.completion() for stream in streams))
             assert (await job.result()).steps == 3
             assert job.state is JobState.SUCCEEDED
-            completion = await async_engine.submit([1, 2], "trained", **GREEDY).completion()
-            assert completion.adapter == "trained"
         return found
 
-    assert asyncio.run(main()) == expected(requests(executor, LENGTHS))
-    ours, theirs = (e.adapters["trained"].tensors for e in (executor, alone))
-    for one, other in zip(ours, theirs, strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-6)
-
-
-def test_requests_that_are_given_up() -> None:
-    engine = make_engine(make_executor(), 64)
-    gate = StepGate(engine)
-    with engine.start() as async_engine:
-        stream = async_engine.submit([1, 2, 3], **LONG)
-        gate.let()
-        first = next(stream)
-        stream.cancel()
-        gate.open()
-        rest = list(stream)
-        assert first.completion is None
-        assert rest[-1].completion is not None
-        assert rest[-1].completion.finish_reason == "cancelled"
-        stream.cancel()
-        late = async_engine.submit([1, 2, 3], timeout_s=1e-6, **LONG)
-        assert late.wait(60).finish_reason == "timed_out"
-    engine.check_integrity()
-
-
-def test_a_reader_that_stops_waiting_ends_nothing() -> None:
-    engine = make_engine(make_executor(), 64)
-    gate = StepGate(engine)
-
-    async def main(async_engine: AsyncEngine) -> Completion:
-        stream = async_engine.submit([1, 2, 3], **LONG)
-        with pytest.raises(TimeoutError):
-            await asyncio.wait_for(stream.completion(), 1e-3)
-        reader = asyncio.create_task(anext(stream))
-        await asyncio.sleep(0)
-        reader.cancel()
-        gate.open()
-        return await stream.completion()
-
-    with engine.start() as async_engine:
-        assert len(asyncio.run(main(async_engine)).token_ids) == 100
+    wanted = expected(requests(executor, LENGTHS))
+    assert asyncio.run(main()) == wanted
+    check_trained(executor)
+    with started(executor) as async_engine:
+        streams = submitted(async_engine)
+        assert [[chunk.token_id for chunk in stream] for stream in streams] == wanted
+        assert [list(stream.wait().token_ids) for stream in streams] == wanted
 
 
 def test_what_is_refused() -> None:
@@ -163,28 +122,6 @@ def test_what_is_refused() -> None:
         assert len(async_engine.submit([1, 2], **GREEDY).wait(60).token_ids) == NEW
 
 
-def test_jobs_pause_resume_and_are_cancelled() -> None:
-    slow = SlowData()
-    with started(make_executor(), limits=Limits(tokens=8)) as async_engine:
-        job = async_engine.finetune(slow, "one", peft=LORA, **OPTIONS)
-        job.pause()
-        slow.go.set()
-        until(lambda: job.state is JobState.PAUSED)
-        with pytest.raises(TimeoutError):
-            job.wait(0.05)
-        job.resume()
-        assert job.wait(60).steps == 3
-        job.pause()
-        job.cancel()
-        slow.go.clear()
-        other = async_engine.finetune(slow, "two", peft=LORA, **OPTIONS)
-        other.cancel()
-        slow.go.set()
-        with pytest.raises(FinetuneError, match="job 'two' was cancelled"):
-            asyncio.run(other.result())
-        assert job.state is JobState.SUCCEEDED
-
-
 class SlowData:
     """Examples that are there when somebody lets them; says who reads them."""
 
@@ -195,29 +132,6 @@ class SlowData:
         self.readers.append(threading.current_thread().name)
         assert self.go.wait(60)
         yield from DATA
-
-
-def test_a_job_is_made_ready_beside_the_steps() -> None:
-    executor, slow = make_executor(), SlowData()
-    with started(executor) as async_engine:
-        job = async_engine.finetune(slow, "one", peft=LORA, **OPTIONS)
-        until(lambda: bool(slow.readers))
-        assert len(async_engine.submit([1, 2], **GREEDY).wait(60).token_ids) == NEW
-        with pytest.raises(PcgError, match="there is a job 'one' already"):
-            async_engine.finetune(DATA, "one", peft=LORA, **OPTIONS).wait(60)
-        job.pause()
-        assert job.state is JobState.QUEUED
-        slow.go.set()
-        until(lambda: job.state is JobState.PAUSED)
-        job.resume()
-        assert job.wait(60).steps == 3
-        slow.go.clear()
-        again = async_engine.finetune(slow, "one", **OPTIONS)
-        again.cancel()
-        slow.go.set()
-        with pytest.raises(FinetuneError, match="job 'one' was cancelled"):
-            again.wait(60)
-    assert slow.readers[0] == "pcg data of one"
 
 
 def test_adapters_are_added_beside_the_steps(
@@ -260,22 +174,8 @@ def test_adapters_are_added_beside_the_steps(
         async_engine.add_adapter("b", LORA)
 
 
-def test_close_cancels_a_job_that_is_made_ready() -> None:
-    slow = SlowData()
-    async_engine = make_engine(make_executor(), 64).start()
-    job, next_one = (
-        async_engine.finetune(slow, name, peft=LORA, **OPTIONS) for name in ("one", "two")
-    )
-    until(lambda: bool(slow.readers))
-    async_engine.close()
-    for left in (job, next_one):
-        with pytest.raises(FinetuneError, match=f"job '{left.name}' was cancelled"):
-            left.wait(0)
-    slow.go.set()
-
-
 def test_nothing_runs_while_there_is_nothing_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
-    engine = make_engine(make_executor(), 64)
+    engine = make_engine(make_executor())
     steps = 0
     step = engine.step
 
@@ -296,7 +196,7 @@ def test_nothing_runs_while_there_is_nothing_to_do(monkeypatch: pytest.MonkeyPat
 
 
 def test_close_cancels_what_is_left() -> None:
-    engine = make_engine(make_executor(), 64)
+    engine = make_engine(make_executor())
     gate = StepGate(engine)
     async_engine = engine.start()
     job = async_engine.finetune(DATA, "one", peft=LORA, **LONG_JOB)
@@ -360,41 +260,302 @@ def test_an_error_of_a_step_reaches_everyone(monkeypatch: pytest.MonkeyPatch) ->
             async_engine.submit([1])
 
 
-class OtherStream:
-    """The second stream of a device that works beside the engine's thread."""
+# ---------------------------------------------------------- what an engine tells, and how it drains
 
-    def begin(self) -> None:
-        """Do nothing: steps run when they start."""
+SHORT: dict[str, Any] = {"max_new_tokens": 12, "ignore_eos": True}
 
 
-def test_chunks_are_delivered_while_the_next_step_runs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """All of them: also those of the last step, and of requests that are cancelled."""
+def test_adapters_are_listed_and_removed() -> None:
     executor = make_executor()
-    seen: list[str] = []
-    put = Stream.put
-
-    def noted(stream: Stream, chunk: Chunk, *rest: Any) -> Any:
-        seen.append("put")
-        return put(stream, chunk, *rest)
-
-    monkeypatch.setattr(Stream, "put", noted)
-    engine = make_engine(executor, 64)
-    engine.device.side = OtherStream()  # type: ignore[assignment]
-    start = engine.device.start
-
-    def started_step(*given: Any) -> Any:
-        seen.append("start")
-        return when_read(start(*given), lambda: seen.append("end"), nothing)
-
-    monkeypatch.setattr(engine.device, "start", started_step)
+    engine = make_engine(executor)
+    gate = StepGate(engine)
     with engine.start() as running:
-        streams = [running.submit(prompt, **GREEDY) for prompt in prompts((5, 3))]
-        found = [stream.wait().token_ids for stream in streams]
-        cancelled = running.submit(prompts((4,))[0], **LONG)
-        next(iter(cancelled))
-        cancelled.cancel()
-        assert cancelled.wait().finish_reason == "cancelled"
-    assert [len(tokens) for tokens in found] == [NEW, NEW]
-    text = " ".join(seen)
-    assert "start put" in text.replace("put put", "put")
-    assert executor.generate(prompts((5, 3)), **GREEDY)[0].token_ids == found[0]
+        (one,) = running.adapters()
+        assert (one.name, one.method, one.pages, one.running) == ("a", "LoRA", 0, 0)
+        assert one.size_bytes == executor.adapters["a"].size_bytes
+        stream = running.submit([1, 2], "a", **LONG)
+        gate.let()
+        next(stream)
+        (used,) = running.adapters()
+        assert used.running == 1
+        assert used.pages > 0
+        running.remove_adapter("a").result(60)
+        assert running.adapters() == []
+        with pytest.raises(AdapterError, match="there is no adapter 'a'"):
+            running.submit([1, 2], "a", **LONG)
+        with pytest.raises(AdapterError, match="there is no adapter 'a'"):
+            running.remove_adapter("a").result(60)
+        gate.let()
+        assert next(stream).token_id is not None
+        stream.cancel()
+        job = running.finetune(DATA, "b", peft=LORA, publish_every=1, **LONG_JOB)
+        gate.let_until(lambda: any(one.name == "b" for one in running.adapters()))
+        assert running.adapters()[0].is_trained
+        with pytest.raises(AdapterError, match="a job trains adapter 'b'"):
+            running.remove_adapter("b").result(60)
+        job.cancel()
+
+
+def test_jobs_are_listed_with_their_progress(tmp_path: Path) -> None:
+    engine = make_engine(make_executor(), 64, Limits(tokens=20))
+    with engine.start() as running:
+        options = {**OPTIONS, "checkpoint_dir": tmp_path / "c", "save_every": 1}
+        first = running.finetune(DATA, "first", peft=LORA, **options)
+        result = first.wait(60)
+        bad = running.finetune([{"text": "needs a tokenizer"}], "bad")
+        with pytest.raises(FinetuneError):
+            bad.wait(60)
+        held = running.finetune(DATA, "held", peft=LORA, **LONG_JOB)
+        held.pause()
+        until(lambda: held.state is JobState.PAUSED)
+        status, failed, paused = running.jobs()
+        assert (status.name, status.state, status.error) == ("first", JobState.SUCCEEDED, None)
+        assert (status.step, status.total_steps, status.loss) == (3, 3, result.losses[-1])
+        assert status.checkpoint == result.checkpoint
+        assert (failed.name, failed.state) == ("bad", JobState.FAILED)
+        assert "came without a tokenizer" in str(failed.error)
+        assert (paused.name, paused.state) == ("held", JobState.PAUSED)
+        assert (paused.error, paused.checkpoint) == (None, None)
+        assert running.numbers().jobs == {JobState.PAUSED: 1}
+        for number in range(80):
+            running.finetune([{"text": ""}], f"bad {number}")
+        until(lambda: all(one.is_over for one in running._jobs.listed if one is not held))
+        running.finetune([{"text": ""}], "last")
+        names = [one.name for one in running.jobs()]
+        assert names[0] == "held"
+        assert names[-1] == "last"
+        assert len(names) == 66
+
+
+def test_health_tells_of_a_step_that_hangs() -> None:
+    engine = make_engine(make_executor())
+    step, go = engine.step, threading.Event()
+    engine.step = lambda: step() if go.wait(60) else []  # type: ignore[method-assign]
+    running = engine.start()
+    assert running.health().state is EngineState.RUNNING
+    assert running.health().step_s is None
+    stream = running.submit([1, 2], **SHORT)
+    until(lambda: (running.health().step_s or 0.0) > 0.1)
+    go.set()
+    stream.cancel()
+    running.close()
+    health = running.health()
+    assert (health.state, health.step_s) == (EngineState.ENDED, None)
+    assert "the engine was closed" in str(health.error)
+
+
+def test_draining_ends_what_is_there_and_takes_nothing_new(tmp_path: Path) -> None:
+    """Requests run to their ends; a job is resumed elsewhere as if nothing had happened."""
+    executor = make_executor()
+    whole = make_executor().finetune(
+        DATA, "kept", peft=LORA, progress=False, **{**OPTIONS, "max_steps": 6}
+    )
+    engine = make_engine(executor, 64, Limits(tokens=20, running=2))
+    gate = StepGate(engine)
+    options = {**OPTIONS, "max_steps": 6, "checkpoint_dir": tmp_path / "c"}
+    with engine.start() as running:
+        kept = running.finetune(DATA, "kept", peft=LORA, **options)
+        lost = running.finetune(DATA, "lost", peft=LORA, **LONG_JOB)
+        gate.let_until(lambda: all(job.step for job in running.jobs()))
+        kept.pause()
+        streams = [running.submit([1, 2, i], **SHORT) for i in range(1, 5)]
+        drained = running.drain()
+        assert running.health().state is EngineState.DRAINING
+        for ask in (
+            lambda: running.submit([1], **SHORT),
+            lambda: running.finetune(DATA, "new", peft=LORA, **OPTIONS),
+            lambda: running.add_adapter("new", LORA),
+        ):
+            with pytest.raises(DrainingError, match="takes nothing new"):
+                ask()
+        gate.open()
+        drained.result(60)
+        assert [len(stream.wait(0).token_ids) for stream in streams] == [12] * 4
+        with pytest.raises(FinetuneInterrupted, match="run the same call again") as interrupted:
+            kept.wait(0)
+        with pytest.raises(FinetuneInterrupted, match="Give checkpoint_dir to be able to resume"):
+            lost.wait(0)
+        status = running.jobs()[0]
+        assert (status.state, status.checkpoint) == (
+            JobState.CANCELLED,
+            interrupted.value.checkpoint,
+        )
+        assert status.checkpoint is not None
+        assert 1 <= status.step < 6
+        assert running.drain().done()
+        numbers = running.numbers()
+        assert (numbers.waiting, numbers.running, dict(numbers.jobs)) == (0, 0, {})
+        assert running.call(lambda: 1).result(60) == 1
+    with make_engine(make_executor()).start() as other:
+        resumed = other.finetune(DATA, "kept", peft=LORA, **options).wait(60)
+    assert resumed.resumed_from == status.step
+    assert resumed.losses == pytest.approx(whole.losses, rel=1e-4)
+
+
+def test_draining_gives_up_what_takes_too_long() -> None:
+    engine = make_engine(make_executor())
+    gate = StepGate(engine)
+    with engine.start() as running:
+        stream = running.submit([1, 2], **LONG)
+        job = running.finetune(DATA, "one", peft=LORA, **LONG_JOB)
+        gate.let_until(lambda: job.state is JobState.RUNNING)
+        gate.let_until(lambda: stream.first_chunk_s is not None)
+        next(stream)
+        with pytest.raises(EngineError, match="timeout_s=0; use seconds above 0"):
+            running.drain(0)
+        running.drain(timeout_s=0.2).result(60)
+        assert stream.wait(0).finish_reason == "timed_out"
+        with pytest.raises(FinetuneError):
+            job.wait(0)
+    engine.check_integrity()
+
+
+# ----------------------------------------------------------------------------- adapters of one name
+
+(TEXT,) = prompts((21,))
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    base = oracle.random_model(BY_NAME["llama3"].config(1, max_position_embeddings=128))
+    folder = tmp_path_factory.mktemp("adapters")
+    made = {"base": base, "folder": folder}
+    for seed, name in enumerate(("one", "two")):
+        made[name] = oracle.with_adapter(base, ("q_proj", "up_proj")[seed:], rank=4, seed=seed)
+        oracle.save(made[name], folder / name)
+    return made
+
+
+def theirs(models: dict[str, Any], name: str) -> tuple[int, ...]:
+    return tuple(oracle.greedy(models[name], TEXT, SHORT["max_new_tokens"]))
+
+
+@contextmanager
+def reloading(models: dict[str, Any]) -> Iterator[tuple[Executor, AsyncEngine]]:
+    executor = compiled.executor(models["base"])
+    with make_engine(executor).start() as running:
+        yield executor, running
+    running.engine.check_integrity()
+
+
+class Held:
+    """Lets loads of one path wait in the midst until they may go on."""
+
+    def __init__(self, executor: Executor, path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.began, self.go = threading.Event(), threading.Event()
+        make = executor.state.make_adapter
+
+        def held(name: str, given: object = "lora", *, seed: int = 0) -> Any:
+            if given == path:
+                self.began.set()
+                assert self.go.wait(60)
+            return make(name, given, seed=seed)
+
+        monkeypatch.setattr(executor.state, "make_adapter", held)
+
+
+def test_what_is_asked_of_one_name_is_done_in_that_order(
+    models: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Though the first is slow; other names do not wait for it."""
+    one, two = (models["folder"] / name for name in ("one", "two"))
+    with reloading(models) as (executor, running):
+        held = Held(executor, one, monkeypatch)
+        first = running.add_adapter("a", one)
+        assert held.began.wait(60)
+        second = running.add_adapter("a", two, replace=True)
+        third = running.add_adapter("a", two)
+        removed = running.remove_adapter("a")
+        again = running.add_adapter("a", two)
+        other = running.add_adapter("b", two)
+        other.result(60)
+        assert not any(each.done() for each in (first, second, third, removed, again))
+        held.go.set()
+        numbers = [executor.state.versions.of(each.result(60)) for each in (first, second, again)]
+        assert list(map(str, numbers)) == ["a@1", "a@2", "a@3"]
+        with pytest.raises(AdapterConflictError, match="there is an adapter 'a' already"):
+            third.result(60)
+        assert removed.result(60) is None
+        assert running.submit(TEXT, "a", **SHORT).wait(60).token_ids == theirs(models, "two")
+        assert not running._loads._last
+
+
+def test_a_load_that_fails_half_way_leaves_the_old_one(
+    models: dict[str, Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    one, two = (models["folder"] / name for name in ("one", "two"))
+    shutil.copytree(one, tmp_path / "cut")
+    whole = (one / WEIGHTS).read_bytes()
+    (tmp_path / "cut" / WEIGHTS).write_bytes(whole[: len(whole) // 2])
+    with reloading(models) as (executor, running):
+        running.add_adapter("a", one).result(60)
+        (before,) = running.adapters()
+        with pytest.raises(AdapterError):
+            running.add_adapter("a", tmp_path / "cut", replace=True).result(60)
+
+        def failing(*_: object) -> None:
+            raise CodegenError("no")
+
+        for name in ("program_for", "put_adapter"):
+            with monkeypatch.context() as patched:
+                patched.setattr(executor.state, name, failing)
+                with pytest.raises(CodegenError):
+                    running.add_adapter("a", two, replace=True).result(60)
+        with pytest.raises(AdapterConflictError, match="there is a@1"):
+            running.add_adapter("a", two, expected_version=7).result(60)
+        assert running.adapters() == [before]
+        assert running.submit(TEXT, "a", **SHORT).wait(60).token_ids == theirs(models, "one")
+
+
+def test_a_name_that_a_job_trains_is_left_to_it(models: dict[str, Any]) -> None:
+    """From when the job is asked for; what it publishes are versions of the name."""
+    go, asked = threading.Event(), threading.Event()
+
+    def data() -> Iterator[Any]:
+        asked.set()
+        assert go.wait(60)
+        yield from DATA
+
+    with reloading(models) as (_, running):
+        job = running.finetune(data(), "a", peft=LORA, publish_every=1, **OPTIONS)
+        assert asked.wait(60)
+        for attempt in (
+            running.add_adapter("a", models["folder"] / "one", replace=True),
+            running.remove_adapter("a"),
+        ):
+            with pytest.raises(AdapterConflictError, match="a job that trains adapter 'a'"):
+                attempt.result(60)
+        go.set()
+        until(lambda: job.state is not JobState.QUEUED)
+        job.wait(60)
+        published = [e.details for e in running.engine.log if e.kind is Kind.PUBLISHED]
+        assert [one["adapter_version"] for one in published] == [1, 2, 3, 4]
+        running.add_adapter("a", models["folder"] / "one", expected_version=4).result(60)
+        (status,) = running.adapters()
+        assert str(status.version) == "a@5"
+        assert running.submit(TEXT, "a", **SHORT).wait(60).token_ids == theirs(models, "one")
+
+
+def test_many_threads_replace_one_name_at_once(models: dict[str, Any]) -> None:
+    """Each answer is of one version, whole; of those who expect a version, one each wins."""
+    paths = {i: models["folder"] / ("one", "two")[i % 2] for i in range(8)}
+    with reloading(models) as (executor, running):
+        first = running.add_adapter("a", paths[0]).result(60)
+        assert first.name == "a"
+        ends = [running.add_adapter("a", path, expected_version=1) for path in paths.values()]
+        streams = []
+        while not all(end.done() for end in ends):
+            streams.append(running.submit(TEXT, "a", **SHORT))
+            streams[-1].wait(60)
+        won = [end for end in ends if end.exception() is None]
+        assert len(won) == 1
+        assert executor.adapters["a"] is won[0].result()
+        for stream in streams:
+            done = stream.wait(60)
+            assert done.adapter_version is not None
+            name = (
+                "one"
+                if done.adapter_version.number == 1
+                else ("one", "two")[ends.index(won[0]) % 2]
+            )
+            assert done.token_ids == theirs(models, name)

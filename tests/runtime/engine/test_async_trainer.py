@@ -15,8 +15,7 @@ from pcg.errors import AdapterConflictError, DataError, EngineError, FinetuneErr
 from pcg.runtime.data.example import Example
 from pcg.runtime.engine.async_engine import AsyncEngine
 from pcg.runtime.executor import Executor
-from pcg.runtime.memory.kv_cache import bytes_of_page, kv_types
-from pcg.runtime.training.trainer.trained_adapter import TrainedAdapter
+from tests.support.small_engine import make_engine
 from tests.support.step_gate import StepGate
 from tests.support.trainer_data import LORA, data, pair, parameters, put_alone, sampled
 from tests.support.waiting import until
@@ -38,8 +37,7 @@ def executor(models: tuple[Executor, Any]) -> Executor:
 
 
 def start(executor: Executor, **options: Any) -> AsyncEngine:
-    page_bytes = bytes_of_page(kv_types(executor.serving.runner.model))
-    return executor.engine(kv_cache_bytes=PAGES * page_bytes, **options).start()
+    return make_engine(executor, PAGES, None, **options).start()
 
 
 def train(trainer: Any, steps: int = 2) -> list[Any]:
@@ -153,27 +151,6 @@ def test_a_call_is_cancelled_before_it_runs_and_while_it_does(executor: Executor
                 call.wait(WAIT_S)
         assert last.wait(WAIT_S).gradient_norm == norm
         assert engine.numbers().free_pages == engine.numbers().pages
-
-
-def test_a_call_that_is_cancelled_too_late_is_done(
-    executor: Executor, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    calls: list[Any] = []
-    keep = TrainedAdapter._keep_gradients
-
-    def cancelled(trained: TrainedAdapter) -> None:
-        keep(trained)
-        calls[0].cancel()
-
-    with start(executor) as engine, engine.trainer("b", peft=LORA) as trainer:
-        until(lambda: trainer.created.is_over)
-        monkeypatch.setattr(TrainedAdapter, "_keep_gradients", cancelled)
-        gate = StepGate(engine.engine)
-        calls.append(trainer.forward_backward(data(ROWS[:2])))
-        gate.open()
-        assert calls[0].wait(WAIT_S).targets > 0
-        assert trainer.optim_step(learning_rate=0.0).wait(WAIT_S).gradient_norm > 0
-    calls[0].cancel()  # nobody is there any more
 
 
 def test_what_a_caller_does_holds_up_nobody(executor: Executor) -> None:

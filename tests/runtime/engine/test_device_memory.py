@@ -14,20 +14,15 @@ import torch
 
 import pcg.compiler as compiler
 from pcg.errors import DeviceMemoryError, EngineError
-from pcg.kernels.devices import is_out_of_memory
-from pcg.ranks.group import SINGLE_RANK
 from pcg.runtime.admission.limits import Limits
 from pcg.runtime.engine.device import device_memory
-from pcg.runtime.engine.device.device_memory import DeviceParts, fitted, step_bytes
+from pcg.runtime.engine.device.device_memory import step_bytes
 from pcg.runtime.engine.options import EngineArguments
 from pcg.runtime.executor import Executor
-from pcg.runtime.memory.kv_cache import KvCache
-from pcg.runtime.memory.pool import pages_for
 from pcg.runtime.model import step_graphs
 from pcg.runtime.model.weights import StateDictCheckpoint
 from pcg.runtime.training import bound_training
 from pcg.runtime.training.recorded.warm_job import WarmJob
-from pcg.runtime.training.warm_jobs import windows_bytes
 from tests.support import oracle
 from tests.support.families import BY_NAME
 from tests.support.interpreter import bf16
@@ -104,29 +99,6 @@ def test_the_pool_is_what_is_left_of_the_share(
     engine.submit(executor.request([5, 6, 7], max_new_tokens=3, ignore_eos=True))
     while not engine.is_idle:
         assert all(chunk.error is None for chunk in engine.step())
-
-
-def test_a_size_that_is_given_is_taken(gpu: Callable[..., Executor]) -> None:
-    engine = gpu(others=40 * MIB).engine(LIMITS, kv_cache_bytes=4 * MIB, gpu_memory_utilization=1)
-    assert 3 * MIB < engine.device.cache.size_bytes <= 4 * MIB
-
-
-@pytest.mark.parametrize("total", [64 * MIB, 2 * MIB])
-def test_generate_has_more_than_4_gib_where_there_is_more(
-    gpu: Callable[..., Executor], total: int
-) -> None:
-    """And else has room for one prompt at a time."""
-    executor, pages = gpu(total=total), []
-    executor.generate([[5] * 40], max_new_tokens=2)
-
-    def note(*args: Any, **options: Any) -> KvCache:
-        pages.append(args[1])
-        return KvCache(*args, **options)
-
-    with patch.multiple("pcg.runtime.engine.engine", KV_CACHE_BYTES=2**14, KvCache=note):
-        done = executor.generate([[5] * 40] * 12, max_new_tokens=2, ignore_eos=True)
-    assert [len(one.token_ids) for one in done] == [2] * 12
-    assert pages == ([12 * pages_for(42)] if total > 2 * MIB else [pages_for(42)])
 
 
 # ------------------------------------------------------------------------------------ refusals
@@ -268,25 +240,3 @@ class TapeOnce:
 
     def record(self, run: Callable[[], None]) -> Callable[[], None]:
         return lambda: None
-
-
-def test_what_windows_of_known_jobs_take() -> None:
-    """More tokens save more; of two jobs with one recipe the larger counts."""
-    executor = interpreted()
-    recipe = {"peft_type": "LORA", "r": 2, "target_modules": ["q_proj"]}
-    sizes = [
-        windows_bytes(executor.state, [WarmJob(recipe, batch, seq) for batch, seq in jobs])
-        for jobs in ([], [(1, 64)], [(2, 64)], [(1, 64), (2, 64)])
-    ]
-    assert sizes[0] == 0 < sizes[1] < sizes[2] == sizes[3]
-
-
-def test_errors_that_are_none_of_memory_are_raised() -> None:
-    assert not is_out_of_memory(ValueError("some"))
-
-    def make(size_bytes: int) -> object:
-        raise RuntimeError("a kernel failed")
-
-    parts = DeviceParts(torch.device("cuda", 0), 0.9, 1000, 1000, 100, 50, 60, 0, is_warm=True)
-    with pytest.raises(RuntimeError, match="a kernel failed"):
-        fitted(make, parts, 10, SINGLE_RANK)

@@ -1,9 +1,13 @@
-"""The engine: greedy tokens are transformers' whatever runs beside, and nothing is lost."""
+"""The engine: greedy tokens are those of transformers for any load, and no page is lost."""
 
 from __future__ import annotations
 
+import functools
 import gc
+import math
 import resource
+import subprocess
+import sys
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,72 +17,54 @@ from typing import Any
 import pytest
 import torch
 
-from pcg.errors import OutOfMemoryError, PcgError
+from pcg.errors import GenerationError, OutOfMemoryError, PcgError
+from pcg.kernels.sizes import PAGE_TOKENS
 from pcg.kernels.torch import input_gradient, products
 from pcg.runtime.admission.latency import Latencies, Latency
 from pcg.runtime.admission.limits import Limits
-from pcg.runtime.memory.kv_cache import bytes_of_page, kv_types
+from pcg.runtime.executor import Executor
 from pcg.runtime.metrics.events import Kind
-from pcg.runtime.requests.request import Request
+from pcg.runtime.metrics.report import serving_report
+from pcg.runtime.requests.request import Chunk, Completion, Request
 from pcg.runtime.requests.step import Load
 from pcg.runtime.sampling.sampling_params import SamplingParams
-from tests.support.certain import certain
+from tests.support.linear_costs import certain
 from tests.support.prompts import prompts
 from tests.support.small_engine import (
     DATA,
     LENGTHS,
     LORA,
     OPTIONS,
+    check_trained,
     expected,
     make_engine,
     make_executor,
+    poisoned,
     requests,
+    run,
     serve,
+    tokens,
 )
-from tests.support.started_steps import nothing, when_read
+from tests.support.step_gate import nothing, when_read
 
 
-@pytest.mark.parametrize("every", [1, 3, 30])
-def test_tokens_are_transformers_however_requests_come(every: int) -> None:
+@pytest.mark.parametrize(
+    ("every", "pages", "limits"),
+    [
+        pytest.param(1, 64, None, id="at-once"),
+        pytest.param(3, 64, None, id="every-3", marks=pytest.mark.slow),
+        pytest.param(30, 64, None, id="every-30", marks=pytest.mark.slow),
+        pytest.param(1, 64, Limits(tokens=8, least_chunk=3), id="chunks"),
+        pytest.param(1, 12, None, id="preempted"),
+    ],
+)
+def test_tokens_are_those_of_transformers(every: int, pages: int, limits: Limits | None) -> None:
     executor = make_executor()
-    asked = requests(executor, LENGTHS)
-    done = serve(make_engine(executor, 64), asked, every)
-    assert [list(c.token_ids) for c in done] == expected(asked)
-
-
-def test_prompts_in_chunks() -> None:
-    executor = make_executor()
-    asked = requests(executor, LENGTHS)
-    done = serve(make_engine(executor, 64, Limits(tokens=8, least_chunk=3)), asked)
-    assert [list(c.token_ids) for c in done] == expected(asked)
-
-
-def test_preempted_requests_end_with_the_same_tokens() -> None:
-    executor = make_executor()
-    asked = requests(executor, LENGTHS, 40)
-    engine = make_engine(executor, 12)
-    done = serve(engine, asked)
-    assert any(event.kind is Kind.PREEMPTED for event in engine.log)
-    assert [list(c.token_ids) for c in done] == expected(asked)
-    assert engine.pool.free + engine.scheduler.adapters.idle_pages == 12
-
-
-def test_beside_finetuning() -> None:
-    """Tokens are the same beside a job, and the job ends with the adapter that it makes alone."""
-    executor = make_executor()
-    alone = make_executor()
-    alone.finetune(DATA, "trained", peft=LORA, progress=False, **OPTIONS)
-    asked = requests(executor, LENGTHS)
-    engine = make_engine(executor, 64, Limits(tokens=20))
-    job = engine.finetune(DATA, "trained", peft=LORA, **OPTIONS)
-    done = serve(engine, asked, 3)
-    assert [list(c.token_ids) for c in done] == expected(asked)
-    assert job.error is None
-    assert job.result.steps == 3
-    ours, theirs = (e.adapters["trained"].tensors for e in (executor, alone))
-    for one, other in zip(ours, theirs, strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-6)
-    assert [e.kind for e in engine.log.of("trained")][-2:] == [Kind.PUBLISHED, Kind.COMPLETED]
+    asked = requests(executor, LENGTHS, 40 if pages == 12 else 20)
+    engine = make_engine(executor, pages, limits)
+    assert tokens(serve(engine, asked, every)) == expected(asked)
+    assert any(event.kind is Kind.PREEMPTED for event in engine.log) == (pages == 12)
+    assert engine.pool.free + engine.scheduler.adapters.idle_pages == pages
 
 
 class TakenSide:
@@ -113,15 +99,11 @@ class TakenSide:
 
 
 def test_parts_beside_the_forward(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on a GPU: they begin before its tokens are read, and what is trained is the same."""
-    executor, alone = make_executor(), make_executor()
-    alone.finetune(DATA, "trained", peft=LORA, progress=False, **OPTIONS)
+    """As on a GPU, parts begin before the forward's tokens are read; the adapter is the same."""
+    executor = make_executor()
     asked = requests(executor, LENGTHS)
     latencies = Latencies(Latency(1e-4, 1e-7, 0.0), Latency(1e-4, 1e-7, 0.0))
-    page_bytes = bytes_of_page(kv_types(executor.serving.runner.model))
-    engine = executor.engine(
-        Limits(tokens=20, tpot_slo_s=60.0), kv_cache_bytes=64 * page_bytes, latencies=latencies
-    )
+    engine = make_engine(executor, 64, Limits(tokens=20, tpot_slo_s=60.0), latencies=latencies)
     engine.device.side = TakenSide()
     order: list[str] = []
     start, run_parts = engine.device.start, engine.device.run_parts
@@ -138,12 +120,9 @@ def test_parts_beside_the_forward(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(engine.device, "start", started)
     monkeypatch.setattr(engine.device, "run_parts", ran)
     job = engine.finetune(DATA, "trained", peft=LORA, **OPTIONS)
-    done = serve(engine, asked, 3)
-    assert [list(c.token_ids) for c in done] == expected(asked)
+    assert tokens(serve(engine, asked, 3)) == expected(asked)
     assert job.error is None
-    ours, theirs = (e.adapters["trained"].tensors for e in (executor, alone))
-    for one, other in zip(ours, theirs, strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-6)
+    check_trained(executor)
     beside = " ".join(order).replace("start end", "").split("end")
     assert any("start part" in one for one in beside)
     # What both streams took at once is what is foretold of the next.
@@ -157,16 +136,15 @@ def test_products_of_the_base_run_once_for_all_parts_of_a_step(
     # By these a window goes forward with a request, as that costs less than its layers alone.
     forward, backward = Latency(1e-2, 1e-4, 1e-7), Latency(1.5e-3, 1e-5, 1e-9)
     known = certain(forward, backward, Latency(0.0, 1e-3, 0.0), Latency(5e-3, 1e-5, 1e-9))
-    limits = Limits(tokens=20, least_chunk=4)
-    engine = executor.engine(limits, kv_cache_bytes=2**20, latencies=known)
+    engine = make_engine(executor, 64, Limits(tokens=20, least_chunk=4), latencies=known)
     job = engine.finetune(DATA, "trained", peft=LORA, **OPTIONS)
     engine.submit(requests(executor, (9,), 100)[0])
     rows: list[int] = []
-    run = products.linear_group
+    group = products.linear_group
 
     def counted(x: torch.Tensor, weights: Any, biases: Any = ()) -> Any:
         rows.append(len(x))
-        return run(x, weights, biases)
+        return group(x, weights, biases)
 
     monkeypatch.setattr(products, "linear_group", counted)
     while not job.tokens:
@@ -180,57 +158,40 @@ def test_products_of_the_base_run_once_for_all_parts_of_a_step(
 def test_jobs_go_back_through_the_base_together(monkeypatch: pytest.MonkeyPatch) -> None:
     """One product for the windows of all, whatever they train; each trains what it does alone."""
     recipes = {"lora": LORA, "few": {**LORA, "target_modules": ["q_proj", "down_proj"]}}
-    executor, alone = make_executor(), make_executor()
-    engine = make_engine(executor, 64)
+    executor = make_executor()
+    engine = make_engine(executor)
     jobs = [engine.finetune(DATA, name, peft=peft, **OPTIONS) for name, peft in recipes.items()]
     rows: list[int] = []
-    run = input_gradient.linear_backward
+    backward = input_gradient.linear_backward
 
     def counted(dy: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         if dy.shape[-1] < executor.program.base.vocabulary:  # not in a loss
             rows.append(len(dy))
-        return run(dy, weight)
+        return backward(dy, weight)
 
     monkeypatch.setattr(input_gradient, "linear_backward", counted)
-    while not engine.is_idle:
-        engine.step()
-        engine.check_integrity()
+    run(engine)
     # 7 products, and 4 in the first layer, where nobody asks below q, k and v, for three batches.
-    assert rows == [2 * tokens for tokens in (51, 20, 51) for _ in range(7 + 4)]
+    assert rows == [2 * count for count in (51, 20, 51) for _ in range(7 + 4)]
     for job, (name, peft) in zip(jobs, recipes.items(), strict=True):
         assert job.error is None
-        alone.finetune(DATA, name, peft=peft, progress=False, **OPTIONS)
-        ours, theirs = (e.adapters[name].tensors for e in (executor, alone))
-        for one, other in zip(ours, theirs, strict=True):
-            torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-6)
+        check_trained(executor, name, peft)
 
 
-def test_promises_bound_finetuning() -> None:
+def test_requests_that_are_cancelled_time_out_or_never_fit() -> None:
     executor = make_executor()
-    engine = make_engine(executor, 64, Limits(tpot_slo_s=0.5, idle_step_s=0.05))
-    engine.finetune(DATA, "trained", peft=LORA, **OPTIONS)
-    asked = requests(executor, LENGTHS)
-    assert [list(c.token_ids) for c in serve(engine, asked)] == expected(asked)
-    assert engine.log.of("trained")[-1].kind is Kind.COMPLETED
-
-
-def test_what_is_given_up() -> None:
-    executor = make_executor()
-    engine = make_engine(executor, 64)
+    engine = make_engine(executor)
     first, second = (engine.submit(request) for request in requests(executor, (5, 6)))
     engine.step()
     engine.cancel(first)
     engine.cancel(first)
     chunks = engine.step()
     assert [c.completion.finish_reason for c in chunks if c.completion] == ["cancelled"]
-    late = Request((1, 2, 3), SamplingParams(max_new_tokens=4), timeout_s=1e-9)
-    engine.submit(late)
+    engine.submit(Request((1, 2, 3), SamplingParams(max_new_tokens=4), timeout_s=1e-9))
     reasons = [c.completion.finish_reason for c in engine.step() if c.completion]
     assert reasons == ["timed_out"]
     engine.cancel(second)
-    engine.step()
-    engine.check_integrity()
-    assert engine.is_idle
+    run(engine)
     small = make_engine(executor, 4)
     with pytest.raises(OutOfMemoryError, match="request 0 needs 7 pages, and the engine has 4"):
         small.submit(Request(tuple(range(100)), SamplingParams(max_new_tokens=4)))
@@ -238,8 +199,7 @@ def test_what_is_given_up() -> None:
 
 
 def test_a_request_that_needs_what_jobs_may_hold_does_not_wait_for_their_end() -> None:
-    executor = make_executor()
-    engine = make_engine(executor, 8, Limits(tokens=32))
+    engine = make_engine(make_executor(), 8, Limits(tokens=32))
     params = SamplingParams(max_new_tokens=20, ignore_eos=True)
     engine.submit(Request(tuple(prompts((20,))[0]), params))
     engine.step()
@@ -264,10 +224,8 @@ def test_jobs_pause_resume_and_end() -> None:
     for _ in range(4):
         engine.step()
     engine.pause_job("one")
-    while len(engine.jobs) > 1:
-        engine.step()
-        engine.check_integrity()
-    assert engine.is_idle
+    run(engine)
+    assert len(engine.jobs) == 1
     engine.resume_job("one")
     engine.step()
     engine.cancel_job("one")
@@ -298,3 +256,173 @@ def test_memory_is_taken_as_it_is_used_and_free_when_the_engine_is_dropped() -> 
 def resident_bytes() -> int:
     pages = int(Path("/proc/self/statm").read_text().split()[1])
     return pages * resource.getpagesize()
+
+
+SCRIPT = """
+import os, sys
+from pcg.errors import EngineError
+from tests.support.small_engine import make_executor
+
+executor = make_executor()
+engine = executor.engine().start()
+engine.submit([1, 2, 3], max_new_tokens=100, ignore_eos=True)
+child = os.fork()
+if not child:
+    asked = (lambda: executor.generate([[1, 2]], max_new_tokens=2), lambda: engine.submit([1]))
+    for ask in asked:
+        try:
+            ask()
+        except EngineError as error:
+            print(error, flush=True)
+    engine.close()
+    os._exit(7)
+print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+sys.exit(3)
+"""
+
+
+@pytest.mark.slow
+def test_a_process_that_ends_or_forks_neither_aborts_nor_hangs() -> None:
+    """A thread within a kernel would abort its process; in a fork, nobody answers."""
+    command = [sys.executable, "-c", SCRIPT]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 3, done.stderr
+    assert "terminate" not in done.stderr
+    *refused, child = done.stdout.splitlines()
+    assert child == "7"
+    assert len(refused) == 2
+    assert all("is a fork; make one here" in line for line in refused)
+
+
+# ------------------------------------------------------------------------------- continuations
+
+DRAWN: dict[str, Any] = {
+    "temperature": 1.0,
+    "max_new_tokens": 12,
+    "ignore_eos": True,
+    "repetition_penalty": 1.1,
+}
+
+
+@functools.cache
+def shared() -> Executor:
+    return make_executor()
+
+
+def completions(chunks: list[Chunk], index: int) -> list[Completion]:
+    """Return a request's completions; its last chunk is the only one that says so."""
+    mine = [chunk for chunk in chunks if chunk.index == index]
+    assert [chunk.is_last for chunk in mine] == [False] * (len(mine) - 1) + [True]
+    found = {chunk.choice: chunk.completion for chunk in mine if chunk.completion is not None}
+    for choice, completion in found.items():
+        assert completion.index == choice
+        streamed = [c.token_id for c in mine if c.choice == choice and c.token_id is not None]
+        assert streamed in ([], list(completion.token_ids))
+    return [found[choice] for choice in range(len(found))]
+
+
+@pytest.mark.parametrize("length", [5, 2 * PAGE_TOKENS, 37])
+def test_continuations_are_requests_with_the_next_seeds(length: int) -> None:
+    (prompt,) = prompts((length,))
+    apart = shared().generate([prompt] * 4, "a", seed=7, **DRAWN)
+    together = shared().generate([prompt], "a", seed=7, n=4, **DRAWN)
+    assert tokens(together) == tokens(apart)
+    assert [one.index for one in together] == [0, 1, 2, 3]
+    assert len({one.token_ids for one in together}) == 4
+
+
+@pytest.mark.parametrize("caching", [True, False])
+def test_continuations_share_the_pages_of_a_prompt_that_is_computed_once(caching: bool) -> None:
+    engine = make_engine(shared(), 64, prefix_caching=caching)
+    (prompt,) = prompts((40,))
+    engine.submit(shared().request(prompt, "a", n=5, seed=1, **DRAWN))
+    loads, start = [], engine.device.start
+
+    def counting(chunks: Any, windows: Any) -> Any:
+        loads.append(sum(count for _, count in chunks))
+        return start(chunks, windows)
+
+    engine.device.start = counting  # type: ignore[method-assign]
+    chunks = engine.step()
+    assert [chunk.choice for chunk in chunks] == [0, 1, 2, 3, 4]
+    pages = [one.table.pages for one in engine.scheduler.running if one.table is not None]
+    assert len({tuple(own[:2]) for own in pages}) == 1
+    assert len({own[2] for own in pages}) == 5
+    chunks += run(engine)
+    assert loads == [40] + [5] * 11
+    assert [len(one.token_ids) for one in completions(chunks, 0)] == [12] * 5
+
+
+@pytest.mark.parametrize("caching", [True, False])
+def test_continuations_where_pages_or_places_are_few(caching: bool) -> None:
+    """Continuations wait, are preempted, and are computed each: with the same tokens."""
+    executor = shared()
+    (prompt,) = prompts((37,))
+    wanted = tokens(executor.generate([prompt] * 6, "a", seed=5, **DRAWN))
+    for pages, limits in ((12, Limits(tokens=16)), (64, Limits(running=2)), (8, None)):
+        engine = make_engine(executor, pages, limits, prefix_caching=caching)
+        engine.submit(executor.request(prompt, "a", n=6, seed=5, **DRAWN))
+        engine.submit(executor.request(prompt[:9], max_new_tokens=30, ignore_eos=True))
+        assert tokens(completions(run(engine), 0)) == wanted
+        report = serving_report(engine.log)
+        assert report.count(report.requests[0].outcome) == len(report.requests) == 7
+
+
+def test_the_best_of_several() -> None:
+    executor = shared()
+    (prompt,) = prompts((14,))
+    every = executor.generate([prompt], "a", n=8, seed=11, logprobs=0, **DRAWN)
+    ranked = sorted(every, key=lambda one: -(one.cumulative_logprob or 0.0))
+    chunks = list(executor.generate([prompt], "a", n=2, best_of=8, seed=11, stream=True, **DRAWN))
+    best = completions(chunks, 0)
+    assert len(chunks) == 2
+    assert tokens(best) == tokens(ranked[:2])
+    assert [one.logprobs for one in best] == [None, None]
+    (one,) = executor.generate([prompt], "a", best_of=8, seed=11, logprobs=0, **DRAWN)
+    assert one.token_ids == ranked[0].token_ids
+    assert one.cumulative_logprob == ranked[0].cumulative_logprob
+
+
+@pytest.mark.parametrize("steps", [0, 1, 3])
+def test_cancelling_ends_all_continuations(steps: int) -> None:
+    engine = make_engine(shared(), 64, Limits(running=3))
+    (prompt,) = prompts((20,))
+    name = engine.submit(shared().request(prompt, "a", n=4, seed=1, **DRAWN))
+    chunks = [chunk for _ in range(steps) for chunk in engine.step()]
+    engine.cancel(name)
+    done = completions(chunks + run(engine), 0)
+    assert [one.finish_reason for one in done] == ["cancelled"] * 4
+    engine.cancel(name)
+
+
+def test_a_continuation_that_fails_ends_the_request_with_one_error() -> None:
+    executor = make_executor()
+    poisoned(executor, math.nan)
+    engine = make_engine(executor)
+    (prompt,) = prompts((20,))
+    engine.submit(executor.request(prompt, "bad", n=4, **DRAWN))
+    engine.submit(executor.request(prompt, n=2, seed=0, **DRAWN))
+    chunks = run(engine)
+    (failed,) = (chunk for chunk in chunks if chunk.index == 0)
+    assert failed.is_last
+    assert isinstance(failed.error, GenerationError)
+    good = executor.generate([prompt], n=2, seed=0, **DRAWN)
+    assert tokens(completions(chunks, 1)) == tokens(good)
+    kinds = [event.kind for event in engine.log if event.subject.startswith("request 0")]
+    assert kinds.count(Kind.FAILED) == kinds.count(Kind.SUBMITTED) == 4
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"n": 0}, r"n=0; use an int of at least 1 and at most 128"),
+        ({"n": 10**6}, r"n=1000000; use .* at most 128"),
+        ({"n": "2"}, r"n='2'"),
+        ({"n": [1, 2]}, r"n=\[1, 2\]"),
+        ({"n": 3, "best_of": 2}, r"best_of=2; use an int of at least 3.*not below n=3"),
+        ({"best_of": 1.5}, r"best_of=1.5"),
+    ],
+)
+def test_bad_numbers_of_continuations(fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(PcgError, match=message):
+        shared().generate([[1, 2], [3]], **fields)

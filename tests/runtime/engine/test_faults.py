@@ -12,7 +12,6 @@ from typing import Any, TypeAlias
 
 import pytest
 
-import pcg.compiler as compiler
 from pcg.errors import GenerationError
 from pcg.peft.adapter import Adapter
 from pcg.runtime.admission.limits import Limits
@@ -26,6 +25,7 @@ from pcg.runtime.memory.kv_cache import bytes_of_page, kv_types
 from pcg.runtime.metrics.events import EventLog
 from pcg.runtime.requests.request import Request
 from pcg.runtime.requests.sequence import Sequence
+from tests.support import compiled
 from tests.support.faults import Entered, Raising, is_fault, traced
 from tests.support.small_engine import LORA
 from tests.support.text_model import VOCABULARY, save_text_model
@@ -35,7 +35,7 @@ from tests.support.waiting import until
 pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 
 PAGES = 40
-FEW = 40
+FEW = 24
 STEPS = 1000
 DATA = [Example(ids, ids) for ids in ([5, 6, 7, 8, 9, 10, 11], [9, 8, 7, 6, 5], [4] * 12)]
 OPTIONS: dict[str, Any] = {"max_steps": 2, "batch_size": 2, "learning_rate": 0.01}
@@ -57,7 +57,7 @@ def ticks(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(scope="module")
 def executor(tmp_path_factory: pytest.TempPathFactory) -> Executor:
     directory = save_text_model(tmp_path_factory.mktemp("model"))
-    found = compiler.compile(str(directory), dtype="float32")
+    found = compiled.executor(str(directory), dtype="float32")
     for seed, (name, rank) in enumerate({"a": 4, "b": 16, "c": 8}.items()):
         adapter = found.add_adapter(name, LORA | {"r": rank}, seed=seed)
         for tensor in adapter.tensors:
@@ -231,7 +231,7 @@ OWNERS: list[tuple[type, str, set[str]]] = [
 
 
 @pytest.mark.parametrize(("kind", "name", "own"), OWNERS)
-@pytest.mark.parametrize("chosen", some(8))
+@pytest.mark.parametrize("chosen", some(5))
 def test_for_one_owner_in_every_step(
     session: Session, kind: type, name: str, own: set[str], chosen: slice
 ) -> None:
@@ -302,7 +302,7 @@ class ThreadSession:
         return failed
 
 
-@pytest.mark.parametrize("chosen", some(16, 3))
+@pytest.mark.parametrize("chosen", some(10, 3))
 def test_anywhere_on_the_thread(executor: Executor, session: Session, chosen: slice) -> None:
     """Calls, deliveries and what is settled between steps: the thread goes on, nobody waits."""
     in_steps = set(session.functions())

@@ -1,11 +1,17 @@
 """Metrics against logs counted by hand, and what must hold of any log."""
 
+from __future__ import annotations
+
+import itertools
 import json
 import statistics
 
+import numpy as np
 import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
+from prometheus_client import CollectorRegistry
+from prometheus_client import Histogram as PrometheusHistogram
 
 from pcg.errors import BenchmarkError
 from pcg.runtime.metrics.events import Event, EventLog, Kind
@@ -17,6 +23,12 @@ from pcg.runtime.metrics.report import (
     serving_report,
     timelines,
 )
+from pcg.runtime.metrics.totals import (
+    TOKEN_BOUNDS_S,
+    AdapterTotals,
+    Histogram,
+)
+from tests.support.small_engine import LENGTHS, make_engine, make_executor, requests, serve
 
 
 def event(time_s: float, kind: str, subject: str, **details: object) -> Event:
@@ -161,14 +173,6 @@ def test_without_slos_there_is_nothing_to_attain() -> None:
     assert serving_report(log, Slo(ttft_s=1.0)).user_satisfaction == 0.0  # S-LoRA's is below
 
 
-def test_finetuning_alone() -> None:
-    log = [event(0.0, "started", "j"), event(4.0, "stepped", "j", tokens=10, step=1, loss=1.0)]
-    report = serving_report(log)
-    assert report.finetuning_throughput == 2.5
-    assert report.fairness is None
-    assert report.to_json()["jain_index"] is None
-
-
 def test_jobs_that_fail_are_no_requests() -> None:
     log = [event(0.0, "queued", "j"), event(1.0, "failed", "j", job=True, reason="loss is nan")]
     assert timelines(log, Slo()) == ()
@@ -265,16 +269,6 @@ def test_what_holds_of_any_log(log: list[Event], slo: Slo) -> None:
     json.dumps(report.to_json(), allow_nan=False)
 
 
-@given(log=logs(), slo=SLOS)
-def test_laxer_slos_are_attained_more_often(log: list[Event], slo: Slo) -> None:
-    lax = Slo(*(None if one is None else 2 * one for one in (slo.ttft_s, slo.tpot_s)))
-    strict, looser = serving_report(log, slo), serving_report(log, lax)
-    assert (strict.request_goodput or 0.0) <= (looser.request_goodput or 0.0)
-    if strict.slo_attainment is not None:
-        assert looser.slo_attainment is not None
-        assert strict.slo_attainment <= looser.slo_attainment
-
-
 @given(log=logs(), start=SECONDS)
 def test_spans_part_tokens_and_requests(log: list[Event], start: float) -> None:
     """Two spans that touch hold what the whole holds, where nothing lies on the border."""
@@ -288,18 +282,6 @@ def test_spans_part_tokens_and_requests(log: list[Event], start: float) -> None:
     assert sum(one.finetuning_steps for one in parts) == whole.finetuning_steps
 
 
-@given(log=logs(), slo=SLOS, shift=st.floats(0.0, 1e4))
-def test_the_clock_s_zero_does_not_matter(log: list[Event], slo: Slo, shift: float) -> None:
-    later = [Event(one.time_s + shift, one.kind, one.subject, one.details) for one in log]
-    first, second = serving_report(log), serving_report(later)
-    assert second.duration_s == pytest.approx(first.duration_s)
-    assert second.output_tokens == first.output_tokens
-    for one, other in zip(first.latencies.values(), second.latencies.values(), strict=True):
-        assert (one is None) == (other is None)
-        if one is not None and other is not None:
-            assert other.p99_s == pytest.approx(one.p99_s, abs=1e-6)
-
-
 @given(samples=st.lists(st.floats(0.0, 1e6), min_size=1, max_size=50))
 def test_a_distribution_is_that_of_its_samples(samples: list[float]) -> None:
     found = Distribution.of(iter(samples))
@@ -311,5 +293,159 @@ def test_a_distribution_is_that_of_its_samples(samples: list[float]) -> None:
     assert min(samples) <= found.median_s <= found.p90_s <= found.p99_s <= max(samples)
 
 
-def test_no_samples() -> None:
-    assert Distribution.of(()) is None
+# ----------------------------------------------------------------------------------- the event log
+
+
+@given(
+    st.none() | st.integers(0, 12),
+    st.lists(st.tuples(st.booleans(), st.integers(0, 5)), max_size=20),
+)
+def test_tokens_held_together_are_events_of_their_own(
+    kept: int | None, additions: list[tuple[bool, int]]
+) -> None:
+    log, heard, expected = EventLog(kept), list[Event](), list[Event]()
+    log.listen(heard.append)
+    for step, (are_tokens, count) in enumerate(additions):
+        names = [f"request {i}" for i in range(count)]
+        if are_tokens:
+            log.add_tokens(float(step), names)
+            added = [Event(float(step), Kind.TOKEN, name, {"count": 1}) for name in names]
+        else:
+            added = [Event(float(step), Kind.ADMITTED, name) for name in names]
+            log.add(*added)
+        expected += added
+        latest = expected if kept is None else expected[max(len(expected) - kept, 0) :]
+        assert list(log) == latest
+        assert len(log) == len(latest)
+        assert log.of("request 1") == tuple(e for e in latest if e.subject == "request 1")
+        assert heard == expected
+
+
+# ---------------------------------------------------------------------- totals of an engine's life
+
+
+def test_histograms_are_those_of_prometheus() -> None:
+    registry = CollectorRegistry()
+    theirs = PrometheusHistogram("gap", "gaps", buckets=TOKEN_BOUNDS_S, registry=registry)
+    mine = Histogram(TOKEN_BOUNDS_S)
+    samples = [0.0, 0.01, 0.0100001, 0.3, 80.0, 1e9, *np.random.default_rng(0).gamma(1, 1, 500)]
+    for sample in samples:
+        theirs.observe(sample)
+        mine.observe(sample)
+    mine.observe_equal(0.2, 3)
+    for _ in range(3):
+        theirs.observe(0.2)
+    upto = list(itertools.accumulate(mine.counts))
+    bounds = [*map(str, TOKEN_BOUNDS_S), "+Inf"]
+    found = [registry.get_sample_value("gap_bucket", {"le": bound}) for bound in bounds]
+    assert found == upto
+    assert registry.get_sample_value("gap_sum") == pytest.approx(mine.sum)
+    assert registry.get_sample_value("gap_count") == mine.count
+
+
+def test_percentiles_lie_between_the_bounds_of_theirs() -> None:
+    """Prometheus' own documentation has the rule; numpy has the samples' own percentile."""
+    samples = np.random.default_rng(1).gamma(2, 0.1, 4000)
+    mine = Histogram(TOKEN_BOUNDS_S)
+    assert mine.percentile(50) is None
+    for sample in samples:
+        mine.observe(float(sample))
+    for percent in (10, 50, 90, 99):
+        exact = float(np.percentile(samples, percent))
+        place = np.searchsorted(TOKEN_BOUNDS_S, exact)
+        low, high = (0.0, *TOKEN_BOUNDS_S)[place], TOKEN_BOUNDS_S[place]
+        estimate = mine.percentile(percent)
+        assert estimate is not None
+        assert low <= estimate <= high
+    mine = Histogram((1, 2))
+    mine.observe(5)
+    assert mine.percentile(50) == 2
+
+
+@pytest.mark.parametrize("pages", [64, 9])
+def test_gaps_are_those_of_the_log(pages: int) -> None:
+    """Also of sequences that are preempted, and so skip steps."""
+    executor = make_executor()
+    engine = make_engine(executor, pages)
+    serve(engine, requests(executor, LENGTHS), every=3)
+    report, totals = serving_report(engine.log), engine.totals
+    assert report.itl is not None
+    assert (totals.preemptions > 0) is (pages == 9)
+    assert totals.itl.count == report.itl.count
+    assert totals.itl.sum == pytest.approx(report.itl.mean_s * report.itl.count)
+    gaps = [gap for one in report.requests for gap in one.itls_s]
+    counts, _ = np.histogram(gaps, [-1.0, *TOKEN_BOUNDS_S, np.inf])
+    assert totals.itl.counts == counts.tolist()
+    assert totals.preempted.sum == totals.preemptions
+    assert totals.steps.sum >= totals.output_tokens
+
+
+def test_times_and_lengths_of_requests() -> None:
+    executor = make_executor()
+    engine = make_engine(executor)
+    asked = requests(executor, LENGTHS, new=5)
+    serve(engine, asked)
+    totals, report = engine.totals, serving_report(engine.log)
+    assert totals.prompt_lengths.sum == sum(len(one.prompt_ids) for one in asked)
+    assert totals.output_lengths.sum == totals.max_tokens.sum == 5 * len(asked)
+    assert totals.choices.sum == totals.choices.count == len(asked)
+    assert totals.longest.counts == totals.output_lengths.counts
+    assert dict(totals.finish_reasons) == {"length": len(asked)}
+    parts = totals.prefill.sum + totals.decode.sum
+    assert totals.inference.sum == pytest.approx(parts)
+    assert totals.e2el.sum == pytest.approx(parts + totals.queueing.sum)
+    assert report.queueing is not None
+    assert totals.queueing.mean == pytest.approx(report.queueing.mean_s)
+
+
+def test_requests_of_adapters_wait_run_and_end() -> None:
+    executor = make_executor()
+    engine = make_engine(executor, 24)
+    asked = requests(executor, LENGTHS)
+    adapters = engine.totals.adapters
+    seen = set()
+    for one in asked:
+        engine.submit(one)
+    while not engine.is_idle:
+        scheduler = engine.scheduler
+        for counts, there in (
+            (adapters.waiting, scheduler.waiting),
+            (adapters.running, scheduler.running),
+        ):
+            assert counts["a"] == sum(one.request.adapter is not None for one in there)
+            seen.add(counts["a"])
+        assert adapters.resident["a"] == len(scheduler.adapters)
+        engine.step()
+    assert len(seen) > 1
+    assert not adapters.waiting
+    assert not adapters.running
+    assert dict(adapters.resident) == {"a": 1}
+    sums = adapters.own["a"]
+    theirs = [one for one in asked if one.adapter is not None]
+    assert sums.requests == sums.ttft.count == len(theirs)
+    assert sums.prompt_tokens == sum(len(one.prompt_ids) for one in theirs)
+    assert sums.output_tokens == sum(one.params.max_new_tokens for one in theirs)
+    engine.cancel(engine.submit(asked[0]))
+    assert not adapters.waiting
+
+
+def test_the_adapters_that_are_used_most_have_their_own_sums() -> None:
+    totals = AdapterTotals(most=2, turn_s=10.0)
+    for name in ("a", "b", "c"):
+        totals.came(name, 0.0)
+    assert set(totals.own) == {"a", "b"}
+    assert totals.others.requests == 1
+    assert totals.of("c") is totals.others
+    for name in ("c", "d", "a") * 12:
+        totals.came(name, 5.0)
+    before = totals.of("a")
+    totals.came("d", 10.0)  # c was asked for 13 times, b once; d 12 times, a 13 times
+    assert set(totals.own) == {"a", "c"}
+    assert totals.of("a") is before
+    assert totals.own["c"].requests == 0
+    assert totals.others.requests == 13 + 12 + 1
+    for _ in range(12):
+        totals.came("d", 15.0)
+    totals.came("a", 20.0)  # nobody asked for a or c meanwhile
+    assert len(totals.own) == 2
+    assert "d" in totals.own

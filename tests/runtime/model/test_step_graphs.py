@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from itertools import accumulate
 from typing import Any
 
@@ -10,22 +10,25 @@ import pytest
 import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from torch import Tensor
 
-import pcg.compiler as compiler
 from pcg.kernels.batch import NO_SLOT, AdapterSlot, Span, StepTokens
 from pcg.kernels.sizes import PAGE_TOKENS
-from pcg.kernels.triton.adapters.token_tiles import DECODE_BLOCK, TileCapacity, token_tiles
+from pcg.kernels.triton.adapters.token_tiles import DECODE_BLOCK, token_tiles
 from pcg.kernels.triton.attention.work import AttentionWork
 from pcg.kernels.triton.step_lists import StepLists, sizes_of
 from pcg.kernels.triton.step_rooms import MIXED_TOKENS, StepRoom, StepRooms, StepSizes
 from pcg.runtime.admission.limits import Limits
+from pcg.runtime.engine.device.device import SideStream
 from pcg.runtime.memory.pool import PageTable
 from pcg.runtime.model import step_graphs
-from pcg.runtime.requests.request import Request
-from pcg.runtime.sampling.sampling_params import SamplingParams
-from tests.support import oracle
+from pcg.runtime.model.step_graphs import CudaRecorder
+from tests.support import compiled, oracle
 from tests.support.families import BY_NAME, VOCABULARY
 from tests.support.interpreter import bf16
+from tests.support.interpreter.late_kernels import late_kernels
+from tests.support.interpreter.stand_in import tensors_on_cuda
+from tests.support.interpreter.streams import ORDER
 from tests.support.interpreter.tape import Tape
 from tests.support.prompts import prompts
 from tests.support.recorded_steps import RANKS, Step, Steps, add_lora, executor_of
@@ -126,32 +129,6 @@ def test_lists_are_those_of_a_batch(data: st.DataObject) -> None:
             assert torch.equal(ours.row_tiles.memory, row_tiles)
 
 
-def room_of(
-    lengths: list[int], contexts: list[int], adapter_tiles: int = 0, widest: int = 0, wide: int = 0
-) -> StepRoom | None:
-    rooms = StepRooms(512, 4096, 600, 10**6, 4, has_adapters=True)
-    return rooms.of(StepSizes(lengths, contexts, adapter_tiles, widest, wide))
-
-
-def test_rooms_are_rounded_up() -> None:
-    assert room_of([1], [5]) == StepRoom(1, 1, 1, 0, 0, 0, 0)
-    assert room_of([1] * 3, [5] * 3, 3) == StepRoom(4, 4, 4, 0, 4, 0, 0)
-    # A wide adapter adds its own blocks of ranks to the others' tiles, and its own sums.
-    room = room_of([1] * 3, [5] * 3, 3, 9, 9)
-    assert room == StepRoom(4, 4, 4, 0, 4, 15, 16)
-    assert room.by_adapter == TileCapacity(4, 0, 0, 4, 16, 4, 16 * (4 + 16))
-    assert room_of([1] * 17, [1100] * 17, 2) == StepRoom(24, 24, 96, 0, 4, 0, 0)
-    assert room_of([1] * 256, [5] * 256, 256) == StepRoom(256, 256, 256, 0, 256, 0, 0)
-    # 512 tokens of 4 heads a KV head are 16 tiles, and each sequence may have one that is not full.
-    assert room_of([500], [0]) == StepRoom(512, 16, 16, 32, 0, 0, 0)
-    assert room_of([1] * 17 + [800], [900] * 18, 5) == StepRoom(832, 256, 256, 282, 269, 0, 0)
-    room = room_of([1] * 17 + [800], [900] * 18, 5, 9, 9 * 800)  # of rank 160
-    assert room == StepRoom(832, 256, 256, 282, 269, 15, 0)
-    assert room.by_adapter == TileCapacity(832, 0, 0, 269, 3 * 269, 0, 832 * 256)
-    assert room_of([1] * 257, [5] * 257) == StepRoom(320, 512, 512, 522, 0, 0, 0)
-    assert room_of([4097], [0]) is None
-
-
 @given(data=st.data())
 def test_every_step_has_a_warm_room(data: st.DataObject) -> None:
     """One of those that are recorded before the first request holds any step within the limits."""
@@ -198,6 +175,7 @@ def steps_of(count: int) -> st.SearchStrategy[Step]:
     return st.builds(Step, ids, lists(st.integers(0, 70)), adapters)
 
 
+@pytest.mark.slow
 @settings(max_examples=4)
 @example(Step([5, 6, 7], [3, 30, 17], [None, "r4", "r20"]))
 @example(Step([9, 8, 5, 1], [16, 0, 47, 15], ["r20", "r1", None, "r20"]))
@@ -218,6 +196,7 @@ MIXED = (
 """Prompts beside sequences that decode, of which some end and some do not, and one alone."""
 
 
+@pytest.mark.slow
 def test_prompts_are_replayed_beside_tokens_that_decode() -> None:
     tape = Tape()
     steps = Steps(EXECUTOR, tape, limits=(5, 32))
@@ -226,29 +205,17 @@ def test_prompts_are_replayed_beside_tokens_that_decode() -> None:
     assert (tape.recorded, tape.replayed) == (3, 3)  # of 32 tokens, of 32 without r20, of 16
 
 
-def test_many_splits() -> None:
-    """Replayed steps have other sequences than the recorded one, with more splits."""
-    tape = Tape()
-    steps = Steps(EXECUTOR, tape, pages=70)
-    for contexts in ([530, 3], [40, 1000]):
-        check(steps, Step([5, 9], contexts, [None, None]))
-    assert (tape.recorded, tape.replayed) == (1, 2)
-
-
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name",
-    [
-        pytest.param(name, marks=() if name == "gemma2" else pytest.mark.slow)
-        for name, family in BY_NAME.items()
-        if family.linear == "all-linear"
-    ],
+    [name for name, family in BY_NAME.items() if family.linear == "all-linear"],
 )
 def test_families(name: str) -> None:
     """None of them has an operator that asks the host; those with experts are not recorded."""
     config = BY_NAME[name].config(2)
     if config.get("head_dim") == 24:  # no size of the kernels
         config["head_dim"] = 32
-    executor = compiler.compile(oracle.random_model(config), backend="triton")
+    executor = compiled.executor(oracle.random_model(config), backend="triton")
     steps = Steps(executor, Tape())
     for contexts in ([3, 17], [30, 0]):
         check(steps, Step([5, 9], contexts, [None, None]))
@@ -307,67 +274,10 @@ def test_where_nothing_is_recorded_steps_run_without() -> None:
     assert (steps.graphs.recorded, steps.graphs.replayed) == (0, 0)
 
 
-def test_the_latest_graphs_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(step_graphs, "MOST_GRAPHS", 1)
-    tape = Tape()
-    steps = Steps(EXECUTOR, tape)
-    for ids, recorded in (([5], 1), ([7], 1), ([5, 6], 2), ([5], 3)):
-        check(steps, Step(ids, [3] * len(ids), [None] * len(ids)))
-        assert tape.recorded == recorded
-
-
-def test_the_tape_replays_what_lies_in_memory_and_waits_for_nothing() -> None:
-    kept, scale = torch.ones(3), [2.0]
-    out = torch.empty(3)
-
-    def run() -> None:
-        torch.add(torch.empty(3).copy_(kept).mul_(scale[0])[1:].sum(), kept, out=out)
-
-    replay = Tape().record(run)
-    kept.copy_(torch.tensor([1.0, 2.0, 3.0]))
-    scale[0] = 100.0
-    replay()
-    assert out.tolist() == [11.0, 12.0, 13.0]  # by the number that was recorded
-    for waits in (lambda: kept.sum().item(), lambda: torch.tensor([1, 2])):
-        with pytest.raises(RuntimeError, match="waits for the device while a step is recorded"):
-            Tape().record(waits)
-
-
 # ---------------------------------------------------------------------------------------- engine
 
 
-def served(backend: str) -> tuple[list[list[int]], Any]:
-    """Tokens of requests of several adapters, and the graphs that ran."""
-    base = oracle.random_model(BY_NAME["llama3"].config(1))
-    executor = compiler.compile(base, backend=backend)
-    for name, rank in RANKS.items():
-        add_lora(executor, name, rank)
-    engine = executor.engine(Limits(tokens=24, least_chunk=4), kv_cache_bytes=2**21)
-    names = (None, "r4", "r20")
-    for i, (ids, name) in enumerate(zip(prompts((5, 14, 3)), names, strict=True)):
-        drawn = {"temperature": 0.7, "top_k": 20, "seed": 5} if i == 1 else {}
-        params = SamplingParams(max_new_tokens=4 - i, ignore_eos=True, **drawn)
-        adapter = None if name is None else executor.adapters[name]
-        engine.submit(Request(tuple(ids), params, adapter))
-    tokens: list[list[int]] = [[] for _ in names]
-    while not engine.is_idle:
-        for chunk in engine.step():
-            assert chunk.token_id is not None
-            tokens[chunk.index].append(chunk.token_id)
-    return tokens, engine.device.graphs
-
-
-def test_an_engine_replays_its_decode_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(step_graphs, "recorder_for", lambda device: Tape())
-    monkeypatch.setattr(step_graphs, "EAGER_STEPS", 0)
-    tokens, graphs = served("triton")
-    expected, none = served("torch")
-    assert tokens == expected
-    assert none is None
-    assert graphs.replayed == 4
-    assert graphs.recorded == 4  # of prompts, and of 3, 2 and 1 sequences
-
-
+@pytest.mark.slow
 def test_a_warm_engine_records_nothing_for_requests(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever comes is replayed in one of the rooms that were recorded when it was made."""
     tape = Tape()
@@ -389,3 +299,85 @@ def test_a_warm_engine_records_nothing_for_requests(monkeypatch: pytest.MonkeyPa
     assert tape.replayed == graphs.replayed == steps
     assert tape.recorded == len(graphs.rooms.all)
     assert not graphs.eager
+
+
+# ------------------------------------------------------------------------------------- late kernels
+
+
+@pytest.mark.slow
+def test_a_warm_engine_compiles_nothing_for_requests() -> None:
+    """Of a mixed load: prompts, adapters of several ranks, ways to choose tokens."""
+    found = late_kernels()
+    assert found["warm"] > 10
+    assert found["replayed"] > 12
+    assert found["eager"] == {}
+    assert found["kernels"] == {}
+    assert found["late"] == {"kernels": 0, "steps": 0}
+
+
+# ------------------------------------------------------------------------------ recorders of a gpu
+
+GPU = torch.device("cuda", 0)
+
+
+@pytest.fixture
+def gpu() -> Iterator[None]:
+    with tensors_on_cuda():
+        yield
+
+
+def ones(count: int = 4) -> Tensor:
+    return torch.ones(count, count, device=GPU)
+
+
+def doubled(x: Tensor, to: Tensor) -> Callable[[], None]:
+    """A function that recorders take: twice x, by a product and an intermediate result."""
+    two = torch.eye(len(x), device=GPU) * 2
+    return lambda: to.copy_((x + 0) @ two)  # type: ignore[return-value]
+
+
+@pytest.mark.usefixtures("gpu")
+def test_recording_waits_for_nothing_and_frees_nothing() -> None:
+    x, to = ones(), torch.zeros(4, 4, device=GPU)
+    run = doubled(x, to)
+    waits = len(ORDER.waits)
+    torch.cuda.set_sync_debug_mode("error")
+    again = CudaRecorder(GPU).record(run)
+    x.fill_(3)
+    again()
+    torch.cuda.set_sync_debug_mode("default")
+    assert len(ORDER.waits) == waits
+    assert to.tolist() == [[6.0] * 4] * 4
+
+
+@pytest.mark.usefixtures("gpu")
+def test_graphs_on_two_streams_share_no_workspace() -> None:
+    """A step's graph beside one of a job: products of both write a workspace of their own."""
+    places = [torch.zeros(4, 4, device=GPU) for _ in range(2)]
+    runs = [doubled(ones(), to) for to in places]
+    step, job = (CudaRecorder(GPU).record(run) for run in runs)
+    side = SideStream(GPU)
+    ones() @ ones()  # an eager one has made a workspace, too
+    side.begin()
+    step()
+    with side.beside():
+        job()
+    side.rejoin()
+    assert [to.tolist() for to in places] == [[[2.0] * 4] * 4] * 2
+
+
+@pytest.mark.usefixtures("gpu")
+def test_a_capture_that_fails_leaves_the_stream_free() -> None:
+    x, to = ones(), torch.zeros(4, 4, device=GPU)
+
+    def run() -> None:
+        to.copy_(x)
+        if torch.cuda.is_current_stream_capturing():
+            raise ValueError("an operator that cannot be captured")
+
+    recorder = CudaRecorder(GPU)
+    with pytest.raises(ValueError, match="cannot be captured"):
+        recorder.record(run)
+    run_again = doubled(x, to)
+    recorder.record(run_again)()
+    assert to.tolist() == [[2.0] * 4] * 4

@@ -1,5 +1,7 @@
 """Weights against transformers' own: what it saves is found under the names of its modules."""
 
+from __future__ import annotations
+
 import json
 import os
 from pathlib import Path
@@ -11,8 +13,11 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 from pcg.errors import WeightsError
+from pcg.runtime.model.base_weights import base_digest
 from pcg.runtime.model.weights import Checkpoint, StateDictCheckpoint, Weights
 from pcg.source import ModelSource, resolve
+from tests.support import compiled
+from tests.support.small_job import make_model
 
 SMALL = {"hidden_size": 16, "intermediate_size": 32, "vocab_size": 32, "num_attention_heads": 2,
          "num_key_value_heads": 1, "num_hidden_layers": 2}  # fmt: skip
@@ -223,3 +228,24 @@ def test_a_file_that_may_not_be_read(saved: Path) -> None:
     (saved / "model.safetensors").chmod(0)
     with pytest.raises(WeightsError, match="cannot be read: Permission denied"):
         Checkpoint.open(source)
+
+
+# ------------------------------------------------------------------------------------------ digests
+
+
+def test_each_entry_changes_it_and_the_type_of_loading_does_not() -> None:
+    model = make_model().to(torch.bfloat16)
+    stores = [
+        compiled.executor(model, dtype=dtype).state.weight_store
+        for dtype in ("bfloat16", "float32")
+    ]
+    exact = {base_digest(store) for store in stores}
+    (rounded,) = {base_digest(store, torch.bfloat16) for store in stores}
+    assert len(exact) == 2
+    for name, parameter in model.named_parameters():
+        entry = parameter.data.view(-1)[torch.randint(parameter.numel(), ())]
+        before = entry.clone()
+        entry += 0.125
+        store = compiled.executor(model, dtype="float32").state.weight_store
+        assert base_digest(store, torch.bfloat16) != rounded, name
+        entry.copy_(before)

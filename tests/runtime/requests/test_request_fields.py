@@ -10,16 +10,13 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-import pcg.compiler as compiler
 from pcg.errors import GenerationError
 from pcg.runtime.executor import Executor
-from pcg.runtime.metrics.events import Kind
 from pcg.runtime.requests.request import Completion, Request
 from pcg.runtime.sampling.sampling_params import SamplingParams
-from tests.support import tiny_llama
+from tests.support import compiled, tiny_llama
 from tests.support.prompts import prompts
 from tests.support.small_engine import make_engine
-from tests.support.started_steps import nothing, when_read
 
 EOS = 2
 NEW = 12
@@ -36,7 +33,7 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def executor(directory: Path) -> Executor:
-    return compiler.compile(directory)
+    return compiled.executor(directory)
 
 
 @pytest.fixture(scope="module")
@@ -53,7 +50,7 @@ def greedy(model: Any, prompt: list[int], **options: Any) -> list[int]:
     return out[0, len(prompt) :].tolist()
 
 
-@pytest.mark.parametrize("backend", ["torch", "triton"])
+@pytest.mark.parametrize("backend", ["torch", pytest.param("triton", marks=pytest.mark.slow)])
 def test_a_batch_of_fields_generates_as_transformers_does(
     directory: Path, executor: Executor, model: Any, backend: str
 ) -> None:
@@ -87,8 +84,8 @@ def test_a_batch_of_fields_generates_as_transformers_does(
         greedy(model, prompt, **options) for prompt, options in zip(PROMPTS, theirs, strict=True)
     ]
     assert sum(found != each for found, each in zip(plain, expected, strict=True)) >= 5
-    served = executor if backend == "torch" else compiler.compile(directory, backend=backend)
-    engine = make_engine(served, 64)
+    served = executor if backend == "torch" else compiled.executor(directory, backend=backend)
+    engine = make_engine(served)
     for prompt, options in zip(PROMPTS, ours, strict=True):
         engine.submit(Request(tuple(prompt), SamplingParams(max_new_tokens=NEW, **options)))
     found: dict[int, Completion] = {}
@@ -98,23 +95,6 @@ def test_a_batch_of_fields_generates_as_transformers_does(
                 found[chunk.index] = chunk.completion
     assert [list(found[i].token_ids) for i in range(len(ours))] == expected
     assert found[2].stop_reason == (end if expected[2][-1] == end else None)
-
-
-def test_penalties_of_openai(executor: Executor, model: Any) -> None:
-    """A token that came is worth less by f for each time, and by p."""
-    prompt, f, p = PROMPTS[0], 1.5, 0.7
-    output: list[int] = []
-    for _ in range(NEW):
-        with torch.no_grad():
-            logits = model(torch.tensor([[*prompt, *output]])).logits[0, -1]
-        for token in set(output):
-            logits[token] -= f * output.count(token) + p
-        output.append(int(logits.argmax()))
-    options = {"frequency_penalty": f, "presence_penalty": p, "max_new_tokens": NEW}
-    (found,) = executor.generate([prompt], ignore_eos=True, **options)
-    assert list(found.token_ids) == output
-    (unpenalized,) = executor.generate([prompt], ignore_eos=True, max_new_tokens=NEW)
-    assert list(unpenalized.token_ids) != output
 
 
 def test_what_ended_an_output(executor: Executor) -> None:
@@ -161,76 +141,8 @@ def test_special_tokens_are_left_out_unless_they_are_asked_for(executor: Executo
     assert "<|im_start|>" not in skipped.text
 
 
-def test_a_truncated_prompt_is_its_last_tokens(executor: Executor) -> None:
-    prompt = PROMPTS[3]
-    cut, short, whole = executor.generate(
-        [prompt, prompt[-4:], PROMPTS[2]], max_new_tokens=5, truncate_prompt_tokens=4
-    )
-    assert cut.token_ids == short.token_ids
-    assert [cut.prompt_tokens, short.prompt_tokens, whole.prompt_tokens] == [4, 4, 3]
-
-
-def test_bad_words_as_text_are_not_in_the_output(executor: Executor) -> None:
-    tokenizer = executor.tokenizer
-    assert tokenizer is not None
-    (plain,) = executor.generate([PROMPTS[0]], max_new_tokens=NEW)
-    texts = {token: tokenizer.decode([token]) for token in plain.token_ids}
-    words = {t: text for t, text in texts.items() if tokenizer.encode(text, False) == [t]}
-    assert len(words) > 3
-    (found,) = executor.generate([PROMPTS[0]], max_new_tokens=NEW, bad_words=list(words.values()))
-    assert not words.keys() & set(found.token_ids)
-
-
-def test_state_outlives_preemption_and_steps_that_fail(executor: Executor) -> None:
-    """Penalties, bad words, least tokens and random numbers go on where they were."""
-    options: dict[str, Any] = {
-        "max_new_tokens": 24,
-        "min_tokens": 20,
-        "presence_penalty": 1.0,
-        "repetition_penalty": 1.1,
-        "bad_words": ((5, 6), (9,)),
-        "temperature": 1.5,
-        "logit_bias": {EOS: 5.0},
-    }
-    asked = [Request(tuple(p), SamplingParams(seed=i, **options)) for i, p in enumerate(PROMPTS)]
-
-    def served(pages: int, fails: int) -> tuple[list[tuple[int, ...]], bool]:
-        engine = make_engine(executor, pages)
-        start, steps = engine.device.start, 0
-
-        def failing(*given: Any) -> Any:
-            nonlocal steps
-            running, steps = start(*given), steps + 1
-
-            def ended() -> None:
-                if fails and steps % fails == 0:
-                    raise RuntimeError("after the tokens were drawn")
-
-            return when_read(running, nothing, ended)
-
-        engine.device.start = failing  # type: ignore[method-assign]
-        for request in asked:
-            engine.submit(request)
-        found: dict[int, Completion] = {}
-        for _ in range(2000):
-            for chunk in engine.step():
-                if chunk.completion is not None:
-                    found[chunk.index] = chunk.completion
-            if engine.is_idle:
-                break
-        preempted = any(event.kind is Kind.PREEMPTED for event in engine.log)
-        return [found[i].token_ids for i in range(len(asked))], preempted
-
-    expected, preempted = served(64, 0)
-    assert not preempted
-    assert all(len(tokens) >= 20 for tokens in expected)
-    assert served(6, 0) == (expected, True)
-    again, _ = served(64, 17)
-    assert again == expected
-
-
 def test_a_request_without_a_token_left_fails_alone(executor: Executor) -> None:
-    engine = make_engine(executor, 64)
+    engine = make_engine(executor)
     params = SamplingParams(max_new_tokens=5)
     hostile = SamplingParams(allowed_token_ids=(3,), bad_words=((3, 3),), max_new_tokens=5)
     for each in (params, hostile, params):
@@ -242,17 +154,3 @@ def test_a_request_without_a_token_left_fails_alone(executor: Executor) -> None:
     assert "no token is left to draw" in str(ends[1].error)
     (alone,) = executor.generate([PROMPTS[1]], max_new_tokens=5)
     assert ends[0].completion.token_ids == ends[2].completion.token_ids == alone.token_ids
-
-
-def test_fields_that_the_model_refuses(executor: Executor) -> None:
-    for options, words in (
-        ({"logit_bias": {512: 1.0}}, "logit_bias has token 512; the model's are 0 to 511"),
-        ({"stop_token_ids": [512]}, "stop_token_ids has token 512"),
-    ):
-        with pytest.raises(GenerationError, match=words):
-            executor.generate([[1, 2]], **options)
-    engine = make_engine(executor, 64)
-    by_hand = Request((1, 2), SamplingParams(allowed_token_ids=(512,)))
-    with pytest.raises(GenerationError, match="allowed_token_ids has token 512"):
-        engine.submit(by_hand)
-    assert engine.is_idle

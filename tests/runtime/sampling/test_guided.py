@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import re
 import sys
@@ -14,15 +15,16 @@ import jsonschema
 import pytest
 import torch
 
-import pcg.compiler as compiler
-from pcg.errors import GenerationError
+from pcg.errors import GenerationError, QueueFullError
+from pcg.runtime.admission.limits import Limits
 from pcg.runtime.engine.engine import Engine
 from pcg.runtime.executor import Executor
-from pcg.runtime.metrics.events import Kind
 from pcg.runtime.requests.request import Chunk, Completion
+from pcg.runtime.sampling import grammars
 from pcg.runtime.sampling import grammars as grammars_module
+from pcg.runtime.sampling.grammars import CompileQueue, Grammars
 from pcg.runtime.sampling.sampling_params import SamplingParams
-from tests.support import tiny_llama
+from tests.support import compiled, tiny_llama
 from tests.support.small_engine import LORA, make_engine
 
 PROMPTS = [
@@ -42,7 +44,6 @@ PERSON = {
 NUMBERS = {"type": "array", "items": {"type": "integer", "maximum": 999}, "maxItems": 4}
 SUM = 'start: NUMBER ("+" NUMBER)~1..3\nNUMBER: /[0-9]{1,3}/'
 GBNF = 'root ::= ("yes" | "no") " " [0-9]+ "."'
-SPACES: dict[str, Any] = {"bad_words": [" ", "\n", "\t", "\r"]}
 
 
 @pytest.fixture(scope="module")
@@ -53,7 +54,7 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def executor(directory: Path) -> Executor:
-    made = compiler.compile(directory)
+    made = compiled.executor(directory)
     adapter = made.add_adapter("a", LORA)
     for weights in adapter.weights.values():
         torch.nn.init.normal_(weights.b, std=0.2)
@@ -104,13 +105,14 @@ def check(index: int, completion: Completion) -> None:
 
 
 @pytest.mark.parametrize(
-    ("backend", "chosen", "new"), [("torch", range(8), 150), ("triton", (3, 4, 7), 12)]
+    ("backend", "chosen", "new"),
+    [("torch", range(8), 150), pytest.param("triton", (3, 4, 7), 12, marks=pytest.mark.slow)],
 )
 def test_outputs_follow_their_guides(
     directory: Path, executor: Executor, backend: str, chosen: Sequence[int], new: int
 ) -> None:
     """Drawn, with an adapter and without, beside a request without a guide."""
-    served = executor if backend == "torch" else compiler.compile(directory, backend=backend)
+    served = executor if backend == "torch" else compiled.executor(directory, backend=backend)
     adapter = "a" if backend == "torch" else None
     engine, alone = make_engine(served, 200), make_engine(served, 200)
     options: dict[str, Any] = {"max_new_tokens": new, "seed": 5, "temperature": 2.0}
@@ -134,22 +136,6 @@ def test_outputs_follow_their_guides(
     assert unguided is not None
     assert by_itself is not None
     assert unguided.token_ids == by_itself.token_ids
-
-
-def test_every_output_is_allowed_by_the_library_itself(executor: Executor) -> None:
-    """And as far as it is cut off, its beginning is."""
-    import llguidance
-
-    tokenizer = executor.tokenizer
-    assert tokenizer is not None
-    theirs = llguidance.LLTokenizer(tokenizer.backend.to_str(), n_vocab=512, eos_token=2)
-    grammar = llguidance.LLMatcher.grammar_from_json_schema(json.dumps(PERSON))
-    found = executor.generate(
-        PROMPTS, guided_json=PERSON, max_new_tokens=20, temperature=3.0, seed=0
-    )
-    for completion in found:
-        matcher = llguidance.LLMatcher(theirs, grammar)
-        assert matcher.validate_tokens(list(completion.token_ids)) == len(completion.token_ids)
 
 
 def test_an_output_ends_where_its_guide_does(executor: Executor) -> None:
@@ -193,73 +179,6 @@ def test_json_is_compact_unless_its_schema_says_which_white_space_may_come(
         ids = tokenizer.encode(text, add_special_tokens=False)
         taken = matcher.validate_tokens(ids)
         assert (taken == len(ids)) is (text in allowed), text
-
-
-@pytest.mark.parametrize(
-    "fields",
-    [
-        {"guided_json": PERSON},
-        {"guided_json": {**PERSON, "x-guidance": {}}},
-        {"guided_json": {"type": "array", "items": PERSON, "minItems": 1, "maxItems": 2}},
-    ],
-)
-def test_a_model_that_prefers_white_space_ends_its_json(
-    executor: Executor, fields: dict[str, Any]
-) -> None:
-    """The bias is that of a small chat model, which goes on with spaces and line breaks."""
-    tokenizer = executor.tokenizer
-    assert tokenizer is not None
-    texts = ((index, tokenizer.decode([index])) for index in range(tokenizer.vocab_size))
-    bias = {index: 50.0 for index, text in texts if text.isspace()}
-    found = executor.generate(PROMPTS, max_new_tokens=200, logit_bias=bias, **fields)
-    assert {one.finish_reason for one in found} == {"stop"}
-    assert all("\n" not in one.text for one in found)
-
-
-def test_continuations_follow_the_guide_each_for_itself(executor: Executor) -> None:
-    engine = make_engine(executor, 100)
-    fields: dict[str, Any] = {"guided_regex": "[a-f]{6}", "temperature": 3.0, "seed": 4}
-    engine.submit(executor.request(PROMPTS[1], n=3, **fields))
-    engine.wait_prepared()
-    found: list[str] = []
-    while not engine.is_idle:
-        found += [c.completion.text for c in engine.step() if c.completion is not None]
-        engine.check_integrity()
-    assert len(set(found)) == 3
-    assert all(re.fullmatch("[a-f]{6}", text) for text in found)
-    alone = [executor.generate([PROMPTS[1]], **fields | {"seed": 4 + i})[0].text for i in range(3)]
-    assert sorted(found) == sorted(alone)
-
-
-def test_state_outlives_preemption_and_steps_that_fail(executor: Executor) -> None:
-    options: dict[str, Any] = {"max_new_tokens": 40, "temperature": 2.0, "guided_json": PERSON}
-    asked = [executor.request(p, seed=i, **options | SPACES) for i, p in enumerate(PROMPTS)]
-
-    def served(pages: int, fails: int) -> tuple[list[tuple[int, ...]], bool]:
-        engine = make_engine(executor, pages)
-        start, steps = engine.device.start, 0
-
-        def failing(*given: Any) -> Any:
-            nonlocal steps
-            steps += 1
-            if fails and steps % fails == 0:
-                start(*given)
-                raise RuntimeError("after the masks were made")
-            return start(*given)
-
-        engine.device.start = failing  # type: ignore[method-assign]
-        for request in asked:
-            engine.submit(request)
-        found = ends(engine)
-        preempted = any(event.kind is Kind.PREEMPTED for event in engine.log)
-        completions = [found[i].completion for i in range(len(asked))]
-        return [c.token_ids for c in completions if c is not None], preempted
-
-    expected, preempted = served(100, 0)
-    assert not preempted
-    assert served(7, 0) == (expected, True)
-    again, _ = served(100, 17)
-    assert again == expected
 
 
 REFUSED: list[tuple[dict[str, Any], str]] = [
@@ -431,10 +350,116 @@ def test_guides_that_are_refused_at_once(fields: dict[str, Any], words: str) -> 
         SamplingParams(**fields)
 
 
-def test_a_schema_is_the_requests_own() -> None:
-    schema: dict[str, Any] = {"type": "object"}
-    params = SamplingParams.of({"guided_json": [schema, None]}, 0, 2)
-    schema["type"] = "array"
-    assert params.guide is not None
-    assert json.loads(params.guide.text) == {"type": "object"}
-    assert SamplingParams.of({"guided_json": [schema, None]}, 1, 2).guide is None
+# -------------------------------------------------------------------------------------- steps ahead
+
+CHOICES = ["left", "right", "ünï😀"]
+PATTERN = r"[a-c]{2,4}-\d{3}(x|yz)"
+AHEAD: list[dict[str, Any]] = [
+    {"guided_regex": PATTERN, "temperature": 2.0},
+    {"temperature": 0.0},
+    {"guided_choice": CHOICES, "temperature": 1.0, "n": 2},
+    {"guided_json": NUMBERS, "temperature": 1.5, "repetition_penalty": 1.1},
+    {"guided_regex": PATTERN, "temperature": 0.0, "logprobs": 1},
+    {"guided_regex": "a{40}b", "temperature": 1.0, "stop": ["aaa"]},
+    {"temperature": 1.0},
+]
+
+
+def served(executor: Executor, is_ahead: bool) -> tuple[dict[Any, Completion], dict[str, int]]:
+    """Completions of requests that come one after the other, and how steps were read."""
+    engine = executor.engine(Limits(running=6, tokens=48), kv_cache_bytes=2**20)
+    engine.device.is_ahead = is_ahead
+    asked = [
+        executor.request(
+            f"what is {number}?", "a" if number % 3 == 1 else None, max_new_tokens=16,
+            seed=number, **fields,
+        )
+        for number, fields in enumerate(AHEAD)
+    ]  # fmt: skip
+    found: dict[Any, Completion] = {}
+    for step in range(500):
+        if step % 2 == 0 and asked:
+            engine.submit(asked.pop(0))
+            engine.wait_prepared()
+        for chunk in engine.step():
+            assert chunk.error is None
+            if chunk.completion is not None:
+                found[chunk.index, chunk.choice] = chunk.completion
+        engine.check_integrity()
+        if not asked and engine.is_idle:
+            return found, dict(engine.reads)
+    raise AssertionError("the engine goes on for ever")
+
+
+# ---------------------------------------------------------------------------- guides that take long
+
+AMBIGUOUS = 'start: a\na: "x" | a a | a a a\n'
+
+
+def test_tenants_have_turns() -> None:
+    """Behind two that take long, one of each tenant runs, whoever asked first."""
+    queue, release, order = CompileQueue(), threading.Event(), []
+    queue.submit("a", lambda: release.wait(60))
+    queue.submit("c", lambda: release.wait(60))
+    ends = [queue.submit("a", lambda i=i: order.append(f"a{i}")) for i in range(8)]
+    ends.append(queue.submit("b", lambda: order.append("b")))
+    release.set()
+    for end in ends:
+        end.result(60)
+    assert order.index("b") <= 2
+
+
+def test_a_tenant_has_so_many_in_the_queue(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(grammars, "_MOST_QUEUED", 3)
+    queue, release, begun = CompileQueue(), threading.Event(), threading.Semaphore(0)
+    queue.submit("a", lambda: (begun.release(), release.wait(60)))
+    assert begun.acquire(timeout=60)
+    ends = [queue.submit("a", lambda: None) for _ in range(3)]
+    with pytest.raises(QueueFullError, match="3 guides of tenant 'a' wait to be compiled"):
+        queue.submit("a", lambda: None)
+    ends.append(queue.submit("b", lambda: None))
+    release.set()
+    for end in ends:
+        end.result(60)
+
+
+def test_a_guide_is_not_compiled_for_a_request_that_has_gone(
+    executor: Executor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By a cancel, a time that is out, or a client that left."""
+    compiled: list[str] = []
+    release, begun = threading.Event(), threading.Semaphore(0)
+
+    def compile_slowly(grammars: Grammars, guide: Any) -> Any:
+        compiled.append(guide.text)
+        begun.release()
+        release.wait(60)
+        raise GenerationError("slow")
+
+    monkeypatch.setattr(Grammars, "_compiled_matcher", compile_slowly)
+    fields: dict[str, Any] = {"max_new_tokens": 4}
+    with executor.engine(kv_cache_bytes=2**22).start() as running:
+        slow = [running.submit("a", guided_regex=text, **fields) for text in ("one", "two")]
+        assert all(begun.acquire(timeout=60) for _ in slow)
+        gone = running.submit("a", guided_regex="gone", **fields)
+        stays = running.submit("a", guided_regex="stays", **fields)
+        gone.cancel()
+        assert gone.wait(60).finish_reason == "cancelled"
+        del gone
+        gc.collect()
+        release.set()
+        with pytest.raises(GenerationError):
+            stays.wait(60)
+    assert sorted(compiled) == ["one", "stays", "two"]
+
+
+def test_an_ambiguous_grammar_fails_before_its_tokens_take_long(executor: Executor) -> None:
+    """Its tokens would take 80 ms each of everyone's steps; its neighbour is left alone."""
+    fields: dict[str, Any] = {"max_new_tokens": 100, "ignore_eos": True}
+    expected = executor.generate("the fox", **fields).token_ids
+    with executor.engine(kv_cache_bytes=2**22).start() as running:
+        hostile = running.submit("x", guided_grammar=AMBIGUOUS, max_new_tokens=200, min_tokens=200)
+        neighbour = running.submit("the fox", **fields)
+        assert neighbour.wait(60).token_ids == expected
+        with pytest.raises(GenerationError, match="more than 2 ms each of everyone's step"):
+            hostile.wait(60)

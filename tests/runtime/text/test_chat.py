@@ -1,11 +1,16 @@
+"""None"""
+
+import re
 from datetime import datetime
 
 import pytest
 from transformers import PreTrainedTokenizerFast
 
-from pcg.errors import ConfigError, GenerationError
+from pcg.errors import ConfigError, DataError, GenerationError
 from pcg.runtime.text.chat import ChatTemplate
+from pcg.runtime.text.chat_spans import assistant_spans
 from pcg.runtime.text.tokenizer import Tokenizer
+from tests.support import chat_templates as families
 from tests.support import toy_tokenizers as toys
 
 CHAT = [
@@ -82,3 +87,161 @@ def test_marked_spans():
     # Trimming what was captured would tell another text; then there are no marks to trust.
     trimmed = "{% set x %}{% generation %} a {% endgeneration %}{% endset %}{{ x | trim }}"
     assert ChatTemplate({"default": trimmed}).marked_spans(CHAT) is None
+
+
+# --------------------------------------------------------------------------- spans that are learned
+
+ENDS = ("<|im_start|>", "<|im_end|>", "</s>")
+THOUGHT = [
+    {"role": "user", "content": "one"},
+    {"role": "assistant", "content": "<think>why</think>first answer"},
+    {"role": "user", "content": "two"},
+    {"role": "assistant", "content": "<think>how</think>second answer"},
+]
+SHORT = [
+    {"role": "user", "content": "one"},
+    {"role": "assistant", "content": "first"},
+    {"role": "user", "content": "first"},
+    {"role": "assistant", "content": ""},
+]
+
+
+def learned(template, messages, learn, marks=True, ends=ENDS, stops=()):
+    template = ChatTemplate({"default": template}).training
+    names = {"bos_token": "<s>", "eos_token": "</s>"}
+    text, spans = assistant_spans(
+        messages,
+        learn,
+        lambda part, prompt: template.render(part, add_generation_prompt=prompt, **names),
+        template.marked_spans(messages, **names) if marks else None,
+        ends,
+        stops,
+    )
+    rendered = template.render(messages, **names)
+    assert text.removeprefix(rendered) in ("", *stops)
+    return [text[slice(*span)] for span in spans]
+
+
+@pytest.mark.parametrize("template", [toys.CHATML, toys.CHATML_MARKED])
+def test_the_content_and_the_end_of_turn(template):
+    assert learned(template, SHORT, (1, 3)) == ["first<|im_end|>", "<|im_end|>"]
+    assert learned(template, SHORT, (1,)) == ["first<|im_end|>"]
+    assert learned(template, SHORT, (3,), marks=False) == ["<|im_end|>"]
+    assert learned(template, SHORT, ()) == []
+
+
+def test_a_template_without_a_generation_prompt():
+    assert learned(toys.LLAMA2, SHORT[:2], (1,)) == [" first </s>"]
+    assert learned(toys.LLAMA2, THOUGHT, (1, 3)) == [
+        " <think>why</think>first answer </s>",
+        " <think>how</think>second answer </s>",
+    ]
+
+
+def test_a_template_that_rewrites_earlier_turns():
+    last = "<think>\nhow\n</think>\n\nsecond answer<|im_end|>"
+    plain = [THOUGHT[0], {"role": "assistant", "content": "first answer"}, *THOUGHT[2:]]
+    assert learned(toys.REWRITING, plain, (1, 3)) == ["first answer<|im_end|>", last]
+    assert learned(toys.REWRITING, THOUGHT, (3,)) == [last]
+    with pytest.raises(DataError, match=r"drops the reasoning of message 1, 'why', .*a row of its"):
+        learned(toys.REWRITING, THOUGHT, (1, 3))
+
+
+def test_a_generation_prompt_that_begins_the_answer():
+    template = toys.REWRITING.replace(
+        "assistant\\n' }}{% endif", "assistant\\n<think>\\n' }}{% endif"
+    )
+    assert learned(template, THOUGHT, (3,)) == ["how\n</think>\n\nsecond answer<|im_end|>"]
+
+
+def spoken(reasoning, content, key):
+    """Return an assistant's message, with its reasoning by key, or in the content for None."""
+    if key is None:
+        return {"role": "assistant", "content": f"<think>\n{reasoning}\n</think>\n\n{content}"}
+    return {"role": "assistant", "content": content, key: reasoning}
+
+
+@pytest.mark.parametrize("name", families.REASONING)
+def test_all_reasoning_of_a_known_family_is_learned(name):
+    template, keys = families.REASONING[name]
+    for key in keys:
+        chat = [THOUGHT[0], spoken("why", "first", key), THOUGHT[2], spoken("how", "second", key)]
+        first, second = learned(template, chat, (1, 3), stops=("<|im_end|>", "<|user|>"))
+        assert re.fullmatch(r"\s*(<think>)?\s*why\s*</think>\s*first(<.*>)", first)
+        assert re.fullmatch(r"\s*(<think>)?\s*how\s*</think>\s*second(<.*>)", second)
+        # A turn is learned as it is written where it is the last.
+        assert learned(template, chat[:2], (1,), stops=("<|im_end|>", "<|user|>")) == [first]
+
+
+@pytest.mark.parametrize("key", ["reasoning_content", "reasoning", "thinking"])
+def test_reasoning_that_a_template_does_not_know_is_refused(key):
+    chat = [THOUGHT[0], spoken("why", "first", key)]
+    with pytest.raises(DataError, match=f"drops '{key}' of message 1, 'why', .*<think>"):
+        learned(toys.CHATML, chat, (1,))
+    assert learned(toys.CHATML, [*chat, THOUGHT[2], SHORT[1]], (3,)) == ["first<|im_end|>"]
+
+
+def test_the_next_roles_token_ends_a_turn():
+    stops = ("<|endoftext|>", "<|user|>", "<|observation|>")
+    call = {"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}
+    calls = {"role": "assistant", "content": "", "tool_calls": [call]}
+    messages = [*SHORT[:3], calls, {"role": "tool", "content": "1"}, SHORT[1]]
+    ends = [*stops, "<|assistant|>", "<|system|>"]
+    template = families.GLM4
+    assert learned(template, messages, (1, 3, 5), ends=ends, stops=stops) == [
+        "\nfirst<|user|>",
+        '\nadd({"a": 1})<|observation|>',
+        "\nfirst<|user|>",
+    ]
+    assert learned(template, messages[:4], (3,), ends=ends, stops=stops) == [
+        '\nadd({"a": 1})<|observation|>'
+    ]
+    # A turn that is not learned is not continued.
+    assert learned(template, messages[:4], (1,), ends=ends, stops=stops) == ["\nfirst<|user|>"]
+
+
+def test_tools_that_move_to_the_last_question_do_not_hide_calls():
+    """A longer chat begins otherwise, but the turn has its end: no header follows it."""
+    tools = [{"type": "function", "function": {"name": "add"}}]
+    call = {"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}
+    calls = {"role": "assistant", "content": "", "tool_calls": [call]}
+    messages = [SHORT[0], calls, {"role": "tool", "content": "1"}, SHORT[1]]
+    template = ChatTemplate({"default": families.MISTRAL_V3}).training
+    text, spans = assistant_spans(
+        messages,
+        (1, 3),
+        lambda part, prompt: template.render(part, tools=tools, eos_token="</s>", bos_token="<s>"),
+        None,
+        ENDS,
+        ("</s>",),
+    )
+    assert [text[slice(*span)] for span in spans] == [
+        '[TOOL_CALLS]{"name": "add", "arguments": {"a": 1}}</s>',
+        "first</s>",
+    ]
+
+
+def test_calls_that_a_template_does_not_know_are_refused():
+    call = {"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}
+    messages = [SHORT[0], {"role": "assistant", "content": "now", "tool_calls": [call]}]
+    with pytest.raises(DataError, match="drops a call of message 1, 'add'"):
+        learned(toys.CHATML, messages, (1,))
+
+
+def test_a_header_that_always_follows_is_not_learned():
+    """The last turn ends at its end-of-turn token, as those before it."""
+    assert learned(toys.ALWAYS_PROMPTED, THOUGHT, (1, 3)) == [
+        "<think>why</think>first answer<|im_end|>",
+        "<think>how</think>second answer<|im_end|>",
+    ]
+    assert learned(toys.ALWAYS_PROMPTED, SHORT[:2], (1,)) == ["first<|im_end|>"]
+    two = [*SHORT[:2], {"role": "assistant", "content": " and again "}]
+    assert learned(toys.ALWAYS_PROMPTED, two, (1, 2)) == ["first<|im_end|>", "and again<|im_end|>"]
+    with pytest.raises(DataError, match="ends every text with the assistant's header"):
+        learned(toys.ALWAYS_PROMPTED, SHORT, (3,))
+
+
+def test_a_message_that_cannot_be_found_is_an_error():
+    template = "{{ messages | length }}{% for m in messages %}{{ m.role }}{% endfor %}"
+    with pytest.raises(DataError, match=r'message 1 cannot be found .* "weight": 0'):
+        learned(template, THOUGHT, (1,))

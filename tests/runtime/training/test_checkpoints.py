@@ -8,7 +8,6 @@ import resource
 import shutil
 import signal
 import subprocess
-import sys
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -18,7 +17,6 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-import pcg.compiler
 from pcg.errors import FinetuneError, FinetuneInterrupted
 from pcg.files import seal
 from pcg.runtime.executor import Executor
@@ -26,6 +24,7 @@ from pcg.runtime.training.checkpoints import CheckpointStore
 from pcg.runtime.training.options import FinetuneResult, StepRecord
 from pcg.runtime.training.runner import TrainingPass
 from pcg.runtime.training.windows import Window
+from tests.support import compiled
 from tests.support.damage import damage, damages
 from tests.support.small_job import DATA, LORA, STEPS, examples, job, make_model
 
@@ -34,7 +33,7 @@ Bits = tuple[dict[str, torch.Tensor], tuple[float, ...], tuple[tuple[int, float]
 
 @pytest.fixture(scope="module")
 def shared() -> Executor:
-    return pcg.compiler.compile(make_model(), None)
+    return compiled.executor(make_model(), None)
 
 
 @pytest.fixture
@@ -83,7 +82,10 @@ def snapshot(directory: Path) -> dict[str, bytes]:
 # ------------------------------------------------------------------------------- resuming exactly
 
 
-@pytest.mark.parametrize("step", range(1, STEPS + 1))
+@pytest.mark.parametrize(
+    "step",
+    [s if s in (1, 7) else pytest.param(s, marks=pytest.mark.slow) for s in range(1, STEPS + 1)],
+)
 def test_interrupted_at_any_step(
     executor: Executor, whole: Bits, tmp_path: Path, step: int
 ) -> None:
@@ -97,27 +99,7 @@ def test_interrupted_at_any_step(
     assert_same(bits(executor, result), whole)
 
 
-@pytest.mark.parametrize("step", [2, 3, 7])
-def test_failed_at_any_step(executor: Executor, whole: Bits, tmp_path: Path, step: int) -> None:
-    """As a crash: nothing is saved then, and the checkpoint of each third step counts."""
-    with pytest.raises(ZeroDivisionError):
-        job(executor, tmp_path, stop_at(step, ZeroDivisionError))
-    result = job(executor, tmp_path)
-    assert result.resumed_from == (step // 3 * 3 or None)
-    if step == 2:
-        return  # went on from the adapter as it was, with nothing to resume from
-    assert_same(bits(executor, result), whole)
-
-
-def test_interrupted_again_and_again(executor: Executor, whole: Bits, tmp_path: Path) -> None:
-    for step in range(1, STEPS):
-        with pytest.raises(FinetuneInterrupted):
-            job(executor, tmp_path, stop_at(step, KeyboardInterrupt))
-    assert_same(bits(executor, job(executor, tmp_path)), whole)
-    assert len(list(tmp_path.glob("step-*"))) == 2
-
-
-@pytest.mark.parametrize("where", ["forward", "evaluation"])
+@pytest.mark.parametrize("where", [pytest.param("forward", marks=pytest.mark.slow), "evaluation"])
 def test_interrupted_within_a_step(
     executor: Executor, whole: Bits, tmp_path: Path, where: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -140,28 +122,6 @@ def test_interrupted_within_a_step(
     assert_same(bits(executor, result), whole)
 
 
-def test_killed(executor: Executor, whole: Bits, tmp_path: Path) -> None:
-    """kill -9 between two steps, in another process."""
-    script = f"""
-import os, pathlib, signal, sys
-sys.path.insert(0, os.getcwd())
-import pcg
-from tests.support.damage import damage, damages
-from tests.support.small_job import job, make_model
-def kill(record):
-    if record.step == 5:
-        os.kill(os.getpid(), signal.SIGKILL)
-job(pcg.compile(make_model()), pathlib.Path({str(tmp_path)!r}), kill)
-"""
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, check=False)
-    assert done.returncode == -signal.SIGKILL, done.stderr.decode()
-    (tmp_path / ".saving-0123").mkdir()  # as one that is killed while it saves leaves
-    result = job(executor, tmp_path)
-    assert result.resumed_from == 3
-    assert_same(bits(executor, result), whole)
-    assert not list(tmp_path.glob(".saving-*"))
-
-
 def test_a_job_that_is_done_is_not_done_again(
     executor: Executor, whole: Bits, tmp_path: Path
 ) -> None:
@@ -174,27 +134,6 @@ def test_a_job_that_is_done_is_not_done_again(
     assert again.checkpoint == result.checkpoint
     assert_same(bits(executor, again), whole)
     assert snapshot(tmp_path) == before
-
-
-def test_stopped_early_stays_stopped(executor: Executor, tmp_path: Path) -> None:
-    options = {"patience": 1, "learning_rate": 0.3, "eval_every": 1, "epochs": 9}
-    first = job(executor, tmp_path, **options)
-    assert first.stopped == "early"
-    second = job(executor, tmp_path, **options)
-    assert second.steps == first.steps
-    assert_same(bits(executor, second), bits(executor, first))
-
-
-def test_more_steps_of_a_constant_rate(executor: Executor, tmp_path: Path) -> None:
-    options = {"epochs": None, "schedule": "constant_with_warmup"}
-    job(executor, tmp_path / "one", max_steps=4, **options)
-    longer = job(executor, tmp_path / "one", max_steps=7, **options)
-    executor.remove_adapter("a")
-    straight = job(executor, tmp_path / "two", max_steps=7, **options)
-    assert longer.resumed_from == 4
-    assert longer.losses == straight.losses
-    with pytest.raises(FinetuneError, match="beyond the 5 steps"):
-        job(executor, tmp_path / "one", max_steps=5, **options)
 
 
 def test_without_a_recipe_the_checkpoint_has_it(
@@ -214,7 +153,7 @@ def test_a_directory_is_of_one_job_at_a_time(
     executor: Executor, whole: Bits, tmp_path: Path
 ) -> None:
     """A second one would remove what the first saves, and point to what the first removes."""
-    other = pcg.compiler.compile(make_model(), None)
+    other = compiled.executor(make_model(), None)
 
     def meanwhile(record: StepRecord) -> None:
         with pytest.raises(FinetuneError, match="another job saves its checkpoints in"):
@@ -262,17 +201,6 @@ def test_files(executor: Executor, tmp_path: Path) -> None:
     assert torch.allclose(executor.logits(ids, "a"), logits, atol=1e-5)
 
 
-def test_each_epoch_without_save_every(executor: Executor, tmp_path: Path) -> None:
-    saved = []
-
-    def look(record: StepRecord) -> None:
-        saved.append(sorted(path.name for path in tmp_path.glob("step-*")))
-
-    job(executor, tmp_path, look, save_every=None, keep_last=1)
-    assert saved[1:4] == [[], ["step-00000003"], ["step-00000003"]]
-    assert saved[-1] == ["step-00000009"]
-
-
 def test_starting_anew(executor: Executor, whole: Bits, tmp_path: Path) -> None:
     """The old checkpoints go when the first new one is there, not before."""
     job(executor, tmp_path, max_steps=6, epochs=None)
@@ -314,25 +242,6 @@ def test_disk_full(executor: Executor, whole: Bits, tmp_path: Path) -> None:
     assert_same(bits(executor, result), whole)
 
 
-@pytest.mark.parametrize("broken", ["replace", "rename"])
-def test_a_rename_that_fails(
-    executor: Executor, tmp_path: Path, broken: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    job(executor, tmp_path, max_steps=4, epochs=None, schedule="constant", warmup_steps=None)
-    before = (tmp_path / "latest").read_text()
-    real = getattr(Path, broken)
-
-    def failing(self: Path, target: Path) -> Path:
-        if Path(target).parent == tmp_path and Path(target).name != self.name:
-            raise OSError(28, "No space left on device")
-        return real(self, target)
-
-    monkeypatch.setattr(Path, broken, failing)
-    with pytest.raises(FinetuneError, match="No space left on device; step-00000004 is still good"):
-        job(executor, tmp_path, max_steps=6, epochs=None, schedule="constant", warmup_steps=None)
-    assert (tmp_path / "latest").read_text() == before
-
-
 # ------------------------------------------------------------------------------- what is refused
 
 
@@ -370,16 +279,6 @@ def test_another_job(
     assert snapshot(stopped) == before
 
 
-def test_what_changes_no_weight_may_change(executor: Executor, whole: Bits, stopped: Path) -> None:
-    moved = stopped.parent / "moved"
-    shutil.copytree(stopped, moved)
-    result = job(
-        executor, moved, save_every=1, keep_last=5, progress=False, log_every=1, resume=True
-    )
-    assert result.resumed_from == 4
-    assert_same(bits(executor, result), whole)
-
-
 def test_another_adapter_of_that_name(executor: Executor, stopped: Path) -> None:
     mine = executor.add_adapter("a", {**LORA, "r": 2})
     with pytest.raises(FinetuneError, match=r"rank 4 .* and this run rank 2"):
@@ -391,7 +290,7 @@ def test_another_base(stopped: Path) -> None:
     """In one entry."""
     model = make_model()
     model.lm_head.weight.data[5, 7] += 0.01
-    other = pcg.compiler.compile(model, None)
+    other = compiled.executor(model, None)
     with pytest.raises(FinetuneError, match=r"base_weights \(checksum\) was"):
         job(other, stopped)
 
@@ -488,12 +387,3 @@ def test_optimizer_of_another_adapter(executor: Executor, stopped: Path) -> None
     assert executor.adapters["a"] is not mine
     for kept, tensor in zip(mine.tensors, executor.adapters["a"].tensors, strict=True):
         assert torch.equal(kept, tensor)
-
-
-def test_another_dropout_in_a_checkpoint(executor: Executor, stopped: Path) -> None:
-    config = stopped / "step-00000004" / "adapter_config.json"
-    config.write_text(config.read_text().replace('"lora_dropout": 0.0', '"lora_dropout": 0.1'))
-    seal(config.parent)
-    with pytest.raises(FinetuneError, match=r"checkpoint has dropout 0.1 and peft= 0"):
-        job(executor, stopped)
-    assert not executor.adapters

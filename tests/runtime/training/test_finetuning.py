@@ -5,12 +5,9 @@ Long because every option and every way a job can end is a test of its own.
 
 import copy
 import dataclasses
-import io
 import itertools
 import json
-import logging
 import signal
-import sys
 import warnings
 from pathlib import Path
 from typing import Any
@@ -21,15 +18,14 @@ import tokenizers
 import torch
 import transformers
 
-import pcg.compiler
 from pcg.errors import DataError, FinetuneError, FinetuneInterrupted
 from pcg.keywords import field_docs
 from pcg.runtime.data.example import IGNORED, Example
 from pcg.runtime.data.order import Batches
 from pcg.runtime.executor import Executor
 from pcg.runtime.text.tokenizer import Tokenizer
-from pcg.runtime.training.options import FinetuneOptions, StepRecord
-from pcg.runtime.training.work_units import deferred_interrupts
+from pcg.runtime.training.options import FinetuneOptions
+from tests.support import compiled
 
 VOCABULARY, POSITIONS = 100, 32
 CONFIGS = {
@@ -71,7 +67,7 @@ def model() -> Any:
 
 @pytest.fixture(scope="module")
 def shared(model: Any) -> Executor:
-    return pcg.compiler.compile(model, None)
+    return compiled.executor(model)
 
 
 def tensors(executor: Executor, name: str = "a") -> dict[str, torch.Tensor]:
@@ -148,7 +144,7 @@ def reference(
 @pytest.mark.parametrize(
     ("family", "recipe", "schedule", "steps", "group"),
     [
-        ("llama", LORA, "linear", 10, 2),
+        pytest.param("llama", LORA, "linear", 10, 2, marks=pytest.mark.slow),
         ("llama", {**LORA, "use_dora": True}, "linear", 10, 2),
         ("gpt2", {**LORA, "bias": "all", "use_rslora": True}, "cosine", 10, 3),
         (
@@ -168,7 +164,7 @@ def test_same_weights_as_peft_and_torch(
         base, executor = request.getfixturevalue("model"), request.getfixturevalue("executor")
     else:
         base = base_model(family)
-        executor = pcg.compiler.compile(base, None)
+        executor = compiled.executor(base, None)
     data = examples(14)
     executor.add_adapter("a", recipe)
     options = {"learning_rate": 2e-2, "weight_decay": 0.1, "batch_size": 3, "schedule": schedule}
@@ -193,25 +189,6 @@ def test_same_weights_as_peft_and_torch(
             known[32:64] = False
         error = (tensor - wanted[path])[known].norm() / wanted[path][known].norm()
         assert error < 1e-5, (path, error)
-
-
-def test_accumulation_changes_nothing_but_rounding(executor: Executor) -> None:
-    """Though the parts differ in target tokens."""
-    data = examples(24)
-    found = []
-    for size, group in ((8, 1), (2, 4)):
-        executor.add_adapter("a", LORA)
-        # Not the usual eps: Adam blows up the rounding of gradients that are nearly zero.
-        result = executor.finetune(
-            data, "a", batch_size=size, gradient_accumulation_steps=group, eps=1e-4,
-            learning_rate=1e-2,
-        )  # fmt: skip
-        assert result.steps == result.total_steps == 3
-        found.append((result.losses, tensors(executor)))
-        executor.remove_adapter("a")
-    assert found[0][0] == pytest.approx(found[1][0], rel=1e-6)
-    for path, tensor in found[0][1].items():
-        assert (tensor - found[1][1][path]).norm() < 1e-5 * tensor.norm(), path
 
 
 def test_the_served_adapter_is_the_trained_one(executor: Executor, tmp_path: Path) -> None:
@@ -264,18 +241,6 @@ def test_an_endless_iterable_is_read_as_far_as_the_steps_need(
     executor.remove_adapter("a")
 
 
-def test_batches_of_tokens(executor: Executor) -> None:
-    data = examples(20)
-    records: list[StepRecord] = []
-    result = executor.finetune(data, "a", max_tokens=40, epochs=2, on_step=records.append)
-    assert all(record.tokens <= 40 for record in records)
-    assert result.tokens == 2 * sum(len(example.ids) for example in data)
-    assert result.targets == 2 * sum(example.targets for example in data)
-    assert [record.epoch for record in records] == sorted(record.epoch for record in records)
-    assert result.steps == result.total_steps == len(records) == records[0].total_steps
-    assert [record.loss for record in records] == list(result.losses)
-
-
 def test_evaluation_early_stop_and_the_best_adapter(executor: Executor) -> None:
     """Learning noise by heart makes other noise less likely, so that it stops."""
     held_out = examples(6, seed=1)
@@ -291,24 +256,6 @@ def test_evaluation_early_stop_and_the_best_adapter(executor: Executor) -> None:
     assert result.best_step == steps[losses.index(min(losses))] == result.steps - 6
     total, targets = executor.training_runner("a").evaluate(held_out)
     assert total / targets == pytest.approx(result.best_loss, rel=1e-6)
-
-
-def test_evaluation_each_epoch_and_at_the_end(executor: Executor) -> None:
-    result = executor.finetune(
-        examples(6), "a", batch_size=2, max_steps=7, eval_data=examples(2, seed=1)
-    )
-    assert [step for step, _ in result.eval_losses] == [3, 6, 7]
-    assert not result.restored
-
-
-def test_half_precision_base(model: Any) -> None:
-    """The adapter is fp32 over a bf16 base; it learns, at about the fp32 base's pace."""
-    executor = pcg.compiler.compile(copy.deepcopy(model).bfloat16(), None)
-    result = executor.finetune(
-        examples(8), "a", peft=LORA, epochs=20, learning_rate=3e-2, max_steps=None
-    )
-    assert {tensor.dtype for tensor in executor.adapters["a"].tensors} == {torch.float32}
-    assert result.losses[-1] < 0.6 * result.losses[0]
 
 
 # ------------------------------------------------------------------------------- data in files
@@ -346,18 +293,6 @@ def test_files(with_words: Executor, tmp_path: Path) -> None:
     text = tmp_path / "book.txt"
     text.write_text("w5 w6 w7 " * 30)  # 90 words and an end: more than the model's positions
     assert with_words.finetune(text, "c").tokens == 91
-
-
-def test_bad_lines_are_named(with_words: Executor, tmp_path: Path) -> None:
-    rows = [{"prompt": "w3", "completion": " w4"}, {"prompt": "w3", "completion": " w4" * 40}]
-    file = write_lines(tmp_path / "long.jsonl", rows)
-    with pytest.raises(DataError, match=r"long.jsonl line 2 has 42 tokens, more than .* 32 pos"):
-        with_words.finetune(file, "a")
-    assert with_words.finetune(file, "a", max_length=32).tokens == 3 + 32
-    file.write_text('{"prompt": "w3", "completion": "w4"}\n{"prompt": \n')
-    with pytest.raises(DataError, match=r"long.jsonl line 2"):
-        with_words.finetune(file, "b")
-    assert "b" not in with_words.adapters
 
 
 @pytest.mark.parametrize(
@@ -456,22 +391,6 @@ def test_divergence_asks_for_a_lower_rate(executor: Executor) -> None:
         )
 
 
-def test_interrupt_without_checkpoints(executor: Executor) -> None:
-    seen = []
-
-    def stop(record: StepRecord) -> None:
-        seen.append(tensors(executor))
-        if record.step == 2:
-            raise KeyboardInterrupt
-
-    with pytest.raises(
-        FinetuneInterrupted, match=r"after step 2 of 4.*Give checkpoint_dir"
-    ) as error:
-        executor.finetune(examples(8), "a", batch_size=2, on_step=stop)
-    assert (error.value.step, error.value.checkpoint) == (2, None)
-    assert_same_bits(tensors(executor), seen[-1])
-
-
 def test_interrupt_within_an_update_waits(
     executor: Executor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -492,50 +411,3 @@ def test_interrupt_within_an_update_waits(
     once = executor.finetune(data, "b", peft=LORA, batch_size=4, schedule="constant", max_steps=1)
     assert once.losses == whole.losses[:1]
     assert_same_bits(tensors(executor, "a"), tensors(executor, "b"))
-
-
-def test_deferred_interrupts_keep_the_handler() -> None:
-    before = signal.getsignal(signal.SIGINT)
-    done = []
-
-    def work() -> None:
-        with deferred_interrupts():
-            signal.raise_signal(signal.SIGINT)
-            done.append(True)
-
-    with pytest.raises(KeyboardInterrupt):
-        work()
-    assert done
-    assert signal.getsignal(signal.SIGINT) is before
-
-
-# ------------------------------------------------------------------------------- what is shown
-
-
-class Terminal(io.StringIO):
-    def isatty(self) -> bool:
-        return True
-
-
-def test_progress_bar(
-    executor: Executor, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    executor.finetune(examples(4), "a", batch_size=2)
-    assert capsys.readouterr() == ("", "")
-    for progress in (True, False):
-        terminal = Terminal()
-        monkeypatch.setattr(sys, "stderr", terminal)
-        monkeypatch.setenv("TERM", "xterm")
-        monkeypatch.setenv("COLUMNS", "120")
-        executor.finetune(examples(4), "a", batch_size=2, progress=progress)
-        shown = terminal.getvalue()
-        assert bool(shown) is progress
-        if progress:
-            assert all(part in shown for part in ("loss", "lr", "tok/s", "2/2"))
-
-
-def test_log(executor: Executor, caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.INFO, logger="pcg.finetuning"):
-        executor.finetune(examples(5), "a", batch_size=1, log_every=2)
-    lines = [record.getMessage() for record in caplog.records]
-    assert [line.split(":")[0] for line in lines] == ["a step 2/5", "a step 4/5", "a step 5/5"]

@@ -2,7 +2,6 @@
 
 import copy
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -12,19 +11,14 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import pcg
-from pcg.errors import FinetuneInterrupted
-from pcg.runtime.executor import Executor
 from pcg.runtime.training.optimizer import (
     HostStates,
     load_optimizer,
     make_optimizer,
     optimizer_tensors,
 )
-from pcg.runtime.training.options import StepRecord
 from pcg.runtime.training.torch_optimizers import OPTIMIZERS, SHARED_KEYS, Optimizer
-from tests.support.ranked import EXAMPLES, make_executor, make_program
 from tests.support.small_job import LORA, make_model
-from tests.support.threads import run_ranks
 
 SHAPES = {"small": (3, 5), "large": (65, 64), "bias": (1, 7)}
 VARIANTS: tuple[tuple[str, Mapping[str, Any]], ...] = (
@@ -113,34 +107,6 @@ def test_a_gpu_has_the_states_of_one_parameter(name: str, options: Mapping[str, 
         assert stream.synchronize.call_count == 2
 
 
-def test_over_ranks_a_job_is_resumed_to_the_same_bits(tmp_path: Path) -> None:
-    options = {"max_steps": 4, "batch_size": 2, "progress": False}
-    program = make_program("gpt2", 2)
-
-    def train(executor: Executor, name: str, **more: Any) -> tuple[Tensor, ...]:
-        start = [tensor.clone() for tensor in executor.adapters["b"].tensors]
-        executor.finetune(EXAMPLES, "b", optimizer=name, **options, **more)
-        trained = tuple(tensor.clone() for tensor in executor.adapters["b"].tensors)
-        for tensor, value in zip(executor.adapters["b"].tensors, start, strict=True):
-            tensor.copy_(value)
-        return trained
-
-    def work(ranks: Any) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
-        executor = make_executor(program, "gpt2", ranks)
-
-        def interrupt(record: StepRecord) -> None:
-            if record.step == 2:
-                raise KeyboardInterrupt
-
-        whole = train(executor, "adamw")
-        with pytest.raises(FinetuneInterrupted):
-            train(executor, "paged_adamw_32bit", checkpoint_dir=tmp_path, on_step=interrupt)
-        return whole, train(executor, "paged_adamw_32bit", checkpoint_dir=tmp_path)
-
-    for whole, resumed in run_ranks(2, work):
-        assert all(torch.equal(a, b) for a, b in zip(resumed, whole, strict=True))
-
-
 def test_explain_counts_both_memories() -> None:
     report = pcg.explain(make_model(), LORA, optimizer="paged_adamw")
     moments = 2 * 4 * report.parameters["trainable"]
@@ -153,13 +119,3 @@ def test_explain_counts_both_memories() -> None:
     assert update.workspace_bytes == 2 * 4 * 4 * 64  # the moments of an A at down_proj
     assert "and in host memory: " in report.to_text()
     assert "In host memory, beside it:" in report.to_html()
-
-
-@pytest.mark.slow
-def test_on_a_cpu_both_are_one() -> None:
-    here, there = (
-        pcg.explain(make_model(), LORA, optimizer=name, device="cpu")
-        for name in ("adamw", "paged_adamw")
-    )
-    assert there.memory_bytes["optimizer"] == here.memory_bytes["optimizer"]
-    assert there.host_bytes == {}

@@ -1,16 +1,21 @@
 """Every optimizer: the adapter that torch's makes of peft's gradients, exact resume, bytes."""
 
 import copy
+import inspect
+import sys
 import warnings
 from collections.abc import Mapping
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
+import bitsandbytes
 import peft
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file
+from torch import Tensor
 
 import pcg
 import pcg.compiler
@@ -20,9 +25,15 @@ from pcg.runtime.data.example import Example
 from pcg.runtime.executor import Executor
 from pcg.runtime.training.optimizer import make_optimizer
 from pcg.runtime.training.options import FinetuneOptions, StepRecord
-from pcg.runtime.training.torch_optimizers import OPTIMIZERS, Optimizer
+from pcg.runtime.training.torch_optimizers import (
+    OPTIMIZERS,
+    SHARED_KEYS,
+    Optimizer,
+    _defaults,
+)
+from tests.support import compiled
 from tests.support.ranked import EXAMPLES as RANKED
-from tests.support.ranked import make_executor, make_program
+from tests.support.ranked import METHODS, make_executor, make_program
 from tests.support.small_job import LORA, examples, make_model
 from tests.support.threads import run_ranks
 
@@ -41,6 +52,9 @@ OPTIONS: Mapping[str, Mapping[str, Any]] = {
 TORCH = [name for name in OPTIMIZERS if not Optimizer.of(name).has_8bit_states]
 """Optimizers with states in fp32; test_8bit_optimizers.py has the others."""
 
+RESUMED = ("adafactor", "adamw", "radam", "rprop", "sgd")
+"""Optimizers whose exact resume the default run tests."""
+
 DATA = examples(8)
 STEPS = 6
 
@@ -56,14 +70,14 @@ def options_of(name: str) -> dict[str, Any]:
 def double() -> tuple[Any, Executor]:
     """A model in fp64, where a gradient's sign is none of rounding's."""
     model = make_model().double()
-    return model, pcg.compiler.compile(model, None)
+    return model, compiled.executor(model, None)
 
 
 def reference(
-    base: Any, start: Mapping[str, torch.Tensor], optimizer: Optimizer, options: dict[str, Any]
+    base: Any, start: Mapping[str, torch.Tensor], make: Any, recipe: Mapping[str, Any], steps: int
 ) -> dict[str, torch.Tensor]:
-    """The same job in peft's eager model with torch's own class."""
-    fields = {key: value for key, value in LORA.items() if key != "peft_type"}
+    """The same job in peft's eager model with the optimizer's own class."""
+    fields = {key: value for key, value in recipe.items() if key != "peft_type"}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         wrapped = peft.get_peft_model(copy.deepcopy(base), peft.LoraConfig(**fields)).eval()
@@ -71,11 +85,9 @@ def reference(
     theirs = {path: named[f"base_model.model.{path}.default.weight"] for path in start}
     for path, tensor in start.items():
         theirs[path].data = tensor.clone()
-    updates = optimizer.torch_class(
-        theirs.values(), lr=options["learning_rate"], **optimizer.options
-    )
-    for step in range(STEPS):
-        batch = [DATA[(2 * step + i) % len(DATA)] for i in range(2)]
+    updates = make(theirs.values())
+    for step in range(steps):
+        batch = batch_of(step)
         targets = sum(example.targets for example in batch)
         for example in batch:
             ids = torch.tensor([example.ids])
@@ -85,6 +97,10 @@ def reference(
         updates.step()
         updates.zero_grad()
     return {path: tensor.detach() for path, tensor in theirs.items()}
+
+
+def batch_of(step: int) -> list[Example]:
+    return [DATA[(2 * step + i) % len(DATA)] for i in range(2)]
 
 
 def weights(executor: Executor) -> dict[str, torch.Tensor]:
@@ -102,7 +118,8 @@ def test_the_adapter_is_that_of_peft_and_torch(name: str) -> None:
     optimizer = FinetuneOptions(**options).make_optimizer()
     executor.finetune(DATA, "a", **options)
     found = weights(executor)
-    expected = reference(model, start, optimizer, options)
+    make = partial(optimizer.torch_class, lr=options["learning_rate"], **optimizer.options)
+    expected = reference(model, start, make, LORA, STEPS)
     # Muon rounds to bf16 within, where the last bit of what it is given shows.
     tolerance = 5e-2 if name == "muon" else 1e-4
     for path, tensor in found.items():
@@ -113,10 +130,12 @@ def test_the_adapter_is_that_of_peft_and_torch(name: str) -> None:
 
 @pytest.fixture(scope="module")
 def single() -> Executor:
-    return pcg.compiler.compile(make_model(), None)
+    return compiled.executor(make_model(), None)
 
 
-@pytest.mark.parametrize("name", TORCH)
+@pytest.mark.parametrize(
+    "name", [n if n in RESUMED else pytest.param(n, marks=pytest.mark.slow) for n in TORCH]
+)
 def test_resumed_to_the_same_bits(single: Executor, tmp_path: Path, name: str) -> None:
     options = {**options_of(name), "peft": LORA}
     single.finetune(DATA, "a", **options)
@@ -137,7 +156,9 @@ def test_resumed_to_the_same_bits(single: Executor, tmp_path: Path, name: str) -
         assert all(torch.equal(resumed[path], whole[path]) for path in whole)
 
 
-@pytest.mark.parametrize("name", ["adafactor", "asgd", "muon"])
+@pytest.mark.parametrize(
+    "name", ["asgd", *(pytest.param(n, marks=pytest.mark.slow) for n in ("adafactor", "muon"))]
+)
 def test_bytes_of_its_state_are_as_explained(single: Executor, tmp_path: Path, name: str) -> None:
     matrices = Optimizer.of(name).takes_matrices_alone
     recipe = {**LORA, "use_dora": not matrices}
@@ -160,6 +181,7 @@ def on_ranks(degree: int) -> Program:
     return make_program(FAMILY, degree, dtype="float64")
 
 
+@pytest.mark.slow
 def test_over_ranks_the_adapter_is_that_of_one() -> None:
     """GPT-2's fused product makes pieces of it that are rows."""
     elementwise = [name for name in TORCH if Optimizer.of(name).is_elementwise]
@@ -227,14 +249,6 @@ def test_muon_takes_no_vector(single: Executor) -> None:
     assert not single.adapters
 
 
-def test_another_optimizer_is_another_job(single: Executor, tmp_path: Path) -> None:
-    options = {**options_of("sgd"), "peft": LORA, "checkpoint_dir": tmp_path}
-    single.finetune(DATA, "a", **options)
-    single.remove_adapter("a")
-    with pytest.raises(FinetuneError, match="optimizer was 'sgd', is 'adagrad'"):
-        single.finetune(DATA, "a", **{**options, **options_of("adagrad"), "optimizer_options": {}})
-
-
 @pytest.mark.parametrize("name", ["adam", "adamw"])
 @pytest.mark.parametrize("lies", ["in order", "transposed", "a part of columns"])
 def test_an_update_is_torchs_however_a_parameter_lies(name: str, lies: str) -> None:
@@ -258,3 +272,301 @@ def test_an_update_is_torchs_however_a_parameter_lies(name: str, lies: str) -> N
             tensor.grad = gradient.clone()
             update.step()
     torch.testing.assert_close(ours, theirs)
+
+
+# ------------------------------------------------------------------------------------- 8-bit states
+
+CLASSES: Mapping[str, Any] = {
+    "adam8bit": bitsandbytes.optim.Adam8bit,
+    "adamw8bit": bitsandbytes.optim.AdamW8bit,
+    "lion8bit": bitsandbytes.optim.Lion8bit,
+}
+ONE_OF_8BIT = [n if n == "adam8bit" else pytest.param(n, marks=pytest.mark.slow) for n in CLASSES]
+WIDE = {
+    "peft_type": "LORA", "r": 16, "lora_alpha": 32,
+    "target_modules": ["q_proj", "k_proj", "down_proj"],
+}  # fmt: skip
+"""Its weights have 4,096 and 5,120 numbers, and at k_proj 2,048, whose states stay in 32 bits."""
+JOB: Mapping[str, Any] = {
+    "learning_rate": 1e-2, "weight_decay": 0.1, "max_steps": STEPS, "batch_size": 2,
+    "shuffle": False, "progress": False, "max_grad_norm": None,
+}  # fmt: skip
+
+
+@cache
+def model() -> Any:
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        hidden_size=256, intermediate_size=320, num_hidden_layers=2, num_attention_heads=8,
+        num_key_value_heads=4, vocab_size=100, max_position_embeddings=64, attention_bias=True,
+    )  # fmt: skip
+    return transformers.LlamaForCausalLM(config).eval()
+
+
+@pytest.fixture(scope="module")
+def shared() -> Executor:
+    return compiled.executor(model())
+
+
+def fresh(executor: Executor) -> dict[str, Tensor]:
+    """Parameters of a new adapter, whose B are not zero, by name."""
+    executor.add_adapter("a", WIDE, seed=0)
+    generator = torch.Generator().manual_seed(1)
+    for tensor in executor.adapters["a"].tensors:
+        tensor.add_(0.05 * torch.randn(tensor.shape, generator=generator))
+    return dict(executor.training_runner("a").parameters)
+
+
+def learned(executor: Executor) -> dict[str, Tensor]:
+    return {k: v.clone() for k, v in executor.training_runner("a").parameters.items()}
+
+
+def same(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> bool:
+    assert found.keys() == expected.keys()
+    return all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+@pytest.mark.parametrize("name", ONE_OF_8BIT)
+def test_losses_weights_and_states_are_those_of_bitsandbytes(
+    executor: Executor, tmp_path: Path, name: str
+) -> None:
+    """To the bit: its own class steps the same parameters with the gradients of these weights."""
+    fresh(executor)
+    records: list[StepRecord] = []
+    executor.finetune(
+        DATA, "a", optimizer=name, checkpoint_dir=tmp_path, on_step=records.append, **JOB
+    )
+    found = learned(executor)
+    executor.remove_adapter("a")
+    parameters = fresh(executor)
+    runner = executor.training_runner("a")
+    theirs = CLASSES[name](parameters.values(), weight_decay=JOB["weight_decay"])
+    for step, record in enumerate(records):
+        targets = sum(example.targets for example in batch_of(step))
+        assert runner.forward_backward(batch_of(step), targets) / targets == record.loss
+        theirs.param_groups[0]["lr"] = record.learning_rate
+        theirs.step()
+        theirs.zero_grad()
+    assert same(found, parameters)
+    saved = load_file(tmp_path / f"step-{STEPS:08d}" / "optimizer.safetensors")
+    kept = {f"{path}/{k}": v for path, p in parameters.items() for k, v in theirs.state[p].items()}
+    for key, value in kept.items():
+        own = saved.get(key, saved.get(key.rpartition("/")[2]))
+        assert own is not None
+        assert torch.equal(own, torch.as_tensor(value))
+    sizes = {value.dtype for key, value in kept.items() if key.endswith("state1")}
+    assert sizes == {torch.uint8, torch.float32}
+
+
+@pytest.mark.parametrize(
+    "name", [n if n == "lion8bit" else pytest.param(n, marks=pytest.mark.slow) for n in CLASSES]
+)
+def test_the_adapter_is_nearly_that_of_peft(executor: Executor, name: str) -> None:
+    """The gradients differ in rounding, which may flip a code, or Lion's sign.
+
+    A sign that flips moves the adapter by a whole step, and with it the gradients of all later
+    ones, so that Lion is compared after two.
+    """
+    steps, tolerance = (2, 0.1) if name == "lion8bit" else (STEPS, 5e-3)
+    start = {k: v.clone() for k, v in fresh(executor).items()}
+    options = {**JOB, "schedule": "constant", "max_steps": steps}
+    executor.finetune(DATA, "a", optimizer=name, **options)
+    found = learned(executor)
+    make = partial(CLASSES[name], lr=1e-2, weight_decay=0.1)
+    theirs = reference(model(), start, make, WIDE, steps)
+    for path, tensor in found.items():
+        moved = (theirs[path] - start[path]).norm()
+        assert (tensor - theirs[path]).norm() / moved < tolerance
+
+
+@pytest.mark.parametrize("is_offloaded", [True, pytest.param(False, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", ONE_OF_8BIT)
+def test_8bit_states_are_resumed_to_the_same_bits(
+    executor: Executor, tmp_path: Path, name: str, is_offloaded: bool
+) -> None:
+    options = {**JOB, "optimizer": name, "peft": WIDE}
+    executor.finetune(DATA, "a", **options)
+    whole = learned(executor)
+    executor.remove_adapter("a")
+    options |= {"offload_optimizer": is_offloaded, "checkpoint_dir": tmp_path}
+
+    def interrupt(record: StepRecord) -> None:
+        if record.step == STEPS // 2:
+            raise KeyboardInterrupt
+
+    with pytest.raises(FinetuneInterrupted):
+        executor.finetune(DATA, "a", on_step=interrupt, **options)
+    executor.remove_adapter("a")
+    assert executor.finetune(DATA, "a", **options).resumed_from == STEPS // 2
+    assert same(learned(executor), whole)
+
+
+@pytest.mark.parametrize(
+    "recipe",
+    [
+        {**WIDE, "use_dora": True},
+        *(pytest.param(METHODS[name], id=name, marks=pytest.mark.slow) for name in METHODS),
+        pytest.param("p-tuning", id="p-tuning", marks=pytest.mark.slow),
+    ],
+)
+def test_bytes_of_states_are_as_explained(executor: Executor, tmp_path: Path, recipe: Any) -> None:
+    options, name = {**JOB, "max_steps": 2}, "adamw8bit"
+    executor.finetune(DATA, "a", peft=recipe, checkpoint_dir=tmp_path, optimizer=name, **options)
+    saved = load_file(tmp_path / "step-00000002" / "optimizer.safetensors")
+    steps = {key for key in saved if key.endswith("/step")}  # which are ints, not tensors
+    measured = sum(tensor.nbytes for key, tensor in saved.items() if key not in steps)
+    assert pcg.explain(model(), recipe, optimizer=name).memory_bytes["optimizer"] == measured
+
+
+# ------------------------------------------------------------------------------- options and states
+
+SHAPES = ((3, 4), (5,), (3, 1), (64, 63), (64, 64), (64, 64), (65, 63), (4100,))
+"""From 4,096 numbers on 8-bit states are in blocks of 256, the last of which may be shorter."""
+ELSEWHERE = {"self", "params", "lr"}
+"""The learning rate has a field and a schedule."""
+HOW = {"foreach", "fused", "maximize", "differentiable", "capturable"}
+"""How a step is computed, or of what: of no use here."""
+NONE_OF_8BIT = {"amsgrad", "optim_bits", "args", "is_paged"}
+"""What 8-bit classes refuse, and paging, for which states are offloaded."""
+OF_8BIT = ("adam8bit", "adamw8bit", "lion8bit")
+VARIANTS: tuple[tuple[str, Mapping[str, Any]], ...] = (
+    *((name, {}) for name in OPTIMIZERS),
+    ("adam", {"amsgrad": True}),
+    ("adamw", {"amsgrad": True}),
+    ("rmsprop", {"momentum": 0.9}),
+    ("rmsprop", {"centered": True, "momentum": 0.5}),
+    ("sgd", {"momentum": 0.9, "nesterov": True}),
+    ("adamw8bit", {"min_8bit_size": 12}),
+    ("lion8bit", {"min_8bit_size": 10**6}),
+)
+
+
+def classes() -> dict[str, Any]:
+    found = {name: getattr(torch.optim, name) for name in dir(torch.optim)}
+    found |= {name: getattr(bitsandbytes.optim, name) for name in ("Adam8bit", "AdamW8bit")}
+    found["Lion8bit"] = bitsandbytes.optim.Lion8bit
+    return {
+        name.lower(): made
+        for name, made in found.items()
+        if inspect.isclass(made) and issubclass(made, torch.optim.Optimizer)
+    }
+
+
+def test_every_class_of_torch_is_there_or_refused_by_name() -> None:
+    assert sorted({*OPTIMIZERS, "lbfgs", "sparseadam", "optimizer"}) == sorted(classes())
+    for name in ("LBFGS", "SparseAdam"):
+        with pytest.raises(
+            FinetuneError, match=rf"'{name}' is not .*{name}.*use one of adadelta, "
+        ):
+            Optimizer.of(name)
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_options_and_defaults_are_torchs(name: str) -> None:
+    taken = inspect.signature(classes()[name].__init__).parameters
+    without = ELSEWHERE | (NONE_OF_8BIT if name in OF_8BIT else HOW)
+    expected = {key: p.default for key, p in taken.items() if key not in without}
+    if name == "adam":
+        del expected["decoupled_weight_decay"]  # that is AdamW
+    assert Optimizer.of(name.upper()).options == expected
+
+
+@pytest.mark.parametrize(("name", "options"), VARIANTS)
+def test_what_is_kept(name: str, options: Mapping[str, Any]) -> None:
+    optimizer = Optimizer.of(name, options)
+    shapes = [s for s in SHAPES if len(s) == 2 or not optimizer.takes_matrices_alone]
+    parameters = [torch.randn(shape) for shape in shapes]
+    made = classes()[name](parameters, lr=0.1, **optimizer.options)
+    for _ in range(3):
+        for parameter in parameters:
+            parameter.grad = torch.randn_like(parameter)
+        made.step()
+    kept = [made.state.get(parameter, {}) for parameter in parameters]
+    expected = [optimizer.state(shape, torch.float32) for shape in shapes]
+    for state, predicted in zip(kept, expected, strict=True):
+        assert {key: kind_of(value) for key, value in state.items()} == {
+            key: kind_of(value) for key, value in predicted.items()
+        }
+    found = optimizer.state_memory(shapes, torch.float32)
+    assert found.device_bytes == storage_bytes(made)
+    assert found.host_bytes == found.update_bytes == 0
+
+
+def kind_of(value: Any) -> Any:
+    return (value.shape, value.dtype) if isinstance(value, torch.Tensor) else type(value)
+
+
+def storage_bytes(optimizer: torch.optim.Optimizer) -> int:
+    """The bytes of the tensors in a state dict, of which several may be one."""
+    found: dict[int, int] = {}
+
+    def read(values: Mapping[Any, Any]) -> None:
+        for value in values.values():
+            if isinstance(value, torch.Tensor):
+                found[value.untyped_storage().data_ptr()] = value.untyped_storage().nbytes()
+            elif isinstance(value, Mapping):
+                read(value)
+
+    read(optimizer.state_dict()["state"])
+    return sum(found.values())
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_bytes_of_offloaded_states(name: str) -> None:
+    """Scalars of the device stay there, and what codes stand for; an update has one parameter's."""
+    shapes = [shape for shape in SHAPES if len(shape) == 2]
+    stay = {"adam8bit": 2048, "adamw8bit": 2048, "asgd": 12 * len(shapes), "lion8bit": 1024}
+    here, there = (Optimizer.of(name, None, is_offloaded) for is_offloaded in (False, True))
+    found = there.state_memory(shapes, torch.float32)
+    assert found.device_bytes == stay.get(name, 0)
+    whole = here.state_memory(shapes, torch.float32)
+    assert found.device_bytes + found.host_bytes == whole.device_bytes
+    states = [here.state(shape, torch.float32) for shape in shapes]
+    own = [
+        [v for k, v in state.items() if k not in SHARED_KEYS and k != "step"] for state in states
+    ]
+    assert found.update_bytes == max(sum(v.nbytes for v in tensors if v.ndim) for tensors in own)
+
+
+@pytest.mark.parametrize(
+    ("name", "known", "is_offloaded"),
+    [
+        ("adamw_8bit", "adamw8bit", False),
+        ("adamw_bnb_8bit", "adamw8bit", False),
+        ("paged_adamw_32bit", "adamw", True),
+        ("paged_adamw_8bit", "adamw8bit", True),
+        ("PAGED_LION_8BIT", "lion8bit", True),
+    ],
+)
+def test_names_of_transformers(name: str, known: str, is_offloaded: bool) -> None:
+    optimizer = Optimizer.of(name)
+    assert (optimizer.name, optimizer.is_offloaded) == (known, is_offloaded)
+
+
+def test_without_bitsandbytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "bitsandbytes", None)
+    _defaults.cache_clear()
+    with pytest.raises(FinetuneError, match=r"not installed: pip install 'pcg\[bitsandbytes\]'"):
+        Optimizer.of("adamw8bit")
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "message"),
+    [
+        ("adamw2", {}, "'adamw2' is not among those that pcg trains with; use one of adadelta"),
+        (3, {}, "optimizer=3 is not"),
+        ("sgd", {"momentun": 0.9}, "'sgd' does not take 'momentun', did you mean 'momentum'"),
+        ("sgd", {"betas": (0.9, 0.9)}, "does not take 'betas'; it takes momentum, dampening, wei"),
+        ("sgd", {"nesterov": 1}, "nesterov=1; use True or False"),
+        ("rprop", {"etas": (0.5,)}, r"etas=\(0.5,\); use 2 numbers, such as \(0.5, 1.2\)"),
+        ("rmsprop", {"alpha": "0.9"}, "alpha='0.9'; use a number, such as 0.99"),
+        ("adamw8bit", {"amsgrad": True}, "'adamw8bit' does not take 'amsgrad'"),
+        ("adamw8bit", {"min_8bit_size": 0.5}, "min_8bit_size=0.5; use an int above 0"),
+        ("adamw_torch_8bit", {}, "is torchao's, and adamw8bit is bitsandbytes'; use one of"),
+        ("muon", {"ns_steps": 2.5}, "ns_steps=2.5; use an int above 0"),
+        ("muon", {"adjust_lr_fn": 1}, "adjust_lr_fn=1; use a word"),
+    ],
+)
+def test_refusals(name: Any, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(FinetuneError, match=message):
+        Optimizer.of(name, options)

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
-from pcg.errors import AdapterConflictError, DataError, FinetuneError
+from pcg.errors import AdapterConflictError, DataError, FinetuneError, FinetuneInterrupted
 from pcg.runtime.executor import Executor
 from pcg.train.grpo import GrpoOptions, train_grpo
-from tests.support.trainer_data import LORA, pair
+from pcg.train.grpo.checkpoints import ResumableOptions
+from pcg.train.grpo.rollouts import Rewards, Scored
+from tests.support.trainer_data import LORA, pair, parameters
 
 PROMPTS: list[Any] = [[5, 8], [13, 2, 9], [40]]
 SMALL: dict[str, Any] = {
@@ -174,3 +178,147 @@ def test_what_cannot_be_trained_is_refused_before_anything_runs(executor: Execut
 def test_options_out_of_range_are_refused_by_name(fields: dict[str, Any], message: str) -> None:
     with pytest.raises(FinetuneError, match=message):
         GrpoOptions(**fields)
+
+
+# -------------------------------------------------------------------------------------- checkpoints
+
+FOUR: list[Any] = [[5, 8], [13, 2, 9], [40], [7, 7]]
+RESUMED: dict[str, Any] = {
+    "num_generations": 4,
+    "batch_size": 8,
+    "max_completion_length": 5,
+    "learning_rate": 0.02,
+    "warmup_steps": 2,
+    "num_iterations": 2,
+    "max_steps": 6,
+    "save_every": 1,
+}
+
+
+def ended(executor: Executor, options: ResumableOptions, on_step: Any = None) -> Any:
+    """The weights and the numbers of a run to its end."""
+    done = train_grpo(executor, FOUR, is_low, options, peft=LORA, on_step=on_step)
+    found = {path: one.clone() for path, one in parameters(executor, "policy").items()}
+    executor.remove_adapter("policy")
+    names = ("reward", "loss", "grad_norm", "learning_rate", "num_tokens", "completions/max_length")
+    return found, [[one[name] for name in names] for one in done.history]
+
+
+def test_a_run_that_was_interrupted_ends_as_one_that_was_not(
+    executor: Executor, tmp_path: Path
+) -> None:
+    """Not to the same bits: which prompts share the engine's first steps is not always the same."""
+    whole = ended(executor, ResumableOptions(**RESUMED, checkpoint_dir=tmp_path / "whole"))
+    options = ResumableOptions(**RESUMED, checkpoint_dir=tmp_path / "cut")
+
+    def interrupt(step: int, numbers: Mapping[str, float], samples: Any) -> None:
+        if step == 5:  # in the middle of a generation, whose first update is lost
+            raise KeyboardInterrupt
+
+    with pytest.raises(FinetuneInterrupted, match="step-00000004") as caught:
+        ended(executor, options, interrupt)
+    assert caught.value.checkpoint == tmp_path / "cut" / "step-00000004"
+    assert sorted(one.name for one in (tmp_path / "cut").glob("step-*")) == [
+        "step-00000002",
+        "step-00000004",
+    ]
+    executor.remove_adapter("policy")
+    seen: list[int] = []
+    rest = ended(executor, options, lambda step, *_: seen.append(step))
+    assert seen == [5, 6]
+    for one, two in zip(whole[1], rest[1], strict=True):
+        assert one == pytest.approx(two, rel=1e-5, abs=1e-6)
+    weights: dict[str, Tensor] = whole[0]
+    for path, value in weights.items():
+        torch.testing.assert_close(rest[0][path], value, rtol=1e-5, atol=1e-6)
+    again = ended(executor, options, lambda step, *_: seen.append(step))  # there is nothing left
+    assert seen == [5, 6]
+    assert len(again[1]) == 6
+
+
+def test_a_checkpoint_of_another_run_is_refused(executor: Executor, tmp_path: Path) -> None:
+    given = {**RESUMED, "max_steps": 2, "checkpoint_dir": tmp_path}
+    ended(executor, ResumableOptions(**given))
+    with pytest.raises(FinetuneError, match=r"another run: learning_rate was 0\.02, is 0\.5"):
+        ended(executor, ResumableOptions(**{**given, "learning_rate": 0.5}))
+    missing = {**given, "checkpoint_dir": tmp_path / "none", "resume": True}
+    with pytest.raises(FinetuneError, match="no checkpoint in"):
+        ended(executor, ResumableOptions(**missing))
+    for name, value in (("save_every", 0), ("keep_last", True), ("resume", "yes")):
+        with pytest.raises(FinetuneError, match=name):
+            ResumableOptions(**{**given, name: value})
+
+
+# --------------------------------------------------------------------------------- reward functions
+
+SCORED = Scored(["a", "a"], ["one", "three"], [(1,), (2, 3)], {"answer": ["one", "two"]})
+STATE = {"global_step": 3}
+
+
+def lengths(completions: list[str], **_: Any) -> list[int]:
+    return [len(text) for text in completions]
+
+
+def right(prompts: Any, completions: Any, completion_ids: Any, answer: Any, **_: Any) -> Any:
+    completions.append("changed")  # its own list
+    return [
+        None if len(ids) > 1 else text == want
+        for text, want, ids in zip(completions[:2], answer, completion_ids, strict=True)
+    ]
+
+
+async def steps(trainer_state: dict[str, int], completions: list[str], **_: Any) -> torch.Tensor:
+    return torch.full((len(completions),), float(trainer_state["global_step"]))
+
+
+def test_functions_get_columns_and_may_leave_completions_out() -> None:
+    rewards = Rewards([lengths, right, steps, lengths])
+    assert rewards.names == ["lengths_1", "right", "steps", "lengths_2"]
+    found = rewards.score(SCORED, STATE)
+    assert found[:, [0, 2, 3]].tolist() == [[3, 3, 3], [5, 3, 5]]
+    assert found[0, 1] == 1.0
+    assert found[1, 1].isnan()
+    assert Rewards(lengths, [0.5]).weights.tolist() == [0.5]
+
+
+def fails(**_: Any) -> list[float]:
+    raise KeyError("gone")
+
+
+async def fails_late(**_: Any) -> list[float]:
+    raise KeyError("gone late")
+
+
+@pytest.mark.parametrize(
+    ("function", "message"),
+    [
+        (fails, "'fails' failed: KeyError: 'gone'"),
+        (fails_late, "'fails_late' failed: KeyError: 'gone late'"),
+        (lambda **_: [1.0], "1 values for 2 completions"),
+        (lambda **_: 1.0, "1.0 for 2 completions"),
+        (lambda **_: [1.0, "good"], "'good' for completion 1"),
+        (lambda **_: [float("inf"), 0], "inf for completion 0"),
+        (lambda **_: [1e200, 0], "1e\\+200 for completion 0; return a number from -1e\\+50"),
+        (lambda: [0, 0], "unexpected keyword"),
+    ],
+)
+def test_a_function_that_fails_or_returns_something_else_is_named(
+    function: Any, message: str
+) -> None:
+    with pytest.raises(FinetuneError, match=message.replace("(", "\\(")):
+        Rewards(function).score(SCORED, STATE)
+
+
+@pytest.mark.parametrize(
+    ("functions", "weights"),
+    [
+        ([], None),
+        ("lengths", None),
+        ([lengths, 3], None),
+        (lengths, [1, 2]),
+        (lengths, [float("nan")]),
+    ],
+)
+def test_rewards_that_are_none_are_refused(functions: Any, weights: Any) -> None:
+    with pytest.raises(FinetuneError, match="reward"):
+        Rewards(functions, weights)

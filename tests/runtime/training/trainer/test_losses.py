@@ -6,12 +6,13 @@ Norms and rotary embeddings of transformers have fp32 in them, so 1e-6 is as nea
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 import pcg
 from pcg.errors import DataError, FinetuneError
@@ -20,6 +21,7 @@ from pcg.runtime.executor import Executor
 from pcg.runtime.training.bound_training import BoundTraining
 from tests.support import oracle
 from tests.support.trainer_data import (
+    VOCABULARY,
     data,
     log_probabilities,
     pair,
@@ -201,27 +203,6 @@ def test_a_custom_loss_is_autograds_in_one_call_and_in_two(models: tuple[Executo
             torch.testing.assert_close(value, after[path], rtol=1e-6, atol=1e-6)
 
 
-def test_a_custom_loss_may_change_its_list_in_any_mode(models: tuple[Executor, Any]) -> None:
-    def changes(found: list[Tensor]) -> Tensor:
-        found[0] = 2 * found[0]
-        return -(found.pop(0).sum() + found.pop().sum())
-
-    def leaves(found: list[Tensor]) -> Tensor:
-        return -(2 * found[0].sum() + found[-1].sum())
-
-    norms = []
-    for loss in (leaves, changes):
-        put(*models, "a")
-        for mode in (torch.enable_grad, torch.no_grad, torch.inference_mode):
-            with mode(), models[0].trainer("a") as trainer:
-                trainer.forward_backward(data(ROWS), loss)
-                trainer.forward_backward(data(ROWS, *READ), "ppo")
-                norms.append(trainer.optim_step(learning_rate=0.0).gradient_norm)
-    assert norms == [norms[0]] * 6
-    with models[0].trainer("a") as trainer, pytest.raises(FinetuneError, match="scalar tensor"):
-        trainer.forward(data(ROWS), lambda found: found[0].sum() * 1j)
-
-
 def test_a_token_without_weight_counts_nowhere(models: tuple[Executor, Any]) -> None:
     executor, wrapped = models
     put(executor, wrapped, "a")
@@ -237,25 +218,6 @@ def test_a_token_without_weight_counts_nowhere(models: tuple[Executor, Any]) -> 
             ]
             assert losses[0] == losses[1]
             assert math.isfinite(losses[0])
-
-
-def test_a_padded_logprob_without_an_advantage_counts_nowhere(
-    models: tuple[Executor, Any],
-) -> None:
-    executor, wrapped = models
-    put(executor, wrapped, "a")
-    far = [{**row} for row in ROWS]
-    far[0]["advantages"] = [0.0, *ROWS[0]["advantages"][1:]]
-    near = [{**row} for row in far]
-    near[0]["logprobs"] = [-99999.0, *far[0]["logprobs"][1:]]
-    with executor.trainer("a") as trainer:
-        for name in ("importance_sampling", "ppo", "cispo"):
-            losses, norms = [], []
-            for rows in (far, near):
-                losses.append(trainer.forward_backward(data(rows, *READ), name).loss)
-                norms.append(trainer.optim_step(learning_rate=0.0).gradient_norm)
-            assert losses[0] == losses[1]
-            assert norms[0] == norms[1] > 0
 
 
 BAD: dict[str, tuple[str, dict[str, Any], str]] = {
@@ -307,3 +269,184 @@ def test_bad_data_is_named_and_leaves_what_waits(models: tuple[Executor, Any], c
         norm = trainer.optim_step(learning_rate=0.0).gradient_norm
         trainer.forward_backward(data(ROWS))
         assert trainer.optim_step(learning_rate=0.0).gradient_norm == norm
+
+
+# -------------------------------------------------------------------------------------- preferences
+
+BETA, SMOOTHING = 0.3, 0.2
+COUNTS = torch.tensor([sum(t != IGNORED for t in row["targets"]) for row in ROWS]).view(-1, 2)
+
+
+def by_trl(term: str, margins: Tensor) -> Tensor:
+    """A term of each pair as TRL's DPOTrainer computes it; `margins` are [pairs, 2]."""
+    delta = margins[:, 0] - margins[:, 1]
+    means = margins / COUNTS
+    if term == "hinge":
+        return torch.relu(1 - BETA * delta)
+    if term == "ipo":
+        return (means[:, 0] - means[:, 1] - 1 / (2 * BETA)) ** 2
+    if term == "sigmoid_norm":
+        return -functional.logsigmoid(BETA * (means[:, 0] - means[:, 1]))
+    right, wrong = functional.logsigmoid(BETA * delta), functional.logsigmoid(-BETA * delta)
+    if term == "robust":
+        return (-(1 - SMOOTHING) * right + SMOOTHING * wrong) / (1 - 2 * SMOOTHING)
+    return -(1 - SMOOTHING) * right - SMOOTHING * wrong
+
+
+def total_of(weights: Mapping[str, float]) -> Callable[[list[Tensor]], Tensor]:
+    def total(found: list[Tensor]) -> Tensor:
+        references = [torch.tensor(row["logprobs"], dtype=torch.float64) for row in ROWS]
+        sums = [(l - q).sum() for l, q in zip(found, references, strict=True)]  # noqa: E741
+        margins = torch.stack(sums).view(-1, 2)
+        terms = [w * by_trl(term, margins).sum() for term, w in weights.items() if term != "sft"]
+        chosen = torch.cat(found[::2]).sum()
+        return torch.stack([*terms, -weights.get("sft", 0.0) * chosen]).sum()
+
+    return total
+
+
+@pytest.mark.parametrize(
+    "weights",
+    [
+        {"sigmoid": 1.0},
+        {"sigmoid": 0.0, "hinge": 0.5},
+        {"sigmoid": 0.0, "ipo": 1.0},
+        {"sigmoid": 0.0, "robust": 2.0},
+        {"sigmoid": 0.0, "sigmoid_norm": 1.0},
+        {"sigmoid": 0.7, "hinge": 0.2, "sft": 0.1},
+    ],
+    ids=lambda weights: "+".join(name for name in weights if weights[name]),
+)
+def test_gradients_are_those_of_trl(
+    models: tuple[Executor, Any], weights: dict[str, float]
+) -> None:
+    executor, wrapped = models
+    put(executor, wrapped, "a")
+    wrapped.zero_grad()
+    total = total_of(weights)([log_probabilities(wrapped, row) for row in ROWS])
+    total.backward()
+    with executor.trainer("a", optimizer="sgd", batch_size=2) as trainer:
+        scored = trainer.forward_backward(
+            data(ROWS, "logprobs"),
+            "preference",
+            loss_options={"beta": BETA, "label_smoothing": SMOOTHING, **weights},
+        )
+        trainer.optim_step(learning_rate=1.0)
+        trainer.snapshot()
+    assert scored.loss == pytest.approx(float(total.detach()), rel=1e-6)
+    own = oracle.lora_parameters(wrapped)
+    before = {path: one.detach().clone() for path, one in own.items()}
+    for path, after in parameters(executor, "a").items():
+        gradient = own[path].grad
+        assert gradient is not None
+        torch.testing.assert_close(before[path] - after, gradient, rtol=1e-6, atol=1e-6)
+
+
+# ------------------------------------------------------------------------ several targets a token
+
+WIDTHS = (3, 1, 2)
+LENGTHS = (7, 4, 9)
+
+
+def rows() -> list[tuple[list[int], Tensor, Tensor]]:
+    """Tokens, targets [N, K] of which some are none, and weights of either sign."""
+    generator = torch.Generator().manual_seed(3)
+    found = []
+    for length, width in zip(LENGTHS, WIDTHS, strict=True):
+        tokens, targets = (
+            torch.randint(0, VOCABULARY, shape, generator=generator)
+            for shape in ((length,), (length, width))
+        )
+        targets[0, -1] = IGNORED
+        weights = torch.randn(length, width, generator=generator, dtype=torch.float64)
+        found.append((tokens.tolist(), targets, weights))
+    return found
+
+
+def wide_log_probabilities(wrapped: Any, tokens: list[int], targets: Tensor) -> Tensor:
+    logits = wrapped(torch.tensor([tokens]), use_cache=False).logits[0]
+    return logits.log_softmax(-1).gather(1, targets.clamp(min=0)) * (targets != IGNORED)
+
+
+@pytest.mark.parametrize(
+    ("batch_size", "in_engine", "by_function"),
+    [(1, False, False), (8, False, False), (8, False, True), (8, True, False)],
+)
+def test_the_cross_entropy_of_several_targets_is_autograds(
+    models: tuple[Executor, Any], batch_size: int, in_engine: bool, by_function: bool
+) -> None:
+    executor, wrapped = models
+    wrapped.zero_grad()
+    expected = [wide_log_probabilities(wrapped, tokens, targets) for tokens, targets, _ in rows()]
+    weights = [row[2] for row in rows()]
+
+    def loss(found: list[Tensor]) -> Tensor:
+        return -sum((w * one).sum() for w, one in zip(weights, found, strict=True))
+
+    total = loss(expected)
+    total.backward()
+    put(executor, wrapped, "a")
+    if by_function:
+        given: Any = loss
+        datums = [pcg.Datum(tokens, targets) for tokens, targets, _ in rows()]
+    else:
+        given = "cross_entropy"
+        datums = [pcg.Datum(*row) for row in rows()]
+    options = {"optimizer": "sgd", "batch_size": batch_size}
+    if in_engine:
+        with executor.engine(kv_cache_bytes=2**20).start():
+            done = _update(executor, datums, given, options)
+    else:
+        done = _update(executor, datums, given, options)
+    assert done.loss == pytest.approx(float(total.detach()), rel=1e-6)
+    assert done.targets == sum(t.numel() - 1 for _, t, _ in rows())
+    assert done.tokens == sum(LENGTHS)
+    for one, values in zip(done.logprobs, expected, strict=True):
+        torch.testing.assert_close(one, values.detach(), rtol=1e-6, atol=1e-6)
+    for path, parameter in oracle.lora_parameters(wrapped).items():
+        after = parameter.data - parameter.grad
+        torch.testing.assert_close(parameters(executor, "a")[path], after, rtol=1e-6, atol=1e-6)
+
+
+def _update(executor: Executor, datums: list[pcg.Datum], loss: Any, options: dict[str, Any]) -> Any:
+    with executor.trainer("a", **options) as trainer:
+        done = trainer.forward_backward(datums, loss)
+        trainer.optim_step(learning_rate=1.0)
+        trainer.snapshot()
+    return done
+
+
+SHAPES: dict[str, tuple[str, dict[str, Any], str]] = {
+    "ragged": ("cross_entropy", {"targets": [[1, 2], [3]]}, "rows of"),
+    "no columns": ("cross_entropy", {"targets": [[], []]}, "rows of"),
+    "flat among them": ("cross_entropy", {"targets": [[1], 2]}, "is a int"),
+    "deeper": ("cross_entropy", {"targets": [[[1]], [[2]]]}, "tokens are ints"),
+    "other rows": ("cross_entropy", {"targets": [[1, 2]]}, "2 tokens and 1 targets"),
+    "flat weights": ("cross_entropy", {"targets": [[1], [2]], "weights": [1, 1]}, "shapes"),
+    "wide weights": ("cross_entropy", {"targets": [1, 2], "weights": [[1], [1]]}, "shapes"),
+    "fewer weights": (
+        "cross_entropy",
+        {"targets": [[1, 2], [3, 4]], "weights": [[1], [1]]},
+        "2 targets a token and 1 weights",
+    ),
+    "not finite": (
+        "cross_entropy",
+        {"targets": [[1, 2], [3, 4]], "weights": [[1, float("nan")], [1, 1]]},
+        "finite",
+    ),
+    "no token": ("cross_entropy", {"targets": [[1, 2], [3, 99]]}, "token 99"),
+    "many": ("cross_entropy", {"targets": [[1] * 1025] * 2}, "at most 1024"),
+    "nothing": ("cross_entropy", {"targets": [[-100, -100], [-100, -100]]}, "predicts nothing"),
+    "of ppo": (
+        "ppo",
+        {"targets": [[1], [2]], "advantages": [1, 1], "logprobs": [0, 0]},
+        "linear losses",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", SHAPES)
+def test_bad_shapes_are_named(models: tuple[Executor, Any], case: str) -> None:
+    loss, fields, said = SHAPES[case]
+    with models[0].trainer("b") as trainer, pytest.raises(DataError, match=said):
+        trainer.forward([pcg.Datum([1, 2], **fields)], loss)

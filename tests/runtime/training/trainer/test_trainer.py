@@ -104,17 +104,6 @@ def test_supervised_steps_are_those_of_finetune(executor: Executor, recipe: Any)
         torch.testing.assert_close(value, expected, rtol=1e-5, atol=1e-5)
 
 
-def test_two_chunks_are_one(executor: Executor) -> None:
-    found = []
-    for name, cut in (("b", 0), ("c", 1)):
-        with executor.trainer(name, peft=LORA, seed=3) as trainer:
-            train(trainer, cut=lambda step, cut=cut: cut)
-            trainer.snapshot()
-        found.append(parameters(executor, name))
-    for path, value in found[0].items():
-        torch.testing.assert_close(found[1][path], value, rtol=1e-5, atol=1e-5)
-
-
 @pytest.mark.parametrize(
     "recipe",
     [
@@ -146,32 +135,6 @@ def test_save_load_and_step_are_equal_to_the_bit(
         ends.append(executor.adapters[name].tensors)
     for first, second in zip(*ends, strict=True):
         assert torch.equal(first, second)
-
-
-def test_a_state_is_loaded_behind_a_version_of_lower_ranks(
-    executor: Executor, tmp_path: Path
-) -> None:
-    recipe = {"peft_type": "ADALORA", "init_r": 4, "target_r": 2, "tinit": 1, "tfinal": 1}
-    with executor.trainer("b", peft=recipe, total_steps=3) as trainer:
-        train(trainer)
-        trainer.save_state(tmp_path / "state")
-        trainer.snapshot()
-        before = trainer.forward(data(ROWS[:1])).loss
-        train(trainer, 1)
-        assert trainer.load_state(tmp_path / "state").step == 3
-        assert trainer.forward(data(ROWS[:1])).loss == before
-
-
-def test_a_save_leaves_the_gradients_that_wait(executor: Executor, tmp_path: Path) -> None:
-    norms = []
-    for name in ("b", "c"):
-        with executor.trainer(name, peft=LORA) as trainer:
-            trainer.forward_backward(data(ROWS[:2]))
-            if name == "b":
-                trainer.save_state(tmp_path / "state")
-            trainer.forward_backward(data(ROWS[2:]))
-            norms.append(trainer.optim_step(learning_rate=RATE).gradient_norm)
-    assert norms[0] == norms[1]
 
 
 def test_states_that_do_not_fit_are_refused(executor: Executor, tmp_path: Path) -> None:
@@ -210,18 +173,6 @@ def test_states_that_do_not_fit_are_refused(executor: Executor, tmp_path: Path) 
         with pytest.raises(FinetuneError, match="is a device and no file"):
             trainer.load_state(path)
         train(trainer, 1)
-
-
-def test_a_state_is_an_adapter_that_peft_and_others_read(
-    executor: Executor, tmp_path: Path
-) -> None:
-    with executor.trainer("b", peft=LORA) as trainer:
-        train(trainer)
-        trainer.snapshot()
-        trainer.save_state(tmp_path / "state")
-    executor.add_adapter("c", tmp_path / "state")
-    for path, value in parameters(executor, "b").items():
-        assert torch.equal(parameters(executor, "c")[path], value)
 
 
 def test_versions_are_served_and_stay(executor: Executor) -> None:

@@ -1,20 +1,21 @@
-"""Logprobs of requests are those of transformers and peft, in any batch."""
+"""Scores of an engine's tokens and embeddings are those of transformers and peft, in any batch."""
 
 from __future__ import annotations
 
 import copy
 import functools
 import math
-from collections.abc import Sequence
+import warnings
+from pathlib import Path
 from typing import Any
 
 import peft
 import pytest
 import torch
 import transformers
+from torch import Tensor
 
-import pcg.compiler as compiler
-from pcg.errors import GenerationError
+from pcg.errors import GenerationError, ProgramError
 from pcg.ir.program.program import ModelGraph
 from pcg.runtime.admission.limits import Limits
 from pcg.runtime.executor import Executor
@@ -22,12 +23,17 @@ from pcg.runtime.model.runner import ModelRunner
 from pcg.runtime.requests.request import Completion, Request
 from pcg.runtime.sampling.logprobs import TokenLogprobs
 from pcg.runtime.sampling.sampling_params import SamplingParams
-from pcg.runtime.text.tokenizer import Tokenizer
 from pcg.simulate.simulated_device import SimulatedDevice
-from tests.support import oracle, tiny_llama
+from tests.support import compiled, oracle, tiny_llama
 from tests.support.families import BY_NAME
+from tests.support.peft_cases import CONFIGS, wrap
 from tests.support.prompts import TOLERANCE, prompts
-from tests.support.small_engine import make_engine, make_executor, models, poisoned
+from tests.support.small_engine import (
+    make_engine,
+    make_executor,
+    models,
+    poisoned,
+)
 
 RANKS = (2, 3, 4, 8, 8, 12, 16, 16)
 LENGTHS = (9, 4, 37, 5, 18, 1, 23, 16)
@@ -37,16 +43,13 @@ LENGTHS = (9, 4, 37, 5, 18, 1, 23, 16)
 def mixed() -> tuple[Executor, dict[str | None, Any]]:
     """An executor with an adapter of each rank, and what peft makes of each."""
     base = oracle.random_model(BY_NAME["llama3"].config(2, max_position_embeddings=128))
-    executor, wrapped = compiler.compile(base), {None: base}
+    executor, wrapped = compiled.executor(base), {None: base}
     for i, rank in enumerate(RANKS):
         name = f"a{i}"
         recipe = {"peft_type": "LORA", "r": rank, "lora_alpha": 2 * rank}
         adapter = executor.add_adapter(name, {**recipe, "target_modules": "all-linear"})
         wrapped[name] = oracle.with_adapter(base, "all-linear", rank=rank, seed=i)
-        for path, parameter in oracle.lora_parameters(wrapped[name]).items():
-            module, _, kind = path.rpartition(".")
-            weights = adapter.weights[module]
-            (weights.a if kind == "lora_A" else weights.b).copy_(parameter.data)
+        oracle.copy_lora(adapter, wrapped[name])
         executor.refresh_adapter(name)
     return executor, wrapped
 
@@ -84,56 +87,6 @@ def test_eight_mixed_adapters() -> None:
     done = executor.generate(asked, names, max_new_tokens=6, ignore_eos=True, logprobs=counts)
     for name, prompt, one, count in zip(names, asked, done, counts, strict=True):
         check(wrapped[name], prompt, one, count)
-
-
-def test_drawn_tokens_have_the_raw_distribution_s() -> None:
-    """Whatever temperature and penalty they are drawn with."""
-    executor, wrapped = mixed()
-    (prompt,) = prompts((12,))
-    done = executor.generate(
-        [prompt],
-        "a1",
-        max_new_tokens=12,
-        ignore_eos=True,
-        logprobs=3,
-        temperature=1.7,
-        top_k=50,
-        repetition_penalty=1.3,
-        seed=4,
-    )
-    check(wrapped["a1"], prompt, done[0], 3)
-    values = [one.logprob for one in done[0].logprobs or ()]
-    assert done[0].cumulative_logprob == sum(values)
-
-
-def test_beside_requests_that_ask_for_none_and_after_preemption() -> None:
-    executor = shared()
-    engine = make_engine(executor, 12)
-    base, _ = models()
-    asked = prompts((9, 4, 37, 5, 18, 1))
-    for i, prompt in enumerate(asked):
-        wants = {"logprobs": 2} if i % 2 else {}
-        engine.submit(executor.request(prompt, max_new_tokens=40, ignore_eos=True, **wants))
-    chunks = [chunk for _ in range(400) for chunk in engine.step()]
-    done = {chunk.index: chunk.completion for chunk in chunks if chunk.completion is not None}
-    assert any(event.kind == "preempted" for event in engine.log)
-    for i, prompt in enumerate(asked):
-        one, parts = done[i], [chunk.logprobs for chunk in chunks if chunk.index == i]
-        assert one is not None
-        if i % 2:
-            check(base, prompt, one, 2)
-            assert tuple(parts) == one.logprobs
-        else:
-            assert one.logprobs is one.cumulative_logprob is None
-            assert parts == [None] * 40
-
-
-def test_programs_for_triton() -> None:
-    executor = make_executor("triton")
-    _, wrapped = models()
-    (prompt,) = prompts((7,))
-    (done,) = executor.generate([prompt], "a", max_new_tokens=3, ignore_eos=True, logprobs=4)
-    check(wrapped, prompt, done, 4)
 
 
 @pytest.mark.parametrize("count", [-1, "5", 1.0, True, math.inf])
@@ -189,34 +142,6 @@ def test_prompts_alone_of_mixed_adapters(monkeypatch: pytest.MonkeyPatch) -> Non
     assert sum(rows) == sum(LENGTHS) - len(LENGTHS)
 
 
-@pytest.mark.parametrize("pages", [64, 9])
-def test_prompts_in_chunks_beside_found_prefixes_and_preempted(pages: int) -> None:
-    """A cached prefix is computed again; what others need not read is still found."""
-    executor = shared()
-    base, _ = models()
-    engine = make_engine(executor, pages, Limits(tokens=24, least_chunk=3))
-    (prompt,) = prompts((70,))
-    fields: Any = {"max_new_tokens": 20, "ignore_eos": True}
-    engine.submit(executor.request(prompt, **fields))
-    engine.step()
-    for i in range(3):
-        scored: Any = {"prompt_logprobs": 1, "logprobs": 0} if i != 1 else {}
-        engine.submit(executor.request([*prompt[:40], i], **scored, **fields))
-    done: dict[int, Completion] = {}
-    for _ in range(600):
-        for chunk in engine.step():
-            if chunk.completion is not None:
-                done[chunk.index] = chunk.completion
-        engine.check_integrity()
-    assert any(event.kind == "preempted" for event in engine.log) is (pages == 9)
-    assert done[2].cached_tokens == 32
-    for i in (1, 3):
-        asked = [*prompt[:40], i - 1]
-        check_prompt(base, asked, done[i], 1)
-        check(base, asked, done[i], 0)
-        assert done[i].cached_tokens == 0
-
-
 def test_virtual_tokens_are_no_part_of_the_prompt() -> None:
     executor = make_executor()
     base, _ = models()
@@ -252,7 +177,7 @@ def test_echo(model_with_tokenizer: Executor) -> None:
 
 @pytest.fixture(scope="module")
 def model_with_tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Executor:
-    return compiler.compile(tiny_llama.save(tmp_path_factory.mktemp("models") / "tiny"))
+    return compiled.executor(tiny_llama.save(tmp_path_factory.mktemp("models") / "tiny"))
 
 
 def test_a_prompt_as_long_as_the_model_s_positions() -> None:
@@ -271,7 +196,7 @@ def test_nan_in_a_prompt_fails_that_request_alone() -> None:
     executor = make_executor()
     base, _ = models()
     poisoned(executor, math.nan)
-    engine = make_engine(executor, 64)
+    engine = make_engine(executor)
     (prompt,) = prompts((20,))
     for name in (None, "bad"):
         engine.submit(executor.request(prompt, name, max_new_tokens=0, prompt_logprobs=1))
@@ -328,25 +253,6 @@ def test_a_simulated_device_has_none() -> None:
     for fields in ({"logprobs": 0}, {"prompt_logprobs": 0}):
         with pytest.raises(GenerationError, match="computes no logits"):
             device.open(Request((1, 2), SamplingParams(**fields)), 0)
-
-
-def test_a_prompt_that_is_echoed_becomes_text_once(
-    model_with_tokenizer: Executor, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    executor, prompt = model_with_tokenizer, list(range(5, 45))
-    decoded: list[list[int]] = []
-    plain = Tokenizer.decode
-
-    def decode(self: Tokenizer, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
-        decoded.append(list(ids))
-        return plain(self, ids, skip_special_tokens)
-
-    monkeypatch.setattr(Tokenizer, "decode", decode)
-    done = executor.generate([prompt], max_new_tokens=2, n=8, echo=True, seed=1)
-    assert executor.tokenizer is not None
-    text = plain(executor.tokenizer, prompt)
-    assert all(one.text.startswith(text) for one in done)
-    assert decoded.count(prompt) == 1
 
 
 WARPED: list[dict[str, Any]] = [
@@ -421,3 +327,97 @@ def test_modes_that_are_none_are_refused() -> None:
     for mode in ("raw_logits", "processed", None, 3):
         with pytest.raises(GenerationError, match="use raw_logprobs or processed_logprobs"):
             shared().request([1, 2], None, logprobs=1, logprobs_mode=mode)  # type: ignore[arg-type]
+
+
+# --------------------------------------------------------------------------------------- embeddings
+
+
+@torch.no_grad()
+def states(model: Any, prompt: list[int]) -> Tensor:
+    """Return the last hidden states of the prompt's own tokens."""
+    out = model(torch.tensor([prompt]), output_hidden_states=True)
+    return out.hidden_states[-1][0, -len(prompt) :]
+
+
+def close(found: Tensor, wanted: Tensor) -> None:
+    assert found.dtype is torch.float32
+    torch.testing.assert_close(found, wanted, rtol=TOLERANCE, atol=TOLERANCE)
+
+
+@pytest.mark.parametrize("pooling", ["last", "mean"])
+def test_mixed_with_adapters(pooling: Any) -> None:
+    executor = shared()
+    base, wrapped = models()
+    asked = prompts(LENGTHS[:6])
+    names = ["a", None] * 3
+    found = executor.embed(asked, names, pooling=pooling)
+    assert found.shape == (6, 64)
+    for row, prompt, name in zip(found, asked, names, strict=True):
+        wanted = states(base if name is None else wrapped, prompt)
+        close(row, wanted[-1] if pooling == "last" else wanted.mean(0))
+    unit = executor.embed(asked, names, pooling=pooling, normalize=True)
+    close(unit, torch.nn.functional.normalize(found))
+
+
+@pytest.mark.parametrize(
+    ("method", "pooling"),
+    [("prompt", "mean"), ("prefix", "last"), ("biases", "mean"), ("ia3-head", "last")],
+)
+def test_methods(method: str, pooling: Any, tmp_path: Path) -> None:
+    """Virtual tokens do not count, and what changes the head's product changes no state."""
+    base = oracle.random_model(BY_NAME["llama-biases"].config(2))
+    wrapped = wrap(base, CONFIGS["llama-biases"][method])
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        wrapped.save_pretrained(tmp_path / "a", save_embedding_layers=False)
+    executor = compiled.executor(base)
+    executor.add_adapter("a", tmp_path / "a")
+    asked = prompts((21, 3))
+    found = executor.embed(asked, "a", pooling=pooling)
+    for row, prompt in zip(found, asked, strict=True):
+        wanted = states(wrapped, prompt)
+        close(row, wanted[-1] if pooling == "last" else wanted.mean(0))
+
+
+def test_texts_and_running_engines(tmp_path: Path) -> None:
+    executor = compiled.executor(tiny_llama.save(tmp_path / "tiny"))
+    one = executor.embed("def add(a, b):")
+    two = executor.embed(["def add(a, b):", "class"])
+    assert one.shape == two.shape[1:]
+    close(one, two[0])
+    with executor.engine().start() as running:
+        close(executor.embed("def add(a, b):"), one)
+        done = running.submit("def add(a, b):", pooling="last", normalize=True).wait(60)
+        assert done.embedding is not None
+        close(done.embedding, one / one.norm())
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"pooling": "cls"}, r"pooling='cls'; use 'last', 'mean' or None"),
+        ({"pooling": "last", "normalize": 1}, "normalize=1; use True or False"),
+        ({"normalize": True}, "normalize=True is for embeddings"),
+        ({"pooling": "last", "prompt_logprobs": 1}, "prompt_logprobs=1 with pooling='last'"),
+        ({"pooling": "mean", "max_new_tokens": 5}, "max_new_tokens=5 with pooling='mean'"),
+        ({"pooling": "mean", "n": 2}, "n=2 with pooling='mean'"),
+        ({"pooling": "mean", "echo": True}, "echo=True with pooling='mean'"),
+    ],
+)
+def test_fields_that_do_not_go_together(fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(GenerationError, match=message):
+        shared().request([1, 2], **fields)
+
+
+def test_no_prompts() -> None:
+    with pytest.raises(GenerationError, match="no prompts to embed"):
+        shared().embed([])
+    with pytest.raises(GenerationError, match="pooling=None; use 'last' or 'mean'"):
+        shared().embed([[1, 2]], pooling=None)  # type: ignore[arg-type]
+
+
+def test_programs_without_the_function(monkeypatch: pytest.MonkeyPatch) -> None:
+    executor = make_executor()
+    monkeypatch.delitem(executor.serving.runner._functions, "last_hidden")  # type: ignore[arg-type]
+    with pytest.raises((ProgramError, GenerationError), match="compile it again for embeddings"):
+        executor.embed([[1, 2]])

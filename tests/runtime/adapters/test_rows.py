@@ -12,15 +12,18 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-import pcg
 from pcg.errors import UnsupportedError
+from pcg.ir.analysis.verifier import verify
+from pcg.ir.parser import parse_graph
 from pcg.peft.adapter import Adapter
 from pcg.runtime.adapters.ragged_tables import RaggedTables
+from pcg.runtime.adapters.row_memory import RowMemory
+from pcg.runtime.adapters.sites import GraphSites
 from pcg.runtime.adapters.stacked_weights import ServedWeights
 from pcg.runtime.admission.limits import Limits
 from pcg.runtime.executor import Executor
 from pcg.runtime.memory.pool import PageTable
-from tests.support import oracle
+from tests.support import compiled, oracle
 from tests.support.families import BY_NAME
 from tests.support.interpreter import bf16
 from tests.support.interpreter.stand_in import stand_in
@@ -32,7 +35,9 @@ PAGE_BYTES = 1024
 
 def executor(layers: int, count: int = 2) -> Executor:
     """A model for Triton with adapters of ranks 20 and 4, at all linears and at some."""
-    made = pcg.compile(oracle.random_model(BY_NAME["llama3"].config(layers)), backend="triton")
+    made = compiled.executor(
+        oracle.random_model(BY_NAME["llama3"].config(layers)), backend="triton"
+    )
     for number in range(count):
         targets: Any = ["q_proj", "v_proj", "down_proj"] if number % 2 else "all-linear"
         recipe = {"peft_type": "LORA", "r": 4 if number % 2 else 20, "target_modules": targets}
@@ -147,21 +152,6 @@ def test_a_packed_adapter_costs_one_copy_however_many_matrices_it_has() -> None:
     assert halves.count("aten.copy_.default") == few.count("aten.copy_.default") + 1
 
 
-def test_an_adapter_is_packed_again_when_its_tensors_have_changed() -> None:
-    made = executor(1, count=1)
-    adapter = made.adapters["a0"]
-    engine = made.engine(kv_cache_bytes=2**20)
-    before = made.logits([[3, 5, 7]], ["a0"])[0]
-    tokens = made.generate([[3, 5, 7]], "a0", max_new_tokens=8)[0].token_ids
-    for weights in adapter.weights.values():
-        weights.b.mul_(-3)
-    made.refresh_adapter("a0")
-    after = made.logits([[3, 5, 7]], ["a0"])[0]
-    assert not torch.allclose(before, after)
-    assert made.generate([[3, 5, 7]], "a0", max_new_tokens=8)[0].token_ids != tokens
-    engine.check_integrity()
-
-
 def test_an_adapter_is_packed_when_it_is_added_and_by_no_step(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -205,3 +195,65 @@ def test_an_adapter_that_cannot_be_pinned_is_served_with_a_warning(
         check(tables, adapter)
     (said,) = [one.getMessage() for one in caplog.records if one.name == "pcg.adapters"]
     assert "MiB of pinned memory for adapter 'a0' (CUDA error: out of memory)" in said
+
+
+# ------------------------------------------------------------------------------- rows in one memory
+
+bf16.install()
+RANKS = (1, 4, 8, 20, 33)
+CPU = torch.device("cpu")
+
+
+def executor_with_adapters() -> Executor:
+    executor = compiled.executor(oracle.random_model(BY_NAME["llama3"].config(2)), backend="triton")
+    for number, rank in enumerate(RANKS * 3):
+        targets = "all-linear" if number % 2 else ["q_proj", "v_proj", "down_proj"]
+        fields = {"r": rank, "lora_alpha": 2 * rank, "target_modules": targets}
+        adapter = executor.add_adapter(f"a{number}", {"peft_type": "LORA", **fields}, seed=number)
+        for weights in adapter.weights.values():
+            weights.b.normal_(generator=torch.Generator().manual_seed(number))
+    return executor
+
+
+EXECUTOR = executor_with_adapters()
+
+
+SERVED = ServedWeights(EXECUTOR.state.weight_store.linear(), EXECUTOR.program.base.module_shapes())
+
+
+def memory() -> RowMemory:
+    found = RaggedTables(EXECUTOR.serving.runner.model, SERVED, CPU).lora
+    assert found is not None
+    return found
+
+
+SOME = """\
+graph @g(%x: f32[T, 8]) {{
+  frozen %w0: f32[{0}, 8] = "0.weight"
+  frozen %w1: f32[{1}, 8] = "1.weight"
+  adapter %a: {3}[r, 8] = "{2}.lora_A"
+  adapter %b: {3}[{4}, r] = "{2}.lora_B"
+  %y0: f32[T, {0}], %y1: f32[T, {1}] = lora_linear(%x, %w0, %w1, %a, %b) {{adapted=({2},), \
+bias=False, count=2}}
+  return %y0, %y1
+}}
+"""
+
+
+@pytest.mark.parametrize(
+    ("sizes", "adapted", "dtype", "fits"),
+    [
+        ((16, 8), 0, "f32", True),
+        ((16, 8), 1, "f32", True),
+        ((4, 8), 1, "f32", False),  # it begins at 4
+        ((8, 4), 0, "f32", False),  # the next token's begin at 12
+        ((16, 8), 0, "f64", False),
+    ],
+)
+def test_what_lies_beside_adapted_outputs_is_aligned_too(
+    sizes: tuple[int, int], adapted: int, dtype: str, fits: bool
+) -> None:
+    graph = parse_graph(SOME.format(*sizes, adapted, dtype, sizes[adapted]))
+    verify(graph)
+    (joined,) = GraphSites.of(graph).joined
+    assert joined.fits_kernels == fits

@@ -6,24 +6,30 @@ Whatever is asked, only a PcgError comes back, no page or sequence is lost, and 
 from __future__ import annotations
 
 import random
+import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-import pcg.compiler as compiler
-from pcg.errors import EngineError, GenerationError, PcgError
+from pcg.errors import EngineError, GenerationError, PcgError, QueueFullError
 from pcg.runtime.admission.backlog import QueueLimits
+from pcg.runtime.engine.async_engine import AsyncEngine
 from pcg.runtime.engine.engine import Engine
 from pcg.runtime.executor import Executor
 from pcg.runtime.memory.kv_cache import bytes_of_page, kv_types
-from pcg.runtime.metrics.events import EventLog
+from pcg.runtime.metrics.events import EventLog, Kind
 from pcg.runtime.requests.request import Request
 from pcg.runtime.requests.stream import Stream
+from tests.support import compiled
+from tests.support.families import BY_NAME, FAMILIES
 from tests.support.hostile_requests import Hostile
-from tests.support.small_engine import LORA
+from tests.support.request_programs import RequestProgram, Served
+from tests.support.small_engine import LORA, NEW, make_executor
 from tests.support.text_model import VOCABULARY, save_text_model
+from tests.support.waiting import until
 
 FEW, MANY = 400, 10_000
 KEPT = 2_000
@@ -33,7 +39,7 @@ TENANTS = ("a", "b", "c")
 @pytest.fixture(scope="module")
 def executor(tmp_path_factory: pytest.TempPathFactory) -> Executor:
     directory: Path = save_text_model(tmp_path_factory.mktemp("model"))
-    found = compiler.compile(str(directory), dtype="float32")
+    found = compiled.executor(str(directory), dtype="float32")
     for seed, name in enumerate(TENANTS):
         adapter = found.add_adapter(name, LORA, seed=seed)
         for tensor in adapter.tensors:
@@ -208,3 +214,144 @@ def test_a_name_is_taken_until_all_continuations_end(executor: Executor) -> None
     while not engine.is_idle:
         engine.step()
     engine.submit(executor.request([1], max_new_tokens=2, **fields))
+
+
+# ------------------------------------------------------------------------- one tenant sends a flood
+
+NEIGHBOUR: dict[str, Any] = {"tenant": "neighbour", "max_new_tokens": NEW, "ignore_eos": True}
+PROMPT = [5, 6, 7, 8]
+
+
+@pytest.fixture(scope="module")
+def small_executor() -> Executor:
+    return make_executor()
+
+
+def hold(running: AsyncEngine) -> threading.Event:
+    """Keep the engine's thread between two steps until the event is set."""
+    release, held = threading.Event(), threading.Event()
+    running.call(lambda: (held.set(), release.wait(60)))
+    assert held.wait(60)
+    return release
+
+
+def test_calls_let_the_steps_go_on(small_executor: Executor) -> None:
+    """A second of calls that come at once does not stand between two tokens of a neighbour."""
+    done, done_before = [], []
+    with small_executor.engine(kv_cache_bytes=2**20).start() as running:
+        running.engine.log.listen(
+            lambda event: done_before.append(len(done)) if event.kind is Kind.FINISHED else None
+        )
+        release = hold(running)
+        stream = running.submit(PROMPT, **NEIGHBOUR)
+        for _ in range(500):
+            running.call(lambda: (time.sleep(2e-3), done.append(True)))
+        release.set()
+        stream.wait(60)
+        assert done_before[0] < 400
+    assert len(done) == 500
+
+
+def test_a_flood_is_refused_where_it_is_made(small_executor: Executor) -> None:
+    """It costs the engine's thread nothing, and the neighbour's requests are taken."""
+    queue = QueueLimits(tenant_requests=8)
+    with small_executor.engine(kv_cache_bytes=2**20, queue=queue).start() as running:
+        expected = running.submit(PROMPT, **NEIGHBOUR).wait(60).token_ids
+        release = hold(running)
+        flood = [running.submit([1], tenant="hostile", max_new_tokens=1) for _ in range(2000)]
+        stream = running.submit(PROMPT, **NEIGHBOUR)
+        assert sum(one.is_over for one in flood) == 2000 - 8
+        assert running._calls.qsize() < 20
+        release.set()
+        assert stream.wait(60).token_ids == expected
+        with pytest.raises(QueueFullError, match="8 requests wait or came since the last step"):
+            flood[-1].wait(60)
+        assert all(one.wait(60).token_ids for one in flood[:8])
+        assert running.numbers().totals.turned_away == 2000 - 8
+        assert not len(running._streams.arrivals)
+
+
+def test_a_flood_stands_before_nobody_elses_request(small_executor: Executor) -> None:
+    """As it comes, eight of it are begun before the neighbour's request, and not five hundred."""
+    with small_executor.engine(kv_cache_bytes=2**20).start() as running:
+        begun = []
+        running.engine.log.listen(
+            lambda event: begun.append(event.subject) if event.kind is Kind.SUBMITTED else None
+        )
+        release = hold(running)
+        hostile: dict[str, Any] = {"tenant": "hostile", "max_new_tokens": 1}
+        flood = [running.submit([1], request_id=f"h{turn}", **hostile) for turn in range(500)]
+        stream = running.submit(PROMPT, request_id="modest", **NEIGHBOUR)
+        release.set()
+        stream.wait(60)
+        assert all(one.wait(60).token_ids for one in flood)
+    assert begun.index("modest") == 8
+    assert begun == [*begun[:8], "modest", *(f"h{turn}" for turn in range(8, 500))]
+
+
+def test_what_is_held_back_is_cancelled_drained_and_refused_like_the_others(
+    small_executor: Executor,
+) -> None:
+    hostile: dict[str, Any] = {"tenant": "hostile", "max_new_tokens": 2, "ignore_eos": True}
+    with small_executor.engine(kv_cache_bytes=2**20).start() as running:
+        release = hold(running)
+        flood = [running.submit([1], request_id=f"h{turn}", **hostile) for turn in range(40)]
+        there = running._calls.qsize()
+        flood[39].cancel()
+        assert running._calls.qsize() == there  # it ends in its turn, before nobody else's
+        running.cancel("h38")
+        drained = running.drain()
+        release.set()
+        reasons = [stream.wait(60).finish_reason for stream in flood]
+        assert reasons == ["length"] * 38 + ["cancelled"] * 2
+        drained.result(60)
+    running = small_executor.engine(kv_cache_bytes=2**20).start()
+    release = hold(running)
+    flood = [running.submit([1], **hostile) for _ in range(1000)]
+    closing = threading.Thread(target=running.close)
+    closing.start()
+    until(lambda: running._calls.qsize() == 9)  # eight of the flood, and the end
+    release.set()
+    closing.join()
+    assert all(stream.is_over for stream in flood)
+    with pytest.raises(EngineError, match="closed"):
+        flood[-1].wait(60)
+
+
+def test_a_prompt_that_is_too_long_is_refused_unread(small_executor: Executor) -> None:
+    """Tokens of a prompt that the model has no positions for are not looked at one by one."""
+
+    class Untouched(tuple[int, ...]):
+        def __iter__(self) -> Any:
+            raise AssertionError("it was read")
+
+    with small_executor.engine(kv_cache_bytes=2**20).start() as running:
+        request = small_executor.request([1, 2], tenant="hostile")
+        object.__setattr__(request, "prompt_ids", Untouched([1] * 100_000))
+        request.__dict__.pop("length", None)
+        with pytest.raises(GenerationError, match="positions"):
+            running.submit_request(request).wait(60)
+
+
+# ---------------------------------------------------------------------------------- random programs
+
+FEW_FAMILIES = ("gemma2",)
+"""Families of the default run; the others, and more programs, run in the slow one."""
+CASES = [
+    pytest.param(family.name, marks=() if family.name in FEW_FAMILIES else pytest.mark.slow)
+    for family in FAMILIES
+]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_program_of_each_family(name: str, tmp_path: Path) -> None:
+    """In steps one by one, and in steps that begin before the one before is read."""
+    served = Served.of(BY_NAME[name], tmp_path)
+    checked, ahead = 0, 0
+    for seed in range(4):
+        program = RequestProgram(served, seed, is_ahead=seed % 2 == 1)
+        program.run()
+        checked += len(program.checked)
+        ahead += program.engine.reads["ahead"]
+    assert checked >= 40
+    assert ahead > 10

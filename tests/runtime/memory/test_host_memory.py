@@ -11,14 +11,20 @@ from pathlib import Path
 import pytest
 import torch
 
-from pcg.kernels.torch.products import Product, ProductRequest
 from pcg.runtime.memory import host_memory
-from pcg.runtime.memory.host_memory import FreedMemory, is_set_by
+from pcg.runtime.memory.host_memory import (
+    CAPACITIES,
+    KEPT_PRODUCTS,
+    FreedMemory,
+    bound_shape_caches,
+    is_set_by,
+)
 
 BENCHMARK = Path(__file__).parents[3] / "benchmarks" / "bench_peak.py"
 HOLES = 1600
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="thresholds of glibc's malloc")
 def test_resident_memory_of_a_step_is_as_predicted() -> None:
     """In a fresh process, at a budget of 0: glibc's own thresholds take 2.2 times the prediction.
@@ -65,16 +71,49 @@ def test_holes_go_back_once_they_are_too_much(slack: float) -> None:
     del blocks, larger
 
 
-def test_a_function_that_is_looked_at_requests_and_returns_the_same() -> None:
-    requested: list[Product] = [object(), object()]  # type: ignore[list-item]
+# --------------------------------------------------------------------------------- caches of shapes
 
-    def function() -> ProductRequest[str]:
-        yield from requested
-        return "done"
+_GROWTH = """
+import ctypes, torch
+from transformers import AutoModelForCausalLM, LlamaConfig
+import pcg
 
-    def outcome(requests: ProductRequest[str]) -> ProductRequest[None]:
-        results.append((yield from requests))
+torch.set_num_threads(1)
+libc = ctypes.CDLL(None)
 
-    results: list[str] = []
-    assert list(outcome(FreedMemory().between(function()))) == requested
-    assert results == ["done"]
+def resident_kib():
+    libc.malloc_trim(0)
+    with open("/proc/self/statm") as statm:
+        fields = statm.read().split()
+    return (int(fields[1]) - int(fields[2])) * 4
+
+config = LlamaConfig(hidden_size=64, intermediate_size=128, num_hidden_layers=1,
+                     num_attention_heads=2, num_key_value_heads=2, vocab_size=64)
+executor = pcg.compile(AutoModelForCausalLM.from_config(config).eval())
+executor.logits([1] * 320)
+for length in range(1, 60):
+    executor.logits([1] * length)
+before = resident_kib()
+for length in range(60, 160):
+    executor.logits([1] * length)
+print((resident_kib() - before) / 100)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads Linux's resident pages")
+def test_new_lengths_keep_no_memory() -> None:
+    """In a process of its own: torch's and oneDNN's caches take their bounds once."""
+    run = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", _GROWTH], capture_output=True, text=True, check=True
+    )
+    assert float(run.stdout.split()[-1]) < 100  # KiB a length
+
+
+def test_bounds_of_the_environment_hold(monkeypatch: pytest.MonkeyPatch) -> None:
+    import os
+
+    monkeypatch.setenv(CAPACITIES[0], "7")
+    monkeypatch.delenv(CAPACITIES[1], raising=False)
+    bound_shape_caches()
+    assert os.environ[CAPACITIES[0]] == "7"
+    assert os.environ[CAPACITIES[1]] == str(KEPT_PRODUCTS)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import threading
+from typing import Any
+
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
@@ -9,17 +12,19 @@ from hypothesis import strategies as st
 from peft import PeftModel
 
 from pcg.kernels import sgmv
-from pcg.kernels.batch import SegmentedWeight, Segments
-from pcg.kernels.torch.ops import expand_add, shrink
-from pcg.passes.pipeline import Settings, pipeline
-from pcg.passes.stages import Base
 from pcg.runtime.adapters import stacked_weights as adapter_stack
 from pcg.runtime.adapters.padded_tables import AdapterSlots
+from pcg.runtime.adapters.row_memory import RowMemory
+from pcg.runtime.admission.limits import Limits
 from pcg.runtime.executor import Executor
 from pcg.runtime.requests.request import Completion, Request
 from pcg.runtime.sampling.sampling_params import SamplingParams
-from tests.support.bypasses import lora
+from tests.support import compiled, oracle
+from tests.support.families import BY_NAME
+from tests.support.interpreter import bf16
 from tests.support.lora_pair import lora_pair, small_llama
+from tests.support.oracle import relative_error
+from tests.support.prompts import prompts
 
 RECIPES = {
     "all": {"r": 4, "lora_alpha": 8, "target_modules": "all-linear"},
@@ -59,7 +64,11 @@ def logits(peft: PeftModel, tokens: list[int], name: str | None) -> torch.Tensor
     ],
     ids=["mixed", "one", "two", "mostly-base", "two-of-each", "wide"],
 )
-@pytest.mark.parametrize("lengths", [(5, 9, 1, 14, 3, 7, 30, 2), (4,) * 8], ids=["ragged", "equal"])
+@pytest.mark.parametrize(
+    "lengths",
+    [(5, 9, 1, 14, 3, 7, 30, 2), (4,) * 8, (1, 1, 12, 1, 1, 1, 1, 1)],
+    ids=["ragged", "equal", "decoding"],
+)
 @pytest.mark.parametrize("few", [0, 8, sgmv.FEW_TOKENS])
 def test_logits_equal_peft(
     pair: tuple[Executor, PeftModel],
@@ -103,73 +112,6 @@ def test_what_was_fetched_before_it_ran_is_whole(
         stacks.forget(executor.adapters[gone])
 
 
-def test_generation_equals_peft(pair: tuple[Executor, PeftModel]) -> None:
-    executor, peft = pair
-    names = ["first", None, "head", "attention", "all", "head"]
-    prompts = [torch.randint(1, 96, (n,)).tolist() for n in (3, 8, 5, 1, 12, 6)]
-    done = executor.generate(prompts, names, max_new_tokens=10, ignore_eos=True)
-    for prompt, name, completion in zip(prompts, names, done, strict=True):
-        tokens = list(prompt)
-        for _ in range(10):
-            tokens.append(int(logits(peft, tokens, name)[-1].argmax()))
-        assert list(completion.token_ids) == tokens[len(prompt) :]
-
-
-def test_serving_joins_what_shares_an_input(pair: tuple[Executor, PeftModel]) -> None:
-    executor, _ = pair
-    model = executor.program.base
-    sites = [site for site in model.linear_sites() if "{layer}" in site]
-    everywhere = lora(dict.fromkeys(sites, 4))
-    some = lora({site: 4 for site in sites if "q_proj" in site})
-    ops = []
-    for bypasses in (everywhere, some):
-        passes = pipeline(Settings(bypasses=lambda _, b=bypasses: b))
-        serving = passes.emitted(Base(model)).serving.model
-        ops.append([node.op for node in serving.blocks[0].nodes])
-    assert ops[0].count("lora_linear") == 4  # q k v, o, gate up, down
-    assert not {"linear", "linear_group", "shrink", "expand_add"} & set(ops[0])
-    assert ops[1].count("lora_linear") == ops[1].count("linear_group") == 1  # q k v, gate up
-    assert not {"shrink", "expand_add"} & set(ops[1])
-
-
-@pytest.mark.parametrize(
-    "names",
-    [
-        ["all", "head", "mlp", "thin"],
-        [None, "first", "thin", "all", "attention", "head", "mlp"],
-        ["mlp", "thin", "mlp", "head", "all"],
-    ],
-    ids=["one-width", "widths", "twice"],
-)
-def test_logits_of_prompts_beside_decoding_tokens(
-    pair: tuple[Executor, PeftModel], names: list[str | None]
-) -> None:
-    """Most sequences have one token, and are one product; the others' segments are their own."""
-    executor, peft = pair
-    torch.manual_seed(2)
-    lengths = [12 if i == 2 else 1 for i in range(len(names))]
-    prompts = [torch.randint(1, 96, (n,)).tolist() for n in lengths]
-    for prompt, name, ours in zip(prompts, names, executor.logits(prompts, names), strict=True):
-        expected = logits(peft, prompt, name)
-        torch.testing.assert_close(ours, expected, rtol=1e-5, atol=1e-5 * expected.abs().max())
-
-
-@given(st.integers(0, 3), st.lists(st.integers(0, 3), min_size=1, max_size=7).filter(any))
-def test_each_segment_is_multiplied_by_its_own_weight(start: int, sizes: list[int]) -> None:
-    segments = Segments.of(start, sizes, torch.device("cpu"))
-    a = torch.randn(len(sizes), 2, 5, dtype=torch.float64).transpose(1, 2)
-    b = torch.randn(len(sizes), 4, 2, dtype=torch.float64).transpose(1, 2)
-    x, y = (torch.randn(segments.stop + 2, n, dtype=torch.float64) for n in (5, 4))
-    present = (True,) * len(sizes)
-    expected = y.clone()
-    first = start
-    for own_a, own_b, size in zip(a, b, sizes, strict=True):
-        expected[first : first + size] += x[first : first + size] @ own_a @ own_b
-        first += size
-    s = shrink(x, SegmentedWeight(a, segments, present))
-    torch.testing.assert_close(expand_add(y, s, SegmentedWeight(b, segments, present)), expected)
-
-
 @given(st.lists(st.lists(st.sampled_from([None, *RECIPES]), min_size=1, max_size=9), max_size=6))
 @settings(max_examples=20, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_adapters_come_and_go(
@@ -192,19 +134,6 @@ def test_adapters_come_and_go(
             torch.testing.assert_close(one, logits(peft, tokens, name), rtol=1e-4, atol=1e-5)
 
 
-def test_stacks_made_in_inference_mode_are_written_outside(
-    pair: tuple[Executor, PeftModel],
-) -> None:
-    executor, peft = pair
-    tokens = [5, 17, 3, 40]
-    for name in RECIPES:
-        executor.refresh_adapter(name)
-    with torch.inference_mode():
-        executor.logits([tokens] * 3, ["all", "first", "head"])
-    found = executor.logits([tokens], ["attention"])[0]
-    torch.testing.assert_close(found, logits(peft, tokens, "attention"), rtol=1e-4, atol=1e-5)
-
-
 QUERIES_AND_VALUES = {
     "r4": {"r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "v_proj"]},
     "r20": {"r": 20, "target_modules": ["q_proj", "v_proj"]},
@@ -213,9 +142,16 @@ QUERIES_AND_VALUES = {
 }
 
 
-@pytest.mark.parametrize("joined_bytes", [0, adapter_stack.JOINED_BYTES])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("native", [True, False], ids=["native", "pytorch"])
+@pytest.mark.parametrize(
+    ("joined_bytes", "dtype", "native"),
+    [
+        pytest.param(joined, dtype, native, marks=() if is_default else pytest.mark.slow)
+        for joined in (0, adapter_stack.JOINED_BYTES)
+        for dtype in (torch.float32, torch.bfloat16)
+        for native in (True, False)
+        for is_default in ((joined, dtype, native) == (0, torch.bfloat16, False),)
+    ],
+)
 def test_where_some_of_the_joined_outputs_can_have_lora(
     joined_bytes: int, dtype: torch.dtype, native: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -233,22 +169,6 @@ def test_where_some_of_the_joined_outputs_can_have_lora(
         for prompt, name, ours in zip(prompts, names, executor.logits(prompts, names), strict=True):
             expected = logits(peft, prompt, name)
             assert (ours - expected).abs().max() < tolerance * expected.abs().max(), name
-
-
-def test_a_wide_adapter_takes_what_it_needs_as_long_as_it_has_pages(
-    pair: tuple[Executor, PeftModel],
-) -> None:
-    """Nothing is padded, no other slot is as wide, and its memory goes with its pages."""
-    executor, _ = pair
-    tables, wide = executor.serving.tables, executor.adapters["wide"]
-    tables.reset()
-    executor.logits([3, 1, 4], "wide")
-    size = tables.beside_pool_bytes
-    assert size < 1.5 * wide.size_bytes  # joined outputs have zeros between them
-    executor.logits([3, 1, 4], "thin")
-    assert tables.beside_pool_bytes - size < wide.size_bytes / 4
-    tables.evict(wide)
-    assert tables.beside_pool_bytes < wide.size_bytes / 4
 
 
 def test_no_step_of_others_copies_an_adapter(
@@ -276,3 +196,101 @@ def test_no_step_of_others_copies_an_adapter(
         tokens = [3, 1, 4] if name is None else [1, 5, 9]
         first = int(logits(peft, tokens, name)[-1].argmax())
         assert done[place].token_ids[0] == first
+
+
+# ------------------------------------------------------------------------------------ wide adapters
+
+bf16.install()
+
+
+def recipe(rank: int, **fields: Any) -> dict[str, Any]:
+    targets = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+    return {"r": rank, "lora_alpha": 2 * rank, "target_modules": targets, **fields}
+
+
+# ---------------------------------------------------------------------------------------- numerics
+
+
+MIXED = {
+    "one": recipe(1),
+    "usual": recipe(16),
+    "odd": recipe(17, use_rslora=True),
+    "wide": recipe(256),
+    "mixed": recipe(8, rank_pattern={"q_proj": 100, "down_proj": 3, "layers.1.mlp.up_proj": 33}),
+    "some": {**recipe(64), "target_modules": ["v_proj", "gate_proj"]},
+}
+
+
+@pytest.mark.parametrize("backend", ["torch", pytest.param("triton", marks=pytest.mark.slow)])
+def test_mixed_ranks_are_those_of_peft(backend: str) -> None:
+    executor, wrapped = lora_pair(MIXED, small_llama(), backend=backend, device="cpu")
+    names = [*MIXED, "usual", None]
+    for lengths in ((1,) * len(names), (7, 1, 4, 5, 2, 3, 18, 2)):
+        ids = [[3 + (7 * i + n) % 90 for i in range(n)] for n in lengths]
+        found = executor.logits(ids, names)
+        for name, sequence, ours in zip(names, ids, found, strict=True):
+            if name is None:
+                with wrapped.disable_adapter():
+                    expected = oracle.logits(wrapped, sequence)
+            else:
+                wrapped.set_adapter(name)
+                expected = oracle.logits(wrapped, sequence)
+            assert relative_error(ours, expected) < 2e-5, (name, len(sequence))
+
+
+# ------------------------------------------------------------------------------ copies beside steps
+
+bf16.install()
+WRITERS: dict[str, tuple[type, str]] = {
+    "torch": (AdapterSlots, "_put"),
+    "triton": (RowMemory, "_write"),
+}
+
+
+@pytest.mark.parametrize("backend", ["torch", pytest.param("triton", marks=pytest.mark.slow)])
+def test_a_step_waits_for_no_copy_of_another(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    base = oracle.random_model(BY_NAME["llama3"].config(1))
+    executor = compiled.executor(base, backend=backend)
+    for name in ("a", "b"):
+        fields = {"r": 4, "target_modules": ["q_proj", "down_proj"]}
+        for weights in executor.add_adapter(name, {"peft_type": "LORA", **fields}).weights.values():
+            weights.b.normal_()
+    first, second = (
+        Request(
+            tuple(prompt),
+            SamplingParams(max_new_tokens=new, ignore_eos=True),
+            executor.adapters[name],
+        )
+        for prompt, new, name in zip(prompts((5, 3)), (5, 2), ("a", "b"), strict=True)
+    )
+    alone = [
+        executor.generate([r.prompt_ids], r.adapter.name, max_new_tokens=n, ignore_eos=True)[0]
+        for r, n in ((first, 5), (second, 2))
+        if r.adapter is not None
+    ]
+    executor.serving.tables.forget(executor.adapters["b"])
+
+    engine = executor.engine(Limits(running=4), kv_cache_bytes=2**20)
+    engine.submit(first)
+    tokens = [[chunk.token_id for chunk in engine.step()], []]
+    may_copy = threading.Event()
+    owner, name = WRITERS[backend]
+    write = getattr(owner, name)
+
+    def held(self: Any, *args: Any) -> bool:
+        if threading.current_thread() is not threading.main_thread():
+            assert may_copy.wait(60)
+        return bool(write(self, *args))
+
+    monkeypatch.setattr(owner, name, held)
+    engine.submit(second)
+    for _ in range(3):
+        chunks = engine.step()
+        assert [chunk.index for chunk in chunks] == [0]
+        tokens[0] += [chunk.token_id for chunk in chunks]
+        engine.check_integrity()
+    may_copy.set()
+    while not engine.is_idle:
+        for chunk in engine.step():
+            tokens[chunk.index].append(chunk.token_id)
+    assert tokens == [list(completion.token_ids) for completion in alone]
