@@ -17,7 +17,7 @@ from pcg.runtime.adapters.padded_tables import AdapterSlots
 from pcg.runtime.adapters.row_memory import RowMemory
 from pcg.runtime.admission.limits import Limits
 from pcg.runtime.executor import Executor
-from pcg.runtime.requests.request import Completion, Request
+from pcg.runtime.requests.request import Request
 from pcg.runtime.sampling.sampling_params import SamplingParams
 from tests.support import compiled, oracle
 from tests.support.families import BY_NAME
@@ -169,33 +169,6 @@ def test_where_some_of_the_joined_outputs_can_have_lora(
         for prompt, name, ours in zip(prompts, names, executor.logits(prompts, names), strict=True):
             expected = logits(peft, prompt, name)
             assert (ours - expected).abs().max() < tolerance * expected.abs().max(), name
-
-
-def test_no_step_of_others_copies_an_adapter(
-    pair: tuple[Executor, PeftModel], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The first of a width, a wide one, and those for whom stacks grow are copied beside steps."""
-    executor, peft = pair
-    executor.serving.tables.reset()
-    engine = executor.engine(kv_cache_bytes=2**24)
-    monkeypatch.setattr(AdapterSlots, "_move", None)
-    params = SamplingParams(max_new_tokens=60, ignore_eos=True)
-    engine.submit(Request((3, 1, 4), params))
-    names = [name for name in RECIPES if name != "thin"] + ["thin"]
-    done: dict[int, Completion] = {}
-    for name in names:
-        engine.submit(Request((1, 5, 9), params, executor.adapters[name]))
-        while len(engine.scheduler.running) + len(done) < engine.submitted:
-            for chunk in engine.step():
-                assert chunk.error is None
-                if chunk.completion is not None:
-                    done[chunk.index] = chunk.completion
-    while not engine.is_idle:
-        done |= {c.index: c.completion for c in engine.step() if c.completion is not None}
-    for place, name in enumerate([None, *names]):
-        tokens = [3, 1, 4] if name is None else [1, 5, 9]
-        first = int(logits(peft, tokens, name)[-1].argmax())
-        assert done[place].token_ids[0] == first
 
 
 # ------------------------------------------------------------------------------------ wide adapters

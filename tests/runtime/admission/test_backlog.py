@@ -244,21 +244,6 @@ def test_the_most_tokens_that_fit() -> None:
     assert latency.tokens_within(0.03, 0, beside, is_trained=True) == 0
 
 
-def test_calibration_tells_rows_of_logits_from_tokens() -> None:
-    """A head of 6 ms, which is read for the first row of logits, and a row of many costs less."""
-
-    def seconds(tokens: int, context: int, rows: int) -> float:
-        load = Load.of(tokens, context)
-        return 0.01 + 6e-4 * load.tokens + 4e-7 * load.keys + 8e-4 * rows + 0.006 * (rows > 0)
-
-    found = fitted_latencies(seconds, layers=8)
-    expected = (0.016, 6e-4, 4e-7, 8e-4, 3e-5, 8e-4)
-    assert found.forward.coefficients_s == pytest.approx(expected, rel=1e-6)
-    of_rows = 2 * (8e-4 * 64 + 0.006) / 64
-    assert found.loss.coefficients_s[:3] == pytest.approx((0.0068, of_rows, 0.0))
-    assert found.backward.coefficients_s[:3] == pytest.approx((0.002, 1.5e-4, 1e-7))
-
-
 def _on_gpu(tokens: int, context: int, rows: int) -> float:
     """A step that reads its weights for 10 ms, in which 130 tokens are computed."""
     load = Load.of(tokens, context)
@@ -277,18 +262,6 @@ def test_calibration_finds_the_knee() -> None:
         assert predicted_s == pytest.approx(took_s, rel=1e-3)
     assert found.layer.seconds(Load(200)) == pytest.approx(_on_gpu(200, 0, 0) / 10, rel=0.01)
     assert not fitted_latencies(_on_gpu, layers=10).forward.knee.tokens
-
-
-def test_a_knee_is_learned() -> None:
-    """Tokens before it cost a tenth of what those beyond do, and both were guessed wrongly."""
-    latency = Latency(1e-4, 2e-6, 1e-10, beyond_s=1e-6, knee=140)
-    drawn = Random(0)
-    for _ in range(400):
-        load = Load.of(drawn.choice((40, 100, 150, 170, 300)), drawn.randrange(4000))
-        took_s = 3e-4 + 3e-7 * load.tokens + 2e-10 * load.keys + 3e-6 * max(0, load.tokens - 140)
-        latency.observe(load, took_s)
-    assert latency.knee.token_s == pytest.approx(3e-6, rel=0.02)
-    assert latency.coefficients_s[1] == pytest.approx(3e-7, rel=0.1)
 
 
 @pytest.mark.parametrize("percentile", [90.0, 99.0])

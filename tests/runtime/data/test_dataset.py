@@ -77,12 +77,6 @@ def test_the_end_of_turn_is_learned_and_the_line_break_not(chatml):
     assert example.targets == sum(label != IGNORED for label in example.labels)
 
 
-def test_a_bos_from_the_template_is_not_doubled(llama2):
-    example = one([{"messages": CHAT[1:]}], llama2)
-    assert example.ids.count(llama2.bos_id) == 2  # the template's, one a user message
-    assert learned(example, llama2).count("</s>") == 2
-
-
 CONTENT = st.text(alphabet=st.sampled_from("ab é中😀\n.<"), min_size=1, max_size=12).filter(
     # A leading space may share a token with the line break before it, which is then learned, too.
     lambda text: not text[0].isspace()
@@ -137,13 +131,6 @@ def test_prompt_and_completion(request, family):
     assert learned(example, tokenizer) == f"you today?{end}"
     bare = one([row], tokenizer, append_eos=False)
     assert bare.ids == example.ids[:-1]
-
-
-def test_prompt_and_completion_as_messages(chatml):
-    row = {"prompt": CHAT[:4], "completion": CHAT[4:]}
-    example = one([row], chatml)
-    assert example.ids == one([{"messages": CHAT}], chatml).ids
-    assert learned(example, chatml) == "naïve café<|im_end|>"
 
 
 @pytest.mark.parametrize("given", ["", None, "1 and 2"])
@@ -372,13 +359,6 @@ def test_tools_and_messages_that_a_template_does_not_show_are_refused(chatml):
 
 
 # ------------------------------------------------------------------------------- truncation
-
-
-def test_truncation_keeps_the_head(chatml):
-    whole = one(["Hello, how are you today?"], chatml)
-    data = load_examples(["Hello, how are you today?", "dog"], chatml, max_length=4)
-    assert data.truncated == 1
-    assert data[0] == Example(whole.ids[:4], whole.labels[:4])
 
 
 def test_targets_beyond_the_cut(chatml):

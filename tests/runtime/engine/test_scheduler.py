@@ -180,21 +180,6 @@ def test_an_adapter_removed_in_use_leaves_with_its_last_request() -> None:
     assert gone() is None  # nor do its weights stay in a slot
 
 
-def test_an_adapter_that_changed_in_use_is_read_again() -> None:
-    executor = make_executor()
-    engine = make_engine(executor)
-    engine.submit(executor.request([1, 2, 3], "a", **GREEDY))
-    engine.step()
-    executor.refresh_adapter("a")
-    run(engine)
-    assert len(engine.scheduler.adapters) == 0
-    for _ in range(2):
-        engine.submit(executor.request([1, 2, 3], "a", **GREEDY))
-        run(engine)
-    kinds = [event.kind for event in engine.log if event.subject == "a"]
-    assert kinds == [Kind.PAGED_IN, Kind.EVICTED, Kind.PAGED_IN]  # and it stays
-
-
 def test_times_of_requests_that_are_over_are_forgotten() -> None:
     """And they are not those of a later request with the same id."""
     engine = SimulatedEngine(LinearCosts(), 64, 1000)

@@ -32,7 +32,6 @@ from tests.support.small_engine import (
     make_engine,
     make_executor,
     models,
-    poisoned,
 )
 
 RANKS = (2, 3, 4, 8, 8, 12, 16, 16)
@@ -190,22 +189,6 @@ def test_a_prompt_as_long_as_the_model_s_positions() -> None:
         executor.generate([prompt], max_new_tokens=1)
     with pytest.raises(GenerationError, match="128 positions"):
         executor.generate([[*prompt, 1]], max_new_tokens=0)
-
-
-def test_nan_in_a_prompt_fails_that_request_alone() -> None:
-    executor = make_executor()
-    base, _ = models()
-    poisoned(executor, math.nan)
-    engine = make_engine(executor)
-    (prompt,) = prompts((20,))
-    for name in (None, "bad"):
-        engine.submit(executor.request(prompt, name, max_new_tokens=0, prompt_logprobs=1))
-    good, bad = sorted(engine.step(), key=lambda chunk: chunk.index)
-    assert good.completion is not None
-    check_prompt(base, prompt, good.completion, 1)
-    assert isinstance(bad.error, GenerationError)
-    assert "the logits hold NaN" in str(bad.error)
-    assert engine.is_idle
 
 
 def test_further_tokens_of_a_prompt_in_chunks_have_their_places() -> None:

@@ -31,7 +31,7 @@ from tests.support.interpreter.stand_in import tensors_on_cuda
 from tests.support.interpreter.streams import ORDER
 from tests.support.interpreter.tape import Tape
 from tests.support.prompts import prompts
-from tests.support.recorded_steps import RANKS, Step, Steps, add_lora, executor_of
+from tests.support.recorded_steps import RANKS, Step, Steps, executor_of
 
 bf16.install()
 CPU = torch.device("cpu")
@@ -220,26 +220,6 @@ def test_families(name: str) -> None:
     for contexts in ([3, 17], [30, 0]):
         check(steps, Step([5, 9], contexts, [None, None]))
         check(steps, Step([5, [9, 4, 7]], contexts, [None, None]))
-
-
-@pytest.mark.slow
-def test_adapters_that_come_to_lie_elsewhere_are_recorded_anew() -> None:
-    executor = executor_of(1, "cpu")
-    tape = Tape()
-    steps = Steps(executor, tape)
-    check(steps, Step([5], [20], ["r4"]))
-    check(steps, Step([6], [30], ["r20"]))  # a room of its own
-    assert (tape.recorded, tape.replayed) == (2, 2)
-    check(steps, Step([7], [3], ["r4"]))
-    assert (tape.recorded, tape.replayed) == (2, 3)
-    check(steps, Step([7], [3], [None]))
-    add_lora(executor, "wide", 200)  # the memory of rows, which is no page's here, grows
-    check(steps, Step([7], [3], ["wide"]))
-    assert (tape.recorded, tape.replayed) == (4, 5)
-    check(steps, Step([7], [3], [None]))  # reads no adapters
-    assert (tape.recorded, tape.replayed) == (4, 6)
-    check(steps, Step([7], [3], ["r4"]))
-    assert (tape.recorded, tape.replayed) == (5, 7)
 
 
 def test_virtual_tokens_are_in_the_cache() -> None:

@@ -12,15 +12,13 @@ import pcg
 import pcg.compiler as compiler
 from pcg.errors import MemoryBudgetError
 from pcg.peft.lora import LoraConfig
-from pcg.ranks.group import Ranks
 from pcg.runtime.admission.limits import Limits
 from pcg.runtime.data.example import Example
 from pcg.runtime.data.order import Batches
 from pcg.runtime.executor import Executor
-from tests.support import oracle, ranked
+from tests.support import oracle
 from tests.support.families import BY_NAME
 from tests.support.measured_memory import measured
-from tests.support.threads import run_ranks
 
 RECIPE = LoraConfig(r=4, target_modules="all-linear")
 CONFIG = BY_NAME["llama3"].config(4)
@@ -181,19 +179,3 @@ def test_losses_fall_as_they_do_without(run: Any) -> None:
     assert lossy != exact
     assert sum(lossy[-4:]) / 4 < 0.6 * lossy[0]
     assert sum(lossy[-4:]) == pytest.approx(sum(exact[-4:]), rel=0.05)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("sequence_parallel", [False, True])
-def test_losses_over_ranks_are_those_of_one(sequence_parallel: bool) -> None:
-    def losses(degree: int, **options: Any) -> tuple[float, ...]:
-        program = ranked.make_program("llama3", degree, lossy_activations="fp8", **options)
-
-        def run(ranks: Ranks | None = None) -> tuple[float, ...]:
-            made = ranked.make_executor(program, "llama3", ranks)
-            return made.finetune(ranked.EXAMPLES, "a", **ranked.JOB).losses
-
-        return run() if degree == 1 else run_ranks(degree, run)[0]
-
-    found = losses(2, sequence_parallel=sequence_parallel)
-    assert found == pytest.approx(losses(1), rel=2e-3)  # blocks of parts round otherwise

@@ -50,10 +50,7 @@ OPTIONS: Mapping[str, Mapping[str, Any]] = {
 """Options by optimizer that make it keep more states, or change those that it keeps."""
 
 TORCH = [name for name in OPTIMIZERS if not Optimizer.of(name).has_8bit_states]
-"""Optimizers with states in fp32; test_8bit_optimizers.py has the others."""
-
-RESUMED = ("adafactor", "adamw", "radam", "rprop", "sgd")
-"""Optimizers whose exact resume the default run tests."""
+"""Optimizers with states in fp32."""
 
 DATA = examples(8)
 STEPS = 6
@@ -103,12 +100,6 @@ def batch_of(step: int) -> list[Example]:
     return [DATA[(2 * step + i) % len(DATA)] for i in range(2)]
 
 
-def weights(executor: Executor) -> dict[str, torch.Tensor]:
-    found = {k: v.clone() for k, v in executor.training_runner("a").parameters.items()}
-    executor.remove_adapter("a")
-    return found
-
-
 @pytest.mark.parametrize("name", TORCH)
 def test_the_adapter_is_that_of_peft_and_torch(name: str) -> None:
     model, executor = double()
@@ -117,7 +108,8 @@ def test_the_adapter_is_that_of_peft_and_torch(name: str) -> None:
     start = {k: v.clone() for k, v in executor.training_runner("a").parameters.items()}
     optimizer = FinetuneOptions(**options).make_optimizer()
     executor.finetune(DATA, "a", **options)
-    found = weights(executor)
+    found = learned(executor)
+    executor.remove_adapter("a")
     make = partial(optimizer.torch_class, lr=options["learning_rate"], **optimizer.options)
     expected = reference(model, start, make, LORA, STEPS)
     # Muon rounds to bf16 within, where the last bit of what it is given shows.
@@ -131,46 +123,6 @@ def test_the_adapter_is_that_of_peft_and_torch(name: str) -> None:
 @pytest.fixture(scope="module")
 def single() -> Executor:
     return compiled.executor(make_model(), None)
-
-
-@pytest.mark.parametrize(
-    "name", [n if n in RESUMED else pytest.param(n, marks=pytest.mark.slow) for n in TORCH]
-)
-def test_resumed_to_the_same_bits(single: Executor, tmp_path: Path, name: str) -> None:
-    options = {**options_of(name), "peft": LORA}
-    single.finetune(DATA, "a", **options)
-    whole = weights(single)
-    for stop in (1, 4):
-        place = tmp_path / str(stop)
-
-        def interrupt(record: StepRecord, at: int = stop) -> None:
-            if record.step == at:
-                raise KeyboardInterrupt
-
-        with pytest.raises(FinetuneInterrupted):
-            single.finetune(DATA, "a", checkpoint_dir=place, on_step=interrupt, **options)
-        single.remove_adapter("a")
-        result = single.finetune(DATA, "a", checkpoint_dir=place, **options)
-        assert result.resumed_from == stop
-        resumed = weights(single)
-        assert all(torch.equal(resumed[path], whole[path]) for path in whole)
-
-
-@pytest.mark.parametrize(
-    "name", ["asgd", *(pytest.param(n, marks=pytest.mark.slow) for n in ("adafactor", "muon"))]
-)
-def test_bytes_of_its_state_are_as_explained(single: Executor, tmp_path: Path, name: str) -> None:
-    matrices = Optimizer.of(name).takes_matrices_alone
-    recipe = {**LORA, "use_dora": not matrices}
-    options = {**options_of(name), "max_steps": 2}
-    single.finetune(DATA, "a", peft=recipe, checkpoint_dir=tmp_path, **options)
-    single.remove_adapter("a")
-    saved = load_file(tmp_path / "step-00000002" / "optimizer.safetensors")
-    report = pcg.explain(
-        make_model(), recipe, optimizer=name, optimizer_options=options.get("optimizer_options")
-    )
-    assert report.memory_bytes["optimizer"] == sum(tensor.nbytes for tensor in saved.values())
-    assert report.optimizer == name
 
 
 FAMILY = "gpt2"
@@ -379,43 +331,72 @@ def test_the_adapter_is_nearly_that_of_peft(executor: Executor, name: str) -> No
         assert (tensor - theirs[path]).norm() / moved < tolerance
 
 
-@pytest.mark.parametrize("is_offloaded", [True, pytest.param(False, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("name", ONE_OF_8BIT)
-def test_8bit_states_are_resumed_to_the_same_bits(
-    executor: Executor, tmp_path: Path, name: str, is_offloaded: bool
-) -> None:
-    options = {**JOB, "optimizer": name, "peft": WIDE}
-    executor.finetune(DATA, "a", **options)
-    whole = learned(executor)
-    executor.remove_adapter("a")
-    options |= {"offload_optimizer": is_offloaded, "checkpoint_dir": tmp_path}
-
-    def interrupt(record: StepRecord) -> None:
-        if record.step == STEPS // 2:
-            raise KeyboardInterrupt
-
-    with pytest.raises(FinetuneInterrupted):
-        executor.finetune(DATA, "a", on_step=interrupt, **options)
-    executor.remove_adapter("a")
-    assert executor.finetune(DATA, "a", **options).resumed_from == STEPS // 2
-    assert same(learned(executor), whole)
+RESUMED = ("adafactor", "adamw", "radam", "rprop", "sgd", "adam8bit offloaded")
+"""Optimizers whose exact resume the default run tests."""
 
 
 @pytest.mark.parametrize(
-    "recipe",
+    "name",
     [
-        {**WIDE, "use_dora": True},
-        *(pytest.param(METHODS[name], id=name, marks=pytest.mark.slow) for name in METHODS),
-        pytest.param("p-tuning", id="p-tuning", marks=pytest.mark.slow),
+        name if name in RESUMED else pytest.param(name, marks=pytest.mark.slow)
+        for name in (*TORCH, *CLASSES, *(f"{name} offloaded" for name in CLASSES))
     ],
 )
-def test_bytes_of_states_are_as_explained(executor: Executor, tmp_path: Path, recipe: Any) -> None:
-    options, name = {**JOB, "max_steps": 2}, "adamw8bit"
-    executor.finetune(DATA, "a", peft=recipe, checkpoint_dir=tmp_path, optimizer=name, **options)
+def test_resumed_to_the_same_bits(
+    executor: Executor, single: Executor, tmp_path: Path, name: str
+) -> None:
+    """With states in 8 bits, in host memory, too, as without a stop."""
+    name, _, offloaded = name.partition(" ")
+    options = {**options_of(name), "peft": WIDE if name in CLASSES else LORA}
+    here = executor if name in CLASSES else single
+    here.finetune(DATA, "a", **options)
+    whole = learned(here)
+    for stop in (1, 4):
+        here.remove_adapter("a")
+        kept = {"checkpoint_dir": tmp_path / str(stop), "offload_optimizer": bool(offloaded)}
+
+        def interrupt(record: StepRecord, at: int = stop) -> None:
+            if record.step == at:
+                raise KeyboardInterrupt
+
+        with pytest.raises(FinetuneInterrupted):
+            here.finetune(DATA, "a", on_step=interrupt, **options, **kept)
+        here.remove_adapter("a")
+        assert here.finetune(DATA, "a", **options, **kept).resumed_from == stop
+        assert same(learned(here), whole)
+    here.remove_adapter("a")
+
+
+DORA = {**WIDE, "use_dora": True}
+BYTES = [
+    ("asgd", DORA),
+    ("adamw8bit", DORA),
+    *(
+        pytest.param(name, recipe, id=f"{name}-{place}", marks=pytest.mark.slow)
+        for name, recipes in (
+            ("adafactor", [DORA]),
+            ("muon", [WIDE]),
+            ("adamw8bit", [*METHODS.values(), "p-tuning"]),
+        )
+        for place, recipe in enumerate(recipes)
+    ),
+]
+
+
+@pytest.mark.parametrize(("name", "recipe"), BYTES)
+def test_bytes_of_states_are_as_explained(
+    executor: Executor, tmp_path: Path, name: str, recipe: Any
+) -> None:
+    options = {**options_of(name), "max_steps": 2}
+    executor.finetune(DATA, "a", peft=recipe, checkpoint_dir=tmp_path, **options)
     saved = load_file(tmp_path / "step-00000002" / "optimizer.safetensors")
-    steps = {key for key in saved if key.endswith("/step")}  # which are ints, not tensors
+    # The number of steps is an int of 8-bit classes, and no tensor.
+    steps = {key for key in saved if key.endswith("/step") and name in CLASSES}
     measured = sum(tensor.nbytes for key, tensor in saved.items() if key not in steps)
-    assert pcg.explain(model(), recipe, optimizer=name).memory_bytes["optimizer"] == measured
+    given = options.get("optimizer_options")
+    report = pcg.explain(model(), recipe, optimizer=name, optimizer_options=given)
+    assert report.memory_bytes["optimizer"] == measured
+    assert report.optimizer == name
 
 
 # ------------------------------------------------------------------------------- options and states
