@@ -1,4 +1,4 @@
-"""Masks, biases and penalties, against transformers' processors and OpenAI's formulas."""
+"""Sampling against transformers' processors and OpenAI's formulas."""
 
 from __future__ import annotations
 

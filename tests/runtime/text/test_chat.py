@@ -1,4 +1,4 @@
-"""None"""
+"""Chat templates: the text of transformers, and the spans of it that are learned."""
 
 import re
 from datetime import datetime

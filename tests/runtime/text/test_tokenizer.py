@@ -1,4 +1,4 @@
-"""None"""
+"""Tokenizers: the ids and texts of transformers, streamed texts, and stop strings."""
 
 import json
 from itertools import pairwise
