@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
+import pytest
 import torch
 import transformers
 from torch import Tensor
@@ -47,6 +49,39 @@ def put(executor: Executor, wrapped: Any, name: str) -> None:
     adapter = executor.add_adapter(name, LORA, replace=True)
     oracle.copy_lora(adapter, wrapped)
     executor.refresh_adapter(name)
+
+
+def check_step(
+    models: tuple[Executor, Any],
+    given: Any,
+    loss: Any,
+    total: Tensor,
+    *,
+    batch_size: int = 8,
+    in_engine: bool = False,
+    loss_options: Any = None,
+) -> Any:
+    """Compare a trainer's call, and its step of SGD at a rate of 1, with autograd through peft.
+
+    Args:
+        total: the same loss by transformers and peft.
+        in_engine: run the call between the steps of an engine on a thread.
+    """
+    executor, wrapped = models
+    wrapped.zero_grad()
+    total.backward()
+    put(executor, wrapped, "a")
+    engine = executor.engine(kv_cache_bytes=2**20).start() if in_engine else nullcontext()
+    with engine, executor.trainer("a", optimizer="sgd", batch_size=batch_size) as trainer:
+        done = trainer.forward_backward(given, loss, loss_options=loss_options)
+        trainer.optim_step(learning_rate=1.0)
+        trainer.snapshot()
+    assert done.loss == pytest.approx(float(total.detach()), rel=1e-6, abs=1e-7)
+    own = oracle.lora_parameters(wrapped)
+    for path, value in parameters(executor, "a").items():
+        after = own[path].data - own[path].grad
+        torch.testing.assert_close(value, after, rtol=1e-6, atol=1e-6)
+    return done
 
 
 def parameters(executor: Executor, name: str) -> dict[str, Tensor]:

@@ -19,9 +19,9 @@ from pcg.errors import DataError, FinetuneError
 from pcg.runtime.data.example import IGNORED
 from pcg.runtime.executor import Executor
 from pcg.runtime.training.bound_training import BoundTraining
-from tests.support import oracle
 from tests.support.trainer_data import (
     VOCABULARY,
+    check_step,
     data,
     log_probabilities,
     pair,
@@ -84,6 +84,50 @@ def cross_entropy(found: list[Tensor]) -> Tensor:
     return -sum((v * torch.tensor(row["weights"], dtype=torch.float64)).sum() for v, row in rows)
 
 
+BETA, SMOOTHING = 0.3, 0.2
+COUNTS = torch.tensor([sum(t != IGNORED for t in row["targets"]) for row in ROWS]).view(-1, 2)
+
+
+def by_trl(term: str, margins: Tensor) -> Tensor:
+    """A term of each pair as TRL's DPOTrainer computes it; `margins` are [pairs, 2]."""
+    delta = margins[:, 0] - margins[:, 1]
+    means = margins / COUNTS
+    if term == "hinge":
+        return torch.relu(1 - BETA * delta)
+    if term == "ipo":
+        return (means[:, 0] - means[:, 1] - 1 / (2 * BETA)) ** 2
+    if term == "sigmoid_norm":
+        return -functional.logsigmoid(BETA * (means[:, 0] - means[:, 1]))
+    right, wrong = functional.logsigmoid(BETA * delta), functional.logsigmoid(-BETA * delta)
+    if term == "robust":
+        return (-(1 - SMOOTHING) * right + SMOOTHING * wrong) / (1 - 2 * SMOOTHING)
+    return -(1 - SMOOTHING) * right - SMOOTHING * wrong
+
+
+def by_terms(weights: Mapping[str, float]) -> Oracle:
+    """The loss `preference` with some weights of its terms."""
+
+    def total(found: list[Tensor]) -> Tensor:
+        references = [torch.tensor(row["logprobs"], dtype=torch.float64) for row in ROWS]
+        sums = [(l - q).sum() for l, q in zip(found, references, strict=True)]  # noqa: E741
+        margins = torch.stack(sums).view(-1, 2)
+        terms = [w * by_trl(term, margins).sum() for term, w in weights.items() if term != "sft"]
+        chosen = torch.cat(found[::2]).sum()
+        return torch.stack([*terms, -weights.get("sft", 0.0) * chosen]).sum()
+
+    return total
+
+
+TERMS: tuple[dict[str, float], ...] = (
+    {"sigmoid": 1.0},
+    {"sigmoid": 0.0, "hinge": 0.5},
+    {"sigmoid": 0.0, "ipo": 1.0},
+    {"sigmoid": 0.0, "robust": 2.0},
+    {"sigmoid": 0.0, "sigmoid_norm": 1.0},
+    {"sigmoid": 0.7, "hinge": 0.2, "sft": 0.1},
+)
+
+
 CASES: dict[str, tuple[tuple[str, ...], dict[str, float], Oracle]] = {
     "cross_entropy": (("weights",), {}, cross_entropy),
     "importance_sampling": (READ, {}, over_tokens(lambda v, q, a: -torch.exp(v - q) * a)),
@@ -96,6 +140,14 @@ CASES: dict[str, tuple[tuple[str, ...], dict[str, float], Oracle]] = {
     "dro": (READ, {"beta": 0.2}, over_tokens(lambda v, q, a: -(v * a - 0.1 * (v - q) ** 2))),
     "gspo": (READ, BOUNDS, gspo),
     "dpo": (("logprobs",), {"beta": 0.3}, dpo),
+    **{
+        f"preference {'+'.join(name for name in terms if terms[name])}": (
+            ("logprobs",),
+            {"beta": BETA, "label_smoothing": SMOOTHING, **terms},
+            by_terms(terms),
+        )
+        for terms in TERMS
+    },
 }
 
 
@@ -104,41 +156,23 @@ def models() -> tuple[Executor, Any]:
     return pair(torch.float64)
 
 
-def expected(wrapped: Any, loss: Oracle) -> tuple[float, list[Tensor], dict[str, Tensor]]:
-    """The loss, log-probabilities, and the adapter after a step of SGD with a rate of 1."""
-    wrapped.zero_grad()
-    found = [log_probabilities(wrapped, row) for row in ROWS]
-    total = loss(found)
-    total.backward()
-    after = {
-        path: parameter.data - parameter.grad
-        for path, parameter in oracle.lora_parameters(wrapped).items()
-    }
-    return float(total.detach()), [one.detach() for one in found], after
-
-
 @pytest.mark.parametrize("batch_size", [1, 8])
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("case", CASES)
 def test_a_loss_and_its_gradients_are_autograds(
-    models: tuple[Executor, Any], name: str, batch_size: int
+    models: tuple[Executor, Any], case: str, batch_size: int
 ) -> None:
-    executor, wrapped = models
-    read, options, loss = CASES[name]
-    total, found, after = expected(wrapped, loss)
-    put(executor, wrapped, "a")
-    given = data(ROWS, *read)
-    with executor.trainer("a", optimizer="sgd", batch_size=batch_size) as trainer:
+    read, options, loss = CASES[case]
+    name = case.partition(" ")[0]
+    expected = [log_probabilities(models[1], row) for row in ROWS]
+    total, given = loss(expected), data(ROWS, *read)
+    done = check_step(models, given, name, total, batch_size=batch_size, loss_options=options)
+    put(*models, "a")
+    with models[0].trainer("a") as trainer:
         before = trainer.forward(given, name, loss_options=options)
-        done = trainer.forward_backward(given, name, loss_options=options)
-        trainer.optim_step(learning_rate=1.0)
-        trainer.snapshot()
-    assert done.loss == pytest.approx(total, rel=1e-6)
-    assert before.loss == pytest.approx(total, rel=1e-6)
-    for one, other, values in zip(done.logprobs, before.logprobs, found, strict=True):
-        torch.testing.assert_close(one, values, rtol=1e-6, atol=1e-6)
-        torch.testing.assert_close(other, values, rtol=1e-6, atol=1e-6)
-    for path, value in parameters(executor, "a").items():
-        torch.testing.assert_close(value, after[path], rtol=1e-6, atol=1e-6)
+    assert before.loss == pytest.approx(float(total.detach()), rel=1e-6)
+    for one, other, values in zip(done.logprobs, before.logprobs, expected, strict=True):
+        torch.testing.assert_close(one, values.detach(), rtol=1e-6, atol=1e-6)
+        torch.testing.assert_close(other, values.detach(), rtol=1e-6, atol=1e-6)
 
 
 @pytest.mark.parametrize(("targets", "runs"), [(["q_proj"], 1), (["q_proj", "lm_head"], 2)])
@@ -181,26 +215,25 @@ def entropy_like(found: list[Tensor]) -> Tensor:
 
 def test_a_custom_loss_is_autograds_in_one_call_and_in_two(models: tuple[Executor, Any]) -> None:
     executor, wrapped = models
-    total, _, after = expected(wrapped, entropy_like)
     for calls in (1, 2):
-        put(executor, wrapped, "a")
-        with executor.trainer("a", optimizer="sgd", batch_size=3) as trainer:
-            if calls == 1:
-                done = trainer.forward_backward(iter(data(ROWS)), entropy_like)
-                assert done.loss == pytest.approx(total, rel=1e-6)
-                assert trainer.forward(data(ROWS), entropy_like).loss == done.loss
-            else:
-                leaves = [one.requires_grad_() for one in trainer.forward(data(ROWS)).logprobs]
-                slopes = torch.autograd.grad(entropy_like(leaves), leaves)
-                weighted = [
-                    pcg.Datum(row["tokens"], row["targets"], weights=-slope)
-                    for row, slope in zip(ROWS, slopes, strict=True)
-                ]
-                trainer.forward_backward(weighted)
-            trainer.optim_step(learning_rate=1.0)
-            trainer.snapshot()
-        for path, value in parameters(executor, "a").items():
-            torch.testing.assert_close(value, after[path], rtol=1e-6, atol=1e-6)
+        total = entropy_like([log_probabilities(wrapped, row) for row in ROWS])
+        given, loss = data(ROWS), entropy_like
+        if calls == 2:
+            put(executor, wrapped, "a")
+            with executor.trainer("a") as trainer:
+                leaves = [one.requires_grad_() for one in trainer.forward(given).logprobs]
+            slopes = torch.autograd.grad(entropy_like(leaves), leaves)
+            # A sum of weighted log-probabilities has the gradients of the loss.
+            total = sum(
+                (slope * log_probabilities(wrapped, row)).sum()
+                for slope, row in zip(slopes, ROWS, strict=True)
+            )
+            given = [
+                pcg.Datum(row["tokens"], row["targets"], weights=-slope)
+                for row, slope in zip(ROWS, slopes, strict=True)
+            ]
+            loss = "cross_entropy"
+        check_step(models, given, loss, total, batch_size=3)
 
 
 def test_a_token_without_weight_counts_nowhere(models: tuple[Executor, Any]) -> None:
@@ -227,6 +260,7 @@ BAD: dict[str, tuple[str, dict[str, Any], str]] = {
     "bounds in turns": ("ppo", {"loss_options": {"clip_low_threshold": 2}}, "is above"),
     "a negative one": ("dro", {"loss_options": {"beta": -1}}, "at least 0"),
     "no word": ("dro", {"loss_options": {5: 1}}, "unknown option '5'"),
+    "a term": ("preference", {"loss_options": {"sigmoidd": 1}}, "did you mean 'sigmoid'"),
 }
 
 
@@ -271,77 +305,6 @@ def test_bad_data_is_named_and_leaves_what_waits(models: tuple[Executor, Any], c
         assert trainer.optim_step(learning_rate=0.0).gradient_norm == norm
 
 
-# -------------------------------------------------------------------------------------- preferences
-
-BETA, SMOOTHING = 0.3, 0.2
-COUNTS = torch.tensor([sum(t != IGNORED for t in row["targets"]) for row in ROWS]).view(-1, 2)
-
-
-def by_trl(term: str, margins: Tensor) -> Tensor:
-    """A term of each pair as TRL's DPOTrainer computes it; `margins` are [pairs, 2]."""
-    delta = margins[:, 0] - margins[:, 1]
-    means = margins / COUNTS
-    if term == "hinge":
-        return torch.relu(1 - BETA * delta)
-    if term == "ipo":
-        return (means[:, 0] - means[:, 1] - 1 / (2 * BETA)) ** 2
-    if term == "sigmoid_norm":
-        return -functional.logsigmoid(BETA * (means[:, 0] - means[:, 1]))
-    right, wrong = functional.logsigmoid(BETA * delta), functional.logsigmoid(-BETA * delta)
-    if term == "robust":
-        return (-(1 - SMOOTHING) * right + SMOOTHING * wrong) / (1 - 2 * SMOOTHING)
-    return -(1 - SMOOTHING) * right - SMOOTHING * wrong
-
-
-def total_of(weights: Mapping[str, float]) -> Callable[[list[Tensor]], Tensor]:
-    def total(found: list[Tensor]) -> Tensor:
-        references = [torch.tensor(row["logprobs"], dtype=torch.float64) for row in ROWS]
-        sums = [(l - q).sum() for l, q in zip(found, references, strict=True)]  # noqa: E741
-        margins = torch.stack(sums).view(-1, 2)
-        terms = [w * by_trl(term, margins).sum() for term, w in weights.items() if term != "sft"]
-        chosen = torch.cat(found[::2]).sum()
-        return torch.stack([*terms, -weights.get("sft", 0.0) * chosen]).sum()
-
-    return total
-
-
-@pytest.mark.parametrize(
-    "weights",
-    [
-        {"sigmoid": 1.0},
-        {"sigmoid": 0.0, "hinge": 0.5},
-        {"sigmoid": 0.0, "ipo": 1.0},
-        {"sigmoid": 0.0, "robust": 2.0},
-        {"sigmoid": 0.0, "sigmoid_norm": 1.0},
-        {"sigmoid": 0.7, "hinge": 0.2, "sft": 0.1},
-    ],
-    ids=lambda weights: "+".join(name for name in weights if weights[name]),
-)
-def test_gradients_are_those_of_trl(
-    models: tuple[Executor, Any], weights: dict[str, float]
-) -> None:
-    executor, wrapped = models
-    put(executor, wrapped, "a")
-    wrapped.zero_grad()
-    total = total_of(weights)([log_probabilities(wrapped, row) for row in ROWS])
-    total.backward()
-    with executor.trainer("a", optimizer="sgd", batch_size=2) as trainer:
-        scored = trainer.forward_backward(
-            data(ROWS, "logprobs"),
-            "preference",
-            loss_options={"beta": BETA, "label_smoothing": SMOOTHING, **weights},
-        )
-        trainer.optim_step(learning_rate=1.0)
-        trainer.snapshot()
-    assert scored.loss == pytest.approx(float(total.detach()), rel=1e-6)
-    own = oracle.lora_parameters(wrapped)
-    before = {path: one.detach().clone() for path, one in own.items()}
-    for path, after in parameters(executor, "a").items():
-        gradient = own[path].grad
-        assert gradient is not None
-        torch.testing.assert_close(before[path] - after, gradient, rtol=1e-6, atol=1e-6)
-
-
 # ------------------------------------------------------------------------ several targets a token
 
 WIDTHS = (3, 1, 2)
@@ -375,45 +338,21 @@ def wide_log_probabilities(wrapped: Any, tokens: list[int], targets: Tensor) -> 
 def test_the_cross_entropy_of_several_targets_is_autograds(
     models: tuple[Executor, Any], batch_size: int, in_engine: bool, by_function: bool
 ) -> None:
-    executor, wrapped = models
-    wrapped.zero_grad()
-    expected = [wide_log_probabilities(wrapped, tokens, targets) for tokens, targets, _ in rows()]
+    expected = [wide_log_probabilities(models[1], *row[:2]) for row in rows()]
     weights = [row[2] for row in rows()]
 
     def loss(found: list[Tensor]) -> Tensor:
         return -sum((w * one).sum() for w, one in zip(weights, found, strict=True))
 
-    total = loss(expected)
-    total.backward()
-    put(executor, wrapped, "a")
-    if by_function:
-        given: Any = loss
-        datums = [pcg.Datum(tokens, targets) for tokens, targets, _ in rows()]
-    else:
-        given = "cross_entropy"
-        datums = [pcg.Datum(*row) for row in rows()]
-    options = {"optimizer": "sgd", "batch_size": batch_size}
-    if in_engine:
-        with executor.engine(kv_cache_bytes=2**20).start():
-            done = _update(executor, datums, given, options)
-    else:
-        done = _update(executor, datums, given, options)
-    assert done.loss == pytest.approx(float(total.detach()), rel=1e-6)
+    given: Any = loss if by_function else "cross_entropy"
+    datums = [pcg.Datum(*(row[:2] if by_function else row)) for row in rows()]
+    done = check_step(
+        models, datums, given, loss(expected), batch_size=batch_size, in_engine=in_engine
+    )
     assert done.targets == sum(t.numel() - 1 for _, t, _ in rows())
     assert done.tokens == sum(LENGTHS)
     for one, values in zip(done.logprobs, expected, strict=True):
         torch.testing.assert_close(one, values.detach(), rtol=1e-6, atol=1e-6)
-    for path, parameter in oracle.lora_parameters(wrapped).items():
-        after = parameter.data - parameter.grad
-        torch.testing.assert_close(parameters(executor, "a")[path], after, rtol=1e-6, atol=1e-6)
-
-
-def _update(executor: Executor, datums: list[pcg.Datum], loss: Any, options: dict[str, Any]) -> Any:
-    with executor.trainer("a", **options) as trainer:
-        done = trainer.forward_backward(datums, loss)
-        trainer.optim_step(learning_rate=1.0)
-        trainer.snapshot()
-    return done
 
 
 SHAPES: dict[str, tuple[str, dict[str, Any], str]] = {
