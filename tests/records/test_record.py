@@ -152,15 +152,6 @@ def test_another_run_is_set_aside(tmp_path: Path) -> None:
     assert facts(tmp_path / "earlier-1")["status"] == "completed"
 
 
-def test_a_run_begins_again_where_it_did_not_end(tmp_path: Path) -> None:
-    for _ in range(2):
-        record = RunRecord(tmp_path, {"seed": 1})
-        record.log(1, loss=1.0)
-        record.end("cancelled")
-    assert len(rows(tmp_path)) == 1
-    assert not (tmp_path / "earlier-1").exists()
-
-
 def test_one_run_writes_a_folder_at_a_time(tmp_path: Path) -> None:
     with RunRecord(tmp_path) as record:
         record.log(1, loss=1.0)

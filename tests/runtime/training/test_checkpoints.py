@@ -149,25 +149,6 @@ def test_without_a_recipe_the_checkpoint_has_it(
 # ------------------------------------------------------------------------------- what is on disk
 
 
-def test_a_directory_is_of_one_job_at_a_time(
-    executor: Executor, whole: Bits, tmp_path: Path
-) -> None:
-    """A second one would remove what the first saves, and point to what the first removes."""
-    other = compiled.executor(make_model(), None)
-
-    def meanwhile(record: StepRecord) -> None:
-        with pytest.raises(FinetuneError, match="another job saves its checkpoints in"):
-            job(other, tmp_path)
-
-    result = job(executor, tmp_path, meanwhile)
-    assert_same(bits(executor, result), whole)
-    assert not other.adapters
-    job(other, tmp_path)
-    with pytest.raises(FinetuneInterrupted):
-        job(executor, tmp_path, stop_at(2, KeyboardInterrupt), resume=False)
-    job(other, tmp_path, resume=False)
-
-
 def test_files(executor: Executor, tmp_path: Path) -> None:
     """Two checkpoints are kept, no file is a pickle, and peft reads the adapter."""
     import peft  # not for the process that is killed

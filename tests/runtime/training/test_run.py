@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import errno
 import json
-import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -28,14 +26,12 @@ from pcg.runtime.training.checkpoints import (
     TrainerRun,
     TrainerState,
 )
-from pcg.runtime.training.options import FinetuneResult, LossChange, Numbers, RunOptions, StepRecord
+from pcg.runtime.training.options import LossChange, Numbers, RunOptions, StepRecord
 from pcg.runtime.training.run import Find, Objective, Run, StepNumbers
 from pcg.runtime.training.work_units import Work, run_to_end
-from tests.support import compiled, ranked
-from tests.support.damage import damage
+from tests.support import compiled
 from tests.support.small_job import DATA, LORA, OPTIONS, examples, job, make_model
 from tests.support.tables import Splits, Stored
-from tests.support.threads import ThreadRanks, run_ranks
 
 EPOCH = 3
 
@@ -169,57 +165,6 @@ def test_two_runs_do_not_share_a_directory(tmp_path: Path) -> None:
     run_to_end(first.work())
 
 
-# ------------------------------------------------------------------------------------------- states
-
-
-def save(store: CheckpointStore, step: int) -> None:
-    """Write no more of a state than what it is of."""
-
-    def write(path: Path) -> None:
-        path.mkdir()
-        notes = {"trajectory": {"beta": 0.1}, "step": step, "history": [{"loss": 1.0}] * step}
-        state: dict[str, Any] = {"step": step, "losses": [1.0] * step, "position": notes}
-        saved = {"format": FORMAT, "trajectory": {"optimizer": "adamw"}, "state": state}
-        for name in (CONFIG, WEIGHTS, OPTIMIZER):
-            (path / name).write_text("{}")
-        (path / STATE).write_text(json.dumps(saved))
-        seal(path)
-
-    store.save(step, write)
-
-
-def resumable(store: CheckpointStore, resume: str | bool = "auto") -> Path | None:
-    found = store.resumable(resume, TrainerRun.read, {"beta": 0.1}, 10)
-    return None if found is None else found[0]
-
-
-def test_a_job_on_examples_does_not_remove_them(tmp_path: Path) -> None:
-    store = CheckpointStore(tmp_path)
-    save(store, 2)
-    of_examples = CheckpointStore(tmp_path)
-    with pytest.raises(FinetuneError, match="step-00000002"):
-        of_examples.resumable("auto", lambda path: of_examples.load(path, "mine"), {}, 10)
-    assert resumable(store, False) is None
-    assert resumable(store) == tmp_path / "step-00000002"
-
-
-def test_a_damaged_state_is_passed_over(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    store = CheckpointStore(tmp_path, 3)
-    for step in (2, 4, 6):
-        save(store, step)
-    damage(tmp_path / "step-00000006" / OPTIMIZER, "flip", 3)
-    damage(tmp_path / "step-00000004" / STATE, "gone", 0)
-    assert resumable(store) == tmp_path / "step-00000002"
-    assert "step-00000006/optimizer.safetensors is damaged" in caplog.text
-    save(store, 3)
-    left = ["latest", *(f"step-0000000{step}" for step in (2, 3, 4, 6))]
-    assert sorted(path.name for path in tmp_path.iterdir()) == left  # what is damaged, too
-    for step in (2, 3):
-        damage(tmp_path / f"step-0000000{step}" / STATE, "empty", 0)
-    with pytest.raises(FinetuneError, match="no good checkpoint before it"):
-        resumable(store)
-
-
 # ------------------------------------------------------------------------------------------ records
 
 ROWS = [Example([2 + i, 3, 5 + i, 7], [2 + i, 3, 5 + i, 7]) for i in range(8)]
@@ -241,10 +186,6 @@ def finetune(small: Executor, folder: Path, **options: Any) -> Any:
     return small.finetune(ROWS, "a", peft=RANK_2, record=folder, **given)
 
 
-def rows(folder: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-
-
 def test_a_record_has_the_numbers_of_the_job(small: Executor, tmp_path: Path) -> None:
     told: list[StepRecord] = []
     result = finetune(small, tmp_path, eval_at_start=True, on_step=told.append)
@@ -264,51 +205,6 @@ def test_a_record_has_the_numbers_of_the_job(small: Executor, tmp_path: Path) ->
     assert "loss" in (tmp_path / "report.html").read_text("utf-8")
 
 
-def test_a_job_that_goes_on_appends_and_doubles_nothing(small: Executor, tmp_path: Path) -> None:
-    def stop(record: StepRecord) -> None:
-        if record.step == 4:
-            raise KeyboardInterrupt
-
-    whole = finetune(small, tmp_path / "whole")
-    options = {"checkpoint_dir": tmp_path / "checkpoints", "save_every": 2}
-    with pytest.raises(FinetuneInterrupted):
-        finetune(small, tmp_path / "run", on_step=stop, **options)
-    assert read_run(tmp_path / "run").status == "interrupted"
-    path = tmp_path / "run/metrics.jsonl"
-    lines = path.read_text().splitlines(keepends=True)
-    # A kill -9 behind the checkpoint of step 4 and before its row; then one long before it.
-    for left, torn in ((3, lines[3][:20]), (1, "")):
-        path.write_text("".join(lines[:left]) + torn)
-        finetune(small, tmp_path / "run", **options)
-        found = rows(tmp_path / "run")
-        assert [row["step"] for row in found] == [1, 2, 3, 4, 5, 6]
-        assert [row["loss"] for row in found] == list(whole.losses)
-        evaluated = [(row["step"], row["eval_loss"]) for row in found if "eval_loss" in row]
-        assert evaluated == list(whole.eval_losses)
-
-
-def test_a_full_disk_fails_the_job_and_leaves_its_checkpoint(
-    small: Executor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    write, left = os.write, [3]
-
-    def full(handle: int, data: bytes) -> int:
-        if data.startswith(b'{"step":'):
-            left[0] -= 1
-            if left[0] < 0:
-                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        return write(handle, data)
-
-    options = {"checkpoint_dir": tmp_path / "checkpoints", "save_every": 1}
-    with monkeypatch.context() as patched:
-        patched.setattr(os, "write", full)
-        with pytest.raises(RecordError, match="No space left on device"):
-            finetune(small, tmp_path / "run", **options)
-    assert len(rows(tmp_path / "run")) == 3
-    finetune(small, tmp_path / "run", **options)
-    assert [row["step"] for row in rows(tmp_path / "run")] == [1, 2, 3, 4, 5, 6]
-
-
 def test_a_record_that_cannot_be_is_refused_before_the_job(small: Executor, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(RecordError, match=r"the record cannot be saved in .*is a file"):
@@ -316,8 +212,6 @@ def test_a_record_that_cannot_be_is_refused_before_the_job(small: Executor, tmp_
 
 
 # ---------------------------------------------------------------------------------------- collapse
-
-EASY = [7] * 10
 
 
 @pytest.fixture(scope="module")
@@ -392,30 +286,6 @@ def test_a_risen_loss_of_harder_data_is_no_collapse(
     assert result.first_data is not None
     assert not result.is_collapsed
     assert not caplog.records
-
-
-@pytest.mark.parametrize("degree", [1, 2])
-def test_the_adapter_that_is_restored_is_the_one_that_counts(degree: int) -> None:
-    """No evaluation but the one before the first step counts as an improvement."""
-    program = ranked.make_program("gpt2", degree)
-
-    def finetune(ranks: ThreadRanks | None) -> FinetuneResult:
-        executor = ranked.make_executor(program, "gpt2", ranks)
-        options = {**ranked.JOB, "learning_rate": 0.3, "schedule": "constant", "shuffle": False}
-        best: dict[str, Any] = {"eval_at_start": True, "restore_best": True, "min_delta": 100.0}
-        others = [[*range(first, first + 5)] for first in range(10, 60, 5)]
-        data = [Example(EASY, EASY)] * 10 + [Example(ids, ids) for ids in others]
-        return executor.finetune(data, "b", **{**options, **best, "epochs": 1})
-
-    results = [finetune(None)] if degree == 1 else run_ranks(degree, finetune)
-    for result in results:
-        assert result.restored
-        assert result.best_step == 0
-        assert result.losses[4] < result.losses[0] - 1
-        change = LossChange.of(result.losses)
-        assert change.last > change.first
-        assert result.first_data == pytest.approx((result.losses[0],) * 2)
-        assert not result.is_collapsed
 
 
 def test_checkpoints_that_cannot_be_saved_are_known_before_the_first_step(

@@ -154,18 +154,6 @@ def test_masked_and_flat_completions_are_left_out_as_in_trl(
         assert done.loss == pytest.approx(float(total), rel=1e-6)
 
 
-def test_an_update_without_anything_to_learn_is_one_of_zeros(
-    models: tuple[Executor, Any], rollouts: list[Rollout]
-) -> None:
-    flat = [replace(one, advantage=0.0) for one in rollouts]
-    objective = UpdateLoss(flat, GrpoOptions(num_generations=4, batch_size=4), tokens_of(flat))
-    loss, loss_options = objective.loss()
-    with models[0].trainer("a") as trainer:
-        done = trainer.forward_backward(objective.data(), loss, loss_options=loss_options)
-        assert trainer.optim_step(learning_rate=1.0).gradient_norm == 0.0
-    assert done.loss == 0.0
-
-
 def test_clip_ratios_and_the_divergence_are_those_of_trl(
     models: tuple[Executor, Any], rollouts: list[Rollout]
 ) -> None:

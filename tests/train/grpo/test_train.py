@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from pcg.errors import AdapterConflictError, DataError, FinetuneError, FinetuneInterrupted
+from pcg.errors import DataError, FinetuneError, FinetuneInterrupted
 from pcg.runtime.executor import Executor
 from pcg.train.grpo import GrpoOptions, train_grpo
 from pcg.train.grpo.checkpoints import ResumableOptions
@@ -120,22 +120,6 @@ def test_a_generation_is_shared_and_gone_through_again(executor: Executor) -> No
     )
     assert again.history[0]["kl"] == pytest.approx(0.0, abs=1e-6)  # and an old one its own
     executor.remove_adapter("policy")
-
-
-def test_the_same_seed_gives_the_same_run_beside_an_engine_of_the_caller(
-    executor: Executor,
-) -> None:
-    options = GrpoOptions(**SMALL, max_steps=2)
-    runs = []
-    with executor.engine(kv_cache_bytes=2**22).start() as running:
-        for name in ("one", "two"):
-            done = train_grpo(executor, PROMPTS, is_low, options, adapter=name, peft=LORA)
-            runs.append([(x["reward"], x["loss"], x["grad_norm"]) for x in done.history])
-        assert running.submit([1, 2], "two", max_new_tokens=1).wait().adapter == "two"
-        with running.trainer("taken", peft=LORA), pytest.raises(AdapterConflictError):
-            train_grpo(executor, PROMPTS, is_low, options, adapter="taken")
-    for one, two in zip(*runs, strict=True):
-        assert one == pytest.approx(two, rel=1e-5, abs=1e-6)
 
 
 def test_what_cannot_be_trained_is_refused_before_anything_runs(executor: Executor) -> None:
