@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from pcg.errors import DataError, FinetuneError, FinetuneInterrupted
+from pcg.errors import AdapterConflictError, DataError, FinetuneError, FinetuneInterrupted
 from pcg.runtime.executor import Executor
 from pcg.train.grpo import GrpoOptions, train_grpo
 from pcg.train.grpo.checkpoints import ResumableOptions
@@ -129,6 +129,8 @@ def test_what_cannot_be_trained_is_refused_before_anything_runs(executor: Execut
     options = GrpoOptions(**SMALL, max_steps=1)
     with pytest.raises(FinetuneError, match="'broken' failed: ValueError: no"):
         train_grpo(executor, PROMPTS, broken, options, peft=LORA)
+    with executor.trainer("taken", peft=LORA), pytest.raises(AdapterConflictError):
+        train_grpo(executor, PROMPTS, is_low, options, adapter="taken")
     for rows, message in (
         ([], "no rows"),
         ("abc", "give a list"),
