@@ -265,37 +265,6 @@ def test_an_error_of_a_step_reaches_everyone(monkeypatch: pytest.MonkeyPatch) ->
 SHORT: dict[str, Any] = {"max_new_tokens": 12, "ignore_eos": True}
 
 
-def test_adapters_are_listed_and_removed() -> None:
-    executor = make_executor()
-    engine = make_engine(executor)
-    gate = StepGate(engine)
-    with engine.start() as running:
-        (one,) = running.adapters()
-        assert (one.name, one.method, one.pages, one.running) == ("a", "LoRA", 0, 0)
-        assert one.size_bytes == executor.adapters["a"].size_bytes
-        stream = running.submit([1, 2], "a", **LONG)
-        gate.let()
-        next(stream)
-        (used,) = running.adapters()
-        assert used.running == 1
-        assert used.pages > 0
-        running.remove_adapter("a").result(60)
-        assert running.adapters() == []
-        with pytest.raises(AdapterError, match="there is no adapter 'a'"):
-            running.submit([1, 2], "a", **LONG)
-        with pytest.raises(AdapterError, match="there is no adapter 'a'"):
-            running.remove_adapter("a").result(60)
-        gate.let()
-        assert next(stream).token_id is not None
-        stream.cancel()
-        job = running.finetune(DATA, "b", peft=LORA, publish_every=1, **LONG_JOB)
-        gate.let_until(lambda: any(one.name == "b" for one in running.adapters()))
-        assert running.adapters()[0].is_trained
-        with pytest.raises(AdapterError, match="a job trains adapter 'b'"):
-            running.remove_adapter("b").result(60)
-        job.cancel()
-
-
 def test_jobs_are_listed_with_their_progress(tmp_path: Path) -> None:
     engine = make_engine(make_executor(), 64, Limits(tokens=20))
     with engine.start() as running:

@@ -138,7 +138,7 @@ def test_what_cannot_be_trained_is_refused_before_anything_runs(executor: Execut
         ([{"prompt": [1], "a": 1}, {"prompt": [1]}], "row 1 has the columns"),
         (["text"], "no tokenizer"),
         ([{"prompt": [1], "completions": 1}], "rename it"),
-        ([{"prompt": [1], "images": ["a.png"]}], "has 'images', which would not be in the prompt"),
+        ([{"prompt": [1], "images": ["a.png"]}], "has 'images', but prompts can only contain text"),
         ([{"prompt": [{"role": "user", "content": "x"}]}], "no chat template"),
     ):
         with pytest.raises(DataError, match=message):
@@ -149,7 +149,7 @@ def test_what_cannot_be_trained_is_refused_before_anything_runs(executor: Execut
     ("fields", "message"),
     [
         ({"num_generations": 1}, "at least 2"),
-        ({"batch_size": 12}, "no whole groups"),
+        ({"batch_size": 12}, "not a multiple of num_generations"),
         ({"temperature": 0.7}, "temperature 1"),
         ({"loss_type": "sapo"}, "'dr_grpo'"),
         ({"loss_type": "cispo"}, "5.0"),
