@@ -47,20 +47,28 @@ class Case:
         return self.base if adapter is None else self.wrapped[adapter]
 
 
-OF_TWO_LAYERS = ("llama3", "gpt2", "gemma2")
-"""Families that are run with two layers, too; the others in the slow run."""
-CASES = [
-    pytest.param(
-        (family, layers),
-        id=f"{family}-{layers}",
-        marks=pytest.mark.slow if layers == 2 and family.name not in OF_TWO_LAYERS else (),
-    )
-    for family in FAMILIES
-    for layers in (2, 3)
-]
+SAMPLE = ("llama3", "gpt2", "gemma2", "falcon-40b", "mixtral", "mpt")
+"""Families of which the default run checks all; of the others it checks what `EVERY` marks."""
 
 
-@pytest.fixture(scope="module", params=CASES)
+def cases(of_default: Sequence[str]) -> list[Any]:
+    """Return every family with 2 and 3 layers; the default run has some with 3 layers."""
+    return [
+        pytest.param(
+            (family, layers),
+            id=f"{family}-{layers}",
+            marks=() if layers == 3 and family.name in of_default else pytest.mark.slow,
+        )
+        for family in FAMILIES
+        for layers in (2, 3)
+    ]
+
+
+EVERY = pytest.mark.parametrize("case", cases([*BY_NAME]), indirect=True)
+SOME = pytest.mark.parametrize("case", cases(SAMPLE), indirect=True)
+
+
+@pytest.fixture(scope="module")
 def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Case:
     family, layers = request.param
     base = oracle.random_model(family.config(layers))
@@ -75,8 +83,7 @@ def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     return Case(family, base, wrapped, saved, executor)
 
 
-@pytest.mark.parametrize("lengths", [LENGTHS, (40,) * 5], ids=["ragged", "uniform"])
-def test_logits_with_and_without_adapters_in_one_batch(case: Case, lengths: Sequence[int]) -> None:
+def check_logits(case: Case, lengths: Sequence[int]) -> None:
     sequences = prompts(lengths)
     found = case.executor.logits(sequences, list(ADAPTERS))
     for logits, sequence, adapter in zip(found, sequences, ADAPTERS, strict=True):
@@ -84,6 +91,17 @@ def test_logits_with_and_without_adapters_in_one_batch(case: Case, lengths: Sequ
         assert oracle.relative_error(logits, expected) < TOLERANCE
 
 
+@EVERY
+def test_logits_with_and_without_adapters_in_one_batch(case: Case) -> None:
+    check_logits(case, (40,) * 5)
+
+
+@SOME
+def test_logits_of_a_ragged_batch(case: Case) -> None:
+    check_logits(case, LENGTHS)
+
+
+@SOME
 def test_the_base_from_sharded_files(case: Case, tmp_path: Path) -> None:
     oracle.save_model(case.base, tmp_path, "20KB")
     source, program = resolve(tmp_path, weights=True), case.executor.program
@@ -94,6 +112,7 @@ def test_the_base_from_sharded_files(case: Case, tmp_path: Path) -> None:
         assert torch.equal(executor.logits(sequence), case.executor.logits(sequence))
 
 
+@EVERY
 def test_greedy_tokens_of_a_ragged_batch(case: Case) -> None:
     sequences = prompts(LENGTHS)
     completions = case.executor.generate(
@@ -106,7 +125,8 @@ def test_greedy_tokens_of_a_ragged_batch(case: Case) -> None:
     assert [list(completion.token_ids) for completion in completions] == expected
 
 
-@pytest.mark.parametrize("adapter", ["all", "usual"])
+@EVERY
+@pytest.mark.parametrize("adapter", ["all", pytest.param("usual", marks=pytest.mark.slow)])
 def test_gradients_of_every_parameter(case: Case, adapter: str) -> None:
     sequences = prompts((40, 7, 13, 40, 37))
     runner = case.executor.training_runner(adapter)
@@ -122,6 +142,7 @@ def test_gradients_of_every_parameter(case: Case, adapter: str) -> None:
         assert error < TOLERANCE, name
 
 
+@SOME
 @pytest.mark.parametrize("adapter", ["all", "usual"])
 def test_peft_reads_what_we_save(case: Case, adapter: str, tmp_path: Path) -> None:
     case.executor.save_adapter(adapter, tmp_path / "ours")

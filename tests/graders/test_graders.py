@@ -138,12 +138,7 @@ def test_names_that_are_not_there(template: str, kind: str) -> None:
 
 @pytest.mark.parametrize(
     ("operation", "rewards"),
-    [
-        ("eq", (1, 0, 0, 0)),
-        ("ne", (0, 1, 1, 1)),
-        ("like", (1, 0, 1, 0)),
-        ("ilike", (1, 1, 1, 0)),
-    ],
+    [("eq", (1, 0, 0, 0)), ("ne", (0, 1, 1, 1)), ("like", (1, 0, 1, 0)), ("ilike", (1, 1, 1, 0))],
 )
 def test_string_checks(operation: str, rewards: tuple[int, ...]) -> None:
     texts = ("Paris", "PARIS", "It is Paris.", "Lyon")
@@ -213,17 +208,11 @@ def test_graders_that_cannot_be(change: dict[str, Any], said: str) -> None:
         ({**JUDGE, "range": [1, 0]}, "use a lesser number first"),
         ({**JUDGE, "range": [0, float("nan")]}, "grader.range[1]: Expected `float`"),
         ({**JUDGE, "range": [0]}, "grader.range: Expected `array` of length 2"),
-        (
-            {**JUDGE, "sampling_params": {"top_k": 1}},
-            "contains unknown field `top_k`",
-        ),
+        ({**JUDGE, "sampling_params": {"top_k": 1}}, "contains unknown field `top_k`"),
         ({**JUDGE, "sampling_params": {"seed": 0.5}}, "seed: Expected `int | null`"),
         ({**JUDGE, "sampling_params": {"seed": True}}, "got `bool`"),
         ({**JUDGE, "input": []}, "grader.input: Expected `array` of length >= 1"),
-        (
-            {**JUDGE, "input": [{"role": "tool", "content": "x"}]},
-            "input[0]: role='tool'; use user",
-        ),
+        ({**JUDGE, "input": [{"role": "tool", "content": "x"}]}, "input[0]: role='tool'; use user"),
         (
             {**JUDGE, "input": [{"role": "user", "content": {"type": "input_image", "u": "x"}}]},
             "judges read texts alone",

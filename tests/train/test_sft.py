@@ -123,9 +123,7 @@ def by_trainer(executor: Executor, path: Path) -> None:
             share = 1 / sum(example.targets for example in batch)
             data = [
                 pcg.Datum(
-                    list(one.ids[:-1]),
-                    list(one.labels[1:]),
-                    weights=[share] * (len(one.ids) - 1),
+                    list(one.ids[:-1]), list(one.labels[1:]), weights=[share] * (len(one.ids) - 1)
                 )
                 for one in batch
             ]

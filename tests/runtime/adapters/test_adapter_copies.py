@@ -212,9 +212,7 @@ def test_what_has_no_such_copies_is_refused(options: dict[str, Any], said: str) 
         CompileOptions(**options)
 
 
-def test_fp64_and_a_machine_without_a_compiler_are_refused(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_fp64_and_a_machine_without_a_compiler_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     for copies in ("bfloat16", "float32"):
         with pytest.raises(UnsupportedError, match="float64"):
             compiled.executor(model().double(), adapter_copies=copies, device="cpu")

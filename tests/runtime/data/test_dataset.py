@@ -475,6 +475,13 @@ def test_errors_name_the_line_and_what_is_wrong(tmp_path, chatml, content, words
     assert str(caught.value).startswith(f"{path} line ")
 
 
+def test_bytes_that_are_no_text(tmp_path, chatml):
+    path = tmp_path / "train.jsonl"
+    path.write_bytes(b'"a"\n"\xff"\n')
+    with pytest.raises(DataError, match=r"line 2: byte 2 is not UTF-8 \(0xff\)"):
+        load_examples(path, chatml)
+
+
 def test_wrong_arguments(tmp_path, chatml):
     (tmp_path / "data.csv").touch()
     (tmp_path / "empty.jsonl").touch()

@@ -23,6 +23,7 @@ from pcg.runtime.model import step_graphs
 from pcg.runtime.model.weights import StateDictCheckpoint
 from pcg.runtime.training import bound_training
 from pcg.runtime.training.recorded.warm_job import WarmJob
+from pcg.runtime.training.warm_jobs import windows_bytes
 from tests.support import oracle
 from tests.support.families import BY_NAME
 from tests.support.interpreter import bf16
@@ -233,6 +234,17 @@ def test_windows_of_a_known_job_that_have_no_memory_end_the_warm_up() -> None:
         pytest.raises(DeviceMemoryError, match="a window of 16 tokens cannot be recorded"),
     ):
         executor.engine(LIMITS, warm_up=True, warm_jobs=[job], kv_cache_bytes=2**20)
+
+
+def test_what_windows_of_known_jobs_take() -> None:
+    """More tokens save more; of two jobs with one recipe the larger counts."""
+    executor = interpreted()
+    recipe = {"peft_type": "LORA", "r": 2, "target_modules": ["q_proj"]}
+    sizes = [
+        windows_bytes(executor.state, [WarmJob(recipe, batch, seq) for batch, seq in jobs])
+        for jobs in ([], [(1, 64)], [(2, 64)], [(1, 64), (2, 64)])
+    ]
+    assert sizes[0] == 0 < sizes[1] < sizes[2] == sizes[3]
 
 
 class TapeOnce:

@@ -14,6 +14,7 @@ from pcg.runtime.metrics.events import Event
 from pcg.runtime.metrics.status import JobState
 from pcg.runtime.requests.request import Chunk, Request
 from pcg.runtime.sampling.sampling_params import SamplingParams
+from pcg.runtime.training.work_units import Phase, Stage
 from tests.support.prompts import prompts
 from tests.support.small_engine import (
     DATA,
@@ -111,6 +112,30 @@ def test_a_job_that_diverges_or_whose_callback_raises_fails_alone() -> None:
     assert good.result.steps == OPTIONS["max_steps"]
     check_tokens(last, [*range(2 * len(asked))], asked * 2)
     assert len(seen) == 1
+
+
+def test_a_backward_that_fails_beside_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both jobs begin their step again, alone; the one that fails there is dropped."""
+    executor, alone = make_executor(), make_executor()
+    alone.finetune(DATA, "good", peft=LORA, progress=False, **OPTIONS)
+    engine = make_engine(executor, 64)
+    bad = engine.finetune(DATA, "bad", peft=LORA, **OPTIONS)
+    good = engine.finetune(DATA, "good", peft=LORA, **OPTIONS)
+    run_parts = engine.device.run_parts
+
+    def failing(parts: list[Any]) -> None:
+        is_last = bad.unit in parts and bad.unit.stage == Stage(Phase.BACKWARD, 1)
+        run_parts(parts)
+        if is_last:
+            raise RuntimeError("a kernel failed")
+
+    monkeypatch.setattr(engine.device, "run_parts", failing)
+    run(engine)
+    assert "job 'bad' failed by RuntimeError: a kernel failed" in str(bad.error)
+    assert good.error is None
+    ours, theirs = (e.adapters["good"].tensors for e in (executor, alone))
+    for one, other in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-6)
 
 
 @pytest.mark.parametrize(

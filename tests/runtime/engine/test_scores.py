@@ -28,11 +28,7 @@ from tests.support import compiled, oracle, tiny_llama
 from tests.support.families import BY_NAME
 from tests.support.peft_cases import CONFIGS, wrap
 from tests.support.prompts import TOLERANCE, prompts
-from tests.support.small_engine import (
-    make_engine,
-    make_executor,
-    models,
-)
+from tests.support.small_engine import make_engine, make_executor, models
 
 RANKS = (2, 3, 4, 8, 8, 12, 16, 16)
 LENGTHS = (9, 4, 37, 5, 18, 1, 23, 16)

@@ -25,12 +25,7 @@ from pcg.runtime.engine.engine import Engine
 from pcg.runtime.engine.running_job import RunningJob
 from pcg.runtime.engine.scheduling import guest_work
 from pcg.runtime.engine.scheduling.co_serving import CoServing
-from pcg.runtime.engine.scheduling.guest_work import (
-    LEAST_ROWS,
-    LEAST_SHARE,
-    GuestWork,
-    RowWork,
-)
+from pcg.runtime.engine.scheduling.guest_work import LEAST_ROWS, LEAST_SHARE, GuestWork, RowWork
 from pcg.runtime.engine.scheduling.work import Sharing, Work
 from pcg.runtime.executor import Executor
 from pcg.runtime.memory.kv_cache import bytes_of_page, kv_types
@@ -128,9 +123,7 @@ def test_what_cannot_be_shared() -> None:
         SpatialSharing(1)
 
 
-def test_a_job_says_how_it_goes_on_and_what_it_waits_for(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_a_job_says_how_it_goes_on_and_what_it_waits_for(caplog: pytest.LogCaptureFixture) -> None:
     """Beside a stream whose promise no step keeps; then alone, until its end."""
     executor = make_executor()
     forward, backward = Latency(2e-3, 1e-4, 1e-7), Latency(5e-4, 5e-5, 1e-7)

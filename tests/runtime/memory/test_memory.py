@@ -13,7 +13,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pcg.errors import OutOfMemoryError
+from pcg.errors import OutOfMemoryError, PcgError
 from pcg.kernels.sizes import PAGE_TOKENS
 from pcg.runtime.memory import host_memory
 from pcg.runtime.memory.free_runs import FreeRuns
@@ -24,7 +24,7 @@ from pcg.runtime.memory.host_memory import (
     bound_shape_caches,
     is_set_by,
 )
-from pcg.runtime.memory.pool import UNREAD_SHARE, PagePool, PageTable
+from pcg.runtime.memory.pool import UNREAD_SHARE, PagePool, PageTable, SharedPages
 
 
 @given(
@@ -130,6 +130,13 @@ def test_the_page_read_least_recently_goes_first() -> None:
     pool.extend(pool.open("fifth"), 5)
     assert reclaimed == [5, 4, 2, 1, 0]
     pool.check_integrity()
+
+
+def test_a_page_is_shared_once() -> None:
+    shared = SharedPages()
+    shared.add(3)
+    with pytest.raises(PcgError, match="page 3 is shared already"):
+        shared.add(3)
 
 
 # ---------------------------------------------------------------------------------------- free runs

@@ -23,11 +23,7 @@ from pcg.runtime.metrics.report import (
     serving_report,
     timelines,
 )
-from pcg.runtime.metrics.totals import (
-    TOKEN_BOUNDS_S,
-    AdapterTotals,
-    Histogram,
-)
+from pcg.runtime.metrics.totals import TOKEN_BOUNDS_S, AdapterTotals, Histogram
 from tests.support.small_engine import LENGTHS, make_engine, make_executor, requests, serve
 
 
@@ -396,37 +392,6 @@ def test_times_and_lengths_of_requests() -> None:
     assert totals.e2el.sum == pytest.approx(parts + totals.queueing.sum)
     assert report.queueing is not None
     assert totals.queueing.mean == pytest.approx(report.queueing.mean_s)
-
-
-def test_requests_of_adapters_wait_run_and_end() -> None:
-    executor = make_executor()
-    engine = make_engine(executor, 24)
-    asked = requests(executor, LENGTHS)
-    adapters = engine.totals.adapters
-    seen = set()
-    for one in asked:
-        engine.submit(one)
-    while not engine.is_idle:
-        scheduler = engine.scheduler
-        for counts, there in (
-            (adapters.waiting, scheduler.waiting),
-            (adapters.running, scheduler.running),
-        ):
-            assert counts["a"] == sum(one.request.adapter is not None for one in there)
-            seen.add(counts["a"])
-        assert adapters.resident["a"] == len(scheduler.adapters)
-        engine.step()
-    assert len(seen) > 1
-    assert not adapters.waiting
-    assert not adapters.running
-    assert dict(adapters.resident) == {"a": 1}
-    sums = adapters.own["a"]
-    theirs = [one for one in asked if one.adapter is not None]
-    assert sums.requests == sums.ttft.count == len(theirs)
-    assert sums.prompt_tokens == sum(len(one.prompt_ids) for one in theirs)
-    assert sums.output_tokens == sum(one.params.max_new_tokens for one in theirs)
-    engine.cancel(engine.submit(asked[0]))
-    assert not adapters.waiting
 
 
 def test_the_adapters_that_are_used_most_have_their_own_sums() -> None:

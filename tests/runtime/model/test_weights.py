@@ -15,10 +15,11 @@ from safetensors.torch import load_file, save_file, save_model
 from torch import Tensor
 
 import pcg.compiler as compiler
-from pcg.errors import WeightsError
+from pcg.errors import UnsupportedError, WeightsError
 from pcg.explain import explain as explaining
 from pcg.kernels.torch import base_operators
 from pcg.kernels.torch.products import has_onednn
+from pcg.options import CompileOptions
 from pcg.peft.lora import LoraConfig
 from pcg.runtime.data.example import Example
 from pcg.runtime.executor import Executor
@@ -395,6 +396,11 @@ def test_a_module_in_memory_and_its_executors_hold_one_copy(
     assert dict(model.named_parameters()) == parameters
     assert torch.equal(model(torch.tensor([[3, 4, 5]])).logits, expected)
     save_model(model, str(tmp_path / "model.safetensors"))  # refuses parts of larger storages
+
+
+def test_an_option_that_is_none() -> None:
+    with pytest.raises(UnsupportedError, match="use True or False"):
+        CompileOptions(packed_weights="no")  # type: ignore[arg-type]
 
 
 def test_a_module_can_be_trained_after_it_is_compiled_in_inference_mode() -> None:

@@ -82,10 +82,7 @@ def test_a_batch_of_fields_generates_as_transformers_does(
         {"bad_words_ids": [list(pair)]},
         {"eos_token_id": [EOS, end], "min_new_tokens": 6},
         {"sequence_bias": [[[token], value] for token, value in bias.items()]},
-        {
-            "suppress_tokens": sorted(set(range(512)) - set(allowed)),
-            "repetition_penalty": 1.3,
-        },
+        {"suppress_tokens": sorted(set(range(512)) - set(allowed)), "repetition_penalty": 1.3},
         {"repetition_penalty": 1.5},
         {},
     ]

@@ -247,22 +247,14 @@ def cut(text, points):
     return [text[a:b] for a, b in pairwise(edges)]
 
 
-@given(
-    text=LETTERS,
-    stop=STOP,
-    points=st.lists(st.integers(0, 30)),
-)
+@given(text=LETTERS, stop=STOP, points=st.lists(st.integers(0, 30)))
 def test_one_stop_string_is_where_find_finds_it(text, stop, points):
     at = text.find(stop)
     expected = (text, None) if at < 0 else (text[:at], stop)
     assert run([stop], cut(text, points)) == expected
 
 
-@given(
-    text=LETTERS,
-    stops=st.lists(STOP, max_size=4),
-    points=st.lists(st.integers(0, 30)),
-)
+@given(text=LETTERS, stops=st.lists(STOP, max_size=4), points=st.lists(st.integers(0, 30)))
 def test_of_several_the_first_complete_one_stops(text, stops, points):
     found = [(text.find(s) + len(s), text.find(s), s) for s in stops if s in text]
     expected = (text, None)

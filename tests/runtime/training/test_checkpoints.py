@@ -136,17 +136,35 @@ def test_a_job_that_is_done_is_not_done_again(
     assert snapshot(tmp_path) == before
 
 
-def test_without_a_recipe_the_checkpoint_has_it(
-    executor: Executor, whole: Bits, tmp_path: Path
-) -> None:
-    with pytest.raises(FinetuneInterrupted):
-        job(executor, tmp_path, stop_at(4, KeyboardInterrupt))
+def test_more_steps_of_a_constant_rate(executor: Executor, tmp_path: Path) -> None:
+    options = {"epochs": None, "schedule": "constant_with_warmup"}
+    job(executor, tmp_path / "one", max_steps=4, **options)
+    longer = job(executor, tmp_path / "one", max_steps=7, **options)
     executor.remove_adapter("a")
-    result = job(executor, tmp_path, peft=None, resume=True)
-    assert_same(bits(executor, result), whole)
+    straight = job(executor, tmp_path / "two", max_steps=7, **options)
+    assert longer.resumed_from == 4
+    assert longer.losses == straight.losses
+    with pytest.raises(FinetuneError, match="beyond the 5 steps"):
+        job(executor, tmp_path / "one", max_steps=5, **options)
 
 
 # ------------------------------------------------------------------------------- what is on disk
+
+
+def test_a_directory_is_of_one_job_at_a_time(
+    executor: Executor, whole: Bits, tmp_path: Path
+) -> None:
+    """A second one would remove what the first saves, and point to what the first removes."""
+    other = compiled.executor(make_model(), None)
+
+    def meanwhile(record: StepRecord) -> None:
+        with pytest.raises(FinetuneError, match="another job saves its checkpoints in"):
+            job(other, tmp_path)
+
+    result = job(executor, tmp_path, meanwhile)
+    assert_same(bits(executor, result), whole)
+    assert not other.adapters
+    assert job(other, tmp_path).resumed_from == STEPS
 
 
 def test_files(executor: Executor, tmp_path: Path) -> None:
@@ -247,6 +265,7 @@ def stopped(executor: Executor, tmp_path: Path) -> Path:
         ({"data": DATA[:9]}, "total_steps|examples was 10, is 9"),
         ({"eval_data": examples(3, seed=2)}, r"eval_data \(checksum\) was"),
         ({"peft": {**LORA, "r": 5}}, "the checkpoint has rank 4 with scale 2 at .*rank 5"),
+        ({"peft": {**LORA, "lora_dropout": 0.1}}, r"checkpoint has dropout 0 and peft= 0.1"),
         ({"peft": {**LORA, "bias": "all"}}, 'the checkpoint has bias="none" and peft= "all"'),
     ],
 )

@@ -5,7 +5,6 @@ Long because every option and every way a job can end is a test of its own.
 
 import copy
 import dataclasses
-import itertools
 import json
 import signal
 import warnings
@@ -223,22 +222,6 @@ def test_a_new_adapter_is_made(executor: Executor) -> None:
         r=4, lora_alpha=8, target_modules="all-linear"))  # fmt: skip
     with pytest.raises(FinetuneError, match=r"rank 5.*rank 4"):
         executor.finetune(examples(4), "mine", max_steps=1, peft={**LORA, "r": 5})
-
-
-@pytest.mark.parametrize(
-    ("bounds", "most"), [({"batch_size": 2}, 12), ({"max_tokens": 32}, 6 * 16)]
-)
-def test_an_endless_iterable_is_read_as_far_as_the_steps_need(
-    executor: Executor, bounds: dict[str, int], most: int
-) -> None:
-    rows, taken = examples(most), itertools.count()
-    options = {"max_steps": 3, "gradient_accumulation_steps": 2, "adapter": "a", **bounds}
-    endless = (rows[next(taken) % most] for _ in itertools.count())
-    found = executor.finetune(endless, **options)
-    assert next(taken) == most
-    executor.remove_adapter("a")
-    assert found.losses == executor.finetune(rows, **options).losses
-    executor.remove_adapter("a")
 
 
 def test_evaluation_early_stop_and_the_best_adapter(executor: Executor) -> None:

@@ -19,7 +19,6 @@ from pcg.errors import MemoryBudgetError
 from pcg.peft.lora import LoraConfig
 from pcg.runtime.admission.limits import Limits
 from pcg.runtime.data.example import Example
-from pcg.runtime.data.order import Batches
 from pcg.runtime.executor import Executor
 from pcg.runtime.training.optimizer import (
     HostStates,
@@ -107,30 +106,6 @@ def test_the_plans_batch_is_the_default_one(base: Any) -> None:
     executor = compiled(base, "64MB", batch=4)
     assert executor.finetune(data, "b").steps == 3
     assert executor.finetune(data, "b", batch_size=6).steps == 2
-
-
-@pytest.mark.parametrize(
-    ("bounds", "virtual", "expected"),
-    [
-        ({"batch_size": 2}, 0, (2, 15)),
-        ({"batch_size": 2}, 4, (2, 23)),
-        ({"max_tokens": 12}, 0, (2, 12)),
-        ({"max_tokens": 12}, 2, (2, 16)),
-        ({"batch_size": 2, "max_tokens": 12}, 0, (2, 12)),
-        ({"batch_size": 9}, 0, (5, 29)),
-    ],
-)
-def test_the_largest_batch_of_any_epoch(
-    bounds: dict[str, int], virtual: int, expected: tuple[int, int]
-) -> None:
-    examples = [Example([5] * size, [5] * size) for size in (7, 3, 8, 5, 6)]
-    batches = Batches(examples, **bounds)
-    assert batches.largest(virtual) == expected
-    count, tokens = expected
-    for epoch in range(20):
-        for batch in batches.plan(epoch):
-            assert len(batch) <= count
-            assert sum(len(examples[i].ids) + virtual for i in batch) <= tokens
 
 
 # -------------------------------------------------------------------------------- lossy activations

@@ -5,12 +5,10 @@ See `tests/support/interpreter/tape.py`.
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 from unittest.mock import patch
 
 import pytest
@@ -21,15 +19,11 @@ from torch import Tensor
 
 from pcg.errors import FinetuneError
 from pcg.explain import explain as explaining
-from pcg.ir.program.program import Training
-from pcg.peft.adapter import Adapter, new_adapter
-from pcg.peft.registry import recipe_from
 from pcg.runtime.admission.limits import Limits
 from pcg.runtime.data.example import Example
 from pcg.runtime.executor import Executor
 from pcg.runtime.model import step_graphs
 from pcg.runtime.training import bound_training
-from pcg.runtime.training import optimizer as optimizers
 from pcg.runtime.training.optimizer import (
     load_optimizer,
     make_optimizer,
@@ -207,44 +201,10 @@ def run(
     return found | weights | optimizer_tensors(optimizer, weights)
 
 
-CAPTURABLE: dict[str, dict[str, Any]] = {
-    "adadelta": {},
-    "adamax": {"weight_decay": 0.1},
-    "asgd": {},
-    "nadam": {"weight_decay": 0.1, "decoupled_weight_decay": True},
-    "radam": {"weight_decay": 0.1},
-    "rmsprop": {"momentum": 0.5, "centered": True},
-    "rprop": {},
-}
-
-
-@pytest.fixture
-def captured(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Have torch's optimizers step on the CPU as they do on a GPU."""
-    monkeypatch.setattr(optimizers, "_CAPTURED_ON", ("cpu",))
-    for name in CAPTURABLE:
-        module = importlib.import_module(f"torch.optim.{name}")
-        monkeypatch.setattr(module, "_get_capturable_supported_devices", lambda **_: ["cpu"])
-    made, one = torch.tensor, torch.tensor(1.0)
-
-    def tensor(value: object, **options: Any) -> Tensor:
-        # On the CPU they count steps by a tensor of the host's, and on a GPU by the number.
-        return one if value == 1.0 and options == {"device": "cpu"} else made(value, **options)
-
-    monkeypatch.setattr(torch, "tensor", tensor)
-
-
 @pytest.mark.parametrize("resumes", [False, True])
 @pytest.mark.parametrize("kind", KINDS, ids=["adamw", "momentum", "sgd"])
 def test_recorded_updates_have_the_bits_of_eager_ones(kind: Optimizer, resumes: bool) -> None:
     recorded_and_eager(kind, resumes, 0)
-
-
-@pytest.mark.usefixtures("captured")
-@pytest.mark.parametrize("resumes", [False, True])
-@pytest.mark.parametrize("name", CAPTURABLE)
-def test_updates_that_may_be_captured_are_recorded(name: str, resumes: bool) -> None:
-    recorded_and_eager(Optimizer.of(name, CAPTURABLE[name]), resumes, 0 if resumes else 1)
 
 
 def recorded_and_eager(kind: Optimizer, resumes: bool, eager_steps: int) -> None:
@@ -302,56 +262,6 @@ def test_jobs_are_replayed_in_any_order(job: Job) -> None:
 @given(JOBS)
 def test_many_recorded_jobs_train_what_eager_ones_do(job: Job) -> None:
     check(job)
-
-
-# ---------------------------------------------------------------------------- runners that are kept
-
-PROGRAM, OTHER = cast(Training, object()), cast(Training, object())
-
-
-@dataclass(eq=False)
-class Runner:
-    """A runner with recorded windows."""
-
-    adapter: Adapter
-    training: Training = PROGRAM
-    is_recorded: bool = True
-
-
-def adapter(name: str, seed: int = 0, rank: int = 2, **fields: Any) -> Adapter:
-    recipe = recipe_from({"peft_type": "LORA", "r": rank, "target_modules": ["q"], **fields})
-    return new_adapter(name, recipe, {"layers.0.q": (6, 4)}, seed=seed)
-
-
-def test_a_job_has_its_weights_in_the_memory_of_another() -> None:
-    kept: Any = KeptRunners()
-    runner = Runner(adapter("first"))
-    places = [x.data_ptr() for x in runner.adapter.tensors]
-    kept.give(runner)
-    new = adapter("second", seed=1)
-    found = kept.take(PROGRAM, new)
-    assert found is runner
-    assert found.adapter.name == "second"
-    assert [x.data_ptr() for x in found.adapter.tensors] == places
-    assert all(map(torch.equal, found.adapter.tensors, new.tensors))
-    assert kept.take(PROGRAM, new) is None
-
-
-def test_a_runner_of_another_shape_is_not_taken() -> None:
-    for new, program in (
-        (adapter("second", rank=3), PROGRAM),
-        (adapter("second", lora_alpha=5), PROGRAM),
-        (adapter("second"), OTHER),
-    ):
-        kept: Any = KeptRunners()
-        lasting, passing = Runner(adapter("warm")), Runner(adapter("first"))
-        kept.give(passing)
-        kept.give(lasting, lasts=True)
-        kept.give(Runner(adapter("eager"), is_recorded=False))
-        assert kept.take(program, new) is None
-        # What a job left is dropped, and what a warm-up recorded is not.
-        assert kept.take(PROGRAM, adapter("third")) is lasting
-        assert kept.take(PROGRAM, adapter("fourth")) is None
 
 
 # --------------------------------------------------------------------------------- sizes of windows

@@ -271,6 +271,15 @@ def test_bad_options_are_named(models: tuple[Executor, Any], case: str) -> None:
         trainer.forward_backward(data(ROWS, *READ), loss, **options)
 
 
+def test_a_loss_that_is_no_number_is_named(models: tuple[Executor, Any]) -> None:
+    options = {"beta": 0.0, "ipo": 1.0}  # 1 / 2β
+    with (
+        models[0].trainer("b") as trainer,
+        pytest.raises(FinetuneError, match=r"is (nan|inf); look at"),
+    ):
+        trainer.forward(data(ROWS, "logprobs"), "preference", loss_options=options)
+
+
 DAMAGED: dict[str, tuple[Any, Any, str]] = {
     "no data": ("cross_entropy", [], "no datum"),
     "one datum": ("cross_entropy", pcg.Datum([1, 2]), "list of pcg.Datum"),

@@ -11,9 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-import pcg
 from pcg.errors import AdapterConflictError, FinetuneError, PcgError
-from pcg.runtime.data.example import Example
 from pcg.runtime.executor import Executor
 from pcg.runtime.training.trainer.trainer import Trainer
 from tests.support import oracle
@@ -75,33 +73,6 @@ def test_steps_are_those_of_peft_and_torch(models: tuple[Executor, Any]) -> None
         optimizer.step()
     for path, value in parameters(executor, "a").items():
         torch.testing.assert_close(value, own[path].data, rtol=1e-5, atol=1e-5)
-
-
-@pytest.mark.parametrize("recipe", [LORA, {"peft_type": "IA3"}, {"peft_type": "VERA", "r": 8}])
-def test_supervised_steps_are_those_of_finetune(executor: Executor, recipe: Any) -> None:
-    examples = [Example(row["tokens"], row["tokens"]) for row in ROWS]
-    options: dict[str, Any] = {"schedule": "constant", "shuffle": False, "batch_size": 3}
-    executor.finetune(
-        examples,
-        "whole",
-        peft=recipe,
-        learning_rate=RATE,
-        max_steps=4,
-        max_grad_norm=1.0,
-        **options,
-    )
-    with executor.trainer("b", peft=recipe, batch_size=3) as trainer:
-        for step in range(4):
-            rows = examples[3 * (step % 2) : 3 * (step % 2) + 3]
-            count = sum(example.targets for example in rows)
-            trainer.forward_backward(
-                [pcg.Datum(one.ids, weights=[1 / count] * len(one.ids)) for one in rows]
-            )
-            trainer.optim_step(learning_rate=RATE, grad_clip_norm=1.0)
-        trainer.snapshot()
-    pairs = zip(executor.adapters["whole"].tensors, executor.adapters["b"].tensors, strict=True)
-    for expected, value in pairs:
-        torch.testing.assert_close(value, expected, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize(
