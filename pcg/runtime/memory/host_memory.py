@@ -20,7 +20,7 @@ oneDNN compiles a product for each number of tokens and shape of a weight, and t
 cache the last 1,024 products: up to 0.3 MiB each, hundreds of MiB after requests of all lengths.
 Compiling a product again takes 0.1 ms, once for all layers of a step, so the caches are limited to
 recurring products: steps that decode, and common chunks of prompts.
-`tests/runtime/memory/test_host_memory.py` measures the time of a new shape.
+`tests/runtime/memory/test_memory.py` measures the memory of a new shape.
 """
 
 from __future__ import annotations
