@@ -195,5 +195,7 @@ def _buffer(elements: int, like: Tensor) -> Tensor:
     kind = like.dtype, like.device
     known = _BUFFERS.by_kind.get(kind)
     if known is None or known.numel() < elements:
-        known = _BUFFERS.by_kind[kind] = torch.empty(elements, dtype=like.dtype, device=like.device)
+        with torch.inference_mode(False):  # training writes into it, too
+            known = torch.empty(elements, dtype=like.dtype, device=like.device)
+        _BUFFERS.by_kind[kind] = known
     return known[:elements]
