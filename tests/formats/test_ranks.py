@@ -20,6 +20,7 @@ from tests.support import oracle
 from tests.support.families import BY_NAME
 from tests.support.prompts import prompts
 from tests.support.ranked import fill, work, worst_error
+from tests.support.split_base import results, running_base
 from tests.support.threads import run_ranks, tp_mesh
 
 RECIPES = {
@@ -102,3 +103,22 @@ def test_a_program_of_a_quantized_base_is_saved_and_loaded(tmp_path: Path) -> No
     assert base_digest(float_executor.state.weight_store) != base_digest(
         executor.state.weight_store
     )
+
+
+@pytest.mark.parametrize("cut", ["searched", "linear"])
+@pytest.mark.parametrize("method", ["lora", "dora"])
+def test_split_clients_of_a_quantized_base(method: str, cut: str) -> None:
+    recipe = LoraConfig(r=4, use_dora=method == "dora", target_modules="all-linear")
+    program = compiler.compile_program(
+        config(), None, quantization="nf4", dtype="float32", packed_weights=False
+    )
+    weights = StateDictCheckpoint(oracle.random_model(config()).state_dict(), program.base_prefix)
+    whole = compiler.make_executor(program, weights, None, None, "cpu")
+    tokens, expected = results(whole, recipe)
+    with running_base(whole) as base:
+        client = base.connect(cut=cut)
+        split_tokens, found = results(client, recipe)
+    assert split_tokens == tokens
+    assert found.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert oracle.relative_error(found[name], tensor) < 1e-5, name

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from pcg.formats.format import Format, Parts
-from pcg.kernels.torch.products import StandIn
+from pcg.kernels.torch.products import StandIn, has_stand_in, stand_in_of
 
 
 @dataclass(frozen=True)
@@ -77,3 +77,11 @@ class QuantizedWeight(StandIn):
         for block in self.blocks:
             yield block, (start, start + block.parts.rows)
             start += block.parts.rows
+
+
+def float_weight(weight: Tensor) -> Tensor:
+    """Return a weight, or the dequantized matrix of a quantized one."""
+    stand_in = stand_in_of(weight) if has_stand_in(weight) else None
+    if isinstance(stand_in, QuantizedWeight):
+        return stand_in.dequantized(weight.dtype)
+    return weight

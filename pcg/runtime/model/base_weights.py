@@ -35,7 +35,7 @@ from pcg.kernels.torch.products import (
     stand_in_of,
     stand_in_tensor,
 )
-from pcg.kernels.torch.quantized import Block, QuantizedWeight
+from pcg.kernels.torch.quantized import Block, QuantizedWeight, float_weight
 from pcg.ranks.agreement import agreed, check_same, compare
 from pcg.ranks.group import SINGLE_RANK, Ranks
 from pcg.ranks.shards import (
@@ -359,12 +359,7 @@ class WeightStore:
 
         The tensor is read again if this rank keeps only a shard; a quantized one is dequantized.
         """
-        loaded = self.stored(name, parameter)
-        if has_stand_in(loaded):
-            weight = stand_in_of(loaded)
-            if isinstance(weight, QuantizedWeight):
-                return weight.dequantized(loaded.dtype)
-        return loaded
+        return float_weight(self.stored(name, parameter))
 
     def stored(self, name: str, parameter: Parameter) -> Tensor:
         """Return a whole frozen tensor, or the stand-in for a quantized or remote tensor."""

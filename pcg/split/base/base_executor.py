@@ -30,7 +30,8 @@ from pcg.ir.graph import Graph
 from pcg.ir.operators.linear import multiplied
 from pcg.ir.program.program import python_name
 from pcg.ir.types import TORCH_NAMES
-from pcg.kernels.torch.products import is_remote, linear, linear_backward
+from pcg.kernels.torch.products import has_stand_in, is_remote, linear, linear_backward
+from pcg.kernels.torch.quantized import float_weight
 from pcg.parallel.costs.catalog import own_sheet
 from pcg.parallel.costs.own_rates import own_rates
 from pcg.passes.fusion.fuse_products import FuseLinears
@@ -273,7 +274,7 @@ class BaseExecutor:
         rates = own_rates(self.device, self.dtype)
         return BaseFacts(
             name=self.name,
-            config=json.loads(config_text(self.config)),
+            config=json.loads(config_text(_float_config(self.config))),
             dtype=str(self.dtype).removeprefix("torch."),  # type: ignore[arg-type]
             digest=self.digest,
             device=self._sheet,
@@ -324,12 +325,12 @@ class BaseExecutor:
 
     def _product(self, piece: Piece, x: Tensor) -> Tensor:
         if piece.kind == GRADIENT:
-            return linear_backward(x, self.multiplied[piece.weights[0]].to(x.dtype))
+            return linear_backward(x, _in(self.multiplied[piece.weights[0]], x.dtype))
         whole = self._whole(piece.weights)
         if whole is not None:
-            return linear(x, whole.to(x.dtype))
+            return linear(x, _in(whole, x.dtype))
         weights = (self.multiplied[name] for name in piece.weights)
-        return torch.cat([linear(x, weight.to(x.dtype)) for weight in weights], -1)
+        return torch.cat([linear(x, _in(weight, x.dtype)) for weight in weights], -1)
 
     def _whole(self, names: tuple[str, ...]) -> Tensor | None:
         """Return weights joined without a copy; None if they are not side by side."""
@@ -337,7 +338,8 @@ class BaseExecutor:
             weights = [self.multiplied[name] for name in names]
             if len(self._joined) >= _MOST_PIECES:
                 self._joined.clear()
-            self._joined[names] = joined(weights) if lie_side_by_side(weights) else None
+            is_one = lie_side_by_side(weights) and not any(map(has_stand_in, weights))
+            self._joined[names] = joined(weights) if is_one else None
         return self._joined[names]
 
     @torch.no_grad()
@@ -367,7 +369,17 @@ class BaseExecutor:
     def _weight(self, name: str) -> Tensor:
         if name not in self.multiplied:
             raise SplitError(f"{name[:200]!r} is no weight that this base multiplies by")
-        return self.multiplied[name]
+        return float_weight(self.multiplied[name])
+
+
+def _in(weight: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return a weight in a dtype; a quantized weight multiplies inputs of any."""
+    return weight if has_stand_in(weight) else weight.to(dtype)
+
+
+def _float_config(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a configuration without the weights' format, which a client does not need."""
+    return {name: value for name, value in config.items() if name != "quantization_config"}
 
 
 def tokenizer_files(directory: object) -> dict[str, str]:
