@@ -1,4 +1,4 @@
-"""The application: its routers, in one list, and its middleware."""
+"""The application: the list of its routers, and its middleware."""
 
 from __future__ import annotations
 
@@ -62,9 +62,9 @@ ROUTERS: tuple[APIRouter, ...] = (
 )
 
 PUBLIC = ("/", "/health")
-"""The paths that need no key; `/` is a page that shows nothing without one."""
+"""Paths that need no key; `/` is a page that shows nothing without a key."""
 LINKED = (tinker_management.LINK,)
-"""The paths whose addresses nobody can guess; those that were given out need no key."""
+"""Paths with unguessable addresses; addresses that the server issued need no key."""
 
 
 def open_service(
@@ -77,8 +77,8 @@ def open_service(
     """Return the service of an engine with all of its parts.
 
     Args:
-        generation: the defaults of sampling.
-        store: the data folder; without one the parts that need it are missing.
+        generation: default sampling parameters.
+        store: the data folder; without it, the parts that need it are missing.
     """
     service = Service(client, keys, options)
     catalog = service.add(Catalog(client, options, store))
@@ -119,7 +119,7 @@ def create_app(service: Service) -> FastAPI:
     """Return the application of a service.
 
     Raises:
-        ServeError: a route declares no scope and is not public, or may hold up the event loop.
+        ServeError: a route declares no scope and is not public, or may block the event loop.
     """
     app = FastAPI(
         title="pcg",
@@ -128,7 +128,7 @@ def create_app(service: Service) -> FastAPI:
         openapi_url=None,
         docs_url=None,
         redoc_url=None,
-        redirect_slashes=False,  # the Host header would say where to
+        redirect_slashes=False,  # the Host header would choose the target
     )
     app.state.service = service
     app.state.public = PUBLIC
@@ -136,7 +136,7 @@ def create_app(service: Service) -> FastAPI:
         check_routes(router)
         app.include_router(router, responses=ERRORS)
     add_handlers(app, [route for router in ROUTERS for route in router.routes])
-    # The last one added is the first to see a request.
+    # The middleware that is added last runs first.
     most_values = 2 * (service.max_model_len or 0)
     app.add_middleware(RequestLimits, options=service.options, most_values=most_values)
     app.add_middleware(metrics.Scrapes, service=service)

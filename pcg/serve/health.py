@@ -1,9 +1,4 @@
-"""The health of the server, and its schema.
-
-The schema of the API: what FastAPI knows of the routes, and the keys that they need.
-
-Liveness, and the version.
-"""
+"""Liveness, version and load of the server, and the OpenAPI schema with its security."""
 
 from __future__ import annotations
 
@@ -31,11 +26,11 @@ _KEYS: dict[str, dict[str, str]] = {
     "bearer": {"type": "http", "scheme": "bearer"},
     "header": {"type": "apiKey", "in": "header", "name": "X-API-Key"},
 }
-"""The ways to send a key, of which one is enough."""
+"""The alternative ways to send a key."""
 
 
 def schema_of(app: FastAPI, public: Collection[str]) -> dict[str, Any]:
-    """Return the schema of an application, as OpenAPI has it.
+    """Return the OpenAPI schema of an application, with its keys.
 
     Args:
         public: the paths that need no key.
@@ -71,7 +66,7 @@ class Version(BaseModel):
 
 
 class Load(BaseModel):
-    """The load of the server, as vLLM has it: requests that run or wait."""
+    """The load of the server, as in vLLM: the running and waiting requests."""
 
     server_load: int
 
@@ -89,7 +84,7 @@ async def health(service: ServiceDependency) -> Status:
 @router.get("/ping", dependencies=[Depends(requires(Scope.INFER))])
 @router.post("/ping", dependencies=[Depends(requires(Scope.INFER))])
 async def ping(service: ServiceDependency) -> Status:
-    """Answer as /health, for those that have a key."""
+    """Answer as /health, but require a key."""
     return await health(service)
 
 
@@ -101,7 +96,7 @@ async def version() -> Version:
 
 @router.get("/load")
 async def load(service: ServiceDependency, caller: Infer) -> Load:
-    """Return how many requests are in the engine, for keys that may know of others'."""
+    """Return the number of requests in the engine, for keys that may see other tenants' use."""
     if not service.shows_engine(caller):
         raise ApiError(
             403,

@@ -1,7 +1,7 @@
-"""The socket of a server, bound before the model is loaded: a taken port is known at once.
+"""The socket of a server, bound before the model is loaded, so that a used port fails immediately.
 
-Until the server takes requests, a thread answers each by a 503. This module imports nothing that
-takes long, so that this begins in the first second.
+Until the server takes requests, a thread answers them by 503. This module has only fast imports, so
+the thread starts in the first second.
 """
 
 from __future__ import annotations
@@ -23,9 +23,10 @@ from pcg.serve.engine.options import ServeOptions
 
 _BACKLOG = 2048
 _HEAD_S = 10.0
-"""The most time that the head of a request takes that is answered by a 503, seconds."""
+"""Time limit of a request's head before a 503, seconds."""
 _LINGER_S, _LINGER_BYTES = 2.0, 2**24
-"""How long, and how much of its body is read then, so that the client reads the reply."""
+"""Limits of the time and the bytes of a body that is read after the 503, so that the client reads
+the reply."""
 _STARTING = json.dumps(
     {
         "error": {
@@ -39,10 +40,10 @@ _STARTING = json.dumps(
 
 
 class Listener:
-    """The socket of a server, where every request is answered by a 503 unless a server has it.
+    """The socket of a server; it answers every request by 503 until a server takes it.
 
     Raises:
-        ServeError: the address cannot be listened at, or the certificate cannot be used.
+        ServeError: cannot listen at the address, or cannot use the certificate.
     """
 
     def __init__(self, options: ServeOptions) -> None:
@@ -57,16 +58,16 @@ class Listener:
         return url_of(self.socket, is_secure=self._context is not None)
 
     def answer(self) -> None:
-        """Answer every request by a 503 until `take`: at first, and once a server has ended."""
+        """Answer every request by 503 until `take`: at startup, and after a server has ended."""
         self._loop = asyncio.new_event_loop()
         self._is_taken = asyncio.Event()
         self._handed = Future[None]()
         Thread(target=self._run, name="pcg starting", daemon=True).start()
 
     def take(self) -> socket.socket:
-        """Return the socket, at which nobody else takes connections from now on."""
+        """Stop answering and return the socket."""
         if not self._handed.done():
-            with contextlib.suppress(RuntimeError):  # another call came first
+            with contextlib.suppress(RuntimeError):  # another call closed the loop
                 self._loop.call_soon_threadsafe(self._is_taken.set)
             self._handed.result()
         return self.socket
@@ -75,7 +76,7 @@ class Listener:
         self.take().close()
 
     def _run(self) -> None:
-        signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())  # they are the server's
+        signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())  # for the server
         with contextlib.closing(self._loop):
             self._loop.run_until_complete(self._answer())
 
@@ -94,14 +95,14 @@ class Listener:
         await self._is_taken.wait()
         server.close()
         self._handed.set_result(None)
-        await asyncio.sleep(0)  # in which connections that were accepted become tasks
+        await asyncio.sleep(0)  # accepted connections become tasks
         replies = asyncio.all_tasks() - {asyncio.current_task()}
         if replies:
             _, late = await asyncio.wait(replies, timeout=_LINGER_S)
             for task in late:
                 task.cancel()
             await asyncio.gather(*late, return_exceptions=True)
-            await asyncio.sleep(0)  # in which their connections close
+            await asyncio.sleep(0)  # their connections close
 
 
 async def _refuse(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -123,28 +124,28 @@ async def _refuse(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) ->
 
 
 def listen(host: str, port: int, unread_s: float = 60.0) -> socket.socket:
-    """Return a socket that is bound to an address.
+    """Return a socket bound to an address.
 
     Args:
-        unread_s: time after which the system drops a connection whose client reads nothing,
-            seconds; a server that has given it up cannot free what waits to be sent.
+        unread_s: time after which the system drops the connection of a client that does not read,
+            seconds; a server cannot free the unsent bytes of a connection that it has given up.
     Raises:
-        ServeError: the address is none of this machine's, or another program has the port.
+        ServeError: the address is not of this machine, or the port is in use.
     """
     try:
         addresses = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     except (OSError, UnicodeError) as error:
         raise ServeError(
-            f"host={host!r} is no address: {error}; use 127.0.0.1, or 0.0.0.0 for all addresses"
+            f"host={host!r} is not an address: {error}; use 127.0.0.1, or 0.0.0.0 for all addresses"
         ) from error
     family, kind, protocol, _, address = addresses[0]
     bound = socket.socket(family, kind, protocol)
     try:
         bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         if family is socket.AF_INET6:
-            with contextlib.suppress(OSError):  # :: is then all addresses, of version 4, too
+            with contextlib.suppress(OSError):  # :: then also includes all IPv4 addresses
                 bound.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
-        if hasattr(socket, "TCP_USER_TIMEOUT"):  # Linux; connections have it of this socket
+        if hasattr(socket, "TCP_USER_TIMEOUT"):  # Linux; connections inherit it
             bound.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(1e3 * unread_s))
         bound.bind(address)
         bound.listen(_BACKLOG)
@@ -152,15 +153,15 @@ def listen(host: str, port: int, unread_s: float = 60.0) -> socket.socket:
         bound.close()
         if error.errno == errno.EADDRINUSE:
             raise ServeError(
-                f"port {port} of {host} is in use; stop what listens there, or give another one by "
-                "--port (0 takes a free one)"
+                f"port {port} of {host} is in use; stop the program that listens there, or choose "
+                "another port by --port (0 takes a free port)"
             ) from error
         raise ServeError(f"cannot listen at {host} port {port}: {error.strerror}") from error
     return bound
 
 
 def check_certificate(certificate: Path, key: Path | None) -> ssl.SSLContext:
-    """Return the context of a server with a certificate. ServeError: it cannot use it."""
+    """Return the TLS context of a server. ServeError: the certificate cannot be used."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     try:
         context.load_cert_chain(certificate, key)

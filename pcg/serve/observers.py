@@ -1,6 +1,6 @@
-"""The observers of requests that a server's options ask for.
+"""The observers of requests that a server's options select.
 
-The access log: a line of JSON for every request, without texts and without keys.
+The access log has a JSON line per request, without texts and keys.
 
     {"time": "2026-05-01T09:30:00.125Z", "request_id": "req-…", "method": "POST",
      "route": "/v1/completions", "status": 200, "is_whole": true, "key": "ci", "tenant": "research",
@@ -8,10 +8,10 @@ The access log: a line of JSON for every request, without texts and without keys
      "cached_tokens": 0, "output_tokens": 64, "finish_reasons": ["stop"],
      "queued_s": 0.001, "first_token_s": 0.031, "duration_s": 0.902}
 
-A thread writes them, so that a full pipe or a slow disk holds up no request: lines that find 10,000
-others before them are dropped, and counted in a line of their own, and so are those that cannot be
-written, as when the disk is full. What a client chose is escaped to printable ASCII and cut, so
-that it can neither begin a line nor speak to a terminal.
+A thread writes the lines, so a full pipe or a slow disk delays no request. Lines beyond 10,000
+waiting lines, and lines that cannot be written, are dropped; a line reports their number. Texts
+from clients are escaped to printable ASCII and truncated, so they cannot start a line or control a
+terminal.
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ from pcg.serve.http.middleware import Observer, Record
 
 _MOST_WAITING = 10_000
 _LONGEST = 256
-"""The most characters of a text in a line."""
+"""Maximum characters of a text in a line."""
 
 
 class AccessLog:
     """Writes a line for every request.
 
     Args:
-        target: `stderr`, or a file, which is opened again where it was moved away.
+        target: `stderr`, or a file, which is reopened after it was moved.
     Raises:
         ServeError: the file cannot be written.
     """
@@ -66,7 +66,7 @@ class AccessLog:
             self._dropped += 1
 
     def close(self) -> None:
-        """Write what is left, for a few seconds at most."""
+        """Write the remaining lines, for a few seconds at most."""
         try:
             self._lines.put(None, timeout=1)
         except Full:
@@ -90,11 +90,11 @@ class AccessLog:
                 self._dropped += count
 
     def _emit(self, line: str) -> bool:
-        """Write a line; returns False if that failed, which the server's log says once."""
+        """Write a line. Return False on an error, which the server's log reports once."""
         before, self._error = self._error, None
         try:
             self._handler.handle(logging.makeLogRecord({"msg": line}))
-        except OSError as error:  # of a file that is opened again
+        except OSError as error:  # the file cannot be reopened
             self._error = str(error)
         if self._error is not None and self._error != before:
             LOG.error("the access log cannot be written: %s", self._error)
@@ -104,15 +104,15 @@ class AccessLog:
         self._error = str(sys.exc_info()[1])
         handler = self._handler
         if isinstance(handler, WatchedFileHandler) and handler.stream is not None:
-            with contextlib.suppress(OSError):  # and forget what it holds of this line
+            with contextlib.suppress(OSError):  # discards the buffered part of the line
                 handler.stream.close()
             handler.stream = None
 
 
 def line_of(record: Record) -> str:
-    """Return a request's line."""
+    """Return the line of a request."""
     caller = record.caller
-    path = record.route or record.scope["path"]  # the path alone: a query may hold anything
+    path = record.route or record.scope["path"]  # without the query, which may hold anything
     line: dict[str, Any] = {
         "time": _time(record.came_s),
         "request_id": record.request_id,
@@ -155,7 +155,7 @@ def _handler(target: str) -> logging.Handler:
         return logging.StreamHandler(sys.stderr)
     try:
         path = expanded(target)
-        # A pipe that nobody reads would be waited for.
+        # Without O_NONBLOCK, opening a pipe without a reader would block.
         os.close(os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NONBLOCK, 0o666))
         return WatchedFileHandler(path, encoding="ascii")
     except OSError as error:
@@ -166,10 +166,10 @@ def _handler(target: str) -> logging.Handler:
 
 
 class Observers:
-    """The access log and the exporter of traces, as far as the options ask for them.
+    """The access log and the exporter of traces, if the options enable them.
 
     Raises:
-        ServeError: the log's file cannot be written, or what traces need is not installed.
+        ServeError: the log's file cannot be written, or a package for traces is not installed.
     """
 
     def __init__(self, options: ServeOptions) -> None:

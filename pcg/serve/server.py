@@ -1,13 +1,10 @@
-"""The server.
+"""The server: an engine and uvicorn around it, from the startup message to the drained end.
 
-The text that a server prints when it is ready: what it serves, memory, and a first request.
-
-The server: an engine and uvicorn around it, from the first request to the last.
-
-SIGTERM or Ctrl-C drains: new requests are refused by a 503, running ones end or are given up after
-`shutdown_timeout_s`, jobs end with a checkpoint. A second one ends at once. A terminal that is
-closed drains, too. SIGHUP otherwise reads keys, the certificate and the defaults of sampling again;
-nothing that runs ends, and where one of the files is damaged everything stays as it was.
+SIGTERM or Ctrl-C drains: new requests are refused by 503, running requests end or are cancelled
+after `shutdown_timeout_s`, and jobs end with a checkpoint. A second signal ends the server
+immediately. Closing the terminal also drains. Any other SIGHUP reloads the keys, the certificate
+and the default sampling parameters. A reload ends nothing that runs; if a file is damaged, it
+changes nothing.
 """
 
 from __future__ import annotations
@@ -55,11 +52,11 @@ from pcg.units import counted, size_text
 
 
 def announcement(service: Service, url: str, made_key: str | None) -> str:
-    """Return what a server prints when it takes requests.
+    """Return the text that a server prints when it takes requests.
 
     Args:
-        url: its address.
-        made_key: the key that was made for it; None if the operator gave keys.
+        url: address of the server.
+        made_key: the generated key; None if the operator gave keys.
     """
     adapters = sorted(service.client.adapters)
     most = service.max_model_len
@@ -82,8 +79,8 @@ def announcement(service: Service, url: str, made_key: str | None) -> str:
         )
     if service.has(Files) and not service.part(Files).store.reserve.is_whole:
         lines.append(
-            "the disk of --data-dir has no room: what is there is read and deleted, and nothing is "
-            "kept until there is"
+            "the disk of --data-dir is full: stored data can be read and deleted, and nothing new "
+            "is stored until there is room"
         )
     lines.append(f"listening at {url}")
     where = service.client.facts.split_address
@@ -93,7 +90,7 @@ def announcement(service: Service, url: str, made_key: str | None) -> str:
         lines.append(f"API key, made for this run: {made_key}")
     else:
         keys = counted(len(service.keys), "key")
-        lines.append(f"API keys: {keys}; what follows reads one from PCG_API_KEY")
+        lines.append(f"API keys: {keys}; the command below reads a key from PCG_API_KEY")
     return "\n".join([*lines, "", _curl(service, url, made_key)])
 
 
@@ -114,20 +111,18 @@ def _curl(service: Service, url: str, key: str | None) -> str:
 Engine: TypeAlias = Callable[
     [ServeOptions, int, SplitAccess | None], contextlib.AbstractContextManager[EngineClient]
 ]
-"""Opens an engine for so many tenants, and for split clients if there may be any; closes it at the
-end of the `with`."""
+"""Opens an engine for a number of tenants and, with a SplitAccess, for split clients, within a
+`with`."""
 
 _CLOSING_S = 5
-"""Time that connections have to send the ends of replies, seconds."""
+"""Time for connections to send the ends of replies, seconds."""
 LEAST_S = 10.0
-"""An engine that ended sooner is not started again, as the next would end, too."""
+"""An engine that ended within this time is not restarted: the next would end, too, seconds."""
 _READING_S = 30.0
-"""Time that the files which SIGHUP has read again may take, seconds."""
+"""Time limit of reading the files of a reload, seconds."""
 _IDLE_S = 75
-"""Time that connections are kept between requests, seconds.
-
-Clients keep theirs for less, so that none sends a request on a connection that is being closed.
-"""
+"""Time that idle connections are kept, seconds: longer than clients keep theirs, so that no client
+sends a request on a connection that the server is closing."""
 
 
 def serve(
@@ -139,21 +134,23 @@ def serve(
     listener: Listener | None = None,
     restarts: bool = False,
 ) -> bool:
-    """Serve until a signal, and end in order; the garbage collector may rest until it serves.
+    """Serve until a signal, and end in order.
+
+    Garbage collection may be disabled before the call; it is enabled when serving starts.
 
     Args:
-        engine: opens the engine, once it is sure that the server can listen.
-        say: takes the text that is printed when requests are taken.
+        engine: opens the engine, after the server is sure to listen.
+        say: prints a text for the operator.
         ready: is called with the server when it takes requests.
-        files: finds the directory of the model's files; None where it has none.
-        listener: the socket; it is closed in the end. By default it is made of the options.
-        restarts: whether to open another engine where one ends by an error, on the same socket.
+        files: returns the folder of the model's files, or None.
+        listener: the socket, which `serve` closes; by default created from the options.
+        restarts: open another engine on the same socket if an engine fails.
     Returns:
-        True if all that was begun ended, or was given up in time.
+        True if all requests and jobs ended or were cancelled in time.
     Raises:
-        ServeError: the server cannot listen, the keys are damaged, a file is not there, or the data
+        ServeError: the server cannot listen, the keys are damaged, a file is missing, or the data
             folder cannot be used.
-        PcgError: the engine cannot be made.
+        PcgError: the engine cannot start.
     """
     with contextlib.ExitStack() as stack:
         hangups = stack.enter_context(_hangups())
@@ -169,7 +166,7 @@ def serve(
         split = None if options.split_port is None else SplitAccess(keys, directory)
 
         def run() -> tuple[Server, float | None]:
-            """Serve by one engine; returns how long until it was lost, seconds."""
+            """Serve with an engine. Return the seconds until it failed, or None."""
             nonlocal generation
             data_dir = options.data_dir
             opened = contextlib.nullcontext() if data_dir is None else open_store(data_dir)
@@ -186,13 +183,13 @@ def serve(
                         server.reload()
 
                 server = Server(service, text, reread, say, begun)
-                # What is loaded stays: full collections need not go through it.
+                # The loaded objects live until the end, so full collections can skip them.
                 gc.collect()
                 gc.freeze()
                 gc.enable()
                 began_s = time.monotonic()
                 try:
-                    server.run([listener.take().dup()])  # which closes what it has
+                    server.run([listener.take().dup()])  # closes its copy
                 finally:
                     gc.unfreeze()
                     service.close()
@@ -209,20 +206,20 @@ def serve(
 
 @dataclass(frozen=True)
 class Reread:
-    """The contents of a server's files as they are now; no keys where one was made for the run."""
+    """The present contents of a server's files; no keys if the key was generated."""
 
     keys: Keys | None
     generation: GenerationConfig
 
 
 def _reread(options: ServeOptions, directory: Path | None, *, reads_keys: bool) -> Reread:
-    """Read what may change while a server runs.
+    """Read the files that may change while a server runs.
 
     Args:
-        directory: that of the model; None where it has none.
-        reads_keys: False where the key was made for this run.
+        directory: folder of the model's files, or None.
+        reads_keys: False if the key was generated.
     Raises:
-        PcgError: a file is not there, or damaged.
+        PcgError: a file is missing or damaged.
     """
     if options.ssl_certfile is not None:
         check_certificate(options.ssl_certfile, options.ssl_keyfile)
@@ -261,7 +258,7 @@ def _has_terminal() -> bool:
 
 
 def _check_given_files(options: ServeOptions) -> None:
-    """Refuse missing and invalid files before a model is loaded."""
+    """Refuse missing and invalid files before the model is loaded."""
     if options.ssl_certfile is not None:
         check_certificate(options.ssl_certfile, options.ssl_keyfile)
     check_modules(options.lora_modules)
@@ -272,12 +269,12 @@ def _check_given_files(options: ServeOptions) -> None:
 
 
 class Server(uvicorn.Server):
-    """uvicorn with a drain before its end, which signals begin.
+    """uvicorn's server with signals that drain and reload.
 
     Args:
-        text: is said when requests are taken; then `ready` is called.
-        reread: reads what SIGHUP changes.
-        say: takes texts for the operator.
+        text: is printed when requests are taken; then `ready` is called.
+        reread: reads the files of a reload.
+        say: prints a text for the operator.
     """
 
     def __init__(
@@ -295,7 +292,7 @@ class Server(uvicorn.Server):
             http=BoundedConnection,
             ws="none",
             log_config=None,
-            log_level="error",  # its warnings are of what strangers send, a line for each
+            log_level="error",  # a warning per invalid request would fill the log
             access_log=False,
             server_header=False,
             timeout_graceful_shutdown=_CLOSING_S,
@@ -331,7 +328,7 @@ class Server(uvicorn.Server):
         return self._drained is not None
 
     def drain(self) -> None:
-        """Refuse new requests, and end after the last; a second call ends at once. Any thread."""
+        """Refuse new requests and end after the last; a second call ends now. From any thread."""
         assert self._loop is not None
         self._loop.call_soon_threadsafe(self._drain)
 
@@ -352,7 +349,7 @@ class Server(uvicorn.Server):
         self.should_exit = True
 
     def reload(self) -> None:
-        """Read keys, the certificate and the defaults of sampling again; from any thread."""
+        """Reload keys, the certificate and the default sampling parameters, from any thread."""
         assert self._loop is not None
         self._loop.call_soon_threadsafe(self._begin_reload)
 
@@ -363,10 +360,10 @@ class Server(uvicorn.Server):
 
     async def _reload(self) -> None:
         service, options = self.service, self.service.options
-        async with self._reloading:  # each reads what the files say once it was asked for
+        async with self._reloading:  # each reload reads the files after its signal
             try:
                 reread = await self._read_again()
-                if self.config.ssl is not None:  # connections that are open keep what they have
+                if self.config.ssl is not None:  # open connections keep their certificate
                     assert options.ssl_certfile is not None
                     self.config.ssl.load_cert_chain(options.ssl_certfile, options.ssl_keyfile)
             except (PcgError, OSError) as error:
@@ -387,9 +384,9 @@ class Server(uvicorn.Server):
             self._say("\n".join(lines))
 
     async def _read_again(self) -> Reread:
-        """Read the files on a thread that nobody waits for, as a pipe or a share may never answer.
+        """Read the files on a thread without joining it, as a pipe or a share may block for ever.
 
-        PcgError, OSError: they cannot be read, or not in time.
+        PcgError, OSError: the files cannot be read, or not in time.
         """
         future = Future[Reread]()
 
@@ -410,7 +407,7 @@ class Server(uvicorn.Server):
         return await waiting
 
     async def on_tick(self, counter: int) -> bool:
-        """Return True to end: also when the engine has, as nothing is served then."""
+        """Return True to end the server, also when the engine has ended."""
         ended = self.service.client.ended
         if ended is not None:
             LOG.error("%s", ended)
@@ -420,11 +417,11 @@ class Server(uvicorn.Server):
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """Let signals drain or reload, in the main thread; uvicorn's handlers end by the signal."""
+        """Let signals drain or reload, in the main thread; uvicorn's handlers would end it."""
         if threading.current_thread() is not threading.main_thread():
             yield
             return
-        # Under nohup a terminal that is closed is nothing to end for.
+        # Under nohup, closing the terminal does not end the server.
         heeds_terminal = signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN and _has_terminal()
 
         def handle(number: int, _: FrameType | None) -> None:
@@ -434,7 +431,7 @@ class Server(uvicorn.Server):
                 self.drain()
             elif not heeds_terminal or _has_terminal():
                 self.reload()
-            elif self._drained is None:  # the system and the shell both tell of a closed terminal
+            elif self._drained is None:  # the system and the shell both signal a closed terminal
                 self.drain()
 
         numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)

@@ -1,12 +1,12 @@
-"""GET /status and GET /: the state of the server as far as a key may see it, and its page.
+"""GET /status and GET /: the state of the server that a key may see, and its page.
 
-Nothing of other tenants is in the state: adapters, running requests and jobs are those of the
+The state contains nothing of other tenants: adapters, running requests and jobs are those of the
 caller's tenant and of the operator, or all for a key with the scope `admin`. Numbers of the whole
-engine, which tell what others do, are for the scopes `admin` and `metrics`, and for the one tenant
-of a server that has no other.
+engine reveal other tenants' use; they need the scope `admin` or `metrics`, or a server with a
+single tenant.
 
-Nothing in the page is of the server: without a key it shows a form, and what it shows later comes
-from the routes that need a key. Its policy lets a browser run the page's own script alone.
+The page itself contains nothing of the server: without a key it shows a form, and it loads its
+content from routes that need a key. Its policy allows only the page's own script.
 """
 
 from __future__ import annotations
@@ -34,9 +34,7 @@ from pcg.version import __version__
 router = APIRouter(tags=["server"])
 
 _MOST_LISTED = 200
-"""The most adapters, running requests and jobs that are listed, each."""
-
-
+"""Maximum number of listed adapters, of running requests, and of jobs."""
 _LONGEST_ERROR = 300
 
 
@@ -57,10 +55,10 @@ class Tokens(BaseModel):
 
 
 class Times(BaseModel):
-    """Times of requests since the start, seconds, and how they were promised.
+    """Times of requests since the start, seconds, and the SLO's attainment.
 
-    `counts` are the samples up to each of `bounds` and above the one before, and last those above
-    all. Of the `requests` with a promise that are over, `kept` ended within it.
+    `counts[i]` are the samples in (bounds[i - 1], bounds[i]]; the last count is above all bounds.
+    Of the finished `requests` with an SLO, `kept` met it.
     """
 
     bounds: list[float]
@@ -87,7 +85,7 @@ class AdapterState(BaseModel):
 
 
 class RunningState(BaseModel):
-    """A request that runs."""
+    """A running request."""
 
     id: str
     tenant: str
@@ -127,7 +125,7 @@ class EngineWide(BaseModel):
 class ServerStatus(BaseModel):
     """The state of the server; times are seconds.
 
-    `engine` is None for a key that may not see what other tenants do.
+    `engine` is None for a key that may not see other tenants' use.
     """
 
     version: str
@@ -257,7 +255,7 @@ class _Seen:
         return [self._job(owner, job) for owner, job in seen[::-1][:_MOST_LISTED]]
 
     def _job(self, owner: Owned, job: JobStatus) -> JobInfo:
-        # An error may name paths of the server, which only the operator reads.
+        # An error may contain paths of the server, which only the operator may see.
         shows_error = self._is_admin and job.error is not None
         return JobInfo(
             name=owner.name,
@@ -282,11 +280,11 @@ page_router = APIRouter(include_in_schema=False)
 
 @cache
 def live_page() -> str:
-    """Return the whole page, which refers to no other file."""
+    """Return the whole page, which has no external resources."""
     return page_environment("pcg.serve").get_template("live.html").render()
 
 
 @page_router.get("/")
 async def page() -> HTMLResponse:
-    """Return the page, which asks for a key before it asks the server for anything."""
+    """Return the page, which asks for a key before it sends requests to the server."""
     return HTMLResponse(live_page(), headers=page_headers(live_page(), is_live=True))

@@ -1,12 +1,12 @@
-"""Traces of requests for OpenTelemetry, with the names of its conventions for generative AI.
+"""OpenTelemetry traces of requests, with its conventions for generative AI.
 
-A request over HTTP is a span of kind SERVER, `chat sql`, in the trace that the client's
-`traceparent` names. In it, each prompt has a span for its wait, one for reading it and one for
-generating. Spans have no texts of requests. They are made from the record when it is over, so that
-serving itself does nothing for them, and a thread of OpenTelemetry's sends them.
+An HTTP request is a span of kind SERVER, `chat sql`, in the trace of the client's `traceparent`. It
+contains, for each prompt, spans for waiting, prefill and decoding. Spans have no texts of requests.
+They are created from the finished record, so they cost nothing while the request runs, and
+OpenTelemetry's thread sends them.
 
-Source: OpenTelemetry's semantic conventions for generative AI, development status; the latencies,
-for which they have no names, are vLLM's attributes (vllm/tracing).
+Source: OpenTelemetry's semantic conventions for generative AI, development status. The conventions
+have no latencies; their names are vLLM's attributes (vllm/tracing).
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Traces:
 
     def __init__(self, endpoint: str) -> None:
         resource = Resource.create({"service.name": "pcg", "service.version": __version__})
-        # Spans end with the server, and not with the interpreter.
+        # The server shuts the provider down, not the interpreter's exit.
         self._provider = TracerProvider(resource=resource, shutdown_on_exit=False)
         self._provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter(endpoint=endpoint)))
         self._tracer = self._provider.get_tracer("pcg.serve", __version__)
@@ -69,7 +69,7 @@ class Traces:
         span.end(_ns(record.ended_s + offset_s))
 
     def close(self) -> None:
-        """Send what is left, for a few seconds at most."""
+        """Send the remaining traces, for a few seconds at most."""
         self._provider.force_flush(5000)
         self._provider.shutdown()
 
@@ -136,7 +136,7 @@ def _of_model(record: Record) -> dict[str, Any]:
 def _add_phases(
     tracer: Tracer, parent: Span, request: Request, stream: Stream, offset_s: float
 ) -> None:
-    """Add a prompt's wait, its reading and its generation, as far as it came."""
+    """Add the spans of a prompt's wait, prefill and decoding, as far as they happened."""
     queued_s = next((completion.queued_s for completion in stream.ended), None)
     ended_s = stream.ended_s
     admitted_s = ended_s if queued_s is None else stream.began_s + queued_s

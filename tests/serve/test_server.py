@@ -268,7 +268,7 @@ def test_a_certificate_that_cannot_be(tmp_path: Path) -> None:
         ({"lora_roots": ("nowhere",)}, "nowhere is no folder"),
         ({"chat_template": Path("none.jinja")}, r"none\.jinja cannot be read"),
         ({"ssl_certfile": Path("none.pem")}, r"none\.pem cannot be used"),
-        ({"port": 1, "host": "no such host."}, "is no address"),
+        ({"port": 1, "host": "no such host."}, "is not an address"),
     ],
 )
 def test_what_is_not_there_is_known_before_the_model_is_loaded(
@@ -288,7 +288,7 @@ def test_a_port_that_is_taken() -> None:
         port = other.getsockname()[1]
         with pytest.raises(ServeError, match=f"port {port} of 127.0.0.1 is in use"):
             listen("127.0.0.1", port)
-    with pytest.raises(ServeError, match="is no address"):
+    with pytest.raises(ServeError, match="is not an address"):
         listen("no such host.", 0)
 
 

@@ -133,7 +133,7 @@ def free_pages(server: Running) -> int:
     ("options", "text"),
     [
         (["--api-key", "short"], "at least 8"),
-        (["--host", "no such host."], "is no address"),
+        (["--host", "no such host."], "is not an address"),
         (["--max-num-seqs", "0"], "max_num_seqs=0"),
         (["--api-keys", "none.json"], "none.json"),
         (["--tp", "2"], "--tp"),

@@ -1,1 +1,1 @@
-"""The engine as the server sees it: one interface, in this process or in one of its own."""
+"""The engine of a server behind a client interface, in any process."""

@@ -1,11 +1,11 @@
-"""The channel between two processes: messages as bytes over a socket, each with its length.
+"""A channel between two processes: length-prefixed messages over a socket.
 
-    length [4 bytes, the lowest first]   message [length bytes]
+    length [4 bytes, little-endian]   message [length bytes]
 
-Sending never waits: what the socket does not take at once is sent by a thread, so neither an event
-loop nor a step stands still because the other process is busy.
+Sending never blocks. A thread sends the bytes that the socket does not accept immediately, so a
+busy reader delays neither the event loop nor a step.
 
-This module imports next to nothing, so that the process at the other end may begin with it.
+This module has few imports because the new process imports it first.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from typing import Any
 _HEAD = 4
 _READ = 2**20
 _BUFFER = 2**20
-"""Bytes that the system holds for each direction, where it allows so many."""
+"""Send buffer of the socket, bytes; the system may allow less."""
 
 
 class Channel:
-    """One end of a pair of sockets; any thread may send, and one at a time may read."""
+    """An end of a socket pair. Any thread may send; a single thread reads."""
 
     def __init__(self, end: socket.socket) -> None:
         end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _BUFFER)
@@ -38,11 +38,11 @@ class Channel:
         self._writer: Thread | None = None
 
     def fileno(self) -> int:
-        """Return the descriptor to wait for."""
+        """Return the file descriptor, for polling."""
         return self._socket.fileno()
 
     def send(self, *messages: bytes) -> None:
-        """Send messages; nothing happens once the other end is gone, which its reader learns."""
+        """Send messages. After the other end has closed, messages are discarded."""
         whole = b"".join([part for message in messages for part in (_head(message), message)])
         with self._changed:
             sent = 0 if self._left else self._send_some(whole)
@@ -54,7 +54,7 @@ class Channel:
                 self._changed.notify_all()
 
     def _send_some(self, whole: bytes | memoryview) -> int:
-        """Send what the socket takes at once, and return how much that is; all to one gone."""
+        """Send without blocking. Return the bytes accepted, or all of them if the peer is gone."""
         try:
             return self._socket.send(whole, socket.MSG_DONTWAIT)
         except BlockingIOError:
@@ -77,17 +77,17 @@ class Channel:
                 self._changed.notify_all()
 
     def _wait_for_room(self) -> None:
-        """Wait until the socket takes more; an event loop may have made it one that never waits."""
+        """Wait until the socket is writable; an event loop may have set it to non-blocking."""
         poll = select.poll()
-        with contextlib.suppress(ValueError):  # it was closed meanwhile
+        with contextlib.suppress(ValueError):  # another thread closed the socket
             poll.register(self._socket, select.POLLOUT)
             poll.poll()
 
     def read(self, *, waits: bool) -> list[bytes] | None:
-        """Return the messages that have come; None once the other end is gone.
+        """Return the complete messages received, or None once the other end has closed.
 
         Args:
-            waits: wait until something has come, which need not be a whole message.
+            waits: block until bytes arrive; they need not complete a message.
         """
         try:
             received = self._socket.recv(_READ, 0 if waits else socket.MSG_DONTWAIT)
@@ -101,7 +101,7 @@ class Channel:
         return list(self._whole())
 
     def _whole(self) -> Iterator[bytes]:
-        """Take the whole messages from what was received."""
+        """Remove the complete messages from the receive buffer."""
         received, start = self._received, 0
         while len(received) - start >= _HEAD:
             end = start + _HEAD + int.from_bytes(received[start : start + _HEAD], "little")
@@ -112,11 +112,11 @@ class Channel:
         del received[:start]
 
     def can_read(self, timeout_s: float) -> bool:
-        """Wait until something has come, or the other end is gone; False if neither did."""
+        """Return whether bytes or the end of the stream arrive within a timeout."""
         return bool(select.select([self._socket], [], [], timeout_s)[0])
 
     def close(self) -> None:
-        """Close it, once all was sent that the other end takes within a second."""
+        """Close the socket after waiting up to a second for unsent bytes."""
         with self._changed:
             self._changed.wait_for(lambda: not self._left, timeout=1.0)
         self._socket.close()
@@ -127,11 +127,11 @@ def _head(message: bytes) -> bytes:
 
 
 class AtRest:
-    """A function for a new process, which imports what it needs while its garbage collector rests.
+    """A picklable function that runs in a new process with garbage collection disabled.
 
-    Next to nothing of what is imported, traced and loaded becomes garbage; going through all of it
-    again and again took a fifth of the processor time of a start (`benchmarks/bench_startup.py`).
-    The function has the collector collect again.
+    Imports, tracing and loading create almost no garbage, but collections took a fifth of the
+    processor time of a start (`benchmarks/bench_startup.py`). The function enables collection
+    again.
     """
 
     def __init__(self, function: Callable[..., None]) -> None:

@@ -1,8 +1,7 @@
-"""The client of an engine: the members by which a server uses an engine in any process.
+"""The client interface through which the server uses an engine in any process.
 
-Nothing else of an engine is known in `pcg.serve`. Everything that may take longer than a look at
-this process's memory is a command and gives a future, so that the event loop never waits for the
-engine.
+`pcg.serve` uses nothing else of an engine. Every operation that may take longer than a read of this
+process's memory is a command and returns a future, so the event loop never waits for the engine.
 """
 
 from __future__ import annotations
@@ -47,11 +46,11 @@ _LOG = logging.getLogger("pcg.split")
 
 @dataclass(frozen=True)
 class SplitAccess:
-    """Facts that a server's base needs beside its options.
+    """Settings of a server's base executor besides its options.
 
     Attributes:
         keys: the server's keys.
-        directory: where the tokenizer's files are, which clients are sent; None for nowhere.
+        directory: folder of the tokenizer files, which are sent to clients; None without them.
     """
 
     keys: Keys
@@ -59,12 +58,12 @@ class SplitAccess:
 
 
 class ServedBase:
-    """A base executor that runs on a thread of its own.
+    """A base executor on a separate thread.
 
     Attributes:
         where: its address.
-        keys: the keys that clients come with.
-        ended: is done once it has ended.
+        keys: the keys that clients may use.
+        ended: completes when the executor has ended.
     """
 
     def __init__(self, loop: BaseLoop, keys: Keys) -> None:
@@ -83,22 +82,22 @@ class ServedBase:
         self.ended.set_result(None)
 
     def drain(self) -> Future[None]:
-        """Take no new clients, and end once those that are here have left."""
+        """Refuse new clients; complete when the connected clients have left."""
         self._loop.drain()
         return self.ended
 
     def close(self) -> None:
-        """End it now."""
+        """End the executor now."""
         self._loop.stop()
         self._thread.join()
 
 
 @contextmanager
 def split_endpoint(options: ServeOptions) -> Iterator[ZeroMqEndpoint]:
-    """Listen for split clients, within a `with`. SplitError: the address cannot be listened at."""
-    asked = _base_options(options)
-    most = asked.max_request_mib * 2**20
-    endpoint = ZeroMqEndpoint(asked.host, asked.port, most, asked.curve)
+    """Listen for split clients within a `with`. SplitError: cannot listen at the address."""
+    base = _base_options(options)
+    most = base.max_request_mib * 2**20
+    endpoint = ZeroMqEndpoint(base.host, base.port, most, base.curve)
     try:
         yield endpoint
     finally:
@@ -113,7 +112,7 @@ def served_base(
     access: SplitAccess,
     endpoint: ZeroMqEndpoint,
 ) -> Iterator[ServedBase]:
-    """Serve split clients by an engine's weights, within a `with`."""
+    """Serve split clients with an engine's weights within a `with`."""
     base = SharedBase(executor, engine)
     files = tokenizer_files(access.directory)
     loop = BaseLoop(base, endpoint, _base_options(options), files, access.keys)
@@ -143,31 +142,31 @@ Reply = TypeVar("Reply")
 
 
 class EngineClient(Protocol):
-    """An engine that serves a model; for one event loop, and for other threads."""
+    """An engine that serves a model, for one event loop and for other threads."""
 
     @property
     def facts(self) -> ModelFacts:
-        """The facts of the model."""
+        """The model's facts."""
 
     @property
     def tokenizer(self) -> Tokenizer | None:
-        """The model's tokenizer; None if it came without one."""
+        """The model's tokenizer, or None."""
 
     @property
     def ended(self) -> EngineError | None:
-        """The reason why nothing is served any more; None while it is."""
+        """The error that ended the engine; None while it runs."""
 
     @property
     def adapters(self) -> Mapping[str, ServedAdapter]:
-        """The adapters that requests may name."""
+        """Adapters that requests may use, by name."""
 
     def version_of(self, adapter: ServedAdapter) -> AdapterVersion:
-        """Return the version of an adapter that is, or was, in `adapters`."""
+        """Return the version of an adapter that is or was in `adapters`."""
 
     def request(
         self, prompt: str | Sequence[int], adapter: ServedAdapter | None, fields: RequestFields
     ) -> Request:
-        """Make a request, on any thread; a text is tokenized. Errors as `Executor.request`."""
+        """Create a request, on any thread; tokenize a text. Errors as `Executor.request`."""
 
     def submit(self, request: Request) -> Stream:
         """Submit a request; the stream raises the engine's refusal.
@@ -177,20 +176,20 @@ class EngineClient(Protocol):
         """
 
     def call(self, command: Command[Reply], tell: Tell | None = None) -> Future[Reply]:
-        """Have a command done; its error is the future's.
+        """Execute a command. The future holds its reply or its error.
 
         Args:
-            tell: is called with the events of the command, on any thread.
+            tell: receives the command's events, on any thread.
         """
 
     def health(self) -> Health:
-        """Return whether the engine runs, and takes requests."""
+        """Return whether the engine runs and takes requests."""
 
     def wait(self, future: Future[Reply]) -> Reply:
         """Wait for a reply before the event loop runs."""
 
     def listening(self) -> AbstractContextManager[None]:
-        """Have the running event loop hear the engine, within a `with`."""
+        """Receive the engine's messages on the running event loop within a `with`."""
 
 
 class LocalClient:
@@ -198,8 +197,8 @@ class LocalClient:
 
     Attributes:
         executor, engine: those of the model.
-        base: the base executor of split clients; None without one.
-        jobs: the jobs that the server began.
+        base: the base executor of split clients, or None.
+        jobs: the jobs that the server started.
     """
 
     def __init__(
@@ -267,15 +266,15 @@ def local_client(
     tenants: int,
     split: SplitAccess | None = None,
 ) -> Iterator[LocalClient]:
-    """Load a model and run its engine, on a thread, until the end of the `with`.
+    """Load a model and run its engine on a thread within a `with`.
 
     Args:
-        load: loads it.
-        tenants: the number of tenants that may ask.
-        split: the access of split clients to its weights; None for none.
+        load: loads the model.
+        tenants: number of tenants.
+        split: access of split clients to the weights; None without split clients.
     """
     with ExitStack() as stack:
-        # The address is taken first, so that an address in use is refused at once.
+        # Listen before loading, so that an address in use is refused immediately.
         endpoint = None if split is None else stack.enter_context(split_endpoint(options))
         executor, base = load(), None
         engine = stack.enter_context(Engine(executor.state, options.engine(tenants)).start())

@@ -1,11 +1,9 @@
-"""Names of adapters, in the engine and for their owners.
+"""Map between an owner's name of an adapter and the engine's name.
 
-The owner of an adapter or a job, and its name there, of the engine's name for it.
+The engine's names of two owners' adapters never collide:
 
-The engine's names of adapters: those of tenants never meet, nor those of the operator.
-
-the operator's  name                     everyone's: --lora-modules, --lora-roots, shared loads
-a tenant's      @tenant/name             with the tenant in percent encoding, without a slash
+operator   name            for everyone: --lora-modules, --lora-roots, shared loads
+tenant     @tenant/name    the tenant is percent-encoded, without a slash
 """
 
 from __future__ import annotations
@@ -23,10 +21,10 @@ from pcg.peft.adapter import check_name
 
 @dataclass(frozen=True)
 class Owned:
-    """An adapter or a job by its owner.
+    """The owner of an adapter or a job, and its name for that owner.
 
     Attributes:
-        tenant: the owner; "" for the operator; all tenants may use the operator's adapters.
+        tenant: the owner; "" for the operator, whose adapters all tenants may use.
         name: its name in the owner's requests.
     """
 
@@ -35,7 +33,7 @@ class Owned:
 
 
 OwnedName: TypeAlias = Callable[[str], Owned]
-"""Returns the owner of an adapter or a job by its name in the engine."""
+"""Maps the engine's name of an adapter or a job to its owner."""
 
 
 # ------------------------------------------------------------------------------------- engine names
@@ -48,7 +46,7 @@ def engine_name(tenant: str, name: str) -> str:
     """Return the engine's name of an adapter; the operator's tenant is "".
 
     Raises:
-        AdapterError: it does not name an adapter, or begins with what marks tenants.
+        AdapterError: the name is invalid or starts with the mark of tenants.
     """
     check_name(name)
     if name.startswith(_MARK):
@@ -61,7 +59,7 @@ def engine_name(tenant: str, name: str) -> str:
 
 
 def owned(adapter: str) -> Owned:
-    """Return the owner of an adapter or a job by its name in the engine."""
+    """Return the owner of the adapter or job with this engine name."""
     if not adapter.startswith(_MARK):
         return Owned("", adapter)
     tenant, _, name = adapter[len(_MARK) :].partition("/")

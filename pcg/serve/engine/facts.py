@@ -1,7 +1,4 @@
-"""Facts of a model that is served: all that a server needs to know of it beside its tokenizer.
-
-The memory of a server, by explain's numbers.
-"""
+"""Facts about a served model that the server needs, and the memory that serving it takes."""
 
 from __future__ import annotations
 
@@ -26,14 +23,14 @@ from pcg.serve.engine.options import ServeOptions
 
 @dataclass(frozen=True)
 class ServingMemory:
-    """Bytes that a server takes beside Python and its libraries.
+    """Memory of a server, without Python and its libraries, bytes.
 
     Attributes:
-        weights: the base on its device, with packed copies where a CPU's library makes some.
+        weights: the base on its device, with the copies that a CPU library packs.
         adapters: the adapters in host memory.
-        kv_cache: the pool of the KV cache and of adapters' pages, if all of it is used.
-        workspace: the fullest moment of a step of as many tokens as a step may have.
-        recorded: steps and windows that a GPU has recorded before the first request.
+        kv_cache: the pool of KV cache blocks and adapter pages, fully used.
+        workspace: peak memory of a step with the maximum number of tokens.
+        recorded: CUDA graphs of steps and windows recorded before the first request.
     """
 
     weights: int
@@ -44,7 +41,7 @@ class ServingMemory:
 
     @property
     def bytes(self) -> dict[str, int]:
-        """The bytes by what has them."""
+        """The bytes of each part, by name."""
         return asdict(self)
 
     @property
@@ -53,7 +50,7 @@ class ServingMemory:
 
 
 def serving_memory(executor: Executor, engine: Engine) -> ServingMemory:
-    """Return the memory that a server takes at most, without adapters."""
+    """Return the maximum memory of a server, without adapters."""
     model, limits, warmed = executor.program.base, engine.scheduler.limits, engine.device.warmed
     is_packed = executor.program.options.packed_weights
     packed = packed_bytes(model, executor.device) if is_packed else 0
@@ -71,24 +68,25 @@ def serving_memory(executor: Executor, engine: Engine) -> ServingMemory:
 
 @dataclass(frozen=True)
 class ModelFacts:
-    """The facts of a model and of the engine that serves it, which do not change.
+    """Constant facts about a model and the engine that serves it.
 
     Attributes:
-        name: the program's.
-        device: the device of the weights, as torch names it.
-        dtype: the dtype of the base, as torch names it.
-        vocabulary: the number of tokens that the model has logits of.
-        width: the number of dimensions of its hidden states.
-        is_matryoshka: True if the first dimensions of an embedding are one, too;
-            `matryoshka_dimensions` are how many may be taken, and any if there are none.
-        max_positions: the number of positions; None if its configuration names no bound.
-        ttft_slo_s, tpot_slo_s: the engine's SLOs, seconds; None for none.
-        memory: the memory that it takes at most, without adapters.
-        warmed: the steps that were recorded before the first request; None if there are none.
-        pid: the process in which it runs.
-        base_digest: a digest of the base's weights; empty without `--data-dir`.
-        no_jobs: why the engine runs no finetuning jobs; None where it does.
-        split_address: where it is a base executor for split clients; None if it is none.
+        name: name of the program.
+        device: device of the weights, as torch names it.
+        dtype: dtype of the base, as torch names it.
+        vocabulary: number of tokens in the model's logits.
+        width: dimension of the hidden states.
+        is_matryoshka: True if a prefix of an embedding is a valid embedding;
+            `matryoshka_dimensions` lists the allowed lengths, and is empty if any length is
+            allowed.
+        max_positions: number of positions; None if the configuration sets no bound.
+        ttft_slo_s, tpot_slo_s: the engine's SLOs, seconds; None without an SLO.
+        memory: maximum memory, without adapters.
+        warmed: steps recorded before the first request; None without recording.
+        pid: process id of the engine.
+        base_digest: digest of the base's weights; empty without `--data-dir`.
+        no_jobs: reason why the engine cannot run finetuning jobs; None if it can.
+        split_address: address of the base executor for split clients, or None.
     """
 
     name: str
@@ -110,7 +108,7 @@ class ModelFacts:
 
 
 def facts_of(executor: Executor, engine: Engine, options: ServeOptions) -> ModelFacts:
-    """Return the facts of an executor's model, which an engine serves."""
+    """Return the facts of an executor's model and of its engine."""
     limits = engine.scheduler.limits
     program = executor.program
     dimensions = program.config.get("matryoshka_dimensions") or ()
@@ -134,7 +132,7 @@ def facts_of(executor: Executor, engine: Engine, options: ServeOptions) -> Model
 
 
 def _digest(executor: Executor) -> str:
-    """Return a digest of the base, the same whichever floating type it is served in."""
+    """Return a digest of the base that does not depend on the serving dtype."""
     model_type = executor.program.config.get("model_type")
     return f"{base_digest(executor.state.weight_store, torch.bfloat16)} {model_type}"
 
@@ -148,5 +146,5 @@ def _why_no_jobs(executor: Executor) -> str | None:
 
 
 def width_of(program: Program) -> int:
-    """Return the number of dimensions of a model's hidden states."""
+    """Return the dimension of a model's hidden states."""
     return int(program.base.epilogue.inputs[0].type.shape[-1])

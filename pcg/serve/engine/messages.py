@@ -1,15 +1,15 @@
 """Messages between the server and its engine's process, in MessagePack.
 
     server → engine   Submit · Cancel · Release · Watch · Call
-    engine → server   Ready or Failed at first · Step · Report · Refused · Here · Gone · Event ·
+    engine → server   Ready or Failed first · Step · Report · Refused · Here · Gone · Event ·
                       Answer · Ended
 
-A message holds numbers, texts, bytes and lists alone, so that nothing that a client sends becomes
-an object of another type. Tensors of adapters never cross: requests name a version. A `Call` holds
-the bytes of a command; no verb is named here.
+A message holds only numbers, texts, bytes and lists, so client data cannot become an object of
+another type. Adapter tensors are not sent: requests name a version. A `Call` holds the bytes of a
+command; this module names no commands.
 
-A job writes its checkpoints before the news of a step goes out, and the adapter that it ends with
-before the news of its end. So whatever the server hears is on the disk.
+A job writes its checkpoint before it sends the step, and its adapter before it sends its end. So
+every checkpoint or adapter that the server hears of is on disk.
 """
 
 from __future__ import annotations
@@ -43,23 +43,24 @@ from pcg.units import shown
 
 
 SUPERVISED, DPO, REINFORCEMENT = "supervised", "dpo", "reinforcement"
-"""The methods of jobs: on examples, on preferences, and on rewards."""
+"""Training methods of jobs: on examples, on preferences, and on rewards."""
 TRAIN_REWARD, VALID_REWARD = "train_reward_mean", "valid_reward_mean"
-"""Metrics of reinforcement."""
+"""Names of reinforcement metrics."""
 
 
 class JobOrder(msgspec.Struct, frozen=True):
-    """A job that the engine is to run, or to go on with from its last checkpoint.
+    """A job that the engine starts, or resumes from its last checkpoint.
 
     Attributes:
         adapter: the engine's name of the adapter, and of the job.
-        data: the training data; `eval_data` is None for a job that is not evaluated.
-        peft: the recipe as of adapter_config.json.
-        checkpoints: the folder of its checkpoints.
-        output: the folder that will have the adapter.
-        options: further options of `FinetuneOptions` or `DpoOptions`, or those of reinforcement.
-        method: how it learns.
-        start: the folder of the adapter that it goes on from; None for a new one of the recipe.
+        data: path of the training data.
+        eval_data: path of the evaluation data; None without evaluation.
+        peft: the recipe, as in adapter_config.json.
+        checkpoints: folder of the checkpoints.
+        output: folder for the trained adapter.
+        options: further options: `FinetuneOptions`, `DpoOptions`, or those of reinforcement.
+        method: training method.
+        start: folder of the adapter to continue training; None to start from `peft`.
         tenant: the owner of the job.
     """
 
@@ -76,11 +77,11 @@ class JobOrder(msgspec.Struct, frozen=True):
 
 
 class JobStep(msgspec.Struct, frozen=True, tag="step"):
-    """A step that is done; the fields are those of `StepRecord`.
+    """A completed step; the fields are those of `StepRecord`.
 
     Attributes:
-        checkpoint: the name of the last checkpoint's folder; None without one.
-        more: what the job's method tells beside these, by name.
+        checkpoint: folder name of the last checkpoint, or None.
+        more: further metrics of the training method, by name.
     """
 
     step: int
@@ -96,21 +97,22 @@ class JobStep(msgspec.Struct, frozen=True, tag="step"):
 
 
 class JobSamples(msgspec.Struct, frozen=True, tag="samples"):
-    """Completions that the job waits to have graded, each with the row that it answers."""
+    """Completions to grade, each with its row of data; the job waits for the grades."""
 
     texts: list[str]
     items: list[dict[str, Any]]
 
 
 class JobEnd(msgspec.Struct, frozen=True, tag="end"):
-    """The end of a job, for now or for good.
+    """The end of a job, final or until it is resumed.
 
     Attributes:
-        state: how it ended.
-        is_final: False for one that goes on from its checkpoint when it is ordered again: it was
-            interrupted, or the engine ends.
-        tokens: tokens that went through the model, of a job that succeeded.
-        kind: the class of its error, and `text` what it says.
+        state: final state.
+        is_final: False if a new order resumes the job from its checkpoint: the job was interrupted,
+            or the engine ended.
+        tokens: tokens processed, of a job that succeeded.
+        kind: class of the error.
+        text: text of the error.
     """
 
     state: str
@@ -125,7 +127,7 @@ Tell: TypeAlias = Callable[[JobNews], None]
 
 
 def start_of(order: JobOrder) -> Any:
-    """Return what the job's adapter begins as: a recipe, or a saved one."""
+    """Return the recipe of the job's adapter, or the folder of its initial adapter."""
     return order.peft if order.start is None else Path(order.start)
 
 
@@ -146,29 +148,29 @@ class Fault(msgspec.Struct, array_like=True):
 
 
 class Submit(msgspec.Struct, array_like=True, tag="submit"):
-    """A request; `number` is the server's, unique among open requests and calls."""
+    """A request; `number` is unique among the server's open requests and calls."""
 
     number: int
     request: PlainRequest
 
 
 class Cancel(msgspec.Struct, array_like=True, tag="cancel"):
-    """The request of this number is to end."""
+    """End the request with this number."""
 
     number: int
 
 
 class Release(msgspec.Struct, array_like=True, tag="release"):
-    """No later request names this version."""
+    """State that no later request names this version."""
 
     version: VersionName
 
 
 class Watch(msgspec.Struct, array_like=True, tag="watch"):
-    """The server wants reports until `until_s`, of the monotonic clock of both processes.
+    """Ask for reports until `until_s` on the monotonic clock that both processes share.
 
     Attributes:
-        begins: True to get all numbers first; False to get those that change.
+        begins: True to send all numbers first; False to send only changes.
     """
 
     until_s: float
@@ -176,7 +178,7 @@ class Watch(msgspec.Struct, array_like=True, tag="watch"):
 
 
 class Call(msgspec.Struct, array_like=True, tag="call"):
-    """A command; `number` is that of its answer and of its events."""
+    """A command; its answer and its events have the same `number`."""
 
     number: int
     command: msgspec.Raw
@@ -186,7 +188,7 @@ class Call(msgspec.Struct, array_like=True, tag="call"):
 
 
 class AdapterData(msgspec.Struct, array_like=True):
-    """An adapter that requests may name."""
+    """An adapter that requests may use."""
 
     version: AdapterVersion
     size_bytes: int
@@ -201,19 +203,19 @@ class Ready(msgspec.Struct, array_like=True, tag="ready"):
 
 
 class Failed(msgspec.Struct, array_like=True, tag="failed"):
-    """The engine cannot be made."""
+    """The engine failed to start."""
 
     fault: Fault
 
 
 class ChunkData(msgspec.Struct, array_like=True):
-    """A chunk of the request of this number.
+    """A chunk of the request with this number.
 
-    The logprobs of the prompt cross once, with the first chunk that has them.
+    The prompt's logprobs are sent once, with the first chunk that has them.
 
     Attributes:
         has_prompt: True if the chunk has logprobs of the prompt.
-        completion_has_prompt: True if its completion has them.
+        completion_has_prompt: True if its completion has logprobs of the prompt.
     """
 
     number: int
@@ -223,7 +225,7 @@ class ChunkData(msgspec.Struct, array_like=True):
 
 
 class Step(msgspec.Struct, array_like=True, tag="step"):
-    """All chunks of one step."""
+    """All chunks of a step."""
 
     chunks: list[ChunkData]
 
@@ -232,11 +234,10 @@ class Report(msgspec.Struct, array_like=True, tag="report"):
     """Numbers of the engine; parts that did not change since the last report are None.
 
     Attributes:
-        time_s: time of the numbers, of the monotonic clock.
-        state: the fields of `EngineNumbers`, but for the totals.
-        resident, waiting: versions with pages and requests that wait, by adapter, as of
-            `AdapterTotals`.
-        totals: as `plain` makes them.
+        time_s: time of the numbers, on the monotonic clock.
+        state: the fields of `EngineNumbers`, without the totals.
+        resident, waiting: resident versions and waiting requests by adapter, as in `AdapterTotals`.
+        totals: totals in the form of `plain`.
     """
 
     time_s: float
@@ -248,33 +249,33 @@ class Report(msgspec.Struct, array_like=True, tag="report"):
 
 
 class Refused(msgspec.Struct, array_like=True, tag="refused"):
-    """The request of this number cannot begin, or go on."""
+    """The request with this number failed before or while it ran."""
 
     number: int
     fault: Fault
 
 
 class Here(msgspec.Struct, array_like=True, tag="here"):
-    """Requests of an adapter's name are answered by this version from now on."""
+    """Requests with the adapter's name use this version from now on."""
 
     adapter: AdapterData
 
 
 class Gone(msgspec.Struct, array_like=True, tag="gone"):
-    """There is no adapter of that name any more."""
+    """The adapter with this name was removed."""
 
     name: str
 
 
 class Event(msgspec.Struct, array_like=True, tag="event"):
-    """An event of the call of this number."""
+    """An event of the call with this number."""
 
     number: int
     news: JobNews
 
 
 class Answer(msgspec.Struct, array_like=True, tag="answer"):
-    """The end of a call: its reply, or the error that it ended by."""
+    """The end of a call: its reply, or its error."""
 
     number: int
     reply: msgspec.Raw
@@ -282,7 +283,7 @@ class Answer(msgspec.Struct, array_like=True, tag="answer"):
 
 
 class Ended(msgspec.Struct, array_like=True, tag="ended"):
-    """Nothing is served any more, and why."""
+    """The engine has ended; `text` is the reason."""
 
     text: str
 
@@ -298,7 +299,7 @@ _KINDS = {"f4": torch.float32, "i8": torch.int64}
 
 
 def _data(value: Any) -> Any:
-    """Return plain data for an object of another type."""
+    """Convert an object of another type to plain data."""
     if isinstance(value, Path):
         return str(value)
     if isinstance(value, AdapterVersion):
@@ -318,7 +319,7 @@ def _data(value: Any) -> Any:
 
 
 def _object(kind: type, data: Any) -> Any:
-    """Return the object that `_data` made plain."""
+    """Convert plain data of `_data` back to an object."""
     if kind is Path:
         return Path(data)
     if kind is AdapterVersion:
@@ -327,7 +328,7 @@ def _object(kind: type, data: Any) -> Any:
     if kind is Totals:
         return totals_of(data)
     if kind is Tensor:
-        if not data or not isinstance(data[0], str):  # a list of numbers
+        if not data or not isinstance(data[0], str):  # plain numbers
             return torch.tensor(data)
         dtype, shape, content = data
         if not content:
@@ -347,9 +348,9 @@ encode = msgspec.msgpack.Encoder(enc_hook=_data).encode
 
 @cache
 def decoder(kind: Any) -> Callable[[bytes | msgspec.Raw], Any]:
-    """Return the function that decodes a message, or a part of one, of a type.
+    """Return the function that decodes a message, or a part of a message, of a type.
 
-    msgspec.ValidationError: the bytes are of no such message.
+    msgspec.ValidationError: the bytes do not fit the type.
     """
     return msgspec.msgpack.Decoder(kind, dec_hook=_object).decode
 
@@ -358,7 +359,7 @@ def encoded(submit: Submit) -> bytes:
     """Return the bytes of a request.
 
     Raises:
-        GenerationError: a field has a number beyond 64 bits, or half a character.
+        GenerationError: a number has more than 64 bits, or a text has half a character.
     """
     try:
         return encode(submit)
@@ -390,7 +391,7 @@ def _is_sendable(value: object) -> bool:
 
 
 def plain(value: Any) -> Any:
-    """Return totals as dicts, lists, texts and numbers, while another thread counts on."""
+    """Convert totals to dicts, lists, texts and numbers, while another thread updates them."""
     if isinstance(value, Histogram):
         return [value.counts.copy(), value.sum]
     if isinstance(value, dict):
@@ -405,7 +406,7 @@ def plain(value: Any) -> Any:
 
 
 def plain_state(numbers: EngineNumbers) -> dict[str, Any]:
-    """Return the fields of numbers, without the totals."""
+    """Return the fields of the numbers, without the totals."""
     state = {**vars(numbers), "jobs": dict(numbers.jobs)}
     del state["totals"]
     return state
@@ -416,7 +417,7 @@ def _public(value: object) -> dict[str, Any]:
 
 
 def totals_of(data: Mapping[str, Any]) -> Totals:
-    """Return the totals that `plain` made data of; totals may get further values later."""
+    """Restore totals from the data of `plain`. A later report may add values."""
     totals = Totals(EventLog(0))
     for name, value in data.items():
         setattr(totals, name, _restored(getattr(totals, name), value))
@@ -424,13 +425,13 @@ def totals_of(data: Mapping[str, Any]) -> Totals:
 
 
 def with_totals(state: Mapping[str, Any], totals: Totals) -> EngineNumbers:
-    """Return the numbers of a state and totals."""
+    """Combine a state and totals to an engine's numbers."""
     jobs = {JobState(name): count for name, count in state["jobs"].items()}
     return EngineNumbers(**{**state, "jobs": jobs, "totals": totals})
 
 
 def _restored(new: Any, value: Any) -> Any:
-    """Return a value in the class of a new engine's value."""
+    """Convert a value to the class of a new engine's value."""
     if isinstance(new, Histogram):
         new.counts, new.sum = value
         return new
@@ -453,7 +454,7 @@ def data_of(number: int, chunk: Chunk, *, knows_prompt: bool) -> ChunkData:
     """Return the message of a chunk.
 
     Args:
-        knows_prompt: True if the logprobs of the prompt came with an earlier chunk.
+        knows_prompt: True if an earlier chunk sent the prompt's logprobs.
     """
     completion = chunk.completion
     data = ChunkData(number, chunk)
@@ -471,7 +472,7 @@ def chunk_of(data: ChunkData, known: PromptLogprobs | None) -> Chunk:
     """Return the chunk of a message.
 
     Args:
-        known: the logprobs of the prompt, if they have come.
+        known: the prompt's logprobs, once received.
     """
     chunk = data.chunk
     if data.has_prompt:
@@ -485,7 +486,7 @@ def chunk_of(data: ChunkData, known: PromptLogprobs | None) -> Chunk:
 
 
 class _UnknownError(Exception):
-    """An error that is none of pcg's, with its class and text."""
+    """An error of a class outside pcg, with its class and text."""
 
 
 def fault_of(error: BaseException) -> Fault:
@@ -497,7 +498,7 @@ def fault_of(error: BaseException) -> Fault:
 
 
 def error_of(fault: Fault) -> Exception:
-    """Return the error of a message; an error that is none of pcg's is a fault of ours."""
+    """Return the error of a message; an error of a class outside pcg is an internal error."""
     kind = _ERRORS.get(fault.kind)
     return _UnknownError(fault.text) if kind is None else kind(fault.text)
 
@@ -510,4 +511,4 @@ def _kinds(of: type[PcgError]) -> dict[str, type[PcgError]]:
 
 
 _ERRORS = _kinds(PcgError)
-del _ERRORS[FinetuneInterrupted.__name__]  # it has more than a text; FinetuneError stands for it
+del _ERRORS[FinetuneInterrupted.__name__]  # has further arguments; sent as FinetuneError

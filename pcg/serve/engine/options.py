@@ -1,4 +1,4 @@
-"""The options of a server; `pcg serve` is made of them."""
+"""The options of a server and of `pcg serve`."""
 
 from __future__ import annotations
 
@@ -15,102 +15,107 @@ if TYPE_CHECKING:
     from pcg.runtime.engine.options import EngineArguments
 
 _MOST = 1e6
-"""Above every memory in GiB and every time in seconds that is meant."""
+"""Upper bound of every option in GiB, MiB, days, seconds or milliseconds."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ServeOptions:
-    """Options of a server; those that vLLM has, have its names.
+    """Options of a server; options that vLLM also has have vLLM's names.
 
     Attributes:
-        host: the address to listen at. Only this machine reaches 127.0.0.1; 0.0.0.0 and :: are all
-            addresses.
-        port: the port to listen at; 0 takes a free one.
-        split_port: a second port, for split execution (docs/split.md): processes that have adapters
-            of their own multiply by these weights, with the same keys.
+        host: the address to listen at. 127.0.0.1 accepts connections from this machine only;
+            0.0.0.0 and :: listen at all addresses.
+        port: the port to listen at; 0 takes a free port.
+        split_port: a second port, for split execution (docs/split.md): processes with their own
+            adapters use these weights, with the same keys.
         split_curve_key: a CURVE certificate, NAME.key_secret, which encrypts the second port.
-        split_curve_clients: a folder of the certificates, *.key, of clients that may connect to it.
-        split_plaintext: let connections of other machines to it go unencrypted.
-        api_key: a key that clients may use for everything. Repeatable. Without any, and without
-            `api_keys`, one is made and printed.
+        split_curve_clients: a folder with the certificates, *.key, of the clients that may connect
+            to the second port.
+        split_plaintext: allow unencrypted connections from other machines to the second port.
+        api_key: a key with all scopes. Repeatable. Without `api_key` and `api_keys`, the server
+            generates a key and prints it.
         api_keys: a JSON file of keys with scopes and tenants (docs/serving.md).
         ssl_certfile: a certificate in PEM format, to serve https.
-        ssl_keyfile: its private key.
-        served_model_name: a name of the base in requests; by default the model's. Repeatable, and
-            replies have the first.
-        lora_modules: an adapter that everyone may use, as NAME=PATH or as JSON. Repeatable.
-        lora_roots: a folder of adapters, each in a folder of its own. One is loaded when somebody
-            names it, and those loaded over HTTP come from there. Repeatable.
-        max_lora_rank: the greatest rank of an adapter; one of a greater rank is refused.
-        max_cpu_loras: the most adapters in the host's memory at once.
-        data_dir: a folder for what is kept beyond the server's end, as files; it is made if need
-            be. Without one, what needs it is refused.
-        max_model_len: the most tokens of a prompt and its output; the model's positions by default.
-        max_num_seqs: the most sequences at once.
-        max_num_batched_tokens: the most tokens of a step.
-        prompt_stretch: how many times as long as a step that only decodes prompts may make it where
-            no `tpot_slo_ms` is promised: a stream's gap beside somebody's long prompt; inf for no
+        ssl_keyfile: the private key of the certificate.
+        served_model_name: a name of the base in requests; by default the model's name. Repeatable;
+            replies use the first name.
+        lora_modules: an adapter for all tenants, as NAME=PATH or as JSON. Repeatable.
+        lora_roots: a folder with a subfolder per adapter. An adapter is loaded when a request names
+            it; loads over HTTP use these folders, too. Repeatable.
+        max_lora_rank: the greatest rank of an adapter; adapters of greater rank are refused.
+        max_cpu_loras: the maximum number of adapters in host memory.
+        data_dir: a folder for files, jobs, models and other data that outlive the server; created
+            if missing. Without it, requests that store data are refused.
+        max_model_len: the maximum number of tokens of a prompt and its output; by default the
+            model's positions.
+        max_num_seqs: the maximum number of running sequences.
+        max_num_batched_tokens: the maximum number of tokens of a step.
+        prompt_stretch: without `tpot_slo_ms`, prompts may make a step at most this many times as
+            long as a step that only decodes, which bounds the gaps of other streams; inf for no
             bound.
-        max_logprobs: the most likeliest tokens that a request may ask for in each place.
-        logprobs_mode: the distribution that logprobs of outputs are of: the model's own, or the one
-            that the token was drawn from, behind temperature, penalties, masks and filters.
-        generation_config: where the defaults of sampling come from: `auto`, the model's
+        max_logprobs: the maximum number of top log-probabilities that a request may ask for per
+            token.
+        logprobs_mode: the distribution of the logprobs of outputs: the model's (raw), or the
+            distribution that tokens are drawn from, after temperature, penalties, masks and filters
+            (processed).
+        generation_config: source of the default sampling parameters: `auto`, the model's
             generation_config.json; `vllm`, none; or a folder with such a file.
-        gpu_memory_utilization: the share of a GPU's memory for this server, from above 0 to 1; the
-            KV cache and the adapters in it get what else it needs leaves of it.
-        kv_cache_gib: memory of the KV cache and the adapters in it, GiB, in place of what
-            `gpu_memory_utilization` leaves; 4 by default where there is no GPU.
-        enable_prefix_caching: share the KV blocks of a tenant's prompts that begin alike.
+        gpu_memory_utilization: the share of a GPU's memory for this server, above 0 and up to 1;
+            the KV cache and the adapters get the memory that the other parts do not need.
+        kv_cache_gib: memory of the KV cache and its adapters, GiB, in place of the rest of
+            `gpu_memory_utilization`; 4 by default without a GPU.
+        enable_prefix_caching: share the KV blocks of common prefixes of a tenant's prompts.
         warm_up: on a GPU, record steps as CUDA graphs and compile their kernels before the first
             request.
-        warm_jobs: a finetuning job that may come, whose windows `warm_up` records: JSON with the
-            `batch` and `seq` of its steps and with `peft`, its adapter_config.json's fields; by
-            default those of a job that gives none. Repeatable.
+        warm_jobs: an expected finetuning job; `warm_up` records its windows. JSON with the `batch`
+            and `seq` of its steps and, as `peft`, the fields of its adapter_config.json; by default
+            the recipe of a job without a recipe. Repeatable.
         policy: the order in which waiting requests are admitted (docs/engine.md).
         ttft_slo_ms: SLO of the time to the first token, ms.
         tpot_slo_ms: SLO of each gap between two output tokens, ms.
-        finetuning_floor: the least share of the time for jobs beside requests without
-            `tpot_slo_ms`, from 0 to below 1; they have all the time that requests leave.
-        serving_share: the least share of the time for requests with `tpot_slo_ms` while jobs run
-            beside them, from 0 to below 1.
-        tenant_seqs: the most sequences of one tenant at once; by default half of `max_num_seqs`
-            where keys are of several tenants, else all.
-        tenant_queue: the most requests of one tenant that wait; further ones are refused. By
-            default a quarter of `max_queue` where keys are of several tenants, else all.
-        max_queue: the most requests of all tenants that wait.
-        key_requests: the most requests that a key may have in the server at once.
-        metrics_without_key: let everyone who reaches the server read /metrics, which has names of
-            all tenants and adapters.
-        chat_template: a file with a chat template in place of the model's.
-        tool_call_parser: the format of the model's tool calls; by default the one that its chat
+        finetuning_floor: the minimum share of the time for jobs while requests without
+            `tpot_slo_ms` run, from 0 to below 1; jobs also use all idle time.
+        serving_share: the minimum share of the time for requests with `tpot_slo_ms` while jobs run,
+            from 0 to below 1.
+        tenant_seqs: the maximum number of running sequences of a tenant; by default half of
+            `max_num_seqs` if keys belong to several tenants, else all.
+        tenant_queue: the maximum number of waiting requests of a tenant; further requests are
+            refused. By default a quarter of `max_queue` if keys belong to several tenants, else
+            all.
+        max_queue: the maximum number of waiting requests of all tenants.
+        key_requests: the maximum number of concurrent HTTP requests of a key.
+        metrics_without_key: serve /metrics without a key; it shows the names of all tenants and
+            adapters.
+        chat_template: a file with a chat template that replaces the model's.
+        tool_call_parser: the format of the model's tool calls; by default the format that its chat
             template shows.
-        trust_request_chat_template: take chat templates from requests. A template is a program, in
-            a sandbox that bounds neither its time nor its memory.
-        access_log: where a JSON line of every request goes: `stderr`, a file, or `none`. It has no
-            texts of requests.
-        otlp_traces_endpoint: an OpenTelemetry collector's address for traces by HTTP, as
-            http://127.0.0.1:4318/v1/traces; none are made by default.
-        max_body_mib: the most bytes of a request, MiB. The elements of a body are bounded, too
-            (docs/serving.md).
-        stream_timeout_s: time after which a stream that its client does not read is ended, s.
-        restart: where several ranks serve a model and one of them ends, start all again and go on
-            with jobs by their checkpoints; requests that run then fail.
-        shutdown_timeout_s: time that running requests have to end after SIGTERM, s.
-        max_file_mib: the most bytes of a file that is kept, MiB.
-        tenant_files: the most files that a tenant keeps, with its uploads that are under way.
-        tenant_files_gib: the most bytes of them, GiB.
-        max_jobs: the most finetuning jobs that run at once; others are queued, and those of tenants
-            take turns.
-        keep_jobs_days: time after which jobs and uploads that are over are forgotten, with their
-            events; the models that they made stay.
+        trust_request_chat_template: accept chat templates in requests. A template is a program in a
+            sandbox that limits neither its time nor its memory.
+        access_log: the target of a JSON line per request: `stderr`, a file, or `none`. Lines
+            contain no texts of requests.
+        otlp_traces_endpoint: the address of an OpenTelemetry collector for traces over HTTP, such
+            as http://127.0.0.1:4318/v1/traces; by default no traces are sent.
+        max_body_mib: the maximum size of a request body, MiB. The number of JSON elements in a body
+            is limited, too (docs/serving.md).
+        stream_timeout_s: time after which the server ends a stream that its client does not read,
+            s.
+        restart: if a rank of a multi-rank model ends, restart all ranks and resume the jobs from
+            their checkpoints; running requests fail.
+        shutdown_timeout_s: time for running requests to end after SIGTERM, s.
+        max_file_mib: the maximum size of a stored file, MiB.
+        tenant_files: the maximum number of stored files of a tenant, including unfinished uploads.
+        tenant_files_gib: the maximum total size of the files of a tenant, GiB.
+        max_jobs: the maximum number of running finetuning jobs; further jobs are queued, and
+            tenants take turns.
+        keep_jobs_days: time after which ended jobs and uploads are deleted, with their events; the
+            trained models stay.
         python_graders: run python graders of tenants, in a sandbox (docs/serving.md).
-        tinker_session_s: time after which a session of Tinker's protocol ends whose client says
-            nothing, s.
-        keep_tinker_days: time after which a session of it that has ended is forgotten, with its
-            models and requests; checkpoints stay, and the models that they are of.
-        tinker_tokenizer: what those clients load their tokenizer by, a model of the Hub or a folder
-            of theirs; by default the name of the model.
-        tenant_trainers: the most models of one tenant that are trained by that protocol at once.
+        tinker_session_s: time without a message after which a Tinker session ends, s.
+        keep_tinker_days: time after which an ended Tinker session is deleted, with its models and
+            requests; checkpoints and their models stay.
+        tinker_tokenizer: the tokenizer that Tinker clients load, a model of the Hub or a folder of
+            the client; by default the name of the model.
+        tenant_trainers: the maximum number of models that a tenant trains concurrently over Tinker.
     Raises:
         ServeError: a value is out of range.
     """
@@ -184,7 +189,7 @@ class ServeOptions:
             self.split_curve_key or self.split_curve_clients or self.split_plaintext
         ):
             raise ServeError(
-                "split_curve_key, split_curve_clients and split_plaintext are of a second port; "
+                "split_curve_key, split_curve_clients and split_plaintext configure a second port; "
                 "give split_port, too"
             )
         if self.split_port and self.split_port == self.port:
@@ -192,8 +197,8 @@ class ServeOptions:
         self._check_numbers()
         if self.tenant_seqs is not None and self.policy != "fair-share":
             raise ServeError(
-                f"tenant_seqs={self.tenant_seqs} is a bound of policy='fair-share', which bounds "
-                f"tenants; policy='{self.policy}' does not; leave one of them out"
+                f"tenant_seqs={self.tenant_seqs} needs policy='fair-share'; "
+                f"policy='{self.policy}' does not limit tenants; leave out tenant_seqs or policy"
             )
         if self.warm_jobs and not self.warm_up:
             raise ServeError("warm_jobs are recorded by warm_up; leave them out, or record")
@@ -261,13 +266,13 @@ class ServeOptions:
         return None if self.kv_cache_gib is None else int(self.kv_cache_gib * 2**30)
 
     def queue_of(self, tenants: int) -> int:
-        """The most requests of one tenant that wait, where there are so many tenants."""
+        """Return the maximum number of waiting requests of a tenant, by the number of tenants."""
         return self.tenant_queue or (self.max_queue if tenants == 1 else -(-self.max_queue // 4))
 
     def engine(self, tenants: int) -> EngineArguments:
-        """The engine's arguments for so many tenants.
+        """Return the engine's arguments for a number of tenants.
 
-        The engine is imported here, so that help is there at once.
+        The engine's modules are imported in this function, so that `--help` prints quickly.
         """
         from pcg.runtime.admission.backlog import QueueLimits
         from pcg.runtime.admission.fair_share import FairShare

@@ -1,7 +1,7 @@
-"""Orders: the commands of an engine that need the server's own parts, and the jobs that they begin.
+"""Orders: engine commands that need the server's parts, and the jobs that they start.
 
-Jobs read and write folders of the server. A job is trained by the engine, by `pcg.train.preference`
-or by `pcg.train.grpo`, and tells its news as events.
+Jobs read and write the server's folders. The engine, `pcg.train.preference` or `pcg.train.grpo`
+trains a job; its progress is sent as events.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from pcg.train.preference.run import PreferenceResult
 Reply = TypeVar("Reply")
 
 ALL_CHECKPOINTS = 2**31
-"""The server removes the checkpoints that it does not keep."""
+"""Keep every checkpoint; the server deletes old ones."""
 
 
 class SplitBase(Protocol):
@@ -38,30 +38,30 @@ class SplitBase(Protocol):
     keys: Keys
 
     def drain(self) -> Future[None]:
-        """Take no new clients, and end once those that are here have left."""
+        """Refuse new clients; complete when the connected clients have left."""
 
 
 class ServedEngine(Protocol):
-    """An engine with the parts that its server adds."""
+    """An engine with the server's additional parts."""
 
     engine: AsyncEngine
     jobs: OrderedJobs
 
     @property
     def base(self) -> SplitBase | None:
-        """The base executor of split clients; None without one."""
+        """The base executor of split clients, or None."""
 
 
 class Order(Command[Reply], frozen=True):
-    """A command whose handler needs the server's parts."""
+    """A command that needs the server's parts."""
 
     def apply(self, served: ServedEngine, tell: Tell | None = None) -> Reply | Future[Reply]:
-        """Do what the order says; `tell` is called with its events, on any thread."""
+        """Execute the order; `tell` receives its events and is called on any thread."""
         raise NotImplementedError
 
 
 class StartJob(Order[None], frozen=True):
-    """Begin a finetuning job, or go on with it from its last checkpoint.
+    """Start a finetuning job, or resume it from its last checkpoint.
 
     Raises:
         EngineError: the engine takes nothing new.
@@ -76,7 +76,7 @@ class StartJob(Order[None], frozen=True):
 
 
 class EndJob(Order[None], frozen=True):
-    """End a job: after its step, with a checkpoint, or now. Its end is an event of `StartJob`."""
+    """End a job: after its step with a checkpoint, or now. `StartJob` sends the end event."""
 
     adapter: str
     interrupts: bool
@@ -90,7 +90,7 @@ class EndJob(Order[None], frozen=True):
 
 
 class PutGrades(Order[None], frozen=True):
-    """Give a job the grades of its latest samples, or the error of their grader."""
+    """Deliver to a job the grades of its latest samples, or the grader's error."""
 
     adapter: str
     rewards: list[float]
@@ -103,7 +103,7 @@ class PutGrades(Order[None], frozen=True):
 
 
 class SetKeys(Order[None], frozen=True):
-    """Let clients of the engine's base, if it has a port for them, use these keys alone."""
+    """Replace the keys that split clients of the engine's base may use."""
 
     keys: list[Key]
 
@@ -113,7 +113,7 @@ class SetKeys(Order[None], frozen=True):
 
 
 class Drain(Order[None], frozen=True):
-    """End the present work and take nothing new, as `AsyncEngine.drain`; reply at the end."""
+    """Finish the present work and take nothing new, as `AsyncEngine.drain`; reply at the end."""
 
     timeout_s: float
 
@@ -136,20 +136,20 @@ def _both(first: Future[None], other: Future[None]) -> Future[None]:
 
 
 class OrderedJob(Protocol):
-    """A job that runs."""
+    """A running job."""
 
     def interrupt(self) -> None:
-        """End it after its step, with a checkpoint."""
+        """End the job after its step, with a checkpoint."""
 
     def cancel(self) -> None:
-        """End it now."""
+        """End the job now."""
 
 
 class OrderedJobs:
-    """The jobs of an engine that a server began.
+    """The jobs that a server started on an engine.
 
     Attributes:
-        running: the jobs that are not over, by the names of their adapters.
+        running: running jobs by the names of their adapters.
     """
 
     def __init__(self, executor: Executor, engine: AsyncEngine) -> None:
@@ -159,10 +159,10 @@ class OrderedJobs:
         self._writing = device_pool(executor.device, 1, "pcg models")
 
     def begin(self, order: JobOrder, tell: Tell) -> None:
-        """Begin a job; errors as of `StartJob`.
+        """Start a job. Raises the errors of `StartJob`.
 
         Args:
-            tell: is called with its news, on the engine's thread or another one.
+            tell: receives the job's events, on any thread.
         """
         if order.method == REINFORCEMENT:
             run = ReinforcementRun(self._executor, self._engine, order, tell)
@@ -174,7 +174,7 @@ class OrderedJobs:
             self._begin_supervised(order, tell)
 
     def close(self) -> None:
-        """Write no further adapters."""
+        """Stop writing adapters."""
         self._writing.shutdown(cancel_futures=True)
 
     def _forget(self, order: JobOrder) -> None:
@@ -190,12 +190,12 @@ class OrderedJobs:
             self._forget(order)
             error = future.exception()
             if error is None:
-                # No later version can have taken its place: this is still the engine's thread.
+                # On the engine's thread, so no later version can have replaced the adapter.
                 adapter, tokens = self._executor.adapters[order.adapter], future.result().tokens
                 self._writing.submit(_finish, adapter, Path(order.output), tokens, tell)
                 return
-            goes_on = isinstance(error, FinetuneInterrupted | EngineError)
-            is_final = not goes_on and running.state is not JobState.CANCELLED
+            resumes = isinstance(error, FinetuneInterrupted | EngineError)
+            is_final = not resumes and running.state is not JobState.CANCELLED
             tell(JobEnd(str(running.state), is_final, kind=type(error).__name__, text=str(error)))
 
         running.on_end(end)
@@ -248,7 +248,7 @@ def _step_of(record: StepRecord) -> JobStep:
 
 
 def _finish(adapter: Adapter, output: Path, tokens: int, tell: Tell) -> None:
-    """Write the adapter that a job ended with, and tell."""
+    """Write the trained adapter of a job and report the job's end."""
     try:
         write_adapter(adapter, output)
     except PcgError as error:

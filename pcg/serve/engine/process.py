@@ -1,10 +1,10 @@
 """The client of an engine in another process, and the start of that process.
 
-In one process the engine's steps and the event loop take turns at the interpreter's lock. In two
-processes a step's chunks come in one message, which the event loop reads.
+In the same process, the engine's steps and the event loop would compete for the interpreter lock.
+Between two processes, a step's chunks are a single message for the event loop.
 
 Before and after the event loop runs, the caller that waits for an answer reads the messages; while
-it runs, the loop does. Messages of one turn of the loop are sent together.
+it runs, the loop reads them. Messages of an iteration of the loop are sent together.
 """
 
 from __future__ import annotations
@@ -78,11 +78,12 @@ from pcg.serve.engine.worker import SIGNALS, Launch, run
 Result = TypeVar("Result")
 
 _CLOSING_S = 5.0
-"""Time that the engine has to end after the step under way, seconds."""
+"""Time for the engine to end after its present step, seconds."""
 _ENDING_S = 1.0
-"""Time that a process takes at most to end once its socket is closed, seconds."""
+"""Longest time for a process to exit after its socket closed, seconds."""
 _SWITCH_S = 1e-4
-"""A turn of Python's threads here: the event loop does not wait 5 ms for one that tokenizes."""
+"""Python's thread switch interval in the server: a tokenizing thread must not hold the event loop
+for 5 ms."""
 
 
 # ---------------------------------------------------------------------------------------- adapters
@@ -94,7 +95,7 @@ class RemoteAdapter:
 
     Attributes:
         served: its version.
-        version: a number that no other adapter has in this process.
+        version: a number that is unique in this process.
     """
 
     served: AdapterVersion
@@ -108,10 +109,10 @@ class RemoteAdapter:
 
 
 class RemoteAdapters:
-    """The adapters that requests may name, by name.
+    """The adapters that requests may use, by name.
 
-    An adapter that is replaced or removed stays in the engine as long as anything here refers to
-    it, so that requests on their way are answered by the version that they name.
+    A replaced or removed adapter stays in the engine while an object of this process refers to it,
+    so that submitted requests use the version that they name.
     """
 
     def __init__(self) -> None:
@@ -126,7 +127,7 @@ class RemoteAdapters:
         return self._here.copy()
 
     def put(self, data: AdapterData) -> None:
-        """Have an adapter answer to its name."""
+        """Assign an adapter to its name."""
         self._here[data.version.name] = self.known(data)
 
     def known(self, data: AdapterData) -> RemoteAdapter:
@@ -141,11 +142,11 @@ class RemoteAdapters:
         return adapter
 
     def remove(self, name: str) -> None:
-        """Have nothing answer to a name."""
+        """Remove the adapter of a name."""
         self._here.pop(name, None)
 
     def take_released(self) -> list[VersionName]:
-        """Return the versions that nothing refers to any more, each once."""
+        """Return the versions without any references, each once."""
         names = []
         while self._released:
             names.append(self._released.popleft())
@@ -157,7 +158,7 @@ class RemoteAdapters:
 
 @dataclass
 class _Sent:
-    """A request that the engine has, and the logprobs of its prompt once they have come."""
+    """A submitted request, and the logprobs of its prompt once they are received."""
 
     stream: Stream
     adapter: RemoteAdapter | None
@@ -166,7 +167,7 @@ class _Sent:
 
 @dataclass
 class _Called:
-    """A call that the engine has."""
+    """A call without an answer yet."""
 
     future: Future[Any]
     kind: Any
@@ -174,7 +175,7 @@ class _Called:
 
 @dataclass(frozen=True)
 class _Model:
-    """A model, as requests see it."""
+    """The parts of a model that `make_request` uses."""
 
     tokenizer: Tokenizer | None
     vocabulary: int
@@ -184,7 +185,7 @@ class _Model:
 
 
 class ProcessClient:
-    """An `EngineClient` of a process that `process_client` started."""
+    """The `EngineClient` of a process that `process_client` started."""
 
     def __init__(self, channel: Channel, process: SpawnProcess) -> None:
         self._channel = channel
@@ -208,7 +209,7 @@ class ProcessClient:
         """Wait until the engine runs.
 
         Raises:
-            PcgError: why it cannot be made.
+            PcgError: the engine cannot start.
         """
         while self._ready is None and self.ended is None:
             self._hear(waits=True)
@@ -296,7 +297,7 @@ class ProcessClient:
 
     @contextmanager
     def listening(self) -> Iterator[None]:
-        """Have the running event loop hear what comes, within a `with`."""
+        """Receive the engine's messages on the running event loop within a `with`."""
         self._loop, self._thread = asyncio.get_running_loop(), threading.get_ident()
         self._loop.add_reader(self._channel.fileno(), self._hear)
         interval_s = sys.getswitchinterval()
@@ -310,7 +311,7 @@ class ProcessClient:
             self._loop = None
 
     def close(self) -> None:
-        """End the engine's process after its step, once no event loop runs; kill a late one."""
+        """Let the engine's process end after its step, else kill it. No event loop may run."""
         until = time.monotonic()
         if isinstance(self._ready, Ready):
             self.call(Close())
@@ -326,9 +327,9 @@ class ProcessClient:
     # ------------------------------------------------------------------------------- messages
 
     def _post(self, message: bytes) -> None:
-        """Send a message, from any thread; never waits.
+        """Send a message without blocking, from any thread.
 
-        The versions that nothing here refers to any more are released before it.
+        Release the versions without references before it.
         """
         released = [encode(Release(name)) for name in self._remote.take_released()]
         if self._loop is None or threading.get_ident() != self._thread:
@@ -344,7 +345,7 @@ class ProcessClient:
             self._channel.send(*messages)
 
     def _hear(self, *, waits: bool = False) -> None:
-        """Take the messages that have come."""
+        """Process the received messages."""
         if self._ended is not None:
             return
         received = self._channel.read(waits=waits)
@@ -354,7 +355,7 @@ class ProcessClient:
         try:
             messages = [self._decode(message) for message in received]
         except msgspec.MsgspecError as error:
-            self._end(EngineError(f"the engine's process sent what is no message: {error}"))
+            self._end(EngineError(f"the engine's process sent an invalid message: {error}"))
             return
         last = messages[-1] if messages else None
         self._take(messages)
@@ -362,7 +363,7 @@ class ProcessClient:
             self._end(EngineError(last.text))
 
     def _take(self, messages: list[ToServer]) -> None:
-        """Take messages, wake the readers of their chunks, and settle the calls."""
+        """Process messages, wake the readers of the chunks, then complete the calls."""
         answers: list[Answer] = []
         for message in messages:
             if isinstance(message, Step):
@@ -391,7 +392,7 @@ class ProcessClient:
             self._settle(answer)
 
     def _settle(self, answer: Answer) -> None:
-        """Give a call its reply."""
+        """Complete a call with its reply or error."""
         called = self._calls.pop(answer.number)
         try:
             if answer.fault is not None:
@@ -407,7 +408,7 @@ class ProcessClient:
             called.future.set_result(reply)
 
     def _put(self, data: ChunkData) -> None:
-        """Give a chunk to its stream."""
+        """Add a chunk to its stream."""
         sent = self._streams.get(data.number)
         if sent is None:
             return
@@ -422,7 +423,7 @@ class ProcessClient:
         sent.stream.put(chunk, self._wakes)
 
     def _end(self, error: EngineError) -> None:
-        """Note that nothing comes any more, and fail everything that waits."""
+        """Record that the engine has ended, and fail all open requests and calls."""
         self._ended = error
         if self._loop is not None:
             self._loop.remove_reader(self._channel.fileno())
@@ -434,7 +435,7 @@ class ProcessClient:
             called.future.set_exception(error)
 
     def _cause(self) -> str:
-        """Return how the process ended, behind a text that says so."""
+        """Return how the process ended, as the end of a sentence."""
         self._process.join(_ENDING_S)
         code = self._process.exitcode
         if code is None or code >= 0:
@@ -454,21 +455,21 @@ def process_client(
     *,
     degree: int = 1,
 ) -> Iterator[ProcessClient]:
-    """Load a model in a new process and run its engine there, until the end of the `with`.
+    """Load a model in a new process and run its engine there within a `with`.
 
     Args:
-        load: loads it; it is pickled.
-        tenants: the number of tenants that may ask.
-        split: who may use its weights by split execution; None for nobody.
-        degree: the number of ranks that run it, each in a process of its own.
+        load: loads the model; it is pickled.
+        tenants: number of tenants.
+        split: access of split clients to the weights; None without split clients.
+        degree: number of ranks that run the model, each in its own process.
     Raises:
-        PcgError: the model cannot be loaded, or the engine not be made.
+        PcgError: the model cannot be loaded, or the engine cannot start.
     """
     ours, theirs = socket.socketpair()
     launch = Launch(load, options, tenants, split, degree, torch.get_num_threads())
     engine = AtRest(partial(run, launch=launch))
     process = get_context("spawn").Process(target=engine, args=(theirs,), name="pcg engine")
-    # It is born without the signals that it will ignore.
+    # The process starts with the signals blocked; it ignores them later.
     before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
     try:
         process.start()

@@ -1,14 +1,13 @@
 """Reinforcement fine-tuning in the engine: rollouts and updates by `pcg.train.grpo`.
 
-A run has a thread beside the engine's, whose steps its rollouts and updates share with whatever
-else is served. Rewards come from who ordered the job: the run tells completions, and waits for
-grades.
+A run has its own thread; its rollouts and updates share the engine's steps with other requests and
+jobs. The run sends completions as events and waits for their grades.
 
-A checkpoint is a folder that has the adapter, which can be served, the trainer's state, and the
-numbers of the last steps; it is there under its name once it is whole. A run goes on behind it,
-with the prompts and seeds that a run from the beginning would have had.
+A checkpoint is a folder with the adapter, which can be served, the trainer's state, and the numbers
+of the last steps. Its name appears when the folder is complete. A resumed run uses the prompts and
+seeds that an uninterrupted run would have used.
 
-The record of a run of reinforcement: the numbers of its steps, and some of its completions.
+The run's record has the numbers of its steps and some of its completions.
 """
 
 from __future__ import annotations
@@ -71,22 +70,22 @@ from pcg.train.grpo.rollouts import Prompt, Rewards
 
 
 _TWICE = (TRAIN_REWARD, VALID_REWARD)
-"""Numbers that the record has by other names."""
+"""Metrics that the record stores under other names."""
 _SAMPLED, _LONGEST = 200, 2000
-"""Steps of a run that have samples, and at most twice as many, and the characters of their texts:
-the page reads them all."""
+"""Steps of a run with samples (at most twice as many), and the characters of a sample's text. The
+page of a run reads all of them, so both are bounded."""
 
 
 @contextmanager
 def opened(
     folder: str, config: Mapping[str, Any], name: str, steps: Sequence[JobStep]
 ) -> Iterator[RunRecord]:
-    """Open the record of a run for a block, with the steps that a checkpoint has.
+    """Open the record of a run within a `with`, and add the steps of its checkpoint.
 
     Args:
-        steps: the last of these steps.
+        steps: the last steps in the checkpoint.
     Raises:
-        RecordError: it cannot be written.
+        RecordError: the record cannot be written.
     """
     last = steps[-1].step if steps else 0
     with RunRecord(
@@ -99,7 +98,7 @@ def opened(
 
 
 def add_step(record: RunRecord, news: JobStep, samples: Sequence[Sample] = ()) -> None:
-    """Add a step, and completions of it. RecordError: it cannot be written."""
+    """Add a step and some of its completions. RecordError: the record cannot be written."""
     more = {name: value for name, value in news.more.items() if name not in _TWICE}
     if VALID_REWARD in news.more:
         more["eval_reward"] = news.more[VALID_REWARD]
@@ -117,7 +116,7 @@ def add_step(record: RunRecord, news: JobStep, samples: Sequence[Sample] = ()) -
 
 
 def _short(row: Mapping[str, object]) -> dict[str, object]:
-    """Return a row of samples with its texts cut."""
+    """Return a row of samples with truncated texts."""
     texts = {
         name: value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
         for name, value in row.items()
@@ -127,7 +126,7 @@ def _short(row: Mapping[str, object]) -> dict[str, object]:
 
 
 def end_cancelled(record: RunRecord) -> None:
-    """End the record of a run that was cancelled."""
+    """End the record of a cancelled run."""
     record.end(Status.CANCELLED)
 
 
@@ -135,13 +134,13 @@ def end_cancelled(record: RunRecord) -> None:
 
 
 _MOST = 256
-"""The most sequences of a job in the engine, so that the queue has room for its tenant's others."""
+"""Most sequences of a job in the engine, to leave queue room for the tenant's other requests."""
 _AGAIN_S = 0.1
-"""Time after which an engine that has too much waiting is asked again, seconds."""
+"""Time before a request is submitted again to an engine with a full queue, seconds."""
 
 
 class Rollout:
-    """A request of a job, which is asked again while too much waits."""
+    """A request of a job; it is submitted again while the engine's queue is full."""
 
     def __init__(self, ask: Callable[[], Stream], width: int) -> None:
         self.width = width
@@ -154,7 +153,7 @@ class Rollout:
         return self._stream.is_over
 
     def wait_all(self) -> list[Completion]:
-        """Wait for all of its completions; errors as of `Stream`, or that the job has ended."""
+        """Wait for all completions. Raises the errors of `Stream`, or that the job has ended."""
         while True:
             try:
                 completions = self._stream.wait_all()
@@ -166,18 +165,18 @@ class Rollout:
                 return completions
 
     def cancel(self) -> None:
-        """End it."""
+        """End the request."""
         self._stream.cancel()
 
 
 class Rollouts:
-    """An engine as the loop of a job asks it, from the job's thread.
+    """The engine interface of a job's loop, for the job's thread.
 
     Args:
-        tenant: whose requests they are.
-        queue: the most sequences of a tenant that may wait; None for no bound.
+        tenant: owner of the requests.
+        queue: the most waiting sequences of a tenant; None for no bound.
     Attributes:
-        has_ended: True once nothing more may be asked.
+        has_ended: True once no further requests are accepted.
     """
 
     def __init__(self, engine: AsyncEngine, tenant: str, queue: int | None) -> None:
@@ -189,7 +188,7 @@ class Rollouts:
         self.has_ended = False
 
     def submit(self, *args: Any, **fields: object) -> Rollout:
-        """Submit a prompt, once there is room for it beside those that were submitted before."""
+        """Submit a prompt, after waiting for room among the submitted prompts."""
 
         def ask() -> Stream:
             if self.has_ended:
@@ -200,18 +199,18 @@ class Rollouts:
         while (
             self._running and sum(rollout.width for rollout in self._running) + width > self._most
         ):
-            with suppress(PcgError):  # who waits for its completions is told
+            with suppress(PcgError):  # the caller that reads its completions gets the error
                 self._running[0].wait_all()
             self._running = [rollout for rollout in self._running if not rollout.is_over]
         rollout = Rollout(ask, width)
         self._running.append(rollout)
         self._asked = [*(each for each in self._asked if not each.is_taken), rollout]
-        if self.has_ended:  # meanwhile
+        if self.has_ended:  # another thread called `end`
             rollout.cancel()
         return rollout
 
     def end(self) -> None:
-        """End all of them, from any thread, and ask nothing more."""
+        """End all requests and accept no more, from any thread."""
         self.has_ended = True
         for rollout in list(self._asked):
             rollout.cancel()
@@ -222,14 +221,14 @@ class Rollouts:
 
 _LOG = logging.getLogger("pcg.serve")
 _TOLD = 1024
-"""The steps that a checkpoint has the numbers of; the rows of earlier ones were written long ago,
-and a job of many steps would write all of them again with each checkpoint."""
+"""Steps whose numbers a checkpoint has. Rows of earlier steps are already in the record, and a long
+job would write all of them again with each checkpoint."""
 _AT_ONCE = 256
-"""Completions that are graded together: with their rows they are a message of some 16 MiB."""
+"""Completions graded together; with their rows, a message of about 16 MiB."""
 
 
 class ReinforcementRun:
-    """A run of a job, until its end or until it is interrupted."""
+    """A run of a job, until its end or its interruption."""
 
     def __init__(
         self, executor: Executor, engine: AsyncEngine, order: JobOrder, tell: Tell
@@ -250,12 +249,12 @@ class ReinforcementRun:
         self._at_s = 0.0
 
     def begin(self, ended: Callable[[], None]) -> None:
-        """Begin on a thread; `ended` is called before the end is told."""
+        """Start a thread; `ended` is called before the end event is sent."""
         act = partial(self._run, ended)
         device_thread(self._executor.device, act, "pcg reinforcement").start()
 
     def interrupt(self) -> None:
-        """End after the step that runs, with a checkpoint."""
+        """End after the present step, with a checkpoint."""
         self._interrupts.set()
 
     def cancel(self) -> None:
@@ -265,7 +264,7 @@ class ReinforcementRun:
         self._grades.put(None)
 
     def put_grades(self, rewards: Sequence[float], error: str | None) -> None:
-        """Take the grades of the completions that were told last, or why there are none."""
+        """Deliver the grades of the last completions, or the grader's error."""
         self._grades.put((rewards, error))
 
     # ------------------------------------------------------------------------------- the thread
@@ -277,7 +276,7 @@ class ReinforcementRun:
             end = JobEnd("succeeded", is_final=True, tokens=self._tokens)
         except Exception as error:
             end = self._end_of(error)
-            with suppress(PcgError):  # what was published is no model
+            with suppress(PcgError):  # the published adapter is unfinished
                 self._engine.remove_adapter(self._order.adapter).result()
         ended()
         self._tell(end)
@@ -287,13 +286,12 @@ class ReinforcementRun:
             return JobEnd("cancelled", is_final=False)
         known = as_pcg_error(error, "the job", FinetuneError)
         if known is not error:
-            _LOG.error("a job failed by an error of ours", exc_info=error)
-        goes_on = isinstance(known, FinetuneInterrupted | EngineError)
-        state = "interrupted" if goes_on else "failed"
-        return JobEnd(state, is_final=not goes_on, kind=type(known).__name__, text=str(known))
+            _LOG.error("a job failed by an internal error", exc_info=error)
+        resumes = isinstance(known, FinetuneInterrupted | EngineError)
+        state = "interrupted" if resumes else "failed"
+        return JobEnd(state, is_final=not resumes, kind=type(known).__name__, text=str(known))
 
     def _trained(self) -> Adapter:
-        """Train, and return the adapter."""
         order, asked = self._order, self._asked
         options = GrpoOptions(**asked["grpo"])
         prompts = self._prompts(order.data)
@@ -335,7 +333,7 @@ class ReinforcementRun:
                     raise
 
     def _prompts(self, path: str) -> list[Prompt]:
-        """Read rows, each a chat or a text with columns for the grader."""
+        """Read the rows of a file: a chat or a text, and columns for the grader."""
         tokenizer = self._executor.tokenizer
         if tokenizer is None:
             raise DataError("the model has no tokenizer, and prompts are texts")
@@ -359,7 +357,7 @@ class ReinforcementRun:
         return prompts
 
     def _resume(self, trainer: AsyncTrainer) -> int:
-        """Go on from the last checkpoint that is not damaged; returns the updates that it has."""
+        """Load the last intact checkpoint and return its number of updates."""
         folder = Path(self._order.checkpoints)
         folders = folder.glob("step-*")
         saved = sorted(path for path in folders if is_file(path / STATE) or is_file(path / SUMS))
@@ -377,12 +375,12 @@ class ReinforcementRun:
     # ------------------------------------------------------------------------------- steps
 
     def _graded(self, texts: list[str], items: list[Any]) -> Sequence[float]:
-        """Have completions graded, each with the row that it answers.
+        """Return the rewards of completions, each graded with its row.
 
-        Those of a part that cannot be graded have 0.
+        Completions of a part that cannot be graded get a reward of 0.
 
         Raises:
-            FinetuneError: no part can be graded; why the first cannot.
+            FinetuneError: no part can be graded; the text is the first part's error.
         """
         rewards, errors = list[float](), list[str]()
         for begin in range(0, len(texts), _AT_ONCE):
@@ -399,7 +397,7 @@ class ReinforcementRun:
         return rewards
 
     def _evaluated(self, trainer: AsyncTrainer, tests: Sequence[Prompt], step: int) -> float:
-        """Return the mean reward of completions of other prompts."""
+        """Return the mean reward of completions of the test prompts."""
         count = int(self._asked["eval_samples"])
         options = GrpoOptions(**self._asked["grpo"])
         fields = {**options.sampling(), "n": count, "logprobs": None, "seed": options.seed + step}
@@ -416,7 +414,7 @@ class ReinforcementRun:
         step: int,
         numbers: Mapping[str, float],
     ) -> None:
-        """Tell an update, with a checkpoint and an evaluation where they are due."""
+        """Report an update; save a checkpoint and evaluate where they are due."""
         asked = self._asked
         total = int(asked["grpo"]["max_steps"])
         shown = {TRAIN_REWARD: numbers["reward"], **numbers}
@@ -450,7 +448,6 @@ class ReinforcementRun:
             raise FinetuneInterrupted("the job was interrupted", step)
 
     def _save(self, trainer: AsyncTrainer, step: int) -> None:
-        """Write a checkpoint."""
         folder = Path(self._order.checkpoints)
         folder.mkdir(parents=True, exist_ok=True)
         target, unfinished = folder / f"step-{step:08d}", folder / f".step-{step:08d}"
@@ -464,4 +461,4 @@ class ReinforcementRun:
 
 
 _KNOWN = ("loss", "learning_rate", "grad_norm", "num_tokens")
-"""Numbers that a step has fields for."""
+"""Numbers that have fields in `JobStep`."""

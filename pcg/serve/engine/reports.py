@@ -1,16 +1,16 @@
-"""Reports of an engine's numbers, from its process to a server that watches them.
+"""Reports of an engine's numbers to a server that watches them.
 
-A thread of the engine's process that read them 20 times a second would take turns with the engine's
-thread at the interpreter's lock. So the engine's own thread reports what changed, with the chunks
-of the same step, and only while the server watches:
+A thread that read the numbers 20 times a second would compete with the engine's thread for the
+interpreter lock. So the engine's thread itself reports changes, with the chunks of the same step,
+and only while the server watches:
 
-    state    which requests run and wait, and adapters, at once
-    pages    with the next chunks, as every step takes some: its end does not wake the server twice
-    totals   0.5 s old at most, and whole when nothing is served any more
+    state    running and waiting requests, and adapters: immediately
+    pages    with the next chunks: every step takes pages, and the server should wake only once
+    totals   at most 0.5 s old, and exact when the engine is idle
 
-The server watches while somebody asks often: then a question is a look at its own memory, and moves
-on the time until which the engine reports. Nothing is believed after that time. For a question now
-and then, as a database of metrics asks every 15 s, the engine is called.
+The server watches while it reads the numbers often. A read then looks at its own memory and extends
+the time for which the engine reports; the numbers expire at that time. For rare reads, such as a
+metrics database every 15 s, the server calls the engine.
 """
 
 from __future__ import annotations
@@ -37,17 +37,17 @@ from pcg.serve.engine.messages import (
 )
 
 _COUNTED_S = 0.5
-"""The time between two reports of totals while requests run or wait."""
+"""Time between two reports of totals while requests run or wait."""
 _SETTLING_S = 0.02
-"""… and while only jobs run."""
+"""Time between two reports of totals while only jobs run."""
 _PAGES = "free_pages"
 
 
 class Reports:
-    """Reports what changed, on the engine's thread.
+    """Reports changed numbers, on the engine's thread.
 
     Args:
-        send: sends a report with what is sent behind it; with None, when something else is sent.
+        send: sends a report: now if it is given wakes, or with the next messages if given None.
     """
 
     def __init__(self, engine: AsyncEngine, send: Callable[[Report, Wakes | None], None]) -> None:
@@ -59,15 +59,15 @@ class Reports:
         self._forget()
         engine.watcher = self._tell
 
-    def watch(self, asked: Watch) -> None:
-        """Report until the time that a message says, from any thread."""
-        self._until_s = asked.until_s
-        if asked.begins:
+    def watch(self, watch: Watch) -> None:
+        """Extend the reports to the time in the message, from any thread."""
+        self._until_s = watch.until_s
+        if watch.begins:
             self._begins = True
-            self._engine.call(_nothing)  # so that a thread that sleeps tells
+            self._engine.call(_nothing)  # wakes a sleeping engine, which then reports
 
     def _forget(self) -> None:
-        """Have the next report tell all."""
+        """Make the next report complete."""
         self._state: Mapping[str, Any] | None = None
         self._resident: Mapping[str, int] | None = None
         self._waiting: Mapping[str, int] | None = None
@@ -76,11 +76,11 @@ class Reports:
         self._counted_s = -math.inf
 
     def _tell(self, wakes: Wakes) -> None:
-        """Report what changed since the last report."""
+        """Report the changes since the last report."""
         if self._begins:
             self._begins = False
             self._forget()
-        now_s = time.monotonic()  # behind the look at who begins, whose time is before it
+        now_s = time.monotonic()  # read after `_begins`, so it is later than the watch's start
         if now_s >= self._until_s:
             return
         numbers = self._engine.numbers()
@@ -117,24 +117,24 @@ class Reports:
 
 
 def _nothing() -> None:
-    """Have the engine's thread turn."""
+    """Do nothing, on the engine's thread."""
 
 
 # -------------------------------------------------------------------------------- watched numbers
 
 
 _OFTEN_S = 1.0
-"""The most time between two questions for which reports are worth it."""
+"""Longest time between two reads for which the server watches."""
 _WATCHED_S = 4.0
-"""The time that the engine reports for, from a question on."""
+"""Time for which the engine reports after a read."""
 
 
 class WatchedNumbers:
-    """The latest numbers, for one event loop.
+    """The latest numbers, for use on an event loop.
 
     Args:
         post: sends a message to the engine.
-        now_s: the monotonic clock that both processes have, seconds.
+        now_s: the monotonic clock that both processes share, seconds.
     """
 
     def __init__(
@@ -151,13 +151,13 @@ class WatchedNumbers:
         self._jobs: list[JobStatus] | None = None
 
     def reply(self, command: Command[Any]) -> Any:
-        """Return the reply to a command; None if the engine has to be asked."""
+        """Return the reply to a command; None if the engine must be called."""
         if isinstance(command, Numbers):
             return self.numbers()
         return self.jobs() if isinstance(command, Jobs) else None
 
     def numbers(self) -> EngineNumbers | None:
-        """Return the numbers as they are now; None if the engine has to be asked."""
+        """Return the present numbers; None if the engine must be called."""
         now_s, asked_s = self._now_s(), self._asked_s
         self._asked_s = now_s
         if now_s >= self._until_s:
@@ -172,7 +172,7 @@ class WatchedNumbers:
         return with_totals(self._state, self._totals)
 
     def jobs(self) -> list[JobStatus] | None:
-        """Return the jobs as of the totals; None if the engine has to be asked."""
+        """Return the jobs at the time of the totals; None if the engine must be called."""
         return self._jobs if self._now_s() < self._until_s else None
 
     def _watch(self, now_s: float, *, begins: bool) -> None:
@@ -180,7 +180,7 @@ class WatchedNumbers:
         self._post(encode(Watch(self._until_s, begins)))
 
     def take(self, report: Report) -> None:
-        """Take a report; one that was under way when nobody watched is dropped."""
+        """Store a report; drop a report from before the present watch began."""
         if report.time_s < self._began_s:
             return
         if report.totals is not None:

@@ -1,4 +1,4 @@
-"""The finetuning jobs that a server is told of when it starts, so that it records their windows."""
+"""Parse `--warm-jobs`: expected finetuning jobs, recorded at startup."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ DEFAULT_PEFT = {"peft_type": "LORA", "r": 16, "lora_alpha": 32, "target_modules"
 
 
 def parse_warm_jobs(given: Sequence[str]) -> tuple[WarmJob, ...]:
-    """Read JSON objects of `batch`, `seq` and `peft`.
+    """Parse JSON objects with `batch`, `seq` and `peft`.
 
     Raises:
-        ServeError: a text is none, or names what is no job.
+        ServeError: a text is not JSON or does not describe a job.
     """
     return tuple(_parse(text) for text in given)
 
@@ -25,11 +25,11 @@ def _parse(text: str) -> WarmJob:
     try:
         fields = json.loads(text)
     except ValueError as error:
-        raise ServeError(f"--warm-jobs {text} is no JSON: {error}") from error
+        raise ServeError(f"--warm-jobs {text} is not JSON: {error}") from error
     if not isinstance(fields, dict) or fields.keys() - {"peft", "batch", "seq"}:
         raise ServeError(
-            f'--warm-jobs {text}; use {{"batch": …, "seq": …}}, and with "peft" a recipe that is '
-            "not the default one"
+            f'--warm-jobs {text}; use {{"batch": …, "seq": …}}, and add "peft" to replace the '
+            "default recipe"
         )
     try:
         job = WarmJob(**{"peft": DEFAULT_PEFT, **fields})

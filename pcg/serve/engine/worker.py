@@ -1,7 +1,7 @@
-"""The engine's process: it loads the model, and does what the server's messages say.
+"""The engine's process: it loads the model and executes the server's messages.
 
-Signals are the server's: Ctrl-C and SIGTERM go to all processes of a terminal or a service, and the
-server drains. When the server is gone for any reason, this process ends at once.
+The process ignores signals: a terminal or a service sends Ctrl-C and SIGTERM to all processes, and
+the server drains. If the server exits for any reason, this process exits immediately.
 """
 
 from __future__ import annotations
@@ -67,19 +67,19 @@ from pcg.serve.engine.options import ServeOptions
 from pcg.serve.engine.reports import Reports
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-"""The signals that the server obeys, and this process does not."""
+"""Signals that the server handles and this process ignores."""
 
 
 @dataclass(frozen=True)
 class Launch:
-    """The arguments of an engine's process; it is pickled.
+    """The picklable arguments of an engine process.
 
     Attributes:
         load: loads the model.
-        tenants: the number of tenants that may ask.
-        split: the access of split clients to its weights; None for none.
-        degree: the number of ranks, the first of which is the engine's process.
-        threads: the number of threads for tensors of all ranks together.
+        tenants: number of tenants.
+        split: access of split clients to the weights; None without split clients.
+        degree: number of ranks; rank 0 runs in the engine's process.
+        threads: number of tensor threads of all ranks together.
     """
 
     load: Callable[[], Executor]
@@ -90,13 +90,13 @@ class Launch:
     threads: int
 
     def begin(self) -> None:
-        """Begin in a new process: follow the process that started it, and bound the threads."""
+        """Set up a new process: exit with the parent process and limit the threads."""
         _follow_parent()
         torch.set_num_threads(max(1, self.threads // self.degree))
 
 
 def run(end: socket.socket, launch: Launch) -> None:
-    """Serve what comes over a socket until the server says to end, or is gone."""
+    """Serve messages from a socket until the server ends the engine or exits."""
     launch.begin()
     channel = Channel(end)
     worker = Worker(channel)
@@ -114,14 +114,14 @@ def run(end: socket.socket, launch: Launch) -> None:
     channel.close()
     sys.stdout.flush()
     sys.stderr.flush()
-    del store  # where the ranks met, until now
-    os._exit(0)  # threads that still compile or hash are not waited for
+    del store  # the ranks' rendezvous had to live until now
+    os._exit(0)  # without waiting for threads that compile or hash
 
 
 def _start_ranks(launch: Launch) -> TCPStore:
-    """Start the other ranks, which load the same model and follow this one; returns their store.
+    """Start the other ranks, which load the same model and follow rank 0. Return their store.
 
-    Where this process ends, the system ends them.
+    The system ends the other ranks when this process ends.
     """
     store = TCPStore(LOOPBACK, 0, is_master=True, wait_for_workers=False)
     for rank in range(1, launch.degree):
@@ -133,7 +133,7 @@ def _start_ranks(launch: Launch) -> TCPStore:
 
 
 def _join(launch: Launch, rank: int, port: int) -> None:
-    """Set torchrun's environment of a rank, with a store that is there already."""
+    """Set torchrun's environment variables for a rank, with an existing store."""
     os.environ.update(
         RANK=str(rank),
         LOCAL_RANK=str(rank),
@@ -146,7 +146,7 @@ def _join(launch: Launch, rank: int, port: int) -> None:
 
 
 def _follow(launch: Launch, rank: int, port: int) -> None:
-    """Follow the first rank to its end; its process reports errors."""
+    """Follow rank 0 until it ends. Rank 0's process reports errors."""
     launch.begin()
     _join(launch, rank, port)
     mute_others()
@@ -158,13 +158,13 @@ def _follow(launch: Launch, rank: int, port: int) -> None:
             traceback.print_exc()
         code = 1
     sys.stderr.flush()
-    os._exit(code)  # threads that still hash are not waited for
+    os._exit(code)  # without waiting for threads that hash
 
 
 def _follow_parent() -> None:
-    """Leave signals to the server, and end when it ends."""
+    """Ignore signals and exit when the server exits."""
     for number in SIGNALS:
-        signal.signal(number, _pass)  # and not SIG_IGN, which processes of jobs would inherit
+        signal.signal(number, _pass)  # jobs' processes would inherit SIG_IGN
     signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
     parent = multiprocessing.parent_process()
     assert parent is not None
@@ -173,11 +173,11 @@ def _follow_parent() -> None:
 
 
 def _pass(_: int, __: FrameType | None) -> None:
-    """Leave a signal to the server."""
+    """Ignore a signal."""
 
 
 class Worker:
-    """Does what messages say, on one thread, and sends what comes of it."""
+    """Executes the server's messages on a thread and sends the replies."""
 
     def __init__(self, channel: Channel) -> None:
         self._channel = channel
@@ -188,20 +188,20 @@ class Worker:
         self._command = decoder(command_types())
 
     def begin(self, client: LocalClient) -> None:
-        """Tell the server what there is, and take its messages."""
+        """Report the adapters and the model's facts to the server, then accept its messages."""
         self._client = client
         self._reports = Reports(client.engine, self._outbox.report)
         client.executor.state.versions.listen(self._tell)
         for name, adapter in client.executor.adapters.items():
             self._tell(name, adapter)
-        # What is loaded stays: full collections need not go through it.
+        # The loaded objects live until the end, so full collections can skip them.
         gc.collect()
         gc.freeze()
         gc.enable()
         self._channel.send(encode(Ready(client.facts, client.tokenizer)))
 
     def _tell(self, name: str, adapter: Adapter | None) -> None:
-        """Tell the server which adapter has a name; it is kept until the server releases it."""
+        """Report which adapter a name has. Keep the adapter until the server releases it."""
         if adapter is None:
             self._channel.send(encode(Gone(name)))
         else:
@@ -218,12 +218,12 @@ class Worker:
         return self._client
 
     def read(self) -> None:
-        """Do what messages say, until the server is gone."""
+        """Execute messages until the server exits."""
         try:
             while (messages := self._channel.read(waits=True)) is not None:
                 for message in messages:
                     self._take(self._decode(message))
-        except BaseException:  # whose request it was is not known, so none may wait for ever
+        except BaseException:  # the failed request is unknown: exit, so that none waits for ever
             traceback.print_exc()
         os._exit(1)
 
@@ -245,7 +245,7 @@ class Worker:
             adapter = None if name is None else self._named.get(name)
             if name is not None and adapter is None:
                 raise AdapterNotFoundError(
-                    f"there is no adapter {name.name}@{name.number} any more"
+                    f"the adapter {name.name}@{name.number} no longer exists"
                 )
             request = message.request.request(adapter)
             self._local.engine.submit_request(request, partial(self._outbox.open, number))
@@ -254,7 +254,7 @@ class Worker:
             self._outbox.refuse(number, error)
 
     def _call(self, message: Call) -> None:
-        """Apply a command, and send its reply when it is there."""
+        """Apply a command and send its reply when it is ready."""
         tell = partial(self._send_event, message.number)
         reply = settled(lambda: self._local.call(self._command(message.command), tell))
         reply.add_done_callback(partial(self._answer, message.number))
@@ -276,7 +276,7 @@ class Worker:
 
 
 class Outbox:
-    """Sends chunks, all of a step in one message, and the errors of requests that end without."""
+    """Sends each step's chunks as a message, and the errors of failed requests."""
 
     def __init__(self, channel: Channel) -> None:
         self._channel = channel
@@ -287,34 +287,34 @@ class Outbox:
     def open(
         self, number: int, cancel: Callable[[Stream], None], request_id: str | None
     ) -> SentStream:
-        """Return the stream of the request of that number."""
+        """Create the stream of a request."""
         stream = self._streams[number] = SentStream(self, number, cancel, request_id)
         return stream
 
     def cancel(self, number: int) -> None:
-        """End a request, if it has not ended."""
+        """End a request unless it has ended."""
         stream = self._streams.get(number)
         if stream is not None:
             stream.cancel()
 
     def add(self, stream: SentStream, chunk: Chunk) -> None:
-        """Send a chunk with the others of its step, on the engine's thread."""
+        """Queue a chunk for the message of its step, on the engine's thread."""
         self._chunks.append(data_of(stream.number, chunk, knows_prompt=stream.has_sent_prompt))
         if chunk.prompt_logprobs is not None:
             stream.has_sent_prompt = True
 
     def report(self, report: Report, wakes: Wakes | None) -> None:
-        """Send a report, on the engine's thread.
+        """Queue a report, on the engine's thread.
 
         Args:
-            wakes: sends it now; None to send it with the next chunks, or the next report that is.
+            wakes: schedules the send; None to wait for the next chunks or the next urgent report.
         """
         self._reports.append(encode(report))
         if wakes is not None:
             wakes.call(self.flush)
 
     def flush(self) -> None:
-        """Send the chunks of the step."""
+        """Send the queued reports and the chunks of the step."""
         messages, self._reports = self._reports, []
         if self._chunks:
             chunks, self._chunks = self._chunks, []
@@ -322,7 +322,7 @@ class Outbox:
         self._channel.send(*messages)
 
     def refuse(self, number: int, error: BaseException) -> None:
-        """Send why a request ends without a last chunk; from any thread."""
+        """Send the error of a request that ends without a last chunk, from any thread."""
         self._channel.send(encode(Refused(number, fault_of(error))))
 
     def forget(self, number: int) -> None:
@@ -330,11 +330,11 @@ class Outbox:
 
 
 class SentStream(Stream):
-    """A stream that is read in another process.
+    """The sending end of a stream that another process reads.
 
     Attributes:
         number: the server's number of the request.
-        has_sent_prompt: True once the logprobs of the prompt were sent.
+        has_sent_prompt: True once the prompt's logprobs were sent.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""The caller of a request: the key that it came with, found before its body is read."""
+"""Authenticate the caller of a request by its key, before the body is read."""
 
 from __future__ import annotations
 
@@ -24,9 +24,10 @@ class Caller:
     """The caller of a request.
 
     Attributes:
-        key: the name of its key.
-        tenant: the owner of what it makes; it sees what this tenant and the operator own.
-        scopes: the kinds of work that it may ask for.
+        key: the name of the key.
+        tenant: owner of the caller's objects; the caller sees this tenant's and the operator's
+            objects.
+        scopes: the permissions of the key.
     """
 
     key: str
@@ -35,12 +36,12 @@ class Caller:
 
 
 class RequiredScope:
-    """A dependency of a route: the caller, who has a scope."""
+    """A route dependency that returns the caller and requires a scope."""
 
     def __init__(self, scope: Scope) -> None:
         self.scope = scope
 
-    async def __call__(self, request: Request) -> Caller:  # FastAPI would run it on a thread
+    async def __call__(self, request: Request) -> Caller:  # FastAPI runs sync ones on threads
         caller: Caller = request.state.caller
         if self.scope not in caller.scopes:
             raise ApiError(
@@ -52,23 +53,23 @@ class RequiredScope:
 
 
 def requires(scope: Scope) -> RequiredScope:
-    """Return the dependency of a route that needs a scope, for `Depends`."""
+    """Return a route's dependency that requires a scope, for `Depends`."""
     return RequiredScope(scope)
 
 
 Infer: TypeAlias = Annotated[Caller, Depends(requires(Scope.INFER))]
 Trainer: TypeAlias = Annotated[Caller, Depends(requires(Scope.TRAIN))]
 Admin: TypeAlias = Annotated[Caller, Depends(requires(Scope.ADMIN))]
-"""Callers whose key has a scope, as routes take them."""
+"""Parameter types of routes: a caller with the scope."""
 
 
 class Authentication:
-    """ASGI middleware that answers requests without a key by a 401, before it reads them.
+    """ASGI middleware that answers requests without a valid key by 401 before reading them.
 
     Args:
         public: the paths that need no key.
-        owner_of_link: returns the owner of a link, a path that needs no key either; None for other
-            paths. A request of a link counts as its owner's.
+        owner_of_link: returns the owner of a link, a path that needs no key either, or None for
+            other paths. A request of a link counts as its owner's.
     """
 
     def __init__(
@@ -104,16 +105,15 @@ class Authentication:
 
 
 def _given(headers: Headers) -> str | None:
-    """Return the key that a request came with, as a bearer token or in X-API-Key.
+    """Return the key of a request: a bearer token, X-API-Key, or a basic password.
 
-    It may also be a password, for clients that have no headers of their own but an address:
-    http://anyone:KEY@127.0.0.1:8000.
+    The password is for clients that can set only an address, http://anyone:KEY@127.0.0.1:8000.
     """
     scheme, _, token = headers.get("authorization", "").partition(" ")
     if scheme.lower() == "bearer" and token.strip():
         return token.strip()
     if scheme.lower() == "basic":
-        with contextlib.suppress(ValueError):  # no base64, or no text
+        with contextlib.suppress(ValueError):  # not base64, or not UTF-8
             _, _, password = base64.b64decode(token.strip(), validate=True).decode().partition(":")
             return password
     return headers.get("x-api-key")

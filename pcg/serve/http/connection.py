@@ -1,16 +1,17 @@
-"""Connections of strangers: the bounds of a request's head, and the end of a connection.
+"""Connections of untrusted clients: limits of a request's head, and a clean end of a connection.
 
-uvicorn's protocol bounds neither the bytes of a head nor its time. Here a head beyond `HEAD_BYTES`,
-or one that is incomplete after `HEAD_S`, ends its connection. Headers behind a body are dropped:
-what a request may do is decided by its head. A request that offers another protocol is served in
-this one, with its body, as Java's client expects of every server that has no HTTP/2.
+uvicorn's protocol limits neither the bytes nor the time of a head. `BoundedConnection` closes the
+connection of a head of more than `HEAD_BYTES`, or of a head that is incomplete after `HEAD_S`. It
+drops trailers, because only the head decides a request's permissions. It ignores an offer to
+upgrade the protocol and reads the body; Java's client sends such an offer to every server without
+HTTP/2.
 
-A connection that ends before its request's body reads and forgets the rest of it: a system answers
-unread bytes by a reset, which drops the reply before the client has seen it. The client would know
-of a broken connection, and ask again, where a 413 or a 401 was sent.
+A connection that ends before its request's body reads and discards the rest. The system answers
+unread bytes by a reset, which drops the reply before the client reads it; instead of a 413 or a
+401, the client would see a broken connection and retry.
 
-A client that ends its side of the connection behind a request is answered. Whether it has left
-altogether, the system says once something was sent to it: after `LEFT_S` that is an interim reply
+A client that half-closes the connection after a request is answered. Whether it has closed both
+directions, the system reports only after a send: after `LEFT_S`, the server sends an interim reply
 100, which clients skip.
 
 Source: RFC 9110, §7.8 and §15.2; RFC 9112, §9.6.
@@ -31,16 +32,16 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 LINGER_BYTES = 2**24
 LINGER_S = 2.0
-"""The most bytes that are forgotten, and the longest time."""
+"""Limits of the discarded bytes, and of the time to discard them, seconds."""
 
 
 class LingeringTransport(asyncio.Transport):
-    """A connection's transport, which closes in two steps while a body is under way.
+    """A connection's transport that closes in two steps while a body is incomplete.
 
     Args:
-        transport: the connection's own.
-        is_awaited: returns True while a body has not come to its end.
-        resume: has the transport read, if the protocol stopped it.
+        transport: the connection's transport.
+        is_awaited: returns True while a body is incomplete.
+        resume: resumes reading if the protocol paused it.
     """
 
     def __init__(
@@ -58,22 +59,22 @@ class LingeringTransport(asyncio.Transport):
         self.write = transport.write  # type: ignore[method-assign]
 
     def close(self) -> None:
-        """End the connection; the client reads what was written, and is told that it ends."""
+        """Close the connection after the client has received the written bytes and the end."""
         if self._transport.is_closing() or not self._is_awaited():
             self._transport.close()
         elif self._timer is None:
             loop = asyncio.get_running_loop()
             self._timer = loop.call_later(LINGER_S, self._transport.close)
-            if self._transport.can_write_eof():  # not that of https
+            if self._transport.can_write_eof():  # False for https
                 self._transport.write_eof()
             self._resume()
 
     def abort(self) -> None:
-        """End the connection at once: its client has left."""
+        """Close the connection immediately: its client has disconnected."""
         self._transport.abort()
 
     def forgets(self, data: bytes) -> bool:
-        """Return True if what came is forgotten, as the connection ends."""
+        """Discard received bytes of a closing connection; return False if it is not closing."""
         if self._timer is None:
             return False
         self._bytes += len(data)
@@ -98,18 +99,18 @@ class LingeringTransport(asyncio.Transport):
 HEAD_BYTES = 64 * 2**10
 HEAD_S = 30.0
 LEFT_S = 1.0
-"""The time after which a client that ended its side is looked for, seconds."""
+"""Time after a half-close until the client is probed, seconds."""
 _LOOKS_S = 0.25
-"""The time between two looks, seconds."""
+"""Time between two checks of the probe's result, seconds."""
 _FILES = 2**16
 
 
 _OFFERS = (b"upgrade", b"http2-settings")
-"""Headers of a request that offers another protocol."""
+"""Headers of an offer to upgrade the protocol."""
 
 
 class BoundedConnection(HttpToolsProtocol):
-    """uvicorn's connection, with bounds."""
+    """uvicorn's connection with limits."""
 
     def __init__(self, *args: Any, **keywords: Any) -> None:
         super().__init__(*args, **keywords)
@@ -135,7 +136,7 @@ class BoundedConnection(HttpToolsProtocol):
         super().connection_lost(exc)
 
     def eof_received(self) -> bool:  # type: ignore[override]
-        """Return True if the client is answered before the connection ends, where TLS lets it."""
+        """Keep a half-closed connection open (True) to answer its request; TLS cannot."""
         is_asked = self.cycle is not None and not self.cycle.response_complete
         if not is_asked or self._awaits_body() or self.scheme == "https":
             return False
@@ -144,10 +145,10 @@ class BoundedConnection(HttpToolsProtocol):
         return True
 
     def _find_left(self, sends: bool) -> None:
-        """End the connection of a client that has left.
+        """Close the connection of a disconnected client.
 
         Args:
-            sends: send something, which tells: the system answers what nobody can read by a reset.
+            sends: send a probe, which the system of a disconnected client answers by a reset.
         """
         if self.transport.is_closing():
             return
@@ -172,7 +173,7 @@ class BoundedConnection(HttpToolsProtocol):
 
     @property
     def _is_idle(self) -> bool:
-        """True between two requests, before anything of the next one has come."""
+        """True between two requests, before the first byte of the next request."""
         return self._is_answered and not self._in_head and not self._awaits_body()
 
     def _awaits_body(self) -> bool:
@@ -200,7 +201,7 @@ class BoundedConnection(HttpToolsProtocol):
             self._fed, self._left = left, left[:0]
             super().data_received(cast(bytes, left))
             left = self._left
-        if self._is_idle:  # what came begins no request, as empty lines and an upgrade do not
+        if self._is_idle:  # the bytes start no request, such as empty lines or an upgrade
             self._begin_head()
         if self._in_head:
             self._head_bytes += len(data)
@@ -208,7 +209,7 @@ class BoundedConnection(HttpToolsProtocol):
                 self.transport.close()
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        """Take a header, or one behind a body; the parser answers what is raised by a 400."""
+        """Add a header; drop a trailer. The parser answers an exception by a 400."""
         self._headers_bytes += len(name) + len(value)
         if self._headers_bytes > HEAD_BYTES:
             raise ValueError("the head is too long")
@@ -216,7 +217,7 @@ class BoundedConnection(HttpToolsProtocol):
             super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
-        if self.parser.should_upgrade():  # whose body the parser leaves alone
+        if self.parser.should_upgrade():  # the parser does not read the body
             return
         self._in_head = False
         self._end_timer()
@@ -225,14 +226,14 @@ class BoundedConnection(HttpToolsProtocol):
     def on_message_complete(self) -> None:
         if not self.parser.should_upgrade():
             super().on_message_complete()
-            self.cycle.more_body = False  # also where the reply came first
+            self.cycle.more_body = False  # also if the reply was sent first
 
     def _unsupported_upgrade_warning(self) -> None:
-        """Parse a request's head anew without what offers another protocol; its body is left."""
+        """Parse a request's head again without its offer to upgrade; keep its body unread."""
         upgrade = sys.exception()
         assert isinstance(upgrade, httptools.HttpParserUpgrade)
         method = self.parser.get_method()
-        if method == b"CONNECT":  # which is never without
+        if method == b"CONNECT":  # always an upgrade
             self.send_400_response("Invalid HTTP request received.")
             return
         lines = [b"%s %s HTTP/%s" % (method, self.url, self.parser.get_http_version().encode())]
@@ -251,7 +252,7 @@ class BoundedConnection(HttpToolsProtocol):
 
 
 def _without_upgrade(connection: bytes) -> bytes:
-    """Return the value of a Connection header without what names the headers of an offer."""
+    """Return the value of a Connection header without the names of upgrade headers."""
     words = (word.strip() for word in connection.split(b","))
     return b", ".join(word for word in words if word.lower() not in _OFFERS)
 
@@ -263,7 +264,7 @@ def _parser(connection: BoundedConnection) -> httptools.HttpRequestParser:
 
 
 def allow_connections() -> None:
-    """Let this process have as many open files, connections among them, as it may."""
+    """Raise this process's limit of open files, and so of connections, as far as allowed."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     most = _FILES if hard == resource.RLIM_INFINITY else min(_FILES, hard)
     if soft != resource.RLIM_INFINITY and soft < most:

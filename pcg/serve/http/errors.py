@@ -1,10 +1,10 @@
 """Errors of the API, in OpenAI's shape: {"error": {"message", "type", "param", "code"}}.
 
-Those of /v1/messages are in Anthropic's: {"type": "error", "error": {"type", "message"}}.
+Errors of /v1/messages have Anthropic's shape: {"type": "error", "error": {"type", "message"}}.
 
-A PcgError becomes one by the table `_STATUS`: a caller's mistake is a 4xx with its message. What is
-not in the table, and every other exception, is a fault of ours: a 500 that says nothing of it, and
-a traceback in the log.
+The table `_STATUS` maps a PcgError that a caller caused to a 4xx with its message. A class that is
+not in the table, and every other exception, is an internal error: a 500 without details, and a
+traceback in the log.
 """
 
 from __future__ import annotations
@@ -44,9 +44,9 @@ LOG = logging.getLogger("pcg.serve")
 
 INVALID = "invalid_request_error"
 MESSAGES = "/v1/messages"
-"""The path of Anthropic's API, whose errors have another shape."""
+"""Path of Anthropic's API; its errors have a different shape."""
 UNSUPPORTED = "unsupported"
-"""The code of an error of what this server does not have."""
+"""Error code of features that this server does not have."""
 _TYPES = {
     401: "authentication_error",
     403: "permission_error",
@@ -55,7 +55,7 @@ _TYPES = {
     503: "server_error",
     507: "server_error",
 }
-"""The type of an error by its status; that of all others is `INVALID`."""
+"""Type of an error by its status; `INVALID` for other statuses."""
 _ANTHROPIC_TYPES = {
     401: "authentication_error",
     403: "permission_error",
@@ -65,7 +65,7 @@ _ANTHROPIC_TYPES = {
     500: "api_error",
     503: "overloaded_error",
 }
-"""Those of Anthropic's errors; that of all others is `INVALID`."""
+"""Anthropic's type of an error by its status; `INVALID` for other statuses."""
 
 _STATUS: tuple[tuple[type[PcgError], int, str | None], ...] = (
     (DrainingError, 503, "shutting_down"),
@@ -77,36 +77,36 @@ _STATUS: tuple[tuple[type[PcgError], int, str | None], ...] = (
     (FinetuneError, 400, None),
     (GraderError, 400, "invalid_grader"),
 )
-"""The status and the code of the first class that an error is of."""
+"""Status and code by class; the first class that matches applies."""
 
 _RETRY_S = {429: 1, 503: 5}
 _LONGEST_MESSAGE = 4000
 _QUOTED = r"(?<!\w)'(?:[^'\\]|\\.){0,100}'|\"(?:[^\"\\]|\\.){0,100}\""
-"""A text; a bound keeps the time linear, and longer values are cut (`pcg.units.shown`)."""
+"""A quoted text. The bound keeps the time linear; `pcg.units.shown` truncates longer values."""
 _LITERAL = re.compile(rf"`[^`]*`|{_QUOTED}|[(\[{{](?:[^()\[\]{{}}'\"]|{_QUOTED})*[)\]}}]")
-"""A value in brackets, as Python writes it; what is quoted is a client's."""
+"""A value in brackets, in Python's notation; a quoted text is from the client."""
 _WORDS = {
     "True": "true", "False": "false", "None": "null", "tuple": "list", "dict": "object",
     "dictionary": "object", "str": "string", "int": "integer", "float": "number", "bool": "boolean",
 }  # fmt: skip
 _WORD = re.compile(rf"{_QUOTED}|`[^`]*`|\b({'|'.join(_WORDS)})\b")
-"""A text, which stays, or a word of Python for what JSON has another one for."""
+"""A quoted text, which stays, or a Python word that JSON writes differently."""
 _SAID = {
     "dict_type": "Input should be an object",
     "model_type": "Input should be an object",
     "model_attributes_type": "Input should be an object",
     "list_type": "Input should be a list",
     "none_required": "Input should be null",
-    "string_unicode": "Input has half of a character, which is no text",
+    "string_unicode": "Input has half of a surrogate pair, which is not valid text",
     "int_parsing_size": "Input should be an integer of 64 bits",
 }
-"""The words for types of pydantic's errors whose own are Python's."""
+"""Messages that replace pydantic's, which name Python's types."""
 _LONG_NUMBER = re.compile(r"(\d{20})\d{12,}")
-"""A number of 32 digits or more, which is cut: 64 bits have 20 at most."""
+"""A number of 32 digits or more, which is truncated; 64 bits have at most 20 digits."""
 
 
 class ErrorDetail(BaseModel):
-    """The error itself."""
+    """The content of an error."""
 
     message: str
     type: str
@@ -115,7 +115,7 @@ class ErrorDetail(BaseModel):
 
 
 class ErrorBody(BaseModel):
-    """The body of every reply that is an error."""
+    """The body of an error reply."""
 
     error: ErrorDetail
 
@@ -128,15 +128,15 @@ ERRORS: dict[int | str, dict[str, Any]] = {
 
 
 class ApiError(HTTPException):
-    """An error in the words for a client.
+    """An error with a message for the client.
 
     Args:
         status: the HTTP status.
-        message: what is wrong, the numbers, and the fix.
-        param: the field or the parameter that is wrong.
+        message: the fault, the numbers, and the fix.
+        param: the invalid field or parameter.
         code: a word for programs; the status in vLLM's own endpoints.
         type: OpenAI's type of error; by default that of the status.
-        headers: further headers of the reply; retry-after is added to a 429 and a 503.
+        headers: further headers of the reply; a 429 and a 503 also get retry-after.
     """
 
     def __init__(
@@ -166,7 +166,7 @@ class ApiError(HTTPException):
         return {"error": error}
 
     def content_for(self, path: str) -> dict[str, Any]:
-        """Return the reply's body in the shape of a path's API."""
+        """Return the reply's body in the shape of the path's API."""
         if path != MESSAGES and not path.startswith(f"{MESSAGES}/"):
             return self.content
         message = self.content["error"]["message"]
@@ -183,12 +183,12 @@ class ApiError(HTTPException):
 
 
 def _sendable(text: str) -> str:
-    """Return a text that UTF-8 can hold: half a character, which JSON can send, becomes a "?"."""
+    """Replace unpaired surrogates, which JSON allows and UTF-8 does not, by "?"."""
     return text.encode(errors="replace").decode()
 
 
 def in_json(message: str) -> str:
-    """Return a message of the library with values and types as JSON has them."""
+    """Rewrite a message's values and type names in JSON's notation."""
     written = _LITERAL.sub(_as_json, message)
     return _WORD.sub(lambda match: _WORDS.get(match[1], match[0]), written)
 
@@ -196,33 +196,33 @@ def in_json(message: str) -> str:
 def _as_json(match: re.Match[str]) -> str:
     text = match[0]
     if text[0] not in "([{" or ("'" not in text and ",)" not in text):
-        return text  # it is quoted, no value, or Python and JSON write it alike
+        return text  # quoted, not a value, or the same in Python and JSON
     try:
         value = ast.literal_eval(text)
         return json_bytes(value).decode() if isinstance(value, tuple | list | dict) else text
-    except (ValueError, SyntaxError, TypeError):  # or JSON has no such value
+    except (ValueError, SyntaxError, TypeError):  # TypeError: JSON has no such value
         return text
 
 
 def not_found(model: str) -> ApiError:
-    """Return the error of a model that is not there for a caller, whoever else may have it."""
+    """Return the error of a model that the caller cannot see, whether or not it exists."""
     return ApiError(
         404, f"The model `{model[:256]}` does not exist.", param="model", code="model_not_found"
     )
 
 
 def as_api_error(error: BaseException) -> ApiError:
-    """Return the error of an exception, in the words for a client."""
+    """Convert an exception to an error with a message for the client."""
     if isinstance(error, ApiError):
         return error
-    if isinstance(error, AdapterNotFoundError):  # its text names those of others
+    if isinstance(error, AdapterNotFoundError):  # its text names other tenants' adapters
         return ApiError(404, "The model does not exist any more.", code="model_not_found")
-    if isinstance(error, QueueFullError):  # its numbers tell of other tenants
+    if isinstance(error, QueueFullError):  # its numbers reveal other tenants' load
         return ApiError(429, "Too many requests wait; ask again later.", code="queue_full")
     if isinstance(error, EngineError) and not isinstance(error, DrainingError):
-        # Its text may tell what failed in the engine, which the server logs when it ends.
+        # Its text may reveal internals of the engine; the server logs it when it ends.
         return ApiError(503, "The engine has ended; ask again later.", code="engine_ended")
-    if isinstance(error, StoreFullError):  # its text tells of the machine
+    if isinstance(error, StoreFullError):  # its text describes the machine
         LOG.error("%s", error)
         return ApiError(
             507,
@@ -242,7 +242,7 @@ def as_api_error(error: BaseException) -> ApiError:
 
 
 def of_validation(error: RequestValidationError) -> ApiError:
-    """Return the error of a body or a parameter that is not as the schema says; the first of it."""
+    """Return the first error of a body or a parameter that does not match the schema."""
     first = _telling(error.errors(), error.body)
     kind, context = first["type"], first.get("ctx", {})
     place = _place(first["loc"], error.body, is_missing=kind == "missing")
@@ -269,7 +269,7 @@ def of_validation(error: RequestValidationError) -> ApiError:
 
 
 def _telling(errors: Sequence[Any], body: Any) -> Any:
-    """Return the first error; of a union, that of the first branch which is of the value's type."""
+    """Return the most useful error: of a union, that of the first branch with the value's type."""
     first, where = errors[0], errors[0]["loc"][:-1]
 
     def place(error: Any) -> list[str]:
@@ -288,12 +288,12 @@ def _telling(errors: Sequence[Any], body: Any) -> Any:
 
 
 def _place(parts: Sequence[int | str], body: Any, *, is_missing: bool) -> list[str]:
-    """Return the names and numbers by which a client knows a place that pydantic tells of.
+    """Return the path of names and indices in the body for a location of pydantic.
 
-    The branches of unions, which are among the parts, are no parts of a body.
+    Pydantic's location also has the branches of unions, which the body does not have.
 
     Args:
-        is_missing: True if the last part is not there.
+        is_missing: True if the last part is missing in the body.
     """
     where, *names = parts
     if where != "body" or not isinstance(body, dict | list):
@@ -315,7 +315,7 @@ def _no_json() -> ApiError:
 
 
 def _of_http(error: HTTPException) -> ApiError:
-    if error.status_code == 400:  # no UTF-8, or nested or with digits beyond what Python reads
+    if error.status_code == 400:  # not UTF-8, or too deeply nested or too many digits for Python
         return _no_json()
     messages = {404: "There is no such endpoint.", 405: "The endpoint has no such method."}
     message = messages.get(error.status_code, str(error.detail))
@@ -330,11 +330,10 @@ def _methods(routes: Sequence[BaseRoute], path: str) -> list[str]:
 
 
 def add_handlers(app: FastAPI, routes: Sequence[BaseRoute]) -> None:
-    """Have an application answer every error in OpenAI's shape.
+    """Answer every error of an application in the API's shape.
 
     Args:
-        routes: all that it has; a reply to a method that none of them has names those that some
-            have.
+        routes: all routes of the application; a 405 lists the methods that the path has.
     """
 
     async def refused(request: Request, error: Exception) -> Response:

@@ -1,15 +1,14 @@
-"""Bounds of what is in the server: requests of a key, bytes of a tenant's bodies, elements of JSON.
+"""Limits of a key's requests, of the bytes of a tenant's bodies, and of the elements of JSON.
 
-Bytes are counted as they arrive, whatever a header says. A request beyond a bound is refused before
-it is read: a 413 for one body, a 429 for all of a tenant's. The engine bounds its own queue
-(`pcg.runtime.admission.backlog`). Files go to the disk as they arrive, and a tenant's quota bounds
-them (`pcg.serve.files.files`).
+Bytes are counted as they arrive, regardless of headers. A request beyond a limit is refused before
+it is read: 413 if a single body is too large, 429 if a tenant's bodies together are. The engine
+limits its own queue (`pcg.runtime.admission.backlog`). Files are written to disk as they arrive and
+are limited by a tenant's quota (`pcg.serve.files.files`).
 
-The elements of a JSON text are counted in its bytes before objects are made of them. Reading JSON
-holds the interpreter's lock from the first byte to the last, so no stream goes on meanwhile, and
-the time depends on the number of elements far more than on bytes: 4 MiB took 50 ms as two million
-numbers, and two seconds as a million lists, which the garbage collector visits again and again; as
-one text they take 3 ms. numpy counts without the lock.
+The elements of a JSON text are counted in its bytes before it is parsed. Parsing holds the
+interpreter lock to its end and stalls all streams. Its time depends mostly on the number of
+elements: 4 MiB take 50 ms as two million numbers, two seconds as a million lists, which the garbage
+collector visits repeatedly, and 3 ms as a single string. numpy counts without the lock.
 """
 
 from __future__ import annotations
@@ -31,9 +30,9 @@ from pcg.serve.http.errors import ApiError
 
 
 MOST_CONTAINERS = 2**16
-"""More than a body can have whose lists are within their bounds (`pcg.serve.openai`)."""
+"""More than any body within the limits of its lists has (`pcg.serve.openai`)."""
 MOST_VALUES = 2**18
-"""Read and validated in 20 ms; a model with a longer context has twice as many as its tokens."""
+"""Parsed and validated in 20 ms; for models with a long context the limit is twice the context."""
 _MOST: Mapping[str, int] = {
     "lists and objects": MOST_CONTAINERS,
     "names": 2**16,
@@ -41,7 +40,7 @@ _MOST: Mapping[str, int] = {
     "values": MOST_VALUES,
 }
 _PART = 2**17
-"""Bytes that are looked at at once: numpy has the lock again between them."""
+"""Bytes per pass: between two passes numpy needs the interpreter lock."""
 _QUOTE, _BACKSLASH = ord('"'), ord("\\")
 
 Bytes = npt.NDArray[np.uint8]
@@ -53,12 +52,12 @@ def check_elements(body: bytes, most_values: int = MOST_VALUES) -> None:
     Args:
         most_values: the most entries of lists and objects, if more than `MOST_VALUES`.
     Raises:
-        ApiError: says of what there are too many, and how many there may be.
+        ApiError: too many elements; the message has their kind and the limit.
     """
     most = {**_MOST, "values": max(most_values, MOST_VALUES)}
     parts = [np.frombuffer(body[at : at + _PART], np.uint8) for at in range(0, len(body), _PART)]
     counted = (_counts(part, _count(part, '"')) for part in parts)
-    if _excess(counted, most) is None:  # as nearly always
+    if _excess(counted, most) is None:  # the usual case
         return
     excess = _excess((_counts(*part) for part in _without_texts(parts)), most)
     if excess is not None:
@@ -70,13 +69,13 @@ def check_elements(body: bytes, most_values: int = MOST_VALUES) -> None:
 
 
 def _excess(parts: Iterable[Counter[str]], most: Mapping[str, int]) -> str | None:
-    """Return the kind of element that the parts have too many of together; None without."""
+    """Return the first kind of element that exceeds its limit in total, or None."""
     counts = sum(parts, Counter[str]())
     return next((name for name, bound in most.items() if counts[name] > bound), None)
 
 
 def _counts(text: Bytes, quotes: int) -> Counter[str]:
-    """Return upper bounds of a text's elements, by the characters that each of them needs."""
+    """Return upper bounds of a text's elements, from the characters that each kind needs."""
     brackets, names, commas = (_count(text, characters) for characters in ("[{", ":", ","))
     counts = (brackets, names, quotes, commas + brackets)
     return Counter(dict(zip(_MOST, counts, strict=True)))
@@ -92,11 +91,11 @@ def _without_texts(parts: Sequence[Bytes]) -> Iterator[tuple[Bytes, int]]:
     for text in parts:
         places = np.arange(len(text), dtype=np.int32)
         others = np.maximum.accumulate(np.where(text == _BACKSLASH, np.int32(-1), places))
-        others[others < 0] = -1 - run  # the backslashes before this part, on which it goes on
-        # How many backslashes stand before each character.
+        others[others < 0] = -1 - run  # continue the run of backslashes before this part
+        # The number of backslashes directly before each character.
         runs = places - 1 - np.concatenate(([-1 - run], others[:-1]))
         run = len(text) - 1 - int(others[-1])
-        # An odd number makes a quotation mark a part of its string.
+        # An odd number escapes a quotation mark.
         is_end = (text == _QUOTE) & (runs % 2 == 0)
         is_within = np.bitwise_xor.accumulate(is_end.astype(np.uint8)) ^ is_inside
         is_inside = int(is_within[-1])
@@ -107,19 +106,19 @@ def _without_texts(parts: Sequence[Bytes]) -> Iterator[tuple[Bytes, int]]:
 
 
 SHORT_BODY = 2**16
-"""The bytes of a body that is read to its end though its reply has ended."""
+"""Bytes up to which a body is read to its end after its reply was sent."""
 LONG_BYTES = 2**16
-"""Bodies from here on are long; a shorter one takes less than handing it to a thread is worth."""
+"""Bytes from which a body is parsed on a thread; for shorter bodies a thread costs more."""
 _BODIES = 8
-"""The bodies of the largest size that a tenant may have in the server at once, by their bytes."""
+"""Limit of the bytes of a tenant's concurrent bodies, in bodies of the maximum size."""
 
 
 _FILES = re.compile(r"/v1/files|/v1/uploads/[^/]+/parts")
-"""The paths to which files come."""
+"""The paths that receive files."""
 
 
 class RequestLimits:
-    """ASGI middleware behind the authentication, which bounds requests and bodies.
+    """ASGI middleware inside the authentication that limits requests and bodies.
 
     Args:
         most_values: the most entries of lists and objects of a body, if more than `MOST_VALUES`.
@@ -148,7 +147,7 @@ class RequestLimits:
         def closing(message: Message) -> Awaitable[None]:
             if message["type"] == "http.response.start" and not (body.is_whole or is_short(scope)):
                 headers = MutableHeaders(scope=message)
-                headers["connection"] = "close"  # so that nobody waits for the rest of the body
+                headers["connection"] = "close"  # the rest of the body is not awaited
             return send(message)
 
         self._requests[key] += 1
@@ -165,7 +164,7 @@ class RequestLimits:
         if self._requests[key] >= most:
             return ApiError(
                 429,
-                f"This key has {most} requests in the server already; ask again later.",
+                f"This key already has {most} requests in the server; ask again later.",
                 code="too_many_requests",
             )
         return None
@@ -179,12 +178,12 @@ class RequestLimits:
         )
 
     def take(self, tenant: str, size_bytes: int, body_bytes: int) -> None:
-        """Count a part of a body of a tenant.
+        """Count a part of a tenant's body.
 
         Args:
-            body_bytes: the bytes of the body so far, with this part.
+            body_bytes: bytes of the body so far, including this part.
         Raises:
-            ApiError: it is more than a body or a tenant may have.
+            ApiError: the body or the tenant's bodies are too large.
         """
         self._bytes[tenant] += size_bytes
         most = self._options.max_body_bytes
@@ -201,7 +200,7 @@ class RequestLimits:
 
     @property
     def timeout_s(self) -> float:
-        """The most time between two parts of a body."""
+        """The maximum time between two parts of a body, seconds."""
         return self._options.stream_timeout_s
 
 
@@ -211,7 +210,7 @@ def _said_bytes(scope: Scope) -> int:
 
 
 def is_short(scope: Scope) -> bool:
-    """Return True for a request with no body, or with one that is read though its reply is out."""
+    """Return True for a request without a body, or with a body that is read after the reply."""
     headers = dict(scope["headers"])
     if b"content-length" in headers:
         return b"expect" not in headers and _said_bytes(scope) <= SHORT_BODY
@@ -219,7 +218,7 @@ def is_short(scope: Scope) -> bool:
 
 
 def _is_protobuf(scope: Scope) -> bool:
-    """Return True for a body in protobuf."""
+    """Return True if the body is protobuf."""
     kinds = [value for name, value in scope["headers"] if name == b"content-type"]
     return kinds == [b"application/x-protobuf"]
 
@@ -231,11 +230,11 @@ def _less(counts: Counter[str], key: str, count: int) -> None:
 
 
 class _Body:
-    """A body that is counted while it comes.
+    """A body that is counted while it arrives.
 
     Args:
-        is_kept: True for one that is held as a whole by whoever reads it.
-        is_text: True for one that may be read as JSON.
+        is_kept: True if the route holds the whole body in memory.
+        is_text: True if the body may be parsed as JSON.
     """
 
     def __init__(
@@ -257,7 +256,7 @@ class _Body:
         self._parts: list[bytes] = []
 
     async def receive(self) -> Message:
-        if self.is_whole:  # then it waits for the client to leave
+        if self.is_whole:  # the caller waits for the client to disconnect
             return await self._receive()
         try:
             async with asyncio.timeout(self._limits.timeout_s):
@@ -275,7 +274,7 @@ class _Body:
         self._limits.take(self._tenant, len(part), self.size_bytes)
         if self._is_text:
             self._parts.append(part)
-        if self.is_whole and self.size_bytes > LONG_BYTES:  # a shorter one has too few bytes
+        if self.is_whole and self.size_bytes > LONG_BYTES:  # a short body cannot exceed the limits
             parts, self._parts = self._parts, []
             await asyncio.to_thread(check_elements, b"".join(parts), self._limits.most_values)
         return message

@@ -1,14 +1,14 @@
 """Middleware around every request: its id, its record, and the server's own `send`.
 
-`RequestId` gives every reply an x-request-id, the client's own if it sent a proper one. The engine
-never sees it: the server makes the engine's ids, so that no client meets another's.
+`RequestId` gives every reply an x-request-id: the client's, if valid, else a new id. The engine
+uses the server's own ids, so ids of two clients cannot collide.
 
-`Recording` makes a record of one request over HTTP, from its first byte to the end of its reply.
-`Service.submit` notes the engine's requests in it, and observers, such as the access log, receive
-it when the reply and those requests have ended. It contains no text of a request.
+`Recording` creates a record of each HTTP request, from its first byte to the end of its reply.
+`Service.submit` adds the engine's requests. Observers, such as the access log, receive the record
+when the reply and those requests have ended. It contains no text of a request.
 
-`DirectSend` keeps the server's `send` for the middle parts of streamed replies. They would pass
-through every middleware, six coroutines a token, which read the beginning and the end alone.
+`DirectSend` keeps the server's `send` for the middle parts of streamed replies. The other
+middleware would cost six coroutines a token and needs only the start and the end of a reply.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _PROPER = re.compile(r"[\x21-\x7e]{1,128}")
 
 
 class RequestId:
-    """ASGI middleware that gives every reply an id, and answers errors beyond the routes."""
+    """ASGI middleware that adds a request id and answers errors raised outside the routes."""
 
     def __init__(self, app: ASGIApp) -> None:
         self.app = app
@@ -54,14 +54,14 @@ class RequestId:
         scope.setdefault("state", {})["request_id"] = request_id
         has_begun = False
 
-        def with_id(message: Message) -> Awaitable[None]:  # no coroutine of its own for each part
+        def with_id(message: Message) -> Awaitable[None]:  # saves a coroutine per part
             nonlocal has_begun
             if message["type"] == "http.response.start":
                 has_begun = True
                 headers = MutableHeaders(scope=message)
                 headers["x-request-id"] = request_id
                 if scope["path"].startswith(MESSAGES):
-                    headers["request-id"] = request_id  # where Anthropic's client looks
+                    headers["request-id"] = request_id  # the name that Anthropic's client reads
             return send(message)
 
         try:
@@ -80,7 +80,7 @@ _KEY = "direct_send"
 
 
 class DirectSend:
-    """ASGI middleware, the first to see a request, which keeps the server's `send`."""
+    """The outermost ASGI middleware, which keeps the server's `send`."""
 
     def __init__(self, app: ASGIApp) -> None:
         self.app = app
@@ -92,7 +92,7 @@ class DirectSend:
 
 
 def direct_send(scope: Scope, send: Send) -> Send:
-    """Return the server's `send` of a request; the given one where none was kept."""
+    """Return the server's `send` of a request; the argument if none was kept."""
     kept: Send = scope.get("state", {}).get(_KEY, send)
     return kept
 
@@ -101,28 +101,29 @@ def direct_send(scope: Scope, send: Send) -> Send:
 
 
 QUIET = ("/", "/health", "/metrics", "/ping", "/status")
-"""Routes that clients poll: observers get their errors alone."""
+"""Routes that clients poll: observers receive only their errors."""
 
 LEFT = 499
-"""The status of a request whose client left before the end of its reply, as nginx has it."""
+"""nginx's status of a request whose client disconnected before the end of its reply."""
 
 _END_S = 5.0
-"""The most time that a record waits for requests that a client left, seconds."""
+"""Longest time that a record waits for the requests of a disconnected client, seconds."""
 
 
 @dataclass
 class Record:
-    """One request over HTTP.
+    """A request over HTTP.
 
     Attributes:
-        scope: what the server knows of it: its method, route, headers and caller.
-        came_s: when it came, Unix seconds; `began_s`, of the monotonic clock.
-        model: the name of the model that it asked for; None if it did not come so far.
+        scope: ASGI scope: method, route, headers and caller.
+        came_s: arrival, Unix seconds.
+        began_s: arrival, on the monotonic clock.
+        model: name of the requested model; None if the request failed earlier.
         requests: the engine's requests, with their outputs.
-        status: the status of the reply; `LEFT` if the client left before its end.
-        first_byte_s, ended_s: when the reply's body began and ended, of the monotonic clock.
-        has_left: True if the client left, or its reply was sent.
-        is_whole: True if the reply was sent to its end before the client left.
+        status: status of the reply; `LEFT` if the client disconnected before its end.
+        first_byte_s, ended_s: start and end of the reply's body, on the monotonic clock.
+        has_left: True if the client disconnected, or the whole reply was sent.
+        is_whole: True if the whole reply was sent before the client disconnected.
     """
 
     scope: Scope
@@ -148,7 +149,7 @@ class Record:
 
     @property
     def route(self) -> str | None:
-        """The route's path, with names in braces for its parameters; None for no route."""
+        """The route's path, with parameter names in braces; None without a route."""
         path: str | None = getattr(self.scope.get("route"), "path", None)
         return path
 
@@ -158,12 +159,12 @@ class Record:
 
     @property
     def version(self) -> AdapterVersion | None:
-        """The version of the adapter that answered; None without one."""
+        """The version of the adapter in the replies; None without an adapter."""
         return next((completion.adapter_version for completion in self.completions), None)
 
     @property
     def queued_s(self) -> float | None:
-        """The longest time in the queue, seconds; None where nothing was admitted."""
+        """The longest time in the queue, seconds; None if nothing was admitted."""
         times = [completion.queued_s for completion in self.completions]
         return max((time_s for time_s in times if time_s is not None), default=None)
 
@@ -175,7 +176,7 @@ class Record:
 
     @property
     def first_token_s(self) -> float | None:
-        """Seconds from its coming to the first token of any prompt; None without."""
+        """Seconds from arrival to the first token of any prompt; None without a token."""
         times = [stream.first_chunk_s for _, stream in self.requests]
         first_s = min((time_s for time_s in times if time_s is not None), default=None)
         return None if first_s is None else first_s - self.began_s
@@ -185,17 +186,17 @@ class Observer(Protocol):
     """A receiver of the records of requests."""
 
     def observe(self, record: Record) -> None:
-        """Take the record of a finished request, without waiting."""
+        """Process the record of a finished request without blocking."""
 
     def close(self) -> None:
-        """Write what is left, and end."""
+        """Write the remaining records, and end."""
 
 
 _CURRENT: ContextVar[Record | None] = ContextVar("record", default=None)
 
 
 def note_requests(model: str, requests: Sequence[tuple[Request, Stream]]) -> None:
-    """Note the engine's requests in the record of the HTTP request that is handled now, if any."""
+    """Add the engine's requests to the record of the current HTTP request, if any."""
     record = _CURRENT.get()
     if record is not None:
         record.model = model
@@ -203,7 +204,7 @@ def note_requests(model: str, requests: Sequence[tuple[Request, Stream]]) -> Non
 
 
 class Recording:
-    """ASGI middleware that makes a record of every request, for the observers."""
+    """ASGI middleware that creates a record of every request, for the observers."""
 
     def __init__(self, app: ASGIApp, observers: Sequence[Observer]) -> None:
         self.app = app
@@ -216,7 +217,7 @@ class Recording:
             return
         record = Record(scope)
 
-        def noting(message: Message) -> Awaitable[None]:  # no coroutine of its own for each part
+        def noting(message: Message) -> Awaitable[None]:  # saves a coroutine per part
             if message["type"] == "http.response.start":
                 record.status = message["status"]
             else:
@@ -260,5 +261,5 @@ class Recording:
         for observer in self._observers:
             try:
                 observer.observe(record)
-            except Exception:  # the reply has been sent, and others go on
-                LOG.exception("a request could not be noted")
+            except Exception:  # the reply has been sent; the other observers continue
+                LOG.exception("a request could not be recorded")

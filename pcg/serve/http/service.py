@@ -1,12 +1,12 @@
-"""The service: the engine, its keys and options, and the parts of a server that routes ask for.
+"""The service: the engine, its keys and options, and the parts of a server that routes use.
 
-A route takes the service as `ServiceDependency`, and every other part by its class:
+A route declares the service as `ServiceDependency`, and every other part by its class:
 
     catalog: Annotated[Catalog, part(Catalog)]
 
-Long bodies are read as JSON and validated on a thread, so that others go on meanwhile. Reading
-holds Python's lock, for 10 ms at most as the elements of a body are bounded (`limits`), and
-validation gives it up between two values; together they would hold up the event loop for 100 ms.
+Long bodies are parsed and validated on a thread. Parsing holds the interpreter lock for at most 10
+ms, as the elements of a body are limited (`limits`); validation releases it between two values. On
+the event loop both would block for 100 ms.
 """
 
 from __future__ import annotations
@@ -49,28 +49,28 @@ Prompt: TypeAlias = str | Sequence[int]
 Handler: TypeAlias = Callable[[Request], Awaitable[Response]]
 
 MOST_PROMPT_LOGPROBS = 2**21
-"""The most log-probabilities of prompts' tokens in one reply, which take half a GiB to write."""
+"""The most log-probabilities of prompt tokens in a reply; writing them takes half a GiB."""
 MOST_REPEATED = 2**24
-"""The most characters and token ids of prompts that the continuations of one reply repeat."""
+"""The most characters and token ids of prompts that a reply's continuations repeat."""
 _THREADS = 4
-"""Threads that tokenize, render templates and read files: more would only wait for each other."""
+"""Threads that tokenize, render templates and read files; more would wait for the lock."""
 
 
 class Model(Protocol):
-    """A model that answers requests; see `pcg.serve.adapters.catalog.ServedModel`."""
+    """A model for requests; see `pcg.serve.adapters.catalog.ServedModel`."""
 
     @property
     def name(self) -> str:
-        """Its name in replies."""
+        """Name of the model in replies."""
 
     @property
     def adapter(self) -> ServedAdapter | None:
-        """The adapter that answers; None for the base."""
+        """The adapter; None for the base."""
 
 
 @dataclass(frozen=True)
 class Submitted:
-    """A request that the engine has, and its output."""
+    """A request in the engine, and its output."""
 
     request: EngineRequest
     stream: Stream
@@ -81,10 +81,10 @@ class Service:
 
     Attributes:
         created_s: start time, Unix seconds.
-        max_model_len: the most tokens of a prompt and its output; None if the model has no bound.
-        memory: the memory that the engine takes at most.
-        begins, stops, ends: are called in order when requests are taken, when the server drains,
-            and when no request is left.
+        max_model_len: the most tokens of a prompt and its output; None without a limit.
+        memory: maximum memory of the engine.
+        begins, stops, ends: callbacks for the start of serving, the start of draining, and the end
+            of the last request.
     """
 
     def __init__(self, client: EngineClient, keys: Keys, options: ServeOptions) -> None:
@@ -104,18 +104,18 @@ class Service:
         self._threads = ThreadPoolExecutor(_THREADS, "pcg serve")
 
     def add(self, part: Part) -> Part:
-        """Add a part, or replace the part of its class; returns it."""
+        """Add a part, or replace the part of its class; return the part."""
         self._parts[type(part)] = part
         return part
 
     def part(self, kind: type[Part]) -> Part:
-        """Return the part of a class. ApiError: the server stores nothing, and has no such part."""
+        """Return the part of a class. ApiError: the part needs a data folder."""
         value: Part | None = self._parts.get(kind)
         if value is None:
-            # A client of Tinker's asks first on a connection that it never closes.
+            # Tinker's client sends its first request on a connection that it never closes.
             raise ApiError(
                 400,
-                "This server keeps nothing: it was started without --data-dir.",
+                "This server stores nothing: it was started without --data-dir.",
                 code="unsupported",
                 headers={"connection": "close"},
             )
@@ -125,13 +125,13 @@ class Service:
         return kind in self._parts
 
     def close(self) -> None:
-        """End the threads, once no request is left."""
+        """Stop the threads after the last request."""
         self._threads.shutdown(cancel_futures=True)
         for end in self.ends:
             end()
 
     def may_read_metrics(self, caller: Caller | None) -> bool:
-        """Return True if a caller may read /metrics; None is one without a key."""
+        """Return True if a caller may read /metrics; the caller is None without a key."""
         if self.options.metrics_without_key:
             return True
         return caller is not None and not caller.scopes.isdisjoint(
@@ -139,7 +139,7 @@ class Service:
         )
 
     def shows_engine(self, caller: Caller) -> bool:
-        """Return True if a caller may know numbers of the whole engine, which tell of others."""
+        """Return True if a caller may see numbers of the whole engine, including other tenants'."""
         return self.keys.tenants == 1 or self.may_read_metrics(caller)
 
     async def beside(
@@ -149,9 +149,9 @@ class Service:
         *args: Arguments.args,
         **keywords: Arguments.kwargs,
     ) -> Result:
-        """Run a function on a thread beside the event loop, as tokenizing and templates.
+        """Run a function on a thread, such as tokenizing or rendering a template.
 
-        A tenant has half of the threads at most, so that others' requests need not wait for it.
+        A tenant uses at most half of the threads, so other tenants' requests do not wait for it.
         """
         turn = self._turns.get(caller.tenant)
         if turn is None:
@@ -163,7 +163,7 @@ class Service:
     # ------------------------------------------------------------------------------- requests
 
     async def room(self, model: Model) -> int:
-        """Return the most tokens that a prompt and its output may have together."""
+        """Return the maximum number of tokens of a prompt and its output together."""
         virtual = 0 if model.adapter is None else model.adapter.prompt_tokens
         adapter = None if model.adapter is None else self.client.version_of(model.adapter).key
         pages = await asyncio.wrap_future(self.client.call(MostTokens(adapter)))
@@ -180,19 +180,19 @@ class Service:
         *,
         repeats_ids: bool = False,
     ) -> list[Submitted]:
-        """Submit prompts of one caller, all of them or none.
+        """Submit all prompts of a request, or none.
 
         Args:
             prompts: texts, or lists of token ids.
-            fields: the fields of each; with a seed, prompt i begins at seed + i n, as in
-                `Executor.generate`, and `truncate_prompt_tokens` of -1 keeps what there is room
-                for beside the output.
-            request_id: a text that `new_id` made.
-            repeats_ids: True if each continuation of the reply has its prompt's token ids.
+            fields: the fields of each request. With a seed, prompt i starts at seed + i n, as in
+                `Executor.generate`; `truncate_prompt_tokens` of -1 keeps as many tokens as fit with
+                the output.
+            request_id: a text from `new_id`.
+            repeats_ids: True if each continuation in the reply repeats its prompt's token ids.
         Raises:
-            GenerationError: a prompt or a field cannot be.
-            ApiError: a prompt is too long, or the reply would be.
-            QueueFullError: too much waits already.
+            GenerationError: a prompt or a field is invalid.
+            ApiError: a prompt or the reply is too long.
+            QueueFullError: too many requests wait.
             EngineError: the engine takes no requests.
         """
         if fields.get("truncate_prompt_tokens") == -1:
@@ -210,7 +210,7 @@ class Service:
         return [Submitted(request, stream) for request, stream in pairs]
 
     async def _all_begun(self, streams: Sequence[Stream]) -> None:
-        """Wait until the engine has all requests; if it refuses one, end all and raise why."""
+        """Wait until the engine has taken all requests. If it refuses any, cancel all and raise."""
         await asyncio.wrap_future(self.client.call(Taken()))
         try:
             for stream in streams:
@@ -260,7 +260,7 @@ class Service:
         return requests
 
     def _check(self, request: EngineRequest) -> None:
-        """Refuse a request that is more than the server's options allow, by their names."""
+        """Refuse a request that exceeds the server's options; the message names the option."""
         most_logprobs = self.options.max_logprobs
         for name in ("logprobs", "prompt_logprobs"):
             count = getattr(request.params, name)
@@ -280,7 +280,7 @@ class Service:
 
 
 def _check_prompt_logprobs(requests: Sequence[EngineRequest]) -> None:
-    """Refuse requests with a reply out of all proportion: each output has the prompt's with it."""
+    """Refuse an excessively large reply: each output repeats the prompt's log-probabilities."""
     count = sum(
         request.params.n * len(request.prompt_ids) * (request.params.of_prompt + 1)
         for request in requests
@@ -291,7 +291,7 @@ def _check_prompt_logprobs(requests: Sequence[EngineRequest]) -> None:
             400,
             f"{count} log-probabilities of prompts' tokens in one reply, and this server gives at "
             f"most {MOST_PROMPT_LOGPROBS}: send fewer prompts at a time, a smaller n or fewer "
-            "likeliest tokens",
+            "top tokens",
             param="prompt_logprobs",
         )
 
@@ -311,7 +311,7 @@ def _check_repeated(requests: Sequence[EngineRequest], repeats_ids: bool) -> Non
         )
 
 
-async def _service(request: Request) -> Service:  # FastAPI would run it on a thread
+async def _service(request: Request) -> Service:  # FastAPI runs sync dependencies on threads
     service: Service = request.app.state.service
     return service
 
@@ -321,9 +321,9 @@ ServiceDependency = Annotated[Service, Depends(_service)]
 
 
 def part(kind: type[Any]) -> Any:
-    """Return the dependency of a route on a part of the server, for `Annotated[Kind, …]`."""
+    """Return a route's dependency on a part of the server, for `Annotated[Kind, …]`."""
 
-    async def find(request: Request) -> Any:  # FastAPI would run it on a thread
+    async def find(request: Request) -> Any:  # FastAPI runs sync dependencies on threads
         return request.app.state.service.part(kind)
 
     return Depends(find)
@@ -333,7 +333,7 @@ def part(kind: type[Any]) -> Any:
 
 
 class LongBodyRoute(APIRoute):
-    """A route whose long bodies come to it as objects of its model already."""
+    """A route that parses and validates long bodies on a thread."""
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
         handle, field = super().get_route_handler(), self.body_field
@@ -344,15 +344,15 @@ class LongBodyRoute(APIRoute):
         return handle_request
 
     async def answer(self, handle: Handler, request: Request) -> Response:
-        """Answer a request, by what FastAPI has made of the route."""
+        """Answer a request with FastAPI's handler of the route."""
         return await handle(request)
 
 
 class _Request(Request):
-    """A request that validates a long body when it is read.
+    """A request that parses and validates a long body on a thread.
 
     Args:
-        field: FastAPI's validator of the body; None for a route without one.
+        field: FastAPI's validator of the body; None for a route without a body.
     """
 
     def __init__(self, field: Any, scope: Scope, receive: Receive) -> None:
@@ -369,17 +369,17 @@ class _Request(Request):
 
 
 def validated(field: Any, body: bytes) -> Any:
-    """Return the object that a body is.
+    """Parse and validate a body.
 
     Args:
         field: FastAPI's validator.
     Raises:
-        ApiError: it is not as the schema says.
-        ValueError: it is no JSON.
+        ApiError: the body does not match the schema.
+        ValueError: the body is not JSON.
     """
     try:
-        content = orjson.loads(body)  # in half the time
-    except orjson.JSONDecodeError:  # which also refuses NaN and half characters
+        content = orjson.loads(body)  # twice as fast as json
+    except orjson.JSONDecodeError:  # orjson also refuses NaN and unpaired surrogates
         content = json.loads(body)
     value, errors = field.validate(content, {}, loc=("body",))
     if errors:
@@ -391,20 +391,20 @@ def validated(field: Any, body: bytes) -> Any:
 
 
 TOKEN_CHARACTERS = 16
-"""More than ordinary texts have for each of their tokens, which is four."""
+"""Characters per token in the limit of a text; ordinary texts have four."""
 SHORT = 2**20
-"""Characters of a text that is always taken."""
+"""Texts of up to this many characters are always accepted."""
 FEW = 2**16
-"""Tokens that are always made text of."""
+"""Up to this many tokens are always detokenized."""
 
 
 def check_length(text: str, max_model_len: int | None) -> None:
-    """Refuse a text that is far longer than a prompt can be, before it is tokenized.
+    """Refuse a text that is far longer than any prompt, before it is tokenized.
 
     Args:
-        max_model_len: the most tokens of a prompt and its output; None if there is no bound.
+        max_model_len: the most tokens of a prompt and its output; None without a limit.
     Raises:
-        ApiError: it is too long.
+        ApiError: the text is too long.
     """
     if max_model_len is None:
         return
@@ -420,13 +420,13 @@ def check_length(text: str, max_model_len: int | None) -> None:
 
 
 def check_count(count: int, max_model_len: int | None) -> None:
-    """Refuse tokens that are far more than a model's context, before text is made of them.
+    """Refuse far more tokens than the model's context, before they are detokenized.
 
     Args:
         count: the number of tokens.
-        max_model_len: the most tokens of a prompt and its output; None if there is no bound.
+        max_model_len: the most tokens of a prompt and its output; None without a limit.
     Raises:
-        ApiError: they are too many.
+        ApiError: the tokens are too many.
     """
     if max_model_len is None:
         return

@@ -1,8 +1,7 @@
-"""Bodies as they come and go: JSON, strict models of it, and ids.
+"""Bodies of requests and replies: JSON, strict pydantic models, and ids.
 
-The texts of the JSON that is sent have none of the characters at which some clients end a line of a
-stream although the format has two line ends alone: those of `str.splitlines`, with which httpx and
-others read server-sent events. JSON escapes the rest of them anyway.
+The JSON escapes the characters at which `str.splitlines` ends a line: httpx and other clients split
+server-sent events there, although the format has only two line ends.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ _LINE_ENDS = {
 
 
 def json_bytes(content: Any) -> bytes:
-    """Return JSON; half a character that a client sent is sent back escaped, as it came."""
+    """Return JSON; an unpaired surrogate from a client is sent back escaped."""
     try:
         encoded = orjson.dumps(content)
     except orjson.JSONEncodeError:
@@ -39,7 +38,7 @@ def json_bytes(content: Any) -> bytes:
 
 
 def _finite(value: Any) -> Any:
-    """Return a value with None for infinite numbers and NaN, which JSON does not have."""
+    """Replace infinite numbers and NaN, which JSON does not have, by None."""
     if isinstance(value, dict):
         return {key: _finite(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
@@ -48,21 +47,21 @@ def _finite(value: Any) -> Any:
 
 
 def new_id(prefix: str) -> str:
-    """Return a new id of a reply, as cmpl-3f…."""
+    """Return a new id with a prefix, such as cmpl-3f…."""
     return f"{prefix}-{secrets.token_hex(16)}"
 
 
 MOST_FIELDS = 256
-"""The most fields of an object that has some known ones."""
+"""The most fields of an object with named fields."""
 MOST_ENTRIES = 4096
-"""The most entries of an object in it whose names are the client's, as `logit_bias`."""
+"""The most entries of a map with the client's keys, such as `logit_bias`."""
 
 
 def _end_lists_early(schema: Any) -> None:
-    """Have the validation of lists end at their first error.
+    """Set the validation of lists to stop at the first error.
 
     Args:
-        schema: a part of pydantic's schema, which is changed.
+        schema: a part of pydantic's schema; it is modified.
     """
     if isinstance(schema, list | tuple):
         for part in schema:
@@ -75,10 +74,10 @@ def _end_lists_early(schema: Any) -> None:
 
 
 class WireModel(BaseModel):
-    """A body, or a part of one: unknown fields are refused, and types are not converted.
+    """A body or a part of it: unknown fields are refused, and types are not converted.
 
-    As in JSON schema, 2.0 is an integer. A list ends at its first wrong entry, and objects have a
-    bound of their fields: an error for each of millions would take seconds, and memory.
+    As in JSON schema, 2.0 is an integer. Validation of a list stops at its first wrong entry, and
+    the number of fields is limited: millions of errors would take seconds, and memory.
     """
 
     model_config = ConfigDict(extra="forbid", strict=True)
@@ -103,10 +102,10 @@ class WireModel(BaseModel):
 
 
 def _whole(value: Any, depth: int) -> Any:
-    """Return a number without a fraction as an int, and lists with such numbers as ints.
+    """Convert integral floats to ints, also in lists.
 
     Args:
-        depth: how many lists in each other are looked into; no field has more than two.
+        depth: nesting depth of lists to convert; no field has more than two.
     """
     if type(value) is float:
         return int(value) if value.is_integer() else value
@@ -116,7 +115,7 @@ def _whole(value: Any, depth: int) -> Any:
 
 
 def _kinds(values: list[Any]) -> set[type]:
-    """Return the types of a list's entries, of which there may be millions."""
+    """Return the types of a list's entries, which may be millions."""
     return set(map(type, values))
 
 
@@ -124,10 +123,11 @@ def _kinds(values: list[Any]) -> set[type]:
 
 
 def page_headers(page: str, *, is_live: bool = False) -> dict[str, str]:
-    """Return the headers of a page that has one script, which alone may run.
+    """Return the headers of a page; only the page's script may run.
 
     Args:
-        is_live: the page has one style, allowed by its hash too, and asks this server.
+        is_live: True if the page has a style, allowed by its hash, and sends requests to this
+            server.
     """
     policy = {
         "default-src": "'none'",
@@ -148,7 +148,7 @@ def page_headers(page: str, *, is_live: bool = False) -> dict[str, str]:
 
 
 def _source_of(page: str, tag: str) -> str:
-    """Return the source, in a policy, of the page's one script or style: its hash."""
+    """Return the policy's source of the page's script or style: its hash."""
     (inside,) = re.findall(rf"<{tag}>(.*?)</{tag}>", page, re.DOTALL)
     digest = base64.b64encode(hashlib.sha256(inside.encode()).digest()).decode()
     return f"'sha256-{digest}'"
