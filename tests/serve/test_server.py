@@ -324,7 +324,7 @@ def test_options_out_of_range(field: str, value: float) -> None:
 def test_a_policy_is_chosen_by_its_name() -> None:
     assert isinstance(ServeOptions().engine(2).policy, FairShare)
     assert isinstance(ServeOptions(policy="early-abort").engine(2).policy, EarlyAbort)
-    with pytest.raises(ServeError, match="tenant_seqs=2 is a bound of policy='fair-share'"):
+    with pytest.raises(ServeError, match="tenant_seqs=2 needs policy='fair-share'"):
         ServeOptions(policy="fcfs", tenant_seqs=2)
 
 

@@ -359,7 +359,7 @@ def encoded(submit: Submit) -> bytes:
     """Return the bytes of a request.
 
     Raises:
-        GenerationError: a number has more than 64 bits, or a text has half a character.
+        GenerationError: a number has more than 64 bits, or a text has an unpaired surrogate.
     """
     try:
         return encode(submit)

@@ -1,6 +1,6 @@
-"""The files of a server: their rows and quotas, and files kept, found and deleted for owners.
+"""The files of a server: rows, quotas, and operations for their owners.
 
-A quota bounds the number of files that a tenant keeps, and the bytes with those on their way.
+A quota limits the number of a tenant's files, and their bytes including those being received.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ Result = TypeVar("Result")
 Item = TypeVar("Item", bound=BaseModel)
 
 RESULTS = "fine-tune-results"
-"""The purpose of files that jobs make."""
+"""Purpose of files that jobs create."""
 MOST_OVER = 1000
-"""The most uploads of a tenant that are over and still listed."""
+"""The most ended uploads of a tenant that are kept."""
 PENDING, COMPLETED, CANCELLED, EXPIRED = "pending", "completed", "cancelled", "expired"
 _LIVES = "expires_s IS NULL OR expires_s > ?"
 
@@ -37,8 +37,9 @@ class FileRecord:
     """A file.
 
     Attributes:
-        filename: its name as the client wrote it.
-        created_s, expires_s: Unix seconds; None for a file that stays until it is deleted.
+        filename: its name from the client.
+        created_s, expires_s: Unix seconds; `expires_s` is None for a file that stays until it is
+            deleted.
         digest: the SHA-256 of its content.
     """
 
@@ -54,10 +55,10 @@ class FileRecord:
 
 @dataclass(frozen=True)
 class UploadRecord:
-    """An upload; its room is reserved from the beginning.
+    """An upload; its room is reserved from the start.
 
     Attributes:
-        size_bytes: bytes of all its parts, as the client announces them.
+        size_bytes: bytes of all its parts, announced by the client.
         file_expires_after_s: lifetime of its file; None for a file that stays until it is deleted.
         file: the id of its file, once it is completed.
     """
@@ -106,9 +107,9 @@ class Page:
     """A part of a list.
 
     Attributes:
-        after: the id of the last entry before it; None for the beginning.
+        after: the id of the last entry before the page; None for the first page.
         limit: the most entries.
-        is_rising: True for the oldest first.
+        is_rising: True to list the oldest first.
     """
 
     after: str | None
@@ -116,18 +117,18 @@ class Page:
     is_rising: bool = False
 
     def condition(self) -> tuple[str, list[Any]]:
-        """Return the condition of the rows behind `after`, and its values."""
+        """Return the condition of the rows after `after`, and its values."""
         if self.after is None:
             return "1", []
         return f"id {'>' if self.is_rising else '<'} ?", [self.after]
 
     @property
     def order(self) -> str:
-        """The end of a statement; a row beyond the page means that others follow."""
+        """The end of a query, which also reads one row beyond the page."""
         return f"ORDER BY id {'ASC' if self.is_rising else 'DESC'} LIMIT {self.limit + 1}"
 
     def shown(self, records: Sequence[Any], kind: type[Item]) -> ListPage[Item]:
-        """Return the page; a record beyond it means that others follow."""
+        """Return the page; a record beyond its limit means that more follow."""
         data = [kind.model_validate(record) for record in records[: self.limit]]
         first, last = (records[0].id, records[len(data) - 1].id) if data else (None, None)
         has_more = len(records) > self.limit
@@ -135,12 +136,12 @@ class Page:
 
 
 def missing(kind: str, id: str) -> ApiError:
-    """Return the error of an object that a caller does not have."""
+    """Return the error of an object that the caller does not own."""
     return ApiError(404, f"No such {kind} object: {id[:128]}", param="id")
 
 
 def used(connection: sqlite3.Connection, tenant: str, now_s: int) -> tuple[int, int]:
-    """Count the files that a tenant keeps or has room reserved for, and their bytes with jobs'."""
+    """Count a tenant's files and reserved uploads, and their bytes including jobs'."""
     sizes = "COUNT(*), COALESCE(SUM(size_bytes), 0)"
     kept = FILES.read(connection, sizes, _LIVES, (now_s,), tenant=tenant)[0]
     (pending,) = UPLOADS.read(
@@ -160,7 +161,7 @@ def expire(connection: sqlite3.Connection, now_s: int) -> list[str]:
 
 
 def add_upload(connection: sqlite3.Connection, record: UploadRecord) -> None:
-    """Add an upload; drop the oldest of the tenant's finished ones."""
+    """Add an upload; drop the tenant's oldest ended uploads beyond the limit."""
     UPLOADS.insert(connection, record)
     connection.execute(
         "DELETE FROM uploads WHERE tenant = ?1 AND status != 'pending' AND id NOT IN (SELECT id "
@@ -170,7 +171,7 @@ def add_upload(connection: sqlite3.Connection, record: UploadRecord) -> None:
 
 
 def bytes_to_come(connection: sqlite3.Connection, tenant: str) -> int:
-    """Count the bytes that a tenant's pending uploads have room for and did not receive."""
+    """Count the reserved bytes that a tenant's pending uploads have not received."""
     (count,) = connection.execute(
         "SELECT COALESCE(SUM(size_bytes - (SELECT COALESCE(SUM(part_bytes), 0) FROM "
         "(SELECT DISTINCT digest, upload_parts.size_bytes AS part_bytes FROM upload_parts "
@@ -202,11 +203,11 @@ class Quota:
     def flight(
         self, tenant: str, kept_bytes: int, part: int | None = None
     ) -> Iterator[Callable[[int], None]]:
-        """Count a file, or a part of an upload, by the yielded function of its received bytes.
+        """Count a file or a part of an upload by the yielded function, which takes received bytes.
 
         Args:
-            kept_bytes: bytes that the tenant keeps, for a part without the room of its uploads.
-            part: bytes that the part may have; None for a file.
+            kept_bytes: bytes that the tenant stores, for a part without the room of its uploads.
+            part: the most bytes of the part; None for a file.
         """
         coming, most = self._files, self._options.max_file_bytes
         if part is not None:
@@ -241,7 +242,7 @@ class Quota:
         self.check_bytes(connection, tenant, size_bytes)
 
     def check_bytes(self, connection: sqlite3.Connection, tenant: str, size_bytes: int) -> None:
-        """Raise an ApiError if a tenant may not keep that many further bytes."""
+        """Raise an ApiError if a tenant may not store that many further bytes."""
         if used(connection, tenant, now())[1] + size_bytes > self._options.tenant_files_bytes:
             raise _over_quota(f"bytes, at most {self._options.tenant_files_bytes}")
 
@@ -249,7 +250,7 @@ class Quota:
 def _over_quota(what: str) -> ApiError:
     return ApiError(
         429,
-        f"You keep too many {what}, of files, uploads and what jobs made; delete some.",
+        f"You store too many {what}, in files, uploads and jobs' results; delete some.",
         code="insufficient_quota",
         headers={"x-should-retry": "false", "connection": "close"},
     )
@@ -266,7 +267,7 @@ class Files:
     async def write(
         self, act: Callable[[sqlite3.Connection], Result], *, may_use_reserve: bool = False
     ) -> Result:
-        """Run a function in a transaction, and wait for the disk; see `Database.write`."""
+        """Run a function in a transaction and wait for the disk; see `Database.write`."""
         write = self.store.database.write(act, may_use_reserve=may_use_reserve)
         return await asyncio.wrap_future(write)
 
@@ -274,13 +275,13 @@ class Files:
         return await asyncio.wrap_future(self.store.database.read(act))
 
     async def kept_bytes(self, tenant: str) -> int:
-        """Count the bytes that a tenant keeps, after expired files are removed."""
+        """Remove expired files, then count the bytes that a tenant stores."""
         over = await self.write(lambda db: expire(db, now()), may_use_reserve=True)
         await self.remove(over)
         return (await self.read(lambda db: used(db, tenant, now())))[1]
 
     async def keep(self, record: FileRecord, content: Incoming) -> FileRecord:
-        """Keep a file. ApiError: the tenant keeps too much."""
+        """Store a file. ApiError: the tenant stores too much."""
 
         def act(connection: sqlite3.Connection) -> FileRecord:
             self.quota.check(connection, record.tenant, record.size_bytes)
@@ -290,9 +291,9 @@ class Files:
         return await self.put(content, act)
 
     async def put(self, content: Incoming, act: Callable[[sqlite3.Connection], Result]) -> Result:
-        """Store a content, and run the function that writes the row naming it.
+        """Store a content, and run the function that writes its row.
 
-        Neither remains if the write fails, so that a full disk has its room back.
+        If the write fails, both are undone, so a full disk gets its room back.
         """
 
         def put(connection: sqlite3.Connection) -> Result:
@@ -313,7 +314,7 @@ class Files:
         return record
 
     async def listed(self, tenant: str, page: Page, purpose: str | None) -> list[FileRecord]:
-        """Return a page of a tenant's files, and a further file if others follow."""
+        """Return a page of a tenant's files, and a further file if more follow."""
         behind, values = page.condition()
         equal = {"tenant": tenant, **({} if purpose is None else {"purpose": purpose})}
         condition = f"({_LIVES}) AND {behind}"
@@ -332,9 +333,9 @@ class Files:
 
     @contextmanager
     def completing(self, upload: str) -> Iterator[None]:
-        """Join the parts of an upload, once at a time, as each makes a copy.
+        """Guard the joining of an upload's parts, as each call makes a copy.
 
-        ApiError: it is being completed already.
+        ApiError: the upload is already being completed.
         """
         if upload in self._completing:
             raise ApiError(409, "The upload is being completed.", param="upload_id")

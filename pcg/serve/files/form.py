@@ -1,4 +1,4 @@
-"""Forms with a file, read as streams: the file goes to the disk, never into memory whole."""
+"""Read forms with a file as streams: the file is written to disk, not held in memory."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from pcg.serve.http.service import Service
 from pcg.serve.store.contents import Incoming
 
 _WRITTEN_BYTES = 2**20
-"""The bytes written at a time, on a thread."""
+"""Bytes per write, on a thread."""
 _FIELD_BYTES = 2**12
 _FIELDS = 16
 
@@ -27,7 +27,7 @@ class Form:
     """A form.
 
     Attributes:
-        content: the file; the caller drops it if it is not kept.
+        content: the file; the caller drops it unless it is stored.
         fields: the other fields.
         filename: the file's name.
     """
@@ -117,13 +117,13 @@ async def read_form(
     file: str,
     names: Collection[str],
 ) -> Form:
-    """Read a form that has a file as its part `file`.
+    """Read a form with a file in its part `file`.
 
     Args:
-        receive: counts and bounds the bytes of the file.
-        names: its other fields.
+        receive: counts and limits the bytes of the file.
+        names: names of the other fields.
     Raises:
-        ApiError: it is no such form, or too large.
+        ApiError: the form is invalid or too large.
         StoreFullError: there is no room.
     """
     kind, options = parse_options_header(request.headers.get("content-type"))
@@ -138,7 +138,7 @@ async def read_form(
             parser.write(part)
             behind += len(part) if reader.is_over else 0
             if behind > _WRITTEN_BYTES:
-                raise ApiError(400, "The form goes on behind its end.", code="invalid_form")
+                raise ApiError(400, "The form has data after its end.", code="invalid_form")
             if reader.unwritten_bytes >= _WRITTEN_BYTES:
                 receive(reader.unwritten_bytes)
                 await service.beside(caller, content.write, reader.take())
@@ -155,6 +155,6 @@ async def read_form(
             said = f"The form cannot be read: {error}"
             raise ApiError(400, said, code="invalid_form") from None
         if isinstance(error, ClientDisconnect):
-            raise ApiError(400, "The client left before its body was whole.") from None
+            raise ApiError(400, "The client disconnected before the end of its body.") from None
         raise
     return Form(content, reader.fields, reader.filename)

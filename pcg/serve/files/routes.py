@@ -1,4 +1,4 @@
-"""/v1/files and /v1/uploads: files of clients, whole, or in parts of any order, in parallel."""
+"""/v1/files and /v1/uploads: files of clients, whole or in parts, in any order and in parallel."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ FilesPart = Annotated[Files, part(Files)]
 Purpose = Literal["assistants", "batch", "fine-tune", "vision", "user_data", "evals"]
 LEAST_LIFE_S, MOST_LIFE_S = 3600, 2592000
 MOST_PART_BYTES = 64 * 2**20
-"""The most bytes of a part, as OpenAI's."""
+"""The most bytes of a part, as in OpenAI's API."""
 _MOST_PARTS = 10_000
 _LIFE_S = 3600
 _ANCHOR, _SECONDS = "expires_after[anchor]", "expires_after[seconds]"
@@ -54,7 +54,7 @@ _READ_BYTES = 2**18
 
 
 class File(BaseModel):
-    """A file; its status is `processed` from the start, as its user checks it."""
+    """A file; its status is always `processed`, as jobs check their files themselves."""
 
     model_config = ConfigDict(from_attributes=True)
 
@@ -70,7 +70,7 @@ class File(BaseModel):
 
 
 class Deleted(BaseModel):
-    """A file that is kept no more."""
+    """A deleted file."""
 
     id: str
     object: Literal["file"] = "file"
@@ -78,14 +78,14 @@ class Deleted(BaseModel):
 
 
 class ExpiresAfter(WireModel):
-    """The life of a file from its creation."""
+    """The lifetime of a file after its creation."""
 
     anchor: Literal["created_at"]
     seconds: Annotated[int, Field(ge=LEAST_LIFE_S, le=MOST_LIFE_S)]
 
 
 class UploadBody(WireModel):
-    """An upload to begin; `mime_type` is kept, without effect."""
+    """An upload to start; `mime_type` is stored, without effect."""
 
     bytes: Annotated[int, Field(ge=1, le=2**50)]
     filename: Annotated[str, Field(max_length=255)]
@@ -95,7 +95,7 @@ class UploadBody(WireModel):
 
 
 class CompleteBody(WireModel):
-    """The order of the parts, and the MD5 of all of them together."""
+    """The order of the parts, and the MD5 of the joined file."""
 
     part_ids: Annotated[list[str], Field(min_length=1, max_length=_MOST_PARTS)]
     md5: Annotated[str, Field(pattern="^[0-9a-fA-F]{32}$")] | None = None
@@ -149,7 +149,7 @@ _FILE_FORM = _form(
 async def create_file(
     request: Request, service: ServiceDependency, caller: Trainer, files: FilesPart
 ) -> File:
-    """Keep a file."""
+    """Store a file."""
     kept = await files.kept_bytes(caller.tenant)
     with files.quota.flight(caller.tenant, kept) as receive:
         names = ("purpose", _ANCHOR, _SECONDS)
@@ -206,7 +206,7 @@ async def get_content(
     try:
         opened = await service.beside(caller, lambda: contents.check(record.digest).open("rb"))
     except (StoreDamagedError, FileNotFoundError):
-        await files.find(caller.tenant, file_id)  # or it was deleted meanwhile
+        await files.find(caller.tenant, file_id)  # raises a 404 if the file was deleted
         raise
     headers = {"content-length": str(record.size_bytes), "x-content-type-options": "nosniff"}
     parts = _parts(service, caller, opened)
@@ -241,11 +241,11 @@ def _life_s(fields: Mapping[str, str]) -> int | None:
     if anchor is None and seconds is None:
         return None
     if anchor != "created_at":
-        raise ApiError(400, f"{_ANCHOR} has to be 'created_at'.", param=_ANCHOR)
+        raise ApiError(400, f"{_ANCHOR} must be 'created_at'.", param=_ANCHOR)
     if seconds is None or not (seconds.isascii() and seconds.isdigit() and len(seconds) < 10):
-        raise ApiError(400, f"{_SECONDS} has to be an integer.", param=_SECONDS)
+        raise ApiError(400, f"{_SECONDS} must be an integer.", param=_SECONDS)
     if not LEAST_LIFE_S <= int(seconds) <= MOST_LIFE_S:
-        said = f"{_SECONDS} has to be {LEAST_LIFE_S} to {MOST_LIFE_S}."
+        said = f"{_SECONDS} must be {LEAST_LIFE_S} to {MOST_LIFE_S}."
         raise ApiError(400, said, param=_SECONDS)
     return int(seconds)
 
@@ -254,10 +254,10 @@ def _life_s(fields: Mapping[str, str]) -> int | None:
 async def create_upload(
     body: UploadBody, service: ServiceDependency, caller: Trainer, files: FilesPart
 ) -> Upload:
-    """Begin an upload, which has an hour."""
+    """Start an upload, which expires after an hour."""
     most = service.options.max_file_bytes
     if body.bytes > most:
-        said = f"bytes={body.bytes}, and a file has at most {most} here."
+        said = f"bytes={body.bytes}; a file may have at most {most}."
         raise ApiError(413, said, param="bytes", code="file_too_large")
     await files.kept_bytes(caller.tenant)
     created = now()
@@ -286,7 +286,7 @@ async def create_upload(
 async def create_part(
     upload_id: str, request: Request, service: ServiceDependency, caller: Trainer, files: FilesPart
 ) -> Part:
-    """Keep a part of an upload."""
+    """Store a part of an upload."""
     await _pending(files, caller, upload_id)
     kept = await files.kept_bytes(caller.tenant)
     to_come = await files.read(lambda db: bytes_to_come(db, caller.tenant))
@@ -301,7 +301,7 @@ async def create_part(
             def act(connection: sqlite3.Connection) -> None:
                 upload = _still_pending(connection, caller.tenant, upload_id)
                 parts = PARTS.select(connection, upload=upload_id)
-                # A part that comes again, as its answer was lost, has the same content.
+                # A part that is sent again after a lost reply has the same content.
                 sizes = {each.digest: each.size_bytes for each in (*parts, created)}
                 size = sum(sizes.values())
                 if size > upload.size_bytes or len(parts) >= _MOST_PARTS:
@@ -327,7 +327,7 @@ async def complete_upload(
     caller: Trainer,
     files: FilesPart,
 ) -> Upload:
-    """Make a file of an upload's parts, in the order of `part_ids`."""
+    """Join an upload's parts to a file, in the order of `part_ids`."""
     upload = await _pending(files, caller, upload_id)
     rows = await files.read(lambda db: PARTS.select(db, upload=upload_id))
     parts = {each.id: each for each in rows}
@@ -335,7 +335,7 @@ async def complete_upload(
     if unknown:
         raise ApiError(400, f"The upload has no part {unknown[0][:128]}.", param="part_ids")
     if len(set(body.part_ids)) < len(body.part_ids):
-        raise ApiError(400, "A part is there twice; give each once.", param="part_ids")
+        raise ApiError(400, "part_ids has a part twice; give each part once.", param="part_ids")
     size = sum(parts[id].size_bytes for id in body.part_ids)
     if size != upload.size_bytes:
         said = f"The parts have {size} bytes, and the upload {upload.size_bytes}."
@@ -349,7 +349,7 @@ async def complete_upload(
 
 @router.post("/uploads/{upload_id}/cancel")
 async def cancel_upload(upload_id: str, caller: Trainer, files: FilesPart) -> Upload:
-    """Cancel an upload, and forget its parts."""
+    """Cancel an upload and delete its parts."""
 
     def act(connection: sqlite3.Connection) -> list[str]:
         _still_pending(connection, caller.tenant, upload_id)
@@ -368,13 +368,13 @@ async def _completed(
     *,
     md5: str | None,
 ) -> list[str]:
-    """Make the file of an upload from the digests of its parts; return those of all its parts."""
+    """Create the file of an upload from the parts' digests; return the digests of all its parts."""
     content = await service.beside(caller, files.store.contents.begin)
     try:
         try:
             await service.beside(caller, _join, content, files.store.contents, parts)
         except StoreDamagedError:
-            await _pending(files, caller, upload.id)  # or it was cancelled meanwhile
+            await _pending(files, caller, upload.id)  # raises a 400 if the upload was cancelled
             raise
         if md5 is not None and md5.lower() != content.md5:
             raise ApiError(400, f"The MD5 of the parts is {content.md5}.", param="md5")
@@ -404,13 +404,13 @@ async def _pending(files: Files, caller: Caller, id: str) -> UploadRecord:
 
 
 def _still_pending(connection: sqlite3.Connection, tenant: str, id: str) -> UploadRecord:
-    """Return a tenant's pending upload. ApiError: there is none, or it is over."""
+    """Return a tenant's pending upload. ApiError: it does not exist, or has ended."""
     record = UPLOADS.find(connection, tenant=tenant, id=id)
     if record is None:
         raise missing("Upload", id)
     status = _status(record)
     if status != PENDING:
-        raise ApiError(400, f"The upload is {status}, and not pending.", param="upload_id")
+        raise ApiError(400, f"The upload is {status}, not pending.", param="upload_id")
     return record
 
 

@@ -97,7 +97,7 @@ _SAID = {
     "model_attributes_type": "Input should be an object",
     "list_type": "Input should be a list",
     "none_required": "Input should be null",
-    "string_unicode": "Input has half of a surrogate pair, which is not valid text",
+    "string_unicode": "Input has an unpaired surrogate, which is not valid text",
     "int_parsing_size": "Input should be an integer of 64 bits",
 }
 """Messages that replace pydantic's, which name Python's types."""

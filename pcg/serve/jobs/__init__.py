@@ -1,1 +1,1 @@
-"""OpenAI's fine-tuning jobs, run by the engine that serves."""
+"""OpenAI's fine-tuning jobs, run by the serving engine."""

@@ -2,10 +2,10 @@
 
 jobs/<id>/training.jsonl        a link to the content of the file, which may be deleted
 jobs/<id>/validation.jsonl
-jobs/<id>/start/                the adapter that it continues, if any
-jobs/<id>/checkpoints/          the last ones stay, each served under a name
-jobs/<id>/record/               its record, as long as its row exists
-jobs/<id>/model/                the adapter that it ended with
+jobs/<id>/start/                the initial adapter, if the job continues a model
+jobs/<id>/checkpoints/          the last checkpoints, each served under a name
+jobs/<id>/record/               the training record, as long as the job's row exists
+jobs/<id>/model/                the trained adapter
 """
 
 from __future__ import annotations
@@ -78,13 +78,14 @@ class JobFolder:
     def make(
         self, contents: Contents, training: str, validation: str | None, start: Path | None
     ) -> None:
-        """Make it with links to the data of these digests, and to the adapter that it continues.
+        """Create the folder with links to the data and to the initial adapter.
 
         Args:
-            start: the folder of the adapter; None for the base.
+            training, validation: digests of the data; `validation` may be None.
+            start: folder of the initial adapter; None for the base.
         Raises:
-            ApiError: the adapter was deleted meanwhile.
-            StoreDamagedError: a file was changed, or is missing.
+            ApiError: a file was deleted.
+            StoreDamagedError: a file is damaged or missing.
             StoreFullError: there is no room.
         """
         try:
@@ -103,7 +104,7 @@ class JobFolder:
                     )
                 sync_names(self.start)
         except FileNotFoundError as error:
-            raise ApiError(404, "A file of the job was deleted meanwhile.", param="id") from error
+            raise ApiError(404, "A file of the job was deleted.", param="id") from error
         except OSError as error:
             raise as_store_error(error) from error
         sync_names(self.path)
@@ -114,7 +115,7 @@ class JobFolder:
         shutil.rmtree(self.path, ignore_errors=True)
 
     def tidy(self) -> None:
-        """Remove the data, and the states of optimizers; the job is over."""
+        """Remove the data and the optimizer states of a finished job."""
         for path in (self.training, self.validation):
             path.unlink(missing_ok=True)
         shutil.rmtree(self.start, ignore_errors=True)
@@ -123,21 +124,21 @@ class JobFolder:
             shutil.rmtree(path / TRAINER, ignore_errors=True)
 
     def unnamed(self, named: Collection[str]) -> list[Path]:
-        """Return the adapters and checkpoints that are not named, and other files with them."""
+        """Return the adapters, checkpoints and other files that no row names."""
         saved = self.checkpoints.iterdir() if self.checkpoints.is_dir() else ()
         return [p for p in (*saved, self.model) if p.exists() and self.relative(p) not in named]
 
     def held_bytes(self) -> int:
-        """Count the bytes of its files except the data and the record's page.
+        """Count the bytes of the files except the data and the record's page.
 
-        The page is written from the record after the job's end, when this was counted.
+        The page is written after the job's end, when the bytes have been counted.
         """
         others = (self.training, self.validation, self.record / REPORT)
         files = [path for path in self.path.glob("**/*") if path.is_file() and path not in others]
         return sum(path.lstat().st_size for path in files)
 
     def strip(self) -> None:
-        """Remove all but models and checkpoints, as the job has no row any more."""
+        """Remove all but models and checkpoints, after the job's row was deleted."""
         self.tidy()
         for path in (self.record, self.start):
             shutil.rmtree(path, ignore_errors=True)
@@ -156,7 +157,7 @@ class JobFolder:
         return saved
 
     def state(self) -> dict[str, Any]:
-        """Return the state of the last checkpoint: losses, evaluations; empty without one.
+        """Return the state of the last undamaged checkpoint, or an empty dict.
 
         FinetuneError: the states of all checkpoints are damaged.
         """
@@ -175,7 +176,7 @@ class JobFolder:
     def last_good(self) -> tuple[int, str]:
         """Return the step of the last undamaged checkpoint, and the damage of a later checkpoint.
 
-        The step is 0 without a checkpoint, the damage empty where there is none.
+        The step is 0 without a checkpoint; the damage is empty if there is none.
         """
         damage = ""
         for step, path in sorted(self.saved().items(), reverse=True):
@@ -187,9 +188,9 @@ class JobFolder:
         return 0, damage
 
     def check_data(self, digests: Collection[str]) -> None:
-        """Compare the data with the digests of its files.
+        """Compare the data with its digests.
 
-        StoreDamagedError: it was changed.
+        StoreDamagedError: the data was changed.
         """
         for path in (self.training, self.validation):
             try:
@@ -198,8 +199,8 @@ class JobFolder:
                 is_whole = path == self.validation
             if not is_whole:
                 raise StoreDamagedError(
-                    f"{path.name} of the job is damaged: it is not the file that the job was made "
-                    "with; upload it again, and make another job"
+                    f"{path.name} of the job is damaged: it differs from the uploaded file; upload "
+                    "it again, and create another job"
                 )
 
     def without_paths(self, text: str) -> str:
@@ -209,7 +210,7 @@ class JobFolder:
 
 
 def step_of(name: str) -> int | None:
-    """Return the step of a checkpoint by the name of its folder; None for another folder."""
+    """Return the step in the folder name of a checkpoint, or None."""
     match = _STEP.fullmatch(name)
     return None if match is None else int(match[1])
 
@@ -226,18 +227,18 @@ def folders_of(store: Store) -> list[Path]:
 
 
 def in_status(id: str, status: str, wanted: Sequence[str]) -> ApiError:
-    """Return the error of a change that a job's status does not allow."""
+    """Return the error of an operation that a job's status does not allow."""
     return ApiError(
         400,
-        f"Job {id} is {status}; this can be done to one that is {' or '.join(wanted)}.",
+        f"Job {id} is {status}; the operation needs a job that is {' or '.join(wanted)}.",
         code="invalid_job_status",
     )
 
 
 def remove_job(connection: sqlite3.Connection, job: JobRecord) -> None:
-    """Remove a job that is over, with its events and checkpoints; its models stay.
+    """Remove a finished job, with its events and checkpoints; its models stay.
 
-    ApiError: it is not over.
+    ApiError: it is not finished.
     """
     row = records.find(connection, job.id)
     if row is not None and row.status not in OVER:
@@ -260,7 +261,7 @@ async def clean_folders(files: Files, folders: Sequence[Path], days: float) -> N
     """Remove rows that ended more than some days ago, and the parts of folders that no row needs.
 
     Args:
-        folders: those of jobs.
+        folders: folders of jobs.
     """
 
     def act(connection: sqlite3.Connection) -> _Rows:
@@ -286,9 +287,9 @@ async def clean_folders(files: Files, folders: Sequence[Path], days: float) -> N
 
 
 async def tidy_job(files: Files, job: JobRecord, folder: JobFolder) -> None:
-    """Remove the parts of a finished job that nobody needs, and note the rest's size.
+    """Remove the unneeded files of a finished job, and record the size of the rest.
 
-    Of a job without a row only models and checkpoints remain. It may be repeated after a crash.
+    If the job's row was deleted, only models and checkpoints remain. A crash may repeat the call.
     """
     row = await files.read(lambda db: records.find(db, job.id))
     if row is not None and row.status in UNFINISHED:
@@ -319,10 +320,10 @@ class _Rows:
 
     Attributes:
         going_on: unfinished jobs.
-        over: jobs that are over.
-        untidy: those of them that still have data.
-        holding: jobs, with rows or without, that have models or checkpoints in their folders.
-        named: the folders of models, relative to the store's.
+        over: finished jobs.
+        untidy: finished jobs that still have data.
+        holding: jobs, with or without rows, that have models or checkpoints in their folders.
+        named: the folders of models, relative to the store's folder.
     """
 
     going_on: Collection[str]
@@ -333,7 +334,7 @@ class _Rows:
 
 
 def _sweep(store: Store, folders: Iterable[Path], rows: _Rows) -> dict[str, int]:
-    """Remove parts of folders that no row needs, left by a crash, or move them to quarantine.
+    """Remove parts of folders that no row needs after a crash, or move them to quarantine.
 
     Returns:
         The remaining bytes of the folders of finished jobs.

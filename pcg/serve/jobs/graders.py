@@ -1,7 +1,7 @@
 """/v1/fine_tuning/alpha/graders, and the graders of jobs.
 
-A tenant's judges are served models, asked with the tenant's rights and bounds; its Python source
-runs in a sandbox, one at a time.
+Model graders ask served models with the tenant's permissions and limits; Python graders run in a
+sandbox, one at a time per tenant.
 """
 
 from __future__ import annotations
@@ -43,21 +43,21 @@ Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")
 
 MOST_BYTES = 2**18
-"""The most bytes of a grader with all its parts: jobs keep it, and read it each step."""
+"""Maximum size of a grader, bytes: jobs store it and parse it each step."""
 _MOST_SAMPLE = 2**20
 _PROCESSES = 2
-"""Sandboxes at once, one of a tenant's."""
+"""Concurrent sandboxes; a tenant has at most one."""
 _AGAIN_S = 0.2
-"""Time after which an engine with too much waiting is asked again, seconds."""
+"""Time before a request is submitted again to an engine with a full queue, seconds."""
 
 
 class PythonGraders:
-    """Runs the source of tenants' graders, one at a time of each tenant.
+    """Runs tenants' Python graders, one at a time per tenant.
 
     Args:
-        is_on: False where they are refused.
+        is_on: False to refuse Python graders.
     Raises:
-        UnsupportedError: they are switched on, and this machine has no sandbox.
+        UnsupportedError: they are enabled, and this machine has no sandbox.
     """
 
     def __init__(self, is_on: bool) -> None:
@@ -68,12 +68,12 @@ class PythonGraders:
         self._turns: WeakValueDictionary[str, asyncio.Semaphore] = WeakValueDictionary()
 
     async def run(self, tenant: str, source: str, sample: Sample) -> float:
-        """Run a source. GradingError: it fails, or they are switched off.
+        """Run a source. GradingError: it fails, or Python graders are disabled.
 
-        A job may have one from a time when the operator had switched them on.
+        A job may have a grader from a time when they were enabled.
         """
         if not self.is_on:
-            said = "this server runs no python graders; its operator may switch them on"
+            said = "this server runs no python graders; its operator may enable them"
             raise GradingError(said, "python_grader_server_error")
         turn = self._turns.get(tenant)
         if turn is None:
@@ -85,7 +85,7 @@ class PythonGraders:
         except BaseException:
             turn.release()
             raise
-        # A cancelled run goes on until its process ends, and its turn with it.
+        # A cancelled call still holds its turn until the process ends.
         running.add_done_callback(partial(_end_turn, turn))
         return await asyncio.shield(running)
 
@@ -98,10 +98,10 @@ def _end_turn(turn: asyncio.Semaphore, _: asyncio.Future[float]) -> None:
 
 
 class ServedHost:
-    """Grades for one caller, with the caller's rights and bounds.
+    """Runs judges and sources of graders with the caller's permissions and limits.
 
     Args:
-        waits: True to ask again while too much waits, where a job would learn from the error.
+        waits: True to wait while the queue is full, as an error would spoil a job's reward.
     """
 
     def __init__(self, service: Service, caller: Caller, *, waits: bool = False) -> None:
@@ -110,13 +110,13 @@ class ServedHost:
         self._waits = waits
 
     async def check(self, grader: Grader) -> None:
-        """Raise an ApiError for a grader that the caller may not use here."""
+        """Raise an error for a grader that the caller may not use."""
         for each in all_of(grader):
             is_on = self._service.part(PythonGraders).is_on
             if isinstance(each, PythonGrader) and not is_on:
                 raise UnsupportedError(
                     f"the grader {each.name!r} is of the type 'python', which this server does not "
-                    "run; its operator may switch them on by --python-graders"
+                    "run; its operator may enable it by --python-graders"
                 )
             if each.judge is not None:
                 if Scope.INFER not in self._caller.scopes:
@@ -179,19 +179,19 @@ class ServedHost:
 async def usable_grader(
     service: Service, caller: Caller, grader: dict[str, Any], where: str = "grader"
 ) -> tuple[Grader, ServedHost]:
-    """Return a grader, and the host that grades for the caller.
+    """Parse and check a grader; return it with a host for the caller.
 
     Args:
-        where: its place in the body, which errors name.
+        where: its field in the body, for errors.
     Raises:
         GraderError: it is invalid.
-        ApiError: a judge is missing, or the caller may not ask one.
-        UnsupportedError: it is python, which is switched off.
+        ApiError: a judge is missing, or the caller may not use it.
+        UnsupportedError: it is a Python grader, and they are disabled.
     """
     try:
         size = len(json.dumps(grader, ensure_ascii=False).encode())
     except UnicodeEncodeError:
-        raise ApiError(400, f"{where} has half a character.", param=where) from None
+        raise ApiError(400, f"{where} has an unpaired surrogate.", param=where) from None
     if size > MOST_BYTES:
         said = f"{where} has {size} bytes; use at most {MOST_BYTES}."
         raise ApiError(400, said, param=where, code="invalid_grader")
@@ -204,7 +204,7 @@ async def usable_grader(
 class JobGrading:
     """Grades the completions of jobs.
 
-    The key that made the job had the scopes that its grader needs, or there would be no job.
+    The scopes that a grader needs were checked when the job was created.
     """
 
     def __init__(self, service: Service) -> None:
@@ -214,7 +214,7 @@ class JobGrading:
         """Return a reward for each completion, 0 if it cannot be graded.
 
         Raises:
-            GraderError: none of them can be graded; why the first cannot.
+            GraderError: no completion can be graded; the text is the first error.
         """
         caller = Caller(job, tenant, frozenset({Scope.INFER, Scope.TRAIN}))
         parsed = await self._service.beside(caller, grader_from, grader)
@@ -226,37 +226,37 @@ class JobGrading:
 async def graded(
     grading: JobGrading, job: JobRecord, samples: JobSamples
 ) -> tuple[list[float], str | None]:
-    """Return the rewards of a job's completions, or why there are none."""
+    """Return the rewards of a job's completions, or an error text."""
     try:
         return await grading.grade(job.tenant, job.id, job.resolved["grader"], samples), None
     except PcgError as error:
-        return [], str(error).encode(errors="replace").decode()  # without half characters
+        return [], str(error).encode(errors="replace").decode()  # without unpaired surrogates
     except Exception as error:
         LOG.error("the grader of job %s failed", job.id, exc_info=error)
         return [], "the grader failed"
 
 
 class GraderBody(WireModel):
-    """A grader to validate; `pcg.graders` reads it."""
+    """A grader to validate; `pcg.graders` parses it."""
 
     grader: dict[str, Any]
 
 
 class RunBody(GraderBody):
-    """A grader with a sample to grade, and the row of data that it answers."""
+    """A grader with a sample to grade, and the sample's row of data."""
 
     model_sample: Annotated[str, Field(max_length=_MOST_SAMPLE)]
     item: Any = None
 
 
 class ValidGrader(BaseModel):
-    """A valid grader, as it was given."""
+    """A valid grader, unchanged."""
 
     grader: dict[str, Any]
 
 
 class GradeErrors(BaseModel):
-    """The reasons why there is no reward."""
+    """The reasons of a missing reward."""
 
     formula_parse_error: bool = False
     invalid_variable_error: bool = False
@@ -276,7 +276,7 @@ class GradeErrors(BaseModel):
 
 
 class GradeMetadata(BaseModel):
-    """The grader of a grade, its scores by name, and its failures."""
+    """The grader of a grade, its scores by name, and its errors."""
 
     name: str
     type: str
@@ -303,7 +303,7 @@ router = APIRouter(
 
 @router.post("/run", name="run_grader")
 async def run_sample(body: RunBody, service: ServiceDependency, caller: Trainer) -> GradeReply:
-    """Grade a sample; failures are in the metadata's errors."""
+    """Grade a sample; errors are in the metadata."""
     grader, host = await usable_grader(service, caller, body.grader)
     return _reply(await grader.grade(Sample(body.model_sample, body.item), host))
 
@@ -312,7 +312,7 @@ async def run_sample(body: RunBody, service: ServiceDependency, caller: Trainer)
 async def validate_grader(
     body: GraderBody, service: ServiceDependency, caller: Trainer
 ) -> ValidGrader:
-    """Return a grader, if it can be used here."""
+    """Check that the caller can use a grader, and return it."""
     await usable_grader(service, caller, body.grader)
     return ValidGrader(grader=body.grader)
 

@@ -1,7 +1,7 @@
 """The progress of a job in its rows, and its results: the file of its metrics, and the model.
 
-A step may run twice, before a crash and after it; its first event stays. The events that were not
-written before a crash are in the state of the checkpoint, from which `catch_up` writes them.
+A step may run twice, before and after a crash; only its first event is stored. Events that a crash
+prevented are restored by `catch_up` from the state in the checkpoint.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from pcg.serve.jobs.records import METRICS, SUCCEEDED, UNFINISHED, JobRecord
 from pcg.serve.store.tables import hold_folder, now
 
 KEPT_CHECKPOINTS = 3
-"""The checkpoints that stay, as at OpenAI."""
+"""Checkpoints kept per job, as in OpenAI's API."""
 _COLUMNS = ("step", "train_loss", "train_accuracy", "valid_loss", "valid_mean_token_accuracy")
 
 
@@ -41,7 +41,7 @@ class Changes:
 def add_step(
     connection: sqlite3.Connection, job: JobRecord, folder: JobFolder, news: JobStep
 ) -> Changes:
-    """Add a step of a job, and the checkpoint that was saved behind it."""
+    """Add a step of a job, and its checkpoint."""
     changes = Changes()
     row = records.find(connection, job.id)
     if row is None or row.status not in UNFINISHED:
@@ -54,11 +54,11 @@ def add_step(
 
 
 def catch_up(connection: sqlite3.Connection, job: JobRecord, folder: JobFolder) -> Changes:
-    """Add the steps of a job before a crash or a pause that have no event."""
+    """Add the steps before a crash or a pause that have no event."""
     changes, state = Changes(), folder.state()
     total = job.resolved["total_steps"]
     evaluated = dict(state.get("eval_losses", ()))
-    notes = state.get("position", {})  # of a job on preferences
+    notes = state.get("position", {})  # of a DPO job
     evaluated |= {step: values["loss"] for step, values in notes.get("evaluations", ())}
     history = notes.get("history", ())
     for step, loss in enumerate(state.get("losses", ()), start=1):
@@ -90,7 +90,7 @@ def _metrics_of(news: JobStep) -> dict[str, Any]:
 
 
 def checkpoint_name(model: str, step: int) -> str:
-    """Return the name by which a checkpoint of a job is served."""
+    """Return the model name of a job's checkpoint."""
     return f"{model}:ckpt-step-{step}"
 
 
@@ -129,16 +129,16 @@ def _add_checkpoint(
 
 
 def unnamed_checkpoints(connection: sqlite3.Connection, job: str, folder: JobFolder) -> list[str]:
-    """Return the names of folders of checkpoints that no row names, but for the last."""
+    """Return the folder names of checkpoints without a row, except the last checkpoint's."""
     named = {checkpoint.step for checkpoint in records.checkpoints(connection, job)}
     saved = folder.saved()
     return [path.name for step, path in saved.items() if step not in named and step != max(saved)]
 
 
 def table_of(metrics: Sequence[Mapping[str, Any]]) -> bytes:
-    """Return the metrics of a job as the CSV of its result file; the engine knows no accuracy.
+    """Return the metrics of a job as the CSV of its result file; accuracies are empty.
 
-    Further metrics of the job's method, such as rewards, have columns behind the losses.
+    Further metrics of the job's method, such as rewards, have columns after the losses.
     """
     names = dict.fromkeys(name for step in metrics for name in step)
     further = [name for name in names if "/" in name or name in (TRAIN_REWARD, VALID_REWARD)]
@@ -150,15 +150,15 @@ def table_of(metrics: Sequence[Mapping[str, Any]]) -> bytes:
 
 
 class _Over(Exception):
-    """The job was cancelled meanwhile: nothing of it is kept."""
+    """The job was cancelled: nothing of it is stored."""
 
 
 async def keep_results(
     files: Files, job: JobRecord, folder: JobFolder, tokens: int | None
 ) -> KeptModel | None:
-    """Keep the results of a job, all or nothing; return its model.
+    """Store the results of a job, all or nothing. Return its model.
 
-    None for a job that was cancelled meanwhile.
+    Return None if the job was cancelled.
     """
     store = files.store
     metrics = await files.read(lambda db: records.metrics(db, job.id))

@@ -1,7 +1,7 @@
-"""Rows of jobs, their events, checkpoints and permissions; and the bases that they were trained on.
+"""Rows of jobs, their events, checkpoints and permissions; and the bases of their models.
 
-A step has one event of each type, however often a job began again. An adapter of another base than
-the served one would answer nonsense, so a store refuses other weights.
+A step has one event of each type, however often a job was resumed. An adapter gives nonsense on
+another base, so a store with models refuses a server with other weights.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ ACTIVE = (QUEUED, RUNNING)
 UNFINISHED = (QUEUED, RUNNING, PAUSED)
 OVER = (SUCCEEDED, FAILED, CANCELLED)
 MESSAGE, METRICS, CHECKPOINT = "message", "metrics", "checkpoint"
-"""Types of events; those of checkpoints are messages for clients."""
+"""Types of events; clients see checkpoint events as messages."""
 _MOST_PERMISSIONS = 256
 """The most permissions of a model."""
 _WHOLE = "sha256:"
-"""The beginning of digests of all weights; an older pcg's were of samples, and tell nothing."""
+"""Prefix of digests of all weights; an older pcg digested samples, which identify no base."""
 
 
 @dataclass(frozen=True)
@@ -38,15 +38,15 @@ class JobRecord:
     """A job.
 
     Attributes:
-        model: the model that it trains on, as the client named it.
-        name: the name of the model that it makes.
+        model: the client's name of the model to start from.
+        name: name of the trained model.
         metadata: JSON of the client's pairs; None without any.
         config: JSON of the resolved configuration.
-        trained_tokens: tokens that went through the model; None until it succeeds.
-        result_file: the id of the file with its metrics, once it succeeded.
-        error: JSON of `code`, `message` and `param`, of a job that failed.
-        base: the digest of the weights that it trains on.
-        config_bytes: the size of its configuration, which counts in its tenant's quota.
+        trained_tokens: tokens processed; None until the job succeeds.
+        result_file: id of the file with the metrics; None until the job succeeds.
+        error: JSON of `code`, `message` and `param`, of a failed job.
+        base: digest of the base's weights.
+        config_bytes: size of the configuration, which counts in the tenant's quota.
     """
 
     id: str
@@ -87,7 +87,7 @@ class EventRecord:
 
 @dataclass(frozen=True)
 class CheckpointRecord:
-    """A checkpoint of a job that is served by its model's name; `metrics` is JSON."""
+    """A served checkpoint of a job; `model` is its model name, and `metrics` is JSON."""
 
     id: str
     job: str
@@ -120,7 +120,7 @@ PERMISSIONS = Table("checkpoint_permissions", PermissionRecord)
 
 
 def find(connection: sqlite3.Connection, id: str, tenant: str | None = None) -> JobRecord | None:
-    """Return a job, of one tenant or of any; None for an unknown id."""
+    """Return a job, of a tenant or of any; None for an unknown id."""
     return JOBS.find(connection, id=id, **({} if tenant is None else {"tenant": tenant}))
 
 
@@ -132,11 +132,11 @@ def listed(
     *,
     without_metadata: bool,
 ) -> list[JobRecord]:
-    """Return a page of a tenant's jobs, and one more where others follow.
+    """Return a page of a tenant's jobs, and a further job if more follow.
 
     Args:
-        metadata: pairs that a job has to have.
-        without_metadata: only those that have none.
+        metadata: pairs that a job must have.
+        without_metadata: list only jobs without metadata.
     """
     behind, values = page.condition()
     conditions = [behind, *(["metadata IS NULL"] if without_metadata else [])]
@@ -150,19 +150,19 @@ def listed(
 
 
 def of_status(connection: sqlite3.Connection, statuses: Sequence[str]) -> list[JobRecord]:
-    """Return all tenants' jobs of some statuses, the oldest first."""
+    """Return all tenants' jobs with any of the statuses, the oldest first."""
     return JOBS.select(connection, among(statuses), statuses, "ORDER BY id")
 
 
 def among(statuses: Sequence[str]) -> str:
-    """Return the condition of rows of some statuses."""
+    """Return the condition of rows with any of the statuses."""
     return f"status IN ({', '.join('?' for _ in statuses)})"
 
 
 def change(
     connection: sqlite3.Connection, id: str, before: Sequence[str], **columns: str | int | None
 ) -> JobRecord | None:
-    """Change a job that has one of some statuses; return it, or None if it has another."""
+    """Change a job that has any of the statuses `before`; return the job, or None if it has not."""
     changed = JOBS.change(connection, columns, among(before), before, id=id)
     return find(connection, id) if changed else None
 
@@ -182,7 +182,7 @@ def add_event(
     step: int | None = None,
     level: str = "info",
 ) -> bool:
-    """Add an event; return False if its step has one of the type already."""
+    """Add an event; return False if the step already has an event of the type."""
     text = None if data is None else json.dumps(data)
     inserted = connection.execute(
         "INSERT OR IGNORE INTO job_events (id, job, created_s, level, type, message, data, step) "
@@ -201,7 +201,7 @@ def metrics(connection: sqlite3.Connection, job: str) -> list[dict[str, Any]]:
 def add_checkpoint(
     connection: sqlite3.Connection, job: str, step: int, model: str, values: Mapping[str, Any]
 ) -> bool:
-    """Add a checkpoint with its metrics, and its event; return False if it is known already."""
+    """Add a checkpoint with its metrics, and its event; return False if it exists."""
     message = f"Checkpoint created at step {step}"
     if not add_event(connection, job, CHECKPOINT, message, {"step": step}, step=step):
         return False
@@ -215,7 +215,7 @@ def add_checkpoint(
 def checkpoints(
     connection: sqlite3.Connection, job: str, page: Page | None = None
 ) -> list[CheckpointRecord]:
-    """Return a page of a job's checkpoints, or all, that of the last step first."""
+    """Return a page of a job's checkpoints, or all, the last step first."""
     condition, values, end = "1", list[str](), ""
     if page is not None:
         end = f"LIMIT {page.limit + 1}"
@@ -228,7 +228,7 @@ def checkpoints(
 def permit(
     connection: sqlite3.Connection, permissions: Sequence[PermissionRecord]
 ) -> list[PermissionRecord]:
-    """Add permissions of one model; return them, with the older rows of those that existed.
+    """Add permissions of a model; return them, with the existing rows of repeated permissions.
 
     ApiError: the model would have too many.
     """
@@ -250,11 +250,10 @@ def permit(
 
 
 def check_base(store: Store, facts: ModelFacts) -> None:
-    """Note the served base, on which jobs will train.
+    """Record the served base, on which jobs will train.
 
     Raises:
-        ServeError: the store has models, unfinished jobs, or models and checkpoints of Tinker's
-            protocol, of another base.
+        ServeError: the store has models, unfinished jobs or Tinker checkpoints of another base.
     """
     digest = facts.base_digest
 
@@ -277,7 +276,7 @@ def check_base(store: Store, facts: ModelFacts) -> None:
 
 
 def _base_of_jobs(connection: sqlite3.Connection, digest: str) -> tuple[str, int] | None:
-    """Return another base of models and unfinished jobs, and their number; None without."""
+    """Return the name of another base of models and unfinished jobs, and their number, or None."""
     row: tuple[str, int] | None = connection.execute(
         "SELECT bases.name, COUNT(*) FROM (SELECT base FROM models UNION ALL "
         f"SELECT base FROM jobs WHERE {among(UNFINISHED)}) AS used "
@@ -289,9 +288,9 @@ def _base_of_jobs(connection: sqlite3.Connection, digest: str) -> tuple[str, int
 
 
 def _base_of_tinker(connection: sqlite3.Connection, digest: str) -> tuple[str, int] | None:
-    """Return another base of the objects of Tinker's clients, and their number; None without.
+    """Return the name of another base of Tinker's objects, and their number, or None.
 
-    They all have one base, the last that was served, as a server refuses to start with another.
+    All of Tinker's objects have the last served base, as a server refuses another base.
     """
     last = connection.execute(
         "SELECT digest, name FROM bases ORDER BY rowid DESC LIMIT 1"

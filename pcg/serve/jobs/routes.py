@@ -1,4 +1,4 @@
-"""/v1/fine_tuning: OpenAI's jobs, which the serving engine runs, their reports and permissions."""
+"""/v1/fine_tuning: OpenAI's fine-tuning jobs, their reports and permissions."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ After = Annotated[str | None, Query(max_length=128)]
 Limit = Annotated[int, Query(ge=1, le=100)]
 
 _MOST_JOBS = 64
-"""The most jobs of a tenant that are not over."""
+"""The most unfinished jobs of a tenant."""
 _MOST_PAIRS = 16
 _METADATA = re.compile(r"metadata\[(.{1,64})\]", re.DOTALL)
 
@@ -75,7 +75,7 @@ class JobError(BaseModel):
 
 
 class Resolved(BaseModel):
-    """Hyperparameters, none of which is `auto` any more; others are of methods."""
+    """Resolved hyperparameters, without `auto`; extra fields are those of the method."""
 
     model_config = ConfigDict(extra="allow")
 
@@ -91,7 +91,7 @@ class ResolvedOptions(BaseModel):
 
 
 class ResolvedReinforcement(ResolvedOptions):
-    """The method's resolved options."""
+    """The method's resolved options, with the grader."""
 
     grader: dict[str, Any]
 
@@ -106,7 +106,7 @@ class ResolvedMethod(BaseModel):
 
 
 class Job(BaseModel):
-    """A job. `pcg` has its whole configuration, as it was resolved."""
+    """A job. `pcg` has the whole resolved configuration."""
 
     id: str
     object: Literal["fine_tuning.job"] = "fine_tuning.job"
@@ -131,7 +131,7 @@ class Job(BaseModel):
 
 
 class DeletedJob(BaseModel):
-    """A job that is kept no more."""
+    """A deleted job."""
 
     id: str
     object: Literal["fine_tuning.job"] = "fine_tuning.job"
@@ -156,7 +156,7 @@ class Event(BaseModel):
 
 
 class Checkpoint(BaseModel):
-    """A checkpoint of a job, which answers to the name of its model."""
+    """A checkpoint of a job, served under the name of its model."""
 
     model_config = ConfigDict(from_attributes=True)
 
@@ -190,7 +190,7 @@ class CheckpointPermission(BaseModel):
 
 
 class DeletedPermission(BaseModel):
-    """A permission that is no more."""
+    """A deleted permission."""
 
     id: str
     object: Literal["checkpoint.permission"] = "checkpoint.permission"
@@ -201,7 +201,7 @@ class DeletedPermission(BaseModel):
 async def create_job(
     body: JobBody, service: ServiceDependency, caller: Trainer, files: FilesPart, runner: Runner
 ) -> Job:
-    """Make a job of a file, which is checked line by line; `auto` settings are resolved."""
+    """Create a job; check its files line by line, and resolve `auto` settings."""
     method, options = body.method_options()
     if (why := service.client.facts.no_jobs) is not None:
         raise ApiError(400, f"This server runs no jobs. {why}.", code="unsupported")
@@ -222,7 +222,7 @@ async def create_job(
             await service.beside(caller, folder.make, contents, training.digest, digest, start)
         except StoreDamagedError:
             for file in data:
-                await files.find(caller.tenant, file.id)  # or it was deleted meanwhile
+                await files.find(caller.tenant, file.id)  # raises a 404 if a file was deleted
             raise
         path = folder.training
         examples = await service.beside(caller, count_rows, path, "training_file", method)
@@ -258,7 +258,7 @@ async def create_job(
         )
         held = [(file.digest, file.size_bytes) for file in data]
         return _job(await runner.create(record, _MOST_JOBS, held))
-    except Exception:  # if the task was cancelled, the job may exist
+    except Exception:  # not on cancellation: the job may exist
         folder.remove()
         raise
 
@@ -272,7 +272,7 @@ async def list_jobs(
     limit: Limit = 20,
     metadata: Annotated[str | None, Query(max_length=8)] = None,
 ) -> ListPage[Job]:
-    """List the tenant's jobs, the newest first; `metadata[k]=v`, or `metadata=null`, picks some."""
+    """List the tenant's jobs, newest first; filter by `metadata[k]=v` or `metadata=null`."""
     if metadata not in (None, "null"):
         raise ApiError(400, "Use metadata[KEY]=VALUE, or metadata=null.", param="metadata")
     pairs = {}
@@ -312,7 +312,7 @@ async def get_job(job: OwnJob) -> Job:
 
 @router.delete("/jobs/{job_id}")
 async def delete_job(job: OwnJob, runner: Runner) -> DeletedJob:
-    """Remove a job that is over, with its events and checkpoints' rows; its models stay."""
+    """Delete a finished job, with its events and checkpoint rows; its models stay."""
     await runner.remove(job)
     return DeletedJob(id=job.id)
 
@@ -325,7 +325,7 @@ async def cancel_job(job: OwnJob, runner: Runner) -> Job:
 
 @router.post("/jobs/{job_id}/pause")
 async def pause_job(job: OwnJob, runner: Runner) -> Job:
-    """Pause a job behind its step, with a checkpoint."""
+    """Pause a job after its step, with a checkpoint."""
     return _job(await runner.pause(job))
 
 
@@ -350,7 +350,7 @@ async def list_events(
 async def list_checkpoints(
     job: OwnJob, files: FilesPart, after: After = None, limit: Limit = 10
 ) -> ListPage[Checkpoint]:
-    """List the checkpoints of a job, the newest first; each answers to its model's name."""
+    """List the checkpoints of a job, the newest first; each is served under its model's name."""
     page = Page(after, limit)
     rows = await files.read(lambda db: records.checkpoints(db, job.id, page))
     return page.shown(rows, Checkpoint)
@@ -364,25 +364,25 @@ async def list_checkpoints(
 async def job_report(
     job: OwnJob, service: ServiceDependency, caller: Trainer, files: FilesPart
 ) -> HTMLResponse:
-    """Return the page of a job: its curves, and its configuration as it was resolved."""
+    """Return the page of a job: its curves, and its resolved configuration."""
     page = await service.beside(caller, _report, job, folder_of(files.store, job.id))
     return HTMLResponse(page, headers=page_headers(page))
 
 
 def _report(job: JobRecord, folder: JobFolder) -> str:
-    """Return a job's page, without names of the server's folders.
+    """Return a job's page, without the server's paths.
 
     Raises:
-        ApiError: the job has not begun, or has too many steps for a page.
+        ApiError: the job has not started, or has too many steps for a page.
     """
     if not has_run(folder.record):
-        raise ApiError(404, "The job has no report yet: it has not begun.", param="id")
+        raise ApiError(404, "The job has no report yet: it has not started.", param="id")
     try:
         if (folder.record / METRICS).stat().st_size > MOST_BYTES:
             said = "The job has too many steps for a page; list its events."
             raise ApiError(400, said, param="id")
         run, resolved = read_run(folder.record), job.resolved
-    except FileNotFoundError:  # the job was deleted meanwhile
+    except FileNotFoundError:  # the job was deleted
         raise missing("FineTuningJob", job.id) from None
     error = None if job.error is None else str(json.loads(job.error)["message"])
     config = {
@@ -400,20 +400,20 @@ async def _start(service: Service, files: Files, caller: Caller, model: str) -> 
     """Return the folder of the model that a job continues; None for the base.
 
     Raises:
-        ApiError: the caller has no such model, or no job made it.
+        ApiError: the caller has no such model, or it is not from a job.
     """
     catalog = service.part(Catalog)
     if model in catalog.names:
         return None
     kept = catalog.kept
     assert kept is not None
-    if kept.has(caller.tenant, model):  # and not a model that another tenant shares
+    if kept.has(caller.tenant, model):  # excludes models that other tenants share
         return files.store.folder / kept.of(caller.tenant)[model].folder
     await catalog.find(caller, model)
     raise ApiError(
         400,
-        "Fine-tuning goes on from the base, or from a model or a checkpoint that one of your jobs "
-        f"made; use `{catalog.names[0]}` or such a model.",
+        "Fine-tuning starts from the base, or from a model or a checkpoint of one of your jobs; "
+        f"use `{catalog.names[0]}` or such a model.",
         param="model",
         code=UNSUPPORTED,
     )
@@ -431,11 +431,11 @@ async def _file(files: Files, caller: Caller, id: str, param: str) -> FileRecord
 
 
 def _check_width(service: Service, completions: int) -> None:
-    """Raise an ApiError for a prompt with more completions than a tenant may have waiting."""
+    """Raise an ApiError for more completions of a prompt than a tenant may have waiting."""
     most = service.options.queue_of(service.keys.tenants)
     if completions > most:
-        said = f"compute_multiplier makes {completions} completions of a prompt; this server takes"
-        raise ApiError(400, f"{said} {most} of a tenant: use less.", param="compute_multiplier")
+        said = f"compute_multiplier needs {completions} completions of a prompt; a tenant may have"
+        raise ApiError(400, f"{said} {most}: use less.", param="compute_multiplier")
 
 
 def _name(service: Service, caller: Caller, suffix: str | None) -> str:
@@ -445,7 +445,7 @@ def _name(service: Service, caller: Caller, suffix: str | None) -> str:
     try:
         engine_name(caller.tenant, checkpoint_name(name, MOST_STEPS))
     except AdapterError as error:
-        raise ApiError(400, f"The model would have no name: {error}", param="suffix") from None
+        raise ApiError(400, f"The model's name is invalid: {error}", param="suffix") from None
     return name
 
 
@@ -517,7 +517,7 @@ async def list_permissions(
 async def delete_permission(
     model: str, permission_id: str, caller: Admin, files: FilesPart, kept: Kept
 ) -> DeletedPermission:
-    """Withdraw a permission; running requests end on the model."""
+    """Withdraw a permission; running requests finish."""
     rows = await files.write(
         lambda db: PERMISSIONS.delete(db, tenant=caller.tenant, model=model, id=permission_id)
     )

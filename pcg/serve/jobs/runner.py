@@ -1,7 +1,7 @@
-"""The runner of jobs: queued jobs begin on the engine, and their news is kept.
+"""The runner of jobs: it starts queued jobs on the engine and stores their progress.
 
-A job's state is only in the store; the engine's process has the running ones. So a job is paused by
-interrupting it with a checkpoint, and continues, after a pause or a crash, from its last one.
+A job's state is only in the store; the engine's process has the running jobs. So a job is paused by
+an interruption with a checkpoint, and resumes, after a pause or a crash, from its last checkpoint.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ from pcg.serve.store.tables import held_data, hold_data, hold_folder, now
 
 
 def order_of(job: JobRecord, folder: JobFolder) -> JobOrder:
-    """Return the order of a job."""
+    """Return the engine's order of a job."""
     resolved = job.resolved
     method, options = resolved.get("method", SUPERVISED), {**resolved["options"]}
     options["record"] = str(folder.record)
@@ -102,7 +102,7 @@ _CODES = {
 
 
 def failure_of(end: JobEnd, folder: JobFolder) -> str:
-    """Return the error of a failed job as JSON, without names of the server's folders."""
+    """Return the error of a failed job as JSON, without the server's paths."""
     code, param = _CODES.get(end.kind or "", ("job_failed", None))
     text = folder.without_paths(end.text or "The job failed.")
     if param is not None and text.startswith(folder.validation.name):
@@ -116,7 +116,7 @@ def _error(code: str, message: str, param: str | None = None) -> str:
 
 Result = TypeVar("Result")
 _AGAIN_S = 5.0
-"""Time after which it is tried again to keep something on a full disk, seconds."""
+"""Time between two attempts to write to a full disk, seconds."""
 
 
 class JobRunner:
@@ -164,29 +164,29 @@ class JobRunner:
         self._tasks.discard(task)
         error = None if task.cancelled() else task.exception()
         if error is not None:
-            LOG.error("a job's progress cannot be kept", exc_info=error)
+            LOG.error("a job's progress cannot be stored", exc_info=error)
 
     def folder(self, job: JobRecord) -> JobFolder:
         return folder_of(self.files.store, job.id)
 
     async def _recover(self, folders: Sequence[Path]) -> None:
-        """Add the steps before the server ended, and queue the unfinished jobs.
+        """Add the steps from before the server's end, and queue the unfinished jobs.
 
         Args:
-            folders: those of jobs before there was a request, which may make others meanwhile.
+            folders: folders of jobs from before the first request, which may create others.
         """
         await clean_folders(self.files, folders, self._keep_days)
         for job in await self.files.read(lambda db: records.of_status(db, UNFINISHED)):
             try:
                 await self._catch_up(job)
-            except Exception as error:  # others go on, whatever became of its folder
+            except Exception as error:  # a damaged folder must not stop the other jobs
                 LOG.error("job %s: its progress cannot be read", job.id, exc_info=error)
             if job.status != PAUSED:
                 self._queued[job.id] = job
         self._fill()
 
     async def _catch_up(self, job: JobRecord) -> None:
-        """Add a job's steps before the server ended, and remove checkpoints without a row."""
+        """Add a job's steps from before the server's end, and remove checkpoints without a row."""
         folder = self.folder(job)
         changes = await self._write(job, partial(catch_up, job=job, folder=folder))
         await self._apply(job, changes)
@@ -195,22 +195,22 @@ class JobRunner:
         await asyncio.to_thread(self.files.store.discard, paths)
 
     async def _write(self, job: JobRecord, act: Callable[[sqlite3.Connection], Result]) -> Result:
-        """Run a write of a job, and repeat it until there is room."""
+        """Run a job's write, and repeat it until there is room."""
         while True:
             try:
                 return await self.files.write(act)
             except StoreFullError as error:
-                LOG.error("job %s waits to go on: %s", job.id, error)
+                LOG.error("job %s waits for room on the disk: %s", job.id, error)
                 await asyncio.sleep(_AGAIN_S)
 
     async def create(self, job: JobRecord, most: int, data: Sequence[tuple[str, int]]) -> JobRecord:
-        """Keep a job with an existing folder, and queue it.
+        """Store and queue a job whose folder exists.
 
         Args:
-            most: the most jobs of a tenant that are not over.
-            data: the digests and bytes of the files that it has.
+            most: the most unfinished jobs of a tenant.
+            data: digests and sizes of the job's files.
         Raises:
-            ApiError: it has as many, or keeps too much.
+            ApiError: the tenant has too many jobs, or stores too much.
         """
 
         def act(connection: sqlite3.Connection) -> None:
@@ -221,8 +221,7 @@ class JobRunner:
             if count >= most:
                 raise ApiError(
                     429,
-                    f"You have {count} jobs that are not over, and may have {most}: wait, or "
-                    "cancel some.",
+                    f"You have {count} unfinished jobs, and may have {most}: wait, or cancel some.",
                     code="too_many_jobs",
                     headers={"x-should-retry": "false"},
                 )
@@ -242,7 +241,7 @@ class JobRunner:
         return job
 
     async def cancel(self, job: JobRecord) -> JobRecord:
-        """Cancel a job. ApiError: it is over."""
+        """Cancel a job. ApiError: it is finished."""
         message = "The job was cancelled"
         changed = await self._change(job, UNFINISHED, CANCELLED, message, finished_s=now())
         self._queued.pop(job.id, None)
@@ -253,11 +252,11 @@ class JobRunner:
         return changed
 
     async def pause(self, job: JobRecord) -> JobRecord:
-        """Pause a job after its step. ApiError: it does not run now, or has ended."""
+        """Pause a job after its step. ApiError: it is not active."""
         if job.id not in self._running:
             changed = await self._change(job, ACTIVE, PAUSED, "The job was paused")
             self._queued.pop(job.id, None)
-            if job.id in self._running:  # it began meanwhile
+            if job.id in self._running:  # it started during the await
                 await self._end_on_engine(job, interrupts=True)
             return changed
         if job.status not in ACTIVE:
@@ -277,12 +276,12 @@ class JobRunner:
         return changed
 
     async def remove(self, job: JobRecord) -> None:
-        """Remove a job that is over; its models stay. ApiError: it is not over."""
+        """Remove a finished job; its models stay. ApiError: it is not finished."""
         await self.files.write(partial(remove_job, job=job), may_use_reserve=True)
         await tidy_job(self.files, job, self.folder(job))
 
     async def model_gone(self, tenant: str, folder: Path) -> None:
-        """Remove the folder of a dropped model, unless its job may continue from it."""
+        """Remove the folder of a dropped model, unless its job may resume from it."""
         id = folder.relative_to(self.files.store.folder).parts[1]
         job = await self.files.read(lambda db: records.find(db, id))
         of_job = folder_of(self.files.store, id)
@@ -307,7 +306,7 @@ class JobRunner:
             records.say(connection, job.id, message)
             return changed
 
-        may_use_reserve = status == CANCELLED  # which ends in a deletion
+        may_use_reserve = status == CANCELLED  # a cancellation leads to deletions
         return await self.files.write(act, may_use_reserve=may_use_reserve)
 
     async def _end_on_engine(self, job: JobRecord, *, interrupts: bool) -> None:
@@ -315,9 +314,9 @@ class JobRunner:
         await asyncio.wrap_future(self._client.call(EndJob(name, interrupts)))
 
     def _fill(self) -> None:
-        """Begin queued jobs while there are places.
+        """Start queued jobs while there are free places.
 
-        The tenant with the fewest running jobs is first, then the one served longest ago.
+        The tenant with the fewest running jobs is first, then the tenant served longest ago.
         """
         takes_more = self._client.health().state is EngineState.RUNNING
         while takes_more and len(self._running) < self._most:
@@ -335,7 +334,7 @@ class JobRunner:
     async def _run(self, job: JobRecord) -> None:
         try:
             await self._order(job)
-        except EngineError:  # it goes on when the server is started again
+        except EngineError:  # the job resumes after the server's restart
             self._running.pop(job.id, None)
             self._end_pause(job)
         except Exception as error:
@@ -343,25 +342,25 @@ class JobRunner:
             if isinstance(error, PcgError):
                 kind, text = type(error).__name__, str(error)
             else:
-                LOG.error("job %s cannot begin", job.id, exc_info=error)
+                LOG.error("job %s cannot start", job.id, exc_info=error)
             await self._settle(job, JobEnd("failed", is_final=True, kind=kind, text=text))
 
     async def _order(self, job: JobRecord) -> None:
-        """Have the engine begin a job, unless it was changed meanwhile."""
+        """Start a job on the engine, unless it was paused or cancelled."""
         folder = self.folder(job)
         order = order_of(job, folder)
         digests = await self.files.read(partial(held_data, job=job.id))
         if digests:
             await asyncio.to_thread(folder.check_data, digests)
         step, damage = await asyncio.to_thread(folder.last_good)
-        begun = f"Fine-tuning job goes on behind step {step}" if step else "Fine-tuning job started"
+        begun = f"Fine-tuning job resumed after step {step}" if step else "Fine-tuning job started"
         if damage:
             LOG.error("job %s: %s", job.id, damage)
             begun += f"; {damage}"
 
         def act(connection: sqlite3.Connection) -> bool:
             if records.change(connection, job.id, ACTIVE, status=RUNNING) is None:
-                return False  # paused or cancelled meanwhile
+                return False  # paused or cancelled
             records.say(connection, job.id, begun)
             return True
 
@@ -372,18 +371,18 @@ class JobRunner:
         tell = partial(self._tell, asyncio.get_running_loop(), job)
         await asyncio.wrap_future(self._client.call(StartJob(order), tell))
         row = await self.files.read(lambda db: records.find(db, job.id))
-        changed = row is not None and row.status not in ACTIVE  # before it began
+        changed = row is not None and row.status not in ACTIVE  # during the start
         if job.id in self._pauses or changed:
             interrupts = row is None or row.status in (*ACTIVE, PAUSED)
             await self._end_on_engine(job, interrupts=interrupts)
 
     def _tell(self, loop: asyncio.AbstractEventLoop, job: JobRecord, news: JobNews) -> None:
-        """Take news on the event loop; later news is in the job's checkpoint."""
-        with suppress(RuntimeError):  # it is closed
+        """Pass an event to the event loop; after its end, the job's checkpoint has the news."""
+        with suppress(RuntimeError):  # the loop is closed
             loop.call_soon_threadsafe(self._take, job, news)
 
     def _take(self, job: JobRecord, news: JobNews) -> None:
-        """Keep the news of a job in their order, even if a full disk delays them."""
+        """Handle the events of a job in order, even if a full disk delays them."""
         if isinstance(news, JobStep):
             self._do(self._stepped(job, news))
         elif isinstance(news, JobSamples):
@@ -428,7 +427,7 @@ class JobRunner:
             await self._loader.unload(engine_name(tenant, name))
 
     def _leave(self, job: JobRecord) -> None:
-        """Note that the engine does not run a job any more, and stop grading it."""
+        """Forget a job that the engine no longer runs, and stop grading it."""
         self._running.pop(job.id, None)
         self._end_pause(job)
         self._locks.pop(job.id, None)
@@ -441,7 +440,7 @@ class JobRunner:
             pause.set_result(None)
 
     async def _settle(self, job: JobRecord, end: JobEnd) -> None:
-        """Keep the end of a job, once there is room, and begin others."""
+        """Store the end of a job when there is room, and start queued jobs."""
         async with self._turn(job):
             await self._keep_end(job, end)
         self._leave(job)
@@ -458,19 +457,19 @@ class JobRunner:
                 await tidy_job(self.files, job, self.folder(job))
                 break
             except StoreFullError as error:
-                LOG.error("the end of job %s waits to be kept: %s", job.id, error)
+                LOG.error("the end of job %s waits to be stored: %s", job.id, error)
                 await asyncio.sleep(_AGAIN_S)
-            except Exception as error:  # the next start goes on with it; its place is free
-                LOG.error("the end of job %s cannot be kept", job.id, exc_info=error)
+            except Exception as error:  # the next start resumes the job; free its place now
+                LOG.error("the end of job %s cannot be stored", job.id, exc_info=error)
                 break
 
     async def _paused(self, job: JobRecord) -> None:
-        """Keep that a job is paused, with the checkpoint behind its step."""
+        """Store that a job is paused, with its last checkpoint."""
         folder = self.folder(job)
         await self._apply(job, await self.files.write(partial(catch_up, job=job, folder=folder)))
         step = max(folder.saved(), default=0)
-        with suppress(ApiError):  # it was cancelled meanwhile
-            await self._change(job, ACTIVE, PAUSED, f"The job was paused behind step {step}")
+        with suppress(ApiError):  # the job was cancelled
+            await self._change(job, ACTIVE, PAUSED, f"The job was paused after step {step}")
 
     async def _fail(self, job: JobRecord, error: str) -> None:
         def act(connection: sqlite3.Connection) -> None:
@@ -488,5 +487,5 @@ class JobRunner:
         model = await keep_results(self.files, job, folder, end.tokens)
         if model is not None:
             self._kept.put(model)
-        else:  # cancelled meanwhile
+        else:  # the job was cancelled
             await self._unload(job.tenant, job.name)

@@ -1,4 +1,4 @@
-"""Settings of jobs: bodies, and the configuration that `auto` and absent fields resolve to."""
+"""Request bodies of jobs, and the resolution of `auto` and missing settings."""
 
 from __future__ import annotations
 
@@ -32,16 +32,16 @@ MOST_STEPS = 1_000_000
 """The most steps of a job."""
 
 _RATES = {SUPERVISED: 2e-4, DPO: DPO_RATE, REINFORCEMENT: 2e-5}
-"""Learning rates of a multiplier of 1: QLoRA, table 9; with rewards adapters take 1e-5 to 1e-4
+"""Learning rates at a multiplier of 1: QLoRA, table 9; for rewards, from the range 1e-5 to 1e-4
 (docs/finetuning.md)."""
 _EPOCHS, _LEAST_EXAMPLES, _MOST_EXAMPLES, _MOST_EPOCHS = 3, 100, 25_000, 25
-"""Epochs by default, fewer or more where the examples are very many or few.
+"""Default number of epochs, and the bounds beyond which it is reduced or raised.
 
 Source: OpenAI's cookbook, "Data preparation and analysis for chat model fine-tuning".
 """
 _BATCH_SHARE, _MOST_BATCH = 0.002, 16
 _GENERATIONS, _MOST_GENERATIONS = 8, 64
-"""Completions of a prompt with a compute_multiplier of 1, TRL's number, and at most."""
+"""Completions of a prompt at a compute_multiplier of 1, as in TRL, and their maximum."""
 _PROMPTS_OF_STEP = 8
 _MOST_COMPLETIONS = 4096
 _COMPLETION_TOKENS = 256
@@ -49,11 +49,11 @@ _MOST_PROMPTS, _MOST_ROW_BYTES = 2**16, 2**16
 _NO_BOUND = 2**20
 _NAME = re.compile(r"[A-Za-z0-9_.-]{1,128}")
 _MOST_NUMBER = 1024
-"""The greatest number of a PEFT configuration, such as a rank: it takes the server's memory."""
+"""The greatest number in a PEFT configuration, such as a rank, as it needs the server's memory."""
 
 
 class Hyperparameters(WireModel):
-    """OpenAI's hyperparameters; `auto` and absent ones are resolved."""
+    """OpenAI's hyperparameters; `auto` and missing values are resolved."""
 
     n_epochs: Annotated[int, Field(ge=1, le=1000)] | Auto = "auto"
     batch_size: Annotated[int, Field(ge=1, le=1024)] | Auto = "auto"
@@ -95,7 +95,7 @@ class Reinforcement(WireModel):
 
 
 class Method(WireModel):
-    """The method of a job; the options are those of its type."""
+    """The training method of a job, with the options of its type."""
 
     type: Annotated[str, Field(max_length=64)]
     supervised: Supervised | None = None
@@ -104,11 +104,12 @@ class Method(WireModel):
 
 
 class PcgSettings(WireModel):
-    """Settings of our own.
+    """Settings beyond OpenAI's API.
 
     `peft` has the fields of peft's adapter_config.json, such as peft_type, r and target_modules.
-    `learning_rate` is absolute, in place of the multiplier. `save_every` counts steps between
-    checkpoints, by default those of an epoch. `max_completion_length` is only of reinforcement.
+    `learning_rate` is absolute and replaces the multiplier. `save_every` is the number of steps
+    between checkpoints, by default those of an epoch. `max_completion_length` is only for
+    reinforcement.
     """
 
     peft: dict[str, Any] | None = None
@@ -133,7 +134,7 @@ Metadata = dict[
 
 
 class JobBody(WireModel):
-    """A job to make. `pcg` has settings of our own; `integrations` have to be none."""
+    """A job to create. `pcg` has settings beyond OpenAI's API; `integrations` must be empty."""
 
     model: Annotated[str, Field(max_length=512)]
     training_file: Annotated[str, Field(max_length=128)]
@@ -147,10 +148,10 @@ class JobBody(WireModel):
     pcg: PcgSettings | None = None
 
     def method_options(self) -> tuple[str, Hyperparameters | Reinforcement]:
-        """Return the method, and its options, which are in one of two places.
+        """Return the method and its options, which may be in either of two places.
 
         Raises:
-            ApiError: they are in both, or the method is unknown.
+            ApiError: both places have options, or the method is unknown.
         """
         method = self.method or Method(type=SUPERVISED)
         if method.type not in METHODS:
@@ -182,10 +183,10 @@ class JobBody(WireModel):
 
 
 def count_rows(path: Path, param: str, method: str) -> int:
-    """Count the rows of a file of data, each of which is checked for a method.
+    """Check each row of a data file for a method, and count the rows.
 
     Raises:
-        ApiError: a line is invalid; which, and why.
+        ApiError: a line is invalid; the message names the line and the reason.
     """
     check: Callable[[Any, str], object] = {DPO: parse_pair, REINFORCEMENT: _check_prompt}.get(
         method, _Examples().check
@@ -206,7 +207,7 @@ def count_rows(path: Path, param: str, method: str) -> int:
 
 
 class _Examples:
-    """Rows of examples, all of the first one's format."""
+    """Checks rows of examples, which must all have the first row's format."""
 
     def __init__(self) -> None:
         self._format: Any = None
@@ -221,9 +222,9 @@ def _check_prompt(row: Any, where: str) -> None:
         raise DataError(f"{where}: use an object with 'messages' or 'prompt'")
     try:
         size = len(json.dumps(row))
-        msgspec.msgpack.encode(row)  # as the engine has it graded
+        msgspec.msgpack.encode(row)  # rows are sent to the engine and back for grading
     except UnicodeEncodeError:
-        raise DataError(f"{where} has a text with half a character; write all of it") from None
+        raise DataError(f"{where} has a text with an unpaired surrogate; repair it") from None
     except OverflowError:
         said = "an integer of more than 64 bits; write it as a text"
         raise DataError(f"{where} has {said}") from None
@@ -235,29 +236,29 @@ def _check_prompt(row: Any, where: str) -> None:
         raise DataError(f"{where}: give 'messages' or 'prompt', and not both")
     for name in ("tools", "functions"):
         if row.get(name):
-            raise DataError(f"{where} has {name!r}, which rollouts do not have; leave it out")
+            raise DataError(f"{where} has {name!r}, which rollouts do not support; leave it out")
     if "prompt" in row:
         if not isinstance(row["prompt"], str) or not row["prompt"]:
-            raise DataError(f"{where}: 'prompt' has to be a text")
+            raise DataError(f"{where}: 'prompt' must be a text")
         return
     messages = check_messages(row["messages"], "'messages'", where)
     if messages[-1]["role"] not in ("user", "tool"):
-        raise DataError(f"{where}: the last message is the assistant's to answer; end in a user's")
+        raise DataError(f"{where}: the last message must be of the role 'user' or 'tool'")
 
 
 def resolve(
     hyper: Hyperparameters, settings: PcgSettings, examples: int, method: str, start: str | None
 ) -> dict[str, Any]:
-    """Return the resolved configuration of a job on examples or preferences.
+    """Return the resolved configuration of a supervised or DPO job.
 
     Args:
-        examples: rows of the training data.
+        examples: number of rows of the training data.
         method: supervised, or dpo.
         start: the model that the job continues; None for the base.
     Raises:
         ApiError: a value is invalid.
     """
-    settings.refuse(("max_completion_length",), "of the method 'reinforcement' alone")
+    settings.refuse(("max_completion_length",), "only for the method 'reinforcement'")
     epochs = _epochs(examples) if hyper.n_epochs == "auto" else hyper.n_epochs
     batch = max(1, min(_MOST_BATCH, round(_BATCH_SHARE * examples)))
     if hyper.batch_size != "auto":
@@ -316,18 +317,18 @@ def resolve_reinforcement(
     most_tokens: int | None,
     start: str | None,
 ) -> dict[str, Any]:
-    """Return the resolved configuration of a job on rewards.
+    """Return the resolved configuration of a reinforcement job.
 
     Args:
-        examples: rows of the training data.
-        tests: rows of the validation data.
-        most_tokens: the most tokens of a prompt and its completion; None for no bound.
+        examples: number of rows of the training data.
+        tests: number of rows of the validation data.
+        most_tokens: the most tokens of a prompt and its completion; None without a limit.
         start: the model that the job continues; None for the base.
     Raises:
         ApiError: a value is invalid.
     """
     hyper = method.hyperparameters or ReinforcementHyperparameters()
-    settings.refuse(("max_seq_len", "warmup_ratio"), "not of the method 'reinforcement'")
+    settings.refuse(("max_seq_len", "warmup_ratio"), "not for the method 'reinforcement'")
     epochs = 1 if hyper.n_epochs == "auto" else hyper.n_epochs
     batch = min(_PROMPTS_OF_STEP if hyper.batch_size == "auto" else hyper.batch_size, examples)
     compute = 1.0 if hyper.compute_multiplier == "auto" else hyper.compute_multiplier
@@ -409,7 +410,7 @@ def resolve_reinforcement(
 
 
 def _rate(hyper: Hyperparameters, settings: PcgSettings, unit: float) -> tuple[float, float]:
-    """Return the learning rate, and its multiple of `unit`. ApiError: both are given."""
+    """Return the learning rate, and its multiple of `unit`. ApiError: both are set."""
     multiplier = hyper.learning_rate_multiplier
     if settings.learning_rate is None:
         multiple = 1.0 if multiplier == "auto" else multiplier
@@ -432,15 +433,15 @@ def _epochs(examples: int) -> int:
 
 
 def checked_peft(config: dict[str, Any] | None, start: str | None) -> dict[str, Any]:
-    """Return a PEFT configuration.
+    """Return a checked PEFT configuration, or the default.
 
     Args:
         start: the model that the job continues; None for the base.
     Raises:
-        ApiError: it is invalid, takes too much, or the job continues a model.
+        ApiError: it is invalid or too large, or the job continues a model.
     """
     if start is not None and config is not None:
-        said = f"pcg.peft: the job goes on from {start}, which has a recipe; leave peft out."
+        said = f"pcg.peft: the job continues {start}, which has a recipe; leave peft out."
         raise ApiError(400, said, param="pcg.peft")
     peft = DEFAULT_PEFT if config is None else config
     _check_plain(peft, "pcg.peft")
@@ -452,7 +453,7 @@ def checked_peft(config: dict[str, Any] | None, start: str | None) -> dict[str, 
 
 
 def _check_plain(value: Any, where: str, depth: int = 0) -> None:
-    """Refuse numbers that take too much, and names that are patterns, which may never end."""
+    """Refuse large numbers, and regular expressions as names: matching them may never end."""
     if isinstance(value, str) and not _NAME.fullmatch(value):
         said = f"{where}: use names of up to 128 letters, digits, dots, - and _, and no patterns"
         raise ApiError(400, said, param=where)

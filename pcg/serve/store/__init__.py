@@ -1,1 +1,1 @@
-"""The durable store of a server: a database and files beside it, in one folder."""
+"""The durable store of a server: a folder with a database and files."""

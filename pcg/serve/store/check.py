@@ -1,8 +1,8 @@
 """Check and repair a data folder that no server uses.
 
-Repair reports everything that it changes. Damaged files, and files that no row names, move to
-quarantine. A file that a row names is restored from quarantine if an undamaged copy exists there. A
-row is removed only if its file is in neither place.
+Repair reports every change. It moves damaged files, and files that no row names, to quarantine. A
+missing file is restored from quarantine if an undamaged copy exists there; otherwise its row is
+removed.
 """
 
 from __future__ import annotations
@@ -64,21 +64,21 @@ _FORGET = (
     "UPDATE jobs SET status = 'failed', finished_s = ?2, error = ?3 WHERE 'jobs/' || id = ?1 "
     "AND finished_s IS NULL",
 )
-_LOST = {"code": "data_lost", "message": "the job's folder was lost; make it again", "param": None}
+_LOST = {"code": "data_lost", "message": "the job's folder was lost; repeat the job", "param": None}
 
 
 def check_folder(data_dir: Path, say: Callable[[str], None], *, repairs: bool) -> int:
     """Compare the rows of a data folder with its files, and repair differences on request.
 
     Args:
-        say: takes a line for each difference and each repair.
+        say: prints a line for each difference and each repair.
     Returns:
         The number of differences that remain.
     Raises:
-        ServeError: it is no data folder, a server has it, or a newer pcg wrote it.
+        ServeError: it is not a data folder, a server uses it, or a newer pcg wrote it.
     """
     if not is_directory(data_dir):
-        raise ServeError(f"{shown_path(data_dir)} is no folder; give that of a server's --data-dir")
+        raise ServeError(f"{shown_path(data_dir)} is not a folder; give a server's --data-dir")
     if not any((data_dir / name).exists() for name in (LOCK, DATABASE, IDENTITY, *KEPT)):
         raise ServeError(f"{shown_path(data_dir)} has no {DATABASE}; give the folder of --data-dir")
     with locked(data_dir) as (folder, _):
@@ -94,15 +94,15 @@ def check_folder(data_dir: Path, say: Callable[[str], None], *, repairs: bool) -
                 begin_use(connection, folder)
             try:
                 wrong = _Check(connection, folder, say, repairs).run()
-            except sqlite3.OperationalError as error:  # it has none of the newer tables
+            except sqlite3.OperationalError as error:  # the newer tables are missing
                 raise ServeError(
-                    f"{shown_path(folder / DATABASE)} is of another pcg ({error}): serve it once "
-                    "with this one, or run --repair"
+                    f"{shown_path(folder / DATABASE)} is of an older pcg ({error}): serve it once "
+                    "with this version, or run --repair"
                 ) from error
             except OSError as error:
                 raise ServeError(
-                    f"{shown_path(folder)} cannot be read or repaired: {reason_of(error)}; make it "
-                    "so, and check again"
+                    f"{shown_path(folder)} cannot be read or repaired: {reason_of(error)}; repair "
+                    "the access, and check again"
                 ) from error
         end_use(folder)
         return wrong
@@ -117,7 +117,7 @@ def _quarantine(folder: Path, paths: Iterable[Path], say: Callable[[str], None])
 def _repaired_database(
     folder: Path, error: Exception, say: Callable[[str], None]
 ) -> sqlite3.Connection:
-    """Open a database that a server refuses, or a new one; move unreadable files to quarantine."""
+    """Open a damaged database or create a new one; move unreadable files to quarantine."""
     say(f"{error}")
     _quarantine(folder, [folder / n for n in (SUMS, IDENTITY) if is_directory(folder / n)], say)
     (folder / SUMS).unlink(missing_ok=True)
@@ -139,11 +139,11 @@ def _repaired_database(
     except sqlite3.Error:
         _quarantine(folder, (path, *log), say)
         (folder / IDENTITY).unlink(missing_ok=True)
-        say("  a new database begins; what is in the folder goes to quarantine")
+        say("  a new database was created; the folder's files move to quarantine")
         return connect(path)
     if row is not None:
         write_identity(folder, row["id"])
-    say("  the database is whole, and the folder has its id now")
+    say("  the database is undamaged, and the folder now has its id")
     return connect(path)
 
 
@@ -205,13 +205,13 @@ class _Check:
             if not self.repairs:
                 wrong += 1
                 continue
-            # The adapter of a checkpoint that is served is whole, and stays.
+            # The adapter of a served checkpoint is undamaged, and stays.
             is_served = str(path.relative_to(self.folder)) in named
             files = [file for file in path.iterdir() if file.name not in (CONFIG, WEIGHTS, SUMS)]
             for moved in files if is_served else (path,):
                 self._move(moved)
             drop_files(path, (STATE, OPTIMIZER))
-            self.say("  the job goes on from the one before")
+            self.say("  the job resumes from the previous checkpoint")
         return wrong
 
     def _forget(self, path: str) -> None:
@@ -233,7 +233,7 @@ class _Check:
                 path = place / name
                 if not place.exists() or (is_file(path) and sha256_of(path) == digest):
                     continue
-                self.say(f"job {id}: {path.name} is not what the job was made with")
+                self.say(f"job {id}: {path.name} differs from the uploaded file")
                 if not self.repairs:
                     wrong += 1
                     continue
@@ -249,7 +249,7 @@ class _Check:
         return wrong
 
     def _unnamed(self, named: Mapping[str, str]) -> list[Path]:
-        """Return contents and folders that neither a row nor a record of removals names."""
+        """Return files and folders that neither a row nor a record of removals names."""
         folder, execute = self.folder, self.connection.execute
         known = {*named, *recorded_removals(self.connection)}
         known |= {f"jobs/{id}" for (id,) in execute("SELECT id FROM jobs")}
@@ -261,20 +261,20 @@ class _Check:
 
 
 def _problem(path: Path, what: str) -> str | None:
-    """Return the fault of a content, an adapter, a state or a checkpoint; None without."""
+    """Return the fault of a file, an adapter, a state or a checkpoint, or None."""
     shown = f"{path.parent.name}/{path.name}"
     if not path.exists():
         return f"{shown} is missing"
     is_folder = not what.startswith(("file", "part of upload"))
     if path.is_dir() is not is_folder:
-        return f"{shown} is no {'folder' if is_folder else 'file'}"
+        return f"{shown} is not a {'folder' if is_folder else 'file'}"
     if is_folder:
         try:
             if what == _CHECKPOINT or what.startswith("state of") or "/weights/" in what:
                 check_checkpoint(path)
             elif not what.startswith("job "):
                 lost = [name for name in (CONFIG, WEIGHTS) if not is_file(path / name)]
-                if lost:  # a folder without SHA256SUMS, as older ones are, has none to compare
+                if lost:  # older folders have no SHA256SUMS to compare
                     return f"{shown}/{lost[0]} is missing"
                 check_sums(path, (CONFIG, WEIGHTS), StoreError)
         except PcgError as error:
@@ -292,7 +292,7 @@ def _in_quarantine(folder: Path, path: str) -> Iterator[Path]:
 
 
 def _has_state(path: Path) -> bool:
-    """Return True if a job can resume from a folder, or could before the folder was damaged."""
+    """Return True if a folder has a job's state, even if it is damaged."""
     try:
         return is_file(path / STATE) or STATE in (read_sums(path, StoreError) or {})
     except StoreError:

@@ -1,17 +1,17 @@
-"""Contents of files, each once, under its digest; and the removal of paths that no row names.
+"""Contents of files, stored once under their digest; and the removal of paths that no row names.
 
-    <folder>/incoming/…             contents that are being written; a start removes them
+    <folder>/incoming/…             contents being written, which the next start removes
     <folder>/files/3f/3f9a…         a content, under its SHA-256 in hexadecimal digits
-    <folder>/quarantine/<date>/…    paths that no row named and no record explains
+    <folder>/quarantine/<date>/…    paths without a row and without a record of removal
 
-A content is written and synced under a temporary name, then renamed by the thread that writes rows,
-in the transaction of the row that names it. So a row never names a path that is missing. A content
-is compared with its name whenever it is read.
+A content is written and synced under a temporary name. The writing thread renames it in the
+transaction of its row, so a row never names a missing path. Reading a content compares it with its
+digest.
 
-The table `removed` has the paths, relative to the data folder, that rows named until they were
-deleted (the schema's triggers write it with the deletion), and those that are being made: they are
-deleted. A path that neither a row nor a record names, as after the database was restored from a
-copy, may be all that is left of somebody's data: it moves to quarantine and is never deleted.
+The table `removed` records paths, relative to the data folder, whose rows were deleted (triggers in
+the schema write the record), and paths being created. Recorded paths are deleted. A path without a
+row and without a record, as after the database was restored from a copy, may be the only copy of a
+user's data: it moves to quarantine and is never deleted.
 """
 
 from __future__ import annotations
@@ -39,24 +39,24 @@ _LOG = logging.getLogger("pcg.serve")
 
 
 def note_removal(connection: sqlite3.Connection, path: str) -> None:
-    """Note a path that no row names yet, so that it is removed if none ever does."""
+    """Record a path that has no row yet, so that it is removed if it never gets a row."""
     connection.execute(
         "INSERT OR REPLACE INTO removed (path, removed_s) VALUES (?, ?)", (path, int(time.time()))
     )
 
 
 def recorded_removals(connection: sqlite3.Connection) -> set[str]:
-    """Return the paths that a record tells of."""
+    """Return the paths with a record of removal."""
     return {path for (path,) in connection.execute("SELECT path FROM removed")}
 
 
 def forget_removals(connection: sqlite3.Connection, paths: Collection[str]) -> None:
-    """Remove the records of paths, which are gone or named again."""
+    """Remove the records of paths that are deleted or have rows again."""
     connection.executemany("DELETE FROM removed WHERE path = ?", [(path,) for path in paths])
 
 
 def discard(database: Database, folder: Path, unnamed: Iterable[Path]) -> None:
-    """Delete paths that a record tells of, and move the others to quarantine.
+    """Delete paths with a record of removal, and move other paths to quarantine.
 
     Args:
         folder: the data folder.
@@ -70,18 +70,18 @@ def discard(database: Database, folder: Path, unnamed: Iterable[Path]) -> None:
             continue
         try:
             moved.append(to_quarantine(folder, path))
-        except OSError as error:  # a full disk: it stays where it is
+        except OSError as error:  # a full disk: the path stays in its place
             _LOG.error("%s cannot be moved to quarantine: %s", shown_path(path), error)
     if moved:
         _LOG.warning(
             "%d files and folders that no row of the database names were moved to quarantine, "
-            "such as %s; `pcg data check` tells more",
+            "such as %s; `pcg data check` lists them",
             *(len(moved), shown_path(moved[0])),
         )
 
 
 def remove_path(path: Path) -> None:
-    """Remove a file, or a folder with all that is in it; what cannot be removed stays."""
+    """Remove a file or a folder with its contents, as far as possible."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path, ignore_errors=True)
     else:
@@ -89,7 +89,7 @@ def remove_path(path: Path) -> None:
 
 
 def to_quarantine(folder: Path, path: Path) -> Path:
-    """Move a path of a data folder to its quarantine; returns where it is."""
+    """Move a path of a data folder to its quarantine. Return the new path."""
     place = folder / QUARANTINE / time.strftime("%Y-%m-%d") / path.relative_to(folder)
     free, count = place, 0
     while os.path.lexists(free):
@@ -127,7 +127,7 @@ class Incoming:
 
     @property
     def md5(self) -> str:
-        """Its MD5, which a client may send along."""
+        """The content's MD5, which a client may send."""
         return self._md5.hexdigest()
 
     def write(self, part: bytes) -> None:
@@ -141,7 +141,7 @@ class Incoming:
         self._md5.update(part)
 
     def finish(self) -> None:
-        """Wait until all of it is on the disk. StoreFullError: there is no room."""
+        """Wait until the content is on disk. StoreFullError: there is no room."""
         try:
             self._file.flush()
             os.fsync(self._file.fileno())
@@ -150,13 +150,13 @@ class Incoming:
             raise as_store_error(error) from error
 
     def drop(self) -> None:
-        """Remove it, unless it was put among the contents; idempotent."""
-        with contextlib.suppress(OSError):  # what a full disk does not take of the buffer
+        """Remove the content unless it was stored; idempotent."""
+        with contextlib.suppress(OSError):  # a full disk cannot take the rest of the buffer
             self._file.close()
         self._path.unlink(missing_ok=True)
 
     def move(self, target: Path) -> None:
-        """Rename it to its place; an existing content of this digest is the same."""
+        """Rename the content to its place, which may have the same content."""
         target.parent.mkdir(exist_ok=True)
         self._path.replace(target)
         sync_names(target.parent)
@@ -189,7 +189,8 @@ class Contents:
         """Yield the pieces of a content.
 
         Raises:
-            StoreDamagedError: it is gone, or behind the last piece, it is not what was kept.
+            StoreDamagedError: the content is missing, or, after the last piece, its digest is
+                wrong.
         """
         sha256 = hashlib.sha256()
         try:
@@ -203,18 +204,18 @@ class Contents:
             raise _damaged(digest, "its SHA-256 is not its name")
 
     def check(self, digest: str) -> Path:
-        """Compare a content with its name, and return its path; errors of `pieces`."""
+        """Compare a content with its digest, and return its path. Raises the errors of `pieces`."""
         for _ in self.pieces(digest):
             pass
         return self.path(digest)
 
     def put(self, incoming: Incoming) -> str:
-        """Put a finished content among the others, within a write of the row that names it."""
+        """Store a finished content, within the write of its row."""
         incoming.move(self.path(incoming.digest))
         return incoming.digest
 
     def remove_unnamed(self, connection: sqlite3.Connection, digest: str) -> None:
-        """Remove a content that no row names any more, within a write behind that of the row."""
+        """Remove a content without a row, within a write after the row's deletion."""
         if not _is_named(connection, digest):
             self.path(digest).unlink(missing_ok=True)
         forget_removals(connection, [relative(digest)])
@@ -236,7 +237,7 @@ def relative(digest: str) -> str:
 
 def _damaged(digest: str, why: str) -> StoreDamagedError:
     return StoreDamagedError(
-        f"{relative(digest)} is damaged ({why}): bring it back from a copy, or upload it again"
+        f"{relative(digest)} is damaged ({why}): restore it from a copy, or upload it again"
     )
 
 
@@ -267,7 +268,7 @@ _CONTENTS = (
 
 
 def named_paths(connection: sqlite3.Connection) -> dict[str, str]:
-    """Return the paths that rows name, relative to the data folder, with what each is."""
+    """Return the paths that rows name, relative to the data folder, each with its description."""
     named = {relative(digest): what for digest, what in connection.execute(_CONTENTS)}
     for query in _FOLDERS:
         named |= dict(iter(connection.execute(query)))
@@ -275,7 +276,7 @@ def named_paths(connection: sqlite3.Connection) -> dict[str, str]:
 
 
 def missing(folder: Path, named: Mapping[str, str]) -> dict[str, int]:
-    """Count paths that are not there by the folder that has them; -1 where none of them is."""
+    """Count missing paths by their top folder; -1 if all of its paths are missing."""
     total, lost = dict[str, int](), dict[str, int]()
     for path in named:
         kind = path.partition("/")[0]

@@ -1,15 +1,15 @@
-"""The database of a store: SQLite with a thread that writes and a thread that reads.
+"""The database of a store: SQLite with a writing thread and a reading thread.
 
-A write is done once its transaction is on the disk (`synchronous=FULL`), so what was acknowledged
-survives kill -9 and a power failure. Waiting writes share a transaction, and its wait for the disk:
-each has a savepoint, so that a write that fails undoes none of the others.
+A write is done when its transaction is on disk (`synchronous=FULL`), so acknowledged data survives
+kill -9 and a power failure. Waiting writes share a transaction and its sync. Each has a savepoint,
+so a failing write does not undo the others.
 
-The reserve is a file of `RESERVE_BYTES`, room on the disk for deletions, so that a full disk can be
-emptied. A write that may use it and finds no room takes half of what is left; then all other writes
-fail, and the store only reads and deletes until the reserve is whole again.
+The reserve is a file of `RESERVE_BYTES` that is truncated to make room for deletions, so that a
+full disk can be emptied. A write that may use the reserve and finds no room frees half of it. Until
+the reserve is whole again, all other writes fail, and the store only reads and deletes.
 
-A database has the number of its schema in SQLite's `user_version`; a migration leads from each
-number to the next. A released migration never changes: what is new is a further one.
+SQLite's `user_version` is the number of the schema; a migration leads from each number to the next.
+A released migration never changes: changes are new migrations.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ RESERVE_BYTES = 4 * 2**20
 """Room for the pages of some thousand deletions in the database's log."""
 _LEAST_BYTES = 2**16
 _AGAIN_S = 0.5
-"""Time between two tries to make it whole, seconds."""
+"""Time between two attempts to refill the reserve, seconds."""
 
 
 class Reserve:
-    """The reserve of a data folder, for one thread at a time.
+    """The reserve of a data folder; one thread at a time may use it.
 
     Attributes:
         is_whole: False while the store only reads and deletes.
@@ -77,7 +77,7 @@ class Reserve:
         return self.is_whole
 
     def release(self) -> bool:
-        """Give half of the reserve to the disk; return False if nothing is left."""
+        """Free half of the reserve; return False if nothing is left."""
         before = self._size_bytes()
         if not before:
             return False
@@ -102,7 +102,7 @@ class _Write:
 
 
 _TOGETHER = 256
-"""The most writes of one transaction."""
+"""The most writes of a transaction."""
 _FULL = (
     sqlite3.SQLITE_FULL,
     sqlite3.SQLITE_IOERR_WRITE,
@@ -113,10 +113,10 @@ _FULL_NUMBERS = (errno.ENOSPC, errno.EFBIG, errno.EDQUOT)
 
 
 def connect(path: Path, *, is_read_only: bool = False) -> sqlite3.Connection:
-    """Open a database as all of its users do; any thread may use it, one at a time.
+    """Open a database with the store's settings; any thread may use it, one at a time.
 
     Args:
-        is_read_only: leave the database and its log as they are, also when it is closed.
+        is_read_only: leave the database and its log unchanged, also on closing.
     """
     uri = f"{path.absolute().as_uri()}?mode={'ro' if is_read_only else 'rwc'}"
     connection = sqlite3.connect(uri, uri=True, isolation_level=None, check_same_thread=False)
@@ -131,7 +131,7 @@ def connect(path: Path, *, is_read_only: bool = False) -> sqlite3.Connection:
 
 
 def as_store_error(error: BaseException) -> BaseException:
-    """Return what an error of the disk or the database means; other errors as they are."""
+    """Convert an error of the disk or the database; return other errors unchanged."""
     if isinstance(error, sqlite3.Error):
         is_full = getattr(error, "sqlite_errorcode", None) in _FULL
     elif isinstance(error, OSError):
@@ -146,10 +146,10 @@ def as_store_error(error: BaseException) -> BaseException:
 
 
 class Database:
-    """A database that is open; `close` ends its threads.
+    """An open database; `close` ends its threads.
 
     Args:
-        path: its file, whose schema is the newest.
+        path: the file, with the newest schema.
         reserve: room for deletions on a full disk.
     """
 
@@ -165,15 +165,15 @@ class Database:
     def write(
         self, act: Callable[[sqlite3.Connection], Result], *, may_use_reserve: bool = False
     ) -> Future[Result]:
-        """Run a function in a transaction; done once what it wrote is on the disk.
+        """Run a function in a transaction. The future completes when its changes are on disk.
 
         Args:
-            act: runs on the writing thread. What it raises undoes its own changes alone.
-            may_use_reserve: True for a deletion, and for a write that a start needs. On a full disk
-                it is made with the room of the reserve; `act` may then run twice.
+            act: runs on the writing thread. An exception undoes only its own changes.
+            may_use_reserve: True for a deletion, and for a write that a start needs. A full disk
+                then frees room of the reserve, and `act` may run twice.
         Raises:
-            StoreFullError: by the future, there is no room; nothing of it was written.
-            StoreError: by the future, the disk fails otherwise.
+            StoreFullError: in the future, there is no room; nothing was written.
+            StoreError: in the future, another failure of the disk.
         """
         future: Future[Result] = Future()
         future.set_running_or_notify_cancel()
@@ -181,7 +181,7 @@ class Database:
         return future
 
     def read(self, act: Callable[[sqlite3.Connection], Result]) -> Future[Result]:
-        """Run a function on the rows that were written before; errors as of `write`."""
+        """Run a function that sees all completed writes. Raises the errors of `write`."""
 
         def run() -> Result:
             try:
@@ -192,7 +192,7 @@ class Database:
         return self._reader.submit(run)
 
     def close(self) -> None:
-        """Write all that waits, and end the threads."""
+        """Complete the waiting writes and end the threads."""
         self._writes.put(None)
         self._thread.join()
         self._reader.shutdown()
@@ -216,7 +216,7 @@ class Database:
                 return
 
     def _write_together(self, asked: list[_Write]) -> None:
-        """Run writes; on a full disk repeat those that may use the reserve with its room."""
+        """Run writes; on a full disk, repeat those that may use the reserve with its room."""
         error: BaseException | None = None
         if not self._reserve.restore():
             asked = _of_reserve(asked, StoreFullError("there is no room on the disk"))
@@ -233,7 +233,7 @@ class Database:
             write.future.set_exception(error)
 
     def _transact(self, asked: list[_Write]) -> BaseException | None:
-        """Run writes in one transaction; return the error that undid all of it, or None."""
+        """Run writes in a transaction; return the error that undid all of it, or None."""
         results: list[tuple[Future[Any], Any, BaseException | None]] = []
         try:
             self._writing.execute("BEGIN IMMEDIATE")
@@ -246,7 +246,7 @@ class Database:
                     failed = as_store_error(error)
                     if write.may_use_reserve and isinstance(failed, StoreFullError):
                         raise
-                    if not self._writing.in_transaction:  # the database undid all of it by itself
+                    if not self._writing.in_transaction:  # SQLite has rolled back by itself
                         raise
                     self._writing.execute("ROLLBACK TO act")
                 results.append((write.future, result, failed))
@@ -265,7 +265,7 @@ class Database:
 
 
 def _of_reserve(asked: list[_Write], error: BaseException) -> list[_Write]:
-    """Return the writes that may use the reserve; fail the others by an error."""
+    """Return the writes that may use the reserve; fail the other writes with an error."""
     for write in asked:
         if not write.may_use_reserve:
             write.future.set_exception(error)
@@ -279,7 +279,7 @@ _CONTENT = "'files/' || substr(OLD.digest, 1, 2) || '/' || OLD.digest"
 
 
 def _notes(event: str, path: str, when: str = "1") -> str:
-    """Return a trigger that notes a path as removed with the row that named it."""
+    """Return a trigger that records a path as removed with the row that named it."""
     name = "_".join(("removed", *event.lower().split()))
     return (
         f"CREATE TRIGGER {name} AFTER {event} WHEN {when} BEGIN INSERT OR REPLACE INTO removed "
@@ -530,11 +530,11 @@ MIGRATIONS: tuple[tuple[str, ...], ...] = (
         ),
     ),
 )
-"""Statements that lead from schema 0, which is empty, to 1, from there to 2, and so on."""
+"""Migrations: the statements from schema 0, which is empty, to 1, from 1 to 2, and so on."""
 
 
 def migrate(connection: sqlite3.Connection, folder: Path) -> None:
-    """Bring a database to the newest schema, all of it or nothing.
+    """Migrate a database to the newest schema, completely or not at all.
 
     Raises:
         ServeError: a newer pcg wrote it.

@@ -1,16 +1,16 @@
-"""The store of a server: its folder, which one server has at a time.
+"""The store of a server: a data folder, which a server uses exclusively.
 
-<folder>/lock           held by the server that has the folder, with its process' number and that of
-                        its use of the database; `ended` once that has ended in order
-<folder>/identity.json  the id of the folder, which the database has, too
+<folder>/lock           locked by the server, with its process id and the number of its use of the
+                        database; `ended` after an orderly end
+<folder>/identity.json  the id of the folder, which the database also has
 <folder>/pcg.sqlite     the database
-<folder>/SHA256SUMS     the checksum of the database, while no server has it
+<folder>/SHA256SUMS     the checksum of the database, while no server uses it
 <folder>/files/         contents of files, by digest
-<folder>/quarantine/    what no row named when a server began
+<folder>/quarantine/    paths without a row, found at a start
 <folder>/reserve        room for deletions on a full disk
 
-Nothing is removed because something else is missing: a folder with parts of different stores is
-refused, and `pcg data check` reports its faults.
+A missing part never causes a deletion: a folder with parts of different stores is refused, and `pcg
+data check` reports its faults.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ DATABASE = "pcg.sqlite"
 IDENTITY = "identity.json"
 LOCK = "lock"
 KEPT = ("files", "jobs", "tinker")
-"""The folders of what rows name."""
+"""Folders of the paths that rows name."""
 _ENDED, _ENDING = "ended", "ending"
 _LOG = logging.getLogger("pcg.serve")
 
@@ -67,10 +67,10 @@ class Store:
     """The durable state of a server.
 
     Attributes:
-        folder: where it is.
+        folder: the data folder.
         database: rows.
         contents: contents of files.
-        reserve: room for deletions, which is whole unless the disk is full.
+        reserve: room for deletions, whole unless the disk is full.
     """
 
     def __init__(self, folder: Path, reserve: Reserve) -> None:
@@ -97,7 +97,7 @@ class Store:
         *args: Arguments.args,
         **keywords: Arguments.kwargs,
     ) -> Result:
-        """Run a function on the rows that were written before."""
+        """Run a function that sees all completed writes."""
         read = self.database.read(lambda connection: act(connection, *args, **keywords))
         return await asyncio.wrap_future(read)
 
@@ -107,7 +107,7 @@ class Store:
         *args: Arguments.args,
         **keywords: Arguments.kwargs,
     ) -> Result:
-        """Run a function in a transaction, and wait for the disk; errors as of `Database.write`."""
+        """Run a function in a transaction and wait for the disk, as `Database.write`."""
         write = self.database.write(lambda connection: act(connection, *args, **keywords))
         return await asyncio.wrap_future(write)
 
@@ -117,7 +117,7 @@ class Store:
         *args: Arguments.args,
         **keywords: Arguments.kwargs,
     ) -> Result:
-        """Run a function that deletes, as `write`, on a full disk with the room of the reserve."""
+        """Run a deletion, as `write`; on a full disk with the room of the reserve."""
         write = self.database.write(
             lambda connection: act(connection, *args, **keywords), may_use_reserve=True
         )
@@ -128,42 +128,43 @@ class Store:
         discard(self.database, self.folder, unnamed)
 
     def close(self) -> None:
-        """End its threads, once everything is written."""
+        """Complete all writes and end the threads."""
         self.database.close()
 
 
 def open_database(folder: Path, *, is_checked: bool = True) -> sqlite3.Connection:
-    """Open the database of a data folder, which belongs to what is in it and is undamaged.
+    """Open the undamaged database of a data folder and check that it belongs to its contents.
 
     Args:
-        is_checked: refuse a database of whose contents none is there, and log what is missing.
+        is_checked: refuse a database if all its contents are missing, and log missing contents.
 
     Raises:
-        ServeError: it is not there and contents are, it is damaged, or it is of another folder.
+        ServeError: it is missing although contents exist, it is damaged, or it is of another
+            folder.
     """
     path, kept = folder / DATABASE, [name for name in KEPT if _has_entries(folder / name)]
-    fix = f"; bring it back from a copy, or run {_check(folder)}"
+    fix = f"; restore it from a copy, or run {_check(folder)}"
     check_sums(folder, (DATABASE,), ServeError, fix)
     if kept or is_file(folder / IDENTITY):
         what = f"the contents of {', '.join(f'{name}/' for name in kept)}" if kept else IDENTITY
         if not is_file(path) or not path.stat().st_size:
-            state = "is empty" if is_file(path) else "is not there"
-            raise ServeError(f"{shown_path(path)} {state}, and {what} is without it{fix}")
+            state = "is empty" if is_file(path) else "is missing"
+            raise ServeError(f"{shown_path(path)} {state}, but {what} exists{fix}")
     is_running = _owner(folder / LOCK) not in ("", _ENDED, _ENDING)
     log, has_log = path.with_name(f"{DATABASE}-wal"), has_log_of(path)
-    # Who closes the database last removes the log with its index.
+    # The last connection removes the log with its index on closing.
     if is_running and is_file(path.with_name(f"{DATABASE}-shm")) and not has_log:
         raise ServeError(
-            f"{shown_path(log)} is not there, and its server was killed before it had written all "
+            f"{shown_path(log)} is missing, and its server was killed before it had written all "
             f"of it to {DATABASE}{fix}"
         )
     if has_foreign_log(folder):
         raise ServeError(
-            f"{shown_path(log)} is the log of another {DATABASE}, which was replaced: put back "
-            f"both from one copy, or move {log.name} away to go on without it{fix}"
+            f"{shown_path(log)} is the log of another {DATABASE}, which was replaced: restore "
+            f"both from the same copy, or move {log.name} away to continue without it{fix}"
         )
-    # A log may be of another database still, where the use of neither is known: until both are
-    # known to be whole, nothing is written from the log to the database.
+    # If the lock does not record a use, the log may still be of another database. So the log is
+    # applied only after both have been checked.
     connection = connect(path, is_read_only=has_log)
     try:
         _check_database(connection, folder, kept, fix)
@@ -179,13 +180,13 @@ def open_database(folder: Path, *, is_checked: bool = True) -> sqlite3.Connectio
 
 
 def has_log_of(database: Path) -> bool:
-    """Return whether a database has a log that is not all in it."""
+    """Return whether a database has a log that is not completely applied."""
     log = database.with_name(f"{DATABASE}-wal")
     return is_file(log) and log.stat().st_size > 0
 
 
 def has_foreign_log(folder: Path) -> bool:
-    """Return whether the log in a folder was begun beside another database, as the lock tells."""
+    """Return whether a folder's log belongs to another database, according to the lock."""
     _, _, use = _owner(folder / LOCK).partition(" ")
     return has_log_of(folder / DATABASE) and use not in ("", _use_of(folder / DATABASE))
 
@@ -199,7 +200,7 @@ def _use_of(database: Path) -> str:
 def _check_database(
     connection: sqlite3.Connection, folder: Path, kept: list[str], fix: str
 ) -> None:
-    """Refuse a database that is damaged, or another one. ServeError."""
+    """Raise a ServeError for a damaged database, or the database of another folder."""
     if not is_file(folder / SUMS):
         (state,) = connection.execute("PRAGMA quick_check(1)").fetchone()
         if state != "ok":
@@ -210,43 +211,43 @@ def _check_database(
     row = None
     if "identity" in tables:
         row = connection.execute("SELECT id, is_written FROM identity").fetchone()
-    if row is None or not row["is_written"]:  # an older pcg's, or one that is being made
+    if row is None or not row["is_written"]:  # of an older pcg, or being created
         return
     path = folder / IDENTITY
     id = read_json(path, ServeError, fix).get("id")
     if id != row["id"]:
         raise ServeError(
             f"{shown_path(path)} has the id {str(id)[:64]}, and {DATABASE} is of the folder "
-            f"{row['id']}: put back both from one copy, or run {_check(folder)}"
+            f"{row['id']}: restore both from the same copy, or run {_check(folder)}"
         )
 
 
 def _check_contents(connection: sqlite3.Connection, folder: Path, fix: str) -> None:
-    """Refuse a database without its contents. ServeError."""
+    """Raise a ServeError for a database without its contents."""
     if connection.execute("SELECT 1 FROM sqlite_schema WHERE name = 'identity'").fetchone() is None:
-        return  # an older pcg's, which the next start compares
+        return  # of an older pcg; the next start checks it
     lost = missing(folder, named_paths(connection))
     for kind, count in lost.items():
         if count == -1:
             raise ServeError(
-                f"{shown_path(folder / DATABASE)} names what was in {kind}/, and none of it is "
-                f"there{fix}"
+                f"{shown_path(folder / DATABASE)} names paths in {kind}/, and all of them are "
+                f"missing{fix}"
             )
     if any(lost.values()):
         _LOG.error(
-            "%d paths that %s names are missing; %s tells which",
+            "%d paths that %s names are missing; %s lists them",
             *(sum(lost.values()), DATABASE, _check(folder)),
         )
 
 
 def begin_use(connection: sqlite3.Connection, folder: Path) -> None:
-    """Bring a database to the newest schema, and give it and its folder their id.
+    """Migrate a database to the newest schema, and write the id of the database and its folder.
 
     Raises:
         ServeError: a newer pcg wrote it.
     """
     migrate(connection, folder)
-    (folder / SUMS).unlink(missing_ok=True)  # it holds for a database that nobody uses
+    (folder / SUMS).unlink(missing_ok=True)  # valid only while no server uses the database
     row = connection.execute("SELECT id, is_written FROM identity").fetchone()
     id = secrets.token_hex(16) if row is None else row["id"]
     if row is None:
@@ -260,7 +261,7 @@ def begin_use(connection: sqlite3.Connection, folder: Path) -> None:
 
 
 def write_identity(folder: Path, id: str) -> None:
-    """Write the id of a data folder in one step. OSError: it cannot be written."""
+    """Write the id of a data folder atomically. OSError: it cannot be written."""
     beside = folder / f".{IDENTITY}"
     write_text(beside, json.dumps({"id": id}) + "\n")
     beside.replace(folder / IDENTITY)
@@ -268,7 +269,7 @@ def write_identity(folder: Path, id: str) -> None:
 
 
 def _begin_log(connection: sqlite3.Connection, folder: Path) -> None:
-    """Write something, so that the log is not empty while a server has the folder."""
+    """Write to the database, so that the log is not empty while a server uses the folder."""
     connection.execute("UPDATE identity SET is_written = 1")
     gone = [path for path in recorded_removals(connection) if not (folder / path).exists()]
     forget_removals(connection, gone)
@@ -284,17 +285,17 @@ def _check(folder: Path) -> str:
 
 @contextmanager
 def locked(data_dir: Path) -> Iterator[tuple[Path, Reserve]]:
-    """Have a data folder alone, which is made if need be, until the end of the `with`.
+    """Lock a data folder, created if missing, within a `with`.
 
     Raises:
-        ServeError: another server has it, or it cannot be used.
+        ServeError: another server uses it, or it is unusable.
     """
     folder = expanded(data_dir)
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         lock = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT, 0o600)
     except (OSError, ValueError) as error:
-        reason = getattr(error, "strerror", None) or "it is no name of a folder"
+        reason = getattr(error, "strerror", None) or "it is not a valid folder name"
         raise ServeError(
             f"--data-dir {shown_path(folder)} cannot be used: {reason}; give another folder"
         ) from error
@@ -307,13 +308,13 @@ def locked(data_dir: Path) -> Iterator[tuple[Path, Reserve]]:
 
 @contextmanager
 def open_store(data_dir: Path) -> Iterator[Store]:
-    """Open the store in a folder, which is made if need be, until the end of the `with`.
+    """Open the store in a folder, created if missing, within a `with`.
 
     On a full disk it only reads and deletes, with the room of its reserve.
 
     Raises:
-        ServeError: another server has it, a newer pcg wrote it, its parts do not belong together,
-            or it cannot be used.
+        ServeError: another server uses it, a newer pcg wrote it, its parts do not belong together,
+            or it is unusable.
     """
     with locked(data_dir) as (folder, reserve):
         store = _opened(folder, reserve)
@@ -333,34 +334,35 @@ def _opened(folder: Path, reserve: Reserve) -> Store:
             is_full = isinstance(as_store_error(error), StoreFullError)
             if is_full and reserve.release():
                 continue
-            fix = f"give another folder, bring it back from a copy, or run {_check(folder)}"
+            fix = f"give another folder, restore it from a copy, or run {_check(folder)}"
             if is_full:
-                fix = "there is no room on its disk to begin: make 1 MiB free, then delete files"
+                fix = "its disk has no room for a start: free 1 MiB, then delete files"
             raise ServeError(
                 f"--data-dir {shown_path(folder)} cannot be used: {reason_of(error)}; {fix}"
             ) from error
 
 
 def reason_of(error: BaseException) -> str:
-    """Return what an error says, for one of the system the path and the reason."""
+    """Return the text of an error; for an OSError, its path and reason."""
     if isinstance(error, OSError) and error.filename is not None:
         return f"{shown_path(Path(error.filename))}: {error.strerror}"
     return str(error)
 
 
 def end_use(folder: Path) -> None:
-    """Write the checksum of a database that is closed, and that its server has ended."""
+    """Write the checksum of a closed database, and that its server has ended."""
     path = folder / DATABASE
-    with suppress(OSError):  # a full disk: the next start checks the database otherwise
+    with suppress(OSError):  # on a full disk, the next start runs SQLite's check instead
         if not path.with_name(f"{DATABASE}-wal").exists():
             write_sums(folder, {DATABASE: {sha256_of(path)}})
     _say(folder, _ENDED)
 
 
 def _say(folder: Path, text: str) -> None:
-    """Write who has a folder, over what was written, as a full disk has no room for more.
+    """Overwrite the lock's text, as a full disk has no room for a new file.
 
-    It is on the disk before a log is: after a power failure the use of the log's database is known.
+    The text is synced before a log is written, so that the log's database is known after a power
+    failure.
     """
     with suppress(OSError), (folder / LOCK).open("r+") as lock:
         lock.write(f"{text}\n")
@@ -377,13 +379,13 @@ def _owner(lock: Path) -> str:
 
 
 def _take(lock: int, folder: Path) -> None:
-    """Take the lock of a folder. ServeError: another server has it."""
+    """Take the lock of a folder. ServeError: another server holds it."""
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         owner = os.pread(lock, 32, 0).decode("ascii", "replace").partition(" ")[0]
         owner = owner if owner.isdecimal() else "unknown"
         raise ServeError(
-            f"another server, process {owner}, serves --data-dir {shown_path(folder)}; end it, or "
+            f"another server, process {owner}, uses --data-dir {shown_path(folder)}; end it, or "
             "give another folder"
         ) from None

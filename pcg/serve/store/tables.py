@@ -1,4 +1,4 @@
-"""Typed tables: rows are dataclasses; and the rows of what jobs hold on the disk."""
+"""Typed tables with dataclass rows; and the data that jobs hold on disk."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def now() -> int:
 
 
 def new_key(prefix: str) -> str:
-    """Return a new id that begins with a prefix, cannot be guessed, and sorts behind older ones."""
+    """Return an unguessable id with a prefix; ids sort by creation."""
     global _last_ms
     with _lock:
         _last_ms = max(_last_ms + 1, time.time_ns() // 1_000_000)
@@ -42,7 +42,8 @@ Cell: TypeAlias = str | int | bytes | None
 class Table(Generic[Row]):
     """A table of the database; rows are read and written as a dataclass.
 
-    Conditions are SQL with `?` for each of `values`; keyword arguments are columns that are equal.
+    A condition is SQL with a `?` for each of `values`; keyword arguments are columns and their
+    values.
     """
 
     def __init__(self, name: str, row: type[Row]) -> None:
@@ -52,7 +53,7 @@ class Table(Generic[Row]):
         self.columns = ", ".join(self._names)
 
     def insert(self, connection: sqlite3.Connection, /, row: Row, otherwise: str = "") -> None:
-        """Add a row; `otherwise` is OR REPLACE or OR IGNORE where one has its key."""
+        """Add a row; `otherwise`, OR REPLACE or OR IGNORE, applies if its key exists."""
         places = ", ".join("?" for _ in self._names)
         connection.execute(
             f"INSERT {otherwise} INTO {self.name} ({self.columns}) VALUES ({places})",
@@ -67,7 +68,7 @@ class Table(Generic[Row]):
         values: Sequence[Any] = (),
         **equal: Cell,
     ) -> Row | None:
-        """Return the first row that fits; None without."""
+        """Return the first matching row, or None."""
         return next(iter(self.select(connection, condition, values, "", **equal)), None)
 
     def select(
@@ -93,7 +94,7 @@ class Table(Generic[Row]):
         order: str = "",
         **equal: Cell,
     ) -> list[tuple[Any, ...]]:
-        """Return some columns, or aggregates of them, of the rows that fit."""
+        """Return some columns, or aggregates of columns, of the matching rows."""
         where, bound = _where(condition, values, equal)
         query = f"SELECT {columns} FROM {self.name} WHERE {where} {order}"
         return [tuple(row) for row in connection.execute(query, bound)]
@@ -117,7 +118,7 @@ class Table(Generic[Row]):
         values: Sequence[Any] = (),
         **equal: Cell,
     ) -> int:
-        """Set columns of the rows that fit; returns their number."""
+        """Set columns of the matching rows. Return their number."""
         where, bound = _where(condition, values, equal)
         assigned = ", ".join(f"{name} = ?" for name in columns)
         query = f"UPDATE {self.name} SET {assigned} WHERE {where}"
@@ -131,7 +132,7 @@ class Table(Generic[Row]):
         values: Sequence[Any] = (),
         **equal: Cell,
     ) -> list[Row]:
-        """Remove the rows that fit, and return them."""
+        """Remove the matching rows, and return them."""
         where, bound = _where(condition, values, equal)
         query = f"DELETE FROM {self.name} WHERE {where} RETURNING {self.columns}"
         return [self._row(*row) for row in connection.execute(query, bound).fetchall()]
@@ -146,15 +147,15 @@ def _where(
 
 # ----------------------------------------------------------------------------------------- holdings
 
-# What jobs hold counts in their tenants' quotas: the data that a job was made with, also when the
-# files are deleted, until it is over; its folder's checkpoints and adapters for as long as it is
-# there, whatever became of the job; and its row's configuration, which may contain a grader.
+# A tenant's quota includes the data of its unfinished jobs, even if the files were deleted; the
+# checkpoints and adapters in all folders of its jobs; and the configurations in the jobs' rows,
+# which may contain graders.
 
 
 def hold_data(
     connection: sqlite3.Connection, job: str, tenant: str, data: Iterable[tuple[str, int]]
 ) -> None:
-    """Note the data of a new job, by digests and bytes."""
+    """Record the data of a new job, by digest and size."""
     rows = [(job, tenant, digest, size) for digest, size in data]
     connection.executemany(
         "INSERT INTO job_data (job, tenant, digest, size_bytes) VALUES (?, ?, ?, ?)", rows
@@ -162,7 +163,7 @@ def hold_data(
 
 
 def release_data(connection: sqlite3.Connection, job: str) -> None:
-    """Note that the data of a job is gone from its folder."""
+    """Record that the data of a job was removed from its folder."""
     connection.execute("DELETE FROM job_data WHERE job = ?", (job,))
 
 
@@ -178,7 +179,7 @@ def jobs_with_data(connection: sqlite3.Connection) -> set[str]:
 
 
 def hold_folder(connection: sqlite3.Connection, job: str, tenant: str, size_bytes: int) -> None:
-    """Note the bytes of the adapters and checkpoints in a job's folder; 0 for none."""
+    """Record the bytes of the adapters and checkpoints in a job's folder; 0 for none."""
     connection.execute("DELETE FROM job_folders WHERE job = ?", (job,))
     if size_bytes:
         connection.execute(
@@ -188,20 +189,20 @@ def hold_folder(connection: sqlite3.Connection, job: str, tenant: str, size_byte
 
 
 def resize_folder(connection: sqlite3.Connection, job: str, size_bytes: int) -> None:
-    """Note the bytes in the folder of a job, which is there or not; 0 for none."""
+    """Update the bytes in a job's folder, if a row of it exists; 0 for none."""
     connection.execute("UPDATE job_folders SET size_bytes = ?2 WHERE job = ?1", (job, size_bytes))
     connection.execute("DELETE FROM job_folders WHERE job = ? AND size_bytes = 0", (job,))
 
 
 def held_folders(connection: sqlite3.Connection) -> set[str]:
-    """Return the jobs, of those that are there and others, whose folders hold something."""
+    """Return the jobs, with or without a row, whose folders hold adapters or checkpoints."""
     return {job for (job,) in connection.execute("SELECT job FROM job_folders")}
 
 
 def held_bytes(connection: sqlite3.Connection, tenant: str, now_s: int) -> int:
-    """Count the bytes that a tenant's jobs hold, without data that is a file of the tenant's.
+    """Count the bytes that a tenant's jobs hold, without data that is also the tenant's file.
 
-    Data that several jobs have is on the disk once.
+    Data of several jobs counts once.
     """
     (data,) = connection.execute(
         "SELECT COALESCE(SUM(size_bytes), 0) FROM (SELECT DISTINCT digest, size_bytes "

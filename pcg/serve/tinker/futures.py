@@ -1,8 +1,8 @@
-"""Futures: promises of results, which outlast the server, and the clients that wait for them.
+"""Futures: durable promises of results, and the clients that wait for them.
 
-A promise is a row before its client gets it, and its result is a row before anybody has that. So
-what was acknowledged survives a crash: a settled future has the same result, and whoever takes up
-the stream of a pending one does it.
+A future is stored before its client receives it, and a result before any client receives it. So
+after a crash a settled future keeps its result, and a pending future is executed again by its
+stream.
 """
 
 from __future__ import annotations
@@ -31,17 +31,17 @@ from pcg.serve.tinker.records import (
 )
 
 Also: TypeAlias = Callable[[sqlite3.Connection], None]
-"""Writes further rows in the transaction of a future's."""
+"""Writes further rows in the transaction of a future."""
 
 MOST_PENDING = 8192
-"""The most futures of a tenant that are pending."""
+"""The most pending futures of a tenant."""
 MOST_BYTES = 4 * 2**30
-"""The most bytes of requests and results that the futures of a tenant keep."""
+"""The most bytes of requests and results in the futures of a tenant."""
 AGAIN_S = 5.0
-"""Time after which a result is written again on a full disk, seconds."""
+"""Time between two attempts to write a result on a full disk, seconds."""
 _KEPT_S = 24 * 3600
 _COUNT_S = 300.0
-"""Time between two counts of all rows, which take two seconds for a million."""
+"""Time between two counts of all rows, seconds; a count of a million takes two seconds."""
 
 
 class Futures:
@@ -69,15 +69,16 @@ class Futures:
         answer: Mapping[str, Any] | None = None,
         also: Also | None = None,
     ) -> tuple[FutureRecord, bool]:
-        """Keep a request, and return its future, with True if it is new.
+        """Store a request. Return its future, and True if it is new.
 
         Args:
-            stream, seq: the place of the request; a second one at a place is the first.
-            request: what is needed to do it, after a crash, too.
-            answer: fields that the client gets beside `request_id`.
-            also: what else is written with it, if it is new.
+            stream, seq: position of the request; a repeated request of a position is the first.
+            request: the data to execute the request, also after a crash.
+            answer: fields of the reply besides `request_id`.
+            also: writes further rows with a new future.
         Raises:
-            ApiError: the tenant has too many futures, or another verb was asked at the place.
+            ApiError: the tenant has too many futures, or the position has a request of another
+                verb.
         """
         record = FutureRecord(
             new_key("req-"), tenant, session, stream, seq, kind, json.dumps(answer or {}), now(),
@@ -116,8 +117,8 @@ class Futures:
         if size > MOST_BYTES:
             raise ApiError(
                 429,
-                f"Your requests and their results keep {size} bytes, and {MOST_BYTES} are the "
-                "most; ask again later.",
+                f"Your requests and their results have {size} bytes; at most {MOST_BYTES} are "
+                "allowed. Ask again later.",
                 code="queue_full",
             )
 
@@ -126,23 +127,23 @@ class Futures:
     async def resolve(
         self, future: FutureRecord, result: bytes, media_type: str, also: Also | None = None
     ) -> None:
-        """Keep a result, and wake the clients that wait for it.
+        """Store a result and wake the clients that wait for it.
 
         Args:
-            also: what else is written with it, if it is the first.
+            also: writes further rows with the first result.
         """
         await self._settle(future, (DONE, media_type, result, None), also)
 
     async def fail(
         self, future: FutureRecord, message: str, category: str, also: Also | None = None
     ) -> None:
-        """Keep why there is no result; `also` as of `resolve`."""
+        """Store an error message in place of a result; `also` as in `resolve`."""
         await self._settle(future, (FAILED, None, message.encode(errors="replace"), category), also)
 
     async def fail_by(
         self, future: FutureRecord, error: BaseException, also: Also | None = None
     ) -> None:
-        """Keep an error in the words for its client; `also` as of `resolve`."""
+        """Store an exception with a message for the client; `also` as in `resolve`."""
         if isinstance(error, PcgError | ApiError):
             reply = as_api_error(error)
             category = USER if reply.status_code < 500 else SERVER
@@ -164,12 +165,12 @@ class Futures:
                 also(connection)
             return is_first
 
-        while True:  # what was promised, only a full disk delays
+        while True:  # a promised result is kept, but a full disk may delay it
             try:
                 is_first = await self._store.write(act)
                 break
             except StoreFullError as error:
-                LOG.error("the result of %s waits to be kept: %s", future.id, error)
+                LOG.error("the result of %s waits to be stored: %s", future.id, error)
                 await asyncio.sleep(AGAIN_S)
         if is_first:
             tenant, size = future.tenant, len(settled[2])
@@ -178,13 +179,13 @@ class Futures:
         self._wake(future.id)
 
     async def expire(self) -> None:
-        """Remove results that have been kept for long enough, and now and then count the rest."""
+        """Remove expired results, and recount the rest from time to time."""
         is_due = time.monotonic() >= self._count_s
 
         def act(connection: sqlite3.Connection) -> dict[str, tuple[int, int]] | None:
             connection.execute(
                 f"DELETE FROM {FUTURES.name} WHERE finished_s < ? AND state IN (?, ?) "
-                "AND request IS NULL",  # a request that is there may have to be repeated
+                "AND request IS NULL",  # a stored request may have to be repeated
                 (now() - _KEPT_S, DONE, FAILED),
             )
             return used_by_futures(connection) if is_due else None
@@ -196,10 +197,10 @@ class Futures:
     # ------------------------------------------------------------------------------- waiting
 
     async def retrieve(self, tenant: str, id: str, timeout_s: float) -> FutureRecord:
-        """Return a tenant's future, once it is settled, or as it is after a time.
+        """Return a tenant's future when it is settled, or still pending after a timeout.
 
         Raises:
-            ApiError: 410, there is none, or none any more.
+            ApiError: 410, the future does not exist or has expired.
         """
         settled: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         waiting = self._waiting.setdefault(id, set())
@@ -219,7 +220,7 @@ class Futures:
         future = await self._store.read(FUTURES.find, id=id, tenant=tenant)
         if future is None:
             raise ApiError(
-                410, f"There is no request {id[:128]}, or none any more.", code="expired"
+                410, f"There is no request {id[:128]}, or it has expired.", code="expired"
             )
         return future
 
@@ -227,7 +228,7 @@ class Futures:
         return await self._store.read(FUTURES.select, state=PENDING, kind=kind)
 
     def close(self) -> None:
-        """Let nobody wait any more, as the server ends."""
+        """Stop all waiting, as the server ends."""
         self.is_closing = True
         for id in list(self._waiting):
             self._wake(id)

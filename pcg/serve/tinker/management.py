@@ -52,7 +52,7 @@ from pcg.serve.tinker.wire import (
 router = APIRouter(prefix=PREFIX, tags=["tinker"], route_class=LongBodyRoute)
 
 LINK = f"{LINKS}/{{token}}/{{name}}"
-"""The path of files that need no key, but an address that nobody can guess."""
+"""Path of files that need an unguessable address in place of a key."""
 
 Limit = Annotated[int, Query(ge=1, le=1000)]
 Offset = Annotated[int, Query(ge=0, lt=2**31)]
@@ -72,7 +72,7 @@ async def list_training_runs(
     access_scope: Access = "owned",
     project_id: Project = None,
 ) -> TrainingRuns:
-    """List the tenant's models, the newest first; there are no projects, and no shared models."""
+    """List the tenant's models, the newest first; projects and shared models are not supported."""
     models, count = await tinker.store.read(newest, MODELS, limit, offset, caller.tenant)
     return TrainingRuns(
         training_runs=[await _run(tinker, model) for model in models],
@@ -82,7 +82,7 @@ async def list_training_runs(
 
 @router.get("/training_runs/{run_id}")
 async def get_training_run(run_id: str, tinker: TinkerPart, caller: Trainer) -> TrainingRun:
-    """Return what is known of a model."""
+    """Return a model and its last checkpoints."""
     return await _run(tinker, await tinker.models.find(caller.tenant, run_id))
 
 
@@ -153,7 +153,7 @@ async def publish_checkpoint(
 async def unpublish_checkpoint(
     run_id: str, kind: KINDS, name: str, tinker: TinkerPart, caller: Trainer
 ) -> Response:
-    """Make a checkpoint its owner's alone."""
+    """Withdraw other tenants' access to a checkpoint."""
     return await _change(tinker, caller, _path(run_id, kind, name), is_public=0)
 
 
@@ -161,14 +161,14 @@ async def unpublish_checkpoint(
 async def set_ttl(
     run_id: str, kind: KINDS, name: str, body: TtlBody, tinker: TinkerPart, caller: Trainer
 ) -> Response:
-    """Set how long a checkpoint stays from now on."""
+    """Set the remaining lifetime of a checkpoint."""
     life_s = body.ttl_seconds
     expires_s = None if life_s is None else now() + life_s
     return await _change(tinker, caller, _path(run_id, kind, name), expires_s=expires_s)
 
 
 async def _change(tinker: Tinker, caller: Caller, path: str, **columns: Any) -> Response:
-    """Change a checkpoint of a caller's. ApiError: there is none."""
+    """Change a checkpoint of a caller. ApiError: the caller has no such checkpoint."""
     count = await tinker.store.write(CHECKPOINTS.change, columns, path=path, tenant=caller.tenant)
     if not count:
         raise _missing(path)
@@ -179,14 +179,14 @@ async def _change(tinker: Tinker, caller: Caller, path: str, **columns: Any) -> 
 async def copy_weights(
     body: CopyBody, request: Request, tinker: TinkerPart, caller: Trainer
 ) -> dict[str, str]:
-    """Copy a checkpoint that the caller may load; a repeated request gets the first copy."""
+    """Copy a checkpoint that the caller may load; a repeated request returns the first copy."""
     if "x-tinker-weights-access-token" in request.headers:
         words = "Access tokens of other accounts are not supported; publish the checkpoint."
         raise ApiError(400, words, code=UNSUPPORTED)
     if body.session_id is not None and body.model_seq_id is not None:
         tinker.sessions.find(caller.tenant, body.session_id)
         place = body.session_id, body.model_seq_id
-    else:  # the client's key is that of all attempts
+    else:  # the client sends the same key with all attempts
         attempt = request.headers.get("x-idempotency-key") or new_key("")
         parts = f"{caller.tenant}\0{attempt}\0{body.source_path}"
         place = f"{COPIES}{hashlib.sha256(parts.encode()).hexdigest()[:32]}", 0
@@ -230,10 +230,10 @@ async def external_weights_urls(
     responses={200: {"content": {"application/octet-stream": {}}}},
 )
 async def external_file(token: str, name: str, request: Request, links: LinksPart) -> FileResponse:
-    """Return a file by an address that was made for it."""
+    """Return a file by its unguessable address."""
     link = links.find(request.url.path)
     if link is None or not await asyncio.to_thread(link.file.is_file):
-        raise ApiError(404, "There is no such file, or none any more.")
+        raise ApiError(404, "There is no such file, or it has expired.")
     headers = {"x-content-type-options": "nosniff"}
     return FileResponse(link.file, headers=headers, media_type="application/octet-stream")
 

@@ -1,4 +1,4 @@
-"""The models that clients train: made, asked, copied and closed, each with its stream."""
+"""The models that clients train: creation, requests, copies and closing, each with a stream."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ from pcg.serve.tinker.sessions import Sessions
 from pcg.serve.tinker.streams import ModelStream
 
 _MOST_AHEAD = 4096
-"""The most places that a request may be ahead of the last settled one."""
+"""The most positions that a request may be ahead of the last settled request."""
 
 
 class Models:
@@ -50,7 +50,7 @@ class Models:
         folders: states and checkpoints.
 
     Args:
-        do: runs a coroutine beside the requests.
+        do: runs a coroutine in the background.
     """
 
     def __init__(
@@ -77,7 +77,7 @@ class Models:
         sessions.on_end.append(self._session_ended)
 
     async def begin(self) -> None:
-        """Take up the models of an earlier run of the server."""
+        """Resume the models of an earlier run of the server."""
         await self._store.remove(end_left)
         models = await self._store.read(MODELS.select, order="ORDER BY id", status=OPEN)
         await self.folders.sweep()
@@ -93,12 +93,12 @@ class Models:
         return stream
 
     def _start(self, stream: ModelStream) -> None:
-        if not self._sessions.is_open(stream.model.session):  # it may have ended meanwhile
+        if not self._sessions.is_open(stream.model.session):  # it ended during an await
             stream.close()
         self._do(self._run(stream))
 
     async def _run(self, stream: ModelStream) -> None:
-        """Run a stream, and close its model behind it."""
+        """Run a stream, then close its model."""
         if not await stream.run():  # the engine ends
             return
         self._streams.pop(stream.model.id, None)
@@ -128,13 +128,13 @@ class Models:
         metadata: dict[str, Any] | None,
         request: tuple[str, bytes],
     ) -> FutureRecord:
-        """Promise a model; a second one of a place is the first.
+        """Create a model, as a future; a repeated position returns the first future.
 
         Args:
-            place: the session, and the model's number there.
-            request: the verb that makes it, and its body.
+            place: the session, and the model's number in it.
+            request: the verb that creates the model, and its body.
         Raises:
-            ApiError: the session has ended, or the tenant trains too many.
+            ApiError: the session has ended, or the tenant trains too many models.
         """
         await self._ready.wait()
         session, seq = place
@@ -172,12 +172,13 @@ class Models:
     async def ask(
         self, tenant: str, model_id: str, seq: int | None, kind: str, body: bytes
     ) -> FutureRecord:
-        """Promise an operation of a model; a second request of a place is the first.
+        """Request an operation of a model, as a future; a repeated position returns the first.
 
         Args:
-            seq: the request's place; None for the place behind the last.
+            seq: position of the request; None for the next.
         Raises:
-            ApiError: 404, there is no such model; 410, it is closed; 400, the place is invalid.
+            ApiError: 404, the model does not exist; 410, it is closed; 400, the position is
+                invalid.
         """
         await self._ready.wait()
         model = await self.find(tenant, model_id)
@@ -192,13 +193,13 @@ class Models:
         if seq is not None and not 0 < seq <= max(done_seq, 0) + _MOST_AHEAD:
             raise ApiError(
                 400,
-                f"seq_id {place}, and the model is at {done_seq}; use the one behind the last.",
+                f"seq_id {place}, and the model is at {done_seq}; use the next number.",
                 param="seq_id",
             )
 
         def also(connection: sqlite3.Connection) -> None:
-            if place <= stream.model.done_seq:  # it was done, and its result is gone
-                raise ApiError(410, f"The request {place} was long ago.", code="expired")
+            if place <= stream.model.done_seq:  # settled, and its result was removed
+                raise ApiError(410, f"The request {place} has expired.", code="expired")
             MODELS.change(connection, {"asked_s": now()}, id=model_id)
 
         with stream.coming(place):
@@ -207,14 +208,14 @@ class Models:
             )
             if is_new:
                 stream.put(future.seq)
-        if is_new and self._streams.get(model_id) is not stream:  # it ended meanwhile
+        if is_new and self._streams.get(model_id) is not stream:  # it ended during an await
             await self._futures.fail(future, "the model is closed", USER)
         return future
 
     def refuse(self, tenant: str, model_id: str, seq: int) -> None:
-        """Note that a request of a model was refused, so that those behind it do not wait for it.
+        """Record a refused request of a model, so that later requests do not wait for it.
 
-        Nothing happens if the tenant has no such model, or the place is invalid.
+        Do nothing if the tenant has no such model, or the position is invalid.
         """
         stream = self._streams.get(model_id)
         if stream is None or stream.model.tenant != tenant:
@@ -239,16 +240,16 @@ class Models:
     async def copy(
         self, tenant: str, source: str, place: tuple[str, int], ttl_s: int | None
     ) -> str:
-        """Copy a checkpoint to a new closed model; returns the copy's path.
+        """Copy a checkpoint to a new closed model by hard links. Return the copy's path.
 
-        The files are the same ones. A second copy to a place is the first.
+        A repeated copy to the same place returns the first.
 
         Args:
-            place: the caller's session, and the model's number there; `COPIES` begins those
-                without a client.
+            place: the caller's session, and the model's number in it; session ids without a client
+                start with `COPIES`.
         Raises:
-            ApiError: there is no such checkpoint, or the place is another model's.
-            FinetuneError: the tenant keeps too many checkpoints.
+            ApiError: the checkpoint does not exist, or another model has the place.
+            FinetuneError: the tenant has too many checkpoints.
         """
         saved = await self.checkpoint(tenant, source)
         session, seq = place

@@ -1,7 +1,7 @@
-"""Operations of a model: the engine's part of each verb, and its answer.
+"""Operations of a model: the engine's part of each verb, and its reply.
 
-An operation changes the store only in the transaction that keeps its result. So an operation that a
-crash cut off left nothing behind, and is done again as if it had never begun.
+An operation changes the store only in the transaction that stores its result. So an operation that
+a crash interrupts leaves no trace and can be repeated.
 """
 
 from __future__ import annotations
@@ -69,11 +69,11 @@ FORWARD, FORWARD_JSON = "forward", "forward_json"
 STEP, LOAD = "optim_step", "load_weights"
 SAVE, SAVE_SAMPLER, SAVE_EXTERNAL = "save_weights", "save_weights_for_sampler", "save_external"
 REPLAYED = (PASS, PASS_JSON, STEP)
-"""The verbs that a model's state depends on, unless a later state is kept."""
+"""The verbs that change a trainer's state; they are replayed after the last saved state."""
 
 _KINDS = {SAVE: WEIGHTS, SAVE_SAMPLER: SAMPLER, SAVE_EXTERNAL: EXTERNAL}
 _STATE_ALONE = ("optimizer.safetensors", "trainer_state.json")
-"""The files of a state that an adapter does not have."""
+"""Files of a training state that are not part of an adapter."""
 
 Also = Callable[[sqlite3.Connection], None]
 
@@ -87,7 +87,7 @@ def adapter_name(tenant: str, folder: str) -> str:
 
 
 def checkpoint_origin() -> Origin:
-    """Return the origin of an adapter of a checkpoint, which may be unloaded for others."""
+    """Return the origin of a checkpoint's adapter, which may be unloaded to free a place."""
     return Origin("the checkpoint", now(), is_found=True)
 
 
@@ -114,7 +114,7 @@ class Folders:
         shutil.rmtree(self.path(folder), ignore_errors=True)
 
     def link(self, source: str, folder: str) -> None:
-        """Make a folder with the files of another one. FinetuneError: that is gone."""
+        """Hard-link a folder's files into a new folder. FinetuneError: the source is missing."""
         try:
             shutil.copytree(self.path(source), self.path(folder), copy_function=os.link)
         except (OSError, shutil.Error) as error:
@@ -130,14 +130,14 @@ class Folders:
         return sum(file.stat().st_size for file in self.path(folder).iterdir() if file.is_file())
 
     def without_paths(self, error: Exception) -> Exception:
-        """Return an error with a text that does not tell where the server's folders are."""
+        """Return an error without the server's paths in its text."""
         text = str(error)
         if not isinstance(error, PcgError) or str(self.root) not in text:
             return error
         return FinetuneError(text.replace(f"{self.root}/", "").replace(str(self.root), ""))
 
     async def sweep(self) -> None:
-        """Remove what existed at the start and no row names, or move it to quarantine."""
+        """Remove folders from before the start that no row names, or move them to quarantine."""
         named = await self._store.read(named_paths)
         unnamed = [p for p in self._before if str(p.relative_to(self.root)) not in named]
         await asyncio.to_thread(self._store.discard, unnamed)
@@ -151,11 +151,11 @@ class Outcome:
     """The result of an operation.
 
     Attributes:
-        also: what is written with it.
-        folder: a folder that was made, and is removed if the result cannot be written.
-        state: the folder of the state behind it, which is kept from now on.
-        stale: a folder that nothing names once it is written.
-        step: of an update, the numbers of its record, `step` among them.
+        also: writes further rows with the result.
+        folder: new folder, which is removed if the result cannot be written.
+        state: folder of the saved state after the operation.
+        stale: folder that no row names after the result is written.
+        step: record row of an update, including `step`.
     """
 
     result: bytes
@@ -193,11 +193,11 @@ class Operations:
         }
 
     async def do(self, model: ModelRecord, future: FutureRecord) -> Outcome:
-        """Do an operation; a PcgError or an ApiError says why that is impossible."""
+        """Execute an operation. Raises a PcgError or an ApiError if it is impossible."""
         return await self._acts[future.kind](model, future)
 
     async def begin(self, model: ModelRecord) -> None:
-        """Make a model's trainer in the engine, with the last durable state."""
+        """Create a model's trainer in the engine with the last durable state."""
         name = engine_name(model.tenant, model.id)
         await asyncio.wrap_future(self._client.call(BeginTrainer(name, model.tenant, model.order)))
         if model.state is None:
@@ -209,16 +209,16 @@ class Operations:
             saved = await self._store.read(
                 CHECKPOINTS.select, order=order, model=model.id, kind=WEIGHTS
             )
-            fix = f"make another one from {saved[0].path}" if saved else "make another one"
+            fix = f"create a model from {saved[0].path}" if saved else "create another model"
             reason = str(error).partition(";")[0]
-            raise FinetuneError(f"the model cannot go on: {reason}; {fix}") from error
+            raise FinetuneError(f"the model cannot continue: {reason}; {fix}") from error
 
     async def end(self, model: ModelRecord) -> None:
         name = engine_name(model.tenant, model.id)
         await asyncio.wrap_future(self._client.call(EndTrainer(name)))
 
     async def keep_state(self, model: ModelRecord) -> str:
-        """Write a model's state; returns its folder."""
+        """Save a model's state. Return its folder."""
         folder = self.folders.new()
         await self._store.write(note_removal, folder)
         try:
@@ -248,7 +248,7 @@ class Operations:
         body = future.body
         saved = await self.checkpoint(model.tenant, body["path"])
         if saved.kind != WEIGHTS:
-            raise FinetuneError(f"{saved.path} is no state to train on; load one of save_weights")
+            raise FinetuneError(f"{saved.path} is not a training state; load one of save_weights")
         if _shape(saved) != _shape(model):
             raise FinetuneError(
                 f"{saved.path} is of a LoRA of rank {saved.order.rank}, and the model has rank "
@@ -268,7 +268,7 @@ class Operations:
         """Return a checkpoint that a tenant may load. FinetuneError: there is none."""
         saved = await self._store.read(find_checkpoint, path, tenant)
         if saved is None:
-            raise FinetuneError(f"there is no checkpoint {path[:256]}, or none any more")
+            raise FinetuneError(f"there is no checkpoint {path[:256]}, or it has expired")
         return saved
 
     async def _pass(self, model: ModelRecord, future: FutureRecord) -> Outcome:
@@ -326,7 +326,7 @@ class Operations:
         reply: dict[str, Any] = {"path": path, "type": future.kind}
         if kind == EXTERNAL:
             reply = {"path": path, "size_bytes": size, "type": "save_weights_external"}
-        # One of the path may have expired, and be there still.
+        # An expired checkpoint of the path may not have been removed yet.
         before = await self._store.read(find_checkpoint, path, model.tenant, 0)
 
         def also(connection: sqlite3.Connection) -> None:
@@ -336,7 +336,7 @@ class Operations:
         return replace(_reply(reply), also=also, folder=folder, stale=stale)
 
     async def _for_sampler(self, model: ModelRecord, seq: int, folder: str, size: int) -> Outcome:
-        """Return the outcome of weights for one sampling session, which is opened with them."""
+        """Return the outcome of weights for a new ephemeral sampling session."""
         sampler = SamplerRecord(
             new_key("smp-"), model.tenant, model.session, seq, model.base_model, None, folder,
             now(), size,
@@ -349,9 +349,9 @@ class Operations:
             raise
 
         def also(connection: sqlite3.Connection) -> None:
-            # A session that ended took them with it.
+            # The end of a session removes its weights.
             if not SESSIONS.count(connection, id=model.session, status=OPEN):
-                raise FinetuneError("the session has ended, and weights for it with it")
+                raise FinetuneError("the session has ended; open another session")
             if insert_sampler(connection, sampler) != sampler:
                 raise FinetuneError(f"the session has a sampling session {seq} already")
             if oldest is not None:
@@ -363,7 +363,7 @@ class Operations:
         return replace(outcome, also=also, folder=folder, stale=stale)
 
     async def _serve(self, model: ModelRecord, folder: str) -> None:
-        """Serve the trainer's weights in the engine, as those of a folder that has them."""
+        """Serve the trainer's weights in the engine under the name of their folder's adapter."""
         name = adapter_name(model.tenant, folder)
 
         async def serve() -> None:
@@ -371,13 +371,13 @@ class Operations:
 
         try:
             await self._loader.take(name, checkpoint_origin(), serve)
-        except ApiError as error:  # others have all places: the folder is read once one is free
+        except ApiError as error:  # no free place: the folder is loaded later
             LOG.info("weights of %s are not served yet: %s", model.id, error.detail)
 
     def put(
         self, connection: sqlite3.Connection, record: CheckpointRecord, *, overwrites: bool
     ) -> None:
-        """Add a checkpoint. FinetuneError: there is one of its path, or the tenant has too many."""
+        """Add a checkpoint. FinetuneError: the path exists, or the tenant has too many."""
         if not overwrites and find_checkpoint(connection, record.path, record.tenant):
             raise FinetuneError(
                 f"there is a checkpoint {record.path} already; use another name, or overwrite=True"
@@ -390,19 +390,19 @@ class Operations:
         most_count, most_size = self._most
         if count > most_count or size > most_size:
             raise FinetuneError(
-                f"you would keep {count} checkpoints of {size} bytes, and this server keeps "
-                f"{most_count} and {most_size} bytes of a tenant; delete some"
+                f"you would have {count} checkpoints of {size} bytes; a tenant may have "
+                f"{most_count} checkpoints and {most_size} bytes; delete some"
             )
 
 
 def _shape(record: ModelRecord | CheckpointRecord) -> object:
-    """Return a LoRA but for its seed, which no state depends on."""
+    """Return a LoRA's settings without its seed, on which no state depends."""
     order = record.order
     return order.rank, order.train_attn, order.train_mlp, order.train_unembed
 
 
 def settle_row(model: ModelRecord, future: FutureRecord, outcome: Outcome | None) -> Also:
-    """Return the rows of a model that are written with a result; None is a failure."""
+    """Return the write of a model's row with a result; the outcome is None for a failure."""
 
     def act(connection: sqlite3.Connection) -> None:
         if outcome is not None and outcome.also is not None:

@@ -1,4 +1,4 @@
-"""Passes through a model: bodies of forward_backward as orders to the engine, and results back."""
+"""Convert forward_backward bodies to engine commands, and results to replies."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from pcg.serve.tinker.proto import (
 from pcg.serve.tinker.wire import Id, TinkerBody
 
 CUSTOM = "custom"
-"""The name of losses that a session made."""
+"""Loss name of a session's custom losses."""
 _DTYPES = {"int64": "<i8", "float32": "<f4"}
 _COLUMNS = {
     "target_tokens": "targets",
@@ -33,7 +33,7 @@ _COLUMNS = {
     "advantages": "advantages",
     "logprobs": "logprobs",
 }
-"""The fields of `Datum`, by their names in the protocol."""
+"""Fields of `Datum` by their names in the protocol."""
 
 
 class _Chunk(TinkerBody):
@@ -63,7 +63,7 @@ class _PassInput(TinkerBody):
 
 
 class JsonPass(TinkerBody):
-    """A body of forward_backward or forward as clients before 0.25 send it."""
+    """A body of forward_backward or forward from clients before 0.25."""
 
     forward_backward_input: _PassInput | None = None
     forward_input: _PassInput | None = None
@@ -73,13 +73,13 @@ class JsonPass(TinkerBody):
 
 
 def decompressed(body: bytes, most: int) -> bytes:
-    """Return a body that zstd compressed. DataError: it did not, or it has more than `most`."""
+    """Decompress a zstd body. DataError: it is not zstd, or has more than `most` bytes."""
     try:
         size = zstandard.frame_content_size(body)
         if not 0 <= size <= most:
             raise DataError(
-                f"the body's frame of zstd says {size} bytes, and at most {most} may be there; say "
-                "how many there are, and send less data at a time"
+                f"the body's zstd frame declares {size} bytes; at most {most} are allowed: declare "
+                "the size, and send less data at a time"
             )
         plain: bytes = zstandard.ZstdDecompressor().decompress(body, allow_extra_data=False)
     except zstandard.ZstdError as error:
@@ -88,11 +88,11 @@ def decompressed(body: bytes, most: int) -> bytes:
 
 
 def call_of(body: bytes, *, is_json: bool) -> ForwardBackwardCall:
-    """Return the call of a body, in protobuf or in JSON.
+    """Parse a body in protobuf or JSON.
 
     Raises:
         ApiError: it has too many elements.
-        DataError: it is no such body.
+        DataError: the body is invalid.
     """
     if not is_json:
         return decode_forward_backward(body)
@@ -102,7 +102,7 @@ def call_of(body: bytes, *, is_json: bool) -> ForwardBackwardCall:
     except ValidationError as error:
         first = error.errors()[0]
         place = ".".join(map(str, first["loc"]))
-        raise DataError(f"the body is not as it has to be: {place}: {first['msg']}") from error
+        raise DataError(f"the body is invalid: {place}: {first['msg']}") from error
     passed = read.forward_backward_input or read.forward_input
     if passed is None:
         raise DataError("the body has no forward_backward_input; give one")
@@ -137,7 +137,7 @@ def _datum(datum: _Datum, place: str) -> TinkerDatum:
 
 
 def loss_id_of(call: ForwardBackwardCall) -> str | None:
-    """Return the id of a call's custom loss, None of others. DataError: it has other options."""
+    """Return the id of a call's custom loss, or None. DataError: it has other options."""
     if call.loss_fn != CUSTOM:
         return None
     loss_id = call.loss_fn_config.get("loss_id")
@@ -152,8 +152,8 @@ def order_of(call: ForwardBackwardCall, graph: LossGraph | None = None, *, train
     Args:
         graph: its custom loss.
     Raises:
-        DataError: an option of the loss is a text, or a datum has no targets, or an input that no
-            loss reads.
+        DataError: an option of the loss is a text, a datum has no targets, or no loss reads an
+            input.
     """
     command = ForwardBackward if trains else Forward
     data = [_sample(datum, f"data[{index}]", graph) for index, datum in enumerate(call.data)]
@@ -169,7 +169,7 @@ def order_of(call: ForwardBackwardCall, graph: LossGraph | None = None, *, train
 
 
 def _sample(datum: TinkerDatum, place: str, graph: LossGraph | None) -> Datum:
-    """Return a datum as trainers read it; a graph reads its inputs itself."""
+    """Convert a datum to the trainer's; with a graph, only tokens and targets."""
     unknown = sorted(datum.inputs.keys() - _COLUMNS.keys())
     if unknown and graph is None:
         raise DataError(
@@ -187,11 +187,11 @@ def _sample(datum: TinkerDatum, place: str, graph: LossGraph | None) -> Datum:
 
 def _tensor(array: Any) -> Any:
     kind = "f4" if array.dtype.kind == "f" else "i8"
-    return torch.from_numpy(np.array(array, f"<{kind}"))  # a copy: torch does not read only
+    return torch.from_numpy(np.array(array, f"<{kind}"))  # torch needs a writable copy
 
 
 def result_of(call: ForwardBackwardCall, scored: Scored, *, is_json: bool) -> bytes:
-    """Return a result as clients read it: in protobuf from 0.25 on, before that in JSON."""
+    """Encode a result: protobuf for clients from 0.25 on, else JSON."""
     metrics = {"loss:sum": scored.loss, "tokens:sum": float(scored.tokens), **scored.metrics}
     logprobs = [
         tensor.float().numpy().reshape(datum.inputs["target_tokens"].shape)

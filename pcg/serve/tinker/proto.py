@@ -1,17 +1,17 @@
-"""The protobuf messages of Tinker's protocol, decoded and encoded.
+"""Decode and encode the protobuf messages of Tinker's protocol.
 
-Names and numbers are those of the package `tinker_public` of the client's wheel, as far as this
-server reads or writes them. Three things differ from there, with the same bytes:
+Names and numbers are those of the package `tinker_public` in the client's wheel, for the fields
+that this server reads or writes. Three definitions differ, with the same bytes:
 
-- A map is its entries, so that names that come twice are seen.
-- Messages of which a client sends as many as it likes are bytes. They are counted before one of
-  them becomes an object, and one at a time becomes one: an empty message has two bytes on the wire
-  and a hundred in memory.
+- A map is a list of entries, so that duplicate names are detected.
+- Messages that a client may repeat without a limit are bytes. They are counted before they are
+  parsed, and parsed one at a time: an empty message takes two bytes on the wire and a hundred in
+  memory.
 - Enumerations are int32.
 
-No tensor is trusted: its bytes have to be as many as its shape says, and the offsets and columns of
-a sparse one have to be in order and within it. A sparse tensor of a few bytes may name any shape,
-so the numbers of a call are bounded before memory is allocated for them.
+Tensors are not trusted: the number of bytes must match the shape, and the offsets and columns of a
+sparse tensor must be sorted and within its shape. A sparse tensor of a few bytes may declare any
+shape, so the numbers of a call are limited before memory is allocated.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ from pcg.units import is_finite, shown
 Array = NDArray[Any]
 
 MOST_NUMBERS = 2**23
-"""The numbers that the tensors of one call may have together, zeros of sparse ones included."""
+"""Maximum numbers in the tensors of a call together, including the zeros of sparse tensors."""
 MOST_DATA = 4096
-"""The data that one call may have; the client sends 1,024 at a time."""
+"""Maximum data of a call; the client sends 1,024."""
 _MOST_CHUNKS = 4096
 _MOST_INPUTS = 16
 _MOST_OPTIONS = 64
@@ -45,7 +45,7 @@ _LONGEST_NAME = 256
 # ---------------------------------------------------------------------------------------- messages
 
 _PACKAGE = "tinker_public"
-# A field is its number, its name and its type: `*` is repeated, and `?` tells absent from empty.
+# A field is its number, name and type: `*` means repeated, `?` distinguishes absent from empty.
 _MESSAGES: Mapping[str, str] = {
     "ForwardBackwardRequest": "1 model_id string, 2 seq_id int32, 3 data bytes*, 4 loss_fn string, "
     "5 loss_fn_config bytes*, 6 forward_only bool, 7 loss_fn_config_v2 bytes*",
@@ -86,7 +86,7 @@ _SCALARS = {
 
 
 def _classes() -> dict[str, Any]:
-    """Return the class of each message, in a pool apart from the client's of the same process."""
+    """Create the message classes in a separate pool, as the process may also have the client's."""
     file = descriptor_pb2.FileDescriptorProto(
         name="pcg_tinker.proto", package=_PACKAGE, syntax="proto3"
     )
@@ -106,7 +106,7 @@ def _add_field(message: Any, number: str, name: str, kind: str) -> None:
     field = message.field.add(name=name, number=int(number), label=_FIELD.LABEL_OPTIONAL)
     if kind.endswith("*"):
         field.label = _FIELD.LABEL_REPEATED
-    if kind.endswith("?"):  # in proto3 such a field is the only one of a `oneof`
+    if kind.endswith("?"):  # proto3 puts an optional field into its own `oneof`
         field.proto3_optional = True
         field.oneof_index = len(message.oneof_decl)
         message.oneof_decl.add(name=f"_{name}")
@@ -119,7 +119,7 @@ def _add_field(message: Any, number: str, name: str, kind: str) -> None:
 
 
 CLASSES: Mapping[str, Any] = _classes()
-"""The class of each message by its name; `CLASSES["Tensor"]()` is an empty one."""
+"""Message classes by name; `CLASSES["Tensor"]()` is an empty tensor."""
 
 # ----------------------------------------------------------------------------------------- tensors
 
@@ -134,7 +134,7 @@ _INDEX = _TYPES[_INT64]
 
 
 class _Room:
-    """A count of the numbers that may still come in a call."""
+    """The remaining numbers that a call may have."""
 
     def __init__(self) -> None:
         self._left = MOST_NUMBERS
@@ -143,13 +143,13 @@ class _Room:
         if count > self._left:
             raise DataError(
                 f"{place} has {shown(count)} numbers, and {self._left} of the {MOST_NUMBERS} that "
-                "one call may have are left; send less at a time"
+                "a call may have are left; send less at a time"
             )
         self._left -= count
 
 
 def _array_of(message: Any, place: str, room: _Room) -> Array:
-    """Return a `Tensor` as float32 or int64, [N] or [N, K]."""
+    """Convert a `Tensor` to a float32 or int64 array, [N] or [N, K]."""
     dtype = _TYPES.get(message.dtype)
     if dtype is None:
         raise DataError(f"{place} has the dtype {message.dtype}; use float32 or int64")
@@ -188,7 +188,7 @@ def _of_csr(message: Any, dtype: np.dtype[Any], shape: list[int], place: str, ro
             f"{place} has {shape[0]} rows, {len(starts)} crow_indices, {len(values)} values and "
             f"{len(columns)} col_indices; use a row offset more than rows, and a column a value"
         )
-    counts = np.diff(starts)  # wrong if it overflows, which numbers within the bounds do not
+    counts = np.diff(starts)  # may overflow, but not for offsets within the bounds below
     is_within = starts[0] == 0 and starts[-1] == len(values) == starts.max()
     if not is_within or starts.min() or (counts < 0).any():
         raise DataError(
@@ -207,7 +207,7 @@ def _of_csr(message: Any, dtype: np.dtype[Any], shape: list[int], place: str, ro
 def _numbers(data: bytes, dtype: np.dtype[Any], place: str) -> Array:
     if len(data) % dtype.itemsize:
         raise DataError(
-            f"{place} has {len(data)} bytes, which are no whole numbers of {dtype.itemsize} bytes"
+            f"{place} has {len(data)} bytes, which is not a multiple of {dtype.itemsize} bytes"
         )
     return np.frombuffer(data, dtype)
 
@@ -219,7 +219,7 @@ def _widened(array: Array, kind: int) -> Array:
 
 
 def _plain(array: Array) -> tuple[int, bytes]:
-    """Return the type and the bytes of an array as Tinker's client reads them."""
+    """Return the dtype and the bytes of an array for Tinker's client."""
     kind = _FLOAT32 if np.issubdtype(array.dtype, np.floating) else _INT64
     return kind, array.astype(_TYPES[kind]).tobytes()
 
@@ -229,7 +229,7 @@ def _plain(array: Array) -> tuple[int, bytes]:
 
 @dataclass(frozen=True, eq=False)
 class TinkerDatum:
-    """A sequence, int64 [N], and the arrays that a loss reads, int64 or float32, [N] or [N, K]."""
+    """A sequence, int64 [N], and a loss's inputs, int64 or float32, [N] or [N, K]."""
 
     tokens: Array
     inputs: Mapping[str, Array]
@@ -237,12 +237,12 @@ class TinkerDatum:
 
 @dataclass(frozen=True, eq=False)
 class ForwardBackwardCall:
-    """A call of forward_backward as a client asks for it.
+    """A client's call of forward_backward.
 
     Attributes:
         model_id: the model, as `SESSION:train:NUMBER`.
-        seq_id: the call's place among those of the model, from 1 on.
-        loss_fn_config: options of the loss; texts are those of custom ones.
+        seq_id: position in the model's stream, from 1.
+        loss_fn_config: options of the loss; only custom losses have texts.
         forward_only: True for log-probabilities without gradients.
     """
 
@@ -255,11 +255,10 @@ class ForwardBackwardCall:
 
 
 def decode_forward_backward(body: bytes) -> ForwardBackwardCall:
-    """Return what a body of forward_backward asks for.
+    """Decode a body of forward_backward.
 
     Raises:
-        DataError: the body is no such message, or something in it is invalid; it is named by its
-            place.
+        DataError: the body or a part of it is invalid; the message names the part.
     """
     message = _parsed("ForwardBackwardRequest", body, "the body")
     _check_count(message.data, MOST_DATA, "data")
@@ -277,7 +276,7 @@ def decode_forward_backward(body: bytes) -> ForwardBackwardCall:
 
 
 def place_of(body: bytes) -> tuple[str, int] | None:
-    """Return the model and the number of a call, whatever the rest is; None for no message."""
+    """Return the model and position of a call without validating the rest; None if not protobuf."""
     try:
         message = _parsed("ForwardBackwardRequest", body, "the body")
     except DataError:
@@ -289,7 +288,7 @@ def _datum(body: bytes, place: str, room: _Room) -> TinkerDatum:
     message = _parsed("Datum", body, place)
     _check_count(message.model_input, _MOST_CHUNKS, f"{place}.model_input")
     _check_count(message.loss_fn_inputs, _MOST_INPUTS, f"{place}.loss_fn_inputs")
-    for name in ("model_input_spans", "loss_fn_input_spans"):  # no loss here reads them
+    for name in ("model_input_spans", "loss_fn_input_spans"):  # not used
         _check_count(getattr(message, name), _MOST_SPANS, f"{place}.{name}")
     chunks = [
         _chunk(chunk, f"{place}.model_input[{i}]", room)
@@ -309,7 +308,7 @@ def _chunk(body: bytes, place: str, room: _Room) -> Array:
     message = _parsed("Chunk", body, place)
     for name in ("image", "dmel"):
         if message.HasField(name):
-            raise DataError(f"{place} is of the type {name}; this server takes encoded_text alone")
+            raise DataError(f"{place} is of the type {name}; this server accepts only encoded_text")
     if not message.HasField("encoded_text"):
         raise DataError(f"{place} has no encoded_text; give the tokens")
     tokens = _numbers(message.encoded_text.tokens, _TYPES[_INT32], place)
@@ -318,7 +317,7 @@ def _chunk(body: bytes, place: str, room: _Room) -> Array:
 
 
 def _config(message: Any) -> dict[str, float | str]:
-    """Return the options of a loss: those of the second version, where there are any."""
+    """Return the options of a loss, preferring the second version of the field."""
     options: dict[str, float | str] = {}
     is_newer = bool(message.loss_fn_config_v2)
     entries = message.loss_fn_config_v2 if is_newer else message.loss_fn_config
@@ -348,7 +347,7 @@ def _parsed(kind: str, body: bytes, place: str) -> Any:
     try:
         message.ParseFromString(body)
     except (DecodeError, UnicodeDecodeError) as error:
-        raise DataError(f"{place} is no {kind} of protobuf") from error
+        raise DataError(f"{place} is not a protobuf {kind}") from error
     return message
 
 
@@ -368,15 +367,15 @@ def _check_name(name: str, place: str) -> None:
 def encode_forward_backward(
     outputs: Sequence[Mapping[str, Array]], metrics: Mapping[str, float]
 ) -> bytes:
-    """Return a `ForwardBackwardOutput`.
+    """Encode a `ForwardBackwardOutput`.
 
-    Data in a row that have arrays with the same number of columns are one record.
+    Consecutive data with the same number of columns share a record.
 
     Args:
-        outputs: of each datum, arrays by their names, which all data have; float or int, [N] or
-            [N, K].
-        metrics: numbers by names such as `loss:sum`; the part behind the colon says how the client
-            joins those of several calls.
+        outputs: for each datum, arrays by name, float or int, [N] or [N, K]; all data have the same
+            names.
+        metrics: numbers by names such as `loss:sum`; the part after the colon tells the client how
+            to combine the metrics of several calls.
     """
     message = CLASSES["ForwardBackwardOutput"](loss_fn_output_type="pcg:ArrayRecord")
     for name, value in metrics.items():
@@ -410,8 +409,8 @@ class SampledTokens:
     Attributes:
         tokens, logprobs: [N].
         stop_reason: `stop` for a stop sequence or the end of the text, else `length`.
-        top: the likeliest tokens at each place, if asked: ids, 0 for none, and log-probabilities,
-            -99999 for none, [N, k] both.
+        top: requested top tokens at each position: ids (0 if absent) and log-probabilities (-99999
+            if absent), both [N, k].
     """
 
     tokens: Sequence[int]
@@ -430,16 +429,16 @@ def encode_sample(
     target_cells: tuple[Sequence[int], Sequence[int], Sequence[int]] | None = None,
     alternatives: tuple[Array, Array] | None = None,
 ) -> bytes:
-    """Return a `SampleResponse`.
+    """Encode a `SampleResponse`.
 
     Args:
-        cached_tokens: tokens of the prompt that were in the KV cache already.
-        prompt_logprobs: of each token of the prompt, NaN for none.
-        top_prompt: the likeliest tokens at each place of the prompt, as of a sequence.
-        targets: log-probabilities of chosen tokens, float32 [len - 1, K]; of those that a sparse
-            request lists, float32 [listed].
-        target_cells: of a sparse request its shape, row offsets and columns.
-        alternatives: tokens that were drawn at each place, int64 [len - 1, k], and their
+        cached_tokens: prompt tokens that were in the KV cache.
+        prompt_logprobs: for each prompt token, NaN if absent.
+        top_prompt: top tokens at each prompt position, as in `SampledTokens`.
+        targets: log-probabilities of target tokens, float32 [len - 1, K]; of a sparse request,
+            float32 [listed].
+        target_cells: shape, row offsets and columns of a sparse request.
+        alternatives: tokens drawn at each position, int64 [len - 1, k], and their
             log-probabilities, float32.
     """
     message = CLASSES["SampleResponse"](prompt_cache_hit_tokens=cached_tokens)
@@ -478,7 +477,7 @@ def _top(tokens: Array, logprobs: Array) -> Any:
 def _tensor(
     array: Array, cells: tuple[Sequence[int], Sequence[int], Sequence[int]] | None = None
 ) -> Any:
-    """Return a `Tensor`; `cells` are a sparse one's shape, row offsets and columns."""
+    """Encode a `Tensor`; `cells` are the shape, row offsets and columns of a sparse tensor."""
     kind, data = _plain(array)
     if cells is None:
         return CLASSES["Tensor"](dense=data, dtype=kind, shape=array.shape)

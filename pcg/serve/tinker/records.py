@@ -20,27 +20,27 @@ OPEN, CLOSED = "open", "closed"
 PENDING, DONE, FAILED = "pending", "done", "failed"
 JSON, PROTOBUF = "application/json", "application/x-protobuf"
 USER, SERVER = "user", "server"
-"""Whose fault it is that a request failed, as Tinker's clients know it."""
+"""Tinker's categories of a failed request: the fault of the user, or of the server."""
 WEIGHTS, SAMPLER, EXTERNAL = "weights", "sampler_weights", "external_weights"
-"""Kinds of checkpoints in paths: a whole state, an adapter to sample by, one for others to load."""
+"""Kinds of checkpoints: a training state, an adapter to sample from, an exported adapter."""
 COPIES = "copy-"
-"""The prefix of the sessions of copied checkpoints, which no client opened."""
+"""Prefix of the session ids of copied checkpoints, which no client opened."""
 RUNS = "tinker_runs"
-"""The folder, in the store, of the records of training."""
+"""Folder of the training records in the store."""
 
 ROW_BYTES = 512
-"""Bytes of a future's row and of its places in indexes, beside its texts and blobs."""
+"""Bytes of a future's row and index entries, without its texts and blobs."""
 MOST_SAMPLERS = 65_536
 """The most sampling sessions of a client's session."""
 MOST_EPHEMERAL = 64
-"""The most sampling sessions of a client's session that have weights of their own."""
+"""The most ephemeral sampling sessions, which have unnamed weights, of a client's session."""
 MOST_LOSSES = {"session": 64, "tenant": 1024}
 """The most custom losses of a session, and of a tenant."""
 
 LIVES = "(expires_s IS NULL OR expires_s > ?)"
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 _OWN = "path IS NULL AND folder IS NOT NULL"
-"""The condition of sampling sessions with weights that were saved for them alone."""
+"""Condition of ephemeral sampling sessions, which have unnamed weights."""
 _WITHOUT_CHECKPOINTS = (
     "NOT EXISTS (SELECT 1 FROM tinker_checkpoints WHERE model = tinker_models.id)"
 )
@@ -53,8 +53,8 @@ class SessionRecord:
     """A client's session.
 
     Attributes:
-        status: `open`, or how it ended: success, errored, interrupted or expired.
-        tags, user_metadata: JSON of the client's own words.
+        status: `open`, or the reason of its end: success, errored, interrupted or expired.
+        tags, user_metadata: JSON from the client.
         ended_s: None while it is open, and in rows of an older pcg.
     """
 
@@ -71,16 +71,16 @@ class SessionRecord:
 
 @dataclass(frozen=True)
 class FutureRecord:
-    """An acknowledged request, and its result once there is one.
+    """An acknowledged request, and its result.
 
     Attributes:
-        stream: the model or the sampling session among whose requests it has its place.
-        seq: its place; a second request of the same place is this one.
-        kind: the verb, as `optim_step`.
-        answer: JSON of the fields that the client got beside the id.
-        request: the body, for as long as the request may have to be repeated.
-        media_type, result: those of the result; of a failure the message.
-        category: the party at fault for a failure.
+        stream: the model or the sampling session that orders the request.
+        seq: position in the stream; a repeated request of a position is the same request.
+        kind: the verb, such as `optim_step`.
+        answer: JSON of the reply's fields besides the id.
+        request: the body, until the request need not be repeated.
+        media_type, result: the result; of a failed request, `result` is the message.
+        category: category of a failure.
     """
 
     id: str
@@ -100,7 +100,7 @@ class FutureRecord:
 
     @property
     def size_bytes(self) -> int:
-        """Bytes that it occupies, its row's own among them."""
+        """Bytes of the future in the database, including its row."""
         sizes = len(self.answer.encode()), len(self.request or b""), len(self.result or b"")
         return ROW_BYTES + sum(sizes)
 
@@ -117,13 +117,13 @@ class ModelRecord:
     """A model that a session trains.
 
     Attributes:
-        id: `SESSION:train:SEQ`, the name of its stream, too.
+        id: `SESSION:train:SEQ`, which also names its stream.
         seq: its number in the session.
         lora: JSON of its `LoraOrder`.
         asked_s: the time of the last request.
-        state: the folder of the last durable state, relative to the store's.
+        state: folder of the last durable state, relative to the store's folder.
         state_seq: the last request in that state; -1 before the first.
-        done_seq: the request up to which all are settled.
+        done_seq: all requests up to this position are settled.
     """
 
     id: str
@@ -147,11 +147,11 @@ class ModelRecord:
 
 @dataclass(frozen=True)
 class CheckpointRecord:
-    """A checkpoint: a state or weights that a client saved.
+    """A state or weights that a client saved.
 
     Attributes:
         path: `tinker://MODEL/KIND/NAME`.
-        folder: its files, relative to the store's folder.
+        folder: folder of its files, relative to the store's folder.
         lora: JSON of the model's `LoraOrder`.
         is_public: 1 if every tenant may load it.
     """
@@ -180,11 +180,10 @@ class SamplerRecord:
     """A sampling session.
 
     Attributes:
-        session, seq: the client's session, and its number there.
-        path: the checkpoint that it samples from; None for the base, and for weights that were
-            saved for it alone.
-        folder: the folder of its adapter, relative to the store's; None for the base.
-        size_bytes: bytes of weights that were saved for it alone.
+        session, seq: the client's session, and the number in it.
+        path: the checkpoint; None for the base, and for an ephemeral session.
+        folder: folder of the adapter, relative to the store's folder; None for the base.
+        size_bytes: bytes of the weights of an ephemeral session.
     """
 
     id: str
@@ -203,7 +202,7 @@ class LossRecord:
     """A custom loss.
 
     Attributes:
-        session, seq: the session whose models may be trained by it, and its number there.
+        session, seq: the session that may train with the loss, and the number in it.
         graph: JSON of its `LossGraph`, which was checked.
     """
 
@@ -230,7 +229,7 @@ LOSSES = Table("tinker_losses", LossRecord)
 def newest(
     connection: sqlite3.Connection, table: Table[Row], limit: int, offset: int, tenant: str
 ) -> tuple[list[Row], int]:
-    """Return a page of a tenant's rows, the newest first, and the number of all."""
+    """Return a page of a tenant's rows, the newest first, and the number of all rows."""
     condition, values = (LIVES, (now(),)) if table.name == CHECKPOINTS.name else ("1", ())
     order = f"ORDER BY created_s DESC, rowid DESC LIMIT {limit} OFFSET {offset}"
     rows = table.select(connection, condition, values, order, tenant=tenant)
@@ -241,13 +240,13 @@ def newest(
 
 
 def forget_sessions(connection: sqlite3.Connection, before_s: float, most: int) -> list[str]:
-    """Remove the sessions that ended before a time, and a tenant's oldest beyond so many.
+    """Remove the sessions that ended before a time, and the oldest beyond `most` of a tenant.
 
-    Their futures and samplers go with them; their models do unless there are checkpoints of them,
-    and then the session stays, too.
+    Their futures, samplers and models are removed, too. A model with checkpoints stays, and its
+    session with it.
 
     Returns:
-        Folders that nothing names any more.
+        Folders that no row names any more.
     """
     folders = []
     for session in _forgettable(connection, before_s, most):
@@ -265,7 +264,7 @@ def forget_sessions(connection: sqlite3.Connection, before_s: float, most: int) 
 
 
 def _forgettable(connection: sqlite3.Connection, before_s: float, most: int) -> list[str]:
-    """Return the ended sessions that may go: those without an open model and a pending request."""
+    """Return the removable sessions: ended, without an open model or a pending request."""
     condition = "status <> ? AND COALESCE(ended_s, created_s) < ?"
     rows = SESSIONS.read(connection, "id", condition, (OPEN, before_s))
     many = SESSIONS.read(
@@ -280,12 +279,12 @@ def _forgettable(connection: sqlite3.Connection, before_s: float, most: int) -> 
 
 
 def run_folder(model: str) -> str:
-    """Return the folder of the record of a model's training, relative to the store's."""
+    """Return the folder of a model's training record, relative to the store's folder."""
     return f"{RUNS}/{model.replace(':', '-')}"
 
 
 def end_left(connection: sqlite3.Connection) -> None:
-    """Settle what a crash left: futures of closed models, and weights of ended sessions."""
+    """Settle rows after a crash: futures of closed models, and samplers of ended sessions."""
     failed = {"state": FAILED, "result": b"the model is closed", "category": USER}
     FUTURES.change(
         connection,
@@ -309,14 +308,14 @@ def settle(
     result: bytes,
     category: str | None,
 ) -> bool:
-    """Write the result of a pending future; returns False if it is settled already, or gone."""
+    """Write the result of a pending future. Return False if it is not pending."""
     settled: dict[str, Any] = {"state": state, "media_type": media_type, "result": result}
     settled |= {"category": category, "finished_s": now()}
     return FUTURES.change(connection, settled, id=id, state=PENDING) > 0
 
 
 def used_by_futures(connection: sqlite3.Connection) -> dict[str, tuple[int, int]]:
-    """Return the number of pending futures, and the bytes of all, of each tenant."""
+    """Return each tenant's number of pending futures, and the bytes of all its futures."""
     columns = (
         f"tenant, SUM(state = '{PENDING}'), SUM({ROW_BYTES} + LENGTH(answer) + "
         "COALESCE(LENGTH(request), 0) + COALESCE(LENGTH(result), 0))"
@@ -326,7 +325,7 @@ def used_by_futures(connection: sqlite3.Connection) -> dict[str, tuple[int, int]
 
 
 def forget_requests(connection: sqlite3.Connection, stream: str, first: int, last: int) -> None:
-    """Drop the bodies of the settled requests of a stream between two places, both included."""
+    """Drop the bodies of a stream's settled requests between two positions, inclusive."""
     condition = "seq BETWEEN ? AND ? AND state <> ?"
     FUTURES.change(connection, {"request": None}, condition, (first, last, PENDING), stream=stream)
 
@@ -335,7 +334,7 @@ def forget_requests(connection: sqlite3.Connection, stream: str, first: int, las
 
 
 def path_of(model: str, kind: str, name: str) -> str:
-    """Return the path of a checkpoint. FinetuneError: the name cannot be part of a path."""
+    """Return the path of a checkpoint. FinetuneError: the name is invalid in a path."""
     if not _NAME.fullmatch(name):
         raise FinetuneError(
             f"{name[:128]!r} cannot name a checkpoint; use 1 to 128 letters, digits, dots, - and "
@@ -347,14 +346,14 @@ def path_of(model: str, kind: str, name: str) -> str:
 def find_checkpoint(
     connection: sqlite3.Connection, path: str, tenant: str, now_s: int | None = None
 ) -> CheckpointRecord | None:
-    """Return a checkpoint that a tenant may load: its own, or a public one; None without."""
+    """Return a checkpoint that a tenant may load, its own or a public one, or None."""
     condition = f"(tenant = ? OR is_public) AND {LIVES}"
     time_s = now() if now_s is None else now_s
     return CHECKPOINTS.find(connection, condition, (tenant, time_s), path=path)
 
 
 def used_by_weights(connection: sqlite3.Connection, tenant: str) -> tuple[int, int]:
-    """Return the number of a tenant's checkpoints, and the bytes of all weights that it saved."""
+    """Return the number of a tenant's checkpoints, and the bytes of all its saved weights."""
     size = "COALESCE(SUM(size_bytes), 0)"
     ((count, saved),) = CHECKPOINTS.read(connection, f"COUNT(*), {size}", tenant=tenant)
     ((sampled,),) = SAMPLERS.read(connection, size, tenant=tenant)
@@ -362,7 +361,7 @@ def used_by_weights(connection: sqlite3.Connection, tenant: str) -> tuple[int, i
 
 
 def insert_sampler(connection: sqlite3.Connection, record: SamplerRecord) -> SamplerRecord:
-    """Add a sampling session, and return it; or the one that has its number already.
+    """Add a sampling session, or return the existing session with its number.
 
     Raises:
         ApiError: the client's session has too many.
@@ -376,13 +375,13 @@ def insert_sampler(connection: sqlite3.Connection, record: SamplerRecord) -> Sam
 
 
 def surplus_sampler(connection: sqlite3.Connection, session: str) -> SamplerRecord | None:
-    """Return the oldest sampling session with weights of its own, if there are enough of them."""
+    """Return the oldest ephemeral sampling session, if the next would exceed the limit."""
     order = f"ORDER BY id DESC LIMIT 1 OFFSET {MOST_EPHEMERAL - 1}"
     return next(iter(SAMPLERS.select(connection, _OWN, order=order, session=session)), None)
 
 
 def end_samplers(connection: sqlite3.Connection, session: str) -> list[str]:
-    """Remove the sampling sessions with weights of their own; returns the folders of these."""
+    """Remove the ephemeral sampling sessions of a session. Return their folders."""
     return [str(row.folder) for row in SAMPLERS.delete(connection, _OWN, session=session)]
 
 
@@ -395,7 +394,7 @@ def insert_loss(connection: sqlite3.Connection, record: LossRecord) -> None:
         if count >= most:
             raise ApiError(
                 400,
-                f"Your {owner} has {count} custom losses, and {most} are the most; use one of "
+                f"Your {owner} has {count} custom losses; at most {most} are allowed. Use one of "
                 "them.",
                 code="too_many_losses",
             )

@@ -1,7 +1,7 @@
-"""/tinker/api/v1: sessions, promises of training and of samples, and their results.
+"""/tinker/api/v1: sessions, futures of training and of samples, and their results.
 
-A route validates, promises, and replies. A client counts a request that is refused: the next one
-comes behind it. So the place of a refused request is noted, and those behind it do not wait for it.
+A route validates a request, stores it as a future, and replies. Clients also number refused
+requests, so the position of a refused request is recorded and later requests do not wait for it.
 """
 
 from __future__ import annotations
@@ -58,13 +58,13 @@ from pcg.serve.tinker.wire import (
 
 PREFIX = "/tinker/api/v1"
 MOST_DATUMS = 1024
-"""The most data of one request; the client cuts more into several."""
+"""The most data of a request; the client splits larger batches."""
 POLL_S = 25.0
-"""The longest time that a client waits in one request; its own bound is 45 s."""
+"""Longest wait of a `retrieve_future` request, seconds; the client's timeout is 45 s."""
 _BODY_SHARE = 0.9
-"""The share of the largest body that the client's estimate of one may have."""
+"""Share of the maximum body that the client's estimated body size may have."""
 _REFUSALS = (400, 404, 415, 422)
-"""The statuses of requests that clients do not send again."""
+"""Statuses of requests that clients do not retry."""
 
 TinkerPart = Annotated[Tinker, part(Tinker)]
 SamplersPart = Annotated[Samplers, part(Samplers)]
@@ -72,7 +72,7 @@ CatalogPart = Annotated[Catalog, part(Catalog)]
 
 
 class PlacedRoute(LongBodyRoute):
-    """A route that notes the places of requests which it refuses."""
+    """A route that records the positions of requests that it refuses."""
 
     async def answer(self, handle: Handler, request: Request) -> Response:
         try:
@@ -97,7 +97,7 @@ async def _note(request: Request) -> None:
 
 
 async def _body_of(request: Request) -> bytes:
-    """Return a request's body, decompressed if need be.
+    """Return a request's body, decompressed if necessary.
 
     Raises:
         ApiError: 415, its encoding is not zstd.
@@ -120,7 +120,7 @@ def _is_protobuf(request: Request) -> bool:
 
 
 def _place(body: bytes, *, is_json: bool) -> tuple[str, int] | None:
-    """Return the model that a body names, and its number there; None if it names none."""
+    """Return the model that a body names, and the position; None if the body names none."""
     if not is_json:
         return place_of(body)
     try:
@@ -140,7 +140,7 @@ router = APIRouter(prefix=PREFIX, tags=["tinker"], route_class=PlacedRoute)
 
 @router.get("/healthz")
 async def healthz(_: Trainer) -> dict[str, str]:
-    """Say that the server lives."""
+    """Reply that the server runs."""
     return {"status": "ok"}
 
 
@@ -148,8 +148,8 @@ async def healthz(_: Trainer) -> dict[str, str]:
 async def client_config(
     body: ConfigBody, service: ServiceDependency, _: TinkerPart, __: Trainer, response: Response
 ) -> ClientConfig:
-    """Return how large a client's requests may be. A 400 where the server keeps nothing."""
-    response.headers["connection"] = "close"  # the client leaves this one open
+    """Return the limits of a client's requests. 400 if the server has no data folder."""
+    response.headers["connection"] = "close"  # the client would leave the connection open
     return ClientConfig(
         fwdbwd_max_chunk_len=MOST_DATUMS,
         fwdbwd_max_chunk_bytes_count=int(service.options.max_body_bytes * _BODY_SHARE),
@@ -159,7 +159,7 @@ async def client_config(
 
 @router.post("/client/dynamic_config")
 async def dynamic_config(body: ConfigBody, _: Trainer) -> DynamicConfig:
-    """Return what may change while a client runs."""
+    """Return the settings that may change while a client runs."""
     return DynamicConfig()
 
 
@@ -167,7 +167,7 @@ async def dynamic_config(body: ConfigBody, _: Trainer) -> DynamicConfig:
 async def capabilities(
     service: ServiceDependency, catalog: CatalogPart, _: Trainer
 ) -> Capabilities:
-    """List the base, by each of its names."""
+    """List the base under each of its names."""
     most = service.max_model_len
     models = [SupportedModel(model_name=name, max_context_length=most) for name in catalog.names]
     return Capabilities(supported_models=models)
@@ -175,14 +175,14 @@ async def capabilities(
 
 @router.post("/create_session")
 async def create_session(body: SessionBody, tinker: TinkerPart, caller: Trainer) -> dict[str, str]:
-    """Open a session, which has to send signs of life."""
+    """Open a session; the client must send heartbeats."""
     session = await tinker.sessions.create(caller.tenant, body)
     return {"type": "create_session", "session_id": session.id}
 
 
 @router.post("/session_heartbeat")
 async def heartbeat(body: HeartbeatBody, tinker: TinkerPart, caller: Trainer) -> dict[str, str]:
-    """Note that a session lives; 410 if it has ended."""
+    """Record a heartbeat; 410 if the session has ended."""
     tinker.sessions.beat(caller.tenant, body.session_id)
     return {"type": "session_heartbeat"}
 
@@ -191,26 +191,26 @@ async def heartbeat(body: HeartbeatBody, tinker: TinkerPart, caller: Trainer) ->
 async def finish(
     session_id: str, body: FinishBody, tinker: TinkerPart, caller: Trainer
 ) -> Response:
-    """End a session; the first reason holds."""
+    """End a session; only the first reason is stored."""
     await tinker.sessions.finish(caller.tenant, session_id, body.reason.type)
     return Response(status_code=204)
 
 
 @router.post("/telemetry")
 async def telemetry(request: Request, _: Trainer) -> dict[str, str]:
-    """Take a client's telemetry, of which nothing is kept."""
+    """Accept and discard a client's telemetry."""
     await request.body()
     return {"status": "accepted"}
 
 
 @router.post("/retrieve_future")
 async def retrieve_future(body: RetrieveBody, tinker: TinkerPart, caller: Trainer) -> Response:
-    """Return a result, why there is none, or that it is not there yet."""
+    """Return a result, its error, or that it is pending."""
     futures = tinker.futures
     future = await futures.retrieve(caller.tenant, body.request_id, POLL_S)
     if future.state == PENDING:
-        if futures.is_closing:  # others than a 429 are asked again at once
-            raise ApiError(429, "The server ends; ask again when it is back.", code="ending")
+        if futures.is_closing:  # clients retry other replies than a 429 without a pause
+            raise ApiError(429, "The server ends; retry after its restart.", code="ending")
         reply = {"type": "try_again", "request_id": future.id, "queue_state": "active"}
         return Response(json_bytes(reply), media_type=JSON)
     assert future.result is not None
@@ -227,7 +227,7 @@ async def retrieve_future(body: RetrieveBody, tinker: TinkerPart, caller: Traine
 async def create_model(
     body: CreateModelBody, tinker: TinkerPart, catalog: CatalogPart, caller: Trainer
 ) -> Promise:
-    """Promise a LoRA of the base."""
+    """Create a LoRA of the base, as a future."""
     _check_base(catalog, body.base_model)
     lora = body.lora_config.model_dump()
     if lora["seed"] is None:
@@ -245,7 +245,7 @@ async def create_model(
 async def load_weights(
     body: LoadBody, tinker: TinkerPart, catalog: CatalogPart, caller: Trainer
 ) -> Promise:
-    """Promise to load a saved state: into a model, or into one that is made for it."""
+    """Load a saved state into a model or a new model, as a future."""
     models, tenant = tinker.models, caller.tenant
     request = json.dumps({"path": body.path, "optimizer": body.optimizer}).encode()
     if body.model_id is not None:
@@ -267,7 +267,7 @@ async def load_weights(
 
 @router.post("/unload_model")
 async def unload_model(body: ModelBody, tinker: TinkerPart, caller: Trainer) -> Promise:
-    """Promise to free a model, behind all that was asked of it."""
+    """Free a model after its earlier requests, as a future."""
     return promise_of(
         await tinker.models.ask(caller.tenant, body.model_id, None, operations.UNLOAD, b"{}")
     )
@@ -277,7 +277,7 @@ async def unload_model(body: ModelBody, tinker: TinkerPart, caller: Trainer) -> 
 async def get_info(
     body: ModelBody, service: ServiceDependency, tinker: TinkerPart, caller: Trainer
 ) -> ModelInfo:
-    """Return what a model is."""
+    """Return the base and the rank of a model."""
     model = await tinker.models.find(caller.tenant, body.model_id)
     tokenizer = service.options.tinker_tokenizer
     return ModelInfo(
@@ -290,7 +290,7 @@ async def get_info(
 
 @router.post("/weights_info")
 async def weights_info(body: PathBody, tinker: TinkerPart, caller: Trainer) -> WeightsInfo:
-    """Return the LoRA of a checkpoint."""
+    """Return the LoRA settings of a checkpoint."""
     saved = await tinker.models.checkpoint(caller.tenant, body.tinker_path)
     order = saved.order
     return WeightsInfo(
@@ -318,7 +318,10 @@ def _check_base(catalog: Catalog, name: str) -> None:
 async def forward_backward(
     request: Request, service: ServiceDependency, tinker: TinkerPart, caller: Trainer
 ) -> Promise:
-    """Promise a loss and its gradients; the body is protobuf, or JSON of clients before 0.25."""
+    """Compute a loss and its gradients, as a future.
+
+    The body is protobuf, or JSON from clients before 0.25.
+    """
     body, is_json = await _body_of(request), not _is_protobuf(request)
     call = await service.beside(caller, call_of, body, is_json=is_json)
     kind = operations.FORWARD if call.forward_only else operations.PASS
@@ -332,26 +335,26 @@ async def forward_backward(
 async def forward(
     request: Request, service: ServiceDependency, tinker: TinkerPart, caller: Trainer
 ) -> Promise:
-    """Promise a loss without gradients, for clients before 0.25."""
+    """Compute a loss without gradients, as a future, for clients before 0.25."""
     return await forward_backward(request, service, tinker, caller)
 
 
 @router.post("/create_custom_loss")
 async def create_custom_loss(body: CustomLossBody, tinker: TinkerPart, caller: Trainer) -> Promise:
-    """Promise a loss that is a graph; a 400 names the node that may not run."""
+    """Store a loss graph, as a future; a 400 names an invalid node."""
     session, seq = body.session_id, body.custom_loss_seq_id
     return promise_of(await tinker.losses.create(caller.tenant, session, seq, body.loss()))
 
 
 @router.post("/optim_step")
 async def optim_step(body: StepBody, tinker: TinkerPart, caller: Trainer) -> Promise:
-    """Promise an update by AdamW."""
+    """Update a model by AdamW, as a future."""
     return await _ask(tinker, caller, operations.STEP, body)
 
 
 @router.post("/save_weights")
 async def save_weights(body: SaveBody, tinker: TinkerPart, caller: Trainer) -> Promise:
-    """Promise to keep a model's whole state under a path."""
+    """Save a model's whole state under a path, as a future."""
     return await _ask(tinker, caller, operations.SAVE, body)
 
 
@@ -359,7 +362,7 @@ async def save_weights(body: SaveBody, tinker: TinkerPart, caller: Trainer) -> P
 async def save_weights_for_sampler(
     body: SaveSamplerBody, tinker: TinkerPart, caller: Trainer
 ) -> Promise:
-    """Promise to keep weights to sample by, under a path or for one sampling session."""
+    """Save weights for sampling, under a path or for a sampling session, as a future."""
     if (body.path is None) == (body.sampling_session_seq_id is None):
         raise ApiError(400, "Give either path or sampling_session_seq_id.", param="path")
     if body.kind != "snapshot":
@@ -372,7 +375,7 @@ async def save_weights_for_sampler(
 async def save_weights_external(
     body: SaveExternalBody, tinker: TinkerPart, caller: Trainer
 ) -> Promise:
-    """Promise to keep an adapter for others to load, in peft's format."""
+    """Save an adapter in peft's format for export, as a future."""
     return await _ask(tinker, caller, operations.SAVE_EXTERNAL, body)
 
 
@@ -405,5 +408,5 @@ async def get_sampler(sampler_id: str, samplers: SamplersPart, caller: Trainer) 
 async def asample(
     body: SampleBody, request: Request, samplers: SamplersPart, caller: Trainer
 ) -> Promise:
-    """Promise samples."""
+    """Sample, as a future."""
     return promise_of(await samplers.sample(caller, body, await request.body()))

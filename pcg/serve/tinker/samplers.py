@@ -1,8 +1,7 @@
-"""Sampling sessions, and the requests of samples that they take.
+"""Sampling sessions and their sample requests.
 
-A request is a promise (`futures`): a request that a crash interrupts is sampled again once the
-server is back. The adapter of a checkpoint is loaded when something is first sampled from it, and
-may be unloaded for others meanwhile.
+A request is a future (`futures`); after a crash, an interrupted request is sampled again. The
+adapter of a checkpoint is loaded at its first request and may be unloaded later to free a place.
 """
 
 from __future__ import annotations
@@ -40,9 +39,9 @@ from pcg.serve.tinker.tinker import Tinker
 from pcg.serve.tinker.wire import SampleBody, SamplingSessionBody
 
 SAMPLE = "sample"
-"""The verb of requests of samples."""
+"""Verb of sample requests."""
 _FIRST_WAIT_S, _LONGEST_WAIT_S = 0.05, 2.0
-"""Times between two attempts to submit to a full queue, seconds."""
+"""First and longest time between two attempts to submit to a full queue, seconds."""
 _NO_LOGPROB = -99999.0
 _LEAST = float(np.finfo(np.float32).min)
 
@@ -59,7 +58,7 @@ class Samplers:
         tinker.sessions.on_end.append(self._session_ended)
 
     async def _session_ended(self, session: SessionRecord) -> None:
-        """Remove the weights that were saved for sampling sessions alone."""
+        """Remove the weights of the session's ephemeral sampling sessions."""
         for folder in await self._store.remove(end_samplers, session.id):
             await asyncio.to_thread(self._tinker.models.folders.remove, folder)
 
@@ -75,10 +74,10 @@ class Samplers:
     # ------------------------------------------------------------------------------- sessions
 
     async def create(self, tenant: str, body: SamplingSessionBody) -> SamplerRecord:
-        """Open a sampling session, or return the one of its number.
+        """Open a sampling session, or return the existing session with its number.
 
         Raises:
-            ApiError: there is no such session, base or checkpoint.
+            ApiError: the session, base or checkpoint does not exist.
         """
         self._tinker.sessions.find(tenant, body.session_id)
         base, folder = await self._source(tenant, body.base_model, body.model_path)
@@ -103,7 +102,7 @@ class Samplers:
     async def _source(
         self, tenant: str, base_model: str | None, path: str | None
     ) -> tuple[str, str | None]:
-        """Return the base's name, and the folder of an adapter if a checkpoint is named."""
+        """Return the base's name, and the adapter's folder if a checkpoint is named."""
         names = self._catalog.names
         if base_model is not None and base_model not in names:
             raise ApiError(
@@ -130,12 +129,12 @@ class Samplers:
     # -------------------------------------------------------------------------------- samples
 
     async def sample(self, caller: Caller, body: SampleBody, request: bytes) -> FutureRecord:
-        """Promise samples, and begin with them; a request of the same number is the first one.
+        """Store a sample request and start it; a repeated number returns the first future.
 
         Args:
-            request: the body as it came.
+            request: the raw body.
         Raises:
-            ApiError: there is no such sampling session, or too much waits already.
+            ApiError: the sampling session does not exist, or too many requests wait.
         """
         session, stream, seq = "", new_key("one-"), 0
         if body.sampling_session_id is not None and body.seq_id is not None:
@@ -152,7 +151,7 @@ class Samplers:
         return future
 
     async def _sample(self, future: FutureRecord, caller: Caller, body: SampleBody) -> None:
-        """Sample, and keep the result; what the server's end interrupts stays pending."""
+        """Sample and store the result. A request that the server's end interrupts stays pending."""
         futures = self._tinker.futures
 
         def forget(connection: Any) -> None:
@@ -169,7 +168,7 @@ class Samplers:
                     )
                     completions = await submitted.stream.completions()
                     break
-                except QueueFullError:  # it is promised, so that it waits here
+                except QueueFullError:  # an accepted request must not fail
                     await asyncio.sleep(wait_s)
                     wait_s = min(2 * wait_s, _LONGEST_WAIT_S)
             result = await asyncio.to_thread(encoded, body, completions)
@@ -183,10 +182,10 @@ class Samplers:
         if body.sampling_session_id is not None:
             sampler = await self.find(tenant, body.sampling_session_id)
             folder = sampler.folder
-            if sampler.path is not None:  # which may be gone, or its owner's alone, meanwhile
+            if sampler.path is not None:  # the checkpoint may be deleted or no longer public
                 _, newest = await self._source(tenant, None, sampler.path)
                 if newest != folder:
-                    raise ApiError(404, f"{sampler.path} was saved anew; open another session.")
+                    raise ApiError(404, f"{sampler.path} was saved again; open another session.")
         else:
             _, folder = await self._source(tenant, body.base_model, body.model_path)
         base = self._catalog.base
@@ -196,7 +195,7 @@ class Samplers:
         return ServedModel(adapter.name, adapter, None, adapter.name, base.name, base.created_s)
 
     async def _adapter(self, tenant: str, folder: str) -> ServedAdapter:
-        """Return the adapter of a folder of the store's, which is loaded if need be."""
+        """Return the adapter of a folder in the store; load it if necessary."""
         loader = self._catalog.loader
         name = adapter_name(tenant, folder)
         adapter = loader.adapters.get(name)
@@ -214,7 +213,7 @@ class Samplers:
         loader = self._catalog.loader
         try:
             return await loader.load(name, path, checkpoint_origin())
-        except AdapterConflictError:  # somebody else loaded it meanwhile
+        except AdapterConflictError:  # another request has loaded it
             adapter = loader.adapters.get(name)
             if adapter is None:
                 raise
@@ -227,11 +226,10 @@ class Samplers:
 def fields_of(body: SampleBody, room: int) -> RequestFields:
     """Return the fields of the engine's request.
 
-    Log-probabilities are the model's own, before temperature and filters, as forward_backward has
-    them.
+    Log-probabilities are the model's, before temperature and filters, as in forward_backward.
 
     Args:
-        room: the most tokens that the prompt and its output may have together.
+        room: the most tokens of the prompt and its output together.
     """
     params, stop = body.sampling_params, body.sampling_params.stop
     new = params.max_tokens
@@ -261,13 +259,13 @@ def fields_of(body: SampleBody, room: int) -> RequestFields:
 
 
 def encoded(body: SampleBody, completions: Sequence[Completion]) -> bytes:
-    """Return the result of a request as its client reads it.
+    """Encode the result of a request for its client.
 
     Raises:
-        ApiError: a continuation was given up.
+        ApiError: a continuation was cancelled.
     """
     if any(completion.finish_reason not in ("stop", "length") for completion in completions):
-        raise ApiError(503, "The server gave the request up.")
+        raise ApiError(503, "The server cancelled the request.")
     k = body.topk_sample_logprobs
     sequences = [
         SampledTokens(
@@ -295,7 +293,7 @@ def encoded(body: SampleBody, completions: Sequence[Completion]) -> bytes:
 
 
 def _further(body: SampleBody, of_prompt: Sequence[TokenLogprobs | None]) -> dict[str, Any]:
-    """Return the log-probabilities of further tokens of the prompt's places, as far as asked."""
+    """Return the requested log-probabilities of target and alternative prompt tokens."""
     targets, draws = body.target_prompt_logprobs, body.prompt_alt_tokens_k
     rows = [() if token is None else token.top for token in of_prompt[1:]]
     further: dict[str, Any] = {}
@@ -321,7 +319,7 @@ def _further(body: SampleBody, of_prompt: Sequence[TokenLogprobs | None]) -> dic
 
 
 def _top(places: Sequence[TokenLogprobs | None], k: int) -> tuple[Any, Any]:
-    """Return the likeliest tokens of some places and their log-probabilities, [places, k] both."""
+    """Return the top tokens at each position and their log-probabilities, both [positions, k]."""
     tokens = np.zeros((len(places), k), np.int32)
     logprobs = np.full((len(places), k), _NO_LOGPROB, np.float32)
     for row, likeliest in enumerate(places):
@@ -331,5 +329,5 @@ def _top(places: Sequence[TokenLogprobs | None], k: int) -> tuple[Any, Any]:
 
 
 def _number(logprob: float) -> float:
-    """Return a log-probability as a float32 can hold it, without infinities."""
+    """Clamp a log-probability to the finite range of float32."""
     return max(logprob, _LEAST)

@@ -1,4 +1,4 @@
-"""The sessions of clients, each of which sends signs of life, and their custom losses."""
+"""The sessions of clients, which send heartbeats, and their custom losses."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from pcg.serve.tinker.wire import SessionBody
 MOST_SESSIONS = 256
 """The most open sessions of a tenant."""
 MOST_ENDED = 4096
-"""The most sessions of a tenant that have ended and are kept."""
+"""The most ended sessions of a tenant that are kept."""
 
 OnEnd = Callable[[SessionRecord], Awaitable[None]]
 
@@ -40,10 +40,10 @@ class Sessions:
     """The sessions of all tenants; for one event loop.
 
     Attributes:
-        on_end: are called with each session that ends, in turn.
+        on_end: callbacks that receive each ended session, in turn.
 
     Args:
-        life_s: the longest time between two signs of life of a session, seconds.
+        life_s: time without a heartbeat after which a session expires, seconds.
     """
 
     def __init__(self, store: Store, life_s: float) -> None:
@@ -51,7 +51,7 @@ class Sessions:
         self._store = store
         self._life_s = life_s
         rows = store.database.read(lambda rows: SESSIONS.select(rows, status=OPEN)).result()
-        # Nobody could send a sign of life while there was no server.
+        # Clients could not send heartbeats while the server was down.
         self._open = {session.id: (session, time.monotonic()) for session in rows}
 
     async def create(self, tenant: str, body: SessionBody) -> SessionRecord:
@@ -82,13 +82,13 @@ class Sessions:
         return session
 
     def beat(self, tenant: str, id: str) -> SessionRecord:
-        """Note that a session lives, and return it; errors as of `find`."""
+        """Record a heartbeat and return the session; errors as of `find`."""
         session = self.find(tenant, id)
         self._open[id] = session, time.monotonic()
         return session
 
     def find(self, tenant: str, id: str) -> SessionRecord:
-        """Return an open session. ApiError: 410, it has ended, or is none of the tenant's."""
+        """Return an open session. ApiError: 410, the session has ended or is not the tenant's."""
         session, _ = self._open.get(id, (None, 0.0))
         if session is None or session.tenant != tenant:
             raise ApiError(
@@ -100,22 +100,22 @@ class Sessions:
         return id in self._open
 
     async def finish(self, tenant: str, id: str, status: str) -> None:
-        """End a session; nothing happens if it has ended. ApiError: 404, the tenant has none."""
+        """End a session, if it is open. ApiError: 404, the tenant has no such session."""
         session = await self._store.read(SESSIONS.find, id=id, tenant=tenant)
         if session is None:
             raise ApiError(404, f"There is no session {id[:128]}.", param="session_id")
         await self._end(session, status)
 
     async def expire(self) -> None:
-        """End the sessions without a sign of life for too long."""
+        """End the sessions without a recent heartbeat."""
         least_s = time.monotonic() - self._life_s
         for id in list(self._open):
-            session, beat_s = self._open.get(id, (None, 0.0))  # as it is now: ends take their time
+            session, beat_s = self._open.get(id, (None, 0.0))  # may change during an await
             if session is not None and beat_s < least_s:
                 await self._end(session, "expired")
 
     async def forget(self, keep_s: float) -> list[str]:
-        """Remove sessions that ended so long ago; returns folders that nothing names any more."""
+        """Remove sessions that ended `keep_s` ago. Return folders that no row names any more."""
         return await self._store.remove(forget_sessions, time.time() - keep_s, MOST_ENDED)
 
     async def _end(self, session: SessionRecord, status: str) -> None:
@@ -131,11 +131,11 @@ class Sessions:
 
 CREATE_LOSS = "create_custom_loss"
 MOST_BYTES = 2**16
-"""The most bytes of a graph as JSON."""
+"""Maximum size of a graph as JSON, bytes."""
 
 
 class Losses:
-    """The custom losses of all sessions: checked once, kept, and named by passes."""
+    """The custom losses of all sessions: checked once, stored, and named by passes."""
 
     def __init__(self, store: Store, futures: Futures, sessions: Sessions) -> None:
         self._store = store
@@ -143,16 +143,16 @@ class Losses:
         self._sessions = sessions
 
     async def begin(self) -> None:
-        """Settle the promises of an earlier run of the server."""
+        """Settle the pending futures of an earlier run of the server."""
         for future in await self._futures.pending(CREATE_LOSS):
             await self._settle(future)
 
     async def create(self, tenant: str, session: str, seq: int, graph: LossGraph) -> FutureRecord:
-        """Promise a loss of a session; a second one of a number is the first.
+        """Store a loss of a session and return its future; a repeated number returns the first.
 
         Raises:
-            ApiError: there is no such session, or the graph or their number is too large.
-            FinetuneError: the graph may not run; names the node, and why.
+            ApiError: the session does not exist, or the graph is too large, or there are too many.
+            FinetuneError: the graph is invalid; the message names the node and the reason.
         """
         self._sessions.find(tenant, session)
         graph.check()
@@ -180,7 +180,7 @@ class Losses:
     async def _settle(self, future: FutureRecord) -> None:
         stream, seq = future.stream, future.seq
         loss = await self._store.read(LOSSES.find, session=future.session, seq=seq)
-        assert loss is not None  # it was written with the promise
+        assert loss is not None  # written in the transaction of the future
         reply = json.dumps({"loss_id": loss.id, "type": CREATE_LOSS}).encode()
         await self._futures.resolve(
             future, reply, JSON, lambda rows: forget_requests(rows, stream, seq, seq)

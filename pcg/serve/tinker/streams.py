@@ -1,9 +1,9 @@
-"""The stream of a model: its requests, done strictly in the order of their numbers.
+"""The stream of a model: its requests, executed strictly in the order of their numbers.
 
-A request with missing predecessors waits for them; after a time it fails. Each is settled in one
-transaction with the place that the model has reached. The engine's trainer is made when something
-is to be done: with the last durable state, and the requests behind it are repeated, of which the
-results exist already. So the state is that of the results that clients have.
+A request with missing predecessors waits for them, and fails after a time. The transaction that
+settles a request also stores the model's new position. The engine's trainer is created when a
+request needs it: it loads the last durable state and repeats the later requests that have results.
+So the trainer's state always matches the results that clients have.
 """
 
 from __future__ import annotations
@@ -48,26 +48,26 @@ from pcg.serve.tinker.records import (
 GAP_S = 120.0
 """Time for which a request waits for a missing predecessor, seconds."""
 STATE_STEPS = 16
-"""Updates after which the state is written, so that no more are repeated after a crash."""
+"""Updates between two saved states, and so the most updates repeated after a crash."""
 STATE_BYTES = 32 * 2**20
-"""… or the bytes of the requests since then."""
+"""Bytes of requests after which the state is saved earlier."""
 MOST_ROWS = 2**17
-"""The most updates of a model that have rows in its record."""
+"""The most rows of updates in a model's record."""
 _MOST_BYTES = 2**30
-"""The most bytes of requests behind a state, which has no gradients that wait."""
-_BROKEN = "the model could not be made; make another one"
+"""The most bytes of requests after a state; a state has no accumulated gradients."""
+_BROKEN = "the model could not be created; create another model"
 
 
 class _Interrupted(Exception):
-    """The engine ends: what it did is done again at the next start."""
+    """The engine ends; the next start repeats the request."""
 
 
 class ModelStream:
-    """Does a model's requests; for one event loop.
+    """Executes a model's requests; for one event loop.
 
     Attributes:
-        model: the model, as far as it is.
-        is_closing: True once nothing is added any more.
+        model: the model at its present position.
+        is_closing: True once no more requests are added.
     """
 
     def __init__(
@@ -96,25 +96,25 @@ class ModelStream:
         self._doing = 0
 
     def put(self, seq: int) -> None:
-        """Add the pending request of a place; its body stays on the disk until its turn."""
+        """Add the pending request of a position; its body is read from disk on its turn."""
         self._waiting.add(seq)
         self._changed.set()
 
     def refuse(self, seq: int) -> None:
-        """Wait no more for a place with a refused request; a better one may still come."""
+        """Do not wait for the position of a refused request, unless a corrected request arrives."""
         if seq > self.model.done_seq:
             self._refused.add(seq)
             self._changed.set()
 
     @property
     def behind(self) -> int:
-        """The place behind the last request that has come."""
+        """The position after the last received request."""
         places = (*self._waiting, *self._failed_early, *self._coming)
         return max((self.model.done_seq, self._doing, *places)) + 1
 
     @contextmanager
     def coming(self, seq: int) -> Iterator[None]:
-        """Reserve a place while its request is being kept."""
+        """Reserve a position while its request is being stored."""
         self._coming.append(seq)
         try:
             yield
@@ -122,12 +122,12 @@ class ModelStream:
             self._coming.remove(seq)
 
     def close(self) -> None:
-        """End the stream once what waits is done."""
+        """End the stream after the waiting requests."""
         self.is_closing = True
         self._changed.set()
 
     async def recover(self) -> None:
-        """Take up the requests of an earlier run of the server."""
+        """Add the requests of an earlier run of the server."""
         for seq, state, _ in await self._places(self.model.done_seq):
             if state == PENDING:
                 self.put(seq)
@@ -138,7 +138,7 @@ class ModelStream:
             self._broken = _BROKEN
 
     async def _places(self, behind: int) -> list[tuple[int, str, str]]:
-        """Return place, state and verb of the requests behind a place, in order."""
+        """Return position, state and verb of the requests after a position, in order."""
         columns, order = "seq, state, kind", "ORDER BY seq"
         rows = await self._store.read(
             FUTURES.read, columns, "seq > ?", (behind,), order, stream=self.model.id
@@ -151,7 +151,7 @@ class ModelStream:
         return future
 
     async def run(self) -> bool:
-        """Do requests until the stream is closed; returns False if the engine ends before."""
+        """Execute requests until the stream is closed. Return False if the engine ends first."""
         is_whole = False
         try:
             await self._run()
@@ -183,13 +183,13 @@ class ModelStream:
         await self._unload()
 
     async def _unload(self) -> None:
-        """Free the engine's trainer; the next request makes it again."""
+        """Free the engine's trainer; the next request creates it again."""
         if self._is_loaded:
             self._is_loaded = False
             await self._operations.end(self.model)
 
     async def _wait(self, timeout_s: float | None) -> bool:
-        """Wait for a change; returns False if there was none."""
+        """Wait for a change. Return False on a timeout."""
         try:
             async with asyncio.timeout(timeout_s):
                 await self._changed.wait()
@@ -199,7 +199,7 @@ class ModelStream:
         return True
 
     async def _wait_for(self, seq: int) -> None:
-        """Wait for the request of a number; those behind it fail if it does not come."""
+        """Wait for the request of a position. If it does not arrive, fail the waiting requests."""
         clock = asyncio.get_running_loop().time
         until_s = clock() + GAP_S
         while seq not in self._waiting | self._refused:
@@ -210,14 +210,14 @@ class ModelStream:
             return
         for other in sorted(self._waiting):
             self._waiting.discard(other)
-            words = f"request {seq} of {self.model.id} did not come, and {other} comes behind it"
+            words = f"request {seq} of {self.model.id} did not arrive; request {other} needs it"
             await self._futures.fail(await self._at(other), words, USER)
             self._failed_early.add(other)
 
     # ------------------------------------------------------------------------------- requests
 
     async def _do(self, future: FutureRecord) -> None:
-        """Do a request, and keep its result."""
+        """Execute a request and store its result."""
         self._doing = future.seq
         try:
             outcome = await self._outcome(future)
@@ -229,7 +229,7 @@ class ModelStream:
         settle = settle_row(self.model, future, outcome)
         try:
             await self._futures.resolve(future, outcome.result, outcome.media_type, settle)
-        except (PcgError, ApiError) as error:  # what is written with it cannot be
+        except (PcgError, ApiError) as error:  # the rows written with the result are refused
             await self._fail(future, outcome, error)
             return
         self.model = replace(self.model, done_seq=future.seq)
@@ -245,7 +245,7 @@ class ModelStream:
             await self._record.add(outcome.step)
 
     def _ends(self, error: Exception) -> bool:
-        """Return True for an error of an engine that ends; its requests are repeated."""
+        """Return True if the engine ends; its requests are repeated after the next start."""
         is_running = self._client.health().state is EngineState.RUNNING
         return isinstance(error, EngineError) or not is_running
 
@@ -254,7 +254,7 @@ class ModelStream:
             self._operations.folders.remove(outcome.folder)
         if future.kind in (CREATE, LOAD_MODEL):
             self._broken = _BROKEN
-        elif future.kind == LOAD:  # it may have been loaded, and not kept
+        elif future.kind == LOAD:  # the trainer may have loaded a state that was not stored
             await self._unload()
         settle = settle_row(self.model, future, None)
         shown = self._operations.folders.without_paths(error)
@@ -272,8 +272,8 @@ class ModelStream:
             await self._load()
         if future.kind in REPLAYED and self._bytes > _MOST_BYTES:
             raise FinetuneError(
-                f"{self._bytes} bytes of data came since the last optim_step or save; at most "
-                f"{_MOST_BYTES} wait for one"
+                f"{self._bytes} bytes of data since the last saved state, at most {_MOST_BYTES}: "
+                "call optim_step or save_weights first"
             )
         outcome = await self._operations.do(self.model, future)
         self._count(future)
@@ -283,10 +283,10 @@ class ModelStream:
         return outcome
 
     async def _with_state(self, outcome: Outcome) -> Outcome:
-        """Return an outcome with the state behind it, if that can be written."""
+        """Save the state and add it to an outcome; return the outcome as it is on an error."""
         try:
             state = await self._operations.keep_state(self.model)
-        except FinetuneError as error:  # its requests stay, to be repeated
+        except FinetuneError as error:  # the stored requests can be repeated instead
             if self._ends(error):
                 raise
             LOG.error("the state of %s cannot be written: %s", self.model.id, error)
@@ -299,7 +299,7 @@ class ModelStream:
             self._steps += future.kind == STEP
 
     async def _load(self) -> None:
-        """Make the trainer in the engine, and bring it to the last result."""
+        """Create the engine's trainer and replay the requests after its saved state."""
         await self._operations.begin(self.model)
         self._is_loaded, self._steps, self._bytes = True, 0, 0
         try:
@@ -314,9 +314,9 @@ class ModelStream:
 
 
 class _TrainingRecord:
-    """The record of a model's training from its first update on, a row for each.
+    """The record of a model's training, with a row for each update.
 
-    Training goes on where the record cannot be written: the log says why, once.
+    If the record cannot be written, training continues and the log says so once.
     """
 
     def __init__(self, model: ModelRecord, folder: Path) -> None:
@@ -326,7 +326,7 @@ class _TrainingRecord:
         self._is_broken = False
 
     async def add(self, numbers: Mapping[str, float]) -> None:
-        """Add an update. A repeated one, as behind an older state, takes its place."""
+        """Add an update. A repeated update, after an older state was loaded, replaces its row."""
         rest = dict(numbers)
         step = int(rest.pop("step"))
         if not self._is_broken and step <= MOST_ROWS:
@@ -352,7 +352,7 @@ class _TrainingRecord:
         self._record.log(step, **numbers)
 
     def end(self, *, is_whole: bool) -> None:
-        """End the record, if there is one: of a closed model, or as the server ends."""
+        """End the record of a closed model (`is_whole`), or at the server's end."""
         record, self._record = self._record, None
         if record is not None:
             status = Status.COMPLETED if is_whole else Status.INTERRUPTED

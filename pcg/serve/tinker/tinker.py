@@ -1,4 +1,4 @@
-"""The state behind Tinker's protocol: sessions, futures, models and losses, and what expires."""
+"""The state behind Tinker's protocol: sessions, futures, models and losses, and their expiry."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ from pcg.serve.tinker.sessions import Losses, Sessions
 from pcg.serve.tinker.wire import Promise
 
 _SWEEP_S = 15.0
-"""The time between two looks at what has expired."""
+"""Time between two sweeps of expired objects, seconds."""
 _SWEEPS = 240
-"""The looks, an hour of them, between two at what ended long ago."""
+"""Sweeps, about an hour, between two removals of old sessions."""
 
 
 class Tinker:
@@ -36,7 +36,7 @@ class Tinker:
     Attributes:
         store: the rows and files.
         sessions: clients.
-        futures: promised results.
+        futures: futures and their results.
         models: trained models.
         losses: custom losses.
     """
@@ -55,13 +55,13 @@ class Tinker:
         self._tasks: set[asyncio.Task[Any]] = set()
 
     def begin(self) -> None:
-        """Take up the work of an earlier run, once the event loop runs."""
+        """Resume the work of an earlier run; the event loop must run."""
         self.do(self.losses.begin())
         self.do(self.models.begin())
         self.do(self._sweep())
 
     def do(self, work: Coroutine[Any, Any, None]) -> None:
-        """Run a coroutine beside the requests; what it raises is logged."""
+        """Run a coroutine in the background and log its error."""
         task = asyncio.get_running_loop().create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._ended)
@@ -88,7 +88,7 @@ class Tinker:
         try:
             await act()
         except Exception as error:  # a full disk may have room again
-            LOG.error("what has expired cannot be removed", exc_info=error)
+            LOG.error("expired objects cannot be removed", exc_info=error)
 
 
 def promise_of(future: FutureRecord) -> Promise:
@@ -99,16 +99,16 @@ def promise_of(future: FutureRecord) -> Promise:
 # ------------------------------------------------------------------------------------------- links
 
 LINKS = "/tinker/api/v1/external_files"
-"""The prefix of links' paths."""
+"""Path prefix of links."""
 LIFE_S = 3600
-"""The time for which a link holds, seconds."""
+"""Lifetime of a link, seconds."""
 MOST_LINKS = 1024
-"""The most links of a tenant; beyond it the tenant's oldest ends."""
+"""The most links of a tenant; beyond it, the oldest is removed."""
 
 
 @dataclass(frozen=True)
 class Link:
-    """An address of a tenant's file; it holds until a time of `time.monotonic`."""
+    """An unguessable address of a tenant's file; it expires at `until_s` of `time.monotonic`."""
 
     tenant: str
     file: Path
@@ -116,7 +116,7 @@ class Link:
 
 
 class Links:
-    """Addresses of files that need no key and cannot be guessed; for one event loop.
+    """Unguessable addresses of files, which need no key; for one event loop.
 
     They end with the server.
     """
@@ -136,7 +136,7 @@ class Links:
         return path
 
     def find(self, path: str) -> Link | None:
-        """Return a link; None without, or once it has expired."""
+        """Return a valid link, or None."""
         link = self._links.get(path)
         if link is not None and time.monotonic() > link.until_s:
             del self._links[path]
@@ -144,6 +144,6 @@ class Links:
         return link
 
     def owner(self, path: str) -> str | None:
-        """Return the tenant that owns a link's file; None if the path is no link."""
+        """Return the owner of a link's file; None if the path is not a link."""
         link = self.find(path)
         return None if link is None else link.tenant

@@ -32,7 +32,7 @@ def _bounded(value: dict[str, Any]) -> dict[str, Any]:
         size = len(json.dumps(value, allow_nan=False))
         json.dumps(value, ensure_ascii=False).encode()
     except UnicodeEncodeError as error:
-        raise ValueError("it has half a character, which UTF-8 cannot hold") from error
+        raise ValueError("it has an unpaired surrogate, which UTF-8 cannot encode") from error
     except (ValueError, RecursionError) as error:
         raise ValueError("it has numbers that are not finite, or is nested too deeply") from error
     if size > _MOST_METADATA:
@@ -45,22 +45,22 @@ Short = Annotated[str, Field(max_length=256)]
 Path = Annotated[str, Field(max_length=1024)]
 NoText = Annotated[str, Field(max_length=0)]
 Metadata = Annotated[dict[str, Any], AfterValidator(_bounded)]
-"""A client's own words, in at most 16 KiB."""
+"""A JSON object from the client, at most 16 KiB."""
 Seq = Annotated[int, Field(ge=0, lt=2**31)]
 SampleSeq = Annotated[int, Field(ge=0, lt=2**63)]
 Ttl = Annotated[int, Field(ge=3600, le=315_360_000)]
-"""An hour to ten years, seconds."""
+"""A lifetime of an hour to ten years, seconds."""
 Finite = Annotated[float, Field(allow_inf_nan=False)]
 
 
 class TinkerBody(WireModel):
-    """A body of Tinker's; its fields may begin with `model_`."""
+    """A body of Tinker's protocol; pydantic allows field names starting with `model_`."""
 
     model_config = ConfigDict(protected_namespaces=())
 
 
 class TinkerReply(BaseModel):
-    """A reply; its fields may begin with `model_`."""
+    """A reply of Tinker's protocol; pydantic allows field names starting with `model_`."""
 
     model_config = ConfigDict(protected_namespaces=())
 
@@ -69,13 +69,13 @@ class TinkerReply(BaseModel):
 
 
 class ConfigBody(TinkerBody):
-    """A client that asks how it should behave."""
+    """A request for the client's configuration."""
 
     sdk_version: Short | None = None
 
 
 class ClientConfig(TinkerReply):
-    """The behaviour of clients that differs from their defaults."""
+    """The client settings that differ from the client's defaults."""
 
     parallel_fwdbwd_chunks: bool = True
     custom_loss_server_side: bool = True
@@ -86,7 +86,7 @@ class ClientConfig(TinkerReply):
 
 
 class DynamicConfig(TinkerReply):
-    """The behaviour of clients that may change while they run."""
+    """The client settings that may change while the client runs."""
 
     refresh_interval_sec: int = 300
     sample_cancel_enabled: bool = False
@@ -109,7 +109,7 @@ class Capabilities(TinkerReply):
 
 
 class SessionBody(TinkerBody):
-    """A session to open. A server has no projects: `project_id` is taken, and without effect."""
+    """A session to open. Projects do not exist: `project_id` is ignored."""
 
     tags: Annotated[list[Short], Field(max_length=64)] = Field(default_factory=list)
     user_metadata: Metadata | None = None
@@ -120,14 +120,14 @@ class SessionBody(TinkerBody):
 
 
 class HeartbeatBody(TinkerBody):
-    """A sign of life of a session."""
+    """A heartbeat of a session."""
 
     session_id: Id
     type: Literal["session_heartbeat"] = "session_heartbeat"
 
 
 class FinishReason(TinkerBody):
-    """The way in which a session ends."""
+    """The reason of a session's end."""
 
     type: Literal["success", "errored", "interrupted"]
     detail: Any = None
@@ -141,7 +141,7 @@ class FinishBody(TinkerBody):
 
 
 class RetrieveBody(TinkerBody):
-    """A future to wait for; results always come whole."""
+    """A future to wait for; results are always returned whole."""
 
     request_id: Id
     allow_metadata_only: bool = False
@@ -149,7 +149,7 @@ class RetrieveBody(TinkerBody):
 
 
 class Promise(TinkerReply):
-    """A durable request; `retrieve_future` gives its result."""
+    """A stored request; `retrieve_future` returns its result."""
 
     request_id: str
     model_id: str | None = None
@@ -160,7 +160,7 @@ class Promise(TinkerReply):
 
 
 class LoraBody(TinkerBody):
-    """A LoRA."""
+    """The LoRA settings of a model."""
 
     rank: Annotated[int, Field(ge=1, le=512)]
     seed: Annotated[int, Field(ge=-(2**63), le=2**63 - 1)] | None = None
@@ -176,7 +176,7 @@ class OptimizerBody(TinkerBody):
 
 
 class CreateModelBody(TinkerBody):
-    """A model to make."""
+    """A model to create."""
 
     session_id: Id
     model_seq_id: Seq
@@ -195,7 +195,7 @@ class LossInputBody(TinkerBody):
 
 
 class LossNodeBody(TinkerBody):
-    """A node of a custom loss; `pcg.runtime.training.loss_graph` says which are valid."""
+    """A node of a custom loss; `pcg.runtime.training.loss_graph` defines the valid nodes."""
 
     op: Short
     name: Short
@@ -212,7 +212,7 @@ class LossGraphBody(TinkerBody):
 
 
 class CustomLossBody(TinkerBody):
-    """A custom loss to keep."""
+    """A custom loss to store."""
 
     session_id: Id
     custom_loss_seq_id: Seq
@@ -228,31 +228,31 @@ class CustomLossBody(TinkerBody):
 
 
 class ModelBody(TinkerBody):
-    """A model."""
+    """A reference to a model."""
 
     model_id: Id
     type: str | None = None
 
 
 class PathBody(TinkerBody):
-    """A checkpoint."""
+    """A reference to a checkpoint."""
 
     tinker_path: Path
 
 
 class PlacedBody(TinkerBody):
-    """A request of a model, with its place among the others."""
+    """A request of a model, with its position in the model's stream."""
 
     model_id: Id
     seq_id: Seq | None = None
 
     def request(self) -> bytes:
-        """Return what the server keeps of it, to do it and to repeat it after a crash."""
+        """Return the JSON that the server stores to execute the request, also after a crash."""
         return self.model_dump_json(exclude={"model_id", "seq_id", "type"}).encode()
 
 
 class AdamBody(TinkerBody):
-    """The numbers of one update by AdamW."""
+    """The hyperparameters of an AdamW update."""
 
     learning_rate: Finite = 1e-4
     beta1: Finite = 0.9
@@ -263,7 +263,7 @@ class AdamBody(TinkerBody):
 
 
 class StepBody(PlacedBody):
-    """An update."""
+    """An optimizer step."""
 
     adam_params: AdamBody
     type: Literal["optim_step"] = "optim_step"
@@ -273,7 +273,7 @@ class StepBody(PlacedBody):
 
 
 class SaveBody(PlacedBody):
-    """A state to save; without a name its place in the stream is its name."""
+    """A state to save; its name defaults to its position in the stream."""
 
     path: Short | None = None
     ttl_seconds: Ttl | None = None
@@ -283,7 +283,7 @@ class SaveBody(PlacedBody):
 
 
 class SaveSamplerBody(PlacedBody):
-    """Weights to sample by: under a name, or for one sampling session."""
+    """Weights to save for sampling: under a name, or for a sampling session."""
 
     path: Short | None = None
     sampling_session_seq_id: Seq | None = None
@@ -294,7 +294,7 @@ class SaveSamplerBody(PlacedBody):
 
 
 class SaveExternalBody(PlacedBody):
-    """Weights for others to load, in peft's format."""
+    """Weights to export in peft's format."""
 
     path: Short
     ttl_seconds: Ttl | None = None
@@ -319,7 +319,7 @@ class LoadBody(TinkerBody):
 
 
 class ModelData(TinkerReply):
-    """A model's base."""
+    """The base of a model."""
 
     arch: str | None = None
     model_name: str
@@ -327,7 +327,7 @@ class ModelData(TinkerReply):
 
 
 class ModelInfo(TinkerReply):
-    """A model."""
+    """A model's base and LoRA."""
 
     type: Literal["get_info"] = "get_info"
     model_id: str
@@ -372,7 +372,7 @@ class Sampler(TinkerReply):
 
 
 def _prompt(value: Any) -> list[int]:
-    """Return the tokens of a prompt, of which all chunks have to be encoded texts."""
+    """Return the tokens of a prompt; all its chunks must be encoded texts."""
     chunks = value.get("chunks") if isinstance(value, dict) and len(value) == 1 else None
     if not isinstance(chunks, list):
         raise ValueError('use {"chunks": […]}')
@@ -383,8 +383,8 @@ def _prompt(value: Any) -> list[int]:
         kind = chunk.get("type", "encoded_text") if isinstance(chunk, dict) else None
         if kind != "encoded_text":
             raise ValueError(
-                f"chunks[{place}] is of the type {shown(kind)}; this server takes encoded_text "
-                "alone"
+                f"chunks[{place}] is of the type {shown(kind)}; this server accepts only "
+                "encoded_text"
             )
         tokens = chunk.get("tokens")
         if not isinstance(tokens, list) or set(map(type, tokens)) - {int} or len(chunk) > 2:
@@ -425,10 +425,10 @@ Stop = Annotated[str | list[str] | list[int] | None, PlainValidator(_stop), With
 
 
 class SamplingParamsBody(TinkerBody):
-    """The choice of tokens, and the end of outputs.
+    """Sampling parameters and stop conditions.
 
-    Without `stop` an output ends with the model's own end of a text, with an empty list only by its
-    length.
+    Without `stop`, an output ends at the model's end-of-text token; with an empty list, only at its
+    maximum length.
     """
 
     max_tokens: Seq | None = None
@@ -440,9 +440,9 @@ class SamplingParamsBody(TinkerBody):
 
 
 class TargetsBody(TinkerBody):
-    """Token ids of which log-probabilities are wanted at each place of a prompt; -1 for none.
+    """Target token ids for log-probabilities at each position of a prompt; -1 for none.
 
-    A matrix with a row for each token but the first: all of its numbers, or in CSR some of them.
+    A matrix with a row for each token but the first, either dense or in CSR format.
     """
 
     data: Annotated[list[int], Field(max_length=MOST_CELLS)]
@@ -480,7 +480,7 @@ class TargetsBody(TinkerBody):
 
 
 class SampleBody(TinkerBody):
-    """A request of samples."""
+    """A sample request."""
 
     sampling_session_id: Id | None = None
     seq_id: SampleSeq | None = None
@@ -526,7 +526,7 @@ class SampleBody(TinkerBody):
 
     @property
     def is_of_prompt(self) -> bool:
-        """True if log-probabilities of the prompt's tokens are asked for."""
+        """True if log-probabilities of prompt tokens are requested."""
         further = self.target_prompt_logprobs is not None or self.prompt_alt_tokens_k > 0
         return bool(self.prompt_logprobs) or self.topk_prompt_logprobs > 0 or further
 
@@ -569,7 +569,7 @@ class Checkpoint(TinkerReply):
 
 
 class Cursor(TinkerReply):
-    """The place of a page."""
+    """The position of a page in a list."""
 
     offset: int
     limit: int
@@ -584,7 +584,7 @@ class Checkpoints(TinkerReply):
 
 
 class TrainingRun(TinkerReply):
-    """A model that a session trains, or trained."""
+    """A model that a session trains or trained."""
 
     training_run_id: str
     base_model: str
@@ -615,7 +615,7 @@ class SessionDetails(TinkerReply):
 
 
 class CopyBody(TinkerBody):
-    """A checkpoint to copy: into a project, of which there are none, or to a place of a session."""
+    """A checkpoint to copy: to a position of a session, or to a project, which is ignored."""
 
     source_path: Path
     session_id: Id | None = None
@@ -635,7 +635,7 @@ class CopyBody(TinkerBody):
 
 
 class TtlBody(TinkerBody):
-    """The time that a checkpoint has from now on, seconds; null for no end."""
+    """The remaining lifetime of a checkpoint, seconds; null for no expiry."""
 
     ttl_seconds: Annotated[int, Field(ge=1, le=100 * 365 * 86_400)] | None = None
 
@@ -648,12 +648,12 @@ class ExternalUrls(TinkerReply):
 
 
 def moment(seconds: int) -> datetime:
-    """Return a time of Unix seconds, in UTC."""
+    """Convert Unix seconds to a UTC time."""
     return datetime.fromtimestamp(seconds, UTC)
 
 
 def texts_of(metadata: str | None) -> dict[str, str] | None:
-    """Return metadata, which is kept as JSON, with texts as values."""
+    """Parse JSON metadata and convert its values to texts."""
     if metadata is None:
         return None
     words: dict[str, object] = json.loads(metadata)

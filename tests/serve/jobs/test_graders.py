@@ -135,8 +135,8 @@ def test_rights(server: serving.Served) -> None:
             (CHECK, "trainer", 200, "same"),
             (CHECK, "reader", 403, "lacks the scope 'train'"),
             (JUDGE, "trainer", 403, "lacks the scope 'infer'"),
-            ({**CHECK, "name": "\ud800"}, "trainer", 400, "half a character"),
-            (PYTHON, "trainer", 400, "may switch them on by --python-graders"),
+            ({**CHECK, "name": "\ud800"}, "trainer", 400, "unpaired surrogate"),
+            (PYTHON, "trainer", 400, "may enable it by --python-graders"),
         ):
             body = {"grader": grader}
             reply = serving.post(service, path, body, serving.headers_of(name))

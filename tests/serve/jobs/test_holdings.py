@@ -127,7 +127,7 @@ def test_who_keeps_too_much_makes_no_job(server: serving.Served) -> None:
         over = ended(other, job.id)
         assert over.status == "failed"
         assert over.error.code == "insufficient_quota"
-        with pytest.raises(openai.RateLimitError, match="what jobs made"):
+        with pytest.raises(openai.RateLimitError, match="and jobs' results"):
             begin(other, epochs=1, training_file=file)
 
 

@@ -219,7 +219,7 @@ def test_cancel_pause_and_resume(client: openai.OpenAI) -> None:
     found = steps(client, long.id)
     assert found == list(range(1, len(found) + 1))
     messages = [one.message for one in events(client, long.id)]
-    assert any(one.startswith("Fine-tuning job goes on behind step") for one in messages)
+    assert any(one.startswith("Fine-tuning job resumed after step") for one in messages)
     with pytest.raises(openai.BadRequestError, match="is cancelled"):
         jobs.resume(long.id)
     assert len(list(jobs.checkpoints.list(long.id))) <= 3
@@ -234,7 +234,7 @@ def test_a_pause_is_told_behind_its_step_and_its_checkpoint_has_its_place(
     assert jobs.pause(job).status == "paused"
     told = events(client, job)
     last = steps(client, job)[-1]
-    assert told[-1].message == f"The job was paused behind step {last}"
+    assert told[-1].message == f"The job was paused after step {last}"
     assert next(iter(jobs.checkpoints.list(job))).step_number == last
     assert [one.id for one in events(client, job)] == [one.id for one in told]
     jobs.resume(job)
@@ -372,7 +372,7 @@ def test_a_name_that_no_adapter_can_have_is_refused(
 ) -> None:
     catalog = server.service.part(Catalog)
     monkeypatch.setattr(catalog, "names", ("b" * 160, serving.MODEL))
-    with pytest.raises(openai.BadRequestError, match="The model would have no name"):
+    with pytest.raises(openai.BadRequestError, match="name is invalid"):
         begin(client, suffix="s" * 64)
 
 
@@ -389,7 +389,7 @@ def test_a_job_that_cannot_begin_or_end_leaves_its_place(
     with monkeypatch.context() as patch:
         patch.setattr("pcg.serve.jobs.progress.table_of", breaks)
         made = begin(client, epochs=1)
-        until(lambda: f"the end of job {made.id} cannot be kept" in caplog.text)
+        until(lambda: f"the end of job {made.id} cannot be stored" in caplog.text)
     assert ended(client, begin(client, epochs=1).id).status == "succeeded"
     client.fine_tuning.jobs.cancel(made.id)
 

@@ -111,7 +111,7 @@ def test_openais_rows_and_pausing(client: openai.OpenAI) -> None:
     client.fine_tuning.jobs.resume(made.id)
     until(lambda: len(steps(client, made.id)) > len(names) + 2)
     said = [one.message for one in events(client, made.id)]
-    assert any("goes on behind step" in one for one in said)
+    assert any("resumed after step" in one for one in said)
     assert client.fine_tuning.jobs.cancel(made.id).status == "cancelled"
     told = steps(client, made.id)
     assert told == list(range(1, len(told) + 1))
@@ -190,4 +190,4 @@ def test_a_job_goes_on_after_the_engine_ended(
         assert job.status == "succeeded", job.error
         assert steps(client, made.id) == [1, 2, 3, 4, 5, 6]
         said = [one.message for one in events(client, made.id)]
-        assert "Fine-tuning job goes on behind step 4" in said
+        assert "Fine-tuning job resumed after step 4" in said

@@ -23,7 +23,7 @@ def test_an_engine_is_told_of_jobs() -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("lora", "lora is no JSON"),
+        ("lora", "lora is not JSON"),
         ("[1]", 'use {"batch": …, "seq": …}'),
         ('{"steps": 4}', 'use {"batch": …, "seq": …}'),
         ('{"batch": 0}', "batch=0 of a warm job; use an int of at least 1"),

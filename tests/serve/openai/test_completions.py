@@ -324,7 +324,7 @@ def test_a_prompt_that_has_its_special_tokens_gets_no_further_ones(tmp_path: Pat
         ({"prompt": None}, "prompt", ""),
         ({"prompt": "\ud800"}, "prompt", "surrogate"),
         ({"request_id": "\ud800"}, "request_id", ""),
-        ({"\ud800": 1}, None, "half of a surrogate pair"),
+        ({"\ud800": 1}, None, "unpaired surrogate"),
         ({"structured_outputs": {"json": {"const": "\ud800"}}}, "structured_outputs.json", ""),
         ({"stop": [""]}, "stop", "stop"),
         ({"stop": ["a"] * 200}, "stop", "128"),

@@ -215,9 +215,9 @@ def test_a_server_tells_of_damage_and_others_go_on(made: Path, tmp_path: Path) -
         paused = newest.parents[2].name
         client.fine_tuning.jobs.resume(paused)
         until(lambda: client.fine_tuning.jobs.retrieve(paused).status == "running")
-        begun = [one.message for one in events(client, paused) if "goes on" in one.message]
+        begun = [one.message for one in events(client, paused) if "resumed" in one.message]
         assert f"{newest.parent.name}/optimizer.safetensors is damaged" in begun[-1]
-        step = int(re.findall(r"goes on behind step (\d+);", begun[-1])[0])
+        step = int(re.findall(r"resumed after step (\d+);", begun[-1])[0])
         assert 0 < step < int(newest.parent.name.removeprefix("step-"))
         seen = len(steps(client, paused))
         until(lambda: len(steps(client, paused)) > seen)

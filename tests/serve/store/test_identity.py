@@ -56,7 +56,7 @@ def test_contents_without_a_database(
             open_store(tmp_path).__enter__()
         assert contents(tmp_path) == digests
     said = output_of("data", "check", tmp_path, "--repair")
-    assert "a new database begins" in said
+    assert "a new database was created" in said
     assert contents(tmp_path) == digests  # in quarantine
     with open_store(tmp_path):
         assert not list(tmp_path.glob("files/*/*"))
@@ -89,7 +89,7 @@ def test_another_folders_database_or_identity(tmp_path: Path) -> None:
     with pytest.raises(ServeError, match=r"identity.json has the id \w{32}, and pcg.sqlite is of "):
         open_store(tmp_path / "one").__enter__()
     shutil.copy(tmp_path / "other" / IDENTITY, tmp_path / "one" / IDENTITY)
-    with pytest.raises(ServeError, match="none of it is there"):
+    with pytest.raises(ServeError, match="all of them are missing"):
         open_store(tmp_path / "one").__enter__()
     assert contents(tmp_path) == digests
     (tmp_path / "other" / IDENTITY).unlink()
@@ -137,7 +137,7 @@ def test_the_log_of_a_killed_server_is_gone(tmp_path: Path) -> None:
         process.kill()
     log = tmp_path / f"{DATABASE}-wal"
     log.rename(tmp_path / "elsewhere")
-    with pytest.raises(ServeError, match=r"pcg.sqlite-wal is not there, and its server was killed"):
+    with pytest.raises(ServeError, match=r"pcg.sqlite-wal is missing, and its server was killed"):
         open_store(tmp_path).__enter__()
     (tmp_path / "elsewhere").rename(log)
     run("data", "check", tmp_path)
@@ -154,7 +154,7 @@ def test_a_flipped_bit_of_the_database(tmp_path: Path) -> None:
 
 
 def test_folders_that_are_none(tmp_path: Path) -> None:
-    assert_one_error(run("data", "check", tmp_path / "none"), "is no folder; give that of")
+    assert_one_error(run("data", "check", tmp_path / "none"), "is not a folder; give a server")
     assert_one_error(run("data", "check", tmp_path), "has no pcg.sqlite; give the folder of")
     assert not list(tmp_path.iterdir())
     with open_store(tmp_path / "used"):

@@ -227,5 +227,5 @@ def test_a_disk_that_is_full_and_without_a_reserve(tmp_path: Path) -> None:
             put(store, "a", written(store, b"a")).result()
         (folder / RESERVE).unlink()
         fill_up(disk)
-        with pytest.raises(ServeError, match="no room on its disk to begin: make 1 MiB free, then"):
+        with pytest.raises(ServeError, match="its disk has no room for a start: free 1 MiB, then"):
             open_store(folder).__enter__()

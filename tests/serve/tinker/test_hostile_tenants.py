@@ -145,7 +145,7 @@ def test_half_characters_are_refused_where_they_would_be_listed(
 ) -> None:
     reply = post(raw, "create_session", {"user_metadata": text})
     assert reply.status_code == 400
-    assert "half a character" in reply.json()["error"]["message"]
+    assert "unpaired surrogate" in reply.json()["error"]["message"]
 
 
 def test_bad_numbers_and_kinds_are_refused_by_name(raw: httpx2.Client) -> None:
