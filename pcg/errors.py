@@ -1,53 +1,53 @@
-"""Every error of pcg, as one tree. Catch `PcgError` for all, a branch for one part.
+"""The tree of pcg's errors. Catch `PcgError` for all errors, or a branch for a part of pcg.
 
-A message says what is wrong, the numbers, and the fix:
+A message has the fault, the numbers, and the fix:
 `tp=3 does not divide num_key_value_heads=8; use 1, 2, 4 or 8`.
 
 PcgError
-├── UnsupportedError           what was asked is well-formed, and pcg does not do it
+├── UnsupportedError           pcg does not support a well-formed request
 ├── SourceError                the model's files
 │   ├── ModelNotFoundError     no such directory, file, shipped config or hub model
 │   ├── ConfigError            config.json is missing, damaged or incomplete
 │   └── WeightsError           weights cannot be used
-│       ├── MissingShardError  the index names a file that is not there
+│       ├── MissingShardError  the weight index names a missing file
 │       └── PickleWeightsError only pickled weights, which can run code
-├── TraceError                 the model cannot be turned into a graph
-│   └── LogitsError            a compiled module's logits are not its own
-├── IrError                    the graph
+├── TraceError                 the model cannot be converted to a graph
+│   └── LogitsError            the compiled program's logits differ from the module's
+├── IrError                    the graph is wrong
 │   ├── ParseError             text that is not IR
 │   ├── VerifyError            IR that breaks a rule
-│   └── TypeCheckError         an operator applied to types it does not take
-├── PassError                  a pass failed; carries the graph it failed on
-│   └── BrokenGraphError       a pass made a graph that breaks a rule; a VerifyError, too
-├── ParallelError              a degree, mesh or strategy that cannot be
+│   └── TypeCheckError         an operator does not accept the types of its inputs
+├── PassError                  a pass failed; carries the graph
+│   └── BrokenGraphError       a pass returned a graph that breaks a rule; a VerifyError, too
+├── ParallelError              an impossible degree, mesh or strategy
 │   ├── CostModelError         no cost is known for an operator or a link
-│   └── RankLostError          another rank of the group is gone
-├── CodegenError               the graph cannot be emitted, or the emitted file not be loaded
+│   └── RankLostError          another rank of the group has ended or diverged
+├── CodegenError               the graph cannot be emitted, or the emitted file cannot be loaded
 ├── ProgramError               a compiled folder is missing, damaged or of another version
 ├── AdapterError               an adapter cannot be read or attached
-│   ├── AdapterNotFoundError   there is none of that name
-│   └── AdapterConflictError   another one of the name, another version or a job is in the way
-├── DataError                  finetuning data
-├── GraderError                a grader is not as its type has it
+│   ├── AdapterNotFoundError   no adapter has the name
+│   └── AdapterConflictError   the name is in use, has another version, or is being trained
+├── DataError                  finetuning data cannot be used
+├── GraderError                a grader does not match the schema of its type
 │   └── GradingError           a grader cannot score a sample; `kind` is OpenAI's name of the reason
-├── GenerationError            a request that cannot be served
-│   ├── OutOfMemoryError       the memory pool is too small for it
-│   └── QueueFullError         too much waits already
+├── GenerationError            a request cannot be served
+│   ├── OutOfMemoryError       the memory pool is too small for the request
+│   └── QueueFullError         too many requests wait
 ├── EngineError                the engine's thread was closed, or ended by an error
-│   ├── DeviceMemoryError      the device's memory does not hold what an engine needs
-│   └── DrainingError          the engine ends its work, and takes nothing new
+│   ├── DeviceMemoryError      the device's memory is too small for the engine
+│   └── DrainingError          the engine finishes its work and takes nothing new
 ├── ServeError                 the server cannot start: its address, keys or options
-├── StoreError                 what a server keeps cannot be read or written
-│   ├── StoreFullError         there is no room for it on the disk
-│   └── StoreDamagedError      it is not what was kept
+├── StoreError                 the server's data folder cannot be read or written
+│   ├── StoreFullError         there is no room on the disk
+│   └── StoreDamagedError      stored data is damaged or missing
 ├── SplitError                 a base executor and its client cannot work together
-│   ├── BaseLostError          the base executor is gone, and did not come back in time
-│   └── BaseBusyError          a key has as much waiting at a base executor as it may
-├── MemoryBudgetError          less than what backward needs at least
+│   ├── BaseLostError          the base executor ended and did not return in time
+│   └── BaseBusyError          a key has too much waiting at a base executor
+├── MemoryBudgetError          the budget is below the minimum of the backward pass
 ├── RecordError                the record of a run cannot be written or read
-├── BenchmarkError             a workload, a trace file or an event log that cannot be used
-└── FinetuneError              a finetuning job that cannot go on
-    └── FinetuneInterrupted    Ctrl-C; says how to resume
+├── BenchmarkError             a workload, a trace file or an event log cannot be used
+└── FinetuneError              a finetuning job cannot continue
+    └── FinetuneInterrupted    a job was interrupted, as by Ctrl-C; the text says how to resume
 """
 
 from pathlib import Path
@@ -58,7 +58,7 @@ class PcgError(Exception):
 
 
 def as_pcg_error(error: Exception, subject: str, kind: type[PcgError]) -> PcgError:
-    """Return a PcgError, or wrap another error in one of `kind` as its cause."""
+    """Return a PcgError unchanged, or wrap another error in an error of `kind`."""
     if isinstance(error, PcgError):
         return error
     failed = kind(f"{subject} failed by {type(error).__name__}: {error}")
@@ -67,7 +67,7 @@ def as_pcg_error(error: Exception, subject: str, kind: type[PcgError]) -> PcgErr
 
 
 class UnsupportedError(PcgError):
-    """The request is well-formed, but pcg does not do it."""
+    """pcg does not support a well-formed request."""
 
 
 class SourceError(PcgError):
@@ -75,7 +75,7 @@ class SourceError(PcgError):
 
 
 class ModelNotFoundError(SourceError):
-    """No directory, file, shipped config or hub model of that name."""
+    """No directory, file, shipped config or hub model has the name."""
 
 
 class ConfigError(SourceError):
@@ -87,19 +87,19 @@ class WeightsError(SourceError):
 
 
 class MissingShardError(WeightsError):
-    """The weight index names a file that is not there."""
+    """The weight index names a missing file."""
 
 
 class PickleWeightsError(WeightsError):
-    """The weights come as pickles only; loading a pickle can run any code."""
+    """The model has only pickled weights; loading a pickle can run any code."""
 
 
 class TraceError(PcgError):
-    """The model cannot be turned into a graph."""
+    """The model cannot be converted to a graph."""
 
 
 class LogitsError(TraceError):
-    """A compiled module's logits are not the module's own."""
+    """The compiled program's logits differ from the module's."""
 
 
 class IrError(PcgError):
@@ -115,11 +115,11 @@ class VerifyError(IrError):
 
 
 class TypeCheckError(IrError):
-    """An operator is applied to types it does not take."""
+    """An operator does not accept the types of its inputs."""
 
 
 class PassError(PcgError):
-    """A pass failed on a graph, which it carries as text; empty when there is none."""
+    """A pass failed; `graph` is the graph as text, or empty."""
 
     def __init__(self, message: str, graph: str = "") -> None:
         super().__init__(message)
@@ -127,11 +127,11 @@ class PassError(PcgError):
 
 
 class BrokenGraphError(PassError, VerifyError):
-    """A pass made a graph that breaks a rule of the IR; it carries the graph before the pass."""
+    """A pass returned a graph that breaks a rule of the IR; `graph` is its input."""
 
 
 class ParallelError(PcgError):
-    """A parallel degree, mesh or strategy that cannot be."""
+    """An impossible parallel degree, mesh or strategy."""
 
 
 class CostModelError(ParallelError):
@@ -139,11 +139,11 @@ class CostModelError(ParallelError):
 
 
 class RankLostError(ParallelError):
-    """Another rank of the group is gone, or does something else."""
+    """Another rank of the group has ended or diverged."""
 
 
 class CodegenError(PcgError):
-    """The graph cannot be emitted, or the emitted source not be loaded."""
+    """The graph cannot be emitted, or the emitted source cannot be loaded."""
 
 
 class ProgramError(PcgError):
@@ -155,11 +155,11 @@ class AdapterError(PcgError):
 
 
 class AdapterNotFoundError(AdapterError):
-    """There is no adapter of that name."""
+    """No adapter has the name."""
 
 
 class AdapterConflictError(AdapterError):
-    """There is another adapter of the name, another version of it, or a job that trains it."""
+    """The name is in use, has another version than expected, or a job trains the adapter."""
 
 
 class DataError(PcgError):
@@ -167,14 +167,14 @@ class DataError(PcgError):
 
 
 class GraderError(PcgError):
-    """A grader is not as its type has it."""
+    """A grader does not match the schema of its type."""
 
 
 class GradingError(GraderError):
     """A grader cannot score a sample.
 
     Args:
-        kind: OpenAI's name of the reason, as `sample_parse_error`.
+        kind: OpenAI's name of the reason, such as `sample_parse_error`.
     """
 
     def __init__(self, message: str, kind: str) -> None:
@@ -191,19 +191,19 @@ class OutOfMemoryError(GenerationError):
 
 
 class QueueFullError(GenerationError):
-    """Too much waits already, for one tenant or for all; the request may be taken later."""
+    """Too many requests wait, of a tenant or of all; a later attempt may succeed."""
 
 
 class EngineError(PcgError):
-    """The engine's thread was closed, or ended by an error, with work left."""
+    """The engine's thread was closed, or ended by an error, with unfinished work."""
 
 
 class DeviceMemoryError(EngineError):
-    """The device's memory does not hold what an engine needs; says the parts, and the fix."""
+    """The device's memory is too small for the engine; the message has the parts and the fix."""
 
 
 class DrainingError(EngineError):
-    """The engine ends what it has, and takes nothing new."""
+    """The engine finishes its work and takes nothing new."""
 
 
 class ServeError(PcgError):
@@ -215,11 +215,11 @@ class StoreError(PcgError):
 
 
 class StoreFullError(StoreError):
-    """There is no room on the disk; what was there stays."""
+    """There is no room on the disk; stored data stays."""
 
 
 class StoreDamagedError(StoreError):
-    """A content on the disk is not what was kept, or is gone."""
+    """Stored data is damaged or missing."""
 
 
 class SplitError(PcgError):
@@ -227,15 +227,15 @@ class SplitError(PcgError):
 
 
 class BaseLostError(SplitError):
-    """The base executor is gone, and did not come back in time."""
+    """The base executor ended and did not return in time."""
 
 
 class BaseBusyError(SplitError):
-    """A key has as much waiting at a base executor as it may; the call can be made again."""
+    """A key has too much waiting at a base executor; a later attempt may succeed."""
 
 
 class MemoryBudgetError(PcgError):
-    """A memory budget is less than what backward needs at least."""
+    """A memory budget is below the minimum of the backward pass."""
 
 
 class RecordError(PcgError):
@@ -247,7 +247,7 @@ class BenchmarkError(PcgError):
 
 
 class FinetuneError(PcgError):
-    """A finetuning job cannot go on."""
+    """A finetuning job cannot continue."""
 
 
 class FinetuneInterrupted(FinetuneError):
@@ -255,8 +255,8 @@ class FinetuneInterrupted(FinetuneError):
 
     Args:
         message: the text, with the fix.
-        step: the last step that was done.
-        checkpoint: directory to resume from; None where none was written.
+        step: the last completed step.
+        checkpoint: folder to resume from; None without a checkpoint.
     """
 
     def __init__(self, message: str, step: int, checkpoint: Path | None = None) -> None:

@@ -1,11 +1,11 @@
-"""Files: reads whose damage is named by its place, and writes that outlast a power failure.
+"""File reads with precise errors, and writes that survive a power failure.
 
-Whatever is read from a file or a wire and parsed comes through here, so that a name that no system
-has, nested JSON, a number of 10,000 digits and half a character are errors of pcg's like others.
+All files and wire data that pcg parses are read by these functions, so that an invalid name, deeply
+nested JSON, a number of 10,000 digits and an unpaired surrogate raise pcg's errors.
 
-What pcg saves has checksums: `seal` writes SHA256SUMS into a folder that is complete, in the format
-of sha256sum(1), and `check_sums` refuses files that are not the saved ones. While a file of a
-sealed folder is replaced, it has two lines there, of which either may hold.
+pcg saves checksums with its files. `seal` writes SHA256SUMS into a complete folder, in the format
+of sha256sum(1), and `check_sums` refuses files that differ. While a file of a sealed folder is
+being replaced, SHA256SUMS has two lines for it, and either may match.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ from pcg.errors import PcgError
 from pcg.units import shown
 
 SUMS = "SHA256SUMS"
-"""The file of a folder's checksums."""
+"""Name of the file with a folder's checksums."""
 _SUM = re.compile(r"([0-9a-f]{64}) [ *](.+)")
 _MOST_SUMS_BYTES = 2**20
 _LONGEST_SHOWN = 300
-"""Characters of a path in a message."""
+"""Maximum characters of a path in a message."""
 _KINDS = {
     type(None): "null",
     bool: "a boolean",
@@ -43,13 +43,13 @@ _KINDS = {
     str: "a string",
     list: "a list",
 }
-"""The kinds of JSON values that are no objects."""
+"""JSON values other than objects, for messages."""
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2
-"""Linux' own numbers."""
+"""Constants of Linux."""
 
 
 def expanded(path: str | os.PathLike[str]) -> Path:
-    """The path with `~` expanded, if the user has a home directory."""
+    """Return a path with `~` expanded, if the user has a home directory."""
     try:
         return Path(path).expanduser()
     except RuntimeError:  # no such user
@@ -57,7 +57,7 @@ def expanded(path: str | os.PathLike[str]) -> Path:
 
 
 def shown_path(path: Path) -> str:
-    """A path for a message: cut, with escapes for unprintable characters."""
+    """Return a path for a message: truncated, with unprintable characters escaped."""
     text = str(path).encode("utf-8", "backslashreplace").decode()
     return text if len(text) <= _LONGEST_SHOWN else f"{text[: _LONGEST_SHOWN - 1]}…"
 
@@ -66,7 +66,7 @@ def is_file(path: Path) -> bool:
     """Return whether a readable entry is a file; never raises."""
     try:
         return path.is_file()
-    except (OSError, ValueError):  # too long, in a closed directory, or no name at all
+    except (OSError, ValueError):  # too long, in an unreadable directory, or an invalid name
         return False
 
 
@@ -87,20 +87,20 @@ def is_there(path: Path) -> bool:
 
 
 def read_bytes(path: Path, error_type: type[PcgError], fix: str = "") -> bytes:
-    """The content of a file; arguments and errors as in `read_json`."""
+    """Return the content of a file; arguments and errors as in `read_json`."""
     try:
         mode = path.stat().st_mode
-        if stat.S_ISCHR(mode) or stat.S_ISBLK(mode):  # which may have no end
-            raise error_type(f"{shown_path(path)} is a device and no file{fix}")
+        if stat.S_ISCHR(mode) or stat.S_ISBLK(mode):  # a device may have no end
+            raise error_type(f"{shown_path(path)} is a device, not a file{fix}")
         return path.read_bytes()
     except OSError as error:
         raise error_type(f"{shown_path(path)} cannot be read: {error.strerror}{fix}") from error
-    except ValueError as error:  # half a character or a zero byte in the name
-        raise error_type(f"{shown_path(path)} cannot be read: it is no name of a file") from error
+    except ValueError as error:  # an unpaired surrogate or a zero byte in the name
+        raise error_type(f"{shown_path(path)} cannot be read: the name is invalid") from error
 
 
 def read_text(path: Path, error_type: type[PcgError], fix: str = "") -> str:
-    """The text in a UTF-8 file; arguments and errors as in `read_json`."""
+    """Return the text of a UTF-8 file; arguments and errors as in `read_json`."""
     try:
         return read_bytes(path, error_type, fix).decode()
     except UnicodeDecodeError as error:
@@ -108,13 +108,13 @@ def read_text(path: Path, error_type: type[PcgError], fix: str = "") -> str:
 
 
 def read_json(path: Path, error_type: type[PcgError], fix: str = "") -> dict[str, Any]:
-    """The object in a JSON file.
+    """Return the object in a JSON file.
 
     Args:
         error_type: the class of the errors.
-        fix: the end of their messages, as "; download it again".
+        fix: the end of their messages, such as "; download it again".
     Raises:
-        error_type: the file cannot be read, is damaged, or holds something else.
+        error_type: the file cannot be read, is damaged, or has another JSON value.
     """
     return json_object(read_bytes(path, error_type, fix), str(path), error_type, fix)
 
@@ -122,7 +122,7 @@ def read_json(path: Path, error_type: type[PcgError], fix: str = "") -> dict[str
 def json_object(
     content: str | bytes, name: str, error_type: type[PcgError], fix: str = ""
 ) -> dict[str, Any]:
-    """The object in the content of a JSON file; arguments and errors as in `read_json`."""
+    """Return the object in JSON text; arguments and errors as in `read_json`."""
     value = json_value(content, name, error_type, fix)
     if not isinstance(value, dict):
         raise error_type(f"{name} holds {_KINDS[type(value)]}, not an object{fix}")
@@ -130,7 +130,7 @@ def json_object(
 
 
 def json_value(content: str | bytes, name: str, error_type: type[PcgError], fix: str = "") -> Any:
-    """The value in JSON text, of any kind; arguments and errors as in `read_json`."""
+    """Return the value in JSON text; arguments and errors as in `read_json`."""
     try:
         return json.loads(content.decode() if isinstance(content, bytes) else content)
     except json.JSONDecodeError as error:
@@ -146,27 +146,26 @@ def json_value(content: str | bytes, name: str, error_type: type[PcgError], fix:
 
 @contextlib.contextmanager
 def damage_of(what: str, error_type: type[PcgError], fix: str = "") -> Iterator[None]:
-    """Convert any error of the block, which reads `what`, to `error_type`; PcgErrors pass."""
+    """Convert an error of the block, which parses `what`, to `error_type`; PcgErrors pass."""
     try:
         yield
     except PcgError:
         raise
-    except Exception as error:  # which, the content decides
+    except Exception as error:  # damaged content may raise any error
         why = f"{type(error).__name__}: {shown(str(error), 200)[1:-1]}"
         raise error_type(f"{what} is damaged ({why}){fix}") from error
 
 
 def sha256_of(path: Path) -> str:
-    """The SHA-256 of a file's content in hexadecimal digits. OSError: it cannot be read."""
+    """Return the SHA-256 of a file in hexadecimal digits. OSError: it cannot be read."""
     with path.open("rb") as stream:
         return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
 def seal(folder: Path) -> None:
-    """Write SHA256SUMS of all files of a folder, and wait until they are on the disk.
+    """Write SHA256SUMS of all files of a folder, and wait until all are on disk.
 
-    Files are hashed in parallel, while the disk writes them. OSError: they cannot be read or
-    written.
+    Hashing runs in parallel with syncing. OSError: a file cannot be read or written.
     """
     files = sorted(path for path in folder.iterdir() if path.is_file() and path.name != SUMS)
     with ThreadPoolExecutor() as threads:
@@ -181,7 +180,7 @@ def seal(folder: Path) -> None:
 
 
 def write_sums(folder: Path, sums: Mapping[str, Collection[str]]) -> None:
-    """Write SHA256SUMS of a folder atomically, from digests by name. OSError: the write failed."""
+    """Write a folder's SHA256SUMS atomically, from digests by name. OSError: the write failed."""
     lines = [f"{digest}  {name}\n" for name in sorted(sums) for digest in sorted(sums[name])]
     beside = folder / f".{SUMS}-{secrets.token_hex(4)}"
     try:
@@ -195,17 +194,17 @@ def write_sums(folder: Path, sums: Mapping[str, Collection[str]]) -> None:
 def read_sums(
     folder: Path, error_type: type[PcgError], fix: str = ""
 ) -> dict[str, set[str]] | None:
-    """The digests in a folder's SHA256SUMS by name; None for a folder without it.
+    """Return the digests in a folder's SHA256SUMS by name, or None without the file.
 
     Raises:
-        error_type: it cannot be read, or is damaged.
+        error_type: SHA256SUMS cannot be read, or is damaged.
     """
     path = folder / SUMS
     if not is_there(path):
         return None
     with damage_of(shown_path(path), error_type, fix):
         if path.stat().st_size > _MOST_SUMS_BYTES or not path.is_file():
-            raise ValueError(f"it is no file of at most {_MOST_SUMS_BYTES} bytes")
+            raise ValueError(f"it is not a file of at most {_MOST_SUMS_BYTES} bytes")
         lines = read_text(path, error_type, fix).splitlines()
     sums: dict[str, set[str]] = {}
     for number, line in enumerate(lines, start=1):
@@ -227,10 +226,10 @@ def check_sums(
     """Refuse files of a folder that differ from its SHA256SUMS.
 
     Args:
-        names: the files that will be read; each needs a line there.
+        names: the files that will be read; each needs a line in SHA256SUMS.
         fix: the end of messages, as in `read_json`.
-        is_whole: check every file with a line, and refuse a folder without SHA256SUMS; by default
-            such a folder passes, as other programs save no checksums.
+        is_whole: check every listed file, and refuse a folder without SHA256SUMS; by default such a
+            folder passes, as other programs write no checksums.
     Raises:
         error_type: a file, or SHA256SUMS, is missing or damaged.
     """
@@ -246,10 +245,10 @@ def check_sums(
         try:
             status = path.stat()
             if not stat.S_ISREG(status.st_mode):  # a device may have no end
-                raise error_type(f"{shown_path(path)} is no regular file{fix}")
+                raise error_type(f"{shown_path(path)} is not a regular file{fix}")
             size_bytes, digest = status.st_size, sha256_of(path)
         except FileNotFoundError as error:
-            raise error_type(f"{shown_path(path)} is missing, which {SUMS} names{fix}") from error
+            raise error_type(f"{shown_path(path)} is missing, but {SUMS} names it{fix}") from error
         except OSError as error:
             raise error_type(f"{shown_path(path)} cannot be read: {error.strerror}{fix}") from error
         if digest not in sums[name]:
@@ -261,7 +260,7 @@ def check_sums(
 
 @contextlib.contextmanager
 def verified(check: Callable[[], None]) -> Iterator[None]:
-    """Run a check behind the block; if the block fails, an error of damage replaces its error.
+    """Run a check after the block; if the block fails, the check's error is added to its error.
 
     Args:
         check: raises the PcgError of damaged files, as `check_sums` does.
@@ -278,17 +277,17 @@ def verified(check: Callable[[], None]) -> Iterator[None]:
 
 
 def drop_files(folder: Path, names: Collection[str]) -> None:
-    """Remove files of a folder, and their lines of its SHA256SUMS. OSError: one stays."""
+    """Remove files of a folder and their lines in SHA256SUMS. OSError: a file cannot be removed."""
     for name in names:
         (folder / name).unlink(missing_ok=True)
-    with contextlib.suppress(OSError, PcgError):  # on a full disk the lines stay; nobody reads them
+    with contextlib.suppress(OSError, PcgError):  # a full disk keeps the lines, which are harmless
         sums = read_sums(folder, PcgError)
         if sums is not None and not sums.keys().isdisjoint(names):
             write_sums(folder, {name: sums[name] for name in sums if name not in names})
 
 
 def cache_folder(name: str) -> Path:
-    """The user's cache folder of a name, below `XDG_CACHE_HOME` if that is set."""
+    """Return the user's cache folder with a name, under `XDG_CACHE_HOME` if it is set."""
     home = os.environ.get("XDG_CACHE_HOME")
     return (Path(home) if home else Path.home() / ".cache") / "pcg" / name
 
@@ -308,17 +307,17 @@ def check_no_lfs_pointer(path: Path, error_type: type[PcgError]) -> None:
 
 
 def check_writable(directory: Path, what: str, error_type: type[PcgError]) -> None:
-    """Refuse a directory, existing or not, in which nothing can be created; it stays unchanged.
+    """Refuse an existing or future directory without write access; leave it unchanged.
 
     Args:
-        what: the content to save there, for the error.
+        what: the content to save, for the error.
     """
     try:
         place = expanded(directory).resolve()
         with contextlib.suppress(FileNotFoundError):
             place.lstat()
     except (OSError, ValueError) as error:
-        reason = getattr(error, "strerror", None) or "it is no name of a directory"
+        reason = getattr(error, "strerror", None) or "the name is invalid"
         raise error_type(
             f"{what} cannot be saved in {shown_path(directory)}: {reason}; give another directory"
         ) from error
@@ -341,9 +340,9 @@ def exchange(first: Path, other: Path) -> bool:
     """Swap two paths of a file system atomically.
 
     Returns:
-        False if the system or the file system cannot; nothing has changed then.
+        False if the system or the file system does not support it; nothing is changed.
     Raises:
-        OSError: they cannot be renamed.
+        OSError: the paths cannot be renamed.
     Source: renameat2(2), RENAME_EXCHANGE.
     """
     rename = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
@@ -358,7 +357,7 @@ def exchange(first: Path, other: Path) -> bool:
 
 
 def sync(path: Path) -> None:
-    """Wait until a file's content is on the disk."""
+    """Wait until a file's content is on disk."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -367,7 +366,7 @@ def sync(path: Path) -> None:
 
 
 def write_text(file: Path, text: str) -> None:
-    """Write a text in UTF-8, and wait until it is on the disk. OSError: it cannot be written."""
+    """Write a UTF-8 text and wait until it is on disk. OSError: it cannot be written."""
     file.write_text(text, encoding="utf-8")
     sync(file)
 

@@ -1,11 +1,11 @@
-"""API keys: who may do what. A server, or a base executor, keeps their hashes alone.
+"""API keys with scopes and tenants. Servers and base executors store only hashes of keys.
 
-A file of keys is a JSON list, whose hashes `printf %s KEY | sha256sum` makes:
+A file of keys is a JSON list; `printf %s KEY | sha256sum` prints a hash:
 
     [{"name": "ci", "sha256": "9f86d0…", "scopes": ["infer", "train"], "tenant": "research"}]
 
-A tenant owns adapters, files and jobs; by default it is the key's name, and several keys may be of
-one tenant.
+A tenant owns adapters, files and jobs. It is the key's name by default; several keys may have the
+same tenant.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ from pcg.units import shown
 
 _FIELDS = {"name", "sha256", "scopes", "tenant"}
 VARIABLE = "PCG_API_KEY"
-"""The environment's variable with a key."""
+"""Environment variable with a key."""
 _SHORTEST = 8
-"""Characters of the shortest key that is taken: a shorter one can be guessed."""
+"""Minimum characters of a key; a shorter key can be guessed."""
 
 
 class Scope(StrEnum):
-    """A kind of work that a key allows; `metrics` reads /metrics, as `admin` may, too."""
+    """A permission of a key; `metrics` allows reading /metrics, which `admin` allows, too."""
 
     INFER = "infer"
     TRAIN = "train"
@@ -43,12 +43,12 @@ class Scope(StrEnum):
 
 @dataclass(frozen=True)
 class Key:
-    """A key, by its hash.
+    """A key, stored as its hash.
 
     Attributes:
         name: its name in logs and metrics.
         digest: the key's SHA-256.
-        tenant: the owner of what is made with the key.
+        tenant: owner of the objects created with the key.
     """
 
     name: str
@@ -64,14 +64,14 @@ class Keys:
         names = [key.name for key in keys]
         for name in names:
             if names.count(name) > 1:
-                raise ServeError(f"two keys are called {name!r}; give each a name of its own")
+                raise ServeError(f"two keys have the name {name!r}; give each key its own name")
         by_digest: dict[bytes, str] = {}
         for key in keys:
             other = by_digest.setdefault(key.digest, key.name)
             if other != key.name:
                 raise ServeError(
-                    f"the keys {other!r} and {key.name!r} are one and the same, so whose requests "
-                    "come with it is not known; give one of them another, or leave it out"
+                    f"the keys {other!r} and {key.name!r} have the same value, so their requests "
+                    "cannot be told apart; change or remove one of them"
                 )
         self._keys = tuple(keys)
 
@@ -86,13 +86,13 @@ class Keys:
         return len({key.tenant for key in self._keys})
 
     def become(self, others: Keys) -> None:
-        """Replace the keys, for every holder of this object."""
+        """Replace the keys in place, for all holders of this object."""
         self._keys = others._keys
 
     def find(self, sent: str) -> Key | None:
-        """The key that a client sent, or None.
+        """Return the key that a client sent, or None.
 
-        Compares every key, in a time that does not depend on where a hash differs.
+        The time does not depend on the position of the first differing byte.
         """
         digest = digest_of(sent)
         match = None
@@ -108,14 +108,14 @@ def digest_of(key: str) -> bytes:
 
 
 def open_keys(sent: Sequence[str], file: Path | None) -> tuple[Keys, str | None]:
-    """Make the keys of a server.
+    """Create the keys of a server.
 
     Args:
-        sent: keys with all scopes, of the one tenant `default`; by default the environment's
-            PCG_API_KEY, which other processes do not see.
+        sent: keys with all scopes, of the tenant `default`; by default the environment's
+            PCG_API_KEY, which other processes cannot see.
         file: a file of further keys.
     Returns:
-        The keys, and a generated one if there were none.
+        The keys, and the generated key if none was given.
     Raises:
         ServeError: a key is too short, or the file is damaged.
     """
@@ -145,13 +145,13 @@ def _read(file: Path) -> list[Key]:
     where = shown_path(file)
     entries = json_value(read_bytes(file, ServeError), where, ServeError)
     if not isinstance(entries, list) or not entries:
-        raise ServeError(f"{where} has to be a list of keys, at least one")
+        raise ServeError(f"{where} must be a list of at least one key")
     return [_key(entry, f"{where}, key {index}") for index, entry in enumerate(entries)]
 
 
 def _key(entry: Any, where: str) -> Key:
     if not isinstance(entry, Mapping) or not _FIELDS.issuperset(entry):
-        raise ServeError(f"{where} has to be an object of {', '.join(sorted(_FIELDS))}")
+        raise ServeError(f"{where} must be an object of {', '.join(sorted(_FIELDS))}")
     name, digest, scopes = entry.get("name"), entry.get("sha256"), entry.get("scopes")
     tenant = entry.get("tenant", name)
     for label, value in (("name", name), ("tenant", tenant)):

@@ -1,14 +1,15 @@
-"""Functions whose keywords are the fields of a dataclass, which are typed and documented once.
+"""Functions with the fields of a dataclass as keywords, typed and documented in the dataclass.
 
     @dataclass(frozen=True)
     class SaveArguments(SaveOptions):
         path: str
 
     @takes(SaveArguments)
-    def save(given: SaveArguments) -> None: ...
+    def save(arguments: SaveArguments) -> None: ...
 
-is called as `save("model", sharded=True)`, with the parameters of the dataclass's constructor: type
-checkers, `help` and editors see all of them, and a wrong name is refused with the closest one.
+is called as `save("model", sharded=True)`. It has the signature of the dataclass's constructor,
+which type checkers, `help` and editors see. The error for an unknown keyword suggests the closest
+field.
 """
 
 from __future__ import annotations
@@ -42,10 +43,10 @@ class Decorator(Protocol[Arguments, Fields]):
 def takes(
     arguments: Callable[Fields, Arguments], error: type[PcgError] = UnsupportedError
 ) -> Decorator[Arguments, Fields]:
-    """Have a function or a method take the fields of a dataclass, and receive one object of them.
+    """Let a function or a method accept the fields of a dataclass and receive an instance.
 
     Args:
-        arguments: the dataclass. Its docstring documents the fields under `Attributes`.
+        arguments: the dataclass; its docstring documents the fields under `Attributes`.
         error: the class of the error for an unknown keyword.
     """
 
@@ -74,7 +75,7 @@ def takes(
 def check_names(
     names: Iterable[str], known: Iterable[str], error: type[PcgError] = UnsupportedError
 ) -> None:
-    """Refuse an unknown name with an error that has the closest known one."""
+    """Refuse an unknown name with an error that suggests the closest known name."""
     known = list(known)
     for name in names:
         if name not in known:
@@ -85,7 +86,7 @@ def check_names(
 
 @functools.cache
 def field_docs(owner: Any) -> Mapping[str, str]:
-    """The text of each field of a dataclass, from the docstrings of its class and bases."""
+    """Return the documentation of each field, from the docstrings of a dataclass and its bases."""
     docs: dict[str, str] = {}
     for base in reversed(inspect.getmro(owner)):
         docs |= _entries(inspect.cleandoc(base.__dict__.get("__doc__") or ""))

@@ -1,4 +1,4 @@
-"""The process that started this one: what works for it ends with it, however it ended."""
+"""End a child process with its parent, however the parent ends."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ import signal
 import sys
 
 _PR_SET_PDEATHSIG = 1
-"""Linux' prctl: the signal that a process gets when the thread that started it ends."""
+"""Linux' prctl option: the signal to a process when the thread that started it ends."""
 
 
 def end_with_parent(parent: int) -> None:
-    """Have the system kill this process when the thread that started it ends; Linux only.
+    """Let Linux kill this process when the thread that started it ends.
 
     It works even if this process hangs, as in a kernel or a template.
 
     Args:
-        parent: the id of the process that started this one, which may have ended already.
+        parent: id of the process that started this process, which may have ended.
     """
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)

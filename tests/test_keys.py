@@ -68,7 +68,7 @@ def test_without_keys_one_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"name": "a/b", "sha256": SHA, "scopes": ["infer"]}, "name"),
         ({"name": "a", "sha256": SHA, "scopes": ["infer"], "tenant": ""}, "tenant"),
         ({"name": "a", "sha256": SHA, "scopes": ["infer"], "key": "x"}, "sha256"),
-        ("secret-1", "has to be an object"),
+        ("secret-1", "must be an object"),
     ],
 )
 def test_files_that_cannot_be(tmp_path: Path, entry: Any, text: str) -> None:
@@ -78,7 +78,7 @@ def test_files_that_cannot_be(tmp_path: Path, entry: Any, text: str) -> None:
 
 def test_keys_that_cannot_be(tmp_path: Path) -> None:
     for content in ([], {}, "a"):
-        with pytest.raises(ServeError, match="list of keys"):
+        with pytest.raises(ServeError, match="must be a list"):
             open_keys((), written(tmp_path, content))
     with pytest.raises(ServeError, match="cannot be read"):
         open_keys((), tmp_path / "none.json")

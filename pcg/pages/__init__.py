@@ -1,1 +1,1 @@
-"""The frame that all pages share: their head, their style, tables and figures."""
+"""Shared parts of all pages: head, style, tables and charts."""

@@ -1,7 +1,8 @@
-"""Charts as SVG: axes, lines, marks and bars, in the colours of the pages' variables.
+"""SVG charts: axes, lines, marks and bars, in the colours of the pages' variables.
 
-Charts are text of our own, as a record's page is written at the end of every run, in the process
-that may be serving: a figure takes a millisecond. Colours are names of variables in style.css.
+Charts are written as text, without a plotting library: a record's page is written at the end of
+every run, possibly in a serving process, and a chart takes a millisecond. Colours are names of
+variables in style.css.
 """
 
 from __future__ import annotations
@@ -27,12 +28,12 @@ _SHAPES = (
 )
 """Paths of marks: circle, square, diamond, triangles."""
 _LETTER = 6.2
-"""Width of a letter of a legend, in pixels; more than that of most fonts."""
+"""Width of a letter in a legend, pixels; more than in most fonts."""
 
 
 @dataclass(frozen=True)
 class Axis:
-    """A linear scale from values to places: `low` is at `start`, `high` at `end`."""
+    """A linear scale from values to pixels: `low` maps to `start`, `high` to `end`."""
 
     low: float
     high: float
@@ -41,7 +42,7 @@ class Axis:
 
     @classmethod
     def around(cls, values: Iterable[float], start: float, end: float) -> Axis:
-        """Return a scale of some values with a margin."""
+        """Return a scale that covers some values with a margin."""
         values = [*values]
         low, high = min(values), max(values)
         margin = (high / 2 - low / 2) * 0.08 or abs(high) * 0.05 or 1.0
@@ -49,7 +50,7 @@ class Axis:
         return cls(max(-most, low - margin), min(most, high + margin), start, end)
 
     def __call__(self, value: float) -> float:
-        # Halves, as the difference of two large numbers may be infinite.
+        # Halves, because the difference of two large numbers may overflow.
         span = self.high / 2 - self.low / 2
         part = 0.5 if not span else (value / 2 - self.low / 2) / span
         return self.start + part * (self.end - self.start)
@@ -68,7 +69,7 @@ class Axis:
 
 
 def tick_text(value: float) -> str:
-    """Return a number as short as an axis has room for."""
+    """Return a number in the few characters of an axis label."""
     if value and not 1e-3 <= abs(value) < 1e4:
         for size, unit in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
             if size <= abs(value) < 1e3 * size:
@@ -78,7 +79,7 @@ def tick_text(value: float) -> str:
 
 
 def grid(x: Axis, y: Axis, x_ticks: Mapping[float, str], y_ticks: Mapping[float, str]) -> str:
-    """Return horizontal lines at the ticks of y, and the texts of all ticks."""
+    """Return horizontal lines at the ticks of y, and the labels of all ticks."""
     parts = []
     for value, words in y_ticks.items():
         place = y(value)
@@ -89,18 +90,18 @@ def grid(x: Axis, y: Axis, x_ticks: Mapping[float, str], y_ticks: Mapping[float,
 
 
 def ticks(axis: Axis, most: int, percent: bool = False) -> dict[float, str]:
-    """Return round values of an axis with their texts."""
+    """Return round values of an axis with their labels."""
     return {v: f"{v:.0%}" if percent else tick_text(v) for v in axis.ticks(most)}
 
 
 def text(x: float, y: float, words: str, anchor: str = "middle", kind: str = "") -> str:
-    """Return a text at a place in pixels."""
+    """Return a text at a position in pixels."""
     class_ = f' class="{kind}"' if kind else ""
     return f'<text{class_} x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}">{escape(words)}</text>'
 
 
 def color_of(name: str) -> str:
-    """Return the attribute that gives an element a colour."""
+    """Return the attribute that sets an element's colour."""
     return f'style="--c: var(--{name})"'
 
 
@@ -117,7 +118,7 @@ def line(points: Points, x: Axis, y: Axis, color: str, *, dash: str = "", label:
 
 
 def values_of(label: str, points: Points) -> str:
-    """Return the attributes with the values of a line."""
+    """Return the attributes with a line's label and values."""
     values = " ".join(f"{a:.6g}:{b:.6g}" for a, b in points)
     return f'data-label="{escape(label)}" data-values="{values}"'
 
@@ -125,7 +126,7 @@ def values_of(label: str, points: Points) -> str:
 def mark(
     x: float, y: float, color: str, shape: int = 0, *, title: str = "", hollow: bool = False
 ) -> str:
-    """Return a mark at a place in pixels; its title is shown when it is pointed at."""
+    """Return a mark at a position in pixels; its title is shown on hovering."""
     kind, scale = ("mark hollow", " scale(1.4)") if hollow else ("mark", "")
     drawn = (
         f'<path class="{kind}" {color_of(color)} transform="translate({x:.1f} {y:.1f}){scale}" '
@@ -135,12 +136,12 @@ def mark(
 
 
 def point(title: str, drawn: str) -> str:
-    """Return a part of a chart with words for what is pointed at."""
+    """Return a part of a chart with a title that is shown on hovering."""
     return f'<g class="point"><title>{escape(title)}</title>{drawn}</g>'
 
 
 def bar(x: Axis, y: Axis, place: float, low: float, high: float, color: str) -> str:
-    """Return a bar of the width 1 from one value to another."""
+    """Return a bar of width 1 between two values."""
     left, right = x(place - 0.5), x(place + 0.5)
     return (
         f'<path class="area" {color_of(color)} '
@@ -149,12 +150,12 @@ def bar(x: Axis, y: Axis, place: float, low: float, high: float, color: str) -> 
 
 
 def legend(entries: Mapping[str, str], x: float, y: float, right: float) -> tuple[str, float]:
-    """Return a legend, and the place below it.
+    """Return a legend, and the y position below it.
 
     Args:
-        entries: a mark or a line around the place (0, 0) by its label.
+        entries: a mark or a line around the position (0, 0), by its label.
         x: the left end of each row.
-        right: the right end, in front of which rows break.
+        right: the right end, at which rows break.
     """
     parts, left = [], x
     for label, drawn in entries.items():
@@ -168,7 +169,7 @@ def legend(entries: Mapping[str, str], x: float, y: float, right: float) -> tupl
 
 
 def sample_line(color: str, dash: str = "") -> str:
-    """Return the piece of a line for a legend."""
+    """Return a piece of a line for a legend."""
     dashes = f' stroke-dasharray="{dash}"' if dash else ""
     return f'<path class="curve" {color_of(color)}{dashes} d="M-9 0H9"></path>'
 
@@ -184,7 +185,7 @@ def svg(
     """Return a chart as an element of a page.
 
     Args:
-        title: the subject of the chart, for readers who do not see it.
+        title: the subject of the chart, for screen readers.
         more: further attributes.
     """
     return Markup(
@@ -194,7 +195,7 @@ def svg(
 
 
 def svg_file(width: float, height: float, title: str, parts: Iterable[str]) -> str:
-    """Return a chart as a file that needs no page, in the light colours."""
+    """Return a chart as a standalone file in the light colours."""
     folder = Path(__file__).parent
     colors = re.search(r":root \{(.*?)\}", (folder / "style.css").read_text(), re.S)
     assert colors is not None

@@ -1,4 +1,4 @@
-"""The templates of pages: those of a command's own room, in the frame that all pages share."""
+"""The template environment of a package's pages, with the shared templates."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pcg.units import gib
 
 
 def page_environment(package: str) -> Environment:
-    """Return the environment of the templates in a package's folder, and in this one."""
+    """Return an environment with the templates of a package's folder and of this folder."""
     environment = Environment(
         loader=ChoiceLoader([PackageLoader(package, "."), PackageLoader("pcg.pages", ".")]),
         autoescape=True,

@@ -265,7 +265,7 @@ def test_a_certificate_that_cannot_be(tmp_path: Path) -> None:
         ({"lora_modules": ("a=nowhere",)}, r"--lora-modules a=nowhere: no adapter_config\.json is"),
         ({"lora_modules": ("a=x", "a=y")}, "'a' twice"),
         ({"lora_modules": ('{"name": "a"}',)}, "use NAME=PATH, or"),
-        ({"lora_roots": ("nowhere",)}, "nowhere is no folder"),
+        ({"lora_roots": ("nowhere",)}, "nowhere is not a folder"),
         ({"chat_template": Path("none.jinja")}, r"none\.jinja cannot be read"),
         ({"ssl_certfile": Path("none.pem")}, r"none\.pem cannot be used"),
         ({"port": 1, "host": "no such host."}, "is not an address"),

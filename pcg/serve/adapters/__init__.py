@@ -1,1 +1,1 @@
-"""Adapters as models: their names on the wire, and the adapters of these names."""
+"""Adapters as models: their names on the wire, loading and unloading."""

@@ -1,7 +1,8 @@
-"""The catalog: the names of models on the wire, the adapters of each, and changes of them.
+"""The catalog: models by their names on the wire, and loading and unloading of adapters.
 
-A caller's own adapters have precedence over the operator's of the same name, which everyone has. An
-unknown name is looked up under `--lora-roots`. A caller does not see other tenants' adapters.
+A caller's own adapters have precedence over the operator's of the same name, which all tenants may
+use. An unknown name is looked up under `--lora-roots`. A caller does not see other tenants'
+adapters.
 """
 
 from __future__ import annotations
@@ -32,11 +33,10 @@ class ServedModel:
 
     Attributes:
         name: its name in requests and replies.
-        adapter: the adapter that answers now; None for the base, and for a kept model that is not
-            loaded.
-        version: its version; None without an adapter.
-        root: its source, as far as the caller may know.
-        parent: the base on its card; None for the base itself.
+        adapter: the present adapter; None for the base, and for a stored model that is not loaded.
+        version: version of the adapter; None without an adapter.
+        root: its source, as far as the caller may see it.
+        parent: the base in its model card; None for the base itself.
         created_s: the time of loading, Unix seconds.
     """
 
@@ -49,12 +49,12 @@ class ServedModel:
 
     @property
     def fingerprint(self) -> str:
-        """The `system_fingerprint` of replies: an adapter's version, as sql@3; the base's name."""
+        """The `system_fingerprint` of replies: an adapter's version, such as sql@3, or the base."""
         return self.name if self.version is None else f"{self.name}@{self.version.number}"
 
     @property
     def headers(self) -> dict[str, str]:
-        """The headers of replies that name the version; none for the base."""
+        """Reply headers with the adapter's version; empty for the base."""
         return {} if self.version is None else version_headers(self.version)
 
 
@@ -65,9 +65,9 @@ class Load:
     Attributes:
         name: the adapter's name on the wire.
         path: its folder, absolute or under a root.
-        owner: the tenant that will own it; "" for the operator, who shares with everyone.
-        is_replacing: True if it may replace an adapter of that name.
-        expected_version: the number of the version to replace; 0 for none.
+        owner: the tenant that will own it; "" for the operator, who shares with all tenants.
+        is_replacing: True if it may replace an adapter with the name.
+        expected_version: number of the version to replace; 0 if the name must be free.
     """
 
     name: str
@@ -81,10 +81,10 @@ class Catalog:
     """The models of a server: the base, and the adapters in the engine.
 
     Attributes:
-        names: the names of the base; replies have the first.
+        names: names of the base; replies have the first.
         loader: loads and unloads adapters.
-        roots: the allowed folders of adapters.
-        kept: the models of the server's store; None without one.
+        roots: allowed folders of adapters.
+        kept: the models in the server's store; None without a store.
     Raises:
         ServeError: a static module or a root is invalid.
         PcgError: a static module cannot be loaded.
@@ -124,25 +124,25 @@ class Catalog:
         return owned(adapter)
 
     def here(self, tenant: str, name: str) -> ServedAdapter | None:
-        """Return the adapter of a tenant that has the name, or the operator's; None without."""
+        """Return a tenant's adapter with the name, or the operator's, or None."""
         loaded = self.loader.adapters
         try:
             names = [engine_name(owner, name) for owner in (tenant, "")]
-        except AdapterError:  # no adapter has such a name
+        except AdapterError:  # an invalid name
             return None
         return next((loaded[each] for each in names if each in loaded), None)
 
     def owner_of(self, caller: Caller, name: str) -> str:
-        """Return the owner of the adapter that answers a caller; its own tenant without one."""
+        """Return the owner of the adapter that a caller's name selects, or the caller's tenant."""
         adapter = self.here(caller.tenant, name)
         return caller.tenant if adapter is None else owned(adapter.name).tenant
 
     async def find(self, caller: Caller, name: str) -> ServedModel:
-        """Return the model that a caller names; an adapter under a root is loaded if needed.
+        """Return the model that a caller names; load an adapter under a root if necessary.
 
         Raises:
-            ApiError: 404, the caller has none of that name; 400 or 503, it is under a root and
-                cannot be loaded.
+            ApiError: 404, the caller has no model with the name; 400 or 503, the adapter cannot be
+                loaded.
         """
         if name in self.names:
             return self.base
@@ -159,7 +159,7 @@ class Catalog:
         return model
 
     async def listed(self, caller: Caller) -> list[ServedModel]:
-        """Return the models that a caller may use, with digests where loaded, the base first."""
+        """Return the models that a caller may use, the base first; loaded models have digests."""
         loaded = self.visible(caller)
         await self._learn(loaded)
         models = {model.name: model for model in loaded[1:]}
@@ -198,7 +198,7 @@ class Catalog:
         """Load an adapter, and return its version.
 
         Raises:
-            ApiError: in vLLM's words, where it has them.
+            ApiError: with vLLM's messages, if it has them.
         """
         try:
             self._check_free(asked.name)
@@ -212,8 +212,8 @@ class Catalog:
         if directory is None:
             raise ApiError(
                 404,
-                f"No adapter found for '{asked.path[:1024]}': it is no folder of a saved adapter "
-                "under --lora-roots.",
+                f"No adapter found for '{asked.path[:1024]}': it is not a folder of a saved "
+                "adapter under --lora-roots.",
                 type="NotFoundError",
                 code=404,
             )
@@ -238,7 +238,7 @@ class Catalog:
         """Unload an owner's adapter.
 
         Raises:
-            ApiError: in vLLM's words, where it has them.
+            ApiError: with vLLM's messages, if it has them.
         """
         said = f"The lora adapter '{name[:256]}' cannot be found."
         missing = ApiError(404, said, type="NotFoundError", code=404)
@@ -256,17 +256,17 @@ class Catalog:
             raise _conflict(error, of_engine) from None
 
     async def delete(self, caller: Caller, name: str) -> None:
-        """Unload an adapter for its owner; an administrator may unload the operator's, too.
+        """Unload an adapter for its owner; an administrator may also unload the operator's.
 
-        A model of a job is no longer kept. Checkpoints of an unfinished job stay with it, which may
-        continue from them.
+        A model of a job is also deleted from the store. Checkpoints of an unfinished job stay in
+        its folder, so that it can resume.
 
         Raises:
-            ApiError: 404, this caller has none; 403, it is another's; 409, a job trains it.
+            ApiError: 404, the caller has no such model; 403, it is another's; 409, a job trains it.
         """
         adapter = self.here(caller.tenant, name)
         if name in self.names:
-            raise ApiError(403, f"The model `{name}` is the base, and stays.", param="model")
+            raise ApiError(403, f"The base model `{name}` cannot be deleted.", param="model")
         was_kept = self.kept is not None and await self.kept.forget(caller.tenant, name)
         if adapter is None:
             if was_kept:
@@ -285,7 +285,7 @@ class Catalog:
 
 
 def version_headers(version: AdapterVersion) -> dict[str, str]:
-    """Return the headers that name a version: its number, and its digest if that is known."""
+    """Return the headers of a version: its number, and its digest if known."""
     digest = version.known_digest
     number = {"x-adapter-version": str(version.number)}
     return number if digest is None else {**number, "x-adapter-digest": digest}

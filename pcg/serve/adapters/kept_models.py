@@ -1,6 +1,6 @@
-"""Models that are kept in the server's store: those that jobs made, and their checkpoints.
+"""Models in the server's store: trained models of jobs, and their checkpoints.
 
-They are loaded when a request first names them, as adapters under `--lora-roots`, and belong to
+Like adapters under `--lora-roots`, they are loaded when a request first names them. They belong to
 their tenants.
 """
 
@@ -25,12 +25,12 @@ MODEL = "model"
 
 @dataclass(frozen=True)
 class KeptModel:
-    """A model that is kept.
+    """A stored model.
 
     Attributes:
-        folder: the folder of its adapter, relative to the store's.
+        folder: folder of its adapter, relative to the store's folder.
         created_s: Unix seconds.
-        base: the digest of the weights that it was trained on.
+        base: digest of the base's weights.
     """
 
     name: str
@@ -49,10 +49,11 @@ def folders(connection: sqlite3.Connection) -> set[str]:
 
 
 class KeptModels:
-    """The models of all tenants that a store has; for one event loop.
+    """The models of all tenants in a store; for a single event loop.
 
     Attributes:
-        on_forget: are called with the tenant and the folder of a model that its owner deletes.
+        on_forget: callbacks that receive the tenant and the folder of a model that its owner
+            deletes.
     """
 
     def __init__(self, store: Store, loader: Loader) -> None:
@@ -71,7 +72,7 @@ class KeptModels:
         self._owners = {(project, name): owner for project, name, owner in shared}
 
     def has(self, tenant: str, name: str) -> bool:
-        """Return True if a tenant owns a model of that name."""
+        """Return True if a tenant owns a model with the name."""
         return (tenant, name) in self._models
 
     def share(self, tenant: str, name: str, project: str) -> None:
@@ -81,7 +82,7 @@ class KeptModels:
         self._owners.pop((project, name), None)
 
     def of(self, tenant: str) -> Mapping[str, KeptModel]:
-        """Return the models by name that a tenant may use."""
+        """Return the models that a tenant may use, by name."""
         keys = [(owner, name) for (user, name), owner in self._owners.items() if user == tenant]
         keys += [(owner, name) for owner, name in self._models if owner == tenant]
         return {name: self._models[owner, name] for owner, name in keys}
@@ -114,14 +115,14 @@ class KeptModels:
         try:
             path = self._store.folder / model.folder
             return await self._loader.load(of_engine, path, _origin(model), tenant=tenant)
-        except AdapterConflictError:  # its job has published it meanwhile
+        except AdapterConflictError:  # its job has published the adapter
             published = self._loader.adapters.get(of_engine)
             if published is None:
                 raise
             return published
 
     async def drop(self, tenant: str, name: str) -> Path | None:
-        """Keep a model no more; return its folder, or None for an unknown name."""
+        """Remove a model from the store; return its folder, or None for an unknown name."""
         model = self._models.get((tenant, name))
         if model is None:
             return None
@@ -136,7 +137,7 @@ class KeptModels:
         return self._store.folder / model.folder
 
     async def forget(self, tenant: str, name: str) -> bool:
-        """Drop a model for its owner, and tell `on_forget`; return False for an unknown name."""
+        """Remove a model for its owner and call `on_forget`; return False for an unknown name."""
         folder = await self.drop(tenant, name)
         if folder is not None:
             for tell in self.on_forget:

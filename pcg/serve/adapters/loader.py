@@ -1,9 +1,9 @@
-"""The loader: adapters into the engine and out of it, and the bound of their number.
+"""The loader: loads and unloads adapters of the engine, and limits their number.
 
-All adapters are in the host's memory, so their number is bounded. Those found under a root are
-unloaded for others, the least recently used first, unless they are pinned: a request that names one
-has it loaded again. An adapter that was loaded by name stays until it is unloaded. Where all places
-are taken by adapters that are being loaded, the next ones wait in turn.
+All adapters are in host memory, so their number is limited. An adapter that was found under a root
+may be unloaded to free its place, the least recently used first, unless it is pinned; the next
+request that names it loads it again. An adapter that was loaded by name stays until it is unloaded.
+If all places are taken by adapters being loaded, further loads wait in turn.
 """
 
 from __future__ import annotations
@@ -32,8 +32,9 @@ class Origin:
     Attributes:
         path: its folder as the caller wrote it.
         created_s: time of loading, Unix seconds.
-        parent: the base on its card; None for the base's own name.
-        is_found: True if it may be unloaded for others: it was found under a root by its name.
+        parent: the base in its model card; None for the base's name.
+        is_found: True if it was found under a root by its name, and so may be unloaded to free its
+            place.
     """
 
     path: str
@@ -43,10 +44,10 @@ class Origin:
 
 
 class Loader:
-    """Loads and unloads adapters by the engine's names; for one event loop.
+    """Loads and unloads adapters by the engine's names; for a single event loop.
 
     Args:
-        most: the most adapters that are loaded at once.
+        most: the most loaded adapters.
     """
 
     def __init__(self, client: EngineClient, most: int) -> None:
@@ -55,7 +56,7 @@ class Loader:
         self._origins: dict[str, Origin] = {}
         self._used: OrderedDict[str, None] = OrderedDict()
         self._coming: set[str] = set()
-        # By tenant, whose turn it is first; of each the places in the order of asking.
+        # Requested places by tenant, in the order of tenants' turns and of requests.
         self._waiting: dict[str, dict[asyncio.Future[None], str]] = {}
         self._handing_out: asyncio.Task[None] | None = None
 
@@ -68,7 +69,7 @@ class Loader:
         return self._origins.get(name)
 
     def adopt(self, name: str, origin: Origin) -> None:
-        """Note the source of an adapter that a job may have published."""
+        """Record the source of an adapter that a job may have published."""
         if name in self.adapters:
             self._origins[name] = origin
             self.used(name)
@@ -79,7 +80,7 @@ class Loader:
             self._used.move_to_end(name)
 
     def load_now(self, name: str, directory: Path, origin: Origin) -> None:
-        """Load an adapter, and wait for it; before the event loop runs."""
+        """Load an adapter and wait for it, before the event loop runs."""
         self._client.wait(self._client.call(AddAdapter(name, directory)))
         self._origins[name] = origin
 
@@ -93,14 +94,14 @@ class Loader:
         is_replacing: bool = False,
         expected_version: int | None = None,
     ) -> ServedAdapter:
-        """Load an adapter while steps run; it waits in turn if the most adapters are loaded.
+        """Load an adapter while steps run; wait in turn if all places are taken.
 
         Args:
-            tenant: the tenant that asks for it.
+            tenant: the tenant that requests it.
         Raises:
             AdapterConflictError: as `Executor.add_adapter`.
-            ApiError: 400, it cannot be read, or is for another base; 503, there are too many, and
-                none of them may go.
+            ApiError: 400, it cannot be read, or is for another base; 503, all places are taken by
+                adapters that cannot be unloaded.
         """
         command = AddAdapter(name, directory, is_replacing, expected_version)
         try:
@@ -117,12 +118,12 @@ class Loader:
     async def take(
         self, name: str, origin: Origin, come: Callable[[], Awaitable[object]], *, tenant: str = ""
     ) -> None:
-        """Make room for an adapter that the engine makes itself, and note its source.
+        """Get a place for an adapter that the engine creates, and record its source.
 
         Args:
-            come: has the engine serve it.
+            come: makes the engine serve the adapter.
         Raises:
-            ApiError: 503, there are too many, and none of them may go.
+            ApiError: 503, all places are taken by adapters that cannot be unloaded.
         """
         async with self._place(name, tenant):
             await come()
@@ -131,7 +132,7 @@ class Loader:
     async def unload(self, name: str) -> None:
         """Unload an adapter; running requests keep it.
 
-        AdapterError: there is none, or a job trains it.
+        AdapterError: the adapter does not exist, or a job trains it.
         """
         await asyncio.wrap_future(self._client.call(RemoveAdapter(name)))
         self._used.pop(name, None)
@@ -150,8 +151,8 @@ class Loader:
     async def _make_room(self, name: str, tenant: str) -> None:
         """Wait for a place for an adapter, unless it has a place.
 
-        Places go to tenants in turn, and to a tenant's adapters in the order of its requests. While
-        somebody waits, adapters that may go are unloaded, also those loaded meanwhile.
+        Tenants get places in turn, each in the order of its requests. While requests wait, adapters
+        that may be unloaded are, including those loaded after the request.
         """
         present = self.adapters.keys() | self._coming
         if name in present or (len(present) < self._most and not any(self._waiting.values())):
@@ -165,7 +166,7 @@ class Loader:
             await place
         except asyncio.CancelledError:
             waiting.pop(place, None)
-            if not place.cancelled():  # it was handed out
+            if not place.cancelled():  # the place was assigned
                 self._arrived(name)
             raise
 
@@ -174,14 +175,14 @@ class Loader:
         self._hand_out()
 
     def _hand_out(self) -> None:
-        """Have places handed out to those that wait, if that is not under way."""
+        """Start the task that assigns places to waiting requests, unless it runs."""
         if self._handing_out is None and any(self._waiting.values()):
             self._handing_out = asyncio.create_task(self._hand_out_all())
 
     async def _hand_out_all(self) -> None:
         try:
             await self._hand_out_places()
-        except Exception as error:  # such as the engine's end: theirs
+        except Exception as error:  # such as the engine's end, which fails all waiting requests
             while (turn := self._next_turn()) is not None:
                 self._take_turn(turn[0], error)
         finally:
@@ -197,7 +198,7 @@ class Loader:
                 continue
             last = next((each for each in self._used if self._may_go(each)), None)
             if last is None and self._coming:
-                return  # goes on when these have come
+                return  # `_arrived` starts the task again
             if last is None:
                 self._take_turn(place, self._too_many(len(present)))
                 continue
@@ -210,14 +211,14 @@ class Loader:
                 self._origins[last] = replace(self._origins[last], is_found=False)
 
     def _next_turn(self) -> tuple[asyncio.Future[None], str] | None:
-        """Return the first place of the next tenant; None if nobody waits."""
+        """Return the first waiting request of the next tenant, or None."""
         for tenant in [tenant for tenant, waiting in self._waiting.items() if not waiting]:
             del self._waiting[tenant]
         every = (turn for waiting in self._waiting.values() for turn in waiting.items())
         return next((turn for turn in every if not turn[0].cancelled()), None)
 
     def _take_turn(self, place: asyncio.Future[None], error: Exception | None) -> None:
-        """Hand a place out, or refuse it; the other tenants have precedence from now on."""
+        """Assign or refuse a place, and move its tenant to the end of the turns."""
         tenant = next(tenant for tenant, waiting in self._waiting.items() if place in waiting)
         waiting = self._waiting.pop(tenant)
         del waiting[place]
@@ -241,7 +242,7 @@ class Loader:
 
 
 async def learn_digests(client: EngineClient, versions: Sequence[AdapterVersion]) -> None:
-    """Have the engine compute the digests of versions."""
+    """Let the engine compute the digests of versions."""
     digests = await asyncio.wrap_future(client.call(Hash([version.key for version in versions])))
     for version, digest in zip(versions, digests, strict=True):
         if digest is not None:
@@ -249,7 +250,7 @@ async def learn_digests(client: EngineClient, versions: Sequence[AdapterVersion]
 
 
 def as_asked(message: str, directory: Path, asked: str) -> str:
-    """Return a message with an adapter's folder as the client wrote it, even if it is cut."""
+    """Replace an adapter's folder in a message, also if truncated, by the client's path."""
     files = (directory, directory / CONFIG, directory / WEIGHTS, directory / SUMS)
     for path in (str(directory), *map(shown_path, files)):
         message = message.replace(path, asked)

@@ -1,11 +1,11 @@
 """Folders of adapters: `--lora-roots`, static `--lora-modules`, and loading from them by name.
 
-A name becomes one folder right under a root. A path of a client lies under a root, or is a static
-module's, after all links are followed; so do the files that are read. Other paths do not exist, so
-that clients learn nothing of the machine's files.
+A name selects a folder directly under a root. A client's path must be under a root or be a static
+module's folder, after all links are resolved; so must the adapter's files. Other paths are
+treated as missing, so that clients learn nothing about the machine's files.
 
-Requests that name an adapter while it is loaded wait for the one load. A load that failed is tried
-again after a while, so that repeated requests cost nothing.
+Requests that name an adapter while it is being loaded share the load. A failed load is retried only
+after a pause, so that repeated requests cost nothing.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ from pcg.serve.http.errors import ApiError
 
 
 class Roots:
-    """Allow-listed folders.
+    """Allowed folders.
 
     Args:
-        folders: adapters lie in folders under them.
+        folders: parents of adapters' folders.
         modules: folders of further adapters, such as static modules.
     Raises:
-        ServeError: a root is no folder.
+        ServeError: a root is not a folder.
     """
 
     def __init__(self, folders: Iterable[str | Path], modules: Iterable[str | Path] = ()) -> None:
@@ -43,13 +43,13 @@ class Roots:
         self._modules = [Path(os.path.realpath(module)) for module in modules]
         for folder in self._folders:
             if not folder.is_dir():
-                raise ServeError(f"--lora-roots {folder} is no folder; make it, or leave it out")
+                raise ServeError(f"--lora-roots {folder} is not a folder; create it, or omit it")
 
     def __bool__(self) -> bool:
         return bool(self._folders)
 
     def named(self, name: str) -> Path | None:
-        """Return the folder of that name in the first root that has it; None without."""
+        """Return the folder with a name in the first root that has it, or None."""
         is_one_part = name == os.path.basename(name) and not name.startswith(".")
         if not is_one_part or "\\" in name or not name:
             return None
@@ -68,35 +68,35 @@ class Roots:
     def _within(self, path: str, roots: Iterable[Path]) -> Iterator[Path]:
         for root in roots:
             try:
-                # A root followed by an absolute path is that path.
+                # Joining a root with an absolute path gives the absolute path.
                 directory = Path(os.path.realpath(root / path))
                 if directory.is_relative_to(root) and _has_files_within(directory, root):
                     yield directory
-            except (OSError, ValueError):  # no path of this system
+            except (OSError, ValueError):  # an invalid path
                 continue
 
 
 def _real(path: str) -> str | None:
     try:
         return os.path.realpath(path)
-    except (OSError, ValueError):  # no path of this system
+    except (OSError, ValueError):  # an invalid path
         return None
 
 
 def _has_files_within(directory: Path, root: Path) -> bool:
-    """Return True if a folder has a configuration, and no file that is read lies elsewhere."""
+    """Return True if a folder has a configuration and all its files are inside the root."""
     files = [Path(os.path.realpath(directory / name)) for name in (CONFIG, WEIGHTS, SUMS)]
     return files[0].is_file() and all(file.is_relative_to(root) for file in files)
 
 
 _AGAIN_S = 5.0
-"""Time after which an adapter that could not be loaded is tried again, seconds."""
+"""Time after which a failed load is retried, seconds."""
 _FAILED = 1024
-"""Names whose failures are remembered."""
+"""Maximum number of remembered failures."""
 
 
 class Resolver:
-    """Finds and loads the operator's adapters by their names; for one event loop."""
+    """Finds and loads the operator's adapters by name; for a single event loop."""
 
     def __init__(self, loader: Loader, roots: Roots) -> None:
         self._loader = loader
@@ -105,10 +105,10 @@ class Resolver:
         self._failed: dict[str, tuple[float, str]] = {}
 
     async def resolve(self, name: str, tenant: str) -> ServedAdapter | None:
-        """Load the adapter of a name for a tenant, and return it; None if no root has it.
+        """Load the adapter with a name for a tenant; return None if no root has it.
 
         Raises:
-            ApiError: 400, it cannot be loaded; 503, there is no room for it.
+            ApiError: 400, it cannot be loaded; 503, there is no free place.
         """
         if not self._roots:
             return None
@@ -128,7 +128,7 @@ class Resolver:
         origin = Origin(name, int(time.time()), is_found=True)
         try:
             return await self._loader.load(name, directory, origin, tenant=tenant)
-        except AdapterConflictError:  # somebody loaded it by hand meanwhile
+        except AdapterConflictError:  # a client has loaded it by name
             return self._loader.adapters.get(name)
 
     def _end(self, name: str, task: asyncio.Task[ServedAdapter | None]) -> None:
@@ -143,7 +143,7 @@ class Resolver:
 
 @dataclass(frozen=True)
 class LoraModule:
-    """A static adapter; `base_model_name` is the parent on its card, if it has one."""
+    """A static adapter; `base_model_name` is the parent in its model card, or None."""
 
     name: str
     path: Path
@@ -154,7 +154,7 @@ def parse_modules(texts: Sequence[str]) -> list[LoraModule]:
     """Parse `NAME=PATH`, or a JSON object of name, path and base_model_name, as vLLM does.
 
     Raises:
-        ServeError: a text is neither, or a name is repeated.
+        ServeError: a text is invalid, or a name is repeated.
     """
     modules = [_parse(text) for text in texts]
     names = [module.name for module in modules]
@@ -169,7 +169,7 @@ def check_modules(texts: Sequence[str]) -> None:
     for module in parse_modules(texts):
         if not is_file(module.path / CONFIG):
             raise ServeError(
-                f"--lora-modules {module.name}={shown_path(module.path)}: no {CONFIG} is there; "
+                f"--lora-modules {module.name}={shown_path(module.path)}: {CONFIG} is missing; "
                 "give the folder of a saved adapter"
             )
 
@@ -192,7 +192,7 @@ def _parse(text: str) -> LoraModule:
         except msgspec.ValidationError:
             pass
         except msgspec.DecodeError as error:
-            raise ServeError(f"--lora-modules {text} is no JSON: {error}") from error
+            raise ServeError(f"--lora-modules {text} is not JSON: {error}") from error
     raise ServeError(
         f'--lora-modules {text}; use NAME=PATH, or {{"name": …, "path": …, "base_model_name": …}}'
     )

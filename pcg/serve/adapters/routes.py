@@ -1,10 +1,10 @@
-"""Endpoints of vLLM and SGLang that load and unload adapters, and that trainers use.
+"""Endpoints of vLLM and SGLang that load and unload adapters, also for trainers.
 
-`expected_version` compares and swaps, `owner` and `shared` name the adapter's owner; these are our
-own. The version that was loaded is in the headers `x-adapter-version` and `x-adapter-digest`.
+`expected_version` (compare and swap), `owner` and `shared` (the adapter's owner) are extensions.
+Replies have the loaded version in the headers `x-adapter-version` and `x-adapter-digest`.
 
-Trainers of others use a server as their sampler: TRL's AsyncGRPO pauses the server, writes an
-adapter, loads it under a new name and resumes the server. Requests meanwhile wait
+External trainers use a server as their sampler: TRL's AsyncGRPO pauses the server, writes an
+adapter, loads it under a new name and resumes the server. Requests wait during the pause
 (docs/finetuning.md).
 """
 
@@ -30,14 +30,13 @@ router = APIRouter(route_class=LongBodyRoute)
 CatalogPart = Annotated[Catalog, part(Catalog)]
 LongText = Annotated[str, Field(max_length=4096)]
 PAUSE_S = 600.0
-"""The longest pause: a client that never returns stops nobody for longer."""
+"""Longest pause, seconds; it bounds the effect of a client that never resumes."""
 
 
 class _Owned(WireModel):
-    """The owner of an adapter; `shared` makes it everyone's.
+    """The owner of an adapter; with `shared`, all tenants may use it.
 
-    By default it is the owner of the adapter of that name that answers the key's requests, without
-    one the key's tenant.
+    The default is the owner of the present adapter with the name, else the key's tenant.
     """
 
     lora_name: LongText = ""
@@ -56,7 +55,7 @@ class _Owned(WireModel):
 
 
 class LoadBody(_Owned):
-    """An adapter to load. `is_3d_lora_weight` has to be false."""
+    """An adapter to load. `is_3d_lora_weight` must be false."""
 
     lora_path: LongText = ""
     load_inplace: bool = False
@@ -85,7 +84,7 @@ class SglangUnload(WireModel):
 
 
 class LoadedAdapters(BaseModel):
-    """The end of a load or an unload, and the loaded adapters, by name with their paths."""
+    """The result of a load or an unload, and the paths of the loaded adapters by name."""
 
     success: bool
     error_message: str
@@ -93,7 +92,7 @@ class LoadedAdapters(BaseModel):
 
 
 class ModelConfig(BaseModel):
-    """The base: its name, its dtype as torch names it, and the most tokens."""
+    """The base: name, dtype as torch names it, and maximum tokens."""
 
     model: str
     dtype: str
@@ -101,23 +100,23 @@ class ModelConfig(BaseModel):
 
 
 class LoraConfig(BaseModel):
-    """The most adapters at once, and their highest rank."""
+    """The most loaded adapters, and the highest rank."""
 
     max_lora_rank: int
     max_loras: int
 
 
 class ParallelConfig(BaseModel):
-    """One engine, which every loaded adapter reaches."""
+    """A single engine, in which every loaded adapter is available."""
 
     data_parallel_size: int = 1
     tensor_parallel_size: int = 1
 
 
 class EngineConfig(BaseModel):
-    """The configuration, as far as trainers read it.
+    """The parts of the configuration that trainers read.
 
-    `lora_config` is None where no adapters can be loaded, as `--lora-roots` names no folder.
+    `lora_config` is None if no adapters can be loaded, without `--lora-roots`.
     """
 
     base: Annotated[ModelConfig, Field(serialization_alias="model_config")]
@@ -142,7 +141,7 @@ _PLAIN: dict[int | str, dict[str, Any]] = {
     200: {"content": {"text/plain": {"schema": {"type": "string"}}}}
 }
 _REFUSED: dict[int | str, dict[str, Any]] = {
-    400: {"model": LoadedAdapters | ErrorBody, "description": "It cannot be."}
+    400: {"model": LoadedAdapters | ErrorBody, "description": "The request is invalid."}
 }
 
 
@@ -150,7 +149,7 @@ _REFUSED: dict[int | str, dict[str, Any]] = {
 async def load_lora_adapter(
     body: LoadBody, caller: Admin, catalog: CatalogPart
 ) -> PlainTextResponse:
-    """Load an adapter from a folder under the roots, or replace one in place."""
+    """Load an adapter from a folder under the roots, or replace it in place."""
     if not body.lora_name or not body.lora_path:
         raise invalid("Both 'lora_name' and 'lora_path' must be provided.")
     if body.is_3d_lora_weight:
@@ -171,7 +170,7 @@ async def load_lora_adapter(
 async def unload_lora_adapter(
     body: UnloadBody, caller: Admin, catalog: CatalogPart
 ) -> PlainTextResponse:
-    """Unload an adapter; requests that it answers end on it."""
+    """Unload an adapter; running requests keep it."""
     if not body.lora_name:
         raise invalid("'lora_name' needs to be provided to unload a LoRA adapter.")
     await catalog.unload(body.lora_name, body.owner_for(catalog, caller))
@@ -204,7 +203,7 @@ async def load_as_sglang(body: SglangLoad, caller: Admin, catalog: CatalogPart) 
     name="unload_lora_adapter",
 )
 async def unload_as_sglang(body: SglangUnload, caller: Admin, catalog: CatalogPart) -> Response:
-    """Unload an adapter; requests that it answers end on it."""
+    """Unload an adapter; running requests keep it."""
     try:
         await catalog.unload(body.lora_name, catalog.owner_of(caller, body.lora_name))
     except ApiError as error:
@@ -226,7 +225,7 @@ def _loaded(catalog: Catalog, caller: Caller, error: ApiError | None = None) -> 
 async def server_info(
     service: ServiceDependency, catalog: CatalogPart, config_format: Literal["json"] = "json"
 ) -> ServerInfo:
-    """Return the configuration as vLLM's trainers read it."""
+    """Return the configuration in the shape that vLLM's trainers read."""
     facts, options = service.client.facts, service.options
     loads = LoraConfig(max_lora_rank=options.max_lora_rank, max_loras=options.max_cpu_loras)
     base = ModelConfig(
@@ -242,9 +241,9 @@ async def server_info(
 
 @router.post("/pause", dependencies=[Depends(requires(Scope.ADMIN))], tags=["server"])
 async def pause(service: ServiceDependency, mode: Literal["keep"]) -> State:
-    """Run no step until /resume, of requests or of jobs; they are kept, and new ones wait.
+    """Stop all steps until /resume. Requests and jobs are kept, and new requests wait.
 
-    It ends by itself after ten minutes, and where the server drains.
+    The pause ends by itself after ten minutes, and when the server drains.
     """
     await asyncio.wrap_future(service.client.call(Pause(PAUSE_S)))
     return State(status="paused")

@@ -142,7 +142,7 @@ Reply = TypeVar("Reply")
 
 
 class EngineClient(Protocol):
-    """An engine that serves a model, for one event loop and for other threads."""
+    """An engine that serves a model, for a single event loop and for other threads."""
 
     @property
     def facts(self) -> ModelFacts:

@@ -120,7 +120,7 @@ _AGAIN_S = 5.0
 
 
 class JobRunner:
-    """Runs the jobs of all tenants; for one event loop.
+    """Runs the jobs of all tenants; for a single event loop.
 
     Attributes:
         files: files, and the store with the jobs' rows.

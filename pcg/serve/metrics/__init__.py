@@ -1,1 +1,1 @@
-"""Metrics for Prometheus: with vLLM's names, so that its boards and routers work, and our own."""
+"""Metrics for Prometheus: vLLM's families, for its boards and routers, and pcg's."""

@@ -1,14 +1,14 @@
-"""GET /metrics: the metrics of a running engine; neither waits for the other.
+"""GET /metrics: the metrics of a running engine, rendered without blocking it.
 
-Endpoint pickers read the page every 50 ms for the state: running and waiting requests, pages,
-adapters. So it has three parts, each rendered again when it is requested and older than:
+Endpoint pickers read the state every 50 ms: running and waiting requests, pages and adapters. So
+the page has three parts, and a request renders a part again if it is older than:
 
     state       20 ms
-    counts      0.5 s, counters and histograms; 20 ms while there is nothing to serve
-    process     5 s, prometheus_client's own of the process
+    counts      0.5 s, counters and histograms; 20 ms while the engine is idle
+    process     5 s, prometheus_client's metrics of the process
 
-The parts are rendered from counts that the engine's thread keeps anyway. A client that reads
-seldom, such as a database of metrics, gets all of them fresh.
+The parts are rendered from numbers that the engine's thread maintains anyway. A client that reads
+rarely, such as a metrics database, gets all parts fresh.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ _KEPT_S = {"state": 0.02, "counts": 0.5, "process": 5.0}
 
 
 class EngineMetrics:
-    """The metrics of an engine as a page of text; for one event loop.
+    """The metrics of an engine as a text page; for a single event loop.
 
     Args:
         now_s: a clock, seconds.
@@ -99,7 +99,7 @@ class EngineMetrics:
 
 
 async def _result(future: Future[Result]) -> Result:
-    """Return a future's result, without a turn of the event loop if it is done."""
+    """Return a future's result, without yielding to the event loop if it is done."""
     return future.result() if future.done() else await asyncio.wrap_future(future)
 
 
@@ -125,7 +125,7 @@ router = APIRouter(tags=["server"])
 
 
 class ReadsMetrics(RequiredScope):
-    """The dependency of the page: a key with the scope `metrics` or `admin`, unless it is open."""
+    """The page's dependency: a key with the scope `metrics` or `admin`, unless it is public."""
 
     async def __call__(self, request: Request) -> Caller | None:  # type: ignore[override]
         service: Service = request.app.state.service
@@ -142,10 +142,10 @@ async def metrics(service: ServiceDependency) -> PlainTextResponse:
 
 
 class Scrapes:
-    """ASGI middleware that answers GET /metrics of those who may read it.
+    """ASGI middleware that answers GET /metrics for callers that may read it.
 
-    It runs behind the authentication and before the limits and the framework, because endpoint
-    pickers ask every 50 ms. The route documents the page, and refuses.
+    It runs after the authentication and before the limits and the framework, because endpoint
+    pickers send a request every 50 ms. The route documents the page and sends the refusals.
     """
 
     def __init__(self, app: ASGIApp, service: Service) -> None:
@@ -173,17 +173,17 @@ class Scrapes:
 # ------------------------------------------------------------------------------------- load report
 
 ASKED, REPORT = "endpoint-load-metrics-format", "endpoint-load-metrics"
-"""The headers of the request and of the reply."""
+"""Headers of the request and of the reply."""
 
 
 def load_headers(asked: str | None, numbers: EngineNumbers) -> dict[str, str]:
-    """Return the load report that balancers ask for with a request, in place of scrapes.
+    """Return the load report that balancers request with a header, in place of scrapes.
 
     endpoint-load-metrics-format: TEXT    in the request, or JSON
     endpoint-load-metrics: TEXT named_metrics.kv_cache_usage_perc=0.4, …    in the reply
 
     Args:
-        asked: the request's format; there is no report in an unknown one.
+        asked: the requested format; an unknown format gets no report.
 
     Source: the native formats of ORCA (Open Request Cost Aggregation), with the two metrics of
         vllm/entrypoints/serve/utils/orca_metrics.py.

@@ -1,14 +1,14 @@
-"""The families of metrics: vLLM's, under its names, and ours of adapters, finetuning and promises.
+"""The families of metrics: vLLM's, under its names, and pcg's for adapters, finetuning and SLOs.
 
-vLLM's have its names, meanings, labels and bounds, so that boards made for vLLM, and the endpoint
-pickers of llm-d and of the Gateway API inference extension, read them as they are. Three differ on
-purpose: `vllm:lora_requests_info` lists the adapters that have pages, as the pickers' protocol says
-and vLLM does not; it is one series, where vLLM leaves every combination of names that there ever
-was; and adapters that wait are listed once, whether they have pages or not.
+vLLM's families have its names, meanings, labels and bounds, so that boards for vLLM, and the
+endpoint pickers of llm-d and of the Gateway API inference extension, can read them unchanged. Three
+details differ on purpose: `vllm:lora_requests_info` lists the resident adapters, as the pickers'
+protocol says and vLLM does not; it has a single series, where vLLM keeps every past combination of
+names; and waiting adapters are listed once, resident or not.
 
-Ours begin with `pcg:`. Series of single adapters are of those that are used most, and `other` is
-the rest together (`pcg.runtime.metrics.totals`), so that their number is bounded. The label
-of a job is `finetune_job`: Prometheus has a `job` of its own.
+pcg's families start with `pcg:`. The most used adapters have their own series, and `other` is the
+sum of the rest (`pcg.runtime.metrics.totals`), so the number of series is bounded. The label of a
+job is `finetune_job`, because Prometheus reserves `job`.
 
 Source: vllm/v1/metrics/loggers.py, and proposal 003, the model server protocol, of
 kubernetes-sigs/gateway-api-inference-extension.
@@ -35,22 +35,22 @@ from pcg.serve.engine.engine_names import Owned, OwnedName
 
 Labels: TypeAlias = Mapping[str, str]
 Value: TypeAlias = float | Sequence[tuple[Labels, float]]
-"""The number of a family's one series, or those of several with their labels."""
+"""The value of a family with a single series, or labels and values of several series."""
 
 _OTHERS = {"adapter": "other", "tenant": "*"}
-"""The labels of all adapters without series of their own; no tenant has this name."""
+"""Labels of the adapters without their own series; no tenant has this name."""
 
 
 @dataclass(frozen=True)
 class Served:
-    """The facts of a server that its metrics show beside the engine's numbers.
+    """Facts of a server for its metrics, besides the engine's numbers.
 
     Attributes:
-        model: the name of the base model.
-        max_model_len: the most tokens of a sequence; None if there is no bound.
-        most_adapters: the most adapters that a step can have.
-        memory_bytes: bytes of the device by what occupies them.
-        owned: returns the owner of an adapter or a job, of the engine's name for it.
+        model: name of the base model.
+        max_model_len: the most tokens of a sequence; None without a limit.
+        most_adapters: the most adapters of a step.
+        memory_bytes: bytes of the device's memory by use.
+        owned: maps the engine's name of an adapter or a job to its owner.
     """
 
     model: str
@@ -61,14 +61,14 @@ class Served:
 
 
 class Families:
-    """Makes the families of a server, whose series have the model's name as a label."""
+    """Creates the metric families of a server; all series have the model's name as a label."""
 
     def __init__(self, served: Served) -> None:
         self._served = served
         self._common = {"model_name": served.model, "engine": "0"}
 
     def state(self, numbers: EngineNumbers) -> Iterator[Metric]:
-        """Yield the present state: requests, the KV cache, and adapters with pages."""
+        """Yield the present state: requests, the KV cache, and resident adapters."""
         gauge, served = self._gauge, self._served
         yield gauge("vllm:num_requests_running", "Requests that run.", numbers.running)
         yield gauge("vllm:num_requests_waiting", "Requests that wait.", numbers.queued)
@@ -100,10 +100,10 @@ class Families:
     def counts(
         self, numbers: EngineNumbers, jobs: Sequence[JobStatus], in_host: Iterable[str]
     ) -> Iterator[Metric]:
-        """Yield what was done since the start.
+        """Yield the totals since the start.
 
         Args:
-            in_host: the names of the adapters that requests may name, in the host's memory.
+            in_host: names of the adapters in host memory.
         """
         totals = numbers.totals
         yield from self._requests(totals)
@@ -173,21 +173,21 @@ class Families:
             yield self._histogram(f"vllm:{name}", words, [({}, numbers)])
 
     def _listed(self, names: Iterable[str]) -> str:
-        """Return the names as the pickers split them: by commas, which no name may have."""
+        """Join names by commas, as the pickers split them; omit names with a comma."""
         owned = {self._served.owned(name).name for name in names}
         return ",".join(sorted(name for name in owned if "," not in name))
 
     # --------------------------------------------------------------------------------- ours
 
     def _adapters(self, totals: AdapterTotals, in_host: Iterable[str]) -> Iterator[Metric]:
-        """Yield the series of adapters; versions with one name are one."""
+        """Yield the series of adapters; versions of a name are added up."""
         sums = totals.own
         groups: dict[Owned, list[str]] = {}
         for name in sums:
             groups.setdefault(self._served.owned(name), []).append(name)
 
         def counted(now: Counter[str]) -> list[tuple[dict[str, str], int]]:
-            """Return the samples of a present count, which is used up."""
+            """Return the samples of a counter; its entries are consumed."""
             shown = [
                 (_labels("adapter", owner), sum(now.pop(name, 0) for name in names))
                 for owner, names in groups.items()
@@ -234,7 +234,7 @@ class Families:
         yield self._counter("pcg:adapter_evictions", words, totals.evicted)
 
     def _jobs(self, totals: Totals, jobs: Sequence[JobStatus]) -> Iterator[Metric]:
-        """Yield the progress of jobs, and what they trained; of several with one name, the last."""
+        """Yield the progress and the tokens of jobs; of jobs with the same name, the last."""
         latest = {self._served.owned(job.name): job for job in jobs}
         named = [(_labels("finetune_job", owner), job) for owner, job in latest.items()]
         steps = [(labels, job.step) for labels, job in named]
@@ -293,11 +293,11 @@ class Families:
         samples: Iterable[tuple[Labels, Histogram]],
         most: float | None = None,
     ) -> Metric:
-        """Return a family of histograms; bounds above `most` are left out, as no sample is."""
+        """Return a family of histograms, without bounds above `most`, the samples' limit."""
         family = Metric(name, words, "histogram")
         for labels, histogram in samples:
             whole = {**self._common, **labels}
-            counts = histogram.counts.copy()  # at once, while the engine's thread counts on
+            counts = histogram.counts.copy()  # atomic; the engine's thread keeps counting
             bounds = [*histogram.bounds, math.inf]
             for bound, count in zip(bounds, accumulate(counts), strict=True):
                 if most is None or bound <= most or bound == math.inf:

@@ -51,7 +51,7 @@ from pcg.serve.openai.wire import FieldNames, Nothing, Only
 
 
 class Block(WireModel):
-    """A block of a content; fields of no type, as `cache_control`, have no effect."""
+    """A block of a content; fields of other types, such as `cache_control`, have no effect."""
 
     model_config = ConfigDict(extra="allow")
 
@@ -75,14 +75,14 @@ Block.model_rebuild()
 
 
 class GivenMessage(WireModel):
-    """A message; a system's may stand between others, as in newer versions of the API."""
+    """A message; system messages may follow others, as in newer versions of the API."""
 
     role: Literal["user", "assistant", "system"]
     content: Content
 
 
 class GivenTool(WireModel):
-    """A tool of the client's; those that Anthropic runs are refused by their type.
+    """A client's tool; server tools of Anthropic are refused by their type.
 
     `cache_control`, `eager_input_streaming` and `input_examples` have no effect.
     """
@@ -108,10 +108,10 @@ class GivenChoice(WireModel):
 
 
 class Thinking(WireModel):
-    """The variable `enable_thinking` of the chat template: whether the model thinks.
+    """The variable `enable_thinking` of the chat template.
 
-    `enabled` is refused, as thoughts have no budget here; `display` has no effect, as thoughts are
-    in the text.
+    `enabled` is refused, as a budget of thoughts is not supported; `display` has no effect, as
+    thoughts are in the text.
     """
 
     type: Literal["adaptive", "disabled", "enabled"]
@@ -120,21 +120,21 @@ class Thinking(WireModel):
 
 
 class OutputFormat(WireModel):
-    """JSON of a schema."""
+    """JSON that follows a schema."""
 
     type: Literal["json_schema"]
     schema_: dict[str, Any] = Field(alias="schema")
 
 
 class OutputConfig(WireModel):
-    """The form of the output; `effort` is a variable of the chat template."""
+    """The format of the output; `effort` is a variable of the chat template."""
 
     effort: Literal["low", "medium", "high", "xhigh", "max"] | None = None
     format: OutputFormat | None = None
 
 
 class CountBody(WireModel):
-    """Messages to count the tokens of; `cache_control` and `speed` have no effect."""
+    """Messages to count tokens of; `cache_control` and `speed` have no effect."""
 
     model: str | None = None
     messages: Annotated[
@@ -165,7 +165,7 @@ class CountBody(WireModel):
         return FieldNames("messages", names)
 
     def chat_body(self) -> ChatBody:
-        """Return the equivalent chat completion, which continues a last assistant's message.
+        """Convert to a chat completion, which continues a final assistant message.
 
         ApiError: a block or a choice is not supported.
         """
@@ -184,7 +184,7 @@ class CountBody(WireModel):
         if self.thinking is not None and self.thinking.type == "enabled":
             raise ApiError(
                 400,
-                "thinking.budget_tokens is not supported: thoughts have no budget here; send "
+                "thinking.budget_tokens is not supported; send "
                 '{"type": "adaptive"} or {"type": "disabled"}.',
                 param="thinking",
                 code=UNSUPPORTED,
@@ -279,8 +279,8 @@ def _text(block: Block, where: str) -> dict[str, Any]:
 def _unsupported(block: Block, where: str) -> ApiError:
     return ApiError(
         400,
-        f"{where} is of type {block.type[:64]!r}; this server reads text, and beside it an "
-        "assistant's tool_use and thinking and a user's tool_result",
+        f"{where} is of type {block.type[:64]!r}; this server reads text, tool_use and thinking "
+        "of an assistant, and tool_result of a user",
         param=where,
         code="unsupported_content",
     )
@@ -310,21 +310,21 @@ def _choice(choice: GivenChoice) -> Mapping[str, Any]:
 
 
 class MessageError(BaseModel):
-    """The error itself."""
+    """The content of an error."""
 
     type: str
     message: str
 
 
 class MessageErrorBody(BaseModel):
-    """The body of every reply that is an error."""
+    """The body of an error reply."""
 
     type: Literal["error"]
     error: MessageError
 
 
 class MessageUsage(BaseModel):
-    """The tokens of a message; those of the prompt that the KV cache had are separate."""
+    """The tokens of a message; prompt tokens from the KV cache are counted separately."""
 
     input_tokens: int
     cache_creation_input_tokens: int
@@ -386,7 +386,7 @@ async def _chat(call: Call, body: CountBody) -> Chat:
     def convert() -> Chat:
         try:
             chat = body.chat_body()
-        except ValidationError as error:  # the bounds of a chat
+        except ValidationError as error:  # the limits of a chat
             errors = [{**each, "loc": ("body", *each["loc"])} for each in error.errors()]
             raise of_validation(RequestValidationError(errors)) from error
         return chat.chat(call.request, call.defaults)
@@ -414,7 +414,7 @@ class MessageBlocks(ItemReply):
         }
 
     def whole(self, groups: Sequence[Sequence[Completion]]) -> dict[str, Any]:
-        """Return the whole message; the input of a call that was cut off is empty."""
+        """Return the whole message; a truncated call has an empty input."""
         ((completion,),) = groups
         self.read(completion.text, "completed")
         usage = _usage(
@@ -445,7 +445,7 @@ class MessageBlocks(ItemReply):
         return named_event(as_api_error(error).content_for(MESSAGES))
 
     def _reasons(self, completion: Completion) -> dict[str, Any]:
-        """Return why the message ends, in Anthropic's words."""
+        """Return Anthropic's stop reason of a message."""
         if completion.finish_reason == "length":
             return {"stop_reason": "max_tokens", "stop_sequence": None}
         if isinstance(completion.stop_reason, str):

@@ -61,7 +61,8 @@ class Chat:
     """A chat to continue.
 
     Attributes:
-        fields: the fields of the request; without `max_new_tokens`, as many as fit are generated.
+        fields: the fields of the request; without `max_new_tokens`, the output may fill the
+            context.
     """
 
     messages: Sequence[Message]
@@ -70,10 +71,10 @@ class Chat:
     template: Template = field(default_factory=Template)
 
     def prompt(self, support: ChatSupport, max_model_len: int | None) -> tuple[list[int], ToolUse]:
-        """Return its tokens and tools; it takes milliseconds, so it is for a thread.
+        """Return the chat's tokens and use of tools. It takes milliseconds, so run it on a thread.
 
         Args:
-            max_model_len: the most tokens of a prompt and its output; None if there is no bound.
+            max_model_len: the most tokens of a prompt and its output; None without a limit.
         Raises:
             ApiError: the chat is invalid.
             GenerationError: the template refuses the messages.
@@ -82,7 +83,7 @@ class Chat:
         if template.chat_template is not None and not support.trusts_templates:
             raise ApiError(
                 400,
-                "chat_template is not taken from requests: a template is a program. The operator "
+                "chat_template is not accepted in requests: a template is a program. The operator "
                 "may allow it by --trust-request-chat-template.",
                 param="chat_template",
             )
@@ -102,7 +103,7 @@ class Chat:
         """Submit the chat; return its call with all names, the request, and its use of tools.
 
         Raises:
-            ApiError: the chat is invalid, or has no place.
+            ApiError: the chat is invalid or too long.
             GenerationError: the template refuses the messages, or a field is invalid.
             EngineError: the engine takes no requests.
         """
@@ -140,8 +141,9 @@ class Chat:
 class ChatBody(SamplingBody):
     """A request for the next message of a chat.
 
-    Some fields of OpenAI's and vLLM's have no effect here: a reply is not stored, there is one tier
-    of service, the prefix cache needs no key, and `user` and `safety_identifier` name people.
+    Some fields of OpenAI's and vLLM's APIs have no effect: replies are not stored, there is a
+    single service tier, the prefix cache needs no key, and `user` and `safety_identifier` only name
+    people.
     """
 
     messages: Messages
@@ -203,7 +205,7 @@ class ChatBody(SamplingBody):
         """Return the chat.
 
         Raises:
-            ApiError: fields that exclude each other.
+            ApiError: fields exclude each other.
         """
         self._check()
         most = self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
@@ -241,12 +243,12 @@ class ChatBody(SamplingBody):
 
 
 def with_effort(variables: Mapping[str, Any] | None, effort: str | None) -> dict[str, Any]:
-    """Return the variables of a chat template with an effort, unless they have one."""
+    """Add an effort to the variables of a chat template, unless they have it."""
     return {**({} if effort is None else {"reasoning_effort": effort}), **(variables or {})}
 
 
 class FunctionOfCall(BaseModel):
-    """The function of a tool call; its arguments are JSON in a text."""
+    """The function of a tool call; its arguments are JSON text."""
 
     name: str
     arguments: str
@@ -270,7 +272,7 @@ class ReplyMessage(BaseModel):
 
 
 class ChatChoice(BaseModel):
-    """One of the messages of a reply."""
+    """A message of a reply."""
 
     index: int
     message: ReplyMessage
@@ -281,7 +283,7 @@ class ChatChoice(BaseModel):
 
 
 class ChatReply(BaseModel):
-    """A chat's next message, or several of them."""
+    """The next message of a chat, or several alternatives."""
 
     id: str
     object: Literal["chat.completion"]
@@ -343,7 +345,7 @@ class ChatMessage:
         return message
 
     def finish_reason(self, reason: str) -> str:
-        """Return why the message ends, in OpenAI's words: a named tool ends in `stop`."""
+        """Return OpenAI's finish reason of the message; a call of a named tool ends in `stop`."""
         if self._reader.has_called and reason == "stop" and not self._use.is_named:
             return "tool_calls"
         return reason
@@ -353,7 +355,7 @@ class ChatMessages(ChoiceReply):
     """Writes chat completions.
 
     Args:
-        use: the use of tools, by which outputs are read.
+        use: the use of tools, for parsing outputs.
     """
 
     def __init__(
@@ -365,7 +367,7 @@ class ChatMessages(ChoiceReply):
         self._request = submitted.request
         self._use = use
         self._messages: dict[int, ChatMessage] = {}
-        # Written once: an event is this, its choice, and the end.
+        # Written once: an event consists of the opening, its choice, and the end.
         self._opening = b"data: " + json_bytes(self.head)[:-2]
         self._end = b'],"usage":null}\n\n' if self.has_usage else b"]}\n\n"
 
@@ -418,7 +420,7 @@ class ChatMessages(ChoiceReply):
         return opening + self._written(choice)
 
     def _first(self, chunk: Chunk) -> bytes:
-        """Return a message's first event; the first of all has the parts of the prompt."""
+        """Return a message's first event; the very first event has the prompt's parts."""
         delta = {"role": "assistant", "content": ""}
         choice = {"index": chunk.choice, "delta": delta, "logprobs": None, "finish_reason": None}
         further: dict[str, Any] = {}
@@ -426,7 +428,7 @@ class ChatMessages(ChoiceReply):
             further["prompt_token_ids"] = list(self._request.prompt_ids)
         if self.has_prompt_logprobs and chunk.prompt_logprobs is not None:
             further["prompt_logprobs"] = self.logprobs.prompt(chunk.prompt_logprobs)
-        self.output_tokens -= chunk.token_id is not None  # which the next event has
+        self.output_tokens -= chunk.token_id is not None  # the next event counts the token
         written = self._written(choice, further)
         self.output_tokens += chunk.token_id is not None
         return written

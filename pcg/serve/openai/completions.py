@@ -38,7 +38,7 @@ from pcg.serve.openai.wire import FieldNames, Nothing, Only, Prompts, StreamOpti
 router = APIRouter(prefix="/v1", tags=["completions"], route_class=LongBodyRoute)
 
 _DEFAULT_TOKENS = 16
-"""OpenAI's default of max_tokens here."""
+"""OpenAI's default of max_tokens in this endpoint."""
 
 
 class CompletionBody(SamplingBody):
@@ -65,7 +65,7 @@ class CompletionBody(SamplingBody):
         """Return the fields of the engine's requests.
 
         Raises:
-            ApiError: fields that exclude each other.
+            ApiError: fields exclude each other.
         """
         n = self.n or 1
         if self.stream_options is not None and not self.stream:
@@ -77,7 +77,7 @@ class CompletionBody(SamplingBody):
         if self.stream and self.best_of is not None and self.best_of > n:
             raise ApiError(
                 400,
-                "best_of cannot be streamed: which are the best is known at the end; leave out "
+                "best_of cannot be streamed, as the best are known only at the end; leave out "
                 "stream or best_of",
                 param="best_of",
             )
@@ -94,7 +94,7 @@ class CompletionBody(SamplingBody):
 
 
 class Choice(BaseModel):
-    """A continuation. It has ids of tokens on request."""
+    """A continuation, with token ids on request."""
 
     index: int
     text: str
@@ -107,9 +107,9 @@ class Choice(BaseModel):
 
 
 class CompletionReply(BaseModel):
-    """Continuations, those of the first prompt first.
+    """Continuations in the order of the prompts.
 
-    `system_fingerprint` is the version that answered: an adapter's is NAME@NUMBER.
+    `system_fingerprint` is the version that generated them: NAME@NUMBER for an adapter.
     """
 
     id: str
@@ -123,7 +123,7 @@ class CompletionReply(BaseModel):
 
 @router.post("/completions", response_model=CompletionReply, responses={200: STREAMED})
 async def create_completion(body: CompletionBody, call: CallDependency) -> Response:
-    """Continue prompts, given as texts or as token ids."""
+    """Continue prompts, which are texts or token ids."""
     call = await call.of(body)
     reply_id = new_id("cmpl")
     fields = body.fields(call.request, call.defaults)
@@ -135,10 +135,10 @@ async def create_completion(body: CompletionBody, call: CallDependency) -> Respo
 
 
 class _Offsets:
-    """The places of tokens in the text of a continuation, behind its prompt's if that is echoed.
+    """Positions of tokens in the text of a continuation, which may start with the echoed prompt.
 
     Args:
-        tokenizer: None for a model without one; its tokens are all at place 0.
+        tokenizer: None for a model without a tokenizer; all positions are then 0.
     """
 
     def __init__(self, tokenizer: Tokenizer | None, request: Request) -> None:
@@ -156,7 +156,7 @@ class _Offsets:
     def echoed(
         self, values: Sequence[TokenLogprobs | None] | None
     ) -> tuple[list[tuple[int, TokenLogprobs | None]], list[int]]:
-        """Return the prompt's tokens with their logprobs, and their places; none without echo."""
+        """Return the prompt's tokens with logprobs, and their positions; empty without echo."""
         request = self._request
         if not request.params.echo or values is None:
             return [], []
@@ -252,14 +252,14 @@ class Completions(ChoiceReply):
         return event(content)
 
     def _text_event(self, number: int, text: str) -> bytes:
-        """Return an event with nothing but text; the rest of it is written once."""
+        """Return an event that has only text; its constant parts are cached."""
         if not text:
             return b""
         written = self._written.get(number)
         if written is None:
             choice = {"index": number, "text": "", "logprobs": None}
             choice |= {"finish_reason": None, "stop_reason": None}
-            # Within a text of JSON every quotation mark has a backslash before it.
+            # The pattern is unique: JSON escapes quotation marks within texts.
             before, _, after = event({**self.head, "choices": [choice]}).partition(b'"text":""')
             written = self._written[number] = before + b'"text":', after
         return written[0] + json_bytes(text) + written[1]

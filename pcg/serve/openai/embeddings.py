@@ -1,12 +1,12 @@
 """/v1/embeddings, /score and /rerank: the last hidden states of texts, and their similarity.
 
-A causal language model's embedding is the state that its head multiplies, of the last token or the
-mean over the prompt's, divided by its norm. A part of it is an embedding only if the model was
-trained so (Matryoshka), which its config.json says by `is_matryoshka` or `matryoshka_dimensions`;
-for all others `dimensions` is refused, as in vLLM.
+A causal language model's embedding is the input of its head, of the last token or averaged over the
+prompt, divided by its norm. A prefix of an embedding is an embedding only for models trained so
+(Matryoshka), whose config.json has `is_matryoshka` or `matryoshka_dimensions`; for other models
+`dimensions` is refused, as in vLLM.
 
-Such a model has no head that scores a pair, so a score is the cosine of two embeddings, as vLLM's
-of a model that embeds. Each text is embedded once.
+These models have no head that scores a pair, so a score is the cosine of two embeddings, as for
+vLLM's embedding models. Each distinct text is embedded once.
 
 Source: vllm/entrypoints/pooling/scoring; /rerank is Jina's and Cohere's.
 """
@@ -53,14 +53,14 @@ _SIDES = (
     ("data_1", "data_2"),
     ("text_1", "text_2"),
 )
-"""The names that the two sides of a score may have."""
+"""Allowed names of the two sides of a score."""
 
 
 class PooledBody(WireModel):
-    """Fields of all; `user` and `request_id` have no effect.
+    """Fields of all bodies; `user` and `request_id` have no effect.
 
     `add_special_tokens`, `cache_salt`, `pooling`, `truncate_prompt_tokens` and `priority` are not
-    OpenAI's.
+    in OpenAI's API.
     """
 
     model: str | None = None
@@ -87,7 +87,7 @@ class PooledBody(WireModel):
 
 
 class EmbeddingsBody(PooledBody):
-    """Prompts to embed; `session_id` has no effect. Numbers are fp32, the lowest byte first."""
+    """Prompts to embed; `session_id` has no effect. Numbers are little-endian fp32."""
 
     input: Prompts
     dimensions: Annotated[int, Field(ge=1)] | None = None
@@ -107,8 +107,8 @@ class EmbeddingsBody(PooledBody):
         if not allowed and not facts.is_matryoshka:
             raise ApiError(
                 400,
-                f"dimensions={asked}: the model's embeddings have {width}, and it was not trained "
-                "so that a part of one is an embedding; leave dimensions out.",
+                f"dimensions={asked}: the model's embeddings have {width}, and it is not a "
+                "Matryoshka model, so they cannot be shortened; leave dimensions out.",
                 param="dimensions",
             )
         if asked > width or (allowed and asked not in allowed):
@@ -117,7 +117,7 @@ class EmbeddingsBody(PooledBody):
             raise ApiError(400, said, param="dimensions")
 
     def vector(self, completion: Completion) -> np.ndarray[Any, Any] | str:
-        """Return an embedding, fp32, or its first dimensions, as the request has it encoded."""
+        """Return an embedding, fp32, shortened and encoded as requested."""
         assert completion.embedding is not None
         vector: np.ndarray[Any, Any] = completion.embedding.numpy()
         if self.dimensions is not None and self.dimensions != len(vector):
@@ -141,12 +141,12 @@ class PairsBody(PooledBody):
         return FieldNames("documents")
 
     def pairs(self) -> list[tuple[str, str]]:
-        """Return the texts to compare. ApiError: the body has not two sides of one length."""
+        """Return the texts to compare. ApiError: the body has not two sides of equal length."""
         raise NotImplementedError
 
 
 class ScoreBody(PairsBody):
-    """Two sides, each a text or texts: one with each of the other's, or as many with as many."""
+    """Two sides: a text and texts, or equally many texts on both sides."""
 
     queries: Texts | None = None
     documents: Texts | None = None
@@ -168,7 +168,7 @@ class ScoreBody(PairsBody):
             raise ApiError(
                 400,
                 f"{sides[0]} has {len(left)} texts, and {sides[1]} {len(right)}; use one text, or "
-                "as many on both sides",
+                "equally many on both sides",
                 param=sides[1],
             )
         return list(zip(left, right, strict=True))
@@ -180,11 +180,11 @@ class ScoreBody(PairsBody):
             if used == set(sides):
                 return sides
         expected = "; ".join(" and ".join(pair) for pair in _SIDES)
-        raise ApiError(400, f"give two sides and no more: {expected}", param="queries")
+        raise ApiError(400, f"give exactly two sides: {expected}", param="queries")
 
 
 class RerankBody(PairsBody):
-    """A query, and documents to sort by their similarity to it; 0 for all of them."""
+    """A query, and documents to rank by similarity; `top_n` of 0 returns all documents."""
 
     query: Text
     documents: Texts
@@ -200,7 +200,7 @@ def _listed(texts: Texts) -> list[str]:
 
 
 class Embedding(BaseModel):
-    """An embedding: numbers, or in base64 their bytes, four each, the lowest first."""
+    """An embedding: numbers, or base64 of little-endian fp32."""
 
     object: Literal["embedding"]
     index: int
@@ -215,7 +215,7 @@ class EmbeddingUsage(BaseModel):
 
 
 class EmbeddingsReply(BaseModel):
-    """An embedding of each prompt, in their order."""
+    """The embeddings, in the order of the prompts."""
 
     object: Literal["list"]
     data: list[Embedding]
@@ -224,7 +224,7 @@ class EmbeddingsReply(BaseModel):
 
 
 class ScoreUsage(EmbeddingUsage):
-    """The tokens of all texts, each once."""
+    """The tokens of all distinct texts."""
 
 
 class Score(BaseModel):
@@ -236,7 +236,7 @@ class Score(BaseModel):
 
 
 class ScoreReply(BaseModel):
-    """A score of each pair, in their order."""
+    """The scores, in the order of the pairs."""
 
     id: str
     object: Literal["list"]
@@ -253,7 +253,7 @@ class RankedDocument(BaseModel):
 
 
 class Ranked(BaseModel):
-    """A document with its place in the request, and its score."""
+    """A document with its index in the request, and its score."""
 
     index: int
     document: RankedDocument
@@ -261,7 +261,7 @@ class Ranked(BaseModel):
 
 
 class RerankReply(BaseModel):
-    """The documents, the most similar ones first."""
+    """The documents, the most similar first."""
 
     id: str
     model: str
@@ -271,7 +271,7 @@ class RerankReply(BaseModel):
 
 @router.post("/v1/embeddings", response_model=EmbeddingsReply, tags=["embeddings"])
 async def create_embeddings(body: EmbeddingsBody, call: CallDependency) -> Response:
-    """Embed prompts, given as texts or as token ids."""
+    """Embed prompts, which are texts or token ids."""
     call = await call.of(body)
     body.check_dimensions(call.service.client.facts)
     fields = body.fields(body.normalize is not False)
@@ -330,7 +330,7 @@ async def _compared(
     """Return a reply with the cosines of pairs of texts.
 
     Args:
-        content: makes the reply of the model's name, the scores and the usage.
+        content: builds the reply from the model's name, the scores and the usage.
     """
     call = await call.of(body)
     texts = list(dict.fromkeys(text for pair in pairs for text in pair))
@@ -341,7 +341,7 @@ async def _compared(
         vectors: dict[str, Any] = {
             text: completion.embedding for text, completion in zip(texts, completions, strict=True)
         }
-        scores = [float(vectors[left] @ vectors[right]) for left, right in pairs]  # of norm 1
+        scores = [float(vectors[left] @ vectors[right]) for left, right in pairs]  # unit vectors
         return json_bytes(content(call.model.name, scores, _usage(completions)))
 
     return await call.whole(write)

@@ -1,7 +1,7 @@
-r"""Log-probabilities in replies: OpenAI's of completions and chats, and vLLM's of prompts.
+r"""Log-probabilities in replies: OpenAI's for completions and chats, and vLLM's for prompts.
 
-A token's text is what it adds behind another token, so that a word keeps its space. The bytes of a
-token that is a part of a character are written out, as OpenAI does: `bytes:\xe2\x80`.
+A token's text is the text that it adds after another token, so a word keeps its space. A token that
+is a part of a character is written as its bytes, as in OpenAI's API: `bytes:\xe2\x80`.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from pcg.runtime.text.tokenizer import Tokenizer
 _REPLACEMENT = "\ufffd"
 _FALLBACK = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 _LEAST = -9999.0
-"""JSON has no infinity; vLLM's number for it."""
+"""vLLM's number for minus infinity, which JSON does not have."""
 
 
 class TokenTexts:
     """Texts and bytes of a tokenizer's tokens, each computed once.
 
     Args:
-        tokenizer: None for a model without one; its tokens have no text.
+        tokenizer: None for a model without a tokenizer; tokens then have no text.
     """
 
     def __init__(self, tokenizer: Tokenizer | None) -> None:
@@ -73,7 +73,7 @@ class TokenTexts:
 
 
 def _letters() -> dict[str, int]:
-    """Return the bytes that letters stand for in byte-level tokenizers, as GPT-2 has them."""
+    """Return the bytes of the letters of byte-level tokenizers, such as GPT-2's."""
     shown = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in shown]
     letters = {chr(byte): byte for byte in shown}
@@ -86,7 +86,7 @@ _LETTERS = _letters()
 
 
 class CompletionLogprobs(BaseModel):
-    """Logprobs of a completion's tokens; of a prompt's first token they are null."""
+    """Logprobs of a completion's tokens; null for a prompt's first token."""
 
     tokens: list[str]
     token_logprobs: list[float | None]
@@ -95,7 +95,7 @@ class CompletionLogprobs(BaseModel):
 
 
 class TopLogprob(BaseModel):
-    """One of the likeliest tokens."""
+    """A top token."""
 
     token: str
     logprob: float
@@ -119,7 +119,7 @@ class LogprobWriter:
     """Writes logprobs as JSON.
 
     Args:
-        as_ids: True to name tokens `token_id:7` in place of their texts.
+        as_ids: True to write `token_id:7` in place of a token's text.
     """
 
     def __init__(self, texts: TokenTexts, as_ids: bool) -> None:
@@ -132,8 +132,8 @@ class LogprobWriter:
         """Return the logprobs of a completion's tokens.
 
         Args:
-            tokens: ids with their logprobs; None for a prompt's first.
-            offsets: the place of each in the text.
+            tokens: ids with their logprobs; None for a prompt's first token.
+            offsets: position of each token in the text.
         """
         names: list[str] = []
         chosen: list[float | None] = []
@@ -168,7 +168,7 @@ class LogprobWriter:
     def prompt(
         self, values: Iterable[TokenLogprobs | None]
     ) -> list[dict[str, dict[str, Any]] | None]:
-        """Return the logprobs of a prompt's tokens as vLLM writes them: by token id."""
+        """Return the logprobs of a prompt's tokens by token id, as in vLLM."""
         return [None if value is None else self._by_id(value) for value in values]
 
     def _name(self, token: int) -> str:

@@ -1,7 +1,7 @@
-"""Messages of a chat: on the wire, as a chat template reads them, and as tokens of a prompt.
+"""Messages of a chat: on the wire, for a chat template, and as tokens of a prompt.
 
-A template that a client sends is a stranger's program, which jinja2's sandbox keeps from everything
-but time and memory; only an operator may allow it.
+A client's template is untrusted code. jinja2's sandbox limits everything except its time and
+memory, so only an operator may allow such templates.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from pcg.serve.http.wire import WireModel
 
 MOST_MESSAGES = 4096
 MOST_PARTS = 8_192
-"""The most parts and tool calls of all messages: to check so many takes a tenth of a second."""
+"""The most parts and tool calls of all messages; checking them takes a tenth of a second."""
 _RESERVED = {
     "add_generation_prompt",
     "chat_template",
@@ -33,9 +33,9 @@ _RESERVED = {
     "tokenize",
     "tools",
 }
-"""Variables of a template that have fields of their own, or none."""
+"""Template variables that clients may not set, or set by other fields."""
 _END = "\U000f0103 "
-"""A private-use character and a space, behind the content of a message that is continued."""
+"""A private-use character and a space, appended to the content of a message to continue."""
 
 
 class ContentPart(WireModel):
@@ -57,7 +57,7 @@ class ContentPart(WireModel):
     def unsupported(self, place: str, param: str) -> ApiError:
         return ApiError(
             400,
-            f"{place} is of type {self.type[:64]!r}; this model reads text parts alone, each with "
+            f"{place} is of type {self.type[:64]!r}; this model reads only text parts, each with "
             "its 'text'",
             param=param,
             code="unsupported_content",
@@ -65,9 +65,9 @@ class ContentPart(WireModel):
 
 
 def text_or_list(value: Any) -> str:
-    """Return the branch of a union of a text and a list, for `Discriminator`.
+    """Return the tag of a text or a list, for `Discriminator`.
 
-    Errors omit the names of branches, which have a hyphen.
+    The hyphen marks tags, which errors omit.
     """
     return "a-list" if isinstance(value, list) else "a-text"
 
@@ -79,7 +79,7 @@ Content = Annotated[
 
 
 class CalledFunction(WireModel):
-    """The function of a tool call; OpenAI's client sends its parsed form back, without effect."""
+    """The function of a tool call; `parsed_arguments` of OpenAI's client has no effect."""
 
     name: str
     arguments: str | dict[str, Any]
@@ -87,7 +87,7 @@ class CalledFunction(WireModel):
 
 
 class ToolCall(WireModel):
-    """A tool call of an assistant's message."""
+    """A tool call in an assistant's message."""
 
     model_config = ConfigDict(extra="allow")
 
@@ -99,8 +99,8 @@ class ToolCall(WireModel):
 class Message(WireModel):
     """A message of any role.
 
-    Clients send fields of an assistant's reply back: a refusal is its text, `parsed` has no effect,
-    and annotations, audio and function_call have to be empty.
+    Clients send an assistant's reply back: a refusal counts as text, `parsed` has no effect, and
+    annotations, audio and function_call must be empty.
     """
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
@@ -118,7 +118,7 @@ class Message(WireModel):
 
 
 def check_parts(messages: Any) -> Any:
-    """Return messages or items unchanged, before they are validated.
+    """Return messages or items unchanged, before their validation.
 
     ValueError: they have too many parts together.
     """
@@ -139,14 +139,14 @@ Messages = Annotated[
 def template_messages(
     messages: Sequence[Message], *, knows_developer: bool, reads_parts: bool
 ) -> list[dict[str, Any]]:
-    """Return messages as a chat template reads them.
+    """Convert messages for a chat template.
 
     Args:
-        knows_developer: False for a template without the role; a developer's messages then become
-            a system's.
-        reads_parts: False for a template that writes only texts; parts are joined by line breaks.
+        knows_developer: False for a template without the role; developer messages become system
+            messages.
+        reads_parts: False for a template that accepts only texts; parts are joined by line breaks.
     Raises:
-        ApiError: a message has no text, or has parts that are no text.
+        ApiError: a message has no text, or has parts other than text.
     """
     plain = [_plain(message, index) for index, message in enumerate(messages)]
     try:
@@ -169,8 +169,8 @@ def _plain(message: Message, index: int) -> dict[str, Any]:
     if message.tool_calls and message.role != "assistant":
         raise ApiError(
             400,
-            f"messages[{index}] has tool_calls, and the role {message.role!r}; only an assistant's "
-            "may",
+            f"messages[{index}] has tool_calls and the role {message.role!r}; only the role "
+            "'assistant' may have them",
             param=f"messages.{index}.tool_calls",
         )
     content: str | list[dict[str, Any]] | None = None
@@ -203,7 +203,7 @@ class Template:
 
     Attributes:
         variables: further variables of the template.
-        chat_template: a template in place of the model's.
+        chat_template: a template that replaces the model's.
     """
 
     add_generation_prompt: bool = True
@@ -215,7 +215,7 @@ class Template:
 
 
 def check_continued(continues: bool | None, add_generation_prompt: bool | None) -> None:
-    """Raise an ApiError where a message is to be continued and another one begun."""
+    """Raise an ApiError if a message is to be continued and a new message started."""
     if continues and add_generation_prompt:
         raise ApiError(
             400,
@@ -235,12 +235,12 @@ def prompt_of(
     """Return the tokens of a chat.
 
     Args:
-        messages: as `template_messages` returns them.
-        tools: JSON schemas of functions; None for none.
-        max_model_len: the most tokens of a prompt and its output; None if there is no bound.
+        messages: the result of `template_messages`.
+        tools: JSON schemas of functions, or None.
+        max_model_len: the most tokens of a prompt and its output; None without a limit.
     Raises:
-        ApiError: the model has no template, or it refuses the messages.
-        GenerationError: the template refuses the messages, or fails on them.
+        ApiError: the model has no template, or an option is invalid.
+        GenerationError: the template refuses the messages, or fails.
     """
     for name in template.variables:
         if name in _RESERVED:
@@ -257,7 +257,7 @@ def prompt_of(
         begins = template.add_generation_prompt
         text = tokenizer.render_chat(messages, add_generation_prompt=begins, **variables)
     if not text:
-        raise ApiError(400, "The chat template makes an empty prompt of the messages.")
+        raise ApiError(400, "The chat template renders the messages to an empty prompt.")
     check_length(text, max_model_len)
     return tokenizer.encode(text, add_special_tokens=template.add_special_tokens)
 
@@ -266,8 +266,8 @@ def _with_template(tokenizer: Tokenizer | None, chat_template: str | None) -> To
     if tokenizer is None:
         raise ApiError(
             400,
-            "The model came without a tokenizer, so messages cannot become tokens; use "
-            "/v1/completions with token ids.",
+            "The model has no tokenizer, so messages cannot become tokens; use /v1/completions "
+            "with token ids.",
             code="no_tokenizer",
         )
     if chat_template is not None:
@@ -288,10 +288,10 @@ def _with_template(tokenizer: Tokenizer | None, chat_template: str | None) -> To
 def _open_ended(
     tokenizer: Tokenizer, messages: Sequence[Mapping[str, Any]], variables: Mapping[str, Any]
 ) -> str:
-    """Render messages up to the end of the last one's content.
+    """Render messages up to the end of the last message's content.
 
-    Where the template trims contents, the text ends without white space, as in transformers: the
-    space behind the mark remains only if the template keeps it.
+    If the template trims contents, the text is trimmed, too, as in transformers: the space after
+    the mark shows whether the template trims.
     """
     *before, last = messages
     content = last.get("content") or ""

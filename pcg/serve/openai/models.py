@@ -1,7 +1,7 @@
-"""/v1/models: the base, and the adapters that a caller may use; and the base's tokenizer.
+"""/v1/models: the base and the adapters that a caller may use; and the base's tokenizer.
 
-/tokenize, /detokenize and /tokenizer_info are vLLM's; lm-eval counts the tokens of its contexts
-with them (`tokenizer_backend=remote`).
+/tokenize, /detokenize and /tokenizer_info are vLLM's; lm-eval uses them to count context tokens
+(`tokenizer_backend=remote`).
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _TEXT, _CHAT = "of-text", "of-chat"
 
 
 class Permission(BaseModel):
-    """The permissions of a model, as vLLM lists them."""
+    """The permissions of a model, in vLLM's form."""
 
     id: str
     object: Literal["model_permission"] = "model_permission"
@@ -58,8 +58,8 @@ class Permission(BaseModel):
 class Model(BaseModel):
     """A model.
 
-    `parent` is the base of an adapter, `version` counts the times that its name was loaded or
-    published, and `digest` is of its weights and configuration.
+    `parent` is the base of an adapter, `version` counts the loads and publications of its name, and
+    `digest` covers its weights and configuration.
     """
 
     id: str
@@ -82,7 +82,7 @@ class ModelList(BaseModel):
 
 
 class DeletedModel(BaseModel):
-    """A model that is not served any more."""
+    """A model that is no longer served."""
 
     id: str
     object: Literal["model"] = "model"
@@ -90,7 +90,7 @@ class DeletedModel(BaseModel):
 
 
 class TokenizeText(WireModel):
-    """A text to tokenize, as a prompt of /v1/completions."""
+    """A text to tokenize like a prompt of /v1/completions."""
 
     prompt: str
     model: str | None = None
@@ -103,7 +103,7 @@ class TokenizeText(WireModel):
 
 
 class TokenizeChat(WireModel):
-    """Messages to tokenize, as those of /v1/chat/completions."""
+    """Messages to tokenize like those of /v1/chat/completions."""
 
     messages: Messages
     model: str | None = None
@@ -149,7 +149,7 @@ class TokenizeReply(BaseModel):
 
 
 class DetokenizeBody(WireModel):
-    """Token ids to decode, special ones included."""
+    """Token ids to decode, including special tokens."""
 
     tokens: list[Annotated[int, Field(ge=0)]]
     model: str | None = None
@@ -196,7 +196,7 @@ async def delete_model(
     catalog: CatalogPart,
     caller: Trainer,
 ) -> DeletedModel:
-    """Unload an adapter of the key's tenant; requests that it answers end on it."""
+    """Unload an adapter of the key's tenant; running requests keep it."""
     await catalog.delete(caller, model)
     return DeletedModel(id=model)
 
@@ -277,14 +277,12 @@ async def tokenizer_info(
 async def _tokenizer(
     service: Service, catalog: Catalog, caller: Caller, model: str | None
 ) -> Tokenizer:
-    """Return the tokenizer of a model that the caller may use; adapters have the base's."""
+    """Return the tokenizer of a model that the caller may use; adapters use the base's."""
     if model is not None:
         await catalog.find(caller, model)
     tokenizer = service.client.tokenizer
     if tokenizer is None:
-        raise GenerationError(
-            "the model came without a tokenizer.json; give prompts as lists of token ids"
-        )
+        raise GenerationError("the model has no tokenizer.json; give prompts as lists of token ids")
     return tokenizer
 
 

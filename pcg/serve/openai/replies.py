@@ -1,12 +1,12 @@
-"""Replies to requests for the output of a model: one call, and its reply whole or as a stream.
+"""Replies to requests for the output of a model, whole or as a stream.
 
 A stream consists of server-sent events and ends in `data: [DONE]`. An error after the first event
-is an event {"error": …}, as OpenAI's clients expect. A client that leaves, or does not read for
-`timeout_s`, cancels its requests, so that their pages are free after the engine's next step.
+is an event {"error": …}, as OpenAI's clients expect. If a client disconnects, or does not read for
+`timeout_s`, its requests are cancelled, and their pages are free after the engine's next step.
 
-The work for each token runs between two steps of the engine and holds the interpreter's lock, so it
-is little: one task, one part of the reply for all events of a step, and middleware only for the
-first and the last part.
+The work for a token runs between two steps of the engine and holds the interpreter lock, so it is
+small: a single task per stream, a single part for all events of a step, and middleware only for the
+first and last part.
 """
 
 from __future__ import annotations
@@ -45,9 +45,9 @@ STREAMED = {
     "description": "With `stream`: server-sent events, each a part of a reply.",
     "content": {"text/event-stream": {"schema": {"type": "string"}}},
 }
-"""The stream of a route, for /openapi.json."""
+"""Description of a route's stream in /openapi.json."""
 _EARLY_S = 0.005
-"""The most that an event loop's clock may be behind when it calls."""
+"""Tolerance for event loops that run a timer early, seconds."""
 
 
 def event(content: object) -> bytes:
@@ -56,12 +56,12 @@ def event(content: object) -> bytes:
 
 
 def named_event(content: Mapping[str, Any]) -> bytes:
-    """Return an event that has its type as its name."""
+    """Return an event with its type as its name."""
     return b"event: %s\ndata: %s\n\n" % (content["type"].encode(), json_bytes(content))
 
 
 class PromptTokensDetails(BaseModel):
-    """Tokens of prompts that the KV cache had."""
+    """Prompt tokens from the KV cache."""
 
     cached_tokens: int
 
@@ -76,19 +76,19 @@ class Usage(BaseModel):
 
 
 def check_ended(completion: Completion) -> None:
-    """Raise an ApiError for a completion that the engine gave up."""
+    """Raise an ApiError for a completion that the engine cancelled."""
     if completion.finish_reason not in ("stop", "length"):
-        raise ApiError(503, "The server gave the request up.", code=completion.finish_reason)
+        raise ApiError(503, "The server cancelled the request.", code=completion.finish_reason)
 
 
 class Reply(ABC):
-    """Writes the reply to requests in one API's shape, whole or as events of chunks.
+    """Writes the reply to requests in an API's format, whole or as events of chunks.
 
     Attributes:
         submitted: the requests, one for each prompt.
-        repeats_output: True if the last events repeat all of the output.
-        output_tokens: the number of tokens of all chunks.
-        cached_tokens: the tokens of prompts that the KV cache had, by the prompt's index.
+        repeats_output: True if the last events repeat the whole output.
+        output_tokens: number of tokens in the chunks so far.
+        cached_tokens: prompt tokens from the KV cache, by the prompt's index.
     """
 
     repeats_output = False
@@ -101,14 +101,14 @@ class Reply(ABC):
 
     @abstractmethod
     def whole(self, groups: Sequence[Sequence[Completion]]) -> dict[str, Any]:
-        """Return the whole reply with the continuations of each prompt."""
+        """Return the whole reply from the continuations of each prompt."""
 
     def begin(self) -> bytes:
-        """Return the events before those of chunks."""
+        """Return the events before the first chunk's."""
         return b""
 
     def step(self, index: int, chunks: Sequence[Chunk]) -> bytes:
-        """Return the events of one step's chunks of the request of this index."""
+        """Return the events of a step's chunks of the request with this index."""
         events = []
         for chunk in chunks:
             if chunk.token_id is not None:
@@ -121,14 +121,14 @@ class Reply(ABC):
 
     @abstractmethod
     def events(self, index: int, chunk: Chunk) -> bytes:
-        """Return the events of a chunk, which is counted already."""
+        """Return the events of a chunk, which has been counted."""
 
     def end(self) -> bytes:
-        """Return the events after those of the last chunks."""
+        """Return the events after the last chunk's."""
         return DONE
 
     def failed(self, error: Exception) -> bytes:
-        """Return the events of an error, which are the last ones."""
+        """Return the final events of a failed stream."""
         return event(as_api_error(error).content) + DONE
 
     def usage(self, groups: Sequence[Sequence[Completion]] | None = None) -> dict[str, Any]:
@@ -151,10 +151,10 @@ class Reply(ABC):
 
 
 class ItemReply(Reply):
-    """Writes an output as items of text and of calls; each begins, grows and ends by events.
+    """Writes an output as items of text and of calls; each starts, grows and ends by events.
 
     Attributes:
-        items: the items that have begun; the last one may grow.
+        items: the started items; the last may grow.
     """
 
     def __init__(self, submitted: Sequence[Submitted], use: ToolUse) -> None:
@@ -169,7 +169,7 @@ class ItemReply(Reply):
         """Add text; return its events.
 
         Args:
-            status: the status of the last item, with the last text; None before.
+            status: status of the last item, with the last text; None before.
         """
         self._events = []
         for piece in self.reader.push(text, is_last=status is not None):
@@ -224,7 +224,7 @@ class ItemReply(Reply):
 
 
 class Chunks:
-    """The chunks of requests as they come, those of a step together."""
+    """The chunks of requests as they arrive, those of a step together."""
 
     def __init__(self, submitted: Sequence[Submitted]) -> None:
         self._submitted = submitted
@@ -232,7 +232,7 @@ class Chunks:
         self._first: tuple[int, list[Chunk]] | None = None
 
     def cancel(self) -> None:
-        """End the requests, from the engine's next step on."""
+        """Cancel the requests; they end at the engine's next step."""
         for asked in self._submitted:
             asked.stream.cancel()
 
@@ -240,7 +240,7 @@ class Chunks:
         self._first = await self.next()
 
     async def next(self) -> tuple[int, list[Chunk]] | None:
-        """Return the next chunks of a request, with its index; None after the last ones."""
+        """Return the next chunks of a request, with its index; None after the last chunks."""
         if self._first is not None:
             first, self._first = self._first, None
             return first
@@ -267,12 +267,12 @@ class Chunks:
 
 @dataclass(frozen=True)
 class Sending:
-    """The ways of a stream.
+    """Functions and limits for sending a stream.
 
     Attributes:
         on_thread: runs a function on a thread, for parts as long as a prompt or a whole output.
-        named: returns an error in the client's words.
-        timeout_s: the most time that a part may take to send, seconds.
+        named: rewrites an error with the client's field names.
+        timeout_s: the most time to send a part, seconds.
     """
 
     on_thread: Callable[[Callable[[], bytes]], Awaitable[bytes]]
@@ -284,7 +284,7 @@ class EventStream(Response):
     """A reply that is sent event by event, those of a step together.
 
     Args:
-        chunks: the chunks, which are cancelled when the client leaves.
+        chunks: the chunks, which are cancelled when the client disconnects.
         reply: writes the events.
         headers: further headers.
     """
@@ -310,7 +310,7 @@ class EventStream(Response):
         except asyncio.CancelledError:
             if not unread.has_ended:
                 raise
-            # Without its end the server closes the connection.
+            # The server closes a connection with an incomplete reply.
             unread.task.uncancel()
             LOG.warning("a client did not read its stream for %s s", self._sending.timeout_s)
         finally:
@@ -344,10 +344,10 @@ class EventStream(Response):
 
 
 class _Unread:
-    """Cancels its task when a part of the reply takes too long to send, with one timer for all.
+    """Cancels its task when a part of the reply takes too long to send, with a single timer.
 
     Attributes:
-        since_s: when sending the current part began, on the loop's clock; None between parts.
+        since_s: start of sending the present part, on the loop's clock; None between parts.
         has_ended: True once the task was cancelled.
     """
 
@@ -390,11 +390,11 @@ class CallBody(Protocol):
 
 @dataclass(frozen=True)
 class Call:
-    """A request over HTTP for the output of a model.
+    """An HTTP request for the output of a model.
 
     Attributes:
         model: the model that the body names.
-        names: the client's names of its fields, which errors have.
+        names: the client's names of fields, for errors.
     """
 
     service: Service
@@ -404,9 +404,9 @@ class Call:
     names: FieldNames
 
     async def of(self, body: CallBody) -> Call:
-        """Return the call of a body, which names a model; by default the base.
+        """Return the call of a body with its model, by default the base.
 
-        ApiError: the caller has no model of that name.
+        ApiError: the caller has no model with the name.
         """
         model = self.model
         if body.model is not None:
@@ -418,7 +418,7 @@ class Call:
         return self.service.part(GenerationConfig).defaults
 
     def logprobs(self, as_ids: bool | None) -> LogprobWriter:
-        """Return a writer of logprobs, with ids of tokens in place of their texts if asked to."""
+        """Return a writer of logprobs, with token ids in place of texts if `as_ids`."""
         return LogprobWriter(self.service.part(TokenTexts), bool(as_ids))
 
     async def submit(
@@ -437,10 +437,10 @@ class Call:
     async def answer(
         self, submitted: Sequence[Submitted], reply: Reply, *, streams: bool | None
     ) -> Response:
-        """Return the reply to requests: a stream once its first chunks came, or the whole reply.
+        """Return the reply to requests: a stream after its first chunks, or the whole reply.
 
         Raises:
-            ApiError: 503, the engine gave a request up.
+            ApiError: 503, the engine cancelled a request.
             PcgError: the engine refuses a request.
         """
         if not streams:
@@ -461,10 +461,10 @@ class Call:
         return EventStream(chunks, reply, sending, await self._headers())
 
     async def completions(self, submitted: Sequence[Submitted]) -> list[list[Completion]]:
-        """Wait for the continuations of all prompts; a client that leaves ends them.
+        """Wait for the continuations of all prompts; cancel them if the client disconnects.
 
         Raises:
-            ApiError: 503, the engine gave a request up.
+            ApiError: 503, the engine cancelled a request.
             PcgError: the engine refuses a request.
         """
         chunks = Chunks(submitted)
@@ -489,7 +489,7 @@ class Call:
         return await self.service.beside(self.caller, write)
 
     async def _headers(self) -> dict[str, str]:
-        """Return the headers with the version that answers, and the load on request."""
+        """Return headers with the adapter's version, and the load on request."""
         format = self.request.headers.get(ASKED)
         if format is None or not self.service.shows_engine(self.caller):
             return self.model.headers
@@ -507,20 +507,20 @@ async def _call(
 
 
 CallDependency = Annotated[Call, Depends(_call)]
-"""A call of the base, as a parameter of a route; see `Call.of`."""
+"""Parameter type of routes: a call of the base; see `Call.of`."""
 
 
 class ChoiceReply(Reply):
-    """Writes a reply of choices, as OpenAI's completions and chats have them.
+    """Writes a reply of choices, as in OpenAI's completions and chats.
 
     Args:
-        kind: the type of object that the reply is.
-        reply_id: its id, which begins with a prefix; the request may name the rest.
+        kind: object type of the reply.
+        reply_id: id of the reply; the request may replace the part after the prefix.
     Attributes:
-        head: the fields that a reply and all its events begin with.
+        head: the fields at the start of a reply and of all its events.
         logprobs: writes the logprobs.
-        has_token_ids: True if the request asks for ids of tokens.
-        has_prompt_logprobs: True if it asks for logprobs of the prompt's tokens, as vLLM's.
+        has_token_ids: True if the request asks for token ids.
+        has_prompt_logprobs: True if the request asks for vLLM's logprobs of prompt tokens.
         has_usage: True for the usage in a stream's last event.
         has_running_usage: True for the usage in every event.
     """

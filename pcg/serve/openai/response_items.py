@@ -1,8 +1,8 @@
-"""Items of responses: an input's items, the messages of them, and the responses that are kept.
+"""Items of responses: input items, their conversion to messages, and the stored responses.
 
-Responses are kept in memory, for `previous_response_id` and to be read again. Each tenant has a
-bound of its own, so that nobody's flood drops another's responses; the response that was read least
-recently goes first. A restart forgets all of them.
+Responses are stored in memory, for `previous_response_id` and later reads. Each tenant has its own
+limits, so a tenant cannot evict others' responses; the least recently read response is evicted
+first. A restart loses all of them.
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ from pcg.serve.openai.messages import (
 MOST_ITEMS = 4096
 MOST_RESPONSES = 1_024
 MOST_BYTES = 32 * 2**20
-"""The most responses of a tenant that are kept, and their bytes with all that came before them."""
+"""The most stored responses of a tenant, and their bytes including their histories."""
 _OBJECT_BYTES, _VALUE_BYTES = 1024, 64
-"""The memory of an item or a part without its texts, and of any other value in it."""
+"""Memory of an item or a part without its texts, and of each other value, bytes."""
 _TYPES = ("message", "function_call", "function_call_output")
 _OF_REPLIES = {"annotations", "parsed_arguments"}
-"""Fields of replies' items that have no meaning for a model."""
+"""Fields of reply items that have no meaning for a model."""
 
 
 class InputItem(WireModel):
-    """A message, a function call or the output of one; other items are refused by name."""
+    """A message, a function call or its output; other items are refused by name."""
 
     model_config = ConfigDict(extra="allow")
 
@@ -64,7 +64,7 @@ Input = Annotated[
 
 
 def messages_of(items: Iterable[InputItem]) -> list[Message]:
-    """Return the messages of items; calls are in the message of the assistant before them.
+    """Convert items to messages; calls are added to the preceding assistant message.
 
     Raises:
         ApiError: an item is of another type, or lacks a field of its type.
@@ -129,12 +129,12 @@ def _text(content: str | list[ContentPart] | None, place: str) -> str | list[Con
 
 
 def as_json(item: InputItem) -> dict[str, Any]:
-    """Return an item as the client sent it."""
+    """Return an item in the client's form."""
     return item.model_dump(exclude_none=True)
 
 
 def memory_of(items: Sequence[InputItem]) -> int:
-    """Estimate the bytes that items take, which for empty parts is far more than their JSON."""
+    """Estimate the memory of items, bytes; for empty parts it is far more than their JSON."""
     values: list[Any] = [as_json(item) for item in items]
     size = len(json_bytes(values))
     while values:
@@ -155,7 +155,7 @@ class KeptResponse:
     Attributes:
         content: the response object, as JSON.
         input: the items of its request.
-        history: all items up to its output, which a next request continues.
+        history: all items including its output, which a next request continues.
         history_bytes: their memory (`memory_of`).
     """
 
@@ -166,7 +166,7 @@ class KeptResponse:
 
     @property
     def size_bytes(self) -> int:
-        """Its size; items that responses share count for each."""
+        """Memory of the response; items shared by several responses count for each."""
         return len(self.content) + self.history_bytes
 
 
@@ -200,7 +200,7 @@ class ResponseStore:
             return responses.get(response_id)
 
     def delete(self, tenant: str, response_id: str) -> bool:
-        """Forget a tenant's response; return False for an unknown id."""
+        """Delete a tenant's response; return False for an unknown id."""
         with self._lock:
             dropped = self._of_tenant.get(tenant, OrderedDict()).pop(response_id, None)
             if dropped is not None:

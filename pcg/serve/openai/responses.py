@@ -1,4 +1,4 @@
-"""/v1/responses: responses to items, whole or as a stream, and the responses that are kept.
+"""/v1/responses: responses to items, whole or as a stream, and stored responses.
 
     event: response.created             data: {"type", "sequence_number", "response"}
     event: response.in_progress
@@ -6,7 +6,7 @@
     event: response.output_item.done
     event: response.completed           or response.incomplete; response.failed after an error
 
-Every event has its name twice, as OpenAI's have, and the next sequence number. There is no [DONE].
+As in OpenAI's API, every event has its name twice and a sequence number, and there is no [DONE].
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ LOGPROBS = "message.output_text.logprobs"
 
 
 class SchemaFormat(JsonSchema):
-    """JSON of a schema."""
+    """JSON that follows a schema."""
 
     type: Literal["json_schema"]
 
@@ -99,11 +99,11 @@ class _Typed(WireModel):
 
 
 class FunctionTool(Function, _Typed):
-    """A function that the model may call; other tools are refused."""
+    """A function that the model may call; other types of tools are refused."""
 
 
 class FunctionChoice(WireModel):
-    """The choice of one function."""
+    """The choice of a function."""
 
     type: Literal["function"]
     name: FunctionName
@@ -113,7 +113,7 @@ class FunctionChoice(WireModel):
 
 
 class AllowedChoice(WireModel):
-    """The choice among some of the functions."""
+    """The choice among some functions."""
 
     type: Literal["allowed_tools"]
     mode: Literal["auto", "required"]
@@ -124,7 +124,7 @@ Choice: TypeAlias = Literal["none", "auto", "required"] | FunctionChoice | Allow
 
 
 class Reasoning(WireModel):
-    """Options of reasoning: `effort` is a variable of the chat template, others have no effect."""
+    """Reasoning options: `effort` is a variable of the chat template, the rest has no effect."""
 
     effort: str | None = None
     summary: str | None = None
@@ -140,8 +140,8 @@ class ResponseStreamOptions(WireModel):
 class ResponseBody(SamplingBody):
     """A request for a response.
 
-    Some fields of OpenAI's API have no effect here: there is one tier of service, no built-in tool,
-    and no reasoning to encrypt; `metadata` comes back.
+    Some fields of OpenAI's API have no effect: there is a single service tier, no built-in tool,
+    and no reasoning to encrypt; `metadata` is returned.
     """
 
     input: Input
@@ -202,7 +202,7 @@ class ResponseBody(SamplingBody):
         """Return the fields of the engine's request.
 
         Raises:
-            ApiError: a field is not supported here, or excludes another one.
+            ApiError: a field is not supported, or excludes another field.
         """
         for name in ("prompt_logprobs", "return_token_ids"):
             value = getattr(self, name)
@@ -237,7 +237,7 @@ class ResponseBody(SamplingBody):
 
 
 class ResponseReply(BaseModel):
-    """A response; items of its output are messages and function calls."""
+    """A response; its output items are messages and function calls."""
 
     id: str
     object: Literal["response"]
@@ -271,7 +271,7 @@ class ResponseReply(BaseModel):
 
 
 class DeletedResponse(BaseModel):
-    """A response that is no longer kept."""
+    """A deleted response."""
 
     id: str
     object: Literal["response"] = "response"
@@ -290,10 +290,10 @@ class ItemList(BaseModel):
 
 @dataclass(frozen=True)
 class _Turn:
-    """A request with the items before it, to be kept with its response.
+    """A request with the items before it, which may be stored with its response.
 
     Attributes:
-        history_bytes: the memory of the items before the output.
+        history_bytes: memory of the items before the output.
         messages: the messages for the model.
     """
 
@@ -305,7 +305,7 @@ class _Turn:
     messages: Sequence[Message]
 
     def keep(self, response: dict[str, Any]) -> dict[str, Any]:
-        """Keep a whole response if its request asks for it, and return it."""
+        """Store a whole response if its request asks for it, and return the response."""
         if not response["store"]:
             return response
         items = [InputItem.model_validate(item) for item in response["output"]]
@@ -340,9 +340,9 @@ async def create_response(body: ResponseBody, call: CallDependency) -> Response:
 
 
 def _turn(store: ResponseStore, tenant: str, body: ResponseBody) -> _Turn:
-    """Return a request with the items before it; there may be thousands, so it is for a thread.
+    """Return a request with the items before it, on a thread, as there may be thousands.
 
-    ApiError: the response before it is not kept, or is another tenant's; or an item is no message.
+    ApiError: the previous response is not stored or is another tenant's, or an item is invalid.
     """
     asked = body.input
     items = [InputItem(role="user", content=asked)] if isinstance(asked, str) else asked
@@ -368,16 +368,16 @@ async def get_response(
     caller: Infer,
     stream: Annotated[bool, Query()] = False,
 ) -> Response:
-    """Return a response that is kept."""
+    """Return a stored response."""
     if stream:
-        raise ApiError(400, "A response that is kept is not streamed again.", param="stream")
+        raise ApiError(400, "A stored response cannot be streamed.", param="stream")
     kept = _kept(store, caller.tenant, response_id, "response_id")
     return Response(kept.content, media_type="application/json")
 
 
 @router.delete("/responses/{response_id}")
 async def delete_response(response_id: str, store: Store, caller: Infer) -> DeletedResponse:
-    """Forget a response; later ones of the same conversation keep its items."""
+    """Delete a response; later responses of the conversation keep its items."""
     if not store.delete(caller.tenant, response_id):
         raise _not_kept(response_id, "response_id")
     return DeletedResponse(id=response_id)
@@ -392,14 +392,14 @@ async def list_input_items(
     order: Annotated[Literal["asc", "desc"], Query()] = "desc",
     after: Annotated[str | None, Query()] = None,
 ) -> Response:
-    """List the items of a response's request."""
+    """List the input items of a response."""
     kept = _kept(store, caller.tenant, response_id, "response_id")
     items = [as_json(item) for item in kept.input]
     items = items if order == "asc" else items[::-1]
     ids = [str(item["id"]) for item in items]
     if after is not None:
         if after not in ids:
-            raise ApiError(400, f"after={after[:64]!r} is no item of the response.", param="after")
+            raise ApiError(400, f"after={after[:64]!r} is not an input item.", param="after")
         items = items[ids.index(after) + 1 :]
     page = items[:limit]
     first, last = (page[0]["id"], page[-1]["id"]) if page else (None, None)
@@ -427,7 +427,7 @@ def _not_kept(response_id: str, param: str) -> ApiError:
 def begun_response(
     response_id: str, model: str, body: ResponseBody, defaults: SamplingDefaults
 ) -> dict[str, Any]:
-    """Return the response object of a request that has begun."""
+    """Return the response object at the start of a request."""
     temperature, top_p = (body.value_of(name, defaults) for name in ("temperature", "top_p"))
     text = body.text.model_dump(by_alias=True, exclude_none=True) if body.text else {}
     choice = body.tool_choice
@@ -469,11 +469,11 @@ def begun_response(
 
 
 class Responses(ItemReply):
-    """Writes a response: its items are messages and function calls.
+    """Writes a response of messages and function calls.
 
     Args:
-        response: the response object as it begins.
-        keep: keeps the whole response, and returns it.
+        response: the response object at the start.
+        keep: stores the whole response, and returns it.
         logprobs: None for an output without logprobs.
     """
 
@@ -542,7 +542,7 @@ class Responses(ItemReply):
 
     def failed(self, error: Exception) -> bytes:
         refusal = as_api_error(error)
-        # OpenAI's words, which are fewer than the statuses.
+        # OpenAI's codes, of which there are fewer than statuses.
         code = "invalid_prompt" if refusal.status_code < 500 else "server_error"
         response = {
             **self._response,

@@ -1,17 +1,17 @@
-"""Sampling and structured outputs on the wire, by the engine's names.
+"""Sampling and structured outputs on the wire, and their names in the engine.
 
-OpenAI's fields first, then vLLM's. A field that is null counts as left out. A request has one
+OpenAI's fields are first, then vLLM's. A null field counts as absent. A request has at most one
 constraint; llguidance takes the white space of JSON as options of the schema.
 `pcg.runtime.sampling.grammars` lists the supported keywords of schemas, regexes and grammars.
 
-A model's generation_config.json has defaults of sampling, as vLLM's servers read it:
+A model's generation_config.json has default sampling parameters, which vLLM's servers also read:
 
     --generation-config auto     the file in the model's directory
-                        vllm     none: temperature 1, and neither filters nor penalties
+                        vllm     none: temperature 1, no filters, no penalties
                         PATH     a folder with such a file, or the file
 
-As in vLLM, six fields count, and `do_sample` does not. A field of a request has precedence. In vLLM
-`max_new_tokens` of some configurations is a bound for everyone; here it is only a default.
+As in vLLM, six fields are used, and `do_sample` is ignored. A request's field has precedence. In
+vLLM, some configurations' `max_new_tokens` limits all requests; in pcg, it is only a default.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _NOTES = frozenset(
 
 
 def bare(schema: Any, param: str) -> Any:
-    """Return a schema without descriptions and the like, so that longer ones fit a guide.
+    """Return a schema without descriptions and other annotations, to fit longer schemas in a guide.
 
     ApiError: it is nested too deeply.
     """
@@ -76,9 +76,9 @@ class StructuredOutputs(WireModel):
     """The constraint of an output, and options of JSON.
 
     Attributes:
-        disable_any_whitespace: JSON without any, not even behind a comma or a colon.
-        disable_additional_properties: objects that name properties have no further ones.
-        whitespace_pattern: a regex of the white space that may occur, once in each place.
+        disable_any_whitespace: no white space, not even after a comma or a colon.
+        disable_additional_properties: objects with named properties have no other properties.
+        whitespace_pattern: a regex of the white space, which may occur once at each position.
     """
 
     json_schema: dict[str, Any] | str | None = Field(default=None, alias="json")
@@ -111,7 +111,7 @@ class GuidedFields(WireModel):
 
     @cached_property
     def guide(self) -> Guide | None:
-        """The guide of the output; None without.
+        """The constraint of the output, or None.
 
         ApiError: there are several, or `structured_outputs` has none.
         """
@@ -149,7 +149,7 @@ class GuidedFields(WireModel):
         if not names:
             return guide
         if guide is None or guide.field not in ("guided_json", "guided_json_object"):
-            said = f"{names[0]} is an option of JSON; give it beside a schema"
+            said = f"{names[0]} is an option of JSON; give it with a schema"
             raise ApiError(400, said, param=names[0])
         schema: Any = guide.value if guide.field == "guided_json" else {"type": "object"}
         if isinstance(schema, str) and len(schema) <= LONGEST_GUIDE:
@@ -177,13 +177,13 @@ def _together(names: list[str]) -> ApiError:
 
 
 _SLOS = {"ttft_slo_ms": "x-slo-ttft-ms", "tpot_slo_ms": "x-slo-tpot-ms"}
-"""Fields of SLOs, and the equivalent headers, as llm-d's router sends them."""
+"""Fields of SLOs, and the equivalent headers of llm-d's router."""
 
 _LEAST_MS, _MOST_MS = 1e-6, 1e12
 Milliseconds = Annotated[float, Field(ge=_LEAST_MS, lt=_MOST_MS)]
 Whole = Annotated[int, Field(ge=0)]
 Truncation = Literal[-1] | Annotated[int, Field(ge=1)]
-"""The number of a prompt's last tokens to keep; -1 keeps as many as the model has room for."""
+"""Number of a prompt's last tokens to keep; -1 keeps as many as fit."""
 Temperature = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Share = Annotated[float, Field(ge=0, le=1)]
 RepetitionPenalty = Annotated[float, Field(ge=0.01, le=100)]
@@ -191,7 +191,7 @@ TopK = Annotated[int, Field(ge=-1)]
 
 
 class SamplingDefaults(WireModel):
-    """Values of fields that a request leaves out."""
+    """Values of absent fields."""
 
     temperature: Temperature | None = None
     top_p: Share | None = None
@@ -203,10 +203,10 @@ class SamplingDefaults(WireModel):
 
 @dataclass(frozen=True)
 class GenerationConfig:
-    """The defaults of a server.
+    """The default sampling parameters of a server.
 
     Attributes:
-        source: the file; None without one, or if it has no field of sampling.
+        source: the file; None without a file, or if it has no sampling fields.
         defaults: the fields of the file.
     """
 
@@ -224,9 +224,9 @@ def read_generation_config(asked: str, model: Path | None) -> GenerationConfig:
     """Return the defaults of `--generation-config`.
 
     Args:
-        model: the directory of the model; None for a model without one.
+        model: directory of the model, or None.
     Raises:
-        ConfigError: there is no such file, or a value is invalid.
+        ConfigError: the file is missing, or a value is invalid.
     """
     if asked == NONE or (asked == AUTO and model is None):
         return GenerationConfig()
@@ -260,7 +260,7 @@ def _defaults(path: Path, content: Mapping[str, Any]) -> SamplingDefaults:
 
 
 class SamplingBody(GuidedFields, AbsentFields):
-    """Fields of a body that say how tokens are chosen, and when the output ends."""
+    """Sampling parameters and stop conditions of a body."""
 
     frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
     logit_bias: dict[str, float] | None = None
@@ -298,20 +298,20 @@ class SamplingBody(GuidedFields, AbsentFields):
         return getattr(defaults, name, None) if value is None else value
 
     def request_fields(self, request: Request, defaults: SamplingDefaults) -> dict[str, Any]:
-        """Return the fields of the engine's requests, except those that the endpoint adds.
+        """Return the fields of the engine's requests, without those that the endpoint adds.
 
         Args:
-            request: the HTTP request, which may have SLOs in its headers.
+            request: the HTTP request; its headers may have SLOs.
             defaults: the server's.
         Raises:
-            ApiError: fields that exclude each other, or a header that is no number.
+            ApiError: fields exclude each other, or a header is not a number.
         """
         fields: dict[str, Any] = {"temperature": 1.0}
         for name in _SHARED:
             value = self.value_of(name, defaults)
             if value is not None:
                 fields[name] = value
-        if fields.get("top_p") == 0:  # OpenAI's least: the likeliest token alone
+        if fields.get("top_p") == 0:  # OpenAI's minimum: only the most likely token
             del fields["top_p"]
             fields["temperature"] = 0.0
         if fields.get("top_k", 1) <= 0:
@@ -332,11 +332,11 @@ _SHARED = tuple(
     for name in SamplingBody.model_fields.keys() & RequestFields.__annotations__.keys()
     if not name.startswith("guided_") and name != "request_id"
 )
-"""Fields that the engine has under the same names."""
+"""Fields with the same name in the engine."""
 
 
 def of_engine(fields: Mapping[str, Any], names: Mapping[str, Any]) -> RequestFields:
-    """Return the engine's fields with further ones, without those that are None."""
+    """Return the engine's fields with `names`, except None values."""
     further = {name: value for name, value in names.items() if value is not None}
     return {**fields, **further}  # type: ignore[typeddict-item]
 
@@ -367,7 +367,7 @@ class JsonObjectFormat(WireModel):
 
 
 class JsonSchema(WireModel):
-    """A JSON schema. Outputs follow it whether or not it is `strict`."""
+    """A JSON schema. Outputs always follow it, whether or not it is `strict`."""
 
     name: str
     description: str | None = None
@@ -376,7 +376,7 @@ class JsonSchema(WireModel):
 
 
 class JsonSchemaFormat(WireModel):
-    """JSON of a schema."""
+    """JSON that follows a schema."""
 
     type: Literal["json_schema"]
     json_schema: JsonSchema
@@ -393,7 +393,7 @@ def content_schema(
     """Return the JSON schema of an output's content; None for any text.
 
     Args:
-        guide: the other constraint of the request, if it has one.
+        guide: the request's other constraint, or None.
         param: the field with the format.
     Raises:
         ApiError: both constrain the output, or the schema is nested too deeply.

@@ -7,11 +7,11 @@ llama3_json   {"name": "search", "parameters": {"query": "…"}}
 mistral       [TOOL_CALLS] [{"name": "search", "arguments": {"query": "…"}}]
               [TOOL_CALLS]search[ARGS]{"query": "…"}
 
-Llama 3 writes calls as the whole output, separated by semicolons, perhaps behind <|python_tag|>;
-JSON that calls no tool is content. Of Mistral's two forms, both are read.
+Llama 3 writes calls as the whole output, separated by semicolons, optionally after <|python_tag|>;
+JSON that calls no tool is content. Both forms of Mistral are parsed.
 
-Parsers take text in parts of any size. Arguments are passed on as the model writes them, once the
-name is known, without being parsed: an output that is cut off has the beginning of its arguments.
+Parsers accept text in parts of any size. Once the name is known, arguments are passed on as
+written, without being parsed, so a truncated output has the start of its arguments.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ from pcg.errors import GenerationError
 from pcg.runtime.text.tokenizer import Tokenizer
 
 MOST_SPACE = 1024
-"""The most characters of white space that are held back or precede a call: a model that writes
-nothing else would make reading each further token slower."""
+"""The most white space that is held back or precedes a call, characters. Without a limit, endless
+white space would make the parsing of each further token slower."""
 _LONGEST_NAME = 256
 _LONGEST_HEAD = 512
-"""The most characters of Mistral's name and id."""
+"""Maximum characters of a name and id in Mistral's format."""
 _SPACE = " \t\r\n"
 
 
@@ -46,14 +46,14 @@ class TextPiece:
 
 @dataclass(frozen=True, slots=True)
 class CallPiece:
-    """The beginning of a tool call."""
+    """The start of a tool call."""
 
     name: str
 
 
 @dataclass(frozen=True, slots=True)
 class ArgumentsPiece:
-    """Further text of the arguments of the last call."""
+    """Further text of the last call's arguments."""
 
     text: str
 
@@ -62,10 +62,10 @@ Piece: TypeAlias = TextPiece | CallPiece | ArgumentsPiece
 
 
 class ToolParser(Protocol):
-    """Finds the tool calls in one output."""
+    """Parses the tool calls of an output."""
 
     def push(self, text: str) -> list[Piece]:
-        """Add a part of the text; return the certain pieces."""
+        """Add text; return the pieces that later text cannot change."""
         ...
 
     def finish(self) -> list[Piece]:
@@ -74,10 +74,10 @@ class ToolParser(Protocol):
 
 
 class HeldText:
-    """Splits a stream of text at a marker, holding back a possible beginning of it.
+    """Splits a stream of text at a marker, holding back a possible start of the marker.
 
     Attributes:
-        space: the white space before the last marker, up to `MOST_SPACE` characters.
+        space: white space before the last marker, up to `MOST_SPACE` characters.
     """
 
     def __init__(self, marker: str) -> None:
@@ -86,7 +86,7 @@ class HeldText:
         self._held = ""
 
     def push(self, text: str) -> tuple[str, str | None]:
-        """Add text; return the text before a possible marker, and the text behind one or None."""
+        """Add text; return the text before a possible marker, and after a marker (else None)."""
         text = self._held + text
         before, marker, behind = text.partition(self._marker)
         if marker:
@@ -109,21 +109,21 @@ def _without_space(text: str) -> int:
 
 
 class JsonCall:
-    """Reads the JSON object of one call character by character.
+    """Parses the JSON object of a call character by character.
 
     Args:
         names: the names that a call may have; None for any.
     Attributes:
         begun: True once the call's name was passed on.
         is_done: True after the object's closing brace.
-        is_broken: True if the text is no call.
+        is_broken: True if the text is not a call.
     """
 
     def __init__(self, names: Collection[str] | None = None) -> None:
         self.begun = self.is_done = self.is_broken = False
         self._names = names
-        self._expected = "{"  # one of "{", "key", ":", "value" and ","
-        self._inside = False  # a key or a value
+        self._expected = "{"  # "{", "key", ":", "value" or ","
+        self._inside = False  # inside a key or a value
         self._depth = 0
         self._in_string = self._escaped = False
         self._text: list[str] = []
@@ -188,9 +188,9 @@ class JsonCall:
         self._read(character)
 
     def _read(self, character: str) -> None:
-        """Read a character of a key or a value; brackets and quotes tell the end."""
+        """Read a character of a key or a value; brackets and quotes determine its end."""
         if not self._in_string and self._depth == 0 and character in ",}" + _SPACE:
-            self._end()  # behind a number or a word
+            self._end()  # after a number or a word
             self._step(character)
             return
         if self._passes_on:
@@ -237,13 +237,13 @@ def _string(text: str) -> str | None:
 
 
 class _Unit(ABC):
-    """The calls behind one marker.
+    """The calls after a marker.
 
     Attributes:
-        raw: the text read before the first call began.
-        begun: True once a call began.
-        is_broken: True if the text is no call.
-        is_over: True behind the last call.
+        raw: the text read before the first call started.
+        begun: True once a call has started.
+        is_broken: True if the text is not a call.
+        is_over: True after the last call.
     """
 
     def __init__(self) -> None:
@@ -252,7 +252,7 @@ class _Unit(ABC):
 
     @abstractmethod
     def push(self, text: str, pieces: list[Piece]) -> str:
-        """Read text and add its pieces; return the text behind the unit."""
+        """Read text and add its pieces; return the text after the unit."""
 
     def _read(self, call: JsonCall, text: str, pieces: list[Piece]) -> str:
         count = call.push(text)
@@ -265,7 +265,7 @@ class _Unit(ABC):
 
 
 class _MarkedParser:
-    """Finds the calls behind markers."""
+    """Parses the calls after markers."""
 
     def __init__(self, marker: str, unit: type[_Unit]) -> None:
         self._marker = marker
@@ -288,7 +288,7 @@ class _MarkedParser:
             unit = self._unit
             behind = unit.push(rest, pieces)
             self._has_called |= unit.begun
-            if unit.is_broken and not unit.begun:  # no call: the text is content
+            if unit.is_broken and not unit.begun:  # not a call: the text is content
                 pieces.append(TextPiece(self._written(unit)))
                 self._unit = None
             elif unit.is_over:
@@ -310,11 +310,11 @@ class _MarkedParser:
 
 @dataclass(frozen=True)
 class Notation:
-    """Writes texts and markers as parts of rules for one tokenizer.
+    """Writes texts and markers as parts of rules for a tokenizer.
 
     Attributes:
-        tokens: ids of the tokens added to the vocabulary, which no rule can spell.
-        special: those of them that texts omit, as the end of a turn.
+        tokens: ids of added tokens, which rules for text do not match.
+        special: the added tokens that decoded texts omit, such as the end of a turn.
     """
 
     tokens: dict[str, int]
@@ -327,7 +327,7 @@ class Notation:
         return cls({token.content: index for index, token in added.items()}, special)
 
     def free_tokens(self, markers: Collection[str]) -> list[int]:
-        """Return the tokens that may stand in a text: neither special nor markers."""
+        """Return the added tokens that a text may contain: neither special nor markers."""
         excluded = {*self.special, *markers}
         return sorted(index for text, index in self.tokens.items() if text not in excluded)
 
@@ -339,8 +339,8 @@ class ToolFormat(ABC):
     """The format of a family of models. An output with calls is text, then units.
 
     Attributes:
-        name: its name on the command line, as vLLM's.
-        opening: the marker before calls; "" where an output begins with them.
+        name: vLLM's name of the format, for the command line.
+        opening: the marker before calls; "" if an output starts with a call.
         markers: all markers, which may be special tokens.
         key: the key of the arguments.
     """
@@ -352,30 +352,30 @@ class ToolFormat(ABC):
 
     @property
     def between_units(self) -> str | None:
-        """The text between two units; None where an output has one unit."""
+        """The text between two units; None if an output has a single unit."""
         return None
 
     def new_call_id(self) -> str:
-        """Return an id that the model's template accepts; by default as OpenAI's."""
+        """Return an id that the model's template accepts; by default in OpenAI's form."""
         return f"call_{secrets.token_hex(12)}"
 
     @abstractmethod
     def parser(self, names: Collection[str]) -> ToolParser:
-        """Return a parser of one output with tools of these names."""
+        """Return a parser of an output with tools of these names."""
 
     def written(self, name: str, arguments: str) -> str:
-        """Return the text of one call with its opening; the arguments are JSON."""
+        """Return the text of a call with its opening; the arguments are JSON."""
         quoted = json.dumps(name, ensure_ascii=False)
         return f'{{"name": {quoted}, "{self.key}": {arguments}}}'
 
     def call(self, name: str, arguments: str, notation: Notation) -> str:
-        """Return the rule of one call behind the opening, around the rule of its arguments."""
+        """Return the rule of a call without the opening, around the rule of its arguments."""
         quoted = json.dumps(name, ensure_ascii=False)
         head = json.dumps(f'{{"name": {quoted}, "{self.key}": ')
         return f"{head} {arguments} {json.dumps('}')}"
 
     def group(self, call: str, several: bool) -> str:
-        """Return the rule of a group of calls, of one if not `several`."""
+        """Return the rule of a group of calls, or of a single call if not `several`."""
         return call
 
 
@@ -384,7 +384,7 @@ _BEGIN, _CLOSE = "<tool_call>", "</tool_call>"
 
 @dataclass(frozen=True)
 class Hermes(ToolFormat):
-    """The format of Hermes and Qwen; the text between the tags may call any name."""
+    """The format of Hermes and Qwen; the name in a call is not checked."""
 
     name: ClassVar[str] = "hermes"
     opening: ClassVar[str] = _BEGIN
@@ -441,7 +441,7 @@ class Llama3(ToolFormat):
 
 
 class _Llama3Parser:
-    """Finds calls at the beginning of an output."""
+    """Parses calls at the start of an output."""
 
     def __init__(self, names: Collection[str]) -> None:
         self._names = names
@@ -466,7 +466,7 @@ class _Llama3Parser:
         return [TextPiece(raw)]
 
     def _find(self, text: str) -> str:
-        """Look for the beginning of a call; return the text that is left to read."""
+        """Look for the start of a call; return the remaining text."""
         self._raw += text
         stripped = self._raw.lstrip()
         if len(self._raw) - len(stripped) > MOST_SPACE:
@@ -474,7 +474,7 @@ class _Llama3Parser:
         if self._has_called:
             stripped = stripped.removeprefix(";").lstrip()
         elif _TAG.startswith(stripped):
-            return ""  # a tag, or the beginning of one
+            return ""  # a tag, or the start of a tag
         else:
             stripped = stripped.removeprefix(_TAG).lstrip()
         if len(self._raw) - len(stripped) > 2 * MOST_SPACE:  # between a tag or a call and the next
@@ -549,7 +549,7 @@ class Mistral(ToolFormat):
         return super().call(name, arguments, notation)
 
     def group(self, call: str, several: bool) -> str:
-        """Return the rule of a list, or of the one call behind its marker."""
+        """Return the rule of a list, or of a single call after its marker."""
         if self.by_name:
             return call
         more = f'(", " {call})*' if several else ""
@@ -557,7 +557,7 @@ class Mistral(ToolFormat):
 
 
 class _MistralCalls(_Unit):
-    """A list of calls, one call without the list's brackets, or a name and its arguments."""
+    """A list of calls, a call without the list's brackets, or a name and its arguments."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -612,7 +612,7 @@ class _MistralCalls(_Unit):
             if not name or any(character.isspace() for character in name):
                 self.is_broken = True
                 return ""
-            # As the object that the other formats write, so that one reader finds its end.
+            # Convert to the object of the other formats, so that JsonCall finds its end.
             self._call = JsonCall()
             self._call.push(f'{{"name": {json.dumps(name)}, "arguments": ')
             text = self.raw[len(head) :]
@@ -627,7 +627,7 @@ class _MistralCalls(_Unit):
 
 
 FORMATS: dict[str, ToolFormat] = {each.name: each for each in (Hermes(), Llama3(), Mistral())}
-"""The formats by their names on the command line, which are vLLM's."""
+"""Formats by vLLM's names, for the command line."""
 
 _NAME, _VALUE = "probe_the_format", "of a tool call"
 _SCHEMA = {"type": "object", "properties": {"probe": {"type": "string"}}, "required": ["probe"]}
@@ -653,14 +653,14 @@ _SHOWN: tuple[tuple[str, ToolFormat], ...] = (
     (rf"\[TOOL_CALLS\]\s*{_NAME}\s*(\[CALL_ID\]\w+)?(\[ARGS\])?\s*{_JSON}", Mistral(by_name=True)),
     (rf'\{{\s*"name":\s*"{_NAME}",\s*"parameters":\s*{_JSON}', Llama3()),
 )
-"""Patterns of a call as templates write it, with the format of each."""
+"""Patterns of a call in rendered templates, with their formats."""
 
 
 def format_of(tokenizer: Tokenizer | None, name: str | None = None) -> ToolFormat | None:
     """Return the format of a model's tool calls, or None if the template shows no known format.
 
     Args:
-        name: the format that the operator names; None to detect it.
+        name: the operator's format; None to detect the format.
     """
     texts = [] if tokenizer is None else _rendered(tokenizer, _PROBE)
     matches = (known for text in texts for pattern, known in _SHOWN if re.search(pattern, text))
@@ -674,12 +674,12 @@ def reads_tools(tokenizer: Tokenizer) -> bool:
 
 
 def writes_calls(tokenizer: Tokenizer) -> bool:
-    """Return True if the chat template writes the calls of an assistant's message."""
+    """Return True if the chat template writes the calls of assistant messages."""
     return any(_VALUE in text for text in _rendered(tokenizer, _PROBE))
 
 
 def _rendered(tokenizer: Tokenizer, messages: list[dict[str, Any]]) -> list[str]:
-    """Return a chat as the template writes it; nothing if the template refuses such messages."""
+    """Return the rendered chat as a list, or an empty list if the template refuses it."""
     if tokenizer.chat_template is None:
         return []
     try:

@@ -1,19 +1,19 @@
-"""Tools of a chat: on the wire, in the prompt, and the grammar that guides an output with calls.
+"""Tools of a chat: on the wire, in the prompt, and in the grammar that guides an output with calls.
 
-A template that does not write tools would omit them from the prompt silently: a model that has to
-call a tool would not know them, and a model that called a tool would not read its result. Where
-the template writes no tools, no calls or no results, they become texts of messages.
+Some templates write no tools, no calls or no results. The model would then not know a tool that it
+must call, or not see a call's result. So tools, calls and results that the template would omit
+become texts of messages.
 
 A guide is a grammar in Lark's notation:
 
     forced     start: unit (sep unit)*                     tool_choice "required", or a named tool
-    auto       start: text | text unit (text unit)*        a call that began is one of the tools'
+    auto       start: text | text unit (text unit)*        calls must be valid calls of the tools
     schema     start: content | unit (sep unit)*           with a response_format
 
     unit       the format's opening and a group of calls
     call       the format's text around `%json {the tool's parameters}`
 
-Each tool's parameters are a schema in a rule of its own, so that references within them resolve.
+Each tool's parameters are a schema in a separate rule, so that its internal references resolve.
 """
 
 from __future__ import annotations
@@ -48,13 +48,13 @@ from pcg.serve.openai.tool_formats import (
 )
 
 MOST_TOOLS = 128
-"""As OpenAI's."""
+"""OpenAI's limit."""
 FunctionName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]{1,128}$")]
 PlainMessages: TypeAlias = list[dict[str, Any]]
 
 
 class Function(WireModel):
-    """A function that the model may call; without parameters it takes none."""
+    """A function that the model may call; without `parameters` it has no arguments."""
 
     name: FunctionName
     description: str | None = None
@@ -84,14 +84,14 @@ class FunctionRef(WireModel):
 
 
 class NamedTool(WireModel):
-    """The choice of one tool."""
+    """The choice of a tool."""
 
     type: Literal["function"]
     function: FunctionRef
 
 
 class AllowedTools(WireModel):
-    """Some of the tools, and whether one has to be called."""
+    """Some of the tools, and whether a call is required."""
 
     mode: Literal["auto", "required"]
     tools: Annotated[list[NamedTool], Field(min_length=1, max_length=MOST_TOOLS)]
@@ -109,13 +109,13 @@ Tools: TypeAlias = Annotated[list[Tool], Field(max_length=MOST_TOOLS)]
 
 
 class ChatSupport:
-    """The chats of one model: its template, and the format of its tool calls.
+    """The chat support of a model: its template, and the format of its tool calls.
 
     Args:
-        tokenizer: None for a model without one.
-        chat_template: a file with a template in place of the model's.
+        tokenizer: None for a model without a tokenizer.
+        chat_template: a file with a template that replaces the model's.
         tool_call_parser: the format of tool calls; None to detect it in the template.
-        trusts_templates: True if requests may bring templates.
+        trusts_templates: True if requests may contain templates.
 
     Raises:
         ConfigError: the file cannot be read, or the template does not compile.
@@ -144,7 +144,7 @@ class ChatSupport:
 
     @cached_property
     def reads_parts(self) -> bool:
-        """True if the template writes contents that are lists of parts."""
+        """True if the template accepts lists of parts as contents."""
         return self.tokenizer is not None and self.tokenizer.reads_parts()
 
     @cached_property
@@ -163,22 +163,22 @@ class ChatSupport:
 
     @cached_property
     def notation(self) -> Notation:
-        assert self.tokenizer is not None  # the template has made a prompt
+        assert self.tokenizer is not None  # a prompt was rendered
         return Notation.of(self.tokenizer)
 
 
 _FALLBACK = FORMATS["hermes"]
-"""The format of forced calls where the template shows none."""
+"""Format of forced calls if the template shows no format."""
 
 
 @dataclass(frozen=True)
 class ToolUse:
-    """The use of tools by one request.
+    """The use of tools by a request.
 
     Attributes:
-        shown: the tools that the template receives; None for none.
-        names: the tools that may be called; none if the output is not searched for calls.
-        is_named: True if the request names the one tool to call.
+        shown: the tools for the template; None without tools.
+        names: the tools that may be called; empty if the output is not parsed for calls.
+        is_named: True if the request names the tool to call.
         fields: the guide of the output, and the fields that its parser needs.
     """
 
@@ -195,7 +195,7 @@ class ToolUse:
     def in_prompt(
         self, support: ChatSupport, messages: PlainMessages
     ) -> tuple[PlainMessages, Sequence[Mapping[str, Any]] | None]:
-        """Return the messages and the tools for the template; the messages have the rest."""
+        """Return messages and tools for the template; the messages have what it would omit."""
         format = self.format or support.format or _FALLBACK
         if not support.writes_calls:
             messages = _with_calls(messages, format)
@@ -205,10 +205,10 @@ class ToolUse:
 
 
 class MessageReader:
-    """Reads one output as pieces of a message.
+    """Reads an output as pieces of a message.
 
     Attributes:
-        has_called: True once a tool call has begun.
+        has_called: True once a tool call has started.
     """
 
     def __init__(self, use: ToolUse) -> None:
@@ -216,7 +216,7 @@ class MessageReader:
         self._parser = None if use.format is None else use.format.parser(use.names)
 
     def push(self, text: str, *, is_last: bool) -> list[Piece]:
-        """Add a part of the text; return the certain pieces."""
+        """Add text; return the pieces that later text cannot change."""
         if self._parser is None:
             return [TextPiece(text)] if text else []
         pieces = self._parser.push(text)
@@ -231,7 +231,7 @@ class AskedTools:
     """The tools of a request.
 
     Attributes:
-        content: the JSON schema of the content of an output without calls; None for any text.
+        content: JSON schema of the content of an output without calls; None for any text.
         content_field: the field with this schema.
     """
 
@@ -242,10 +242,10 @@ class AskedTools:
     content_field: str = "response_format"
 
     def use(self, support: ChatSupport) -> ToolUse:
-        """Return how a model uses them.
+        """Return how a model uses the tools.
 
         Raises:
-            ApiError: the choice is none of the tools, or the model's calls have no known format.
+            ApiError: the choice names no tool, or the model's calls have no known format.
         """
         allowed, is_forced, is_named = self._allowed()
         if not self.tools:
@@ -257,9 +257,9 @@ class AskedTools:
         if format is None or not (is_forced or support.reads_tools):
             raise ApiError(
                 400,
-                "The model's chat template shows no tools, or calls in a form that is not known, "
-                "so the model cannot choose a tool; give tool_choice='required' or a named tool, "
-                "which needs no template, or have the operator give --tool-call-parser and "
+                "The model's chat template shows no tools, or calls in an unknown format, so the "
+                "model cannot choose a tool; give tool_choice='required' or a named tool, which "
+                "needs no template, or have the operator give --tool-call-parser and "
                 "--chat-template.",
                 param="tools",
                 code="tools_not_supported",
@@ -267,7 +267,7 @@ class AskedTools:
         if self.content is not None and not (is_forced or format.opening):
             raise ApiError(
                 400,
-                f"In the format {format.name} a tool call cannot be told from other JSON; give "
+                f"In the format {format.name} a tool call looks like other JSON; give "
                 f"{self.content_field} with tool_choice='none', or tools without it.",
                 param=self.content_field,
             )
@@ -283,19 +283,19 @@ class AskedTools:
                 fields["guided_grammar"] = guide.grammar(format, support.notation)
             except ValueError as error:
                 of_content = "" if content is None else f" and of {self.content_field}"
-                said = f"The schemas of the tools{of_content} cannot be: {error}"
+                said = f"The schemas of the tools{of_content} are invalid: {error}"
                 raise ApiError(400, said, param="tools") from error
-        # Texts omit special tokens, and with them the markers.
+        # Texts must include markers that are special tokens.
         if not support.notation.special.isdisjoint(format.markers):
             fields["skip_special_tokens"] = False
         names = tuple(tool.function.name for tool in allowed)
         return ToolUse(shown, names, is_named, format=format, fields=fields)
 
     def _allowed(self) -> tuple[list[Tool], bool, bool]:
-        """Return the tools that may be called, if one has to be, and if the request names it."""
+        """Return the callable tools, whether a call is required, and whether it is named."""
         by_name = {tool.function.name: tool for tool in self.tools}
         if len(by_name) < len(self.tools):
-            raise ApiError(400, "Two tools have one name.", param="tools")
+            raise ApiError(400, "Two tools have the same name.", param="tools")
         choice = self.choice
         if not by_name and choice not in (None, "none", "auto"):
             raise ApiError(400, "tool_choice needs tools; give some.", param="tool_choice")
@@ -320,9 +320,9 @@ class AskedTools:
 def _with_tools(
     messages: PlainMessages, tools: Sequence[Mapping[str, Any]], format: ToolFormat
 ) -> PlainMessages:
-    """Return messages with the tools at the end of the first one, if it is a system's.
+    """Add the tools to the end of a system message, or to the start of a user message.
 
-    Without a system's message the first one begins with them, as not all templates have the role.
+    A system message is not added before a user message, as some templates do not have the role.
     """
     listed = "\n".join(json.dumps(tool, ensure_ascii=False) for tool in tools)
     call = format.written("<name of the function>", "<its arguments as a JSON object>")
@@ -341,10 +341,9 @@ def _with_tools(
 
 
 def _with_calls(messages: PlainMessages, format: ToolFormat) -> PlainMessages:
-    """Return messages with tool calls as contents, and results as a user's.
+    """Convert tool calls to texts of the assistant, and results to user messages.
 
-    Results that follow each other become one message, as some templates have users and assistants
-    alternate.
+    Consecutive results become a single message, as some templates require alternating roles.
     """
     changed: PlainMessages = []
     follows_result = False
@@ -395,7 +394,7 @@ class CallGuide:
         tools: the tools that may be called, at least one.
         is_forced: True if the output consists of calls.
         several: True if more than one call may occur.
-        content: the JSON schema of an output without calls; None for any text.
+        content: JSON schema of an output without calls; None for any text.
     """
 
     tools: Sequence[GuidedTool]
@@ -404,7 +403,7 @@ class CallGuide:
     content: Mapping[str, Any] | None = None
 
     def grammar(self, format: ToolFormat, notation: Notation) -> str:
-        """Return the grammar for a model that writes this format.
+        """Return the grammar for a tool format.
 
         ValueError: an option of a schema is invalid.
         """
@@ -430,7 +429,7 @@ class CallGuide:
         return [f"start: content | {unit}", f"content: {_json_rule(self.content)}"]
 
     def _text_and_calls(self, format: ToolFormat, notation: Notation) -> list[str]:
-        # Tokens as <think>, which no text can spell.
+        # Added tokens such as <think>, which a regex of text does not match.
         free = notation.free_tokens(format.markers)
         more = f"(<[{','.join(map(str, free))}]> TEXT)*" if free else ""
         rules = [r"TEXT: /(.|\n)*/", f"text: TEXT {more}"]
@@ -439,7 +438,7 @@ class CallGuide:
             return [*rules, begins, f"start: BEGINS {more} | group"]
         if format.opening in notation.tokens:
             rules += [f"led: text {notation.marker(format.opening)} group"]
-        else:  # lazy: the text behind the first opening is a call
+        else:  # lazy: the text after the first opening is a call
             rules += [f"head[lazy]: TEXT {json.dumps(format.opening)}", "led: head group"]
         repeats = self.several and format.between_units is not None
         return [*rules, "start: led* text" if repeats else "start: text | led"]

@@ -1,6 +1,6 @@
 """Parts of OpenAI's bodies that several endpoints share.
 
-`FieldNames` writes errors in the client's words, as fields have other names than in the engine:
+`FieldNames` rewrites errors with the client's field names, which differ from the engine's:
 
 max_new_tokens      max_tokens, max_completion_tokens, max_output_tokens
 guided_json, …      response_format, structured_outputs.json, text.format, …
@@ -8,9 +8,9 @@ logprobs            top_logprobs in chats
 ttft_slo_s=0.05     ttft_slo_ms=50
 a prompt            prompt, messages, input
 
-Fields of other servers that this one lacks are declared by `Only`: null and values
-of the default are accepted, as clients write whole bodies out. Every other value would change the
-answer, and is refused by name.
+`Only` declares fields of other servers that pcg does not support. It accepts null and default
+values, because clients send whole bodies, and refuses every other value by name, because it would
+change the answer.
 
 Source: openai 3.54's types of parameters, and the protocol.py files of vllm/entrypoints/openai.
 """
@@ -40,9 +40,9 @@ from pcg.serve.http.errors import UNSUPPORTED, ApiError, as_api_error
 from pcg.serve.http.wire import WireModel
 
 MOST_PROMPTS = 4096
-"""The most prompts of a request; each is one of the engine's."""
+"""The most prompts of a request; each becomes a request of the engine."""
 RequestName = Annotated[str, Field(max_length=128, pattern=r"^[!-~]*$")]
-"""A client's id of a request, which replies have and others log: visible ASCII."""
+"""A client's request id, which replies and logs contain: visible ASCII."""
 
 
 class StreamOptions(WireModel):
@@ -57,7 +57,7 @@ def _prompts(value: Any) -> list[str | list[int]]:
     if isinstance(value, str):
         return [value]
     if not isinstance(value, list) or not value:
-        raise ValueError("use a text, texts, token ids, or lists of token ids; not none of them")
+        raise ValueError("use a text, texts, token ids, or lists of token ids; at least one prompt")
     if _are_ids(value):
         return [value]
     if len(value) > MOST_PROMPTS:
@@ -77,21 +77,21 @@ _SEVERAL = {"type": "array", "minItems": 1, "maxItems": MOST_PROMPTS}
 _PROMPT_SCHEMA = {"anyOf": [_TEXT, {**_SEVERAL, "items": _TEXT}, _IDS, {**_SEVERAL, "items": _IDS}]}
 
 Prompts = Annotated[list[str | list[int]], PlainValidator(_prompts), WithJsonSchema(_PROMPT_SCHEMA)]
-"""A text, texts, token ids or lists of them, as a list of prompts."""
+"""A list of prompts: from a text, texts, token ids, or lists of token ids."""
 
 
 _FIELD = "|".join(sorted(RequestFields.__annotations__, key=len, reverse=True))
 _WORD = re.compile(rf"(?<!\w)(?:'(?:[^'\\]|\\.)*'|\"(?:[^\"\\]|\\.)*\")|\b({_FIELD})\b")
-"""A value in quotation marks, which stays as it is, or a field's name."""
+"""A quoted value, which stays unchanged, or a field's name."""
 _REFUSED = re.compile(rf"(?:an? \w+ of )?({_FIELD})\b")
-"""The beginning of a message that refuses a field's value."""
+"""Start of a message that refuses a field's value."""
 _SLO = re.compile(r"\b([a-z]+_slo)_s=([-+.\w]+)")
-"""An SLO and its seconds; the wire has milliseconds."""
+"""An SLO in seconds; the wire has milliseconds."""
 _SLO_NAMES = {"ttft_slo_s": "ttft_slo_ms", "tpot_slo_s": "tpot_slo_ms"}
 _PROMPT = re.compile(r"(?:request '[^']*-(\d+)'|prompt (\d+))(?= )|the text (?=has)")
-"""The beginning of a message that refuses a prompt."""
+"""Start of a message that refuses a prompt."""
 _OF_SCHEMA = re.compile(r"cannot be followed: .*failed to compile JSON schema: (.*?)( \d+ \|.*|)$")
-"""The library's reason within a grammar, followed by lines of the grammar."""
+"""The library's reason for refusing a schema in a grammar, followed by lines of the grammar."""
 
 
 @dataclass(frozen=True)
@@ -100,7 +100,7 @@ class FieldNames:
 
     Attributes:
         prompt: the field that becomes the prompt.
-        names: fields by the engine's names, where they differ.
+        names: the client's names by the engine's names, if different.
         words: texts that replace some of these names in messages.
     """
 
@@ -109,7 +109,7 @@ class FieldNames:
     words: Mapping[str, str] = field(default_factory=dict)
 
     def with_tools(self, words: str) -> FieldNames:
-        """Return the names for a request with a grammar made of its tools, named by `words`."""
+        """Return the names for a request with a grammar from its tools, which `words` names."""
         return replace(
             self,
             names={**self.names, "guided_grammar": "tools"},
@@ -117,7 +117,7 @@ class FieldNames:
         )
 
     def named(self, error: Exception) -> Exception:
-        """Return an error in the client's words; errors of neither field nor prompt unchanged."""
+        """Rewrite an error with the client's names; return other errors unchanged."""
         if not isinstance(error, GenerationError | ApiError):
             return error
         refusal = as_api_error(error)
@@ -146,14 +146,14 @@ class FieldNames:
 
     @contextlib.contextmanager
     def naming(self) -> Iterator[None]:
-        """Raise errors of the `with` in the client's words."""
+        """Rewrite errors of the `with` with the client's names."""
         try:
             yield
         except (GenerationError, ApiError) as error:
             raise self.named(error) from error
 
 
-@dataclass(frozen=True, eq=False)  # 1 and True are equal, and would be one annotation
+@dataclass(frozen=True, eq=False)  # 1 == True, so equal instances would be merged
 class Only:
     """The annotation of a field that accepts null and a few other values, all as None."""
 
@@ -185,7 +185,7 @@ One = Annotated[Any, Only((1,))]
 
 
 class AbsentFields(WireModel):
-    """Fields of vLLM's bodies; `session_id` has no effect."""
+    """Unsupported fields of vLLM's bodies; `session_id` has no effect."""
 
     ec_transfer_params: Nothing = None
     early_stopping: Off = None

@@ -45,7 +45,7 @@ _COUNT_S = 300.0
 
 
 class Futures:
-    """The futures of all tenants; for one event loop."""
+    """The futures of all tenants; for a single event loop."""
 
     def __init__(self, store: Store) -> None:
         self._store = store

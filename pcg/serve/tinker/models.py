@@ -44,7 +44,7 @@ _MOST_AHEAD = 4096
 
 
 class Models:
-    """The models of all tenants; for one event loop.
+    """The models of all tenants; for a single event loop.
 
     Attributes:
         folders: states and checkpoints.

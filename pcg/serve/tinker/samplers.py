@@ -47,7 +47,7 @@ _LEAST = float(np.finfo(np.float32).min)
 
 
 class Samplers:
-    """The sampling sessions of all tenants; for one event loop."""
+    """The sampling sessions of all tenants; for a single event loop."""
 
     def __init__(self, service: Service, catalog: Catalog, tinker: Tinker) -> None:
         self._service = service

@@ -37,7 +37,7 @@ OnEnd = Callable[[SessionRecord], Awaitable[None]]
 
 
 class Sessions:
-    """The sessions of all tenants; for one event loop.
+    """The sessions of all tenants; for a single event loop.
 
     Attributes:
         on_end: callbacks that receive each ended session, in turn.

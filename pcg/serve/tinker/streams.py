@@ -63,7 +63,7 @@ class _Interrupted(Exception):
 
 
 class ModelStream:
-    """Executes a model's requests; for one event loop.
+    """Executes a model's requests; for a single event loop.
 
     Attributes:
         model: the model at its present position.

@@ -31,7 +31,7 @@ _SWEEPS = 240
 
 
 class Tinker:
-    """The state behind the protocol; for one event loop.
+    """The state behind the protocol; for a single event loop.
 
     Attributes:
         store: the rows and files.
@@ -116,7 +116,7 @@ class Link:
 
 
 class Links:
-    """Unguessable addresses of files, which need no key; for one event loop.
+    """Unguessable addresses of files, which need no key; for a single event loop.
 
     They end with the server.
     """

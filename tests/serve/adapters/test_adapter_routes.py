@@ -266,7 +266,7 @@ def test_paths_outside_the_roots_do_not_exist(service: Service, root: Path, save
     for path in outside:
         error = error_of(ask.load("x", path), 404)
         assert error["message"].startswith("No adapter found for '"), path
-        assert error["message"].endswith("it is no folder of a saved adapter under --lora-roots.")
+        assert error["message"].endswith("not a folder of a saved adapter under --lora-roots.")
     for name in ("link", "part", "..", ".", "../root/zero", "root", "/etc", "zero/", "zero\x00"):
         assert Caller(service, "a").complete(name).status_code == 404, name
     assert ask.load("x", "inside").status_code == 200

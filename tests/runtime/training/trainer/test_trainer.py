@@ -141,7 +141,7 @@ def test_states_that_do_not_fit_are_refused(executor: Executor, tmp_path: Path) 
             trainer.load_state(path)
         (path / "trainer_state.json").unlink()
         (path / "trainer_state.json").symlink_to("/dev/zero")  # which has no end
-        with pytest.raises(FinetuneError, match="is a device and no file"):
+        with pytest.raises(FinetuneError, match="is a device, not a file"):
             trainer.load_state(path)
         train(trainer, 1)
 

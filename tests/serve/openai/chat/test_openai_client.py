@@ -342,7 +342,7 @@ NAMED: Any = {"type": "function", "function": {"name": "other"}}
         ({"max_tokens": 2000}, "max_tokens", "maximum context length is 1024"),
         ({"tool_choice": "required"}, "tool_choice", "needs tools"),
         ({"tools": TOOLS, "tool_choice": NAMED}, "tool_choice", "'other'"),
-        ({"tools": [TOOLS[0], TOOLS[0]]}, "tools", "one name"),
+        ({"tools": [TOOLS[0], TOOLS[0]]}, "tools", "same name"),
         ({"tools": [{"type": "web_search"}]}, "tools.0.type", "'function'"),
         ({"temperature": -1}, "temperature", "greater than or equal to 0"),
         (
