@@ -117,7 +117,7 @@ Engine: TypeAlias = Callable[
 _CLOSING_S = 5
 """Time for connections to send the ends of replies, seconds."""
 LEAST_S = 10.0
-"""An engine that ended within this time is not restarted: the next would end, too, seconds."""
+"""An engine that failed within this time, seconds, is not restarted: the next would fail, too."""
 _READING_S = 30.0
 """Time limit of reading the files of a reload, seconds."""
 _IDLE_S = 75
@@ -229,7 +229,7 @@ def _reread(options: ServeOptions, directory: Path | None, *, reads_keys: bool) 
 
 @contextlib.contextmanager
 def _hangups() -> Iterator[list[int]]:
-    """Record each SIGHUP during the load of the model, which would end the process."""
+    """Record each SIGHUP while the model loads; unhandled, it would end the process."""
     hangups: list[int] = []
     is_main = threading.current_thread() is threading.main_thread()
     if not is_main or signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:  # under nohup

@@ -194,25 +194,25 @@ class Catalog:
             created_s=self._created_s if origin is None else origin.created_s,
         )
 
-    async def load(self, asked: Load) -> AdapterVersion:
+    async def load(self, request: Load) -> AdapterVersion:
         """Load an adapter, and return its version.
 
         Raises:
             ApiError: with vLLM's messages, if it has them.
         """
         try:
-            self._check_free(asked.name)
-            name = engine_name(asked.owner, asked.name)
+            self._check_free(request.name)
+            name = engine_name(request.owner, request.name)
         except AdapterError as error:
             raise invalid(str(error)) from None
-        may_replace = asked.is_replacing or asked.expected_version is not None
+        may_replace = request.is_replacing or request.expected_version is not None
         if name in self.loader.adapters and not may_replace:
-            raise _already(asked.name)
-        directory = await asyncio.to_thread(self.roots.at, asked.path)
+            raise _already(request.name)
+        directory = await asyncio.to_thread(self.roots.at, request.path)
         if directory is None:
             raise ApiError(
                 404,
-                f"No adapter found for '{asked.path[:1024]}': it is not a folder of a saved "
+                f"No adapter found for '{request.path[:1024]}': it is not a folder of a saved "
                 "adapter under --lora-roots.",
                 type="NotFoundError",
                 code=404,
@@ -221,14 +221,14 @@ class Catalog:
             adapter = await self.loader.load(
                 name,
                 directory,
-                Origin(asked.path, int(time.time())),
-                tenant=asked.owner,
-                is_replacing=asked.is_replacing,
-                expected_version=asked.expected_version,
+                Origin(request.path, int(time.time())),
+                tenant=request.owner,
+                is_replacing=request.is_replacing,
+                expected_version=request.expected_version,
             )
         except AdapterConflictError as error:
             if not may_replace and name in self.loader.adapters:  # another caller was faster
-                raise _already(asked.name) from None
+                raise _already(request.name) from None
             raise _conflict(error, name) from None
         version = self._client.version_of(adapter)
         await learn_digests(self._client, [version])
@@ -240,8 +240,8 @@ class Catalog:
         Raises:
             ApiError: with vLLM's messages, if it has them.
         """
-        said = f"The lora adapter '{name[:256]}' cannot be found."
-        missing = ApiError(404, said, type="NotFoundError", code=404)
+        message = f"The lora adapter '{name[:256]}' cannot be found."
+        missing = ApiError(404, message, type="NotFoundError", code=404)
         try:
             of_engine = engine_name(owner, name)
         except AdapterError:

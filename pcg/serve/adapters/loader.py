@@ -110,7 +110,7 @@ class Loader:
         except AdapterConflictError:
             raise
         except (AdapterError, UnsupportedError) as error:
-            raise refusal(as_asked(str(error), directory, origin.path)) from None
+            raise refusal(with_client_path(str(error), directory, origin.path)) from None
         self._origins[name] = origin
         self.used(name)
         return adapter
@@ -249,11 +249,11 @@ async def learn_digests(client: EngineClient, versions: Sequence[AdapterVersion]
             version.learn(digest)
 
 
-def as_asked(message: str, directory: Path, asked: str) -> str:
+def with_client_path(message: str, directory: Path, shown: str) -> str:
     """Replace an adapter's folder in a message, also if truncated, by the client's path."""
     files = (directory, directory / CONFIG, directory / WEIGHTS, directory / SUMS)
     for path in (str(directory), *map(shown_path, files)):
-        message = message.replace(path, asked)
+        message = message.replace(path, shown)
     return message
 
 

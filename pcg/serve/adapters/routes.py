@@ -154,14 +154,14 @@ async def load_lora_adapter(
         raise invalid("Both 'lora_name' and 'lora_path' must be provided.")
     if body.is_3d_lora_weight:
         raise invalid("'is_3d_lora_weight' is not supported; leave it out.")
-    asked = Load(
+    request = Load(
         body.lora_name,
         body.lora_path,
         body.owner_for(catalog, caller),
         is_replacing=body.load_inplace,
         expected_version=body.expected_version,
     )
-    version = await catalog.load(asked)
+    version = await catalog.load(request)
     text = f"Success: LoRA adapter '{body.lora_name}' added successfully."
     return PlainTextResponse(text, headers=version_headers(version))
 

@@ -207,7 +207,7 @@ class OrderedJobs:
                 tell(JobEnd("failed", is_final, kind=type(error).__name__, text=str(error)))
                 return
             adapter = self._executor.adapters.get(order.adapter)
-            if adapter is None:  # removed meanwhile
+            if adapter is None:  # removed before this callback
                 text = "the adapter was removed before it was saved"
                 tell(JobEnd("failed", is_final=True, kind="AdapterNotFoundError", text=text))
                 return

@@ -69,7 +69,7 @@ from pcg.train.grpo.rollouts import Prompt, Rewards
 # ----------------------------------------------------------------------------- reinforcement record
 
 
-_TWICE = (TRAIN_REWARD, VALID_REWARD)
+_RENAMED = (TRAIN_REWARD, VALID_REWARD)
 """Metrics that the record stores under other names."""
 _SAMPLED, _LONGEST = 200, 2000
 """Steps of a run with samples (at most twice as many), and the characters of a sample's text. The
@@ -99,7 +99,7 @@ def opened(
 
 def add_step(record: RunRecord, news: JobStep, samples: Sequence[Sample] = ()) -> None:
     """Add a step and some of its completions. RecordError: the record cannot be written."""
-    more = {name: value for name, value in news.more.items() if name not in _TWICE}
+    more = {name: value for name, value in news.more.items() if name not in _RENAMED}
     if VALID_REWARD in news.more:
         more["eval_reward"] = news.more[VALID_REWARD]
     record.log(
@@ -183,7 +183,7 @@ class Rollouts:
         self._engine = engine
         self._most = _MOST if queue is None else min(_MOST, queue)
         self._tenant = tenant
-        self._asked: list[Rollout] = []
+        self._unread: list[Rollout] = []
         self._running: list[Rollout] = []
         self.has_ended = False
 
@@ -204,7 +204,7 @@ class Rollouts:
             self._running = [rollout for rollout in self._running if not rollout.is_over]
         rollout = Rollout(ask, width)
         self._running.append(rollout)
-        self._asked = [*(each for each in self._asked if not each.is_taken), rollout]
+        self._unread = [*(each for each in self._unread if not each.is_taken), rollout]
         if self.has_ended:  # another thread called `end`
             rollout.cancel()
         return rollout
@@ -212,7 +212,7 @@ class Rollouts:
     def end(self) -> None:
         """End all requests and accept no more, from any thread."""
         self.has_ended = True
-        for rollout in list(self._asked):
+        for rollout in list(self._unread):
             rollout.cancel()
 
 
@@ -220,10 +220,10 @@ class Rollouts:
 
 
 _LOG = logging.getLogger("pcg.serve")
-_TOLD = 1024
+_KEPT_STEPS = 1024
 """Steps whose numbers a checkpoint has. Rows of earlier steps are already in the record, and a long
 job would write all of them again with each checkpoint."""
-_AT_ONCE = 256
+_TOGETHER = 256
 """Completions graded together; with their rows, a message of about 16 MiB."""
 
 
@@ -237,12 +237,12 @@ class ReinforcementRun:
         self._engine = engine
         self._order = order
         self._tell = tell
-        self._asked = order.options
+        self._settings = order.options
         queue = engine.engine.scheduler.backlog.limits.tenant_requests
         self._rollouts = Rollouts(engine, order.tenant, queue)
         self._grades: SimpleQueue[tuple[Sequence[float], str | None] | None] = SimpleQueue()
         self._interrupts = Event()
-        self._told: deque[JobStep] = deque(maxlen=_TOLD)
+        self._steps: deque[JobStep] = deque(maxlen=_KEPT_STEPS)
         self._record: RunRecord
         self._samples: Sequence[Sample] = ()
         self._tokens = self._counted = 0
@@ -292,8 +292,8 @@ class ReinforcementRun:
         return JobEnd(state, is_final=not resumes, kind=type(known).__name__, text=str(known))
 
     def _trained(self) -> Adapter:
-        order, asked = self._order, self._asked
-        options = GrpoOptions(**asked["grpo"])
+        order, settings = self._order, self._settings
+        options = GrpoOptions(**settings["grpo"])
         prompts = self._prompts(order.data)
         tests = [] if order.eval_data is None else self._prompts(order.eval_data)
         is_there = order.adapter in self._executor.adapters
@@ -322,8 +322,10 @@ class ReinforcementRun:
             task = Task(prompts, Rewards(grader), None, on_step, updates=begun)
             self._at_s = time.monotonic()
             running = cast(AsyncEngine, self._rollouts)
-            config = {"adapter": order.adapter, "peft": order.peft, **asked}
-            with opened(asked["record"], config, order.adapter, list(self._told)) as self._record:
+            config = {"adapter": order.adapter, "peft": order.peft, **settings}
+            with opened(
+                settings["record"], config, order.adapter, list(self._steps)
+            ) as self._record:
                 try:
                     run = grpo_run(running, trainer, task, options)
                     return run_to_end(run.work()).snapshot.adapter
@@ -337,9 +339,9 @@ class ReinforcementRun:
         tokenizer = self._executor.tokenizer
         if tokenizer is None:
             raise DataError("the model has no tokenizer, and prompts are texts")
-        effort = self._asked["reasoning_effort"]
+        effort = self._settings["reasoning_effort"]
         variables = {} if effort is None else {"reasoning_effort": effort}
-        room, prompts = self._asked["prompt_tokens"], []
+        room, prompts = self._settings["prompt_tokens"], []
         for line in read_rows((Path(path),)):
             row, name = line.value, line.where.removeprefix(f"{Path(path).parent}/")
             prompt = row.pop("messages", None)
@@ -368,9 +370,9 @@ class ReinforcementRun:
         path, _ = last_good(saved[::-1], check_checkpoint)
         trainer.load_state(path / TRAINER).wait()
         state = json.loads((path / STATE).read_text(encoding="utf-8"))["state"]
-        self._told += msgspec.convert(state["told"], list[JobStep])
-        self._tokens = self._told[-1].tokens
-        return self._told[-1].step
+        self._steps += msgspec.convert(state["told"], list[JobStep])
+        self._tokens = self._steps[-1].tokens
+        return self._steps[-1].step
 
     # ------------------------------------------------------------------------------- steps
 
@@ -383,8 +385,8 @@ class ReinforcementRun:
             FinetuneError: no part can be graded; the text is the first part's error.
         """
         rewards, errors = list[float](), list[str]()
-        for begin in range(0, len(texts), _AT_ONCE):
-            part = slice(begin, begin + _AT_ONCE)
+        for begin in range(0, len(texts), _TOGETHER):
+            part = slice(begin, begin + _TOGETHER)
             self._tell(JobSamples(texts[part], items[part]))
             grades = self._grades.get()
             if grades is None:
@@ -392,14 +394,14 @@ class ReinforcementRun:
             error = grades[1]
             rewards += grades[0] if error is None else [0.0] * len(texts[part])
             errors += [] if error is None else [error]
-        if len(errors) * _AT_ONCE >= len(texts):
+        if len(errors) * _TOGETHER >= len(texts):
             raise FinetuneError(errors[0])
         return rewards
 
     def _evaluated(self, trainer: AsyncTrainer, tests: Sequence[Prompt], step: int) -> float:
         """Return the mean reward of completions of the test prompts."""
-        count = int(self._asked["eval_samples"])
-        options = GrpoOptions(**self._asked["grpo"])
+        count = int(self._settings["eval_samples"])
+        options = GrpoOptions(**self._settings["grpo"])
         fields = {**options.sampling(), "n": count, "logprobs": None, "seed": options.seed + step}
         adapter = trainer.snapshot().wait().adapter
         streams = [self._rollouts.submit(prompt.ids, adapter, **fields) for prompt in tests]
@@ -415,18 +417,18 @@ class ReinforcementRun:
         numbers: Mapping[str, float],
     ) -> None:
         """Report an update; save a checkpoint and evaluate where they are due."""
-        asked = self._asked
-        total = int(asked["grpo"]["max_steps"])
+        settings = self._settings
+        total = int(settings["grpo"]["max_steps"])
         shown = {TRAIN_REWARD: numbers["reward"], **numbers}
-        if tests and (step % asked["eval_interval"] == 0 or step == total):
+        if tests and (step % settings["eval_interval"] == 0 or step == total):
             shown[VALID_REWARD] = self._evaluated(trainer, tests, step)
         now_s = time.monotonic()
-        before = self._told[-1].tokens if self._told else 0
+        before = self._steps[-1].tokens if self._steps else 0
         self._tokens = before + int(numbers["num_tokens"]) - self._counted
         self._counted = int(numbers["num_tokens"])
         rate = (self._tokens - before) / max(now_s - self._at_s, 1e-9)
         self._at_s = now_s
-        is_saved = step % asked["save_every"] == 0 or step == total or self._interrupts.is_set()
+        is_saved = step % settings["save_every"] == 0 or step == total or self._interrupts.is_set()
         news = JobStep(
             step,
             total,
@@ -439,7 +441,7 @@ class ReinforcementRun:
             f"step-{step:08d}" if is_saved else None,
             {name: value for name, value in shown.items() if name not in _KNOWN},
         )
-        self._told.append(news)
+        self._steps.append(news)
         add_step(self._record, news, self._samples)
         if is_saved and not self._rollouts.has_ended:
             self._save(trainer, step)
@@ -454,7 +456,9 @@ class ReinforcementRun:
         adapter = trainer.snapshot().wait().adapter
         write_adapter_files(adapter, unfinished)
         trainer.save_state(unfinished / TRAINER).wait()
-        (unfinished / STATE).write_bytes(msgspec.json.encode({"state": {"told": list(self._told)}}))
+        (unfinished / STATE).write_bytes(
+            msgspec.json.encode({"state": {"told": list(self._steps)}})
+        )
         seal(unfinished)
         os.replace(unfinished, target)
         sync_names(folder)

@@ -8,9 +8,9 @@ and only while the server watches:
     pages    with the next chunks: every step takes pages, and the server should wake only once
     totals   at most 0.5 s old, and exact when the engine is idle
 
-The server watches while it reads the numbers often. A read then looks at its own memory and extends
-the time for which the engine reports; the numbers expire at that time. For rare reads, such as a
-metrics database every 15 s, the server calls the engine.
+The server watches while it reads the numbers often. A read then returns the latest report and
+extends the time for which the engine reports; the numbers expire at that time. For rare reads, such
+as a metrics database every 15 s, the server calls the engine.
 """
 
 from __future__ import annotations

@@ -152,7 +152,7 @@ def used(connection: sqlite3.Connection, tenant: str, now_s: int) -> tuple[int, 
 
 
 def expire(connection: sqlite3.Connection, now_s: int) -> list[str]:
-    """Delete expired files and uploads; return the digests of their contents."""
+    """Delete expired files and uploads; return the digests of their blobs."""
     late = "status = 'pending' AND expires_s <= ?"
     files = FILES.delete(connection, "expires_s <= ?", (now_s,))
     parts = PARTS.delete(connection, f"upload IN (SELECT id FROM uploads WHERE {late})", (now_s,))
@@ -291,7 +291,7 @@ class Files:
         return await self.put(content, act)
 
     async def put(self, content: Incoming, act: Callable[[sqlite3.Connection], Result]) -> Result:
-        """Store a content, and run the function that writes its row.
+        """Store a blob, and run the function that writes its row.
 
         If the write fails, both are undone, so a full disk gets its room back.
         """

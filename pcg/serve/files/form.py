@@ -76,8 +76,8 @@ class _Reader:
             self.filename = options.get(b"filename", b"").decode("utf-8", "replace")
             return
         if self._name not in self._names:
-            said = f"Unrecognized request argument supplied: {self._name[:64]}"
-            raise ApiError(400, said, param=self._name[:64])
+            message = f"Unrecognized request argument supplied: {self._name[:64]}"
+            raise ApiError(400, message, param=self._name[:64])
         if self._name in self.fields or len(self.fields) >= _FIELDS:
             raise ApiError(400, f"The form has '{self._name}' twice.", param=self._name)
 
@@ -88,8 +88,8 @@ class _Reader:
             return
         self._text += data[start:end]
         if len(self._text) > _FIELD_BYTES:
-            said = f"'{self._name}' has more than {_FIELD_BYTES} bytes."
-            raise ApiError(400, said, param=self._name)
+            message = f"'{self._name}' has more than {_FIELD_BYTES} bytes."
+            raise ApiError(400, message, param=self._name)
 
     def on_part_end(self) -> None:
         if self._name != self._file:
@@ -152,8 +152,8 @@ async def read_form(
     except BaseException as error:
         content.drop()
         if isinstance(error, FormParserError):
-            said = f"The form cannot be read: {error}"
-            raise ApiError(400, said, code="invalid_form") from None
+            message = f"The form cannot be read: {error}"
+            raise ApiError(400, message, code="invalid_form") from None
         if isinstance(error, ClientDisconnect):
             raise ApiError(400, "The client disconnected before the end of its body.") from None
         raise

@@ -230,8 +230,8 @@ def _purpose(fields: Mapping[str, str]) -> str:
     if purpose is None:
         raise ApiError(400, "Missing required parameter: 'purpose'.", param="purpose")
     if purpose not in allowed:
-        said = f"'{purpose[:64]}' is not one of {allowed}."
-        raise ApiError(400, f"Invalid value for 'purpose': {said}", param="purpose")
+        message = f"'{purpose[:64]}' is not one of {allowed}."
+        raise ApiError(400, f"Invalid value for 'purpose': {message}", param="purpose")
     return purpose
 
 
@@ -245,8 +245,8 @@ def _life_s(fields: Mapping[str, str]) -> int | None:
     if seconds is None or not (seconds.isascii() and seconds.isdigit() and len(seconds) < 10):
         raise ApiError(400, f"{_SECONDS} must be an integer.", param=_SECONDS)
     if not LEAST_LIFE_S <= int(seconds) <= MOST_LIFE_S:
-        said = f"{_SECONDS} must be {LEAST_LIFE_S} to {MOST_LIFE_S}."
-        raise ApiError(400, said, param=_SECONDS)
+        message = f"{_SECONDS} must be {LEAST_LIFE_S} to {MOST_LIFE_S}."
+        raise ApiError(400, message, param=_SECONDS)
     return int(seconds)
 
 
@@ -257,8 +257,8 @@ async def create_upload(
     """Start an upload, which expires after an hour."""
     most = service.options.max_file_bytes
     if body.bytes > most:
-        said = f"bytes={body.bytes}; a file may have at most {most}."
-        raise ApiError(413, said, param="bytes", code="file_too_large")
+        message = f"bytes={body.bytes}; a file may have at most {most}."
+        raise ApiError(413, message, param="bytes", code="file_too_large")
     await files.kept_bytes(caller.tenant)
     created = now()
     record = UploadRecord(
@@ -338,8 +338,8 @@ async def complete_upload(
         raise ApiError(400, "part_ids has a part twice; give each part once.", param="part_ids")
     size = sum(parts[id].size_bytes for id in body.part_ids)
     if size != upload.size_bytes:
-        said = f"The parts have {size} bytes, and the upload {upload.size_bytes}."
-        raise ApiError(400, said, param="part_ids")
+        message = f"The parts have {size} bytes, and the upload {upload.size_bytes}."
+        raise ApiError(400, message, param="part_ids")
     with files.completing(upload_id):
         joined = [parts[id].digest for id in body.part_ids]
         digests = await _completed(service, files, caller, upload, joined, md5=body.md5)
@@ -392,7 +392,7 @@ async def _completed(
 
 
 def _join(content: Incoming, contents: Contents, digests: Sequence[str]) -> None:
-    """Concatenate contents, on a thread. StoreDamagedError: a content is damaged."""
+    """Concatenate blobs, on a thread. StoreDamagedError: a blob is damaged."""
     for digest in digests:
         for piece in contents.pieces(digest):
             content.write(piece)

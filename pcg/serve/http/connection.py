@@ -3,8 +3,7 @@
 uvicorn's protocol limits neither the bytes nor the time of a head. `BoundedConnection` closes the
 connection of a head of more than `HEAD_BYTES`, or of a head that is incomplete after `HEAD_S`. It
 drops trailers, because only the head decides a request's permissions. It ignores an offer to
-upgrade the protocol and reads the body; Java's client sends such an offer to every server without
-HTTP/2.
+upgrade the protocol and reads the body, as Java's client expects of servers without HTTP/2.
 
 A connection that ends before its request's body reads and discards the rest. The system answers
 unread bytes by a reset, which drops the reply before the client reads it; instead of a 413 or a

@@ -256,16 +256,16 @@ def of_validation(error: RequestValidationError) -> ApiError:
     if param is None and isinstance(error.body, bytes):
         return ApiError(400, "Send the body as content-type: application/json.")
     if kind == UNSUPPORTED:
-        said = f"{param} is not supported; {first['msg']}."
-        return ApiError(400, said, param=param, code=UNSUPPORTED)
+        message = f"{param} is not supported; {first['msg']}."
+        return ApiError(400, message, param=param, code=UNSUPPORTED)
     if kind in ("missing", "union_tag_not_found") and param is not None:
         return ApiError(400, f"Missing required parameter: '{param}'.", param=param)
-    said = _SAID.get(kind, first["msg"]).removeprefix("Value error, ")
-    said = said.replace(" after validation", "")
+    message = _SAID.get(kind, first["msg"]).removeprefix("Value error, ")
+    message = message.replace(" after validation", "")
     if kind == "union_tag_invalid":
-        said = f"Input should be one of {context['expected_tags']}"
+        message = f"Input should be one of {context['expected_tags']}"
     where = f"Invalid value for '{param}': " if param else "Invalid body: "
-    return ApiError(400, f"{where}{said}.", param=param)
+    return ApiError(400, f"{where}{message}.", param=param)
 
 
 def _telling(errors: Sequence[Any], body: Any) -> Any:

@@ -138,7 +138,7 @@ class RequestLimits:
         caller = scope["state"].get("caller")
         key, tenant = ("", "") if caller is None else (caller.key, caller.tenant)
         has_file = _FILES.fullmatch(scope["path"]) is not None
-        refusal = self._refusal(key, 0 if has_file else _said_bytes(scope))
+        refusal = self._refusal(key, 0 if has_file else _declared_bytes(scope))
         if refusal is not None:
             await refusal.response(scope["path"])(scope, receive, send)
             return
@@ -157,8 +157,8 @@ class RequestLimits:
             _less(self._requests, key, 1)
             _less(self._bytes, tenant, body.size_bytes)
 
-    def _refusal(self, key: str, said_bytes: int) -> ApiError | None:
-        if said_bytes > self._options.max_body_bytes:
+    def _refusal(self, key: str, declared_bytes: int) -> ApiError | None:
+        if declared_bytes > self._options.max_body_bytes:
             return self._too_large()
         most = self._options.key_requests
         if self._requests[key] >= most:
@@ -204,16 +204,16 @@ class RequestLimits:
         return self._options.stream_timeout_s
 
 
-def _said_bytes(scope: Scope) -> int:
-    said = dict(scope["headers"]).get(b"content-length", b"0")
-    return int(said[:20]) if said.isdigit() else 0
+def _declared_bytes(scope: Scope) -> int:
+    length = dict(scope["headers"]).get(b"content-length", b"0")
+    return int(length[:20]) if length.isdigit() else 0
 
 
 def is_short(scope: Scope) -> bool:
     """Return True for a request without a body, or with a body that is read after the reply."""
     headers = dict(scope["headers"])
     if b"content-length" in headers:
-        return b"expect" not in headers and _said_bytes(scope) <= SHORT_BODY
+        return b"expect" not in headers and _declared_bytes(scope) <= SHORT_BODY
     return b"transfer-encoding" not in headers
 
 

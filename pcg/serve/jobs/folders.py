@@ -1,6 +1,6 @@
 """Folders of jobs in the server's store, and the removal of unneeded files.
 
-jobs/<id>/training.jsonl        a link to the content of the file, which may be deleted
+jobs/<id>/training.jsonl        a hard link to the uploaded file, which may be deleted
 jobs/<id>/validation.jsonl
 jobs/<id>/start/                the initial adapter, if the job continues a model
 jobs/<id>/checkpoints/          the last checkpoints, each served under a name

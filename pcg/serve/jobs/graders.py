@@ -73,8 +73,8 @@ class PythonGraders:
         A job may have a grader from a time when they were enabled.
         """
         if not self.is_on:
-            said = "this server runs no python graders; its operator may enable them"
-            raise GradingError(said, "python_grader_server_error")
+            message = "this server runs no python graders; its operator may enable them"
+            raise GradingError(message, "python_grader_server_error")
         turn = self._turns.get(tenant)
         if turn is None:
             turn = self._turns[tenant] = asyncio.Semaphore(1)
@@ -147,8 +147,8 @@ class ServedHost:
                 if self._waits and isinstance(error, QueueFullError):
                     await asyncio.sleep(_AGAIN_S)
                     continue
-                said = str(as_api_error(error).detail)
-                raise GradingError(said, "model_grader_server_error") from None
+                message = str(as_api_error(error).detail)
+                raise GradingError(message, "model_grader_server_error") from None
             return Answer(completion.text, length + len(completion.token_ids))
 
     async def _completion(self, question: Question) -> tuple[int, Completion]:
@@ -193,8 +193,8 @@ async def usable_grader(
     except UnicodeEncodeError:
         raise ApiError(400, f"{where} has an unpaired surrogate.", param=where) from None
     if size > MOST_BYTES:
-        said = f"{where} has {size} bytes; use at most {MOST_BYTES}."
-        raise ApiError(400, said, param=where, code="invalid_grader")
+        message = f"{where} has {size} bytes; use at most {MOST_BYTES}."
+        raise ApiError(400, message, param=where, code="invalid_grader")
     parsed = await service.beside(caller, grader_from, grader, where)
     host = ServedHost(service, caller)
     await host.check(parsed)

@@ -99,9 +99,9 @@ def _add_metrics(connection: sqlite3.Connection, job: str, metrics: Mapping[str,
     evaluated = "" if valid is None else f", validation loss={valid:.4f}"
     step, steps, loss = metrics["step"], metrics["total_steps"], metrics["train_loss"]
     message = f"Step {step}/{steps}: training loss={loss:.4f}"
-    for name, said in ((TRAIN_REWARD, "reward"), (VALID_REWARD, "validation reward")):
+    for name, label in ((TRAIN_REWARD, "reward"), (VALID_REWARD, "validation reward")):
         if name in metrics:
-            evaluated += f", {said}={metrics[name]:.4f}"
+            evaluated += f", {label}={metrics[name]:.4f}"
     records.add_event(connection, job, METRICS, message + evaluated, metrics, step=int(step))
 
 

@@ -281,8 +281,8 @@ async def list_jobs(
             continue
         key = _METADATA.fullmatch(name)
         if key is None:
-            said = "Use metadata[KEY]=VALUE with a key of 1 to 64 characters."
-            raise ApiError(400, said, param="metadata")
+            message = "Use metadata[KEY]=VALUE with a key of 1 to 64 characters."
+            raise ApiError(400, message, param="metadata")
         pairs[key[1]] = value
     if len(pairs) > _MOST_PAIRS:
         raise ApiError(400, f"Use at most {_MOST_PAIRS} pairs.", param="metadata")
@@ -379,8 +379,8 @@ def _report(job: JobRecord, folder: JobFolder) -> str:
         raise ApiError(404, "The job has no report yet: it has not started.", param="id")
     try:
         if (folder.record / METRICS).stat().st_size > MOST_BYTES:
-            said = "The job has too many steps for a page; list its events."
-            raise ApiError(400, said, param="id")
+            message = "The job has too many steps for a page; list its events."
+            raise ApiError(400, message, param="id")
         run, resolved = read_run(folder.record), job.resolved
     except FileNotFoundError:  # the job was deleted
         raise missing("FineTuningJob", job.id) from None
@@ -425,8 +425,8 @@ async def _file(files: Files, caller: Caller, id: str, param: str) -> FileRecord
     except ApiError as error:
         raise ApiError(404, str(error.detail), param=param) from None
     if record.purpose != "fine-tune":
-        said = f"The file {id} is for '{record.purpose}'; use one of the purpose 'fine-tune'."
-        raise ApiError(400, said, param=param)
+        message = f"The file {id} is for '{record.purpose}'; use one of the purpose 'fine-tune'."
+        raise ApiError(400, message, param=param)
     return record
 
 
@@ -434,8 +434,10 @@ def _check_width(service: Service, completions: int) -> None:
     """Raise an ApiError for more completions of a prompt than a tenant may have waiting."""
     most = service.options.queue_of(service.keys.tenants)
     if completions > most:
-        said = f"compute_multiplier needs {completions} completions of a prompt; a tenant may have"
-        raise ApiError(400, f"{said} {most}: use less.", param="compute_multiplier")
+        message = (
+            f"compute_multiplier needs {completions} completions of a prompt; a tenant may have"
+        )
+        raise ApiError(400, f"{message} {most}: use less.", param="compute_multiplier")
 
 
 def _name(service: Service, caller: Caller, suffix: str | None) -> str:

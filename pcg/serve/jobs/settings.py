@@ -124,8 +124,8 @@ class PcgSettings(WireModel):
     def refuse(self, names: tuple[str, ...], because: str) -> None:
         for name in names:
             if getattr(self, name) is not None:
-                said = f"pcg.{name} is {because}; leave it out."
-                raise ApiError(400, said, param=f"pcg.{name}")
+                message = f"pcg.{name} is {because}; leave it out."
+                raise ApiError(400, message, param=f"pcg.{name}")
 
 
 Metadata = dict[
@@ -155,28 +155,28 @@ class JobBody(WireModel):
         """
         method = self.method or Method(type=SUPERVISED)
         if method.type not in METHODS:
-            said = f"'{method.type}' is not one of {list(METHODS)}."
-            raise ApiError(400, f"Invalid value for 'method.type': {said}", param="method.type")
+            message = f"'{method.type}' is not one of {list(METHODS)}."
+            raise ApiError(400, f"Invalid value for 'method.type': {message}", param="method.type")
         for name in METHODS:
             if name != method.type and getattr(method, name) is not None:
-                said = f"method.{name} has no effect on a job of the type '{method.type}'."
-                raise ApiError(400, said, param=f"method.{name}")
+                message = f"method.{name} has no effect on a job of the type '{method.type}'."
+                raise ApiError(400, message, param=f"method.{name}")
         if self.integrations:
-            said = "integrations are not supported; leave them out."
-            raise ApiError(400, said, param="integrations", code=UNSUPPORTED)
+            message = "integrations are not supported; leave them out."
+            raise ApiError(400, message, param="integrations", code=UNSUPPORTED)
         if method.type == REINFORCEMENT:
             name = f"method.{REINFORCEMENT}"
             if method.reinforcement is None:
                 raise ApiError(400, f"Missing required parameter: '{name}'.", param=name)
             if self.hyperparameters is not None:
-                said = f"Give {name}.hyperparameters in place of hyperparameters."
-                raise ApiError(400, said, param="hyperparameters")
+                message = f"Give {name}.hyperparameters in place of hyperparameters."
+                raise ApiError(400, message, param="hyperparameters")
             return method.type, method.reinforcement
         options = method.dpo if method.type == DPO else method.supervised
         hyperparameters = None if options is None else options.hyperparameters
         if hyperparameters is not None and self.hyperparameters is not None:
-            said = f"Give hyperparameters or method.{method.type}.hyperparameters, not both."
-            raise ApiError(400, said, param="hyperparameters")
+            message = f"Give hyperparameters or method.{method.type}.hyperparameters, not both."
+            raise ApiError(400, message, param="hyperparameters")
         kind = DpoHyperparameters if method.type == DPO else Hyperparameters
         shared = {} if self.hyperparameters is None else self.hyperparameters.model_dump()
         return method.type, hyperparameters or kind(**shared)
@@ -226,8 +226,8 @@ def _check_prompt(row: Any, where: str) -> None:
     except UnicodeEncodeError:
         raise DataError(f"{where} has a text with an unpaired surrogate; repair it") from None
     except OverflowError:
-        said = "an integer of more than 64 bits; write it as a text"
-        raise DataError(f"{where} has {said}") from None
+        message = "an integer of more than 64 bits; write it as a text"
+        raise DataError(f"{where} has {message}") from None
     except RecursionError:
         raise DataError(f"{where} is nested too deeply; write a flat row") from None
     if size > _MOST_ROW_BYTES:
@@ -351,8 +351,8 @@ def resolve_reinforcement(
     steps_of_epoch = math.ceil(examples / batch)
     steps = epochs * steps_of_epoch
     if steps > MOST_STEPS:
-        said = f"The job would have {steps} steps, and has at most {MOST_STEPS}."
-        raise ApiError(400, said, param="n_epochs")
+        message = f"The job would have {steps} steps, and has at most {MOST_STEPS}."
+        raise ApiError(400, message, param="n_epochs")
     rate, multiplier = _rate(hyper, settings, _RATES[REINFORCEMENT])
     tokens = min(_COMPLETION_TOKENS, (most_tokens or 512) // 2)
     completion = settings.max_completion_length or tokens
@@ -441,8 +441,8 @@ def checked_peft(config: dict[str, Any] | None, start: str | None) -> dict[str, 
         ApiError: it is invalid or too large, or the job continues a model.
     """
     if start is not None and config is not None:
-        said = f"pcg.peft: the job continues {start}, which has a recipe; leave peft out."
-        raise ApiError(400, said, param="pcg.peft")
+        message = f"pcg.peft: the job continues {start}, which has a recipe; leave peft out."
+        raise ApiError(400, message, param="pcg.peft")
     peft = DEFAULT_PEFT if config is None else config
     _check_plain(peft, "pcg.peft")
     try:
@@ -455,8 +455,8 @@ def checked_peft(config: dict[str, Any] | None, start: str | None) -> dict[str, 
 def _check_plain(value: Any, where: str, depth: int = 0) -> None:
     """Refuse large numbers, and regular expressions as names: matching them may never end."""
     if isinstance(value, str) and not _NAME.fullmatch(value):
-        said = f"{where}: use names of up to 128 letters, digits, dots, - and _, and no patterns"
-        raise ApiError(400, said, param=where)
+        message = f"{where}: use names of up to 128 letters, digits, dots, - and _, and no patterns"
+        raise ApiError(400, message, param=where)
     if isinstance(value, int | float) and not abs(value) <= _MOST_NUMBER:
         raise ApiError(400, f"{where}={value}; use at most {_MOST_NUMBER}", param=where)
     if isinstance(value, dict | list):

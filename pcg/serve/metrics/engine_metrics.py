@@ -154,10 +154,10 @@ class Scrapes:
         (self._route,) = router.routes
 
     async def __call__(self, scope: AsgiScope, receive: Receive, send: Send) -> None:
-        asked = (scope["type"], scope.get("method"), scope.get("path"))
+        target = (scope["type"], scope.get("method"), scope.get("path"))
         service = self._service
         caller: Caller | None = scope.get("state", {}).get("caller")
-        if asked != ("http", "GET", PATH) or not service.may_read_metrics(caller):
+        if target != ("http", "GET", PATH) or not service.may_read_metrics(caller):
             await self.app(scope, receive, send)
             return
         scope["route"] = self._route
@@ -176,14 +176,14 @@ ASKED, REPORT = "endpoint-load-metrics-format", "endpoint-load-metrics"
 """Headers of the request and of the reply."""
 
 
-def load_headers(asked: str | None, numbers: EngineNumbers) -> dict[str, str]:
+def load_headers(format: str | None, numbers: EngineNumbers) -> dict[str, str]:
     """Return the load report that balancers request with a header, in place of scrapes.
 
     endpoint-load-metrics-format: TEXT    in the request, or JSON
     endpoint-load-metrics: TEXT named_metrics.kv_cache_usage_perc=0.4, …    in the reply
 
     Args:
-        asked: the requested format; an unknown format gets no report.
+        format: the requested format; an unknown format gets no report.
 
     Source: the native formats of ORCA (Open Request Cost Aggregation), with the two metrics of
         vllm/entrypoints/serve/utils/orca_metrics.py.
@@ -192,7 +192,7 @@ def load_headers(asked: str | None, numbers: EngineNumbers) -> dict[str, str]:
         "kv_cache_usage_perc": numbers.used_share,
         "num_requests_waiting": float(numbers.queued),
     }
-    match (asked or "").strip().upper():
+    match (format or "").strip().upper():
         case "TEXT":
             pairs = ", ".join(f"named_metrics.{name}={value}" for name, value in load.items())
             return {REPORT: f"TEXT {pairs}"}

@@ -51,7 +51,7 @@ from pcg.serve.openai.wire import FieldNames, Nothing, Only
 
 
 class Block(WireModel):
-    """A block of a content; fields of other types, such as `cache_control`, have no effect."""
+    """A block of a content; other fields, such as `cache_control`, have no effect."""
 
     model_config = ConfigDict(extra="allow")
 

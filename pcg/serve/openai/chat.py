@@ -223,13 +223,13 @@ class ChatBody(SamplingBody):
             variables=with_effort(self.chat_template_kwargs, self.reasoning_effort),
             chat_template=self.chat_template,
         )
-        asked = of_engine(fields, {"max_new_tokens": most, "logprobs": logprobs})
-        return Chat(self.messages, tools, asked, template=template)
+        request_fields = of_engine(fields, {"max_new_tokens": most, "logprobs": logprobs})
+        return Chat(self.messages, tools, request_fields, template=template)
 
     def _check(self) -> None:
         if self.stream_options is not None and not self.stream:
-            said = "stream_options needs stream=true; leave it out"
-            raise ApiError(400, said, param="stream_options")
+            message = "stream_options needs stream=true; leave it out"
+            raise ApiError(400, message, param="stream_options")
         if self.top_logprobs and not self.logprobs:
             raise ApiError(400, "top_logprobs needs logprobs=true", param="top_logprobs")
         check_continued(self.continue_final_message, self.add_generation_prompt)

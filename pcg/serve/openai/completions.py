@@ -69,11 +69,11 @@ class CompletionBody(SamplingBody):
         """
         n = self.n or 1
         if self.stream_options is not None and not self.stream:
-            said = "stream_options needs stream=true; leave it out"
-            raise ApiError(400, said, param="stream_options")
+            message = "stream_options needs stream=true; leave it out"
+            raise ApiError(400, message, param="stream_options")
         if self.best_of is not None and self.best_of < n:
-            said = f"best_of={self.best_of} is below n={self.n}; raise it"
-            raise ApiError(400, said, param="best_of")
+            message = f"best_of={self.best_of} is below n={self.n}; raise it"
+            raise ApiError(400, message, param="best_of")
         if self.stream and self.best_of is not None and self.best_of > n:
             raise ApiError(
                 400,
@@ -187,10 +187,10 @@ class Completions(ChoiceReply):
         if self.has_usage:
             self.head["usage"] = None
         tokenizer = call.service.client.tokenizer
-        self._offsets = [_Offsets(tokenizer, asked.request) for asked in submitted]
+        self._offsets = [_Offsets(tokenizer, each.request) for each in submitted]
         self._places: dict[tuple[int, int], int] = {}
         has_more = self.has_token_ids or self.has_prompt_logprobs or self.has_running_usage
-        has_logprobs = any(asked.request.params.logprobs is not None for asked in submitted)
+        has_logprobs = any(each.request.params.logprobs is not None for each in submitted)
         self._is_text_alone = not has_more and not has_logprobs
         self._written: dict[int, tuple[bytes, bytes]] = {}
 

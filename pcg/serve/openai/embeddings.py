@@ -101,20 +101,20 @@ class EmbeddingsBody(PooledBody):
         return FieldNames("input")
 
     def check_dimensions(self, facts: ModelFacts) -> None:
-        asked, width, allowed = self.dimensions, facts.width, facts.matryoshka_dimensions
-        if asked is None or asked == width:
+        dimensions, width, allowed = self.dimensions, facts.width, facts.matryoshka_dimensions
+        if dimensions is None or dimensions == width:
             return
         if not allowed and not facts.is_matryoshka:
             raise ApiError(
                 400,
-                f"dimensions={asked}: the model's embeddings have {width}, and it is not a "
+                f"dimensions={dimensions}: the model's embeddings have {width}, and it is not a "
                 "Matryoshka model, so they cannot be shortened; leave dimensions out.",
                 param="dimensions",
             )
-        if asked > width or (allowed and asked not in allowed):
+        if dimensions > width or (allowed and dimensions not in allowed):
             which = ", ".join(map(str, allowed)) if allowed else f"1 to {width}"
-            said = f"dimensions={asked}: the model's embeddings have {which}."
-            raise ApiError(400, said, param="dimensions")
+            message = f"dimensions={dimensions}: the model's embeddings have {which}."
+            raise ApiError(400, message, param="dimensions")
 
     def vector(self, completion: Completion) -> np.ndarray[Any, Any] | str:
         """Return an embedding, fp32, shortened and encoded as requested."""

@@ -33,7 +33,7 @@ _RESERVED = {
     "tokenize",
     "tools",
 }
-"""Template variables that clients may not set, or set by other fields."""
+"""Names that chat_template_kwargs may not have: they have their own fields, or none."""
 _END = "\U000f0103 "
 """A private-use character and a space, appended to the content of a message to continue."""
 
@@ -164,8 +164,8 @@ def _plain(message: Message, index: int) -> dict[str, Any]:
     for name in ("annotations", "audio", "function_call"):
         if getattr(message, name):
             instead = "; use tool_calls" if name == "function_call" else ""
-            said = f"messages[{index}].{name} is not supported; leave it out{instead}"
-            raise ApiError(400, said, param=f"messages.{index}.{name}")
+            text = f"messages[{index}].{name} is not supported; leave it out{instead}"
+            raise ApiError(400, text, param=f"messages.{index}.{name}")
     if message.tool_calls and message.role != "assistant":
         raise ApiError(
             400,

@@ -249,8 +249,8 @@ async def detokenize(
     def write() -> bytes:
         last = max(body.tokens, default=0)
         if last >= known:
-            said = f"token {last} is not in the vocabulary of {known} tokens."
-            raise ApiError(400, said, param="tokens")
+            message = f"token {last} is not in the vocabulary of {known} tokens."
+            raise ApiError(400, message, param="tokens")
         return json_bytes({"prompt": tokenizer.decode(body.tokens, False)})
 
     return _reply(await service.beside(caller, write))

@@ -95,7 +95,7 @@ class Reply(ABC):
 
     def __init__(self, submitted: Sequence[Submitted]) -> None:
         self.submitted = submitted
-        self.prompt_tokens = sum(len(asked.request.prompt_ids) for asked in submitted)
+        self.prompt_tokens = sum(len(each.request.prompt_ids) for each in submitted)
         self.output_tokens = 0
         self.cached_tokens: dict[int, int] = {}
 
@@ -233,8 +233,8 @@ class Chunks:
 
     def cancel(self) -> None:
         """Cancel the requests; they end at the engine's next step."""
-        for asked in self._submitted:
-            asked.stream.cancel()
+        for each in self._submitted:
+            each.stream.cancel()
 
     async def begin(self) -> None:
         self._first = await self.next()
@@ -250,7 +250,7 @@ class Chunks:
         return (0, chunks) if chunks else None
 
     async def _merge(self) -> AsyncGenerator[tuple[int, list[Chunk]]]:
-        streams = [asked.stream for asked in self._submitted]
+        streams = [each.stream for each in self._submitted]
         waiting = {asyncio.create_task(s.next_chunks()): index for index, s in enumerate(streams)}
         try:
             while waiting:

@@ -344,8 +344,8 @@ def _turn(store: ResponseStore, tenant: str, body: ResponseBody) -> _Turn:
 
     ApiError: the previous response is not stored or is another tenant's, or an item is invalid.
     """
-    asked = body.input
-    items = [InputItem(role="user", content=asked)] if isinstance(asked, str) else asked
+    content = body.input
+    items = [InputItem(role="user", content=content)] if isinstance(content, str) else content
     items = [
         item if item.id else item.model_copy(update={"id": new_id("msg").replace("-", "_")})
         for item in items

@@ -149,8 +149,8 @@ class GuidedFields(WireModel):
         if not names:
             return guide
         if guide is None or guide.field not in ("guided_json", "guided_json_object"):
-            said = f"{names[0]} is an option of JSON; give it with a schema"
-            raise ApiError(400, said, param=names[0])
+            message = f"{names[0]} is an option of JSON; give it with a schema"
+            raise ApiError(400, message, param=names[0])
         schema: Any = guide.value if guide.field == "guided_json" else {"type": "object"}
         if isinstance(schema, str) and len(schema) <= LONGEST_GUIDE:
             with contextlib.suppress(ValueError, RecursionError):
@@ -172,8 +172,8 @@ class GuidedFields(WireModel):
 
 
 def _together(names: list[str]) -> ApiError:
-    said = f"{' and '.join(names)} cannot be given together; give one"
-    return ApiError(400, said, param=names[1])
+    message = f"{' and '.join(names)} cannot be given together; give one"
+    return ApiError(400, message, param=names[1])
 
 
 _SLOS = {"ttft_slo_ms": "x-slo-ttft-ms", "tpot_slo_ms": "x-slo-tpot-ms"}
@@ -220,7 +220,7 @@ class GenerationConfig:
         return f"{', '.join(f'{name}={value:g}' for name, value in values.items())} ({self.source})"
 
 
-def read_generation_config(asked: str, model: Path | None) -> GenerationConfig:
+def read_generation_config(source: str, model: Path | None) -> GenerationConfig:
     """Return the defaults of `--generation-config`.
 
     Args:
@@ -228,10 +228,10 @@ def read_generation_config(asked: str, model: Path | None) -> GenerationConfig:
     Raises:
         ConfigError: the file is missing, or a value is invalid.
     """
-    if asked == NONE or (asked == AUTO and model is None):
+    if source == NONE or (source == AUTO and model is None):
         return GenerationConfig()
-    is_auto = asked == AUTO
-    folder = model if is_auto and model is not None else expanded(asked)
+    is_auto = source == AUTO
+    folder = model if is_auto and model is not None else expanded(source)
     path = folder if folder.suffix == ".json" else folder / FILE
     if not is_file(path):
         if is_auto:
@@ -242,7 +242,7 @@ def read_generation_config(asked: str, model: Path | None) -> GenerationConfig:
         )
     defaults = _defaults(path, read_json(path, ConfigError))
     says_nothing = defaults == SamplingDefaults()
-    return GenerationConfig(None if says_nothing else FILE if is_auto else asked, defaults)
+    return GenerationConfig(None if says_nothing else FILE if is_auto else source, defaults)
 
 
 def _defaults(path: Path, content: Mapping[str, Any]) -> SamplingDefaults:
@@ -406,6 +406,6 @@ def content_schema(
         case _:
             schema = {"type": "object"}
     if guide is not None:
-        said = f"{param} and {guide.name} cannot be given together; give one"
-        raise ApiError(400, said, param=param)
+        message = f"{param} and {guide.name} cannot be given together; give one"
+        raise ApiError(400, message, param=param)
     return schema

@@ -283,8 +283,8 @@ class AskedTools:
                 fields["guided_grammar"] = guide.grammar(format, support.notation)
             except ValueError as error:
                 of_content = "" if content is None else f" and of {self.content_field}"
-                said = f"The schemas of the tools{of_content} are invalid: {error}"
-                raise ApiError(400, said, param="tools") from error
+                message = f"The schemas of the tools{of_content} are invalid: {error}"
+                raise ApiError(400, message, param="tools") from error
         # Texts must include markers that are special tokens.
         if not support.notation.special.isdisjoint(format.markers):
             fields["skip_special_tokens"] = False
@@ -312,17 +312,17 @@ class AskedTools:
         names = list(dict.fromkeys(tool.function.name for tool in chosen))
         for name in names:
             if name not in by_name:
-                said = f"tool_choice names {name!r}, and the tools are {', '.join(by_name)}."
-                raise ApiError(400, said, param="tool_choice")
+                message = f"tool_choice names {name!r}, and the tools are {', '.join(by_name)}."
+                raise ApiError(400, message, param="tool_choice")
         return [by_name[name] for name in names]
 
 
 def _with_tools(
     messages: PlainMessages, tools: Sequence[Mapping[str, Any]], format: ToolFormat
 ) -> PlainMessages:
-    """Add the tools to the end of a system message, or to the start of a user message.
+    """Add the tools to the first message: at the end of a system message, at the start of a user's.
 
-    A system message is not added before a user message, as some templates do not have the role.
+    Only before other roles, the tools become a system message, as not all templates have that role.
     """
     listed = "\n".join(json.dumps(tool, ensure_ascii=False) for tool in tools)
     call = format.written("<name of the function>", "<its arguments as a JSON object>")

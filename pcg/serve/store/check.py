@@ -1,8 +1,8 @@
 """Check and repair a data folder that no server uses.
 
 Repair reports every change. It moves damaged files, and files that no row names, to quarantine. A
-missing file is restored from quarantine if an undamaged copy exists there; otherwise its row is
-removed.
+missing or damaged file is restored from quarantine if an undamaged copy exists there; otherwise its
+row is removed.
 """
 
 from __future__ import annotations

@@ -1,16 +1,16 @@
-"""Contents of files, stored once under their digest; and the removal of paths that no row names.
+"""File contents (blobs), stored once under their digest, and the removal of unused paths.
 
-    <folder>/incoming/…             contents being written, which the next start removes
-    <folder>/files/3f/3f9a…         a content, under its SHA-256 in hexadecimal digits
+    <folder>/incoming/…             blobs being written, which the next start removes
+    <folder>/files/3f/3f9a…         a blob, under its SHA-256 in hexadecimal digits
     <folder>/quarantine/<date>/…    paths without a row and without a record of removal
 
-A content is written and synced under a temporary name. The writing thread renames it in the
-transaction of its row, so a row never names a missing path. Reading a content compares it with its
+A blob is written and synced under a temporary name. The writing thread renames it in the
+transaction of its row, so a row never names a missing path. Reading a blob compares it with its
 digest.
 
-The table `removed` records paths, relative to the data folder, whose rows were deleted (triggers in
-the schema write the record), and paths being created. Recorded paths are deleted. A path without a
-row and without a record, as after the database was restored from a copy, may be the only copy of a
+The table `removed` records the paths, relative to the data folder, of deleted rows (triggers in the
+schema write the record), and paths being created. Recorded paths are deleted. A path without a row
+and without a record, as after the database was restored from a copy, may be the only copy of a
 user's data: it moves to quarantine and is never deleted.
 """
 
@@ -109,7 +109,7 @@ _READ_BYTES = 2**20
 
 
 class Incoming:
-    """A content that is being received.
+    """A blob that is being received.
 
     Attributes:
         size_bytes: bytes so far.
@@ -127,7 +127,7 @@ class Incoming:
 
     @property
     def md5(self) -> str:
-        """The content's MD5, which a client may send."""
+        """The blob's MD5, which a client may send."""
         return self._md5.hexdigest()
 
     def write(self, part: bytes) -> None:
@@ -141,7 +141,7 @@ class Incoming:
         self._md5.update(part)
 
     def finish(self) -> None:
-        """Wait until the content is on disk. StoreFullError: there is no room."""
+        """Wait until the blob is on disk. StoreFullError: there is no room."""
         try:
             self._file.flush()
             os.fsync(self._file.fileno())
@@ -150,20 +150,20 @@ class Incoming:
             raise as_store_error(error) from error
 
     def drop(self) -> None:
-        """Remove the content unless it was stored; idempotent."""
+        """Remove the blob unless it was stored; idempotent."""
         with contextlib.suppress(OSError):  # a full disk cannot take the rest of the buffer
             self._file.close()
         self._path.unlink(missing_ok=True)
 
     def move(self, target: Path) -> None:
-        """Rename the content to its place, which may have the same content."""
+        """Rename the blob to its place; an existing file there has the same bytes."""
         target.parent.mkdir(exist_ok=True)
         self._path.replace(target)
         sync_names(target.parent)
 
 
 class Contents:
-    """The contents of a store."""
+    """The blobs of a store."""
 
     def __init__(self, folder: Path, reserve: Reserve) -> None:
         self._folder = folder
@@ -174,7 +174,7 @@ class Contents:
             folder.mkdir(exist_ok=True)
 
     def begin(self) -> Incoming:
-        """Return a content to write. StoreFullError: there is no room."""
+        """Return a blob to write. StoreFullError: there is no room."""
         if not self._reserve.is_whole:
             raise StoreFullError("there is no room on the disk")
         try:
@@ -186,11 +186,10 @@ class Contents:
         return self._folder / relative(digest)
 
     def pieces(self, digest: str) -> Iterator[bytes]:
-        """Yield the pieces of a content.
+        """Yield the pieces of a blob.
 
         Raises:
-            StoreDamagedError: the content is missing, or, after the last piece, its digest is
-                wrong.
+            StoreDamagedError: the blob is missing, or, after the last piece, its digest is wrong.
         """
         sha256 = hashlib.sha256()
         try:
@@ -204,24 +203,24 @@ class Contents:
             raise _damaged(digest, "its SHA-256 is not its name")
 
     def check(self, digest: str) -> Path:
-        """Compare a content with its digest, and return its path. Raises the errors of `pieces`."""
+        """Compare a blob with its digest, and return its path. Raises the errors of `pieces`."""
         for _ in self.pieces(digest):
             pass
         return self.path(digest)
 
     def put(self, incoming: Incoming) -> str:
-        """Store a finished content, within the write of its row."""
+        """Store a finished blob, within the write of its row."""
         incoming.move(self.path(incoming.digest))
         return incoming.digest
 
     def remove_unnamed(self, connection: sqlite3.Connection, digest: str) -> None:
-        """Remove a content without a row, within a write after the row's deletion."""
+        """Remove a blob without a row, within a write after the row's deletion."""
         if not _is_named(connection, digest):
             self.path(digest).unlink(missing_ok=True)
         forget_removals(connection, [relative(digest)])
 
     def clear_incoming(self) -> None:
-        """Remove the unfinished contents of a crash."""
+        """Remove the blobs that a crash left unfinished."""
         for unfinished in self._incoming.iterdir():
             remove_path(unfinished)
 
@@ -231,7 +230,7 @@ class Contents:
 
 
 def relative(digest: str) -> str:
-    """Return the path of a content in the data folder."""
+    """Return the path of a blob in the data folder."""
     return f"files/{digest[:2]}/{digest}"
 
 

@@ -209,35 +209,35 @@ class Database:
                     batch.append(self._writes.get_nowait())
             except Empty:
                 pass
-            asked = [write for write in batch if write is not None]
-            if asked:
-                self._write_together(asked)
-            if len(asked) < len(batch):
+            writes = [write for write in batch if write is not None]
+            if writes:
+                self._write_together(writes)
+            if len(writes) < len(batch):
                 return
 
-    def _write_together(self, asked: list[_Write]) -> None:
+    def _write_together(self, writes: list[_Write]) -> None:
         """Run writes; on a full disk, repeat those that may use the reserve with its room."""
         error: BaseException | None = None
         if not self._reserve.restore():
-            asked = _of_reserve(asked, StoreFullError("there is no room on the disk"))
-        while asked:
-            error = self._transact(asked)
+            writes = _of_reserve(writes, StoreFullError("there is no room on the disk"))
+        while writes:
+            error = self._transact(writes)
             if error is None:
                 return
             if not isinstance(error, StoreFullError):
                 break
-            asked = _of_reserve(asked, error)
+            writes = _of_reserve(writes, error)
             if not self._reserve.release():
                 break
-        for write in asked:
+        for write in writes:
             write.future.set_exception(error)
 
-    def _transact(self, asked: list[_Write]) -> BaseException | None:
+    def _transact(self, writes: list[_Write]) -> BaseException | None:
         """Run writes in a transaction; return the error that undid all of it, or None."""
         results: list[tuple[Future[Any], Any, BaseException | None]] = []
         try:
             self._writing.execute("BEGIN IMMEDIATE")
-            for write in asked:
+            for write in writes:
                 self._writing.execute("SAVEPOINT act")
                 result = failed = None
                 try:
@@ -264,12 +264,12 @@ class Database:
         return None
 
 
-def _of_reserve(asked: list[_Write], error: BaseException) -> list[_Write]:
+def _of_reserve(writes: list[_Write], error: BaseException) -> list[_Write]:
     """Return the writes that may use the reserve; fail the other writes with an error."""
-    for write in asked:
+    for write in writes:
         if not write.may_use_reserve:
             write.future.set_exception(error)
-    return [write for write in asked if write.may_use_reserve]
+    return [write for write in writes if write.may_use_reserve]
 
 
 # ------------------------------------------------------------------------------------------- schema

@@ -5,7 +5,7 @@
 <folder>/identity.json  the id of the folder, which the database also has
 <folder>/pcg.sqlite     the database
 <folder>/SHA256SUMS     the checksum of the database, while no server uses it
-<folder>/files/         contents of files, by digest
+<folder>/files/         blobs, by digest
 <folder>/quarantine/    paths without a row, found at a start
 <folder>/reserve        room for deletions on a full disk
 
@@ -69,7 +69,7 @@ class Store:
     Attributes:
         folder: the data folder.
         database: rows.
-        contents: contents of files.
+        contents: blobs of files.
         reserve: room for deletions, whole unless the disk is full.
     """
 

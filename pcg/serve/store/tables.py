@@ -80,7 +80,7 @@ class Table(Generic[Row]):
         order: str = "",
         **equal: Cell,
     ) -> list[Row]:
-        """Return the rows that fit; `order` is the end of the statement."""
+        """Return the matching rows; `order` is the end of the statement."""
         rows = self.read(connection, self.columns, condition, values, order, **equal)
         return [self._row(*row) for row in rows]
 

@@ -11,7 +11,7 @@ import pytest
 from pcg.errors import AdapterError
 from pcg.files import SUMS, read_bytes
 from pcg.peft.adapter_files import CONFIG
-from pcg.serve.adapters.loader import as_asked
+from pcg.serve.adapters.loader import with_client_path
 from tests.support import serving
 
 
@@ -21,7 +21,7 @@ def test_a_message_has_nothing_of_the_servers_folders(length: int) -> None:
     directory = Path(str(directory)[: length - 1] + "x")
     with pytest.raises(AdapterError) as refused:
         read_bytes(directory / CONFIG, AdapterError)
-    said = as_asked(f"{refused.value}; {directory} has none", directory, "sql")
+    said = with_client_path(f"{refused.value}; {directory} has none", directory, "sql")
     assert "server" not in said
     assert said.startswith("sql")
     assert said.endswith("; sql has none")
