@@ -1,8 +1,8 @@
-// What the page adds where scripts run: the words of what is pointed at, and the filter of tensors.
+// The script of static pages: titles of hovered elements, and the filter of tensors.
 "use strict";
 document.documentElement.classList.add("js");
 
-// Show the title of what is pointed at, which a phone has no tooltip for.
+// Show the title of the hovered or tapped element, as phones have no tooltips.
 for (const figure of document.querySelectorAll("figure")) {
   const line = figure.querySelector(".readout");
   if (!line) continue;

@@ -1,5 +1,5 @@
-// The live page of a server: asks for its numbers once a second, with the key that was typed in.
-// The key stays in this tab's session; texts of the server are set as text, never as HTML.
+// The live page of a server: loads its state once a second with the user's key. The key stays in this
+// tab's session storage; texts of the server are set as text, never as HTML.
 "use strict";
 const KEY = "pcg-key", SECOND = 1000, KEPT = 180, RECENT = 60;
 const $ = (id) => document.getElementById(id);
@@ -15,7 +15,7 @@ function make(tag, given = {}, ...inside) {
   return made;
 }
 
-// A row of a table: its head, and cells, of which those that are numbers stand at the right.
+// Return a row of a table: its head, and cells; numbers are aligned at the right.
 function row(head, ...cells) {
   const made = make("tr", {}, make("th", { scope: "row" }, head));
   for (const cell of cells) {
@@ -43,7 +43,7 @@ const seconds = (s) => s === null ? "–" : s < 0.9995 ? `${(s * 1000).toPrecisi
 const counted = (number, noun) => `${whole.format(number)} ${noun}${number === 1 ? "" : "s"}`;
 const share = (part, all) => all ? `${(100 * part / all).toFixed(1)}%` : "–";
 
-// The percentile of samples counted by bounds, as Prometheus' histogram_quantile estimates it.
+// Estimate a percentile of a histogram, as Prometheus' histogram_quantile does.
 function percentile(bounds, counts, percent) {
   const rank = counts.reduce((sum, count) => sum + count, 0) * percent / 100;
   if (!rank) return null;
@@ -56,18 +56,18 @@ function percentile(bounds, counts, percent) {
   return low;
 }
 
-// ------------------------------------------------------------------------------- what is shown
+// ------------------------------------------------------------------------------- display
 
-// A key that may not see what other tenants do gets no numbers of the whole engine.
+// A key that may not see other tenants' use gets no numbers of the whole engine.
 function showNumbers(now, before) {
   if (!now.engine) return;
   const rate = (field) => before && now.time_s > before.time_s
     ? Math.max(0, now.engine.tokens[field] - before.engine.tokens[field]) / (now.time_s - before.time_s) : 0;
   const { requests, pages } = now.engine, used = pages - now.engine.free_pages;
   const entries = [
-    [whole.format(requests.running), "requests run", `${whole.format(requests.waiting)} wait`],
-    [whole.format(rate("generated")), "tokens a second", `${whole.format(rate("prompts"))} read of prompts`],
-    [whole.format(rate("trained")), "trained tokens a second", counted(now.jobs.filter((job) => job.is_active).length, "job")],
+    [whole.format(requests.running), "running requests", `${whole.format(requests.waiting)} waiting`],
+    [whole.format(rate("generated")), "tokens per second", `${whole.format(rate("prompts"))} prompt tokens`],
+    [whole.format(rate("trained")), "trained tokens per second", counted(now.jobs.filter((job) => job.is_active).length, "job")],
     [share(used, pages), "of the pages in use", counted(pages, "page")],
   ];
   $("numbers").replaceChildren(...entries.map(([number, name, aside]) => make("li", {},
@@ -96,7 +96,7 @@ function showChart() {
       `${place ? "L" : "M"}${x.toFixed(1)} ${(174 - 164 * y / most).toFixed(1)}`).join(""));
     return path;
   }));
-  text("top", `the highest: ${whole.format(most)}`);
+  text("top", `maximum: ${whole.format(most)}`);
 }
 
 function showLatencies(now) {
@@ -115,20 +115,20 @@ function showLatencies(now) {
     for (const cell of made.querySelectorAll("td")) cell.className = "n";
     return made;
   }));
-  text("span", `Half, 90% and 99% of the last minute's times were within these; ${counted(count, "request")} ended in it.
-    Promised is what the server's options say, and a request may ask for other times; kept is the share since the start.`);
+  text("span", `Percentiles of the last minute, in which ${counted(count, "request")} ended. The SLO is the server's; requests may
+    set others. Met is the share of requests since the start.`);
 }
 
 function showTables(now) {
   fill("adapters", now.adapters.map((one) => row(
     named(`${one.name}`, one.tenant && `of ${one.tenant}`, `version ${one.version}`),
     one.method, size(one.size_bytes, 2 ** 20), one.running, one.waiting,
-    one.is_trained ? "is trained" : one.is_resident ? "on the device" : "in host memory",
-  )), "No adapters yet: load one, or train one.");
+    one.is_trained ? "in training" : one.is_resident ? "on the device" : "in host memory",
+  )), "No adapters yet: load or train an adapter.");
   fill("requests", now.running.map((one) => row(
     named(`${one.id.slice(0, 13)}…`, one.tenant && `of ${one.tenant}`), one.adapter || "base", one.prompt_tokens, one.output_tokens,
     one.age_s.toFixed(1),
-  )), "None runs now.");
+  )), "No running requests.");
   fill("jobs", now.jobs.map((job) => {
     const bar = make("progress", { max: job.total_steps || 1, value: job.step, "aria-label": "steps" });
     const step = job.total_steps ? `${job.step} of ${job.total_steps}` : `${job.step}`;
@@ -147,13 +147,13 @@ function showTables(now) {
     swatch.style.setProperty("--c", `var(--${kind}, var(--other))`);
     head.append(swatch, kind.replace("kv_", "KV ").replace("_", " "));
     return row(head, size(bytes, 2 ** 30, 3), share(bytes, total));
-  }), "Not known.");
+  }), "Unknown.");
 }
 
 function showServer(now) {
   document.querySelector("h1").textContent = now.model;
   document.title = `${now.model} – pcg serve`;
-  const words = now.state === "running" ? "takes requests" : now.state === "draining" ? "ends its work and takes no requests" : "has ended";
+  const words = now.state === "running" ? "takes requests" : now.state === "draining" ? "drains and takes no requests" : "has ended";
   text("state", `It ${words}. pcg ${now.version}, up to ${now.max_model_len ? whole.format(now.max_model_len) : "any number of"} tokens; your key is “${now.key}”.`);
   $("dot").className = now.state === "running" ? "good" : "bad";
   const models = JSON.stringify([now.model, ...now.adapters.map((one) => one.name)]);
@@ -166,7 +166,7 @@ function showServer(now) {
   }
 }
 
-// ------------------------------------------------------------------------------- asking the server
+// ------------------------------------------------------------------------------- requests
 
 const headers = (more = {}) => ({ Authorization: `Bearer ${key}`, ...more });
 const problem = async (reply) => {
@@ -184,7 +184,7 @@ function enter(words = "") {
   history = [];
   known = "";
   for (const part of document.querySelectorAll(".live")) part.hidden = true;
-  document.querySelector("h1").textContent = "A model that is served and finetuned";
+  document.querySelector("h1").textContent = "A served and finetuned model";
   document.title = "pcg serve";
   $("answer").textContent = "";
   $("enter").hidden = false;
@@ -222,7 +222,7 @@ async function refresh() {
   if (!document.hidden) timer = setTimeout(refresh, SECOND);
 }
 
-// Call with the data of each event of a stream.
+// Call `act` with the data of each event of a stream.
 async function events(reply, act) {
   const reader = reply.body.pipeThrough(new TextDecoderStream()).getReader();
   let left = "";
@@ -251,7 +251,7 @@ async function ask(form) {
   answer.textContent = "";
   $("send").disabled = true;
   $("stop").disabled = false;
-  text("took", "waits …");
+  text("took", "waiting …");
   try {
     const reply = await fetch(isChat ? "v1/chat/completions" : "v1/completions", {
       method: "POST", headers: headers({ "Content-Type": "application/json" }),
@@ -270,7 +270,7 @@ async function ask(form) {
       text("took", `first token after ${seconds((first - began) / 1000)}`);
     });
     const took = (performance.now() - (first ?? began)) / 1000, made = usage ? usage.completion_tokens : 0;
-    const speed = made > 1 && took > 0 ? `, then ${((made - 1) / took).toFixed(1)} tokens a second` : "";
+    const speed = made > 1 && took > 0 ? `, then ${((made - 1) / took).toFixed(1)} tokens per second` : "";
     text("took", `${made} tokens; the first after ${seconds(first === null ? null : (first - began) / 1000)}${speed}`);
   } catch (error) {
     const wasStopped = error.name === "AbortError";

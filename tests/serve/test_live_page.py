@@ -99,7 +99,7 @@ def overhanging(tab: Tab) -> list[str]:
 
 def test_it_shows_the_server_to_who_has_a_key(tab: Tab, served: serving.Served) -> None:
     assert "API key" in seen(tab)
-    assert "requests run" not in seen(tab)
+    assert "running requests" not in seen(tab)
     assert overhanging(tab) == []
     enter(tab, "wrong-key-of-mine")
     tab.until("document.querySelector('.said').textContent.includes('Incorrect API key')")
@@ -110,7 +110,7 @@ def test_it_shows_the_server_to_who_has_a_key(tab: Tab, served: serving.Served) 
     tab.until("!document.querySelector('.live').hidden")
     words = seen(tab)
     assert tab.run("document.querySelector('h1').textContent") == HOSTILE
-    for part in ("requests run", "lora-0", "to the first token", "60.0 s", "takes requests"):
+    for part in ("running requests", "lora-0", "to the first token", "60.0 s", "takes requests"):
         assert part in words
     for is_dark in (False, True):
         for width in (390, 1200):

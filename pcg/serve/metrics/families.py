@@ -70,11 +70,11 @@ class Families:
     def state(self, numbers: EngineNumbers) -> Iterator[Metric]:
         """Yield the present state: requests, the KV cache, and resident adapters."""
         gauge, served = self._gauge, self._served
-        yield gauge("vllm:num_requests_running", "Requests that run.", numbers.running)
-        yield gauge("vllm:num_requests_waiting", "Requests that wait.", numbers.queued)
+        yield gauge("vllm:num_requests_running", "Running requests.", numbers.running)
+        yield gauge("vllm:num_requests_waiting", "Waiting requests.", numbers.queued)
         yield gauge(
             "vllm:num_requests_waiting_by_reason",
-            "Requests that wait for room, or until their guides are compiled.",
+            "Requests that wait for room, or for the compilation of their guides.",
             _by("reason", {"capacity": numbers.waiting, "deferred": numbers.preparing}),
         )
         words = "Used share of the pool's pages, from 0 to 1."
@@ -92,7 +92,7 @@ class Families:
             "running_lora_adapters": self._listed(adapters.resident.copy()),
             "waiting_lora_adapters": self._listed(adapters.waiting.copy()),
         }
-        words = "Adapters with pages, and those that requests wait for; the value is the time."
+        words = "Resident adapters, and adapters of waiting requests; the value is the time."
         info = Metric("vllm:lora_requests_info", words, "gauge")
         info.add_sample(info.name, labels, time.time())
         yield info
@@ -118,17 +118,17 @@ class Families:
     def _requests(self, totals: Totals) -> Iterator[Metric]:
         counter, ended = self._counter, totals.requests
         read, cached = totals.prompt_tokens, totals.cached_tokens
-        words = "How often a request gave its pages up."
+        words = "Preemptions of requests."
         yield counter("vllm:num_preemptions", words, totals.preemptions)
-        yield counter("vllm:prompt_tokens", "Tokens of prompts that were read.", read)
-        yield counter("vllm:prompt_tokens_cached", "Those of them that were in the cache.", cached)
+        yield counter("vllm:prompt_tokens", "Prompt tokens processed.", read)
+        yield counter("vllm:prompt_tokens_cached", "Prompt tokens found in the cache.", cached)
         sources = {"local_compute": read - cached, "local_cache_hit": cached}
         yield counter(
             "vllm:prompt_tokens_by_source",
-            "Tokens of prompts, computed and cached.",
+            "Prompt tokens, computed and cached.",
             _by("source", {**sources, "external_kv_transfer": 0}),
         )
-        yield counter("vllm:generation_tokens", "Tokens that were generated.", totals.output_tokens)
+        yield counter("vllm:generation_tokens", "Generated tokens.", totals.output_tokens)
         yield counter("vllm:prefix_cache_queries", "Tokens looked for in the prefix cache.", read)
         yield counter("vllm:prefix_cache_hits", "Tokens found in the prefix cache.", cached)
         reasons = {
@@ -138,35 +138,39 @@ class Families:
             "error": ended[Outcome.FAILED],
             "repetition": 0,
         }
-        words = "Requests that are over, by how they ended."
+        words = "Finished requests, by finish reason."
         yield counter("vllm:request_success", words, _by("finished_reason", reasons))
 
     def _distributions(self, totals: Totals) -> Iterator[Metric]:
         for name, words, times in (
-            ("time_to_first_token", "From a request's coming to its first token.", totals.ttft),
-            ("inter_token_latency", "Gaps between neighbouring tokens.", totals.itl),
+            ("time_to_first_token", "From arrival to the first token.", totals.ttft),
+            ("inter_token_latency", "Gaps between consecutive tokens.", totals.itl),
             ("request_time_per_output_token", "Mean gap of a request.", totals.tpot),
-            ("e2e_request_latency", "From a request's coming to its end.", totals.e2el),
-            ("request_queue_time", "From a request's coming to its admission.", totals.queueing),
-            ("request_inference_time", "From its admission to its end.", totals.inference),
-            ("request_prefill_time", "From its admission to its first token.", totals.prefill),
-            ("request_decode_time", "From its first token to its end.", totals.decode),
+            ("e2e_request_latency", "From arrival to the end.", totals.e2el),
+            ("request_queue_time", "From arrival to admission.", totals.queueing),
+            ("request_inference_time", "From admission to the end.", totals.inference),
+            ("request_prefill_time", "From admission to the first token.", totals.prefill),
+            ("request_decode_time", "From the first token to the end.", totals.decode),
         ):
             yield self._histogram(f"vllm:{name}_seconds", f"{words} Seconds.", [({}, times)])
         for name, words, sizes in (
-            ("request_prompt_tokens", "Tokens of a request's prompt.", totals.prompt_lengths),
+            ("request_prompt_tokens", "Prompt tokens of a request.", totals.prompt_lengths),
             (
                 "request_generation_tokens",
-                "Tokens that a request generated.",
+                "Generated tokens of a request.",
                 totals.output_lengths,
             ),
-            ("request_max_num_generation_tokens", "Those of its longest choice.", totals.longest),
-            ("request_params_max_tokens", "The most tokens that it asked for.", totals.max_tokens),
+            (
+                "request_max_num_generation_tokens",
+                "Generated tokens of a request's longest choice.",
+                totals.longest,
+            ),
+            ("request_params_max_tokens", "Maximum tokens set by a request.", totals.max_tokens),
         ):
             most = self._served.max_model_len
             yield self._histogram(f"vllm:{name}", words, [({}, sizes)], most)
         for name, words, numbers in (
-            ("iteration_tokens_total", "Tokens that a step serves.", totals.steps),
+            ("iteration_tokens_total", "Served tokens of a step.", totals.steps),
             ("request_params_n", "Continuations of a prompt.", totals.choices),
             ("request_num_preemptions", "Preemptions of a request.", totals.preempted),
         ):
@@ -200,9 +204,9 @@ class Families:
         ]
         each.append((_OTHERS, totals.others))
         running, waiting = totals.running.copy(), totals.waiting.copy()
-        words = "Requests of an adapter that run."
+        words = "Running requests of an adapter."
         yield self._gauge("pcg:adapter_requests_running", words, counted(running))
-        words = "Requests of an adapter that wait."
+        words = "Waiting requests of an adapter."
         yield self._gauge("pcg:adapter_requests_waiting", words, counted(waiting))
         tiers = {"device": totals.resident.copy(), "host": Counter(in_host)}
         yield self._gauge(
@@ -215,22 +219,22 @@ class Families:
             ],
         )
         for series, words, attribute in (
-            ("requests", "Requests of an adapter that came.", "requests"),
-            ("prompt_tokens", "Tokens of its prompts that were read.", "prompt_tokens"),
+            ("requests", "Received requests of an adapter.", "requests"),
+            ("prompt_tokens", "Prompt tokens of an adapter.", "prompt_tokens"),
             (
                 "generation_tokens",
-                "Tokens that its requests generated, at their ends.",
+                "Generated tokens of an adapter's finished requests.",
                 "output_tokens",
             ),
         ):
             samples = [(labels, getattr(adapter, attribute)) for labels, adapter in each]
             yield self._counter(f"pcg:adapter_{series}", words, samples)
-        words = "From a request's coming to its first token, by adapter. Seconds."
+        words = "From arrival to the first token, by adapter. Seconds."
         times = [(labels, adapter.ttft) for labels, adapter in each]
         yield self._histogram("pcg:adapter_time_to_first_token_seconds", words, times)
-        words = "How often an adapter was given pages."
+        words = "Loads of adapters into pages."
         yield self._counter("pcg:adapter_loads", words, totals.paged_in)
-        words = "How often an adapter gave its pages up."
+        words = "Evictions of adapters from pages."
         yield self._counter("pcg:adapter_evictions", words, totals.evicted)
 
     def _jobs(self, totals: Totals, jobs: Sequence[JobStatus]) -> Iterator[Metric]:
@@ -240,37 +244,39 @@ class Families:
         steps = [(labels, job.step) for labels, job in named]
         losses = [(labels, job.loss) for labels, job in named if job.loss is not None]
         tokens = [(labels, totals.job_tokens.get(job.name, 0)) for labels, job in named]
-        yield self._gauge("pcg:finetune_step", "Steps of a job that are done.", steps)
+        yield self._gauge("pcg:finetune_step", "Completed steps of a job.", steps)
         yield self._gauge("pcg:finetune_loss", "Mean loss of a job's last step.", losses)
-        words = "Tokens that jobs of this name trained."
+        words = "Trained tokens of jobs with the name."
         yield self._counter("pcg:finetune_tokens", words, tokens)
-        words = "Tokens that a step trains beside what it serves, where it trains any."
+        words = "Trained tokens of a step that trains."
         yield self._histogram("pcg:iteration_finetune_tokens", words, [({}, totals.window_steps)])
 
     def _promises(self, totals: Totals) -> Iterator[Metric]:
         promises = {"ttft": totals.promised_ttft, "tpot": totals.promised_tpot}
-        words = "Requests with a promised latency that are over."
+        words = "Finished requests with an SLO."
         requests = {kind: promised.requests for kind, promised in promises.items()}
         yield self._counter("pcg:slo_requests", words, _by("class", requests))
-        words = "Those of them that finished within it."
+        words = "Finished requests that met their SLO."
         kept = {kind: promised.kept for kind, promised in promises.items()}
         yield self._counter("pcg:slo_kept", words, _by("class", kept))
-        words = "The share of them since the start; there is none before the first."
+        words = "Share of the requests that met their SLO since the start; absent before the first."
         shares = {kind: p.share for kind, p in promises.items() if p.share is not None}
         yield self._gauge("pcg:slo_attainment_ratio", words, _by("class", shares))
         refused = totals.requests[Outcome.REFUSED] + totals.turned_away
-        words = "Requests that were refused when they came."
+        words = "Requests refused on arrival."
         yield self._counter("pcg:requests_refused", words, refused)
 
     def _memory(self, numbers: EngineNumbers) -> Iterator[Metric]:
-        words = "Kernels compiled and steps recorded since the warm-up, while requests waited."
+        words = "Kernels compiled and steps recorded after the warm-up, which delayed requests."
         yield self._counter("pcg:late_preparations", words, _by("kind", numbers.late))
-        words = "Steps by why they were read before the next began, or once that had (ahead)."
+        words = (
+            "Steps, by why they were read before the next step began; else 'ahead'."
+        )
         yield self._counter("pcg:steps_read", words, _by("why", numbers.reads))
         sizes = {**self._served.memory_bytes, "adapter_copies": numbers.copies_bytes}
-        words = "Bytes of the device by what has them."
+        words = "Bytes of the device's memory, by use."
         yield self._gauge("pcg:memory_bytes", words, _by("kind", sizes))
-        words = "Tokens of prompts that wait."
+        words = "Prompt tokens of waiting requests."
         yield self._gauge("pcg:waiting_prompt_tokens", words, numbers.waiting_tokens)
 
     # ----------------------------------------------------------------------------- families
