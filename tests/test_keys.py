@@ -85,10 +85,10 @@ def test_keys_that_cannot_be(tmp_path: Path) -> None:
     for key in ("short", "with space", "ünïcödé-key"):
         with pytest.raises(ServeError, match="at least 8"):
             open_keys((key,), None)
-    with pytest.raises(ServeError, match="two keys are called 'a'"):
+    with pytest.raises(ServeError, match="two keys have the name 'a'"):
         Keys([serving.key("a"), serving.key("a")])
     entry = {"name": "ci", "sha256": SHA, "scopes": ["infer"]}
-    with pytest.raises(ServeError, match="'ci' and 'cd' are one and the same"):
+    with pytest.raises(ServeError, match="'ci' and 'cd' have the same value"):
         open_keys((), written(tmp_path, [entry, {**entry, "name": "cd"}]))
 
 

@@ -183,4 +183,4 @@ def test_modules_are_listed_as_for_vllm(arguments: tuple[str, ...]) -> None:
 
 def test_what_follows_modules_is_no_module() -> None:
     result = run("serve", "--lora-modules", "a=x", "examples/checkpoint")
-    assert_one_error(result, "--lora-modules a=x: no adapter_config.json is there")
+    assert_one_error(result, "--lora-modules a=x: adapter_config.json is missing")
