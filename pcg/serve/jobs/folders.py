@@ -16,6 +16,7 @@ import re
 import shutil
 import sqlite3
 from collections.abc import Collection, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -134,8 +135,12 @@ class JobFolder:
         The page is written after the job's end, when the bytes have been counted.
         """
         others = (self.training, self.validation, self.record / REPORT)
-        files = [path for path in self.path.glob("**/*") if path.is_file() and path not in others]
-        return sum(path.lstat().st_size for path in files)
+        size = 0
+        for folder, _, names in os.walk(self.path):
+            for path in (Path(folder, name) for name in names):
+                with suppress(FileNotFoundError):  # the engine renames files while a job runs
+                    size += 0 if path in others else path.lstat().st_size
+        return size
 
     def strip(self) -> None:
         """Remove all but models and checkpoints, after the job's row was deleted."""

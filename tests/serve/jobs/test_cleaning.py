@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import sqlite3
+from collections.abc import Iterator
 from pathlib import Path
+
+import pytest
 
 from pcg.serve.adapters import kept_models
 from pcg.serve.adapters.kept_models import KeptModel
@@ -101,3 +105,19 @@ def test_the_end_of_a_job_leaves_what_is_named(tmp_path: Path) -> None:
         assert held(store) == {"over": folder.held_bytes()}
         assert not (folder.path / OPTIMIZER).exists()
         assert (folder.checkpoints / "step-00000002" / STATE).exists()
+
+
+def test_a_file_that_is_renamed_meanwhile_does_not_stop_the_count(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = JobFolder(tmp_path, "ftjob-1")
+    folder.record.mkdir(parents=True)
+    (folder.record / "metrics.jsonl").write_bytes(b"x" * 10)
+    walk = os.walk
+
+    def with_a_lost_file(top: Path) -> Iterator[tuple[str, list[str], list[str]]]:
+        for path, folders, names in walk(top):
+            yield path, folders, [*names, ".run.json.1"]
+
+    monkeypatch.setattr(os, "walk", with_a_lost_file)
+    assert folder.held_bytes() == 10
