@@ -78,12 +78,12 @@ class AccessLog:
             if not self._emit(line):
                 self._dropped += 1
             elif self._lines.empty():
-                self._tell_dropped()
-        self._tell_dropped()
+                self._report_dropped()
+        self._report_dropped()
         with contextlib.suppress(OSError):
             self._handler.close()
 
-    def _tell_dropped(self) -> None:
+    def _report_dropped(self) -> None:
         if self._dropped:
             count, self._dropped = self._dropped, 0
             if not self._emit(json.dumps({"time": _time(None), "dropped_lines": count})):

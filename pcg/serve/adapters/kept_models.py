@@ -140,8 +140,8 @@ class KeptModels:
         """Remove a model for its owner and call `on_forget`; return False for an unknown name."""
         folder = await self.drop(tenant, name)
         if folder is not None:
-            for tell in self.on_forget:
-                await tell(tenant, folder)
+            for callback in self.on_forget:
+                await callback(tenant, folder)
         return folder is not None
 
 

@@ -29,7 +29,7 @@ from pcg.runtime.requests.request import Request, RequestFields
 from pcg.runtime.requests.stream import Stream
 from pcg.runtime.text.tokenizer import Tokenizer
 from pcg.serve.engine.facts import ModelFacts, facts_of
-from pcg.serve.engine.messages import Tell
+from pcg.serve.engine.messages import Emit
 from pcg.serve.engine.options import ServeOptions
 from pcg.serve.engine.orders import Order, OrderedJobs
 from pcg.split.base.base_executor import tokenizer_files
@@ -175,11 +175,11 @@ class EngineClient(Protocol):
             EngineError: the engine takes no requests.
         """
 
-    def call(self, command: Command[Reply], tell: Tell | None = None) -> Future[Reply]:
+    def call(self, command: Command[Reply], emit: Emit | None = None) -> Future[Reply]:
         """Execute a command. The future holds its reply or its error.
 
         Args:
-            tell: receives the command's events, on any thread.
+            emit: receives the command's events, on any thread.
         """
 
     def health(self) -> Health:
@@ -244,9 +244,9 @@ class LocalClient:
     def submit(self, request: Request) -> Stream:
         return self.engine.submit_request(request)
 
-    def call(self, command: Command[Reply], tell: Tell | None = None) -> Future[Reply]:
+    def call(self, command: Command[Reply], emit: Emit | None = None) -> Future[Reply]:
         if isinstance(command, Order):
-            return settled(lambda: command.apply(self, tell))
+            return settled(lambda: command.apply(self, emit))
         return settled(lambda: command.apply(self.engine))
 
     def health(self) -> Health:

@@ -1,7 +1,7 @@
 """Messages between the server and its engine's process, in MessagePack.
 
     server → engine   Submit · Cancel · Release · Watch · Call
-    engine → server   Ready or Failed first · Step · Report · Refused · Here · Gone · Event ·
+    engine → server   Ready or Failed first · Step · Report · Refused · Added · Removed · Event ·
                       Answer · Ended
 
 A message holds only numbers, texts, bytes and lists, so client data cannot become an object of
@@ -122,8 +122,8 @@ class JobEnd(msgspec.Struct, frozen=True, tag="end"):
     text: str | None = None
 
 
-JobNews: TypeAlias = JobStep | JobSamples | JobEnd
-Tell: TypeAlias = Callable[[JobNews], None]
+JobEvent: TypeAlias = JobStep | JobSamples | JobEnd
+Emit: TypeAlias = Callable[[JobEvent], None]
 
 
 def start_of(order: JobOrder) -> Any:
@@ -255,13 +255,13 @@ class Refused(msgspec.Struct, array_like=True, tag="refused"):
     fault: Fault
 
 
-class Here(msgspec.Struct, array_like=True, tag="here"):
+class Added(msgspec.Struct, array_like=True, tag="added"):
     """Requests with the adapter's name use this version from now on."""
 
     adapter: AdapterData
 
 
-class Gone(msgspec.Struct, array_like=True, tag="gone"):
+class Removed(msgspec.Struct, array_like=True, tag="removed"):
     """The adapter with this name was removed."""
 
     name: str
@@ -271,7 +271,7 @@ class Event(msgspec.Struct, array_like=True, tag="event"):
     """An event of the call with this number."""
 
     number: int
-    news: JobNews
+    event: JobEvent
 
 
 class Answer(msgspec.Struct, array_like=True, tag="answer"):
@@ -289,7 +289,7 @@ class Ended(msgspec.Struct, array_like=True, tag="ended"):
 
 
 ToEngine = Submit | Cancel | Release | Watch | Call
-ToServer = Ready | Failed | Step | Report | Refused | Here | Gone | Event | Answer | Ended
+ToServer = Ready | Failed | Step | Report | Refused | Added | Removed | Event | Answer | Ended
 
 
 # -------------------------------------------------------------------------------- MessagePack

@@ -21,7 +21,7 @@ from pcg.runtime.engine.commands import Command
 from pcg.runtime.executor import Executor
 from pcg.runtime.metrics.status import JobState
 from pcg.runtime.training.options import FinetuneResult, StepRecord
-from pcg.serve.engine.messages import DPO, REINFORCEMENT, JobEnd, JobOrder, JobStep, Tell, start_of
+from pcg.serve.engine.messages import DPO, REINFORCEMENT, Emit, JobEnd, JobOrder, JobStep, start_of
 from pcg.serve.engine.reinforcement import ReinforcementRun
 from pcg.train.preference.dpo import PreferenceJob, step_numbers
 from pcg.train.preference.run import PreferenceResult
@@ -55,8 +55,8 @@ class ServedEngine(Protocol):
 class Order(Command[Reply], frozen=True):
     """A command that needs the server's parts."""
 
-    def apply(self, served: ServedEngine, tell: Tell | None = None) -> Reply | Future[Reply]:
-        """Execute the order; `tell` receives its events and is called on any thread."""
+    def apply(self, served: ServedEngine, emit: Emit | None = None) -> Reply | Future[Reply]:
+        """Execute the order; `emit` receives its events and is called on any thread."""
         raise NotImplementedError
 
 
@@ -70,9 +70,9 @@ class StartJob(Order[None], frozen=True):
 
     job: JobOrder
 
-    def apply(self, served: ServedEngine, tell: Tell | None = None) -> None:
-        assert tell is not None
-        served.jobs.begin(self.job, tell)
+    def apply(self, served: ServedEngine, emit: Emit | None = None) -> None:
+        assert emit is not None
+        served.jobs.begin(self.job, emit)
 
 
 class EndJob(Order[None], frozen=True):
@@ -81,7 +81,7 @@ class EndJob(Order[None], frozen=True):
     adapter: str
     interrupts: bool
 
-    def apply(self, served: ServedEngine, tell: Tell | None = None) -> None:
+    def apply(self, served: ServedEngine, emit: Emit | None = None) -> None:
         job = served.jobs.running.get(self.adapter)
         if job is not None and self.interrupts:
             job.interrupt()
@@ -96,7 +96,7 @@ class PutGrades(Order[None], frozen=True):
     rewards: list[float]
     error: str | None = None
 
-    def apply(self, served: ServedEngine, tell: Tell | None = None) -> None:
+    def apply(self, served: ServedEngine, emit: Emit | None = None) -> None:
         job = served.jobs.running.get(self.adapter)
         if isinstance(job, ReinforcementRun):
             job.put_grades(self.rewards, self.error)
@@ -107,7 +107,7 @@ class SetKeys(Order[None], frozen=True):
 
     keys: list[Key]
 
-    def apply(self, served: ServedEngine, tell: Tell | None = None) -> None:
+    def apply(self, served: ServedEngine, emit: Emit | None = None) -> None:
         if served.base is not None:
             served.base.keys.become(Keys(self.keys))
 
@@ -117,7 +117,7 @@ class Drain(Order[None], frozen=True):
 
     timeout_s: float
 
-    def apply(self, served: ServedEngine, tell: Tell | None = None) -> Future[None]:
+    def apply(self, served: ServedEngine, emit: Emit | None = None) -> Future[None]:
         drained = served.engine.drain(self.timeout_s)
         return drained if served.base is None else _both(drained, served.base.drain())
 
@@ -158,20 +158,20 @@ class OrderedJobs:
         self._engine = engine
         self._writing = device_pool(executor.device, 1, "pcg models")
 
-    def begin(self, order: JobOrder, tell: Tell) -> None:
+    def begin(self, order: JobOrder, emit: Emit) -> None:
         """Start a job. Raises the errors of `StartJob`.
 
         Args:
-            tell: receives the job's events, on any thread.
+            emit: receives the job's events, on any thread.
         """
         if order.method == REINFORCEMENT:
-            run = ReinforcementRun(self._executor, self._engine, order, tell)
+            run = ReinforcementRun(self._executor, self._engine, order, emit)
             self.running[order.adapter] = run
             run.begin(lambda: self._forget(order))
         elif order.method == DPO:
-            self._begin_preferences(order, tell)
+            self._begin_preferences(order, emit)
         else:
-            self._begin_supervised(order, tell)
+            self._begin_supervised(order, emit)
 
     def close(self) -> None:
         """Stop writing adapters."""
@@ -180,9 +180,9 @@ class OrderedJobs:
     def _forget(self, order: JobOrder) -> None:
         self.running.pop(order.adapter, None)
 
-    def _begin_supervised(self, order: JobOrder, tell: Tell) -> None:
+    def _begin_supervised(self, order: JobOrder, emit: Emit) -> None:
         running = self._engine.finetune(
-            **_arguments(order, lambda record: tell(_step_of(record))), tenant=order.tenant
+            **_arguments(order, lambda record: emit(_step_of(record))), tenant=order.tenant
         )
         self.running[order.adapter] = running
 
@@ -192,28 +192,28 @@ class OrderedJobs:
             if error is None:
                 # On the engine's thread, so no later version can have replaced the adapter.
                 adapter, tokens = self._executor.adapters[order.adapter], future.result().tokens
-                self._writing.submit(_finish, adapter, Path(order.output), tokens, tell)
+                self._writing.submit(_finish, adapter, Path(order.output), tokens, emit)
                 return
             resumes = isinstance(error, FinetuneInterrupted | EngineError)
             is_final = not resumes and running.state is not JobState.CANCELLED
-            tell(JobEnd(str(running.state), is_final, kind=type(error).__name__, text=str(error)))
+            emit(JobEnd(str(running.state), is_final, kind=type(error).__name__, text=str(error)))
 
         running.on_end(end)
 
-    def _begin_preferences(self, order: JobOrder, tell: Tell) -> None:
+    def _begin_preferences(self, order: JobOrder, emit: Emit) -> None:
         def end(result: PreferenceResult | None, error: Exception | None, is_final: bool) -> None:
             self._forget(order)
             if result is None:
-                tell(JobEnd("failed", is_final, kind=type(error).__name__, text=str(error)))
+                emit(JobEnd("failed", is_final, kind=type(error).__name__, text=str(error)))
                 return
             adapter = self._executor.adapters.get(order.adapter)
             if adapter is None:  # removed before this callback
                 text = "the adapter was removed before it was saved"
-                tell(JobEnd("failed", is_final=True, kind="AdapterNotFoundError", text=text))
+                emit(JobEnd("failed", is_final=True, kind="AdapterNotFoundError", text=text))
                 return
-            _finish(adapter, Path(order.output), result.tokens, tell)
+            _finish(adapter, Path(order.output), result.tokens, emit)
 
-        arguments = _arguments(order, lambda record: tell(_step_of(record)))
+        arguments = _arguments(order, lambda record: emit(_step_of(record)))
         job = PreferenceJob(self._executor, end, arguments)
         self.running[order.adapter] = job
         job.begin()
@@ -247,11 +247,11 @@ def _step_of(record: StepRecord) -> JobStep:
     )
 
 
-def _finish(adapter: Adapter, output: Path, tokens: int, tell: Tell) -> None:
+def _finish(adapter: Adapter, output: Path, tokens: int, emit: Emit) -> None:
     """Write the trained adapter of a job and report the job's end."""
     try:
         write_adapter(adapter, output)
     except PcgError as error:
-        tell(JobEnd("failed", is_final=True, kind=type(error).__name__, text=str(error)))
+        emit(JobEnd("failed", is_final=True, kind=type(error).__name__, text=str(error)))
     else:
-        tell(JobEnd("succeeded", is_final=True, tokens=tokens))
+        emit(JobEnd("succeeded", is_final=True, tokens=tokens))

@@ -45,24 +45,24 @@ from pcg.serve.engine.client import SplitAccess
 from pcg.serve.engine.facts import ModelFacts
 from pcg.serve.engine.messages import (
     AdapterData,
+    Added,
     Answer,
     Call,
     Cancel,
     ChunkData,
+    Emit,
     Ended,
     Event,
     Failed,
-    Gone,
-    Here,
     JobEnd,
     PromptLogprobs,
     Ready,
     Refused,
     Release,
+    Removed,
     Report,
     Step,
     Submit,
-    Tell,
     ToServer,
     chunk_of,
     decoder,
@@ -199,7 +199,7 @@ class ProcessClient:
         self._ready: Ready | Failed | None = None
         self._streams: dict[int, _Sent] = {}
         self._calls: dict[int, _Called] = {}
-        self._events: dict[int, Tell] = {}
+        self._events: dict[int, Emit] = {}
         self._numbers = itertools.count()
         self._wakes = Wakes()
         self._refusal: DrainingError | None = None
@@ -265,7 +265,7 @@ class ProcessClient:
     def _cancel(self, number: int, _: Stream) -> None:
         self._post(encode(Cancel(number)))
 
-    def call(self, command: Command[Result], tell: Tell | None = None) -> Future[Result]:
+    def call(self, command: Command[Result], emit: Emit | None = None) -> Future[Result]:
         if self.ended is not None:
             future: Future[Result] = Future()
             future.set_exception(self.ended)
@@ -279,8 +279,8 @@ class ProcessClient:
         future.set_running_or_notify_cancel()
         message = encode(Call(number, msgspec.Raw(encode(command))))
         self._calls[number] = _Called(future, command.reply_type)
-        if tell is not None:
-            self._events[number] = tell
+        if emit is not None:
+            self._events[number] = emit
         self._post(message)
         return future
 
@@ -375,14 +375,14 @@ class ProcessClient:
                 sent = self._streams.pop(message.number, None)
                 if sent is not None:
                     sent.stream.fail(error_of(message.fault))
-            elif isinstance(message, Here):
+            elif isinstance(message, Added):
                 self._remote.put(message.adapter)
-            elif isinstance(message, Gone):
+            elif isinstance(message, Removed):
                 self._remote.remove(message.name)
             elif isinstance(message, Event):
-                is_last = isinstance(message.news, JobEnd)
-                tell = (self._events.pop if is_last else self._events.__getitem__)(message.number)
-                tell(message.news)
+                is_last = isinstance(message.event, JobEnd)
+                emit = (self._events.pop if is_last else self._events.__getitem__)(message.number)
+                emit(message.event)
             elif isinstance(message, Ready | Failed):
                 self._ready = message
             elif isinstance(message, Answer):

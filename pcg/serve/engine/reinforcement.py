@@ -55,11 +55,11 @@ from pcg.runtime.training.work_units import run_to_end
 from pcg.serve.engine.messages import (
     TRAIN_REWARD,
     VALID_REWARD,
+    Emit,
     JobEnd,
     JobOrder,
     JobSamples,
     JobStep,
-    Tell,
     start_of,
 )
 from pcg.train.grpo.loop import Sample, Task, grpo_run
@@ -91,28 +91,28 @@ def opened(
     with RunRecord(
         folder, config, name=name, kind="grpo", done=last, waits_for_page=False
     ) as record:
-        for news in steps:
-            if news.step > record.last_step:
-                add_step(record, news)
+        for event in steps:
+            if event.step > record.last_step:
+                add_step(record, event)
         yield record
 
 
-def add_step(record: RunRecord, news: JobStep, samples: Sequence[Sample] = ()) -> None:
+def add_step(record: RunRecord, event: JobStep, samples: Sequence[Sample] = ()) -> None:
     """Add a step and some of its completions. RecordError: the record cannot be written."""
-    more = {name: value for name, value in news.more.items() if name not in _RENAMED}
-    if VALID_REWARD in news.more:
-        more["eval_reward"] = news.more[VALID_REWARD]
+    more = {name: value for name, value in event.more.items() if name not in _RENAMED}
+    if VALID_REWARD in event.more:
+        more["eval_reward"] = event.more[VALID_REWARD]
     record.log(
-        news.step,
-        loss=news.loss,
+        event.step,
+        loss=event.loss,
         **more,
-        learning_rate=news.learning_rate,
-        gradient_norm=news.gradient_norm,
-        tokens=news.tokens,
-        tokens_per_second=round(news.tokens_per_second, 3),
+        learning_rate=event.learning_rate,
+        gradient_norm=event.gradient_norm,
+        tokens=event.tokens,
+        tokens_per_second=round(event.tokens_per_second, 3),
     )
-    if samples and news.step % max(1, news.total_steps // _SAMPLED) == 0:
-        record.samples(news.step, [_short(sample.row) for sample in samples])
+    if samples and event.step % max(1, event.total_steps // _SAMPLED) == 0:
+        record.samples(event.step, [_short(sample.row) for sample in samples])
 
 
 def _short(row: Mapping[str, object]) -> dict[str, object]:
@@ -231,12 +231,12 @@ class ReinforcementRun:
     """A run of a job, until its end or its interruption."""
 
     def __init__(
-        self, executor: Executor, engine: AsyncEngine, order: JobOrder, tell: Tell
+        self, executor: Executor, engine: AsyncEngine, order: JobOrder, emit: Emit
     ) -> None:
         self._executor = executor
         self._engine = engine
         self._order = order
-        self._tell = tell
+        self._emit = emit
         self._settings = order.options
         queue = engine.engine.scheduler.backlog.limits.tenant_requests
         self._rollouts = Rollouts(engine, order.tenant, queue)
@@ -279,7 +279,7 @@ class ReinforcementRun:
             with suppress(PcgError):  # the published adapter is unfinished
                 self._engine.remove_adapter(self._order.adapter).result()
         ended()
-        self._tell(end)
+        self._emit(end)
 
     def _end_of(self, error: Exception) -> JobEnd:
         if self._rollouts.has_ended:
@@ -387,7 +387,7 @@ class ReinforcementRun:
         rewards, errors = list[float](), list[str]()
         for begin in range(0, len(texts), _TOGETHER):
             part = slice(begin, begin + _TOGETHER)
-            self._tell(JobSamples(texts[part], items[part]))
+            self._emit(JobSamples(texts[part], items[part]))
             grades = self._grades.get()
             if grades is None:
                 raise FinetuneError("the job was cancelled")
@@ -429,7 +429,7 @@ class ReinforcementRun:
         rate = (self._tokens - before) / max(now_s - self._at_s, 1e-9)
         self._at_s = now_s
         is_saved = step % settings["save_every"] == 0 or step == total or self._interrupts.is_set()
-        news = JobStep(
+        event = JobStep(
             step,
             total,
             numbers["loss"],
@@ -441,11 +441,11 @@ class ReinforcementRun:
             f"step-{step:08d}" if is_saved else None,
             {name: value for name, value in shown.items() if name not in _KNOWN},
         )
-        self._steps.append(news)
-        add_step(self._record, news, self._samples)
+        self._steps.append(event)
+        add_step(self._record, event, self._samples)
         if is_saved and not self._rollouts.has_ended:
             self._save(trainer, step)
-        self._tell(news)
+        self._emit(event)
         if self._interrupts.is_set() and step < total:
             raise FinetuneInterrupted("the job was interrupted", step)
 

@@ -57,7 +57,7 @@ class Reports:
         self._begins = False
         self._awaits_chunks = False
         self._forget()
-        engine.watcher = self._tell
+        engine.watcher = self._report
 
     def watch(self, watch: Watch) -> None:
         """Extend the reports to the time in the message, from any thread."""
@@ -75,7 +75,7 @@ class Reports:
         self._jobs: list[JobStatus] | None = None
         self._counted_s = -math.inf
 
-    def _tell(self, wakes: Wakes) -> None:
+    def _report(self, wakes: Wakes) -> None:
         """Report the changes since the last report."""
         if self._begins:
             self._begins = False

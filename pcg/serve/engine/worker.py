@@ -40,6 +40,7 @@ from pcg.serve.engine.channel import Channel
 from pcg.serve.engine.client import LocalClient, SplitAccess, local_client
 from pcg.serve.engine.messages import (
     AdapterData,
+    Added,
     Answer,
     Call,
     Cancel,
@@ -47,12 +48,11 @@ from pcg.serve.engine.messages import (
     Ended,
     Event,
     Failed,
-    Gone,
-    Here,
-    JobNews,
+    JobEvent,
     Ready,
     Refused,
     Release,
+    Removed,
     Report,
     Step,
     Submit,
@@ -191,21 +191,21 @@ class Worker:
         """Report the adapters and the model's facts to the server, then accept its messages."""
         self._client = client
         self._reports = Reports(client.engine, self._outbox.report)
-        client.executor.state.versions.listen(self._tell)
+        client.executor.state.versions.listen(self._report_adapter)
         for name, adapter in client.executor.adapters.items():
-            self._tell(name, adapter)
+            self._report_adapter(name, adapter)
         # The loaded objects live until the end, so full collections can skip them.
         gc.collect()
         gc.freeze()
         gc.enable()
         self._channel.send(encode(Ready(client.facts, client.tokenizer)))
 
-    def _tell(self, name: str, adapter: Adapter | None) -> None:
+    def _report_adapter(self, name: str, adapter: Adapter | None) -> None:
         """Report which adapter a name has. Keep the adapter until the server releases it."""
         if adapter is None:
-            self._channel.send(encode(Gone(name)))
+            self._channel.send(encode(Removed(name)))
         else:
-            self._channel.send(encode(Here(self._data_of(adapter))))
+            self._channel.send(encode(Added(self._data_of(adapter))))
 
     def _data_of(self, adapter: Adapter) -> AdapterData:
         version = self._local.version_of(adapter)
@@ -255,12 +255,12 @@ class Worker:
 
     def _call(self, message: Call) -> None:
         """Apply a command and send its reply when it is ready."""
-        tell = partial(self._send_event, message.number)
-        reply = settled(lambda: self._local.call(self._command(message.command), tell))
+        emit = partial(self._send_event, message.number)
+        reply = settled(lambda: self._local.call(self._command(message.command), emit))
         reply.add_done_callback(partial(self._answer, message.number))
 
-    def _send_event(self, number: int, news: JobNews) -> None:
-        self._channel.send(encode(Event(number, news)))
+    def _send_event(self, number: int, event: JobEvent) -> None:
+        self._channel.send(encode(Event(number, event)))
 
     def _answer(self, number: int, reply: Future[Any]) -> None:
         fault, data = None, b"\xc0"  # None

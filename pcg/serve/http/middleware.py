@@ -244,20 +244,20 @@ class Recording:
 
     def _end(self, record: Record) -> None:
         if all(stream.is_over for _, stream in record.requests):
-            self._tell(record)
+            self._notify(record)
             return
-        task = asyncio.create_task(self._tell_later(record))
+        task = asyncio.create_task(self._notify_later(record))
         self._waiting.add(task)
         task.add_done_callback(self._waiting.discard)
 
-    async def _tell_later(self, record: Record) -> None:
+    async def _notify_later(self, record: Record) -> None:
         with contextlib.suppress(Exception):  # refused and failed requests have no completions
             async with asyncio.timeout(_END_S):
                 for _, stream in record.requests:
                     await stream.completions()
-        self._tell(record)
+        self._notify(record)
 
-    def _tell(self, record: Record) -> None:
+    def _notify(self, record: Record) -> None:
         for observer in self._observers:
             try:
                 observer.observe(record)

@@ -39,16 +39,16 @@ class Changes:
 
 
 def add_step(
-    connection: sqlite3.Connection, job: JobRecord, folder: JobFolder, news: JobStep
+    connection: sqlite3.Connection, job: JobRecord, folder: JobFolder, event: JobStep
 ) -> Changes:
     """Add a step of a job, and its checkpoint."""
     changes = Changes()
     row = records.find(connection, job.id)
     if row is None or row.status not in UNFINISHED:
         return changes
-    metrics = _metrics_of(news)
+    metrics = _metrics_of(event)
     _add_metrics(connection, job.id, metrics)
-    if news.checkpoint is not None and step_of(news.checkpoint) == news.step:
+    if event.checkpoint is not None and step_of(event.checkpoint) == event.step:
         _add_checkpoint(connection, job, folder, metrics, changes)
     return changes
 
@@ -66,8 +66,8 @@ def catch_up(connection: sqlite3.Connection, job: JobRecord, folder: JobFolder) 
         more.pop("loss", None)
         metrics = {"step": step, "total_steps": total, "train_loss": loss, **more}
         _add_metrics(connection, job.id, {**metrics, "valid_loss": evaluated.get(step)})
-    for news in state.get("told", ()):
-        _add_metrics(connection, job.id, _metrics_of(msgspec.convert(news, JobStep)))
+    for event in state.get("told", ()):
+        _add_metrics(connection, job.id, _metrics_of(msgspec.convert(event, JobStep)))
     by_step = {metrics["step"]: metrics for metrics in records.metrics(connection, job.id)}
     for step in sorted(folder.saved())[-KEPT_CHECKPOINTS:]:
         if step in by_step:
@@ -75,17 +75,17 @@ def catch_up(connection: sqlite3.Connection, job: JobRecord, folder: JobFolder) 
     return changes
 
 
-def _metrics_of(news: JobStep) -> dict[str, Any]:
+def _metrics_of(event: JobStep) -> dict[str, Any]:
     return {
-        "step": news.step,
-        "total_steps": news.total_steps,
-        "train_loss": news.loss,
-        "valid_loss": news.eval_loss,
-        "learning_rate": news.learning_rate,
-        "gradient_norm": news.gradient_norm,
-        "tokens": news.tokens,
-        "tokens_per_second": news.tokens_per_second,
-        **news.more,
+        "step": event.step,
+        "total_steps": event.total_steps,
+        "train_loss": event.loss,
+        "valid_loss": event.eval_loss,
+        "learning_rate": event.learning_rate,
+        "gradient_norm": event.gradient_norm,
+        "tokens": event.tokens,
+        "tokens_per_second": event.tokens_per_second,
+        **event.more,
     }
 
 

@@ -27,7 +27,7 @@ from pcg.serve.engine.messages import (
     REINFORCEMENT,
     SUPERVISED,
     JobEnd,
-    JobNews,
+    JobEvent,
     JobOrder,
     JobSamples,
     JobStep,
@@ -368,33 +368,33 @@ class JobRunner:
             await tidy_job(self.files, job, self.folder(job))
             self._leave(job)
             return
-        tell = partial(self._tell, asyncio.get_running_loop(), job)
-        await asyncio.wrap_future(self._client.call(StartJob(order), tell))
+        emit = partial(self._post, asyncio.get_running_loop(), job)
+        await asyncio.wrap_future(self._client.call(StartJob(order), emit))
         row = await self.files.read(lambda db: records.find(db, job.id))
         changed = row is not None and row.status not in ACTIVE  # during the start
         if job.id in self._pauses or changed:
             interrupts = row is None or row.status in (*ACTIVE, PAUSED)
             await self._end_on_engine(job, interrupts=interrupts)
 
-    def _tell(self, loop: asyncio.AbstractEventLoop, job: JobRecord, news: JobNews) -> None:
-        """Pass an event to the event loop; after its end, the job's checkpoint has the news."""
+    def _post(self, loop: asyncio.AbstractEventLoop, job: JobRecord, event: JobEvent) -> None:
+        """Pass an event to the event loop; after its end, the job's checkpoint has the step."""
         with suppress(RuntimeError):  # the loop is closed
-            loop.call_soon_threadsafe(self._take, job, news)
+            loop.call_soon_threadsafe(self._take, job, event)
 
-    def _take(self, job: JobRecord, news: JobNews) -> None:
+    def _take(self, job: JobRecord, event: JobEvent) -> None:
         """Handle the events of a job in order, even if a full disk delays them."""
-        if isinstance(news, JobStep):
-            self._do(self._stepped(job, news))
-        elif isinstance(news, JobSamples):
-            self._gradings[job.id] = self._do(self._grade(job, news))
+        if isinstance(event, JobStep):
+            self._do(self._stepped(job, event))
+        elif isinstance(event, JobSamples):
+            self._gradings[job.id] = self._do(self._grade(job, event))
         else:
-            self._do(self._settle(job, news))
+            self._do(self._settle(job, event))
 
     def _turn(self, job: JobRecord) -> asyncio.Lock:
         return self._locks.setdefault(job.id, asyncio.Lock())
 
-    async def _stepped(self, job: JobRecord, news: JobStep) -> None:
-        write = partial(add_step, job=job, folder=self.folder(job), news=news)
+    async def _stepped(self, job: JobRecord, event: JobStep) -> None:
+        write = partial(add_step, job=job, folder=self.folder(job), event=event)
         async with self._turn(job):
             changes = await self._write(job, write)
             await self._apply(job, changes)

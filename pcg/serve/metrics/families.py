@@ -269,9 +269,7 @@ class Families:
     def _memory(self, numbers: EngineNumbers) -> Iterator[Metric]:
         words = "Kernels compiled and steps recorded after the warm-up, which delayed requests."
         yield self._counter("pcg:late_preparations", words, _by("kind", numbers.late))
-        words = (
-            "Steps, by why they were read before the next step began; else 'ahead'."
-        )
+        words = "Steps, by why they were read before the next step began; else 'ahead'."
         yield self._counter("pcg:steps_read", words, _by("why", numbers.reads))
         sizes = {**self._served.memory_bytes, "adapter_copies": numbers.copies_bytes}
         words = "Bytes of the device's memory, by use."

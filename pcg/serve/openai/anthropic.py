@@ -461,23 +461,23 @@ class MessageBlocks(ItemReply):
         return {"type": "tool_use", "id": call_id, "name": name, "input": {}}
 
     def begun(self, item: dict[str, Any]) -> None:
-        self.tell("content_block_start", index=len(self.items) - 1, content_block=dict(item))
+        self.emit("content_block_start", index=len(self.items) - 1, content_block=dict(item))
         if item["type"] == "tool_use":
             item["input"] = ""
 
     def add_text(self, item: dict[str, Any], text: str) -> None:
         item["text"] += text
-        self._tell_delta({"type": "text_delta", "text": text})
+        self._emit_delta({"type": "text_delta", "text": text})
 
     def add_arguments(self, item: dict[str, Any], text: str) -> None:
         item["input"] += text
-        self._tell_delta({"type": "input_json_delta", "partial_json": text})
+        self._emit_delta({"type": "input_json_delta", "partial_json": text})
 
     def ended(self, item: dict[str, Any], status: str) -> None:
-        self.tell("content_block_stop", index=len(self.items) - 1)
+        self.emit("content_block_stop", index=len(self.items) - 1)
 
-    def _tell_delta(self, delta: dict[str, str]) -> None:
-        self.tell("content_block_delta", index=len(self.items) - 1, delta=delta)
+    def _emit_delta(self, delta: dict[str, str]) -> None:
+        self.emit("content_block_delta", index=len(self.items) - 1, delta=delta)
 
 
 def _input(text: str) -> dict[str, Any]:

@@ -201,7 +201,7 @@ class ItemReply(Reply):
             self._is_open = False
             self.ended(self.items[-1], status)
 
-    def tell(self, kind: str, **fields: object) -> None:
+    def emit(self, kind: str, **fields: object) -> None:
         self._events.append({"type": kind, **fields})
 
     @abstractmethod

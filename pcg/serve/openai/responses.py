@@ -585,21 +585,21 @@ class Responses(ItemReply):
 
     def begun(self, item: dict[str, Any]) -> None:
         index = len(self.items) - 1
-        self.tell("response.output_item.added", output_index=index, item=dict(item))
+        self.emit("response.output_item.added", output_index=index, item=dict(item))
         if item["type"] == "message":
             item["content"] = [_part()]
-            self._tell("response.content_part.added", content_index=0, part=_part())
+            self._emit_item("response.content_part.added", content_index=0, part=_part())
 
     def add_text(self, item: dict[str, Any], text: str) -> None:
         pending, self._pending = self._pending, []
         part = item["content"][0]
         part["text"] += text
         part["logprobs"] += pending
-        self._tell("response.output_text.delta", content_index=0, delta=text, logprobs=pending)
+        self._emit_item("response.output_text.delta", content_index=0, delta=text, logprobs=pending)
 
     def add_arguments(self, item: dict[str, Any], text: str) -> None:
         item["arguments"] += text
-        self._tell("response.function_call_arguments.delta", delta=text)
+        self._emit_item("response.function_call_arguments.delta", delta=text)
 
     def finish(self, status: str) -> None:
         if not self.items:
@@ -613,16 +613,16 @@ class Responses(ItemReply):
             part["logprobs"] += self._pending
             self._pending = []
             texts = {"text": part["text"], "logprobs": part["logprobs"]}
-            self._tell("response.output_text.done", content_index=0, **texts)
-            self._tell("response.content_part.done", content_index=0, part=part)
+            self._emit_item("response.output_text.done", content_index=0, **texts)
+            self._emit_item("response.content_part.done", content_index=0, part=part)
         else:
             call = {"name": item["name"], "arguments": item["arguments"]}
-            self._tell("response.function_call_arguments.done", **call)
-        self.tell("response.output_item.done", output_index=len(self.items) - 1, item=item)
+            self._emit_item("response.function_call_arguments.done", **call)
+        self.emit("response.output_item.done", output_index=len(self.items) - 1, item=item)
 
-    def _tell(self, kind: str, **fields: Any) -> None:
+    def _emit_item(self, kind: str, **fields: Any) -> None:
         index = len(self.items) - 1
-        self.tell(kind, item_id=self.items[-1]["id"], output_index=index, **fields)
+        self.emit(kind, item_id=self.items[-1]["id"], output_index=index, **fields)
 
 
 def _part() -> dict[str, Any]:

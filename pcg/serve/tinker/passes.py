@@ -77,9 +77,10 @@ def decompressed(body: bytes, most: int) -> bytes:
     try:
         size = zstandard.frame_content_size(body)
         if not 0 <= size <= most:
+            declared = "no size" if size < 0 else f"{size} bytes"
             raise DataError(
-                f"the body's zstd frame declares {size} bytes; at most {most} are allowed: declare "
-                "the size, and send less data at a time"
+                f"the body's zstd frame declares {declared}; declare at most {most} bytes, and "
+                "send less data at a time"
             )
         plain: bytes = zstandard.ZstdDecompressor().decompress(body, allow_extra_data=False)
     except zstandard.ZstdError as error:

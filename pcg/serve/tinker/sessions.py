@@ -123,8 +123,8 @@ class Sessions:
         count = await self._store.remove(SESSIONS.change, ended, id=session.id, status=OPEN)
         self._open.pop(session.id, None)
         if count:
-            for tell in self.on_end:
-                await tell(session)
+            for callback in self.on_end:
+                await callback(session)
 
 
 # ---------------------------------------------------------------------------------- custom losses

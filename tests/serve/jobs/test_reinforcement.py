@@ -124,7 +124,7 @@ def test_a_job_goes_on_where_it_was(
     server: serving.Served, client: openai.OpenAI, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A run that was paused ends in the weights of one that was not; a checkpoint has few steps."""
-    monkeypatch.setattr(reinforcement, "_TOLD", 1)
+    monkeypatch.setattr(reinforcement, "_KEPT_STEPS", 1)
     jobs = client.fine_tuning.jobs
     whole = ended(client, begun(client, n_epochs=4).id)
     made = begun(client, n_epochs=4)
@@ -230,7 +230,7 @@ def test_completions_are_graded_in_parts(
     server: serving.Served, client: openai.OpenAI, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A message has a bound, and a part that cannot be graded has the reward 0."""
-    monkeypatch.setattr(reinforcement, "_AT_ONCE", 3)
+    monkeypatch.setattr(reinforcement, "_TOGETHER", 3)
     grading = Picky()
     monkeypatch.setattr(server.service.part(JobRunner), "_grading", grading)
     job = ended(client, begun(client, batch_size=4).id)
@@ -301,7 +301,7 @@ def test_a_job_goes_on_after_a_kill(tmp_path: Path) -> None:
         ({"n_epochs": 0}, "n_epochs': Input should be greater than or equal to 1"),
         ({"tests": ROWS * 65, "eval_samples": 16}, "An evaluation would have 4160 completions"),
         ({"colour": 1}, "Unrecognized request argument"),
-        ({"own": {"max_seq_len": 8}}, "pcg.max_seq_len is not of the method"),
+        ({"own": {"max_seq_len": 8}}, "pcg.max_seq_len is not for the method"),
         ({"own": {"max_completion_length": 500}}, "leaves no room for a prompt"),
         ({"own": {"schedule": "wavy"}}, "wavy"),
         ({"learning_rate_multiplier": 2}, "not both"),

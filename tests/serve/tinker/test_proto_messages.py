@@ -120,9 +120,9 @@ def _csr(values: list, starts: list, columns: list, shape: list) -> bytes:
 @pytest.mark.parametrize(
     ("body", "said"),
     [
-        (b"\x1a\xff\xff\xff\xff\x0f", "no ForwardBackwardRequest"),
-        (b"not protobuf at all", "no ForwardBackwardRequest"),
-        (b"\x0a\x01\xff", "no ForwardBackwardRequest"),  # no UTF-8
+        (b"\x1a\xff\xff\xff\xff\x0f", "not a protobuf ForwardBackwardRequest"),
+        (b"not protobuf at all", "not a protobuf ForwardBackwardRequest"),
+        (b"\x0a\x01\xff", "not a protobuf ForwardBackwardRequest"),  # no UTF-8
         (b"\x1a\x00" * 5000, "data has 5000 entries"),
         (_hostile(dense=b"123", dtype=1), "3 bytes"),
         (_hostile(dense=b"1234", dtype=0), "dtype 0"),
