@@ -50,11 +50,9 @@ class ServeOptions:
             model's positions.
         max_num_seqs: the maximum number of running sequences.
         max_num_batched_tokens: the maximum number of tokens of a step.
-        prompt_stretch: without `tpot_slo_ms`, prompts may make a step at most this many times as
-            long as a step that only decodes, which bounds the gaps of other streams; inf for no
-            bound.
-        max_logprobs: the maximum number of top log-probabilities that a request may ask for per
-            token.
+        prompt_stretch: without `tpot_slo_ms`, the longest step with prompts as a multiple of a step
+            that only decodes; it bounds the gaps of other streams. inf for no bound.
+        max_logprobs: the maximum number of top log-probabilities per token that a request may get.
         logprobs_mode: the distribution of the logprobs of outputs: the model's (raw), or the
             distribution that tokens are drawn from, after temperature, penalties, masks and filters
             (processed).
@@ -79,9 +77,8 @@ class ServeOptions:
             from 0 to below 1.
         tenant_seqs: the maximum number of running sequences of a tenant; by default half of
             `max_num_seqs` if keys belong to several tenants, else all.
-        tenant_queue: the maximum number of waiting requests of a tenant; further requests are
-            refused. By default a quarter of `max_queue` if keys belong to several tenants, else
-            all.
+        tenant_queue: the maximum number of waiting requests of a tenant. By default a quarter of
+            `max_queue` if keys belong to several tenants, else all; further requests are refused.
         max_queue: the maximum number of waiting requests of all tenants.
         key_requests: the maximum number of concurrent HTTP requests of a key.
         metrics_without_key: serve /metrics without a key; it shows the names of all tenants and
@@ -95,10 +92,8 @@ class ServeOptions:
             contain no texts of requests.
         otlp_traces_endpoint: the address of an OpenTelemetry collector for traces over HTTP, such
             as http://127.0.0.1:4318/v1/traces; by default no traces are sent.
-        max_body_mib: the maximum size of a request body, MiB. The number of JSON elements in a body
-            is limited, too (docs/serving.md).
-        stream_timeout_s: time after which the server ends a stream that its client does not read,
-            s.
+        max_body_mib: the maximum size of a request body, MiB. docs/serving.md has further limits.
+        stream_timeout_s: time after which the server ends a stream that is not read, s.
         restart: if a rank of a multi-rank model ends, restart all ranks and resume the jobs from
             their checkpoints; running requests fail.
         shutdown_timeout_s: time for running requests to end after SIGTERM, s.

@@ -136,10 +136,9 @@ class JobFolder:
         """
         others = (self.training, self.validation, self.record / REPORT)
         size = 0
-        for folder, _, names in os.walk(self.path):
-            for path in (Path(folder, name) for name in names):
-                with suppress(FileNotFoundError):  # the engine renames files while a job runs
-                    size += 0 if path in others else path.lstat().st_size
+        for path in (Path(top, name) for top, _, names in os.walk(self.path) for name in names):
+            with suppress(FileNotFoundError):  # the engine renames files while a job runs
+                size += 0 if path in others else path.lstat().st_size
         return size
 
     def strip(self) -> None:

@@ -155,16 +155,8 @@ class Families:
             yield self._histogram(f"vllm:{name}_seconds", f"{words} Seconds.", [({}, times)])
         for name, words, sizes in (
             ("request_prompt_tokens", "Prompt tokens of a request.", totals.prompt_lengths),
-            (
-                "request_generation_tokens",
-                "Generated tokens of a request.",
-                totals.output_lengths,
-            ),
-            (
-                "request_max_num_generation_tokens",
-                "Generated tokens of a request's longest choice.",
-                totals.longest,
-            ),
+            ("request_generation_tokens", "Generated tokens of a request.", totals.output_lengths),
+            ("request_max_num_generation_tokens", "Tokens of the longest choice.", totals.longest),
             ("request_params_max_tokens", "Maximum tokens set by a request.", totals.max_tokens),
         ):
             most = self._served.max_model_len
@@ -221,11 +213,7 @@ class Families:
         for series, words, attribute in (
             ("requests", "Received requests of an adapter.", "requests"),
             ("prompt_tokens", "Prompt tokens of an adapter.", "prompt_tokens"),
-            (
-                "generation_tokens",
-                "Generated tokens of an adapter's finished requests.",
-                "output_tokens",
-            ),
+            ("generation_tokens", "Generated tokens of finished requests.", "output_tokens"),
         ):
             samples = [(labels, getattr(adapter, attribute)) for labels, adapter in each]
             yield self._counter(f"pcg:adapter_{series}", words, samples)

@@ -61,8 +61,7 @@ class Chat:
     """A chat to continue.
 
     Attributes:
-        fields: the fields of the request; without `max_new_tokens`, the output may fill the
-            context.
+        fields: the request's fields; without `max_new_tokens`, the output may fill the context.
     """
 
     messages: Sequence[Message]
@@ -141,9 +140,8 @@ class Chat:
 class ChatBody(SamplingBody):
     """A request for the next message of a chat.
 
-    Some fields of OpenAI's and vLLM's APIs have no effect: replies are not stored, there is a
-    single service tier, the prefix cache needs no key, and `user` and `safety_identifier` only name
-    people.
+    Some fields have no effect: replies are not stored, there is a single service tier, the prefix
+    cache needs no key, and `user` and `safety_identifier` only name people.
     """
 
     messages: Messages
