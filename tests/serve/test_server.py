@@ -262,7 +262,7 @@ def test_a_certificate_that_cannot_be(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "text"),
     [
-        ({"lora_modules": ("a=nowhere",)}, r"--lora-modules a=nowhere: no adapter_config\.json is"),
+        ({"lora_modules": ("a=nowhere",)}, r"--lora-modules a=nowhere: adapter_config\.json is"),
         ({"lora_modules": ("a=x", "a=y")}, "'a' twice"),
         ({"lora_modules": ('{"name": "a"}',)}, "use NAME=PATH, or"),
         ({"lora_roots": ("nowhere",)}, "nowhere is not a folder"),
