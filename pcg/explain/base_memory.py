@@ -58,6 +58,12 @@ def parameter_count(model: ModelGraph) -> int:
     return sum(tensor.elements for tensor in frozen.values())
 
 
+def formats_of(model: ModelGraph) -> str | None:
+    """Return the names of the formats of quantized weights; None without such weights."""
+    dtypes = {parameter.type.dtype for graph in model.graphs for parameter in graph.parameters}
+    return ", ".join(sorted(filter(is_format, dtypes))) or None
+
+
 def base_bytes(model: ModelGraph, replicas: int = 1) -> int:
     """Return the bytes of a rank's part of the base, each tensor once.
 

@@ -14,7 +14,7 @@ from math import prod
 import sympy
 
 from pcg.errors import MemoryBudgetError
-from pcg.explain.base_memory import layer_bytes, parameter_count
+from pcg.explain.base_memory import formats_of, layer_bytes, parameter_count
 from pcg.explain.baseline_stages import eager_account
 from pcg.explain.decisions import decided_graph, decisions, sizes_at
 from pcg.explain.planned_model import PlannedModel
@@ -123,6 +123,7 @@ def build_report(planned: PlannedModel) -> Report:
         gathered=_gathered(planned),
         kept_bytes=_kept_bytes(planned, backend.name, moments),
         backend=str(backend),
+        quantization=formats_of(planned.base),
         timeline=tuple(moments),
         graph=_graph(trained, at) if trained else (),
         layer_groups=tuple(_layer_groups(planned)),

@@ -70,6 +70,8 @@ class Replica:
             yield self._training_alone(workload.training, 1)
             for replicas in filter(self._has_link, sharing(workload.training, most)[1:]):
                 yield self._training_alone(workload.training, replicas)
+                if self.plan.is_quantized:
+                    continue
                 in_parts = dataclasses.replace(self, plan=self.plan.in_parts(replicas))
                 yield in_parts._training_alone(workload.training, replicas)
             return

@@ -109,7 +109,8 @@ class Search:
     def _most_parts(self, degree: int) -> int:
         """Return the maximum number of replicas of a degree that can shard the layers."""
         workload = self._wanted.workload
-        if workload.serving is not None or workload.training is None:
+        is_whole = workload.serving is not None or self._options.quantization is not None
+        if is_whole or workload.training is None:
             return 1
         return sharing(workload.training, self._options.max_gpus // degree)[-1]
 
@@ -144,7 +145,9 @@ class Search:
             assert self._wanted.served is not None
             batch = self._wanted.served.most_running
             seq = max(1, self._wanted.served.most_tokens // batch)
-        options = PlanOptions(dtype=dtype, batch=batch, seq=seq)
+        options = PlanOptions(
+            dtype=dtype, quantization=self._options.quantization, batch=batch, seq=seq
+        )
         settings = Settings(options, self.name)
         passes = pipeline(settings)
         traced = passes.trace.run(self._to_trace)
@@ -219,6 +222,7 @@ def plan(arguments: PlanArguments) -> MachinePlan:
         method=recipes_text(recipes),
         method_options=("--peft", words) if isinstance(words, str) else None,
         optimizer_options=arguments.optimizer_words,
+        quantization=arguments.quantization,
         workload=workload,
         costs={device.gpu.name: _source(device.model, arguments.costs) for device in devices},
         planned_for=search.planned_for,

@@ -24,6 +24,7 @@ class PlanData:
         method_options: the command-line options of the method; None for a method given as an
             object.
         optimizer_options: the command-line options of the optimizer.
+        quantization: the format that float weights are quantized to; None for none.
         costs: the source of each GPU's times, by its name.
         planned_for: the device whose costs place adapters on ranks; None with one rank or no
             adapters.
@@ -41,6 +42,7 @@ class PlanData:
     method: str | None
     method_options: tuple[str, ...] | None
     optimizer_options: tuple[str, ...]
+    quantization: str | None
     workload: MachineWorkload
     costs: Mapping[str, str]
     planned_for: str | None
@@ -64,6 +66,7 @@ class PlanData:
         words = ["pcg", "finetune" if trains_alone else "compile", self.model]
         words += ("--peft", "ADAPTER") if self.method_options is None else self.method_options
         words += ["--dtype", machine.dtype]
+        words += ["--quantization", self.quantization] if self.quantization else []
         if machine.tp > 1:
             words += ["--tp", str(machine.tp)]
             if self.planned_for is not None:

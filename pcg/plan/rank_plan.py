@@ -11,7 +11,7 @@ from functools import cached_property, partial
 import torch
 
 from pcg.errors import UnsupportedError
-from pcg.explain.base_memory import layer_bytes
+from pcg.explain.base_memory import formats_of, layer_bytes
 from pcg.explain.planned_model import PlannedModel, Setup, fused_serving, graph_costs, plan_model
 from pcg.explain.report.report_data import KINDS
 from pcg.explain.step_memory import memory_bytes
@@ -66,6 +66,11 @@ class RankPlan:
     def parts(self) -> int:
         """The number of replicas that shard the layers; 1 for whole layers."""
         return self.planned.setup.parts
+
+    @property
+    def is_quantized(self) -> bool:
+        """True if the layers' weights have a weight format, so that replicas hold them whole."""
+        return formats_of(self.planned.base) is not None
 
     def in_parts(self, replicas: int) -> RankPlan:
         """Return the plan of a rank if this many replicas shard the layers."""

@@ -143,6 +143,7 @@ class MachineOptions(OptimizerChoice):
         tp: tensor-parallel degrees to try; the powers of two up to `max_gpus` by default.
         dtypes: formats of the base's weights to try: float32, bfloat16, float16 or float64; the
             configuration's dtype by default. Repeatable.
+        quantization: the format to quantize the layers' float weights to, such as nf4 or int8.
         price: the price of a GPU in dollars an hour, by name; required for costs in dollars.
         tpot_slo_ms: promised mean time of an output token after the first, ms.
         ttft_slo_ms: promised mean time to the first token, ms.
@@ -163,6 +164,7 @@ class MachineOptions(OptimizerChoice):
     max_gpus: int = 8
     tp: Sequence[int] = ()
     dtypes: Sequence[str] = ()
+    quantization: str | None = None
     price: Mapping[str, float] | None = None
     tpot_slo_ms: float | None = None
     ttft_slo_ms: float | None = None

@@ -25,9 +25,11 @@ from typing import Generic, TypeVar
 import torch
 from torch import Tensor
 
+from pcg.errors import ParallelError
 from pcg.ir.graph import Parameter
 from pcg.ir.layouts import PRE_REDUCE
 from pcg.ir.program.layer_order import ROOMS
+from pcg.ir.types import is_format
 from pcg.ranks.group import Ranks
 
 Ranges = tuple[tuple[int, int], ...]
@@ -78,7 +80,16 @@ _ALIGNMENT = 16
 
 
 def is_in_shards(parameter: Parameter) -> bool:
-    """Return whether a layer's parameter is a frozen weight of that layer only."""
+    """Return whether a layer's parameter is a frozen weight of that layer only.
+
+    Raises:
+        ParallelError: the weight is quantized.
+    """
+    if is_format(parameter.type.dtype):
+        raise ParallelError(
+            f"shard_base shards float weights, and {parameter.source} is stored as "
+            f"{parameter.type.dtype}; leave shard_base out (--shard-base), or use tp"
+        )
     return parameter.role == "frozen" and "{layer}" in parameter.source
 
 

@@ -13,6 +13,7 @@ from pcg.errors import ParallelError
 from pcg.explain import explain as explaining
 from pcg.ir.program.folder import save_program
 from pcg.peft.lora import LoraConfig
+from pcg.plan import plan as planning
 from pcg.runtime.executor import Executor
 from pcg.runtime.model.base_weights import base_digest
 from pcg.runtime.model.weights import StateDictCheckpoint
@@ -122,3 +123,18 @@ def test_split_clients_of_a_quantized_base(method: str, cut: str) -> None:
     assert found.keys() == expected.keys()
     for name, tensor in expected.items():
         assert oracle.relative_error(found[name], tensor) < 1e-5, name
+
+
+def test_replicas_do_not_shard_a_quantized_base() -> None:
+    with pytest.raises(ParallelError, match="stored as nf4; leave shard_base out"):
+        explaining.explain(config(), RECIPES["a"], quantization="nf4", shard_base=2)
+
+
+def test_a_plan_of_machines_has_the_format_in_its_command_and_bytes() -> None:
+    options = {"workload": "train:4x64", "gpus": ["A100-80"], "peft": "lora", "max_gpus": 2}
+    whole = planning.plan(config(), **options)
+    quantized = planning.plan(config(), quantization="nf4", **options)
+    assert whole.chosen is not None
+    assert quantized.chosen is not None
+    assert "--quantization nf4" in quantized.command(quantized.chosen)
+    assert quantized.chosen.memory_bytes["weights"] < whole.chosen.memory_bytes["weights"] / 2

@@ -60,7 +60,7 @@ def _heading(report: ReportData) -> dict[str, Any]:
     facts = {
         "architecture": report.architecture,
         "layers": f"{report.layers}",
-        "dtype": report.dtype,
+        "dtype": report.precision,
         "recipe": report.peft or "no adapters",
         "step": f"batch {report.batch:,} × {report.seq:,} tokens",
         "ranks": f"{report.ranks}",

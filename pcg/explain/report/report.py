@@ -227,7 +227,8 @@ def _heading(report: ReportData) -> list[str]:
     ranks = "one rank" if report.ranks == 1 else f"{report.ranks} ranks"
     step = f"batch {report.batch} × {report.seq:,} tokens"
     return [
-        f"{report.model}  ·  {report.architecture}  ·  {report.layers} layers  ·  {report.dtype}",
+        f"{report.model}  ·  {report.architecture}  ·  {report.layers} layers  ·  "
+        + report.precision,
         f"{report.peft or 'no adapters'}  ·  {step}  ·  {ranks}",
         "",
         f"parameters   {rounded(base)} base, {rounded(trainable)} trainable{share}",

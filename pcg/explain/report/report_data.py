@@ -232,6 +232,8 @@ class ReportData:
     layers, micro-batches in flight, memory, and traffic for a step: activations to the next stage,
     and gradients back.
 
+    `quantization` names the formats of the layers' weights; None for weights in `dtype`.
+
     `gpus` names all known GPUs that hold a rank; `fits` has details of the requested GPUs.
     """
 
@@ -265,6 +267,7 @@ class ReportData:
     gathered: Mapping[str, int] = field(default_factory=dict)
     kept_bytes: int = 0
     backend: str = ""
+    quantization: str | None = None
     cp: int = 1
     context: Mapping[str, Any] = field(default_factory=dict)
     pp: int = 1
@@ -292,6 +295,11 @@ class ReportData:
     def stage(self, name: str) -> Stage | None:
         """Return the stage of a name, or None."""
         return next((stage for stage in self.activations if stage.stage == name), None)
+
+    @property
+    def precision(self) -> str:
+        """The dtype, with the formats of quantized weights."""
+        return f"{self.dtype}, weights {self.quantization}" if self.quantization else self.dtype
 
     def to_json(self) -> dict[str, Any]:
         """Return the report as plain data, which `pcg explain --json` prints."""
