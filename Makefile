@@ -108,9 +108,8 @@ lint: $(STAMP) ## formatting, ruff, types, imports
 
 check: lint test ## all that CI runs
 
-bench: $(STAMP) ## run every benchmarks/bench_*.py
-	@set -e; for file in $(wildcard benchmarks/bench_*.py); do \
-		echo "== $$file"; $(BIN)/python "$$file" $(ARGS); done
+bench: $(STAMP) ## targets and results of benchmarks; ARGS=SUBJECT measures, ARGS=--all everything
+	$(BIN)/python benchmarks/run.py $(ARGS)
 
 clean: ## remove caches and build products; .venv stays
 	rm -rf build dist out *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis \

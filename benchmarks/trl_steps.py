@@ -1,6 +1,6 @@
-"""TRL's GRPOTrainer on this machine, a step at a time: a line on standard input has it do one.
+"""TRL's GRPOTrainer on this machine, which runs a step for each line on its standard input.
 
-It runs in an environment with trl; benchmarks/bench_grpo_trl.py starts it.
+It runs in an environment with trl; `grpo_trl` of benchmarks/rl.py starts it.
 """
 
 from __future__ import annotations
@@ -18,24 +18,21 @@ from trl import GRPOConfig, GRPOTrainer
 
 
 def vowels(completions: list[str], **_: Any) -> list[float]:
-    """Return the share of each completion that is vowels, which no two have alike."""
     return [sum(x in "aeiou" for x in text) / max(len(text), 1) for text in completions]
 
 
 class Turns(TrainerCallback):
-    """Waits for a turn before each step, and tells its seconds and its tokens behind it."""
+    """Waits for a turn before each step, and prints its seconds and its tokens after it."""
 
     def __init__(self) -> None:
         self._began = self._processor_began = 0.0
 
     def on_step_begin(self, *_: Any, **__: Any) -> None:
-        """Wait for a line."""
         if not sys.stdin.readline():
             raise SystemExit
         self._began, self._processor_began = time.perf_counter(), time.process_time()
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:
-        """Tell the time; it comes right behind a step."""
         if "completions/mean_length" in (logs or {}):
             said = {
                 "seconds": time.perf_counter() - self._began,
@@ -46,7 +43,6 @@ class Turns(TrainerCallback):
 
 
 def main() -> None:
-    """Train as the settings of the first argument say."""
     given = json.loads(sys.argv[1])
     config = GRPOConfig(
         tempfile.mkdtemp(),

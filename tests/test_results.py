@@ -19,6 +19,8 @@ SCALES = (1, 100, 1e3, 1e-3, 1e6, 1e-6, 1e-9, 2.0**-20)
 def _numbers(value: object) -> Iterator[float]:
     if isinstance(value, dict):
         for key, item in value.items():
+            if key == "targets":  # which repeat numbers, and have bounds
+                continue
             yield from _numbers(key)
             yield from _numbers(item)
     elif isinstance(value, list):

@@ -152,7 +152,7 @@ def _run(*command: str) -> None:
 FEW_TOKENS = 64
 """The most tokens of one adapter that the kernel takes: for 1 to 48 of them it needs 0.4 to 0.85 of
 the time of PyTorch's products, on one thread of an AMD EPYC, for ranks of 8 to 64 and sizes of 512
-to 1,376; for unequal segments 0.25 to 0.5. benchmarks/bench_decode.py compares whole steps."""
+to 1,376; for unequal segments 0.25 to 0.5. benchmarks/generation.py compares whole steps."""
 
 _MOST_RANKS = 16384
 """The most ranks of a site that the kernel holds products of: kHeld in `sgmv.cpp`."""

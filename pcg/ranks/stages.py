@@ -147,7 +147,7 @@ circles."""
 PARTS_PER_STAGE = 2
 """Parts of a step that serves, for each stage, if it has so many tokens."""
 LEAST_TOKENS = 256
-"""The fewest tokens of such a part; benchmarks/bench_pipeline.py compares it with whole steps."""
+"""The fewest tokens of such a part; benchmarks/parallel.py compares it with whole steps."""
 _DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
 

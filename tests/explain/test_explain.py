@@ -341,7 +341,7 @@ def test_numbers_as_people_read_them() -> None:
 
 @pytest.mark.slow
 def test_the_whole_process_is_small() -> None:
-    """Its peak is of the weights' types alone; benchmarks/bench_startup.py has times."""
+    """Its peak is of the weights' types alone; benchmarks/startup.py has times."""
     # Not ru_maxrss, which a child inherits from the process that starts it.
     code = (
         "import pcg; pcg.explain('meta-llama/Llama-3.1-70B')\n"
@@ -357,7 +357,7 @@ def test_the_whole_process_is_small() -> None:
 
 
 def test_depth_costs_no_nodes() -> None:
-    """Every pass sees as many nodes in 80 layers as in 4; benchmarks/bench_startup.py has times."""
+    """Every pass sees as many nodes in 80 layers as in 4; benchmarks/startup.py has times."""
     deep = dict(resolve("meta-llama/Llama-3.1-70B").config)
     nodes: list[dict[str, int]] = []
     for config in (deep, {**deep, "num_hidden_layers": 4}):

@@ -103,7 +103,7 @@ def report() -> Report:
 
 
 def test_what_torch_compile_keeps_of_llama(report: Report) -> None:
-    """The numbers of benchmarks/bench_memory.py, which has dynamo trace the model."""
+    """The numbers of benchmarks/memory.py, which has dynamo trace the model."""
     stage = report.activations[-1]
     assert (stage.stage, stage.recompute_flops_ratio) == ("torch-partitioner", 0.0)
     assert round(stage.bytes_per_block / 2**20, 1) == 160.2

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import os
 import random
-import sys
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,12 +18,9 @@ from pcg.runtime.executor import Executor
 from pcg.split.client.noise import Effects, Noise, Privacy
 from pcg.split.messages import Piece
 from tests.support import oracle
+from tests.support import split_attacks as attacks
 from tests.support.families import BY_NAME
 from tests.support.split_base import KEY, Base, results, running_base, undivided
-
-sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
-
-import bench_privacy as attacks
 
 METHODS = {
     "lora": pcg.LoraConfig(r=4, target_modules="all-linear"),

@@ -94,7 +94,7 @@ _EXIT_S = 10.0
 _SWITCH_S = 2e-5
 """Python's thread switch interval. p99 gap between tokens during compilation of adapter programs,
 8 ms undisturbed: 40 ms with Python's default of 5 ms, 11 ms with 100 µs. With a hostile tenant
-(`benchmarks/soak_tenants.py`), 7.6 ms undisturbed: 11.8 ms with 100 µs, 10.2 ms with 20 µs."""
+(`benchmarks/soak.py`), 7.6 ms undisturbed: 11.8 ms with 100 µs, 10.2 ms with 20 µs."""
 
 
 class AsyncEngine:

@@ -14,7 +14,7 @@ takes half as long again. Used for budgets below 1.
     resident bytes of the heap  >  (1 + SLACK) * peak of used bytes so far
 
 Most holes are reused before, so that a step takes a seventh of those fresh pages.
-`benchmarks/bench_peak.py` measures the memory, the seconds and the fresh pages.
+`benchmarks/finetuning.py` measures the memory, the seconds and the fresh pages.
 
 oneDNN compiles a product for each number of tokens and shape of a weight, and torch and oneDNN each
 cache the last 1,024 products: up to 0.3 MiB each, hundreds of MiB after requests of all lengths.

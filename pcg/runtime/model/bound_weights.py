@@ -3,7 +3,7 @@
 Serving multiplies by the joined weights of a product: the weights are adjacent in memory, so that
 the joined weight is a view, and training reads its rows. On CPUs, oneDNN packs a copy of the joined
 weights for faster products with the few tokens of a decode step
-(`benchmarks/bench_generation.py`), and training reads the original; `packed_weights=False` avoids
+(`benchmarks/generation.py`), and training reads the original; `packed_weights=False` avoids
 the copy.
 
 Layers that are sharded over replicas are gathered into two rooms, in the order of

@@ -130,7 +130,7 @@ class AtRest:
     """A picklable function that runs in a new process with garbage collection disabled.
 
     Imports, tracing and loading create almost no garbage, but collections took a fifth of the
-    processor time of a start (`benchmarks/bench_startup.py`). The function enables collection
+    processor time of a start (`benchmarks/startup.py`). The function enables collection
     again.
     """
 

@@ -61,7 +61,7 @@ class Waiting:
 
 _MOST_REMEMBERED = 4096
 """Pieces of a client whose successors are remembered; more than its program has."""
-# benchmarks/bench_split.py compares policies by these numbers.
+# benchmarks/split.py compares policies by these numbers.
 NEAR = 3
 """Pieces between a client and the one that it is waited for at, at most."""
 _LONGEST_S = 1.0

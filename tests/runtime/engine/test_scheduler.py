@@ -27,7 +27,7 @@ from tests.support.linear_costs import LinearCosts
 from tests.support.small_engine import LORA, make_engine, make_executor, run
 
 CPU = LinearCosts(layers=30, constant_s=0.017, token_s=6e-4, key_s=9e-7)
-"""SmolLM2-135M on a core, by `benchmarks/bench_long_prompts.py`."""
+"""SmolLM2-135M on a core, by `benchmarks/engine.py`."""
 LONG = 4830
 
 
