@@ -2,15 +2,14 @@
 
     python benchmarks/first_hour.py [--seconds 420] [--output FOLDER] [--only CASE …] [--dry]
 
-The cases run in the order of their value: the device and each release of the assembler; kernels
-against fp64; programs, recorded jobs and greedy tokens against transformers and peft; decode,
-prefill, finetuning, co-serving and cold adapters of an 8B model against counts, transformers and
-peft; serving; `pytest -m gpu`; other sizes. One process measures one case after another. If a row
-takes too long or the device no longer answers, the row fails, and a new process measures the rows
-behind it.
+The cases run in the order of their value, each in a process of its own: the device and each release
+of the assembler; kernels against fp64; decode, prefill, finetuning and cold adapters of an 8B model
+against counts, transformers and peft; serving; `pytest -m gpu`, which compares programs and jobs
+with transformers and peft; other sizes, and the kernels of groups. If a row takes too long or the
+device no longer answers, the row fails, and a new process measures the rows after it.
 
 FOLDER gets `first_hour.json`, written after each row; the table `first_hour.md`; and
-`first_hour.log`. A second call with the same FOLDER measures the rows that are missing, then those
+`first_hour.log`. A second call with the same FOLDER measures the rows that are missing, and those
 that failed in the first call. If FOLDER has no results, those of `.day/first_hour.json` count.
 
 It needs one NVIDIA GPU of 80 GB, the source tree, torch, triton, transformers and peft. `make day`
@@ -24,66 +23,53 @@ The exit status is 1 if a row failed; a missed target does not change it.
 from __future__ import annotations
 
 import argparse
-import gc
 import json
 import lzma
 import os
-import queue
 import signal
 import subprocess
 import sys
 import tempfile
-import threading
+import time
 import traceback
 import zipfile
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import nullcontext, suppress
-from dataclasses import dataclass, field, replace
+from collections.abc import Collection, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
 from time import monotonic
 from typing import Any
 
-import gpu_correctness
-import gpu_groups
 import gpu_kernels
 import gpu_model
-import gpu_pytest
-from gpu_case import Bench, Case, CudaTimer, Once, Row, measured
-from gpu_work import Ceilings
-from measure import RESULTS
+import harness
+from gpu_bench import Bench, Case, Ceilings, CudaTimer, Once, Row, measured
+from gpu_device import ASSEMBLER, DEVICE, PYTEST
 
-ROOT = Path(__file__).parents[1]
+ROOT = harness.ROOT
 DAY = ROOT / ".day"
 SECONDS = 420.0
-ROW_S = 120.0
-"""Time limit of a row; the first row of a process compiles a program and its kernels."""
-DRY_ROW_S = 900.0
-"""Time limit of a row in the interpreter, on a CPU that is shared."""
+ROW_S, DRY_ROW_S = 120.0, 900.0
+"""Time limits of a row on a GPU, and in the interpreter on a CPU that is shared.
+
+The first row of a process imports torch, and compiles a program and its kernels.
+"""
 CLOSING_S = 4.0
 """Time to end the processes and to write the table."""
-FIRST = (gpu_correctness.DEVICE, gpu_correctness.ASSEMBLER)
-"""Cases that every call measures, as each may run on another machine."""
-KERNELS, FURTHER_KERNELS = gpu_kernels.CASES
-CASES: tuple[Case, ...] = (
-    *FIRST,
-    KERNELS,
-    *gpu_correctness.CASES,
-    *gpu_model.CASES,
-    gpu_pytest.CASE,
-    gpu_model.FURTHER,
-    FURTHER_KERNELS,
-    *gpu_groups.CASES,
-)
 CHOICE = "PCG_PTXAS"
 """Variable that names the assembler (`pcg.kernels.triton`)."""
 START = "its start"
 """Setting of the row that says why no row of a case was measured."""
-_MARK = "first-hour "
-"""Prefix of the messages among the lines that a process prints."""
-
 
 # ---------------------------------------------------------------------------------------- results
+
+FIRST = (DEVICE, ASSEMBLER)
+"""Cases that every call measures, as each may run on another machine."""
+CASES = (
+    *FIRST, gpu_kernels.KERNELS, gpu_model.MODEL_CASE, gpu_model.SERVE_CASE, PYTEST,
+    gpu_kernels.FURTHER, gpu_kernels.GROUPS,
+)  # fmt: skip
 
 
 @dataclass
@@ -93,15 +79,17 @@ class Results:
     Attributes:
         rows: by case and setting, those of earlier calls included.
         finished: names of the cases that have no setting left.
+        here: the rows that this call has measured.
     """
 
     folder: Path
     rows: dict[tuple[str, str], Row] = field(default_factory=dict)
     finished: set[str] = field(default_factory=set)
+    here: set[tuple[str, str]] = field(default_factory=set, compare=False)
 
     @classmethod
     def of(cls, folder: Path) -> Results:
-        """The results of a folder, or of `.day` where it has none."""
+        """Read the results of a folder, or of `.day` where it has none."""
         found = cls(folder)
         folder.mkdir(parents=True, exist_ok=True)
         for path in (found.path, DAY / found.path.name):
@@ -117,44 +105,40 @@ class Results:
     def path(self) -> Path:
         return self.folder / "first_hour.json"
 
+    @property
+    def ceilings(self) -> Ceilings:
+        """The device's rates; 1 while they are not measured."""
+        row = self.rows.get(("device", "ceilings"))
+        return Ceilings(1.0, 1.0, 1.0) if row is None or row.failed else Ceilings(**row.details)
+
+    def known(self, case: str) -> set[str]:
+        """Return the settings that are not measured again."""
+        keys = [key for key, row in self.rows.items() if not row.failed or key in self.here]
+        return {setting for name, setting in keys if name == case}
+
     def add(self, row: Row) -> None:
         """Add a row and write the file; a new device or version drops all other rows."""
         key = row.case, row.setting
         before = self.rows.get(key)
         if key == ("device", "versions") and before and before.details != row.details:
             self.forget({case.name for case in CASES})
+        self.rows.pop((row.case, START), None)  # of a process before this one
         self.rows[key] = row
+        self.here.add(key)
         verdict = "FAILED" if row.failed else _time(row.ours_us) or "done"
-        said = f"{row.case}: {row.setting}: {verdict}  {row.note} ({row.took_s:.1f} s)"
-        print(said, file=sys.stderr, flush=True)
+        harness.note(f"{row.case}: {row.setting}: {verdict}  {row.note} ({row.took_s:.1f} s)")
         self.write()
 
     def forget(self, cases: Collection[str]) -> None:
-        """Drop all rows of these cases."""
         self.rows = {key: row for key, row in self.rows.items() if key[0] not in cases}
         self.finished -= {*cases}
 
-    def drop(self, case: str, settings: Collection[str]) -> None:
-        """Drop rows of a case before they are measured again."""
-        for setting in settings:
-            self.rows.pop((case, setting), None)
-        self.finished.discard(case)
-
     def write(self) -> None:
-        found = {
-            "rows": [row.to_json() for row in self.rows.values()],
-            "finished": sorted(self.finished),
-            "command": " ".join(["python", *sys.argv]),
-        }
+        rows = [row.to_json() for row in self.rows.values()]
+        found = {"rows": rows, "finished": sorted(self.finished)}
         new = self.path.with_suffix(".new")
-        new.write_text(json.dumps(found, indent=1) + "\n")
+        new.write_text(json.dumps({**found, "environment": harness.environment()}, indent=1) + "\n")
         new.replace(self.path)
-
-    @property
-    def ceilings(self) -> Ceilings | None:
-        """The device's rates; None while they are not measured."""
-        row = self.rows.get(("device", "ceilings"))
-        return None if row is None or row.failed else Ceilings(**row.details)
 
 
 def table(results: Results) -> str:
@@ -166,19 +150,12 @@ def table(results: Results) -> str:
     for case in CASES:
         for row in (row for row in results.rows.values() if row.case == case.name):
             ratio = row.ours_us / row.predicted_us if row.ours_us and row.predicted_us else None
-            cells = (
-                row.case,
-                row.setting,
-                "**failed**" if row.failed else _cost(row.ours_us, row.ours_bytes),
-                _time(row.predicted_us),
-                "" if ratio is None else f"{ratio:.2f}",
-                "; ".join(
-                    f"{name} {_cost(us, row.peers_bytes.get(name))}"
-                    for name, us in row.peers_us.items()
-                ),
-                _target(row),
-                " ".join(row.note.split()).replace("|", "\\|"),
-            )
+            ours = "**failed**" if row.failed else _cost(row.ours_us, row.ours_bytes)
+            us = row.peers_us.items()
+            peers = "; ".join(f"{name} {_cost(one, row.peers_bytes.get(name))}" for name, one in us)
+            shown = "" if ratio is None else f"{ratio:.2f}"
+            cells = (row.case, row.setting, ours, _time(row.predicted_us), shown, peers)
+            cells += (_target(row), " ".join(row.note.split()).replace("|", "\\|"))
             lines.append(f"| {' | '.join(cells)} |")
     rows = results.rows.values()
     left = [case.name for case in CASES[len(FIRST) :] if case.name not in results.finished]
@@ -244,292 +221,143 @@ def prepared(day: Path, folder: Path) -> dict[str, str]:
     }
 
 
-class Worker:
-    """A process that measures the cases that it is given.
-
-    Args:
-        command: the command line of the process, which calls `work`.
-        variables: environment variables beside those of this process.
-        log: file for its standard error, and for lines of its standard output without a message.
-        row_s: time limit of a row, seconds.
-    """
-
-    def __init__(
-        self, command: Sequence[str], variables: Mapping[str, str], log: Path, row_s: float = ROW_S
-    ) -> None:
-        self._row_s = row_s
-        self._log = log.open("a")
-        self._process = subprocess.Popen(
-            command,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=self._log,
-            text=True,
-            env={**os.environ, **variables},
-            start_new_session=True,  # what it has started ends with it
-        )
-        self._messages: queue.Queue[dict[str, Any] | None] = queue.Queue()
-        self._reader = threading.Thread(target=self._read, daemon=True)
-        self._reader.start()
-
-    def _read(self) -> None:
-        assert self._process.stdout is not None
-        for line in self._process.stdout:
-            if line.startswith(_MARK):
-                self._messages.put(json.loads(line.removeprefix(_MARK)))
-            elif line.strip():
-                self._log.write(line)
-                self._log.flush()
-        self._messages.put(None)
-
-    @property
-    def is_alive(self) -> bool:
-        return self._process.poll() is None
-
-    def begin(self, order: Mapping[str, Any]) -> None:
-        """Send the process a case to measure."""
-        assert self._process.stdin is not None
-        with suppress(BrokenPipeError):  # it has ended, which is seen where messages are read
-            print(json.dumps(order), file=self._process.stdin, flush=True)
-
-    def rows(self, case: str, until: float) -> Iterator[Row | None]:
-        """Yield the rows of the case that was sent, then None if no setting is left.
-
-        The process is ended if a row exceeds its limit, and at the time `until` of `monotonic`.
-        """
-        setting = START
-        while True:
-            row_until = monotonic() + self._row_s
-            try:
-                message = self._messages.get(timeout=max(0.0, min(row_until, until) - monotonic()))
-            except queue.Empty:
-                self.end()
-                if row_until <= until:
-                    yield Row.failure(case, setting, f"took longer than {self._row_s:.0f} s")
-                return
-            if message is None:
-                self._process.wait()
-                status = self._process.returncode
-                yield Row.failure(case, setting, f"its process ended with status {status}")
-                return
-            if "begun" in message:
-                setting = message["begun"]
-            elif "row" in message:
-                yield Row(**message["row"])
-            else:
-                if message.get("is_broken"):
-                    self.end()
-                elif message["is_over"]:
-                    yield None
-                return
-
-    def end(self) -> None:
-        """End the process and its children."""
-        if self.is_alive:
-            os.killpg(self._process.pid, signal.SIGKILL)
-        self._process.wait()
-        self._reader.join(5.0)
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        with suppress(BrokenPipeError):
-            self._process.stdin.close()
-        if not self._reader.is_alive():  # nothing that it had started holds the pipe
-            self._process.stdout.close()
-            self._log.close()
-
-
-def work(is_dry: bool) -> None:
-    """Read cases from the standard input, measure them, and print their rows as messages.
-
-    The process ends with its input, that is, with the process that started it.
-    """
-    orders: queue.SimpleQueue[str] = queue.SimpleQueue()
-    given = os.fdopen(os.dup(sys.stdin.fileno()))  # pytest replaces the standard input
-
-    def read() -> None:
-        for line in given:
-            orders.put(line)
-        os._exit(0)
-
-    threading.Thread(target=read, daemon=True).start()
-    import peft  # noqa: F401  # cases import it
-    import torch
-    import transformers  # noqa: F401
-
-    import pcg.compiler  # noqa: F401
-
-    if is_dry:
-        import gpu_dry
-
-    timer: Any = Once() if is_dry else None
-    while True:
-        order = json.loads(orders.get())
-        case = next(case for case in CASES if case.name == order["case"])
-        timer = timer or CudaTimer()
-        known = {(row["case"], row["setting"]): Row(**row) for row in order["rows"]}
-        until = monotonic() + order["seconds"]
-        ceilings = Ceilings(*order["ceilings"])
-        bench = Bench(timer, ceilings, known, until, eager_device="cpu" if is_dry else "cuda")
-        with gpu_dry.small() if is_dry and not case.alone else nullcontext():
-            is_over = _measure(bench, case, order["skipped"])
-            gc.collect()
-            torch.cuda.empty_cache()
-        _say({"is_over": is_over})
-
-
-def _measure(bench: Bench, case: Case, skipped: Collection[str]) -> bool:
-    """Measure the settings of a case; return True if none is left."""
-    try:
-        for setting, row in measured(bench, case, skipped):
-            if row is None:
-                _say({"begun": setting})
-                continue
-            _say({"row": row.to_json()})
-            if row.failed:
-                print(f"{case.name}: {setting}: {row.note}", file=sys.stderr, flush=True)
-                _check_device()
-    except TimeoutError:
-        return False
-    except Exception as error:
-        traceback.print_exc()
-        why = f"{type(error).__name__}: {error}"
-        _say({"row": Row.failure(case.name, "the rest", why).to_json()})
-    return True
-
-
-def _check_device() -> None:
-    """End the process if the device no longer answers, as after an illegal memory access."""
-    import torch
-
-    try:
-        torch.cuda.synchronize()
-    except Exception:
-        traceback.print_exc()
-        _say({"is_over": False, "is_broken": True})
-        os._exit(1)
-
-
-def _say(message: Mapping[str, Any]) -> None:
-    print(f"\n{_MARK}{json.dumps(message)}", flush=True)
-
-
-# ------------------------------------------------------------------------------------------- main
-
-
+@dataclass
 class Hour:
     """Runs cases one after another until a deadline.
 
-    Args:
-        start: function that starts a process with further environment variables.
+    Attributes:
+        command: the command line of a process that measures a case, to which its name is added.
+        variables: environment variables of the processes.
+        row_s: time limit of a row, seconds.
         until: the deadline, a time of `monotonic`.
     """
 
-    def __init__(self, results: Results, start: Any, until: float) -> None:
-        self._results, self._start, self._until = results, start, until
-        self._variables: Mapping[str, str] = {}
-        self._worker: Worker | None = None
-        self._here: set[tuple[str, str]] = set()
-        """Keys of the rows that this call has measured."""
+    results: Results
+    command: Sequence[str]
+    variables: Mapping[str, str]
+    row_s: float
+    until: float
 
     def begin(self, most: int | None = None) -> bool:
-        """Measure the device, and each assembler in a process of its own.
-
-        All other cases use the newest assembler that is right.
+        """Measure the device and each assembler; the other cases use the newest that is right.
 
         Args:
             most: limit of the assemblers, that of Triton first; None for none.
         Returns:
             True if there is a device.
         """
-        device, assembler = FIRST
-        self._results.forget({assembler.name})
-        first = self._start({})
-        workers = [first]
-        try:
-            self._tell(first, device, (), self._left_s)
-            if not self._take(first, device):
-                return False
-            versions = self._results.rows[device.name, "assemblers"].details
-            paths = [*versions][:most]
-            workers += [self._start({CHOICE: path}) for path in paths[1:]]
-            by_path = dict(zip(paths, workers, strict=True))
-            for worker in workers:
-                self._tell(worker, assembler, (), self._left_s)
-            for path in sorted(paths, key=versions.__getitem__, reverse=True):
-                if self._take(by_path[path], assembler) and self._worker is None:
-                    self._worker, self._variables = by_path[path], {CHOICE: path}
-            return True
-        finally:
-            for worker in workers:
-                if worker is not self._worker:
-                    worker.end()
+        self.results.forget({ASSEMBLER.name})
+        self.run(DEVICE, self.until)
+        rows = [row for row in self.results.rows.values() if row.case == DEVICE.name]
+        if not rows or any(row.failed for row in rows):
+            return False
+        versions = self.results.rows[DEVICE.name, "assemblers"].details
+        chosen = None
+        for path in sorted([*versions][:most], key=versions.__getitem__):
+            before = {*self.results.here}
+            self.run(ASSEMBLER, self.until, {CHOICE: path})
+            new = self.results.here - before
+            if new and not any(self.results.rows[key].failed for key in new):
+                chosen = path
+        self.variables = {**self.variables, **({CHOICE: chosen} if chosen else {})}
+        return True
 
-    def run(self, cases: Sequence[Case]) -> None:
-        """Run each case for its seconds, then unfinished ones, then rows that failed before."""
+    def run_all(self, cases: Sequence[Case]) -> None:
+        """Run each case for its seconds, then those that are unfinished."""
         for is_capped in (True, False):
             for case in cases:
-                seconds = case.seconds if is_capped else self._left_s
-                if case.name not in self._results.finished:
-                    known = [key for key in self._results.rows if key[0] == case.name]
-                    self._run(case, {setting for _, setting in known}, seconds)
-        for case in cases:
-            rows = [row for row in self._results.rows.values() if row.case == case.name]
-            again = {
-                row.setting for row in rows
-                if row.failed and (case.name, row.setting) not in self._here
-            }  # fmt: skip
-            if again and self._left_s:
-                self._results.drop(case.name, again)
-                self._run(case, {row.setting for row in rows} - again, self._left_s)
-        if self._worker is not None:
-            self._worker.end()
+                failed = {key for key, row in self.results.rows.items() if row.failed}
+                is_left = any(key[0] == case.name for key in failed - self.results.here)
+                if case.name not in self.results.finished or (is_capped and is_left):
+                    soft = monotonic() + case.seconds if is_capped else self.until
+                    self.run(case, min(soft, self.until))
 
-    @property
-    def _left_s(self) -> float:
-        return max(0.0, self._until - monotonic())
-
-    def _run(self, case: Case, skipped: set[str], seconds: float) -> None:
-        """Run a case, in a new process after one has ended."""
-        soft = monotonic() + min(seconds, self._left_s)
+    def run(self, case: Case, soft: float, more: Mapping[str, str] | None = None) -> None:
+        """Run a case, in a new process after one has ended; no setting begins after `soft`."""
+        self.results.finished.discard(case.name)
         while monotonic() < soft:
-            if case.alone and self._worker is not None:
-                self._worker.end()
-            if self._worker is None or not self._worker.is_alive:
-                self._worker = self._start(self._variables)
-            self._tell(self._worker, case, skipped, soft - monotonic())
-            before = len(self._here)
-            self._take(self._worker, case)
-            skipped |= {setting for name, setting in self._here if name == case.name}
-            if case.name in self._results.finished or len(self._here) == before:
-                break
-        if case.alone and self._worker is not None:
-            self._worker.end()
+            before = len(self.results.here)
+            self._run_process(case, soft, more or {})
+            if case.name in self.results.finished or len(self.results.here) == before:
+                return
 
-    def _tell(self, worker: Worker, case: Case, skipped: Collection[str], seconds: float) -> None:
-        ceilings = self._results.ceilings
-        worker.begin(
-            {
-                "case": case.name,
-                "skipped": sorted(skipped),
-                "seconds": seconds,
-                "ceilings": [1.0] * 3 if ceilings is None else [*vars(ceilings).values()],
-                "rows": [replace(row, details={}).to_json() for row in self._results.rows.values()],
-            }
-        )
+    def _run_process(self, case: Case, soft: float, more: Mapping[str, str]) -> None:
+        """Measure rows in a process, which is ended if a row exceeds its limit."""
+        skipped = self.results.known(case.name) if case not in FIRST else set()
+        with tempfile.NamedTemporaryFile("w+") as messages:
+            rows = [row.to_json() | {"details": {}} for row in self.results.rows.values()]
+            order = {"skipped": sorted(skipped), "seconds": soft - monotonic(), "rows": rows}
+            order |= {"ceilings": vars(self.results.ceilings), "messages": messages.name}
+            process = subprocess.Popen(
+                [*self.command, case.name, json.dumps(order)],
+                stdout=(log := self.results.path.with_suffix(".log").open("a")),
+                stderr=log,
+                env={**os.environ, **self.variables, **more},
+                start_new_session=True,  # its children end with it
+            )
+            setting, since, why = START, monotonic(), ""
+            while not why:
+                is_alive = process.poll() is None
+                for line in messages.readlines():
+                    message, since = json.loads(line), monotonic()
+                    setting = message.get("begun", setting)
+                    if "row" in message:
+                        self.results.add(Row(**message["row"]))
+                    if message.get("is_over"):
+                        self.results.finished.add(case.name)
+                if not is_alive:
+                    why = f"its process ended with status {process.returncode}"
+                elif monotonic() > self.until:
+                    why = "the time is over"
+                elif monotonic() - since > self.row_s:
+                    why = f"took longer than {self.row_s:.0f} s"
+                else:
+                    time.sleep(0.02)
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+            log.close()
+        is_measured = (case.name, setting) in self.results.here and setting != START
+        is_well = process.returncode == 0 or monotonic() > self.until or is_measured
+        if not is_well:
+            self.results.add(Row.failure(case.name, setting, why))
+        self.results.write()
 
-    def _take(self, worker: Worker, case: Case) -> bool:
-        """Add the rows of a case; return True if there are some and none failed."""
-        rows = []
-        for row in worker.rows(case.name, self._until):
-            if row is None:
-                self._results.rows.pop((case.name, START), None)  # of a process before this one
-                self._results.finished.add(case.name)
-                self._results.write()
-            else:
-                rows.append(row)
-                self._here.add((row.case, row.setting))
-                self._results.add(row)
-        return bool(rows) and not any(row.failed for row in rows)
+
+def work(name: str, order: Mapping[str, Any], is_dry: bool) -> None:
+    """Measure the settings of a case, and write each row as a message."""
+    import torch
+
+    from pcg.parent_process import end_with_parent
+
+    end_with_parent(os.getppid())
+    if is_dry:
+        import gpu_dry
+
+    def say(**message: Any) -> None:
+        with Path(order["messages"]).open("a") as file:
+            file.write(json.dumps(message) + "\n")
+
+    case = next(case for case in CASES if case.name == name)
+    known = {(row["case"], row["setting"]): Row(**row) for row in order["rows"]}
+    until, device = monotonic() + order["seconds"], "cpu" if is_dry else "cuda"
+    timer: Any = Once() if is_dry else CudaTimer()
+    bench = Bench(timer, Ceilings(**order["ceilings"]), known, until, eager_device=device)
+    with gpu_dry.small() if is_dry and case is not PYTEST else nullcontext():
+        try:
+            for setting, row in measured(bench, case, order["skipped"]):
+                say(**({"begun": setting} if row is None else {"row": row.to_json()}))
+                if row is not None and row.failed:
+                    print(f"{name}: {setting}: {row.note}", file=sys.stderr, flush=True)
+                    torch.cuda.synchronize()  # an error if the device no longer answers
+        except TimeoutError:
+            return
+        except Exception as error:
+            traceback.print_exc()
+            why = f"{type(error).__name__}: {error}"
+            say(row=Row.failure(name, "the rest", why).to_json())
+            raise SystemExit(1) from None
+    say(is_over=True)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -538,34 +366,30 @@ def main(arguments: Sequence[str] | None = None) -> int:
     names = [case.name for case in CASES[len(FIRST) :]]
     parser = argparse.ArgumentParser()
     parser.add_argument("--seconds", type=float, default=SECONDS, help="420 by default")
-    parser.add_argument("--output", type=Path, default=RESULTS / "first_hour", metavar="FOLDER")
+    output = harness.RESULTS / "first_hour"
+    parser.add_argument("--output", type=Path, default=output, metavar="FOLDER")
     parser.add_argument(
         "--only", nargs="+", choices=names, metavar="CASE", help=f"again: {', '.join(names)}"
     )
     parser.add_argument("--dry", action="store_true", help="small, on a CPU")
-    parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--work", nargs=2, help=argparse.SUPPRESS)
     given = parser.parse_args(arguments)
-    if given.worker:
-        work(given.dry)
+    if given.work:
+        work(given.work[0], json.loads(given.work[1]), given.dry)
         return 0
     results = Results.of(given.output)
-    if given.only:
-        results.forget(given.only)
+    results.forget(given.only or ())
     with tempfile.TemporaryDirectory() as folder:
         variables = prepared(DAY, Path(folder)) | {"TRITON_INTERPRET": str(int(given.dry))}
-        command = [sys.executable, __file__, "--worker", *["--dry"] * given.dry]
-        log = results.path.with_suffix(".log")
-
-        def start(more: Mapping[str, str]) -> Worker:
-            return Worker(command, {**variables, **more}, log, DRY_ROW_S if given.dry else ROW_S)
-
+        command = [sys.executable, __file__, *["--dry"] * given.dry, "--work"]
         until = began + given.seconds - CLOSING_S
-        hour = Hour(results, start, until)
+        hour = Hour(results, command, variables, DRY_ROW_S if given.dry else ROW_S, until)
         if not hour.begin(1 if given.dry else None):
             why = "no NVIDIA GPU, or it fails" if monotonic() < until else "the seconds are over"
+            log = results.path.with_suffix(".log")
             print(f"error: {why}; see {log}; --dry needs no GPU", file=sys.stderr)
             return 1
-        hour.run([case for case in CASES[len(FIRST) :] if case.name in (given.only or names)])
+        hour.run_all([case for case in CASES[len(FIRST) :] if case.name in (given.only or names)])
     text = table(results)
     results.path.with_suffix(".md").write_text(text)
     print(text)

@@ -8,13 +8,9 @@ from functools import cache
 from typing import Any
 from unittest.mock import patch
 
-import gpu_correctness
-import gpu_groups
+import gpu_device
 import gpu_kernels
-import gpu_lora
 import gpu_model
-import gpu_pytest
-import gpu_training
 import torch
 
 from pcg.runtime.model import step_graphs
@@ -34,32 +30,23 @@ def config() -> dict[str, Any]:
 
 
 SIZES: Mapping[Any, Mapping[str, Any]] = {
-    gpu_correctness: {
-        "COPIED": 4096, "SQUARE": 64, "LAYERS": 1, "LENGTHS": (19,), "JOB_STEPS": 2,
-        "TARGETS": MODULES,
-        "GREEDY": (2, 9, 6), "small_config": config,
-    },
-    gpu_groups: {"TOKENS": 5, "LEAST_BYTES": 0, "MOST": 2, "config": tiny_llama.config},
+    gpu_device: {"COPIED": 4096, "SQUARE": 64, "MOST_TESTS": 2},
     gpu_kernels: {
-        "HIDDEN": 64, "VOCABULARY": 200, "HEADS": 4, "KV_HEADS": 2, "HEAD": 16,
-        "LOSSES": (9,), "SIGNS": (3, 64), "DRAWN": (2,),
-        "ATTENTION": ((2, 1, 48), (1, 32, 32)),
-    },
-    gpu_lora: {
-        "HIDDEN": 64, "LAYERS": 2, "BATCHES": (3,), "PAGE_ELEMENTS": 8 * 64, "RANK": 8,
-        "HIGH_RANKS": (4, 20),
+        "HIDDEN": 64, "INTERMEDIATE": 136, "VOCABULARY": 200, "HEADS": 4, "KV_HEADS": 2, "HEAD": 16,
+        "LAYERS": 2, "BATCHES": (3,), "PAGE_ELEMENTS": 8 * 64, "RANK": 8, "HIGH_RANKS": (4, 20),
+        "LOSSES": (9,), "SIGNS": (3, 64), "DRAWN": (2,), "ATTENTION": ((2, 1, 48), (1, 32, 32)),
+        "TOKENS": 5, "BACKWARDS": ((9,), (8, 8)), "LEAST_BYTES": 0, "MOST_GROUPS": 2,
+        "config": tiny_llama.config,
     },
     gpu_model: {
-        "NAMES": ["adapter-0", "adapter-1"], "PEER_ADAPTERS": 2, "HIGH_RANK": 24,
+        "NAMES": ["adapter-0", "adapter-1"], "PEER_ADAPTERS": 2,
         "RECIPE": {"r": 16, "lora_alpha": 32, "target_modules": MODULES},
-        "KV_CACHE_BYTES": 2**21, "VOCABULARY": 100, "BATCHES": (2,), "CONTEXT": 5, "STEPS": 2,
-        "EAGER_STEPS": 1, "PROMPTS": ((1, 6),), "FINETUNED": (1, 9), "WARM_STEPS": 1,
-        "TRAINED_STEPS": 1, "BESIDE_STEPS": 1, "SKEW": 64, "BESIDE": {"finetuning_floor": 0.7},
+        "KV_CACHE_BYTES": 2**21, "VOCABULARY": 100, "BATCH": 2, "CONTEXT": 5, "STEPS": 2,
+        "EAGER_STEPS": 1, "PROMPTS": (1, 6), "FINETUNED": (1, 9), "WARM_STEPS": 1,
+        "TRAINED_STEPS": 1, "SKEW": 64, "GREEDY": (2, 9, 6), "small_config": config,
         "SERVED_S": 0.3, "SERVING": {"running": 1, "tokens": 16}, "PROMPT_TOKENS": (8, 16),
         "NEW_TOKENS": (2, 4), "config": config,
     },
-    gpu_pytest: {"MOST": 2},
-    gpu_training: {"HIDDEN": 64, "INTERMEDIATE": 136, "FORWARD": 20, "BACKWARDS": ((9,), (8, 8))},
     step_graphs: {"EAGER_STEPS": 1},
 }  # fmt: skip
 _MEMORY = {
@@ -71,7 +58,7 @@ _MEMORY = {
 
 @contextmanager
 def small() -> Iterator[None]:
-    """Have a GPU that is not there, and cases that take seconds on a CPU."""
+    """Patch in a GPU that is not there, and sizes that take seconds on a CPU."""
     bf16.install()
     with ExitStack() as stack:
         for module, values in SIZES.items():

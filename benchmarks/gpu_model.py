@@ -1,10 +1,11 @@
 """Steps of a model with the shape of Llama-3.1-8B and random bf16 weights, by pcg's calls.
 
-    decode      steps of an engine that serves, replayed from a graph
+    decode      steps of an engine that serves, replayed from a graph, and launched by the host
     prefill     prompts, each whole in one step
     finetune    steps of a job of an engine, whose windows are replayed
-    co-serving  decode steps beside such a job
     cold        adapters that are copied from the host's memory before a request's first token
+    serve       requests of 32 adapters as `pcg bench serve` measures them, alone and beside a job
+    greedy      tokens of a model with the shape of Llama-3.2-1B against transformers'
 
 Predictions are those of results/roofline.json. Peers are transformers and peft, which share the
 weights with pcg's executor. Times are taken by the host's clock over many steps, with the device
@@ -24,47 +25,39 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cache, cached_property
-from itertools import pairwise
-from pathlib import Path
 from random import Random
 from time import perf_counter
 from typing import Any
 from unittest.mock import patch
 
-import gpu_work as work
-from gpu_case import Bench, Case, Row, Setting
+import harness
+from gpu_bench import Bench, Case, LlamaShape, Row, Setting, Work
 
-CONFIG = Path(__file__).parent.parent / "pcg/configs/meta-llama--Llama-3.1-8B.json"
+CONFIG = harness.ROOT / "pcg/configs/meta-llama--Llama-3.1-8B.json"
 RANK = 16
 RECIPE: dict[str, Any] = {"r": RANK, "lora_alpha": 2 * RANK, "target_modules": "all-linear"}
 NAMES = [f"adapter-{index}" for index in range(32)]  # as workloads have them
 PEER_ADAPTERS = 4
 """Adapters of peft's batch. Its time grows with their number; to add one takes a second."""
-HIGH, HIGH_RANK = "high", 256
-"""An adapter of a far larger rank."""
 KV_CACHE_BYTES = 20 * 2**30
 """Size of a pool: 128 sequences of 640 tokens take 10 GiB, 32 adapters in bf16 two and a half."""
 VOCABULARY = 100_000
 """Token ids of prompts are below it."""
-BATCHES = (32, 1, 8, 128)
-"""Sequences of a decode step; steps of the first number were counted."""
+BATCH = 32
+"""Sequences of a decode step, as they were counted."""
 CONTEXT = 528
 """Tokens of a prompt in decode, so that about 560 keys are seen, as in the count."""
 STEPS, EAGER_STEPS = 48, 8
 """Decode steps that are timed, replayed and launched by the host."""
-PROMPTS = ((8, 1024), (1, 512), (1, 4096))
-"""Prompts of a step, and tokens of each; the first pair was counted."""
+PROMPTS = (8, 1024)
+"""Prompts of a step, and tokens of each, as they were counted."""
 FINETUNED = (4, 1024)
 """Sequences of a finetuning step, and tokens of each."""
 SKEW = 128
 """Limit of the tokens that the first sequence generates before the last one begins."""
 WARM_STEPS, TRAINED_STEPS = 5, 5
 """Steps of a job before the timed ones, in which its windows are recorded, and timed steps."""
-BESIDE_STEPS = 64
-"""Least number of co-serving steps, both before the timed ones and timed."""
 TPOT_SLO_S = 0.05
-BESIDE: Mapping[str, float] = {"tpot_slo_s": TPOT_SLO_S}
-"""Limits of co-serving."""
 
 
 @cache
@@ -122,8 +115,8 @@ class Model:
         return executor
 
     @property
-    def shape(self) -> work.LlamaShape:
-        return work.LlamaShape.of(self.config)
+    def shape(self) -> LlamaShape:
+        return LlamaShape.of(self.config)
 
     def engine(self, sharing: Any = None, **limits: Any) -> Any:
         """Make an engine, which only serves unless it gets a rule of sharing.
@@ -152,25 +145,18 @@ class Model:
             )
             engine.submit(request)
 
-    def adapter_work(self, names: Sequence[str], tokens: int = 1) -> work.Work:
+    def adapter_work(self, names: Sequence[str], tokens: int = 1) -> Work:
         """Count the bytes of the adapters as they are served, and FLOPs for `tokens` of each."""
         ranks = sum(self.executor.adapters[name].recipe.rank for name in names)
         size = self.executor.serving.tables.lora.element_bytes
         elements = self.shape.adapter_elements(ranks)
-        return work.Work(size * elements, 2 * tokens * elements)
+        return Work(size * elements, 2 * tokens * elements)
 
     # -------------------------------------------------------------------------------- decode
 
-    def decoding(
-        self,
-        batch: int,
-        names: Sequence[str],
-        new_tokens: int,
-        sharing: Any = None,
-        **limits: float,
-    ) -> Any:
+    def decoding(self, batch: int, names: Sequence[str], new_tokens: int) -> Any:
         """Make an engine in which `batch` sequences decode, each for `new_tokens` at least."""
-        engine = self.engine(sharing, tokens=8192, **limits)
+        engine = self.engine(tokens=8192)
         # The first sequences decode while the last prompts are read.
         self.submit(engine, prompts_of(batch, CONTEXT), names, SKEW + new_tokens)
         begun: set[int] = set()
@@ -195,14 +181,12 @@ class Model:
         _run(engine, 1)
         eager_us = _decoded_us(engine, batch, EAGER_STEPS)
         seen = CONTEXT + warm + STEPS // 2
-        needed = work.decode_work(self.shape, batch, seen, 0, 0, 0) + self.adapter_work(names)
+        needed = self.shape.decode_work(batch, seen) + self.adapter_work(names)
         note = f"{replayed} of {STEPS} steps replayed"
-        row = self.bench.row(ours_us, needed, peers_us={"our eager": eager_us}, note=note)
-        if batch != BATCHES[0]:
-            return row
+        row = self.bench.timed_row(ours_us, needed, peers_us={"our eager": eager_us}, note=note)
         if not names:
             row = replace(row, expected_us=self.bench.expected_us("decode, base"))
-        elif len(names) == len(NAMES) and HIGH not in names:
+        elif len(names) == len(NAMES):
             row = replace(row, expected_us=self.bench.expected_us("decode, adapters"))
         assert row.floor_us is not None
         return row.at_most("at most 1.25 of the floor", ours_us / row.floor_us, 1.25)
@@ -211,7 +195,7 @@ class Model:
         """Return the microseconds of a decode step of transformers, or of peft with adapters."""
         import torch
 
-        batch = BATCHES[0]
+        batch = BATCH
         model = self.theirs if not names else _with_adapters(self.theirs, names)
         among = {"adapter_names": [names[i % len(names)] for i in range(batch)]} if names else {}
         ids = torch.tensor(prompts_of(batch, CONTEXT), device=self.bench.eager_device)
@@ -251,14 +235,13 @@ class Model:
 
         served(1)
         ours_us = 1e6 * statistics.median(timed(lambda: served(1))[1] for _ in range(3))
-        needed = work.prefill_work(self.shape, batch, tokens) + self.adapter_work(names, tokens)
-        row = self.bench.row(ours_us, needed)
-        if prompts != PROMPTS[0]:
-            return row
+        needed = self.shape.prefill_work(batch, tokens) + self.adapter_work(names, tokens)
+        row = self.bench.timed_row(ours_us, needed)
         if not names:
             return replace(row, expected_us=self.bench.expected_us("prefill, base"))
         row = replace(row, expected_us=self.bench.expected_us("prefill, adapters"))
-        alone_us = self.bench.ours_us("8B", _prefill_setting(prompts, ()))
+        alone = self.bench.known.get(("8B", _prefill_setting(prompts, ())))
+        alone_us = alone and alone.ours_us
         ratio = None if alone_us is None else ours_us / alone_us
         return row.at_most("at most 1.15 of no adapters", ratio, 1.15)
 
@@ -266,7 +249,7 @@ class Model:
         """Return the microseconds of a forward of whole prompts by transformers."""
         import torch
 
-        ids = torch.tensor(prompts_of(*PROMPTS[0]), device=self.bench.eager_device)
+        ids = torch.tensor(prompts_of(*PROMPTS), device=self.bench.eager_device)
 
         def run() -> None:
             self.theirs(input_ids=ids, use_cache=True, logits_to_keep=1)
@@ -317,8 +300,8 @@ class Model:
                 raise AssertionError("the steps that were timed replayed nothing")
         peak = torch.cuda.max_memory_allocated() - left
         engine.cancel_job(job.name)
-        needed = work.finetune_work(self.shape, *FINETUNED, RANK)
-        row = self.bench.row(1e6 * seconds / TRAINED_STEPS, needed, ours_bytes=peak)
+        needed = self.shape.finetune_work(*FINETUNED, RANK)
+        row = self.bench.timed_row(1e6 * seconds / TRAINED_STEPS, needed, ours_bytes=peak)
         return replace(
             row,
             expected_us=self.bench.expected_us("finetuning"),
@@ -355,45 +338,6 @@ class Model:
         peak = torch.cuda.max_memory_allocated() - left
         model.unload()
         return 1e6 * seconds, peak
-
-    # ----------------------------------------------------------------------------- both, cold
-
-    def co_serving(self, names: Sequence[str]) -> Row:
-        """Measure a decode step beside a job, whose share the rule of sharing chooses."""
-        from pcg.runtime.engine.scheduling.co_serving import CoServing
-
-        batch = BATCHES[0]
-        self.decoding(batch, names, 1)  # compiles
-        engine = self.decoding(batch, names, 16 * BESIDE_STEPS, CoServing(), **BESIDE)
-        job = self.finetuned(engine, "beside")
-        ends: list[float] = []
-
-        def run() -> int:
-            """Run steps until the job has ended one or more; return their number."""
-            began = 0 if job.record is None else job.record.step
-            ends[:] = [perf_counter()]
-            while len(ends) <= BESIDE_STEPS or job.record is None or job.record.step == began:
-                if job.error is not None:
-                    raise job.error
-                if any(chunk.completion is not None for chunk in _stepped(engine)):
-                    raise AssertionError(f"the job ended no step in {len(ends)} steps beside it")
-                ends.append(perf_counter())
-            return int(job.record.step - began)
-
-        run()
-        job_steps, seconds = timed(run)
-        engine.cancel_job(job.name)
-        steps, trained = len(ends) - 1, job_steps * math.prod(FINETUNED)
-        gaps = [end - begin for begin, end in pairwise(ends)]
-        beside_us = self.bench.expected_us("finetuning") * job_steps / steps
-        row = Row(
-            ours_us=1e6 * seconds / steps,
-            expected_us=self.bench.expected_us("decode, adapters") + beside_us,
-            note=f"{steps * batch / seconds:,.0f} tokens/s out, {trained / seconds:,.0f} trained",
-            details={"gaps_s": [round(gap, 5) for gap in gaps], "trained_tokens": trained},
-        )
-        late = sum(gap > TPOT_SLO_S for gap in gaps) / steps
-        return row.at_most(f"gaps above {1e3 * TPOT_SLO_S:.0f} ms at most 1 %", late, 0.01)
 
     def cold(self, names: Sequence[str]) -> Row:
         """Measure the time that copying its adapter adds to a request."""
@@ -511,8 +455,7 @@ def _with_adapters(model: Any, names: Sequence[str]) -> Any:
 
 
 def _decode_setting(batch: int, names: Sequence[str]) -> str:
-    high = f", one of rank {HIGH_RANK}" if HIGH in names else ""
-    return f"decode, batch {batch}, {len(names)} adapters{high}"
+    return f"decode, batch {batch}, {len(names)} adapters"
 
 
 def _prefill_setting(prompts: tuple[int, int], names: Sequence[str]) -> str:
@@ -522,7 +465,7 @@ def _prefill_setting(prompts: tuple[int, int], names: Sequence[str]) -> str:
 def model_settings(bench: Bench) -> Iterator[Setting]:
     """Our steps, then those of peers; our executor is freed before peft trains."""
     model = Model(bench, config(), dict.fromkeys(NAMES, RANK))
-    batch, prompts = BATCHES[0], PROMPTS[0]
+    batch, prompts = BATCH, PROMPTS
     decodes = [_decode_setting(batch, names) for names in ((), NAMES)]
     yield decodes[0], lambda: model.decode(batch, ())
     yield decodes[1], lambda: model.decode(batch, NAMES)
@@ -530,7 +473,6 @@ def model_settings(bench: Bench) -> Iterator[Setting]:
     yield prefills[0], lambda: model.prefill(prompts, ())
     yield prefills[1], lambda: model.prefill(prompts, NAMES[: prompts[0]])
     yield "finetune", model.finetune
-    yield "co-serving", lambda: model.co_serving(NAMES)
     yield "cold adapters", lambda: model.cold(NAMES)
 
     def against(setting: str, name: str, us: float, size_bytes: int = 0) -> Row:
@@ -559,28 +501,7 @@ def model_settings(bench: Bench) -> Iterator[Setting]:
             return against("finetune", name, *model.peer_finetune(checkpoints))
 
         yield f"finetune, {name}", trained
-
-
-def further_settings(bench: Bench) -> Iterator[Setting]:
-    """Decode steps and prompts of other sizes, the one with a large adapter first."""
-    model = Model(bench, config(), dict.fromkeys(NAMES, RANK) | {HIGH: HIGH_RANK})
-    yield (
-        _decode_setting(BATCHES[0], [*NAMES[1:], HIGH]),
-        lambda: model.decode(BATCHES[0], [*NAMES[1:], HIGH]),
-    )
-    for prompts in PROMPTS[1:]:
-        for names in ((), NAMES[: prompts[0]]):
-            yield (
-                _prefill_setting(prompts, names),
-                lambda prompts=prompts, names=names: model.prefill(prompts, names),
-            )
-    for batch in BATCHES[1:]:
-        for names in ((), NAMES[:1], NAMES):
-            if len(names) <= batch:
-                yield (
-                    _decode_setting(batch, names),
-                    lambda batch=batch, names=names: model.decode(batch, names),
-                )
+    yield "greedy tokens of 1B in bf16", lambda: check_greedy(bench)
 
 
 # ----------------------------------------------------------------------------------------- serve
@@ -653,5 +574,75 @@ def _served(model: Model, engine: Any) -> Row:
     return row.at_most("SLOs missed by 1 %", 1 - (found["slo_attainment"] or 0), 0.01)
 
 
-CASES = (Case("8B", 200, model_settings), Case("serve", 90, serve_settings))
-FURTHER = Case("8B, further sizes", 60, further_settings)
+# ----------------------------------------------------------------------------------------- greedy
+
+GREEDY = (8, 128, 64)
+"""Prompts, tokens of each, and generated tokens."""
+
+
+def small_config() -> dict[str, Any]:
+    """The config.json of the model whose tokens are compared."""
+    path = CONFIG.with_name("meta-llama--Llama-3.2-1B.json")
+    found: dict[str, Any] = json.loads(path.read_text())
+    return found
+
+
+def check_greedy(bench: Bench) -> Row:
+    """Compare greedy tokens of a model with the shape of Llama-3.2-1B with transformers'.
+
+    Where two tokens are nearly equally likely, rounding decides. So each token is scored by the
+    same model in fp32 behind the tokens before it: by how much its logit is below the largest.
+
+    Raises:
+        AssertionError: a token of ours has more than twice the worst score of transformers'.
+    """
+    import torch
+
+    model = Model(bench, small_config())
+    count, tokens, new = GREEDY
+    prompts = prompts_of(count, tokens)
+    ids = torch.tensor(prompts, device=bench.eager_device)
+    found = model.theirs.generate(
+        ids,
+        attention_mask=torch.ones_like(ids),
+        max_new_tokens=new,
+        do_sample=False,
+        eos_token_id=None,
+        pad_token_id=0,
+    )
+    theirs = found[:, tokens:].tolist()
+    completions = model.executor.generate(prompts, max_new_tokens=new, ignore_eos=True)
+    ours = [list(one.token_ids) for one in completions]
+    exact = model.theirs.float()
+    worst = [_regret(exact, ids, chosen) for chosen in (ours, theirs)]
+    same = sum(one == other for one, other in zip(ours, theirs, strict=True))
+    firsts = sum(
+        a == b
+        for one, other in zip(ours, theirs, strict=True)
+        for a, b in zip(one, other, strict=True)
+    )
+    allowed = max(2 * worst[1], 2**-4)
+    note = f"{same} of {count} sequences and {firsts} of {count * new} tokens are transformers'"
+    if not worst[0] <= allowed:
+        raise AssertionError(
+            f"a token of ours is {worst[0]:.3f} below the likeliest by fp32, of transformers' "
+            f"{worst[1]:.3f}; {note}"
+        )
+    row = Row(note=note, details={"ours": worst[0], "transformers": worst[1]})
+    return row.at_most("logits below the likeliest by fp32", worst[0], allowed)
+
+
+def _regret(exact: Any, ids: Any, chosen: Sequence[Sequence[int]]) -> float:
+    """Return the most by which the logit of a chosen token is below the largest."""
+    import torch
+
+    new = torch.tensor(chosen, device=ids.device)
+    with torch.no_grad():
+        out = exact(torch.cat([ids, new], 1), use_cache=False, logits_to_keep=new.shape[1] + 1)
+    logits = out.logits[:, :-1]
+    below = logits.max(-1).values - logits.gather(-1, new[..., None])[..., 0]
+    return float(below.max())
+
+
+MODEL_CASE = Case("8B", 200, model_settings)
+SERVE_CASE = Case("serve", 90, serve_settings)

@@ -1,10 +1,10 @@
 """The harness of the benchmarks: cases, their options, processes, rounds, ratios and result files.
 
-    python benchmarks/SUBJECT.py [CASE] [--OPTION VALUE …] [--quick]
+    python benchmarks/generation.py [CASE] [--OPTION VALUE …] [--quick]
 
-A subject is a file and a case is a function of it, whose parameters are the options. Without a case
-each case of the subject runs in a process of its own. A case returns a dict, which is written to
-`results/CASE.json` with the commit, machine, versions and command, and with the case's targets.
+A subject is a file, and a case is a function of it, whose parameters are the options. Without a
+case, each case of the subject runs in a process of its own. A case returns a dict, which is written
+to `results/CASE.json` with the commit, machine, versions and command, and with the case's targets.
 `--quick` takes the smallest sizes, to see that a case works, and writes nothing.
 
 The machine is shared and noisy, so no time stands alone: every contender runs once a round, in

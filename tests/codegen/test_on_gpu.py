@@ -28,9 +28,7 @@ from tests.support.prompts import prompts
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
 
 import gpu_kernels
-import gpu_lora
-from gpu_case import Bench, CudaTimer, Once
-from gpu_work import Ceilings
+from gpu_bench import Bench, Ceilings, CudaTimer, Once
 
 pytestmark = [
     pytest.mark.gpu,
@@ -145,7 +143,7 @@ BENCH = Bench(Once(), Ceilings(1.0, 1.0, 1.0))
 @pytest.mark.parametrize("popularity", ["distinct", "uniform", "skewed", "identical"])
 @pytest.mark.parametrize("batch", [1, 7, 64])
 def test_segmented_lora(popularity: str, batch: int) -> None:
-    gpu_lora.lora(BENCH, popularity, batch)
+    gpu_kernels.lora(BENCH, popularity, batch)
 
 
 @pytest.mark.parametrize(

@@ -336,7 +336,7 @@ def outer_kernel(
     tl.store(at, total, inside[:, None] & (k < rank)[None, :])
 
 
-# The sizes below follow from bytes and programs under way; benchmarks/gpu_lora.py times them.
+# The sizes below follow from bytes and programs under way; benchmarks/gpu_kernels.py times them.
 DECODE_COLUMNS = 256
 """Columns that a decode program of shrink takes at once: 8 KiB of an adapter of rank 16 in bf16, so
 that 64 adapters of 4096 columns are 1024 programs, 8 for each SM of an H200: their loads are all
