@@ -83,6 +83,27 @@ def test_lower_priorities_go_first(make: Callable[[], Policy]) -> None:
     assert [name.split()[0] for name in order] == ["-2"] * 3 + ["0"] * 3 + ["5"] * 3
 
 
+def test_nobody_saves_up_and_no_counter_outlives_its_use() -> None:
+    """A tenant that was away has no more than its share; thousands of tenants leave nothing."""
+    policy = FairShare()
+    engine = make_engine(policy, running=2)
+    for i in range(2000):
+        engine.submit(ask(f"tenant {i}", new=1))
+    for i in range(100):
+        engine.submit(ask("stays", request_id=f"s{i}"))
+    while len(engine.scheduler.waiting) > 60:
+        engine.step()
+    assert len(policy._served) < 200
+    comes = [engine.submit(ask("returns", request_id=f"r{i}")) for i in range(20)]
+    for _ in range(40):
+        engine.step()
+    admitted_now = [e.subject for e in engine.log if e.kind is Kind.ADMITTED][-16:]
+    assert 5 <= sum(name in comes for name in admitted_now) <= 11
+    while not engine.is_idle:
+        engine.step()
+    assert not policy._served
+
+
 @pytest.mark.parametrize("n", [1, 5])
 def test_so_many_of_a_tenant_run_at_once(n: int) -> None:
     """Its other requests and continuations wait, whatever room there is, and all come to an end."""

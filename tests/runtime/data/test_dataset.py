@@ -506,7 +506,7 @@ def test_a_chat_without_a_template_names_the_row_and_the_fix(tmp_path):
         load_examples([{"messages": CHAT}], tokenizer)
 
 
-# ---------------------------------------------------------------- tests/runtime/data/test_order.py
+# -------------------------------------------------------------------------------------------- order
 
 LENGTHS = st.lists(st.integers(1, 20), min_size=1, max_size=30)
 

@@ -341,6 +341,16 @@ def test_lines_that_are_refused(case: str, tokenizer: Tokenizer, tmp_path: Path)
         load_here(tokenizer, (path,), ReadOptions(limits=limits), SIZES)
 
 
+def test_a_document_is_bounded_in_all_alone(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    path = tmp_path / "a.txt"
+    path.write_text("the quick brown fox jumps. " * 20)
+    small = ReadOptions(max_length=16, limits=DataLimits(row_bytes=10, tokens=4))
+    assert len(load_here(tokenizer, (path,), small, SIZES)) > 5
+    little = ReadOptions(max_length=16, limits=DataLimits(total_bytes=100))
+    with pytest.raises(DataError, match="more than 100 bytes, the most of a job here"):
+        load_here(tokenizer, (path,), little, SIZES)
+
+
 @pytest.mark.parametrize("value", [0, -1, 1.5, True, None, "1"])
 def test_limits_are_checked(value: Any) -> None:
     with pytest.raises(DataError, match=r"rows=.* of DataLimits; use an int of at least 1"):

@@ -83,6 +83,30 @@ def test_numbers_of_one_request_reach_no_other(backend: str, value: float, pages
     assert all("adapter 'bad'" in str(last[number].error) for number in theirs)
 
 
+def test_an_adapter_that_cannot_be_copied_fails_its_requests_alone() -> None:
+    """While it is copied ahead, and when it runs; it is refused from then on, until it changes."""
+    executor = make_executor()
+    bad = executor.add_adapter("bad", LORA | {"use_dora": True})
+    for weights in bad.weights.values():
+        object.__setattr__(weights, "scale", 1e300)
+    executor.refresh_adapter("bad")
+    asked = requests(executor, LENGTHS)
+    engine = make_engine(executor, 64, Limits(running=3))
+    params = SamplingParams(max_new_tokens=NEW, ignore_eos=True)
+    for request in asked:
+        engine.submit(request)
+        engine.submit(Request(request.prompt_ids, params, bad))
+    last = ends(run(engine))
+    numbers = [*range(2 * len(asked))]
+    check_tokens(last, numbers[::2], asked)
+    assert all(isinstance(last[number].error, GenerationError) for number in numbers[1::2])
+    with pytest.raises(GenerationError, match="adapter 'bad' cannot be served, as it failed by"):
+        engine.submit(Request((1, 2), params, bad))
+    executor.remove_adapter("bad")
+    engine.submit(Request((1, 2), params, executor.add_adapter("bad", LORA)))
+    assert all(end.error is None for end in ends(run(engine)).values())
+
+
 def test_a_job_that_diverges_or_whose_callback_raises_fails_alone() -> None:
     """A listener that raises gets no more events."""
     executor = make_executor()

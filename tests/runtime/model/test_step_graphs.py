@@ -346,6 +346,25 @@ def test_graphs_on_two_streams_share_no_workspace() -> None:
 
 
 @pytest.mark.usefixtures("gpu")
+def test_where_memory_is_short_what_is_cached_is_given_back_once() -> None:
+    to, calls = torch.zeros(4, 4, device=GPU), list[bool]()
+    double = doubled(ones(), to)
+
+    def run() -> None:
+        calls.append(torch.cuda.is_current_stream_capturing())
+        double()
+        if len(calls) == 2:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+
+    waits = len(ORDER.waits)
+    again = CudaRecorder(GPU).record(run)
+    assert calls == [False, True, True]
+    assert len(ORDER.waits) > waits
+    again()
+    assert to.tolist() == [[2.0] * 4] * 4
+
+
+@pytest.mark.usefixtures("gpu")
 def test_a_capture_that_fails_leaves_the_stream_free() -> None:
     x, to = ones(), torch.zeros(4, 4, device=GPU)
 

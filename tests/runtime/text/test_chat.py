@@ -130,6 +130,23 @@ def test_the_content_and_the_end_of_turn(template):
     assert learned(template, SHORT, ()) == []
 
 
+def test_several_marks_in_one_message():
+    template = (
+        "{% for m in messages %}{% if m.role == 'assistant' %}{% generation %}a{% endgeneration %}"
+        "-{% generation %}{{ m.content }}{% endgeneration %}{% else %}|{{ m.content }}|{% endif %}"
+        "{% endfor %}"
+    )
+    assert learned(template, SHORT[:3], (1,)) == ["a", "first"]
+
+
+@pytest.mark.parametrize("refuses_empty_chats", [False, True])
+def test_an_assistant_that_speaks_first(refuses_empty_chats):
+    messages = [{"role": "assistant", "content": "hi"}, {"role": "user", "content": "x"}]
+    picky = "{% if not messages %}{{ raise_exception('empty') }}{% endif %}"
+    template = picky * refuses_empty_chats + toys.CHATML
+    assert learned(template, messages, (0,)) == ["hi<|im_end|>"]
+
+
 def test_a_template_without_a_generation_prompt():
     assert learned(toys.LLAMA2, SHORT[:2], (1,)) == [" first </s>"]
     assert learned(toys.LLAMA2, THOUGHT, (1, 3)) == [

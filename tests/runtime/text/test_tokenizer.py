@@ -148,7 +148,7 @@ def test_no_template_names_the_fix(tmp_path):
     assert tokenizer.with_template("x").render_chat([]) == "x"
 
 
-# ---------------------------------------------------------- tests/runtime/text/test_detokenizer.py
+# ---------------------------------------------------------------------------------------- decoding
 
 BYTE_LEVEL = Tokenizer(toys.byte_level(), {})
 BYTE_FALLBACK = Tokenizer(toys.byte_fallback(), {})
@@ -181,6 +181,16 @@ def test_pieces_add_up_to_the_text(tokenizer, text):
 @given(ids=st.lists(st.integers(0, BYTE_LEVEL.vocab_size - 1), max_size=60))
 def test_any_bytes_add_up_to_the_decoded_whole(ids):
     assert "".join(stream(BYTE_LEVEL, ids)) == BYTE_LEVEL.decode(ids)
+
+
+@given(ids=st.lists(st.integers(0, BYTE_FALLBACK.vocab_size - 1), max_size=60))
+def test_broken_byte_fallback_runs_keep_what_is_out(ids):
+    """A broken run decodes, as a whole, to U+FFFD alone, so text that is out may differ from it."""
+    pieces = stream(BYTE_FALLBACK, ids)
+    whole = BYTE_FALLBACK.decode(ids)
+    if "\ufffd" not in whole:
+        assert "".join(pieces) == whole
+    assert len("".join(pieces)) >= len(whole) - whole.count("\ufffd")
 
 
 @pytest.mark.parametrize("tokenizer", [BYTE_LEVEL, BYTE_FALLBACK])
@@ -227,7 +237,7 @@ def test_a_word_after_a_special_token_keeps_its_space():
     assert "".join(stream(BYTE_FALLBACK, the)) == "the fox"
 
 
-# ------------------------------------------------------------- tests/runtime/text/test_stopping.py
+# ----------------------------------------------------------------------------------------- stopping
 
 LETTERS = st.text(alphabet="ab", max_size=30)
 STOP = st.text(alphabet="ab", min_size=1, max_size=5)
@@ -282,6 +292,18 @@ def test_stops_that_are_complete_too_early_do_not_count(text, stops, points, ear
     expected = text[: ends[0]] if stops and ends else text
     assert found == expected
     assert (checker.matched is not None) == bool(stops and ends)
+
+
+@given(text=LETTERS, stop=STOP)
+def test_no_more_is_held_back_than_could_begin_a_stop(text, stop):
+    checker, given_out = StopChecker([stop]), ""
+    for index, letter in enumerate(text):
+        given_out += checker.push(letter)
+        if checker.matched:
+            break
+        held = text[len(given_out) : index + 1]
+        assert stop.startswith(held)
+        assert len(held) < len(stop)
 
 
 def test_a_long_stop_string_costs_little():

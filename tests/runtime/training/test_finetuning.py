@@ -387,16 +387,18 @@ def test_interrupt_within_an_update_waits(
         real(self, closure)
 
     monkeypatch.setattr(torch.optim.AdamW, "step", interrupted)
-    with pytest.raises(FinetuneInterrupted) as error:
+    with pytest.raises(
+        FinetuneInterrupted, match=r"after step 1 of .*Give checkpoint_dir"
+    ) as error:
         executor.finetune(data, "a", peft=LORA, batch_size=4, schedule="constant")
-    assert error.value.step == 1
+    assert (error.value.step, error.value.checkpoint) == (1, None)
     monkeypatch.undo()
     once = executor.finetune(data, "b", peft=LORA, batch_size=4, schedule="constant", max_steps=1)
     assert once.losses == whole.losses[:1]
     assert_same_bits(tensors(executor, "a"), tensors(executor, "b"))
 
 
-# -------------------------------------------------------- tests/runtime/training/test_schedules.py
+# ---------------------------------------------------------------------------------------- schedules
 
 RATE, STEPS = 2e-3, 57
 

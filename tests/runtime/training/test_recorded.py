@@ -5,10 +5,12 @@ See `tests/support/interpreter/tape.py`.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 from unittest.mock import patch
 
 import pytest
@@ -19,10 +21,16 @@ from torch import Tensor
 
 from pcg.errors import FinetuneError
 from pcg.explain import explain as explaining
+from pcg.ir.program.program import Training
+from pcg.peft.adapter import Adapter, new_adapter
+from pcg.peft.registry import recipe_from
+from pcg.runtime.admission.latency import Latencies, Latency
 from pcg.runtime.admission.limits import Limits
 from pcg.runtime.data.example import Example
+from pcg.runtime.engine.scheduling.work import Sharing, Work
 from pcg.runtime.executor import Executor
 from pcg.runtime.model import step_graphs
+from pcg.runtime.requests.step import Load
 from pcg.runtime.training import bound_training
 from pcg.runtime.training.optimizer import (
     load_optimizer,
@@ -36,9 +44,10 @@ from pcg.runtime.training.recorded.loss_graphs import LossGraphs, UpdateGraphs
 from pcg.runtime.training.recorded.recorded_program import OwnGradients
 from pcg.runtime.training.recorded.warm_job import WarmJob
 from pcg.runtime.training.recorded.window_sizes import SIZES, WindowSizes
-from pcg.runtime.training.runner import TrainingRunner
+from pcg.runtime.training.runner import TrainingPass, TrainingRunner
 from pcg.runtime.training.torch_optimizers import Optimizer
 from pcg.runtime.training.warm_jobs import KeptRunners, record_jobs
+from pcg.runtime.training.work_units import Forward, Phase
 from tests.support import compiled, oracle
 from tests.support.families import BY_NAME
 from tests.support.interpreter import bf16
@@ -279,7 +288,122 @@ def test_windows_make_headway_and_are_never_longer_than_they_may(
         assert sizes.size in SIZES
 
 
+# --------------------------------------------------------------------- when windows are recorded
+
+
+class FixedParts(Sharing):
+    """Five parts a step, of windows of eight tokens in layers, whatever the time."""
+
+    def forward(self, work: Work, unit: Forward) -> int:
+        return 0
+
+    def in_layers(self, work: Work, unit: Forward, ahead_s: float, **_: bool) -> int:
+        return min(8, unit.remaining)
+
+    def fits(self, work: Work, phase: Phase, load: Load, ahead_s: float, **_: bool) -> bool:
+        return work.units < 5
+
+
+@pytest.mark.parametrize("lasts_s", [0.0, 1e3])
+def test_windows_are_recorded_while_the_device_runs_what_is_served(lasts_s: float) -> None:
+    """One layer in a step, and further ones for as long as it takes; all where nobody waits."""
+    executor = executor_of()
+    forward, back = Latency(lasts_s, 0.0, 0.0), Latency(1e-6, 0.0, 0.0)
+    engine = executor.engine(
+        Limits(tokens=32, tpot_slo_s=2e3),
+        kv_cache_bytes=2**20,
+        sharing=FixedParts(),
+        latencies=Latencies(forward, back),
+    )
+    order: list[str] = []
+    start, run_parts = engine.device.start, engine.device.run_parts
+    started = lambda *of: order.append("start") or start(*of)  # noqa: E731
+    ran = lambda parts: order.append("part") or run_parts(parts)  # noqa: E731
+    engine.device.start, engine.device.run_parts = started, ran  # type: ignore[method-assign]
+    data = [Example(s, s) for s in prompts((21, 13))]
+    engine.finetune(data, "trained", peft=LORA, max_steps=20, batch_size=2, learning_rate=0.01)
+    engine.submit(executor.request(prompts((5,))[0], max_new_tokens=20, ignore_eos=True))
+    with (
+        patch.object(Latency, "observe"),
+        patch.object(TrainingPass, "has_unrecorded", True),
+        patch.object(TrainingPass, "record_next", lambda whole: order.append("record")),
+    ):
+        for _ in range(20):
+            engine.step()
+        served, order[:] = " ".join(order), []
+        for _ in range(3):
+            engine.step()
+    assert served.count("start") == 20
+    assert served.count("record") > 10
+    assert ("record record" in served) == (lasts_s > 0)
+    assert "part record" not in served  # the step's forward is launched before
+    assert order.count("record") > 6
+
+
 # --------------------------------------------------------------------------------------- known jobs
+
+
+PROGRAM, OTHER = cast(Training, object()), cast(Training, object())
+
+
+@dataclass(eq=False)
+class Runner:
+    """A runner with recorded windows."""
+
+    adapter: Adapter
+    training: Training = PROGRAM
+    is_recorded: bool = True
+
+
+def adapter(name: str, seed: int = 0, rank: int = 2, **fields: Any) -> Adapter:
+    recipe = recipe_from({"peft_type": "LORA", "r": rank, "target_modules": ["q"], **fields})
+    return new_adapter(name, recipe, {"layers.0.q": (6, 4)}, seed=seed)
+
+
+@pytest.mark.parametrize(
+    ("new", "program", "is_alike"),
+    [
+        (adapter("second", seed=1), PROGRAM, True),
+        (adapter("second", rank=3), PROGRAM, False),
+        (adapter("second", lora_alpha=5), PROGRAM, False),
+        (adapter("second"), OTHER, False),
+    ],
+    ids=["alike", "rank", "scale", "program"],
+)
+def test_a_job_has_its_weights_in_the_memory_of_another_of_its_shape(
+    new: Adapter, program: Training, is_alike: bool
+) -> None:
+    """Else what a job left is dropped, and what a warm-up recorded is not."""
+    kept: Any = KeptRunners()
+    lasting, passing, last = (Runner(adapter(name)) for name in ("warm", "first", "last"))
+    kept.give(passing)
+    kept.give(last)  # one is kept of those that do not last
+    kept.give(lasting, lasts=True)
+    kept.give(Runner(adapter("eager"), is_recorded=False))
+    places = [x.data_ptr() for x in last.adapter.tensors]
+    found = kept.take(program, new)
+    assert found is (last if is_alike else None)
+    if is_alike:
+        assert found.adapter.name == "second"
+        assert [x.data_ptr() for x in found.adapter.tensors] == places
+        assert all(map(torch.equal, found.adapter.tensors, new.tensors))
+    assert kept.take(PROGRAM, adapter("third")) is lasting
+    assert kept.take(PROGRAM, adapter("fourth")) is None
+
+
+def test_memory_of_runners_goes_with_the_last_job() -> None:
+    kept: Any = KeptRunners()
+    lasting, passing = Runner(adapter("warm")), Runner(adapter("first"))
+    is_there = weakref.ref(passing)
+    ends = [kept.begin_job() for _ in range(2)]
+    kept.give(lasting, lasts=True)
+    kept.give(passing)
+    del passing
+    ends[0]()
+    assert is_there() is not None  # the second job may have it
+    ends[1]()
+    assert is_there() is None
+    assert kept.take(PROGRAM, adapter("next")) is lasting
 
 
 def test_a_job_that_no_cache_holds_is_refused() -> None:

@@ -14,10 +14,11 @@ from pcg.records.run import read_run
 from pcg.runtime.data.example import Example
 from pcg.runtime.data.order import Batches
 from pcg.runtime.executor import Executor
-from pcg.runtime.training.options import LossChange, StepRecord
-from tests.support import compiled
+from pcg.runtime.training.options import FinetuneResult, LossChange, StepRecord
+from tests.support import compiled, ranked
 from tests.support.small_job import DATA, LORA, OPTIONS, examples, job, make_model
 from tests.support.tables import Splits, Stored
+from tests.support.threads import ThreadRanks, run_ranks
 
 # ------------------------------------------------------------------------------------------ records
 
@@ -139,6 +140,26 @@ def test_a_risen_loss_of_harder_data_is_no_collapse(
     assert result.first_data is not None
     assert not result.is_collapsed
     assert not caplog.records
+
+
+def test_the_adapter_that_is_restored_over_ranks_is_the_one_that_counts() -> None:
+    """No evaluation but the one before the first step counts as an improvement."""
+    program = ranked.make_program("gpt2", 2)
+
+    def finetune(ranks: ThreadRanks) -> FinetuneResult:
+        executor = ranked.make_executor(program, "gpt2", ranks)
+        options = {**ranked.JOB, "learning_rate": 0.3, "schedule": "constant", "shuffle": False}
+        best: dict[str, Any] = {"eval_at_start": True, "restore_best": True, "min_delta": 100.0}
+        others = [[*range(first, first + 5)] for first in range(10, 60, 5)]
+        data = [Example(ids, ids) for ids in [[7] * 10] * 10 + others]
+        return executor.finetune(data, "b", **{**options, **best, "epochs": 1})
+
+    for result in run_ranks(2, finetune):
+        assert result.restored
+        assert result.best_step == 0
+        assert result.losses[4] < result.losses[0] - 1
+        assert result.first_data == pytest.approx((result.losses[0],) * 2)
+        assert not result.is_collapsed
 
 
 def test_checkpoints_that_cannot_be_saved_are_known_before_the_first_step(
