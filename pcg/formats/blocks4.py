@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from pcg.errors import WeightsError
-from pcg.formats.format import Format, Layout, Parts, Span, StoredMatrix
+from pcg.formats.format import Format, Layout, Lookup, Parts, Span, StoredMatrix
 
 _NF4 = (
     -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453,
@@ -98,6 +98,25 @@ class Blocks4(Format):
         nested = parts["nested_scales"][numbers // _NESTED_BLOCK]
         return _nested_code(device)[scales.int()].mul_(nested).add_(facts["offset"])
 
+    def lookup(self, parts: Parts) -> Lookup:
+        codes, facts = parts["codes"], parts.facts
+        values = _values(self._code_name, codes.device)
+        if not self._nests:
+            return Lookup(codes, True, _BLOCK, parts["scales"], values)
+        row_blocks = int(facts["row_blocks"])
+        return Lookup(
+            codes,
+            True,
+            _BLOCK,
+            parts["scales"],
+            values,
+            scale_values=_nested_code(codes.device),
+            nested=parts["nested_scales"],
+            offset=facts["offset"],
+            first=int(facts["first_row"]) * row_blocks + int(facts["first_block"]),
+            row_blocks=row_blocks,
+        )
+
     def cut(self, parts: Parts, rows: Span, columns: Span) -> Parts:
         first, last = columns[0] // _BLOCK, columns[1] // _BLOCK
         tensors = {
@@ -156,6 +175,12 @@ def _nearest(values: Tensor, code: Tensor) -> Tensor:
     """Return the index of the nearest entry of a sorted code."""
     middles = (code[1:] + code[:-1]) / 2
     return torch.bucketize(values, middles.to(values.device)).to(torch.uint8)
+
+
+@cache
+@torch.inference_mode(False)
+def _values(name: str, device: torch.device) -> Tensor:
+    return _code(name).to(device)
 
 
 @cache

@@ -59,6 +59,41 @@ class Parts:
 
 
 @dataclass(frozen=True)
+class Lookup:
+    """A matrix of 4-bit codes by tables, as kernels of GPUs read it.
+
+        w̃ = values[q] · s, or (q - z) · s without values
+        s = scales[row, block], or scale_values[scales[row, block]] · nested[number // 256] + offset
+
+    `number` counts the blocks of the whole matrix, of which this may be a part.
+
+    Attributes:
+        codes: [rows, columns / 2], uint8; two codes a byte.
+        is_high_first: True if the first code of a byte is in its high half.
+        block: columns of a scale.
+        scales: [rows, blocks]; 8-bit indices if there are scale_values.
+        values: [16], fp32.
+        zeros: [rows, blocks], uint8.
+        scale_values: [256], fp32.
+        nested: fp32.
+        first: the number of the part's first block.
+        row_blocks: blocks of a row of the whole matrix.
+    """
+
+    codes: Tensor
+    is_high_first: bool
+    block: int
+    scales: Tensor
+    values: Tensor | None = None
+    zeros: Tensor | None = None
+    scale_values: Tensor | None = None
+    nested: Tensor | None = None
+    offset: float = 0.0
+    first: int = 0
+    row_blocks: int = 0
+
+
+@dataclass(frozen=True)
 class StoredMatrix:
     """A matrix of a checkpoint, as a format's reader sees it.
 
@@ -139,6 +174,10 @@ class Format(ABC):
     def packed(self, parts: Parts) -> Parts:
         """Return parts with what products on their device read besides, such as packed copies."""
         return parts
+
+    def lookup(self, parts: Parts) -> Lookup | None:
+        """Return the matrix by tables; None if the format has no 4-bit codes by blocks."""
+        return None
 
     def read(self, stored: StoredMatrix) -> Parts | None:
         """Read a matrix that a checkpoint stores in this format; None if it stores no such."""

@@ -14,7 +14,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from pcg.formats.format import Format, Layout, Parts, Span, StoredMatrix
+from pcg.formats.format import Format, Layout, Lookup, Parts, Span, StoredMatrix
 
 _MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 """Of codes 0 to 7; codes from 8 are their negatives."""
@@ -77,6 +77,21 @@ class Fp4(Format):
             return scales.to(torch.float32) / parts["global_scale"]
         return torch.exp2(scales.to(torch.float32) - 127)
 
+    def lookup(self, parts: Parts) -> Lookup:
+        scales, device = parts["scales"], parts["codes"].device
+        every = torch.arange(256, device=device).to(torch.uint8)
+        if self._has_global:
+            every = every.view(torch.float8_e4m3fn)
+        scale_values = self._factors(Parts({**parts.tensors, "scales": every}, 1, 256), 0, 256)
+        return Lookup(
+            parts["codes"],
+            False,
+            self.column_block,
+            scales.view(torch.uint8),
+            _values(device),
+            scale_values=scale_values,
+        )
+
     def cut(self, parts: Parts, rows: Span, columns: Span) -> Parts:
         part, block = slice(*rows), self.column_block
         tensors = {
@@ -97,8 +112,14 @@ class Fp4(Format):
 
 @cache
 @torch.inference_mode(False)
+def _values(device: torch.device) -> Tensor:
+    magnitudes = torch.tensor(_MAGNITUDES)
+    return torch.cat([magnitudes, -magnitudes]).to(device)
+
+
+@cache
+@torch.inference_mode(False)
 def _pairs(device: torch.device) -> Tensor:
     """Return the two weights of each byte, [256, 2], before their scale."""
-    magnitudes, byte = torch.tensor(_MAGNITUDES), torch.arange(256)
-    code = torch.cat([magnitudes, -magnitudes])
-    return torch.stack([code[byte & 15], code[byte >> 4]], -1).to(device)
+    code, byte = _values(device), torch.arange(256, device=device)
+    return torch.stack([code[byte & 15], code[byte >> 4]], -1)

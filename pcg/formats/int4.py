@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from pcg.errors import UnsupportedError, WeightsError
-from pcg.formats.format import Format, Layout, Parts, Span, StoredMatrix
+from pcg.formats.format import Format, Layout, Lookup, Parts, Span, StoredMatrix
 
 _AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
 """The place in an int32 of AWQ of each of eight columns."""
@@ -83,6 +83,12 @@ class Int4(Format):
             return
         steps = steps.view(*scales.shape, -1).sub_(zeros.unsqueeze(-1))
         out.view(steps.shape).copy_(steps.to(scales.dtype).mul_(scales.unsqueeze(-1)))
+
+    def lookup(self, parts: Parts) -> Lookup | None:
+        if self.any_order:
+            return None
+        block = self.group or parts.columns
+        return Lookup(parts["codes"], False, block, parts["scales"], zeros=parts["zeros"])
 
     def cut(self, parts: Parts, rows: Span, columns: Span) -> Parts:
         part = slice(*rows)

@@ -5,11 +5,12 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
 
-from pcg.formats.format import Format, Parts
+from pcg.formats.format import Format, Lookup, Parts
 from pcg.kernels.torch.products import StandIn, has_stand_in, stand_in_of
 
 
@@ -19,6 +20,31 @@ class Block:
 
     format: Format
     parts: Parts
+
+    @cached_property
+    def lookup(self) -> Lookup | None:
+        """The matrix as the kernels of GPUs read it; None if they do not know its format."""
+        return self.format.lookup(self.parts)
+
+    def linear(self, x: Tensor, y: Tensor) -> None:
+        """Write x W̃ᵀ into y."""
+        if x.is_cuda and self.lookup is not None:
+            from pcg.kernels.triton.quantized import quantized_linear, supports
+
+            if supports(x):
+                quantized_linear(x, self.lookup, y)
+                return
+        self.format.linear(self.parts, x, y, 0, self.parts.rows)
+
+    def input_gradient(self, dy: Tensor, dx: Tensor) -> None:
+        """Add dy W̃ to dx."""
+        if dy.is_cuda and self.lookup is not None:
+            from pcg.kernels.triton.quantized import quantized_input_gradient, supports
+
+            if supports(dy):
+                quantized_input_gradient(dy, self.lookup, dx)
+                return
+        self.format.input_gradient(self.parts, dy, dx, 0, self.parts.rows)
 
 
 @dataclass(frozen=True, eq=False)
@@ -35,7 +61,7 @@ class QuantizedWeight(StandIn):
         weight = self.joined(others) if others else self
         y = x.new_empty(len(x), sum(block.parts.rows for block in weight.blocks))
         for block, (start, stop) in weight._spans():
-            block.format.linear(block.parts, x, y[:, start:stop], 0, block.parts.rows)
+            block.linear(x, y[:, start:stop])
         return y
 
     def joined(self, others: Sequence[QuantizedWeight]) -> QuantizedWeight:
@@ -47,7 +73,7 @@ class QuantizedWeight(StandIn):
         dtype = torch.promote_types(dy.dtype, torch.float32)
         dx = dy.new_zeros(len(dy), self.blocks[0].parts.columns, dtype=dtype)
         for block, (start, stop) in self._spans():
-            block.format.input_gradient(block.parts, dy[:, start:stop], dx, 0, block.parts.rows)
+            block.input_gradient(dy[:, start:stop], dx)
         return dx.to(dy.dtype)
 
     def adapted_lengths(self, a: Tensor, b: Tensor, scale: float) -> Tensor:
