@@ -9,11 +9,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from pcg.formats.registry import FORMATS
-from pcg.kernels.triton.quantized import (
-    _constants,
-    quantized_input_gradient,
-    quantized_linear,
-)
+from pcg.kernels.triton.quantized import TritonProducts, constants_of
 from tests.support.interpreter import bf16
 from tests.support.interpreter.gpu_code import Kernel, compiled
 from tests.support.interpreter.sanitizer import sanitized
@@ -53,8 +49,8 @@ def test_products_are_those_of_the_dequantized_matrix(
     before = drawn(tokens, last - first, 3)
     dx = before.clone()
     with sanitized():
-        quantized_linear(x, lookup, y[:, 2 : rows + 2])
-        quantized_input_gradient(dy, lookup, dx)
+        TritonProducts().linear(x, lookup, y[:, 2 : rows + 2])
+        TritonProducts().input_gradient(dy, lookup, dx)
     expected = x.double() @ weight.t()
     error = (y[:, 2 : rows + 2].double() - expected).abs().max() / expected.abs().max()
     assert error < TOLERANCE[dtype]
@@ -89,7 +85,7 @@ def kernel(function: str, name: str, tokens: int) -> Kernel:
     tables |= dict.fromkeys(ABSENT[name], "*u8")  # the codes stand for them
     signature |= dict.fromkeys(sizes, "i32") | tables
     signature |= {"offset": "fp32", "first": "i32", "row_blocks": "i32"}
-    constants = _constants(lookup) | {"TOKENS": tokens, "ROWS": 64, "COLUMNS": 64}
+    constants = constants_of(lookup) | {"TOKENS": tokens, "ROWS": 64, "COLUMNS": 64}
     odd = ("T", "first", "row_blocks")
     return Kernel("pcg.kernels.triton.quantized", function, signature, constants, odd)
 

@@ -6,6 +6,7 @@ import hashlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -14,37 +15,50 @@ from pcg.formats.format import Format, Lookup, Parts
 from pcg.kernels.torch.products import StandIn, has_stand_in, stand_in_of
 
 
+class LookupProducts(Protocol):
+    """Products of a backend by matrices of 4-bit codes."""
+
+    def supports(self, x: Tensor) -> bool:
+        """Return whether the products take tokens of x's dtype on its device."""
+
+    def linear(self, x: Tensor, lookup: Lookup, y: Tensor) -> None:
+        """Write x W̃ᵀ into y."""
+
+    def input_gradient(self, dy: Tensor, lookup: Lookup, dx: Tensor) -> None:
+        """Add dy W̃ to dx."""
+
+
 @dataclass(frozen=True)
 class Block:
-    """A matrix as it is stored."""
+    """A matrix as it is stored.
+
+    Attributes:
+        products: a backend's products by 4-bit codes; None for the format's own.
+    """
 
     format: Format
     parts: Parts
-
-    @cached_property
-    def lookup(self) -> Lookup | None:
-        """The matrix as the kernels of GPUs read it; None if they do not know its format."""
-        return self.format.lookup(self.parts)
+    products: LookupProducts | None = None
 
     def linear(self, x: Tensor, y: Tensor) -> None:
         """Write x W̃ᵀ into y."""
-        if x.is_cuda and self.lookup is not None:
-            from pcg.kernels.triton.quantized import quantized_linear, supports
-
-            if supports(x):
-                quantized_linear(x, self.lookup, y)
-                return
-        self.format.linear(self.parts, x, y, 0, self.parts.rows)
+        products, lookup = self.products, self._lookup
+        if products is not None and lookup is not None and products.supports(x):
+            products.linear(x, lookup, y)
+        else:
+            self.format.linear(self.parts, x, y, 0, self.parts.rows)
 
     def input_gradient(self, dy: Tensor, dx: Tensor) -> None:
         """Add dy W̃ to dx."""
-        if dy.is_cuda and self.lookup is not None:
-            from pcg.kernels.triton.quantized import quantized_input_gradient, supports
+        products, lookup = self.products, self._lookup
+        if products is not None and lookup is not None and products.supports(dy):
+            products.input_gradient(dy, lookup, dx)
+        else:
+            self.format.input_gradient(self.parts, dy, dx, 0, self.parts.rows)
 
-            if supports(dy):
-                quantized_input_gradient(dy, self.lookup, dx)
-                return
-        self.format.input_gradient(self.parts, dy, dx, 0, self.parts.rows)
+    @cached_property
+    def _lookup(self) -> Lookup | None:
+        return self.format.lookup(self.parts)
 
 
 @dataclass(frozen=True, eq=False)

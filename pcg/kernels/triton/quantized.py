@@ -109,38 +109,44 @@ def input_gradient(
     tl.store(place, before + sums.to(dx.dtype.element_ty), written)
 
 
-def quantized_linear(x: Tensor, lookup: Lookup, y: Tensor) -> None:
-    """Write x W̃ᵀ into y.
+class TritonProducts:
+    """Products on NVIDIA GPUs; `pcg.kernels.torch.quantized.LookupProducts`."""
 
-    Args:
-        x: [T, K], bf16, fp16 or fp32, with consecutive columns.
-        y: [T, N], with consecutive columns; rows may have a stride.
-    """
-    if not len(x):
-        return
-    rows, columns, tokens = len(lookup.codes), x.shape[1], _tile_tokens(len(x))
-    grid = (triton.cdiv(rows, TILE_ROWS), triton.cdiv(len(x), tokens))
-    linear[grid](
-        x, y, len(x), rows, columns, x.stride(0), y.stride(0), *_arguments(lookup),
-        **_constants(lookup), TOKENS=tokens, ROWS=TILE_ROWS, COLUMNS=TILE_COLUMNS,
-    )  # fmt: skip
+    def supports(self, x: Tensor) -> bool:
+        return x.is_cuda and x.dtype in (torch.bfloat16, torch.float16, torch.float32)
 
+    def linear(self, x: Tensor, lookup: Lookup, y: Tensor) -> None:
+        """Write x W̃ᵀ into y.
 
-def quantized_input_gradient(dy: Tensor, lookup: Lookup, dx: Tensor) -> None:
-    """Add dy W̃ to dx; the arguments are as for `quantized_linear`, and dx may be fp32."""
-    if not len(dy):
-        return
-    rows, columns, tokens = len(lookup.codes), dx.shape[1], _tile_tokens(len(dy))
-    grid = (triton.cdiv(columns, TILE_COLUMNS), triton.cdiv(len(dy), tokens))
-    input_gradient[grid](
-        dy, dx, len(dy), rows, columns, dy.stride(0), dx.stride(0), *_arguments(lookup),
-        **_constants(lookup), TOKENS=tokens, ROWS=TILE_ROWS, COLUMNS=TILE_COLUMNS,
-    )  # fmt: skip
+        Args:
+            x: [T, K], bf16, fp16 or fp32, with consecutive columns.
+            y: [T, N], with consecutive columns; rows may have a stride.
+        """
+        if not len(x):
+            return
+        rows, columns, tokens = len(lookup.codes), x.shape[1], _tile_tokens(len(x))
+        grid = (triton.cdiv(rows, TILE_ROWS), triton.cdiv(len(x), tokens))
+        linear[grid](
+            x, y, len(x), rows, columns, x.stride(0), y.stride(0), *_arguments(lookup),
+            **constants_of(lookup), TOKENS=tokens, ROWS=TILE_ROWS, COLUMNS=TILE_COLUMNS,
+        )  # fmt: skip
+
+    def input_gradient(self, dy: Tensor, lookup: Lookup, dx: Tensor) -> None:
+        """Add dy W̃ to dx; the arguments are as for `linear`, and dx may be fp32."""
+        if not len(dy):
+            return
+        rows, columns, tokens = len(lookup.codes), dx.shape[1], _tile_tokens(len(dy))
+        grid = (triton.cdiv(columns, TILE_COLUMNS), triton.cdiv(len(dy), tokens))
+        input_gradient[grid](
+            dy, dx, len(dy), rows, columns, dy.stride(0), dx.stride(0), *_arguments(lookup),
+            **constants_of(lookup), TOKENS=tokens, ROWS=TILE_ROWS, COLUMNS=TILE_COLUMNS,
+        )  # fmt: skip
 
 
 def _tile_tokens(tokens: int) -> int:
     """Return a tile's tokens: few of a decode step, and at least the 16 of a tensor core."""
-    return min(TILE_TOKENS, max(16, triton.next_power_of_2(tokens)))
+    power: int = triton.next_power_of_2(tokens)
+    return min(TILE_TOKENS, max(16, power))
 
 
 def _arguments(lookup: Lookup) -> tuple[object, ...]:
@@ -150,7 +156,8 @@ def _arguments(lookup: Lookup) -> tuple[object, ...]:
     return codes, lookup.scales, *present, lookup.offset, lookup.first, lookup.row_blocks
 
 
-def _constants(lookup: Lookup) -> dict[str, object]:
+def constants_of(lookup: Lookup) -> dict[str, object]:
+    """Return the constants of the kernels that a matrix's tables determine."""
     return {
         "BLOCK": lookup.block,
         "HIGH_FIRST": lookup.is_high_first,
@@ -158,8 +165,3 @@ def _constants(lookup: Lookup) -> dict[str, object]:
         "HAS_SCALE_VALUES": lookup.scale_values is not None,
         "HAS_NESTED": lookup.nested is not None,
     }
-
-
-def supports(x: Tensor) -> bool:
-    """Return whether the kernels multiply tokens of x's dtype on its device."""
-    return x.is_cuda and x.dtype in (torch.bfloat16, torch.float16, torch.float32)

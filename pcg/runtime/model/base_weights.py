@@ -35,7 +35,12 @@ from pcg.kernels.torch.products import (
     stand_in_of,
     stand_in_tensor,
 )
-from pcg.kernels.torch.quantized import Block, QuantizedWeight, float_weight
+from pcg.kernels.torch.quantized import (
+    Block,
+    LookupProducts,
+    QuantizedWeight,
+    float_weight,
+)
 from pcg.ranks.agreement import agreed, check_same, compare
 from pcg.ranks.group import SINGLE_RANK, Ranks
 from pcg.ranks.shards import (
@@ -125,6 +130,11 @@ class WeightStore:
         self._shards: dict[int, LayerShard[_Key]] = {}
         self._binding = Lock()
         self.digests: dict[torch.dtype | None, str] = {}
+        self._products: LookupProducts | None = None
+        if program.options.backend == "triton":
+            from pcg.kernels.triton.quantized import TritonProducts  # imports triton
+
+            self._products = TritonProducts()
 
     @property
     def size_bytes(self) -> int:
@@ -242,7 +252,7 @@ class WeightStore:
                 rows, columns = ranges_of(read.parameter, shape, self._ranks)
                 format_.check_cut(rows, columns, shape, read.name)
                 parts = format_.cut(parts, rows, columns)
-            block = Block(format_, format_.packed(parts.to(self.device)))
+            block = Block(format_, format_.packed(parts.to(self.device)), self._products)
             dtype = getattr(torch, TORCH_NAMES[self._program.dtype])
             self._loaded[read.key] = stand_in_tensor(
                 (parts.rows, parts.columns), dtype, QuantizedWeight((block,))
