@@ -138,7 +138,7 @@ FRESH = "default"
 """Name of the fresh adapter that `--peft` adds."""
 SERVING = (
     "tp", "costs", "tp_plan", "sequence_parallel", "dtype", "backend", "adapter_copies",
-    "attention", "packed_weights",
+    "attention", "packed_weights", "quantization",
 )  # fmt: skip
 """Compile options that also apply to serving."""
 

@@ -76,7 +76,7 @@ def serve_command(
         raise typer.Exit(1)
 
 
-BASE = ("tp", "dtype")
+BASE = ("tp", "dtype", "quantization")
 """Compile options of a base executor."""
 
 
@@ -106,6 +106,11 @@ def serve_base_command(
     degree = degree_of(model, compiling.values, place)
     if options.layers is not None and (degree > 1 or is_program_folder(model)):
         raise typer.BadParameter("it is for a model on one rank", param_hint="--layers")
+    if degree > 1 and compiling.values.get("quantization"):
+        raise typer.BadParameter(
+            "a base executor over ranks holds float weights; use --tp 1",
+            param_hint="--quantization",
+        )
     if degree == 1:
         serve_alone(model, options, place, compiling.values)
         return
@@ -131,8 +136,8 @@ def serve_alone(
         if options.layers is not None:
             from pcg.split.base.serve_base import layers_executor
 
-            dtype = compiling.get("dtype")
-            base = BaseExecutor(layers_executor(model, options.layers, dtype, place.device))
+            named = {name: compiling.get(name) for name in ("dtype", "quantization")}
+            base = BaseExecutor(layers_executor(model, options.layers, place.device, **named))
             base.leave_absent()
             return base
         return BaseExecutor(open_executor(model, None, values, place))

@@ -68,13 +68,20 @@ class _Lines(logging.Handler):
 # ------------------------------------------------------------------------------------------- report
 
 
+def _model_words(program: str, options: Mapping[str, Any]) -> str:
+    """Return the words of a command that name a model with the format of its weights."""
+    quantization = options.get("quantization")
+    named = ["--quantization", str(quantization)] if quantization else []
+    return shlex.join([str(program), *named])
+
+
 def print_result(
     result: FinetuneResult, program: str, output: Path, *, as_json: bool, replaces: bool
 ) -> None:
     """Print a job's losses on standard error, or its whole result as a JSON object.
 
     Args:
-        program: the model or the program's folder, as the user named it.
+        program: the words of a command that name the model or the program's folder.
         output: the directory that the adapter is saved in.
         replaces: True if the directory already had an adapter.
     """
@@ -136,7 +143,7 @@ def _print(result: FinetuneResult, program: str, output: Path, replaces: bool) -
     lines.append(f"saved in {output}{', in place of the adapter there' if replaces else ''}")
     console.print("\n".join(lines), soft_wrap=True)
     console.print(
-        f"use it: pcg run {shlex.quote(str(program))} "
+        f"use it: pcg run {program} "
         f'--adapter {shlex.quote(f"{result.adapter}={output}")} --prompt "…"',
         style="dim",
         soft_wrap=True,
@@ -283,7 +290,8 @@ def train(
         result = finetune_and_save(executor, files.data, files.adapter, files.output, peft, options)
     if executor.ranks.rank:
         return
-    print_result(result, program, files.output, as_json=json, replaces=replaces)
+    words = _model_words(program, compiling)
+    print_result(result, words, files.output, as_json=json, replaces=replaces)
 
 
 def own_step(
@@ -371,7 +379,8 @@ def sft_command(config: Config, settings: Settings, json: Json = False) -> None:
     replaces = has_adapter(output)
     with step_lines(read.values.get("log_every")):
         result = train_sft(read)
-    print_result(result, read.values["model"], output, as_json=json, replaces=replaces)
+    words = _model_words(read.values["model"], read.values)
+    print_result(result, words, output, as_json=json, replaces=replaces)
 
 
 def grpo_command(config: Config, settings: Settings, json: Json = False) -> None:

@@ -17,16 +17,18 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import pcg
-from pcg.compiler import compile_program
+from pcg.compiler import compile_program, make_executor
 from pcg.errors import UnsupportedError
 from pcg.formats.format import Parts, StoredMatrix
 from pcg.formats.registry import FORMATS
 from pcg.ir.parser import parse_type
 from pcg.ir.printer import print_graphs
 from pcg.ir.types import tensor
+from pcg.runtime.model.weights import StateDictCheckpoint
 from tests.support import oracle
 from tests.support.families import BY_NAME
 from tests.support.peft_cases import CONFIGS, check_batch, give_encoder, wrap
+from tests.support.prompts import TOLERANCE, prompts
 
 ROUNDS_INPUTS = ("int8",)
 """Formats that round a product's inputs, so that no float matrix gives their numbers."""
@@ -345,9 +347,44 @@ def test_formats_are_types() -> None:
     [
         ({"quantization": "int3"}, "use one of nf4"),
         ({"quantization": "nf4", "model": {"hidden_size": 96}}, "blocks of 64 columns"),
+        ({"quantization": "nf4", "model": BY_NAME["mixtral"].config(2)}, "experts.* use float"),
     ],
 )
 def test_refusals_name_the_fix(options: dict[str, Any], message: str) -> None:
     config = {**BY_NAME["llama-biases"].config(2), **options.get("model", {})}
     with pytest.raises(UnsupportedError, match=message):
         compile_program(config, quantization=options["quantization"])
+
+
+def with_stored_weights(model: Any, executor: Any) -> Any:
+    """A copy of a model with the dequantized matrices of an executor, by their names."""
+    copied = copy.deepcopy(model)
+    state = copied.state_dict()
+    store = executor.state.weight_store
+    for name, parameter in store.frozen():
+        if parameter.type.dtype in FORMATS:
+            weight = store.whole(name, parameter)
+            state[name].copy_(weight.t() if parameter.transposed else weight)
+    copied.load_state_dict(state)
+    return copied
+
+
+@pytest.mark.parametrize(
+    "family",
+    [
+        pytest.param(name, marks=() if name in ("gpt2", "gemma2", "opt") else pytest.mark.slow)
+        for name, one in BY_NAME.items()
+        if not one.extra and name != "mixtral"
+    ],
+)
+def test_every_family_runs_over_a_quantized_base(family: str) -> None:
+    model = oracle.random_model(BY_NAME[family].config(2))
+    program = compile_program(model.config.to_dict(), quantization="q4_0", dtype="float32")
+    weights = StateDictCheckpoint(model.state_dict(), program.base_prefix)
+    executor = make_executor(program, weights, None, None, "cpu")
+    expected = with_stored_weights(model, executor)
+    sequences = prompts((9, 4, 17))
+    for sequence, logits in zip(sequences, executor.logits(sequences), strict=True):
+        assert oracle.relative_error(logits, oracle.logits(expected, sequence)) < TOLERANCE
+        changed = oracle.relative_error(logits, oracle.logits(model, sequence))
+        assert changed > 10 * TOLERANCE  # the matrices are quantized

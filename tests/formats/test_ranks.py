@@ -17,6 +17,8 @@ from pcg.plan import plan as planning
 from pcg.runtime.executor import Executor
 from pcg.runtime.model.base_weights import base_digest
 from pcg.runtime.model.weights import StateDictCheckpoint
+from pcg.split.base.base_executor import BaseExecutor
+from pcg.split.base.serve_base import executor_of
 from tests.support import oracle
 from tests.support.families import BY_NAME
 from tests.support.prompts import prompts
@@ -123,6 +125,20 @@ def test_split_clients_of_a_quantized_base(method: str, cut: str) -> None:
     assert found.keys() == expected.keys()
     for name, tensor in expected.items():
         assert oracle.relative_error(found[name], tensor) < 1e-5, name
+
+
+def test_bases_with_some_layers_have_one_digest() -> None:
+    program = compiler.compile_program(
+        config(), None, quantization="nf4", dtype="float32", packed_weights=False
+    )
+    weights = StateDictCheckpoint(oracle.random_model(config()).state_dict(), program.base_prefix)
+    whole = compiler.make_executor(program, weights, None, None, "cpu")
+    expected = BaseExecutor(whole).digest
+    for layers in ("0", "1"):
+        base = BaseExecutor(executor_of(program, weights, layers, "cpu"))
+        base.leave_absent()
+        assert base.digest == expected
+        assert {name.split(".")[2] for name in base.multiplied if ".layers." in name} == {layers}
 
 
 def test_replicas_do_not_shard_a_quantized_base() -> None:

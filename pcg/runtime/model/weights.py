@@ -287,9 +287,10 @@ class Weights(ABC):
             )
         if info.dtype not in DTYPE_NAMES.values():
             raise WeightsError(
-                f"{stored_name} is {info.dtype} in {self._place(stored_name)}: quantized weights "
-                "need their scales, which pcg does not do; use weights in "
-                f"{', '.join(DTYPE_NAMES.values())}"
+                f"{stored_name} is {info.dtype} in {self._place(stored_name)}, and the model reads "
+                f"{', '.join(DTYPE_NAMES.values())} there; a quantized checkpoint names its format "
+                "in quantization_config of config.json, and a base over ranks or replicas that "
+                "shards float weights takes none"
             )
 
     def _suspects(self, stored: Shape, wanted: Shape) -> str:

@@ -20,11 +20,13 @@ from torch import Tensor
 
 from pcg.compiler import compile_program, make_executor
 from pcg.errors import SplitError
+from pcg.formats.registry import FORMATS
 from pcg.ir.graph import Parameter
 from pcg.ir.operators.linear import multiplied
 from pcg.ir.program.program import Program
 from pcg.ir.types import TORCH_NAMES
 from pcg.kernels.torch.products import RemoteWeight, stand_in_tensor
+from pcg.kernels.torch.quantized import Block, QuantizedWeight
 from pcg.kernels.triton.backend import machine_device
 from pcg.keys import open_keys
 from pcg.ranks.agreement import check_same_program
@@ -201,11 +203,23 @@ def held_layers(text: str, count: int) -> range:
     return range(first, last + 1)
 
 
-def layers_executor(model: str, layers: str, dtype: str | None, device: str | None) -> Executor:
+def layers_executor(
+    model: str,
+    layers: str,
+    device: str | None,
+    *,
+    dtype: str | None = None,
+    quantization: str | None = None,
+) -> Executor:
     """Load some layers of a model. PcgError: it cannot be read, or has no such layers."""
     source = resolve(model, weights=True)
     program = compile_program(
-        source.config, None, backend="torch", dtype=dtype, packed_weights=False
+        source.config,
+        None,
+        backend="torch",
+        dtype=dtype,
+        quantization=quantization,
+        packed_weights=False,
     )
     return executor_of(program, Checkpoint.open(source, program.base_prefix), layers, device)
 
@@ -225,6 +239,7 @@ class HeldLayers(Weights):
         super().__init__(source.index, source.base_prefix, source.config, source.where)
         self._source = source
         self._absent: dict[str, Parameter] = {}
+        self._dtype: torch.dtype = getattr(torch, TORCH_NAMES[program.dtype])
         base, last = program.base, len(program.base.layers) - 1
         layers = [(base.blocks[block], layer) for layer, block in enumerate(base.layers)]
         for graph, layer in [(base.prologue, 0), *layers, (base.epilogue, last)]:
@@ -237,8 +252,8 @@ class HeldLayers(Weights):
         parameter = self._absent.get(name)
         if parameter is None:
             return None
-        dtype = getattr(torch, TORCH_NAMES[parameter.type.dtype])
-        return stand_in_tensor(shape, dtype, _Absent((name,), parameter, dtype, self))
+        absent = _Absent((name,), parameter, self._dtype, self)
+        return stand_in_tensor(shape, self._dtype, absent)
 
     def _read(self, name: str, ranges: Ranges | None) -> Tensor:
         return self._source._read(name, ranges)
@@ -258,8 +273,11 @@ class _Absent(RemoteWeight):
         return f"this base executor does not hold {self.names[0]}"
 
     def digest(self) -> str:
-        parameter = self.parameter
-        weight = self.source.load(
-            self.names[0], parameter.type.features, self.dtype, parameter.transposed
-        )
+        name, parameter = self.names[0], self.parameter
+        shape = parameter.type.features
+        if parameter.type.dtype in FORMATS:
+            format_ = FORMATS[parameter.type.dtype]
+            parts = self.source.quantized(name, shape, format_, parameter.transposed)
+            return QuantizedWeight((Block(format_, parts),)).digest()
+        weight = self.source.load(name, shape, self.dtype, parameter.transposed)
         return hashlib.sha256(row_digests(weight)).hexdigest()
