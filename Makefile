@@ -27,9 +27,11 @@ PYTHON ?= $(shell for name in python3.13 python3.12 python3.11 python3; do \
 # One thread a process: the tests run in $(JOBS) processes, and timings want no noise.
 test test-clients test-cookbook test-trl test-gpu-versions bench: export OMP_NUM_THREADS := 1
 test test-clients test-cookbook test-trl test-gpu-versions: export TOKENIZERS_PARALLELISM := false
+# Material announces its successor at each build.
+docs docs-serve: export NO_MKDOCS_2_WARNING := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo serve-demo test test-slow test-clients test-cookbook test-trl test-gpu-versions day lint check bench clean
+.PHONY: help setup demo serve-demo test test-slow test-clients test-cookbook test-trl test-gpu-versions day docs docs-serve lint check bench clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-18s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -100,7 +102,13 @@ test-cookbook: $(STAMP) .venv-clients/cookbook/.installed ## tinker-cookbook's t
 	$(@D)/bin/python -m pip install --group clients-$*
 	@touch $@
 
-lint: $(STAMP) ## formatting, ruff, types, imports
+docs: $(STAMP) ## build the pages of docs/ as a site, in site/; a dead link is an error
+	$(BIN)/mkdocs build --strict $(ARGS)
+
+docs-serve: $(STAMP) ## show the site at http://127.0.0.1:8001, and rebuild it when a page changes
+	$(BIN)/mkdocs serve --dev-addr 127.0.0.1:8001 $(ARGS)
+
+lint: docs ## formatting, ruff, types, imports, the site of docs/
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
@@ -112,6 +120,6 @@ bench: $(STAMP) ## targets and results of benchmarks; ARGS=SUBJECT measures, ARG
 	$(BIN)/python benchmarks/run.py $(ARGS)
 
 clean: ## remove caches and build products; .venv stays
-	rm -rf build dist out *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis \
+	rm -rf build dist out site *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis \
 		.import_linter_cache
 	find . -path ./$(VENV) -prune -o -name __pycache__ -type d -exec rm -rf {} +

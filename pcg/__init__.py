@@ -42,15 +42,25 @@ if TYPE_CHECKING:
     from pcg.split.client.noise import Privacy
 
 __all__ = [
+    "AdaLoraConfig",
     "AsyncEngine",
+    "BitFitConfig",
+    "BottleneckConfig",
     "Datum",
     "Engine",
     "Executor",
+    "IA3Config",
     "Limits",
+    "LoHaConfig",
+    "LoraConfig",
     "PcgError",
+    "PrefixTuningConfig",
     "Privacy",
+    "PromptEncoderConfig",
+    "PromptTuningConfig",
     "QueueLimits",
     "SamplingParams",
+    "VeraConfig",
     "__version__",
     "compile",
     "connect",
@@ -58,7 +68,6 @@ __all__ = [
     "load",
     "plan",
     "trace",
-    *METHODS,
 ]
 
 _HOMES = {

@@ -15,6 +15,7 @@ from transformers import LlamaForCausalLM
 import pcg
 from pcg.errors import ConfigError, ProgramError, WeightsError
 from pcg.ir.program.folder import save_program
+from pcg.peft import METHODS
 from tests.support import tiny_llama
 
 ROOT = Path(__file__).parents[1]
@@ -47,7 +48,7 @@ def test_importing_pcg_imports_nothing_heavy() -> None:
 def test_every_name_is_there() -> None:
     for name in pcg.__all__:
         assert getattr(pcg, name) is not None
-    assert set(pcg.__all__) <= set(dir(pcg))
+    assert set(METHODS) <= set(pcg.__all__) <= set(dir(pcg))
     with pytest.raises(AttributeError, match="no attribute 'nonsense'"):
         _ = pcg.nonsense
 

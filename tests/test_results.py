@@ -1,4 +1,4 @@
-"""Tables of docs/results.md show numbers of the files that they link."""
+"""Tables of docs/results.md and README.md show numbers of the files that they link."""
 
 import json
 import re
@@ -32,11 +32,11 @@ def _numbers(value: object) -> Iterator[float]:
         yield float(value)
 
 
-def _rows() -> Iterator[tuple[str, tuple[str, ...]]]:
+def _rows(document: str) -> Iterator[tuple[str, tuple[str, ...]]]:
     """Yield rows of measurements with their files: their own links, else the closest ones above."""
     files: tuple[str, ...] = ()
     paragraph: list[str] = []
-    lines = (ROOT / "docs" / "results.md").read_text(encoding="utf-8").splitlines()
+    lines = (ROOT / document).read_text(encoding="utf-8").splitlines()
     for line, following in zip(lines, [*lines[1:], ""], strict=True):
         links = LINKED.findall(line)
         if line.startswith("|"):
@@ -55,10 +55,22 @@ def _is_in(text: str, values: list[float]) -> bool:
     mantissa, _, exponent = text.replace(",", "").partition("e")
     step = 10.0 ** (int(exponent or 0) - len(mantissa.partition(".")[2]))
     shown = float(text.replace(",", ""))
-    return any(abs(value * scale - shown) <= 0.501 * step for value in values for scale in SCALES)
+    return any(
+        abs(abs(value) * scale - shown) <= 0.501 * step for value in values for scale in SCALES
+    )
 
 
-@pytest.mark.parametrize(("row", "files"), [pytest.param(*row, id=row[0][:60]) for row in _rows()])
+def _shown(row: str) -> list[str]:
+    """Return the measured numbers of a row: those behind its first cell that are no targets."""
+    cells = LINKED.sub("", row).strip("|").split("|")[1:]
+    return [text for cell in cells for text in NUMBER.findall(NOT_MEASURED.sub("", cell))]
+
+
+DOCUMENTS = ("docs/results.md", "README.md")
+ROWS = [pytest.param(*row, id=row[0][:60]) for document in DOCUMENTS for row in _rows(document)]
+
+
+@pytest.mark.parametrize(("row", "files"), ROWS)
 def test_rows_show_numbers_of_their_files(row: str, files: tuple[str, ...]) -> None:
     assert files, "link the file that has the numbers"
     values = [
@@ -66,6 +78,23 @@ def test_rows_show_numbers_of_their_files(row: str, files: tuple[str, ...]) -> N
         for name in files
         for number in _numbers(json.loads((RESULTS / name).read_text(encoding="utf-8")))
     ]
-    cells = row.strip("|").split("|")[1:]
-    shown = [text for cell in cells for text in NUMBER.findall(NOT_MEASURED.sub("", cell))]
-    assert [text for text in shown if not _is_in(text, values)] == []
+    assert [text for text in _shown(row) if not _is_in(text, values)] == []
+
+
+def _environments(result: object) -> Iterator[dict[str, str]]:
+    """Yield the descriptions of machine and command in a result, also of its parts."""
+    if isinstance(result, dict):
+        if "environment" in result:
+            yield result["environment"]
+        for part in result.values():
+            yield from _environments(part)
+
+
+def test_linked_files_have_their_machine_and_command() -> None:
+    linked = {name for row in ROWS for name in row.values[1]}
+    for name in linked:
+        result = json.loads((RESULTS / name).read_text(encoding="utf-8"))
+        if "experiment" not in result:  # simulated: the same on each machine
+            environments = list(_environments(result))
+            assert environments, name
+            assert all({"machine", "command"} <= one.keys() for one in environments), name
