@@ -20,16 +20,15 @@ from pcg.version import __version__
 if TYPE_CHECKING:
     from pcg.compiler import compile, load, trace
     from pcg.explain.explain import explain
-    from pcg.peft.adalora import AdaLoraConfig as AdaLoraConfig
-    from pcg.peft.bitfit import BitFitConfig as BitFitConfig
-    from pcg.peft.bottleneck import BottleneckConfig as BottleneckConfig
-    from pcg.peft.ia3 import IA3Config as IA3Config
-    from pcg.peft.loha import LoHaConfig as LoHaConfig
-    from pcg.peft.lora import LoraConfig as LoraConfig
-    from pcg.peft.prefix import PrefixTuningConfig as PrefixTuningConfig
-    from pcg.peft.prompt import PromptEncoderConfig as PromptEncoderConfig
-    from pcg.peft.prompt import PromptTuningConfig as PromptTuningConfig
-    from pcg.peft.vera import VeraConfig as VeraConfig
+    from pcg.peft.adalora import AdaLoraConfig
+    from pcg.peft.bitfit import BitFitConfig
+    from pcg.peft.bottleneck import BottleneckConfig
+    from pcg.peft.ia3 import IA3Config
+    from pcg.peft.loha import LoHaConfig
+    from pcg.peft.lora import LoraConfig
+    from pcg.peft.prefix import PrefixTuningConfig
+    from pcg.peft.prompt import PromptEncoderConfig, PromptTuningConfig
+    from pcg.peft.vera import VeraConfig
     from pcg.plan.plan import plan
     from pcg.runtime.admission.backlog import QueueLimits
     from pcg.runtime.admission.limits import Limits
