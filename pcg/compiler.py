@@ -182,7 +182,10 @@ def compile(arguments: CompileArguments) -> Executor:
         options = dataclasses.replace(arguments, costs=costs)
 
     def compiled_here(
-        source: ModelSource, to_trace: Mapping[str, Any] | torch.nn.Module, whole: bool = False
+        source: ModelSource,
+        to_trace: Mapping[str, Any] | torch.nn.Module,
+        options: CompileOptions,
+        whole: bool = False,
     ) -> Program:
         return _compiled(
             source, to_trace, arguments.peft, options, machine_device(device), whole=whole
@@ -192,7 +195,7 @@ def compile(arguments: CompileArguments) -> Executor:
 
         def read() -> tuple[ModelSource, Program, Checkpoint]:
             source = resolve(module, weights=True)
-            program = compiled_here(source, source.config)
+            program = compiled_here(source, source.config, options)
             return source, program, Checkpoint.open(source, program.base_prefix)
 
         source, program, checkpoint = agreed(ranks, "compile", read)
@@ -200,18 +203,25 @@ def compile(arguments: CompileArguments) -> Executor:
     count = sum(parameter.numel() for parameter in module.parameters())
     verified = count <= VERIFIED_PARAMETERS if arguments.verify is None else arguments.verify
 
-    def compiled(whole: bool) -> Executor:
+    def loaded(whole: bool, options: CompileOptions) -> Executor:
         def trace_here() -> Program:
             source, _ = source_of(module)
             check_weights(module)
-            return compiled_here(source, module, whole)
+            return compiled_here(source, module, options, whole)
 
         program = agreed(ranks, "compile", trace_here)
         weights = StateDictCheckpoint(module.state_dict(keep_vars=True), program.base_prefix)
-        executor = make_executor(program, weights, arguments.peft, None, device, mesh)
-        if verified:
-            check_logits(executor, module)
-        return executor
+        return make_executor(program, weights, arguments.peft, None, device, mesh)
+
+    def compiled(whole: bool) -> Executor:
+        if not verified or options.quantization is None:
+            executor = loaded(whole, options)
+            if verified:
+                check_logits(executor, module)
+            return executor
+        # The float program is verified, as quantization changes the logits.
+        check_logits(loaded(whole, dataclasses.replace(options, quantization=None)), module)
+        return loaded(whole, options)
 
     try:
         return compiled(whole=False)

@@ -336,6 +336,13 @@ def test_bitsandbytes_checkpoints_run_as_in_transformers(
     assert error < 1e-5
 
 
+def test_a_model_in_memory_is_verified_before_it_is_quantized(base: tuple[Any, Path]) -> None:
+    model, directory = base
+    executor, of_files = (pcg.compile(m, quantization="nf4") for m in (model, directory))
+    (sequence,) = prompts((9,))
+    assert executor.logits([sequence])[0].equal(of_files.logits([sequence])[0])
+
+
 def test_formats_are_types() -> None:
     for name in FORMATS:
         type_ = tensor(name, 256, 512)
