@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+import random
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -24,6 +25,7 @@ from pcg.formats.registry import FORMATS
 from pcg.ir.parser import parse_type
 from pcg.ir.printer import print_graphs
 from pcg.ir.types import tensor
+from pcg.peft.lora import LoraConfig
 from pcg.runtime.model.weights import StateDictCheckpoint
 from tests.support import oracle
 from tests.support.families import BY_NAME
@@ -395,3 +397,36 @@ def test_every_family_runs_over_a_quantized_base(family: str) -> None:
         assert oracle.relative_error(logits, oracle.logits(expected, sequence)) < TOLERANCE
         changed = oracle.relative_error(logits, oracle.logits(model, sequence))
         assert changed > 10 * TOLERANCE  # the matrices are quantized
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", QUANTIZES)
+def test_random_mixed_batches_give_each_adapter_its_own_tokens(
+    base: tuple[Any, Path], name: str
+) -> None:
+    """10,000 tokens of eight adapters of five methods, against requests that run one by one."""
+    _, directory = base
+    recipes = {
+        "lora": LoraConfig(r=4, target_modules="all-linear"),
+        "lora-1": LoraConfig(r=1, target_modules=["q_proj"]),
+        "lora-16": LoraConfig(r=16, target_modules=["v_proj", "down_proj"]),
+        "dora": LoraConfig(r=3, use_dora=True, target_modules="all-linear"),
+        **{method: method for method in ("vera", "loha", "ia3", "prefix")},
+    }
+    executor = pcg.compile(directory, recipes, quantization=name)
+    for number, adapter in enumerate(executor.adapters.values()):
+        generator = torch.Generator().manual_seed(number)
+        for weight in adapter.tensors:
+            weight.add_(0.05 * torch.randn(weight.shape, generator=generator))
+        executor.refresh_adapter(adapter.name)
+    draw, total = random.Random(0), 0
+    while total < 10_000:
+        count = draw.randint(2, 24)
+        sequences = prompts([draw.randint(1, 40) for _ in range(count)])
+        names = [draw.choice([None, *recipes]) for _ in range(count)]
+        options = {"max_new_tokens": draw.randint(1, 20), "ignore_eos": True}
+        mixed = executor.generate(sequences, names, **options)
+        for completion, sequence, adapter in zip(mixed, sequences, names, strict=True):
+            (alone,) = executor.generate([sequence], [adapter], **options)
+            assert completion.token_ids == alone.token_ids, adapter
+            total += len(alone.token_ids)
